@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.sweeps import evaluated
+from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.timing.steps import time_plan
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 
 SIZES = [(256, 1000), (256, 3000), (512, 1000), (512, 3000)]
 CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4")
@@ -20,8 +20,8 @@ BATCHES, LENGTHS = np.arange(1, 501), np.linspace(1000, 131_072, 500).astype(int
 
 
 @cache
-def form(target: str) -> rt.Form:
-    return rt.form(target, phase="decode", over={"batch": BATCHES, "kv": LENGTHS})
+def form(target: str) -> rt.types.Form:
+    return rt.tools.form(target, phase="decode", over={"batch": BATCHES, "kv": LENGTHS})
 
 
 @cache

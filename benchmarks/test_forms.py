@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import Form, evaluated
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import Form, evaluated
 
 CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4")
 RANGES = {
@@ -21,7 +21,7 @@ RANGES = {
 
 @cache
 def form(target: str) -> Form:
-    return rt.form(target, phase="decode", over=RANGES[target][0])
+    return rt.tools.form(target, phase="decode", over=RANGES[target][0])
 
 
 def points(target: str, count: int) -> Points:

@@ -23,7 +23,7 @@ TARGETS = {
 TRACE = f"""
 import rooftrace as rt
 for target, sizes in {list(TARGETS.values())!r}:
-    rt.priced_graphs(target, **sizes)
+    rt.tools.priced_graphs(target, **sizes)
 """
 
 

@@ -3,14 +3,15 @@
 # %%
 import rooftrace as rt
 
-graphs = rt.trace_target("gpt2", ["prefill", "decode"], rt.Request(batch=8, seq=255))
+graphs = rt.tools.trace_target("gpt2", ["prefill", "decode"], rt.types.Request(batch=8, seq=255))
 
 # %%
 print(f"{'':24} {'prefill':>12} {'decode':>12}   limited by (decode)")
 for chip in ("h200-sxm", "l4", "rtx-4090"):
     for execution in ("eager", "efficient"):
         prefill, decode = (
-            rt.estimate(rt.reprice(graph, "bf16"), chip, execution) for graph in graphs.values()
+            rt.estimate(rt.tools.reprice(graph, "bf16"), chip, execution)
+            for graph in graphs.values()
         )
         print(
             f"{chip:12} {execution:11} {prefill.t_est * 1e3:9.3f} ms {decode.t_est * 1e3:9.3f} ms"

@@ -37,10 +37,10 @@ for op in rt.estimate(graph).unsupported_ops():
 
 
 # %%
-@rt.rule("mylib::swish_sum", fusion="pointwise")
-def swish_sum(op: rt.OpView) -> rt.Cost:
+@rt.extend.rule("mylib::swish_sum", fusion="pointwise")
+def swish_sum(op: rt.extend.OpView) -> rt.extend.Cost:
     """out = x * sigmoid(x) + y.  Sigmoid is 4 flop, the product and the sum are one each."""
-    return rt.Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
+    return rt.extend.Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
 
 
 estimate = rt.estimate(graph)

@@ -27,14 +27,14 @@ class Block(nn.Module):
 
 
 # %% [markdown]
-# The sharded module is the plan. `rt.fake_mesh` stands for the processes: one of them is traced, on
-# the meta device, and its collectives talk to nobody.
+# The sharded module is the plan. `rt.tools.fake_mesh` stands for the processes: one of them is
+# traced, on the meta device, and its collectives talk to nobody.
 
 
 # %%
-def step(data: int, tensor: int) -> rt.OpGraph:
+def step(data: int, tensor: int) -> rt.types.OpGraph:
     """A training step of 8 blocks, 4,096 tokens for each of `data` replicas."""
-    with rt.fake_mesh({"dp": data, "tp": tensor}) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh({"dp": data, "tp": tensor}) as mesh, torch.device("meta"):
         model = nn.Sequential(*(Block(4096) for _ in range(8))).bfloat16()
         for block in model:
             if tensor > 1:

@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
+from rooftrace.reporting.commands import FleetResult, Task, run_fleet
 
 # Widths stay as they are: on meta a wide layer takes no longer than a narrow one.
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -40,7 +40,7 @@ def priced(
             model = AutoModelForCausalLM.from_config(config).bfloat16()
     except Exception as error:  # many a default config is of no model
         problem = f"{type(error).__name__}: {error}"
-        raise rt.TargetError(f"no model by the default config: {problem}") from error
+        raise rt.types.TargetError(f"no model by the default config: {problem}") from error
     plan = rt.plan(rt.trace(model, phase=phase, batch=batch, seq=seq), "efficient")
     rows = []
     for chip in chips:

@@ -7,74 +7,23 @@
     rt.report(model, x, chip="h200-sxm", out="report/")
 
 Importing this package imports neither torch nor anything else that is slow to load: names are
-looked up when they are first used.
+looked up when they are first used.  `rooftrace.types` has the classes of results and errors,
+`rooftrace.extend` what a rule, a section or a phase of your own is made of, and `rooftrace.tools`
+the functions of special jobs.
 """
 
-from __future__ import annotations
+from rooftrace import _public
 
-import contextlib
-import sys
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
-
-from rooftrace._face import face
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from rooftrace.costmodels.advice import Headroom
-    from rooftrace.costmodels.estimates import Estimate
-
-_public, _names, __all__ = face(__name__, __file__)
+_current, _, __all__ = _public.public(__name__, __file__)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version
 
         return version("rooftrace")
-    return _uncompiled(_public(name))
-
-
-def _uncompiled(value: Any) -> Any:
-    """A public name; functions are marked, so that code that torch.compile compiles calls them as
-    they are.  With fullgraph=True, Dynamo refuses the call and says the reason that stands here.
-    """
-    if isinstance(value, FunctionType):
-        vars(value)["_torchdynamo_disable"] = True
-        vars(value)["_torchdynamo_disable_msg"] = (
-            f"rooftrace.{value.__name__} is no part of a graph; call it outside of torch.compile"
-        )
-        if "torch" in sys.modules:  # what a function calls is not compiled either
-            with contextlib.suppress(AttributeError):  # an older release has no word for it
-                dynamo = sys.modules["torch"]._C._dynamo.eval_frame
-                skipped = dynamo._FrameAction.SKIP
-                strategy = dynamo._FrameExecStrategy(skipped, skipped)
-                dynamo.set_code_exec_strategy(value.__code__, strategy)
-    return value
+    return _current(name) if name in __all__ else _public.former(name)
 
 
 def __dir__() -> list[str]:
-    return [*_names(), "__version__"]
-
-
-def _render(result: Any, form: str, **how: Any) -> Any:
-    """What print(result) shows ("text"), rich ("rich"), a notebook ("cell"); made by reporting."""
-    from rooftrace.reporting.text import shown
-
-    return shown(result, form, **how)
-
-
-def _headroom(estimate: Estimate) -> Headroom:
-    """What estimate.headroom() returns: findings import estimates, not the other way round."""
-    from rooftrace.costmodels.advice import headroom
-
-    return headroom(estimate)
-
-
-def _write(result: Any, out: Path, figures: Sequence[str]) -> list[Path]:
-    """Write the files of a validation into a folder; only reporting knows how."""
-    from rooftrace.reporting.reportfolder import write_validation
-
-    return write_validation(result, out, figures)
+    return [*__all__, "__version__"]

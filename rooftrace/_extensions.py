@@ -3,11 +3,11 @@
 A package names a module of its own in the entry points of a group:
 
     [project.entry-points."rooftrace.rules"]
-    acme = "acme_ops.rooftrace"        # a module with @rooftrace.rule functions
+    acme = "acme_ops.rooftrace"        # a module with @rooftrace.extend.rule functions
 
-Groups are `rooftrace.rules`, `rooftrace.joins` (modules with @rooftrace.fusion functions),
-`rooftrace.sections` (@rooftrace.section), `rooftrace.sources` (@rooftrace.source),
-`rooftrace.phases` (@rooftrace.phase) and `rooftrace.chips` (packages whose folder holds chip
+Groups are `rooftrace.rules`, `rooftrace.joins` (modules with @rooftrace.extend.fusion functions),
+`rooftrace.sections` (@rooftrace.extend.section), `rooftrace.sources` (@rooftrace.extend.source),
+`rooftrace.phases` (@rooftrace.extend.phase) and `rooftrace.chips` (packages whose folder holds chip
 files).  Each is loaded once, when something of
 its kind is first asked for.  What cannot be loaded is left out, and `failures` says so.
 """

@@ -56,6 +56,6 @@ class Shown:
 
 
 def _render(result: Any, form: str, **how: Any) -> Any:
-    from rooftrace import _render as render  # reporting imports the layers that use this file
+    from rooftrace import _results  # reporting imports the layers that use this file
 
-    return render(result, form, **how)
+    return _results.render(result, form, **how)

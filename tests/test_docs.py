@@ -11,14 +11,25 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import flop_registry
 
+from rooftrace.costmodels.fusion.executions import ExecutionModel
 from rooftrace.costmodels.fusion.joins import JOINS
-from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.costmodels.planning.executions import ExecutionModel
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-LAYERS = ("hardware", "tracer", "costmodels", "measured", "reporting")
+LAYERS = (
+    "hardware",
+    "graph",
+    "tracer",
+    "scripts",
+    "costmodels",
+    "studies",
+    "measured",
+    "diffs",
+    "weights",
+    "reporting",
+)
 CODE = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
@@ -104,6 +115,14 @@ def test_the_page_on_fusion_has_every_join_with_its_limit() -> None:
         assert name.endswith("(off)") != join.on
         assert limit.partition(" ")[0] == ("" if join.constant is None else str(join.constant))
         assert inductor.strip("`") in join.inductor or inductor == "inlining"
+
+
+def test_the_glossary_has_each_word_once() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    words = re.findall(r"^\| ([^|]+?) \| ", page, re.MULTILINE)
+    words = [word for word in words if word != "Word"]
+    assert len(words) > 50
+    assert sorted({word for word in words if words.count(word) > 1}) == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES],

@@ -11,23 +11,23 @@ from torch import nn
 import rooftrace as rt
 from rooftrace import _extensions
 from rooftrace.costmodels.ops.rulebook import find_rule, own_rules
+from rooftrace.graph.records import Ref
 from rooftrace.hardware.chipfile import reading
-from rooftrace.reporting.text.results import as_markdown
-from rooftrace.tracer.graph.records import Ref
+from rooftrace.reporting.views.results import as_markdown
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import made_report
 
 RULES = """
 import rooftrace
 
-@rooftrace.rule("acme::rope", fusion="pointwise", label="acme rope", source="acme")
+@rooftrace.extend.rule("acme::rope", fusion="pointwise", label="acme rope", source="acme")
 def rope(op):
-    return rooftrace.Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
+    return rooftrace.extend.Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
 """
 JOINS = """
 import rooftrace
 
-@rooftrace.fusion("acme epilogue", source="acme")
+@rooftrace.extend.fusion("acme epilogue", source="acme")
 def epilogue(first, second):
     "The library's product applies what follows it."
     return first.is_product
@@ -35,23 +35,23 @@ def epilogue(first, second):
 SECTIONS = """
 import rooftrace
 
-@rooftrace.section("acme price")
+@rooftrace.extend.section("acme price")
 def price(results):
-    note = rooftrace.Note(f"{len(results.phases)} phase for 2 EUR")
-    return rooftrace.Section(title="Price", parts=[note])
+    note = rooftrace.extend.Note(f"{len(results.phases)} phase for 2 EUR")
+    return rooftrace.extend.Section(title="Price", parts=[note])
 """
 SOURCES = """
 import rooftrace
 from rooftrace.measured.profiles import StepTime
 
-@rooftrace.source("acme log", about="a log of acme", begins=lambda head: head.startswith(b"acme"))
+@rooftrace.extend.source("acme log", about="a log", begins=lambda head: head.startswith(b"acme"))
 def read(path):
     return [StepTime(target="mlp", seconds=2e-3)]
 """
 PHASES = """
 import rooftrace
 
-@rooftrace.phase("acme twice")
+@rooftrace.extend.phase("acme twice")
 def twice(runner, recorder):
     runner.forward(recorder)
     return runner.forward(recorder)
@@ -96,7 +96,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     forget()
 
 
-def rope_after_a_product() -> rt.OpGraph:
+def rope_after_a_product() -> rt.types.OpGraph:
     b = Builder()
     y = b.mm(b.input(64, 64), b.weight(64, 64))
     out = b.value((64, 64))
@@ -115,7 +115,7 @@ def test_rules_joins_and_chips_of_a_package_are_there_without_a_word(install, ro
     assert estimate.flops == 2 * 64**3 + 6 * 64 * 64
     assert estimate.coverage.ops == estimate.coverage.ops_with_rule == 2
     assert estimate.notes == (
-        "kernels joined as registered with rooftrace.fusion: acme epilogue x1",
+        "kernels joined as registered with rooftrace.extend.fusion: acme epilogue x1",
     )
 
 
@@ -161,7 +161,7 @@ def test_a_phase_of_a_package_is_traced(install):
 
 def test_a_package_whose_phases_cannot_be_loaded_is_named_where_one_is_asked_for(install):
     install(phases="import no_such_thing")
-    with pytest.raises(rt.RequestError, match=r"requests; package acme 1\.2: entry point"):
+    with pytest.raises(rt.types.RequestError, match=r"requests; package acme 1\.2: entry point"):
         rt.trace(nn.Linear(8, 8), torch.empty(4, 8), phase="acme twice")
 
 
@@ -182,8 +182,8 @@ def test_a_package_whose_chips_cannot_be_loaded_is_named_where_one_is_asked_for(
 
 def test_what_is_registered_inside_is_gone_afterwards():
     with own_rules():
-        rt.rule("acme::thing")(lambda op: op.streamed())
-        rt.fusion("acme thing")(lambda first, second: True)
+        rt.extend.rule("acme::thing")(lambda op: op.streamed())
+        rt.extend.fusion("acme thing")(lambda first, second: True)
         assert find_rule("acme.thing.default") is not None
     assert find_rule("acme.thing.default") is None
-    rt.fusion("acme thing")  # is free again
+    rt.extend.fusion("acme thing")  # is free again

@@ -132,11 +132,11 @@ def test_05_a_custom_op_is_named_and_takes_a_rule() -> None:
     assert (op.target, op.count) == ("graveyard.mystery.default", 1)
     assert op.bytes == 4 * (4 * 16 + 16 * 16 + 4 * 16) == unknown.bytes_hbm
     assert op.bytes_least == 4 * 4 * 16 and op.bytes_most == op.bytes  # the result; everything
-    assert "@rooftrace.rule" in op.stub
+    assert "@rooftrace.extend.rule" in op.stub
 
-    @rt.rule("graveyard::mystery")
-    def mystery(op: rt.OpView) -> rt.Cost:
-        return rt.Cost.of(matmul=1000) + op.streamed()
+    @rt.extend.rule("graveyard::mystery")
+    def mystery(op: rt.extend.OpView) -> rt.extend.Cost:
+        return rt.extend.Cost.of(matmul=1000) + op.streamed()
 
     try:
         assert rt.estimate(graph).flops_matrix == 1000
@@ -365,7 +365,7 @@ def test_20_bytes_follow_the_width_of_a_number() -> None:
         graph = rt.trace(model, torch.zeros(1, 1024, dtype=torch.bfloat16))
     numbers = 1024 * 1024
     for precision, bits in {"bf16": 16, "fp8": 8, "int4": 4, "nvfp4": 4.5, "mxfp4": 4.25}.items():
-        estimate = rt.estimate(rt.reprice(graph, weights_dtype=precision))
+        estimate = rt.estimate(rt.tools.reprice(graph, weights_dtype=precision))
         assert estimate.bytes.weights == numbers * bits / 8, precision
         assert estimate.graph.model["params"] == numbers
 

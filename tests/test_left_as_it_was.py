@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.requests import TraceError
+from rooftrace.tracer import TraceError
 
 
 class Stateful(nn.Module):
@@ -103,7 +103,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "compare fvcore": lambda m, x, **k: rt.compare(m, x, peers=("fvcore",), **k),
     "diff": lambda m, x, **k: rt.diff(m, m, x, **k),
     "inventory": lambda m, x, **k: rt.inventory(m),
-    "dump_model_info": lambda m, x, **k: rt.dump_model_info(
+    "dump_model_info": lambda m, x, **k: rt.tools.dump_model_info(
         m, report_path="report", input_data=x, plot_distributions=False
     ),
     "breaks": rt.graph_breaks,
@@ -112,13 +112,13 @@ CALLS: dict[str, Callable[..., Any]] = {
     "measure compiled": lambda m, x, **k: measured(m, x, compiled=True, ops=False, **k),
     "profile": lambda m, x, **k: rt.profile(m, (x,), **k),
     "summary": lambda m, x, **k: rt.summary(m, input_data=x, **k),
-    "flop_count_table": lambda m, x, **k: rt.flop_count_table(m, x, **k),
+    "flop_count_table": lambda m, x, **k: rt.tools.flop_count_table(m, x, **k),
     "largest_batch": lambda m, x, **k: rt.largest_batch(m, x, chip="l4", phases=["forward"], **k),
     "report": lambda m, x, **k: rt.report(m, x, chip="l4", **k),
-    "guidance": lambda m, x, **k: rt.guidance(rt.estimate(m, x, **k)),
+    "guidance": lambda m, x, **k: rt.tools.guidance(rt.estimate(m, x, **k)),
     "sensitivity": lambda m, x, **k: rt.sensitivity(m, x, **k),
     "explain": lambda m, x, **k: rt.explain(m, x, **k),
-    "form": lambda m, x, **k: rt.form(m, x, **k),
+    "form": lambda m, x, **k: rt.tools.form(m, x, **k),
     "sweep": lambda m, x, **k: rt.sweep(m, x, over={"batch": (4, 8)}, **k),
     "solve": lambda m, x, **k: rt.solve(m, x, find="batch", chip="l4", **k),
 }
@@ -214,7 +214,7 @@ INSIDE: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 } | {"inventory of a target": lambda module, x: rt.inventory("gpt2")}
 
 
-def captured(inner: Callable[..., Any], other: nn.Module | None) -> rt.OpGraph:
+def captured(inner: Callable[..., Any], other: nn.Module | None) -> rt.types.OpGraph:
     module, x = small(), torch.zeros(6, 8)
     optimizer = torch.optim.AdamW(module.parameters())
     with rt.capture(module) as block:
@@ -243,11 +243,11 @@ class Hooked(nn.Module):
         return self.net(x)
 
 
-def traced(inner: Callable[..., Any], other: nn.Module | None) -> rt.OpGraph:
+def traced(inner: Callable[..., Any], other: nn.Module | None) -> rt.types.OpGraph:
     return rt.trace(Hooked(inner, other), torch.zeros(6, 8), phase="training")
 
 
-def look(graph: rt.OpGraph) -> Any:
+def look(graph: rt.types.OpGraph) -> Any:
     ops = [(op.target, op.module, op.part, op.inputs, op.outputs) for op in graph.ops]
     return ops, len(graph.values), graph.assumptions, graph.outputs
 
@@ -255,7 +255,7 @@ def look(graph: rt.OpGraph) -> Any:
 @pytest.mark.parametrize("outer", [captured, traced])
 @pytest.mark.parametrize("name", cases(INSIDE))
 def test_the_outer_recording_is_as_if_the_inner_one_was_not_there(
-    name: str, outer: Callable[..., rt.OpGraph]
+    name: str, outer: Callable[..., rt.types.OpGraph]
 ) -> None:
     expected = look(outer(lambda module, x: None, None))
     assert look(outer(INSIDE[name], None)) == expected
@@ -265,10 +265,10 @@ def test_the_outer_recording_is_as_if_the_inner_one_was_not_there(
 @pytest.mark.parametrize("outer", [captured, traced])
 @pytest.mark.parametrize("name", ["capture", "measure", "measure training"])
 def test_what_cannot_stand_inside_of_a_recording_says_so(
-    name: str, outer: Callable[..., rt.OpGraph]
+    name: str, outer: Callable[..., rt.types.OpGraph]
 ) -> None:
     for other in (None, small()):
-        with pytest.raises(rt.RequestError, match="inside of another recording"):
+        with pytest.raises(rt.types.RequestError, match="inside of another recording"):
             outer(CALLS[name], other)
 
 
@@ -277,7 +277,7 @@ def test_a_refused_capture_leaves_the_outer_one_alone() -> None:
     with rt.capture(module) as plain:
         module(x).sum().backward()
     with rt.capture(module) as block:
-        with pytest.raises(rt.RequestError), rt.capture(module):
+        with pytest.raises(rt.types.RequestError), rt.capture(module):
             raise AssertionError
         module(x).sum().backward()
     assert look(block.graph) == look(plain.graph)

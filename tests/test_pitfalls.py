@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import ExecutionModel, Utilization
 from rooftrace.costmodels.kernels.seconds import peak_seconds
 from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.costmodels.ops.cost import Cost, Work
-from rooftrace.costmodels.planning.executions import ExecutionModel, Utilization
-from rooftrace.costmodels.sweeps import factorial
 from rooftrace.hardware.units import format_capacity, format_traffic
-from rooftrace.reporting.reportfolder import build_report
+from rooftrace.reporting.commands.reportfolder import build_report
+from rooftrace.studies.sensitivity import factorial
 from tests.releases import with_transformers_5
 
 pytestmark = pytest.mark.quick
@@ -31,7 +31,7 @@ BF16 = torch.bfloat16
 H200 = rt.load_chip("h200-sxm")
 
 
-def traced(model: type[nn.Module] | nn.Module, *args: object, **kwargs: object) -> rt.OpGraph:
+def traced(model: type[nn.Module] | nn.Module, *args: object, **kwargs: object) -> rt.types.OpGraph:
     with META:
         made = model() if isinstance(model, type) else model
         return rt.trace(made.to(BF16), *args, **kwargs)
@@ -51,7 +51,7 @@ class Mlp(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def latent() -> dict[str, rt.OpGraph]:
+def latent() -> dict[str, rt.types.OpGraph]:
     """Prefill and decode of one layer with multi-head latent attention."""
     transformers = pytest.importorskip("transformers")
     config = transformers.DeepseekV3Config(
@@ -78,7 +78,7 @@ def test_01_every_weight_crosses_hbm_once_a_use() -> None:
 
 
 @with_transformers_5  # before, the cache of DeepSeek holds the expanded keys and values
-def test_02_flops_and_cache_belong_to_one_algorithm(latent: dict[str, rt.OpGraph]) -> None:
+def test_02_flops_and_cache_belong_to_one_algorithm(latent: dict[str, rt.types.OpGraph]) -> None:
     decode = rt.estimate(latent["decode"], H200, "efficient")
     # The cache holds 32 + 8 numbers a token; this code expands all of it again, which is counted.
     expanded = 129 * 2 * 32 * 8 * (16 + 16)
@@ -112,7 +112,7 @@ def test_07_times_add_not_rows() -> None:
 
 def test_08_guessed_efficiencies_are_off_unless_asked_for() -> None:
     for name in ("naive", "eager", "compiled", "efficient"):
-        utilization = rt.execution_model(name).utilization
+        utilization = rt.tools.execution_model(name).utilization
         assert (utilization.b_sat, utilization.eta_scalar) == (None, None)
         assert utilization.tiles  # which is arithmetic on the sizes and the SM count
 
@@ -128,7 +128,7 @@ def test_09_training_moves_gradients_and_optimizer_states() -> None:
 
 
 def test_10_activations_are_those_at_the_edge_of_every_kernel(
-    latent: dict[str, rt.OpGraph],
+    latent: dict[str, rt.types.OpGraph],
 ) -> None:
     estimate = rt.estimate(latent["prefill"], H200, "eager")
     attention = [row for row in estimate.rows if ".self_attn" in row.module]
@@ -136,7 +136,7 @@ def test_10_activations_are_those_at_the_edge_of_every_kernel(
     assert moved > 5 * 4 * 128 * 256  # five times the hidden states is what the short formula has
 
 
-def test_11_norms_residuals_and_rotations_move_bytes(latent: dict[str, rt.OpGraph]) -> None:
+def test_11_norms_residuals_and_rotations_move_bytes(latent: dict[str, rt.types.OpGraph]) -> None:
     families = rt.estimate(latent["prefill"], H200, "efficient").by_family()
     assert families["norm"]["bytes"] > 0
     elementwise = [f for f in ("elementwise", "rotary", "residual", "activation") if f in families]
@@ -172,7 +172,7 @@ def test_14_every_tensor_has_its_own_width() -> None:
         def forward(self, x):
             return self.head(x).float()
 
-    graph = rt.reprice(traced(Upcast, ones(8, 64)), dtype="fp8")
+    graph = rt.tools.reprice(traced(Upcast, ones(8, 64)), dtype="fp8")
     estimate = rt.estimate(graph, H200, "eager")
     assert estimate.bytes.weights == 64 * 1000  # one byte each
     assert graph.values[graph.outputs[0]].dtype == "fp32"  # what the model asked for by name
@@ -180,7 +180,7 @@ def test_14_every_tensor_has_its_own_width() -> None:
 
 def test_15_the_maximum_of_totals_is_a_lower_bound() -> None:
     estimate = rt.estimate(
-        traced(Mlp, ones(64, 512)), H200, rt.execution_model("naive", knobs=None)
+        traced(Mlp, ones(64, 512)), H200, rt.tools.execution_model("naive", knobs=None)
     )
     times = estimate.times
     assert times.t_bound == pytest.approx(max(times.t_comp, times.t_hbm, times.t_net))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 
 def test_a_listener_hears_what_calls_inside_do() -> None:
     heard: list[str] = []
-    with rt.telling(heard.append):
+    with rt.tools.telling(heard.append):
         rt.report(nn.Linear(8, 8), torch.ones(2, 8), chip="l4", execution="eager")
     rt.trace(nn.Linear(8, 8), torch.ones(2, 8))  # nobody listens any more
     assert heard == [
@@ -43,10 +43,10 @@ def test_a_listener_hears_what_calls_inside_do() -> None:
 def test_the_progress_of_a_call_goes_before_that_of_its_block() -> None:
     outer: list[str] = []
     inner: list[str] = []
-    with rt.telling(outer.append):
+    with rt.tools.telling(outer.append):
         rt.largest_batch(nn.Linear(8, 8), torch.ones(2, 8), chip="l4", progress=inner.append)
         assert inner and not outer
-        with rt.telling(None):
+        with rt.tools.telling(None):
             tell("again")
     assert outer == ["again"]
 
@@ -56,7 +56,7 @@ def test_threads_have_listeners_of_their_own() -> None:
 
     def told(name: str) -> list[str]:
         heard: list[str] = []
-        with rt.telling(heard.append):
+        with rt.tools.telling(heard.append):
             together.wait()
             tell(name)
             together.wait()

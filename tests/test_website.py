@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -88,14 +89,17 @@ def test_the_address_of_the_repository_is_that_of_pyproject() -> None:
 
 def test_every_public_name_has_a_page_in_one_group() -> None:
     names = [name for group in reference.grouped().values() for name in group]
-    assert sorted(names) == sorted(rooftrace.__all__)
+    modules = [rooftrace, *(getattr(rooftrace, name) for name in rooftrace._public.MODULES)]
+    public = [name for module in modules for name in module.__all__]
+    assert sorted(names) == sorted(set(public) - {*rooftrace._public.MODULES})
+    assert len(names) == len(set(names))
     assert len({reference.page_of(name).lower() for name in names}) == len(names)
 
 
 def test_docstrings_are_read_where_python_reads_them() -> None:
-    for name, (module, inside) in reference.public_names().items():
-        text = getattr(rooftrace, name).__doc__ or ""
-        read = reference.docstring(module, inside) or ""
+    for name, public in reference.public_names().items():
+        text = attrgetter(public.path)(rooftrace).__doc__ or ""
+        read = reference.docstring(public.module, public.inside) or ""
         assert read.split() == text.split(), name
         assert read, f"rooftrace.{name} has no docstring"
 
@@ -206,3 +210,19 @@ def test_signs_in_a_docstring_are_no_markup() -> None:
     assert (
         docstrings.literal(text) == "timeline\\_\\<phase>.gz and `a_<b>`, \\*args\n\n    code_<x>"
     )
+
+
+def test_a_function_that_a_stub_holds_as_overloads_is_read(tmp_path: Path) -> None:
+    griffe = pytest.importorskip("griffe")
+    from docsite import docstrings
+
+    (tmp_path / "stubbed.py").write_text("")
+    (tmp_path / "stubbed.pyi").write_text(
+        "from typing import overload\n"
+        "@overload\ndef add(x: int) -> int: ...\n"
+        '@overload\ndef add(x: str) -> str:\n    """A sum."""\n'
+    )
+    extensions = griffe.load_extensions(docstrings.Prose())
+    module = griffe.load("stubbed", search_paths=[tmp_path], extensions=extensions)
+    assert module["add"].docstring.value == "A sum."
+    assert [str(each.returns) for each in module["add"].overloads] == ["int", "str"]

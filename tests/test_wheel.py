@@ -112,7 +112,7 @@ def test_the_wheel_works_in_a_fresh_environment(fresh: Path, tmp_path: Path) -> 
 
 
 BLOCK = re.compile(
-    r"(<!-- golden: [\w.]+ -->\n)?^```(python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(<!-- golden: [\w. -]+ -->\n)?^```(python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 FILES = """
 import csv, torch, rooftrace as rt
@@ -128,6 +128,7 @@ with torch.profiler.profile(record_shapes=True) as profile:
 profile.export_chrome_trace("trace.json.gz")
 with open("models.py", "w") as file:
     file.write("from model import *\\nsmall = wide = deep = long = build\\n")
+open("pyproject.toml", "w").close()  # a lock belongs to a project
 with open("steps.csv", "w") as file:
     file.write("model,batch,ms\\nsmall,16,1.5\\nwide,16,1.6\\ndeep,16,1.4\\nlong,16,1.55\\n")
 with open("train.py", "w") as file:
@@ -146,7 +147,7 @@ for step in range(9):
     optimizer.step()
 ''')
 """
-"""What a user has: measured step times, a run of `rooftrace measure`, a profile and a script."""
+"""Files of a user: measured step times, a run of `rooftrace measure`, a profile and a script."""
 MEASURED = 'rt.measure(model, x, phase="training")'
 COMMANDS = """
 import json, sys

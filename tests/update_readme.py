@@ -1,6 +1,7 @@
-"""Copies tests/golden into the README's blocks, and the list of the gallery into its page.
+"""Copies tests/golden into the blocks of README.md and docs/, and the gallery's list into its page.
 
-`make golden` runs it.
+A block begins with `<!-- golden: demo.txt -->`, or `<!-- golden: demo.txt 1-25 -->` for some of its
+lines.  `make golden` runs this file.
 """
 
 from __future__ import annotations
@@ -10,25 +11,45 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?P<head><!-- golden: (?P<name>[\w.]+)(?: (?P<first>\d+)-(?P<last>\d+))? -->\n```\n)"
+    r"(?P<text>.*?)```",
+    re.DOTALL,
+)
 sys.path.insert(0, str(ROOT / "site"))
 
 from docsite import gallery  # noqa: E402
 
-BLOCK = re.compile(r"(<!-- golden: ([\w.]+) -->\n```\n).*?```", re.DOTALL)
+
+def filled(text: str, folder: Path = GOLDEN) -> str:
+    """A page with each block as its golden has it.
+
+    Raises ValueError for a block whose lines the golden does not have.
+    """
+
+    def fill(block: re.Match[str]) -> str:
+        lines = (folder / block["name"]).read_text(encoding="utf-8").splitlines(keepends=True)
+        first, last = int(block["first"] or 1), int(block["last"] or len(lines))
+        if not 1 <= first <= last <= len(lines):
+            raise ValueError(f"{block['name']} {first}-{last}: it has {len(lines)} lines")
+        return f"{block['head']}{''.join(lines[first - 1 : last])}```"
+
+    return BLOCK.sub(fill, text)
 
 
 def main() -> None:
-    """Rewrite README.md and docs/gallery.md."""
-    readme = ROOT / "README.md"
-
-    def fill(match: re.Match[str]) -> str:
-        golden = (ROOT / "tests" / "golden" / match[2]).read_text(encoding="utf-8")
-        return f"{match[1]}{golden}```"
-
-    readme.write_text(BLOCK.sub(fill, readme.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the pages that show output, and docs/gallery.md."""
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        if BLOCK.search(text):
+            path.write_text(filled(text), encoding="utf-8")
     page = ROOT / "docs" / "gallery.md"
-    filled = gallery.with_list(page.read_text(encoding="utf-8"), gallery.as_list(gallery.entries()))
-    page.write_text(filled, encoding="utf-8")
+    with_list = gallery.with_list(
+        page.read_text(encoding="utf-8"), gallery.as_list(gallery.entries())
+    )
+    page.write_text(with_list, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from points import Point, write_points
 from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.attention import attention_knobs
-from rooftrace.costmodels.knobs import Knobs
 from rooftrace.measured.fit.cases import Case, predict, step_case
 from rooftrace.measured.fit.fitting import FEW
 
@@ -87,10 +87,10 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def traced(row: Row, cache: Path) -> rt.OpGraph:
+def traced(row: Row, cache: Path) -> rt.types.OpGraph:
     """The graph of a microbatch: forward, loss and backward."""
 
-    def make() -> rt.OpGraph:
+    def make() -> rt.types.OpGraph:
         import torch
         from mpt import Mpt, microbatch
 

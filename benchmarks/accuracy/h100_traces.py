@@ -24,7 +24,7 @@ import numpy as np
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.measured.fit.fitting import FEW
 
 CHIP = "h100-sxm"
@@ -68,7 +68,7 @@ class Traced:
 
     name: str
     path: Path
-    graph: rt.OpGraph
+    graph: rt.types.OpGraph
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def main() -> None:
     if not (folder / "targets.py").exists():
         raise SystemExit(f"{folder}: no targets.py in it")
     found = traces(folder)
-    typical = rt.execution_model("eager")
+    typical = rt.tools.execution_model("eager")
     points: list[Point] = []
     sums: dict[str, list[float]] = {}
     print(HEAD)
@@ -161,7 +161,7 @@ def main() -> None:
         fitted = rt.calibrate(seen.path, CHIP, "eager", seen.graph, free=FEW, factors=False)
         for one in found:
             if one is not seen:
-                after = kernels(one, rt.execution_model("eager", knobs=fitted.knobs))
+                after = kernels(one, rt.tools.execution_model("eager", knobs=fitted.knobs))
                 print(line(one.name, f"two numbers, {seen.name.partition(',')[0]}", after))
                 sums.setdefault("two numbers", []).append(after.error)
     for seen in found:

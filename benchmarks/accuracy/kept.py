@@ -8,7 +8,7 @@ from pathlib import Path
 import rooftrace as rt
 
 
-def kept(path: Path, make: Callable[[], rt.OpGraph]) -> rt.OpGraph:
+def kept(path: Path, make: Callable[[], rt.types.OpGraph]) -> rt.types.OpGraph:
     """The graph in this file, or the one that `make` makes, which is written there."""
     if path.exists():
         return rt.load(path)

@@ -50,16 +50,16 @@ class CrossEntropy(torch.autograd.Function):
         return torch.ops.mpt.cross_entropy_backward(g, logits, sums), None
 
 
-@rt.rule("mpt::cross_entropy", kind="softmax", family="loss")
-def _cross_entropy(op: rt.OpView) -> rt.Cost:
+@rt.extend.rule("mpt::cross_entropy", kind="softmax", family="loss")
+def _cross_entropy(op: rt.extend.OpView) -> rt.extend.Cost:
     """An element is compared, taken off, exponentiated and added: 4 FLOP."""
-    return rt.Cost.of(vector=4 * op.needed("logits").elements) + op.streamed()
+    return rt.extend.Cost.of(vector=4 * op.needed("logits").elements) + op.streamed()
 
 
-@rt.rule("mpt::cross_entropy_backward", kind="softmax", family="loss")
-def _cross_entropy_backward(op: rt.OpView) -> rt.Cost:
+@rt.extend.rule("mpt::cross_entropy_backward", kind="softmax", family="loss")
+def _cross_entropy_backward(op: rt.extend.OpView) -> rt.extend.Cost:
     """An element is taken off, exponentiated and multiplied: 3 FLOP."""
-    return rt.Cost.of(vector=3 * op.needed("logits").elements) + op.streamed()
+    return rt.extend.Cost.of(vector=3 * op.needed("logits").elements) + op.streamed()
 
 
 class Block(nn.Module):

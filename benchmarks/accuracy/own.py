@@ -19,9 +19,9 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs.knobs import Knobs
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import plan
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.alignment.pairing import steps_of_run
 from rooftrace.measured.fit.calibrating import usual_start
@@ -48,18 +48,18 @@ class Half:
     free: tuple[str, ...]
 
 
-def runs(folder: Path) -> list[tuple[str, rt.Run, Chip]]:
+def runs(folder: Path) -> list[tuple[str, rt.types.Run, Chip]]:
     """Every run with its chip."""
     found = []
     for path in sorted(folder.glob("*.json.gz")):
         chip = path.with_name(path.name.removesuffix(".json.gz") + ".toml")
         if chip.exists():
             name = path.name.removesuffix(".json.gz")
-            found.append((name, rt.load_run(path), rt.load_chip(chip)))
+            found.append((name, rt.tools.load_run(path), rt.load_chip(chip)))
     return found
 
 
-def cases_of(run: rt.Run, chip: Chip, mode: str) -> list[Case]:
+def cases_of(run: rt.types.Run, chip: Chip, mode: str) -> list[Case]:
     """The steps of a run that ran so, traced."""
     if not any(row.mode == mode for row in run.models):
         return []
@@ -71,7 +71,7 @@ def cases_of(run: rt.Run, chip: Chip, mode: str) -> list[Case]:
 
 
 def halves(
-    name: str, run: rt.Run, chip: Chip, tell: Callable[[str], None]
+    name: str, run: rt.types.Run, chip: Chip, tell: Callable[[str], None]
 ) -> tuple[list[Half], list[Point]]:
     """Both ways, for every way in which the models ran."""
     found: list[Half] = []

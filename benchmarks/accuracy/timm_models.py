@@ -129,7 +129,7 @@ def fused(model: torch.nn.Module) -> torch.nn.Module:
 
 def graph_of(
     name: str, size: int, batch: int, form: str, phase: str, how: Mapping[str, str]
-) -> rt.OpGraph:
+) -> rt.types.OpGraph:
     """The graph of a step.
 
     how: amp ("" where autocast is off), dtype, layout, and torch: the release that ran ("" before

@@ -32,7 +32,7 @@ from points import Point, write_points
 from timm_models import PLAIN, Counts, Zoo, graph_of
 
 import rooftrace as rt
-from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
@@ -157,7 +157,7 @@ def setting(path: Path) -> Setting | None:
     return Setting(rt.load_chip(name), execution, *precision, layout, torch)
 
 
-def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.OpGraph | None:
+def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.types.OpGraph | None:
     """The graph of a row; None where its model does not build or trace here."""
     told = f"-{form}" if form else ""
     path = cache / f"{row.name}{how.name}{told}.json.gz"

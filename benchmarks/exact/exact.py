@@ -27,8 +27,8 @@ os.environ.setdefault("ROOFTRACE_CACHE", "off")
 import numpy as np
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import Form, evaluated
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import Form, evaluated
 
 CHIPS = ("h200-sxm", "l4")
 NEAR = 1e-9
@@ -41,8 +41,8 @@ class Row:
     title: str
     phase: str
     over: Mapping[str, range]
-    source: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]  # arguments of rt.form
-    at: Callable[..., rt.OpGraph]  # the trace at sizes
+    source: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]  # arguments of rt.tools.form
+    at: Callable[..., rt.types.OpGraph]  # the trace at sizes
     executions: tuple[str, ...] = ("efficient",)
 
 
@@ -53,7 +53,7 @@ def _target(title: str, phase: str, config: Callable[[], str] | None = None, **o
     def target() -> str:
         return title if config is None else config()
 
-    def at(**sizes: int) -> rt.OpGraph:
+    def at(**sizes: int) -> rt.types.OpGraph:
         return rt.trace(target(), phase=phase, **sizes)
 
     return Row(title, phase, over, lambda: ((target(),), {"phase": phase}), at, executions)
@@ -70,7 +70,7 @@ def _module(
     names = {name.replace("_", "."): values for name, values in over.items()}
     low = {name: values[0] for name, values in names.items()}
 
-    def at(**sizes: int) -> rt.OpGraph:
+    def at(**sizes: int) -> rt.types.OpGraph:
         return rt.trace(build(), *inputs(**sizes), phase=phase)
 
     return Row(title, phase, names, lambda: ((build(), *inputs(**low)), {"phase": phase}), at)
@@ -172,7 +172,7 @@ def compared(row: Row, count: int, seed: int) -> Outcome:
     """The form of a row beside `count` traces."""
     began, outcome = time.perf_counter(), Outcome()
     args, named = row.source()
-    form = rt.form(*args, over=dict(row.over), **named)
+    form = rt.tools.form(*args, over=dict(row.over), **named)
     outcome.regimes = len(form.regimes)
     outcome.traces = sum(len(r.form.samples) + len(r.proven) for r in form.regimes)
     known = {n for r in form.regimes for n in (*r.form.samples, *r.proven)}
@@ -204,7 +204,11 @@ def _drawn(draw: random.Random, values: range) -> int:
 
 
 def _beside(
-    form: Form, sizes: Mapping[str, int], graph: rt.OpGraph, execution: str, chips: list[rt.Chip]
+    form: Form,
+    sizes: Mapping[str, int],
+    graph: rt.types.OpGraph,
+    execution: str,
+    chips: list[rt.types.Chip],
 ) -> tuple[bool, float]:
     """Whether whole numbers are equal, and how far seconds are apart."""
     points = Points({name: np.array([size]) for name, size in sizes.items()})

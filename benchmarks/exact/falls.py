@@ -18,9 +18,9 @@ import numpy as np
 from exact import Row, asked_of, rows_of
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import Form, evaluated
 from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import Form, evaluated
 
 CHIPS = ("h100-sxm", "h200-sxm", "a100-sxm-80", "b200-sxm", "mi300x", "t4", "l4", "rtx-4090")
 EXECUTIONS = ("eager", "compiled", "efficient", "serving")
@@ -49,7 +49,7 @@ def main() -> int:
 def lines_of(row: Row, count: int, seed: int) -> Iterator[tuple[str, int]]:
     """A line for each size and execution of a row, with how many falls it tells of."""
     args, named = row.source()
-    form = rt.form(*args, over=dict(row.over), **named)
+    form = rt.tools.form(*args, over=dict(row.over), **named)
     draw = random.Random(f"{row.title} {row.phase} {seed}")
     chips = [chip for chip in map(rt.load_chip, CHIPS) if _computes(form, chip)]
     for name in row.over:
@@ -90,13 +90,13 @@ def _drawn(draw: random.Random, values: range) -> int:
 
 
 def _table(
-    form: Form, sizes: list[Sizes], chips: list[rt.Chip], execution: str
+    form: Form, sizes: list[Sizes], chips: list[rt.types.Chip], execution: str
 ) -> Mapping[str, np.ndarray]:
     points = Points({name: np.array([one[name] for one in sizes]) for name in sizes[0]})
     return evaluated(form, points, chips, Conditions.of(execution))
 
 
-def _computes(form: Form, chip: rt.Chip) -> bool:
+def _computes(form: Form, chip: rt.types.Chip) -> bool:
     """Whether the chip has a rate for what the step computes in."""
     try:
         rt.estimate(form.example, chip=chip)

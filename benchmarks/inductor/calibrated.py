@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     chip = measure_chip(options.device, 10.0)
-    runs: dict[str, rt.Run] = {}
+    runs: dict[str, rt.types.Run] = {}
     for name in options.model or steps.NAMES:
         for phase, build in steps.cases(name, options.scale, options.device):
             torch._dynamo.reset()
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     compare(runs, chip)
 
 
-def compare(runs: dict[str, rt.Run], chip: rt.Chip) -> None:
+def compare(runs: dict[str, rt.types.Run], chip: rt.types.Chip) -> None:
     """Leave each model out, predict its steps, and print the errors."""
     off: dict[bool, list[float]] = {True: [], False: []}
     print(f"{'step':36} {'measured':>9} {'factors':>9} {'without':>9}")
@@ -48,7 +48,7 @@ def compare(runs: dict[str, rt.Run], chip: rt.Chip) -> None:
         predicted: dict[bool, list[float]] = {}
         for factors in (True, False):
             knobs = rt.calibrate(others, chip, "compiled", factors=factors).knobs
-            model = rt.execution_model("compiled", knobs=knobs)
+            model = rt.tools.execution_model("compiled", knobs=knobs)
             predicted[factors] = [
                 rt.estimate(own.graphs[row.key], chip, model).t_est for row in own.models
             ]
@@ -63,7 +63,7 @@ def compare(runs: dict[str, rt.Run], chip: rt.Chip) -> None:
     print(rt.calibrate(joined(list(runs.values())), chip, "compiled"))
 
 
-def joined(runs: Sequence[rt.Run]) -> rt.Run:
+def joined(runs: Sequence[rt.types.Run]) -> rt.types.Run:
     """Several runs of one device as one."""
     return replace(
         runs[0],

@@ -57,12 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name:13} {_line(graph, kernels, options.replayed)}", flush=True)
 
 
-def _line(graph: rt.OpGraph, kernels: Sequence[inductor.Kernel], replayed: bool) -> str:
+def _line(graph: rt.types.OpGraph, kernels: Sequence[inductor.Kernel], replayed: bool) -> str:
     launched = [(number, name) for number, k in enumerate(kernels) for name in _names(k, replayed)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.json"
         path.write_text(json.dumps({"traceEvents": list(_events(kernels, launched, replayed))}))
-        step = rt.fused(path, graph)
+        step = rt.tools.fused(path, graph)
     order = [number for number, _ in launched] if replayed else range(len(kernels))
     truth = {
         op: number

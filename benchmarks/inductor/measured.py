@@ -44,10 +44,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             module, inputs = build()
             run = rt.measure(module, phase=phase, compiled=True, budget_s=1.0, name=name, **inputs)
             graph = rt.trace(module, phase=phase, **inputs)
-            _print(name, phase, rt.fused(run.models[0], graph), options.differences)
+            _print(name, phase, rt.tools.fused(run.models[0], graph), options.differences)
 
 
-def _print(name: str, phase: str, step: rt.FusedStep, differences: int) -> None:
+def _print(name: str, phase: str, step: rt.types.FusedStep, differences: int) -> None:
     score = step.agreement
     megabytes = [made.bytes.total / 1e6 for made in (step.measured, step.detected, step.unfused)]
     print(

@@ -21,7 +21,7 @@ import measured
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
 from rooftrace.measured.alignment.compiled_steps import Agreement
 from rooftrace.measured.bench import Bench, models
@@ -72,7 +72,7 @@ def twice(
         recorded.export_chrome_trace(str(path))
         trace = read_trace(path)
     compiled = plan(graph.expand(), "compiled").graph
-    return kernel_times(trace, noted.graphs(), compiled), rt.fused(trace, graph)
+    return kernel_times(trace, noted.graphs(), compiled), rt.tools.fused(trace, graph)
 
 
 def _line(noted: Sequence[KernelTime], step: FusedStep) -> str:

@@ -80,11 +80,11 @@ def reads_mask(row: dict[str, Any]) -> bool:
 def compared(row: dict[str, Any], chip: str) -> Compared:
     """A case, priced as the program ran that was measured."""
     sizes, library = sizes_of(row), LIBRARIES.get(row["kernel"])
-    execution = rt.execution_model("efficient")
+    execution = rt.tools.execution_model("efficient")
     if row["kernel"] in ("efficient", "default"):
-        execution = rt.execution_model("eager")
+        execution = rt.tools.execution_model("eager")
     elif library:
-        execution = rt.execution_model("efficient", attention_library=library)
+        execution = rt.tools.execution_model("efficient", attention_library=library)
     module, given = module_of(row["kernel"], sizes)
     priced = rt.estimate(rt.trace(module, *given), chip, execution)
     seconds = sum(one.timing.t_device for one in priced.rows)

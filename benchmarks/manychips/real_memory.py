@@ -97,7 +97,7 @@ def real(name: str) -> int:
 def predicted(name: str) -> int:
     """The peak that an estimate has."""
     sizes, spread, again = WAYS[name]
-    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh(sizes) as mesh, torch.device("meta"):
         graph = rt.trace(models.step, spread(models.Net(again=again), mesh), ids())
     return rt.estimate(graph, execution="eager").memory.peak
 

@@ -29,7 +29,7 @@ from rooftrace.hardware.systems import load_system
 
 HERE = Path(__file__).parent
 SYSTEM = load_system("dgx-b200")
-EXECUTION = rt.execution_model("compiled", knobs=str(HERE / "b200-compiled.toml"))
+EXECUTION = rt.tools.execution_model("compiled", knobs=str(HERE / "b200-compiled.toml"))
 
 
 def group_of(mesh: Any, axis: str) -> Any:
@@ -45,7 +45,7 @@ def stage_cost(row: dict[str, str], number: int) -> tuple[StageCost, int]:
     least, more = divmod(int(row["layers"]), pp)
     start = number * least + min(number, more)
     layers = range(start, start + least + (number < more))
-    with rt.fake_mesh({"dp": dp, "cp": cp, "tp": tp}) as mesh:
+    with rt.tools.fake_mesh({"dp": dp, "cp": cp, "tp": tp}) as mesh:
         routed = init_device_mesh("cpu", (dp * cp * tp // ep, ep), mesh_dim_names=("edp", "ep"))
         replicas = init_device_mesh("cpu", (dp * cp, tp), mesh_dim_names=("dpcp", "tp"))
         everybody = init_device_mesh("cpu", (dp * cp * tp,), mesh_dim_names=("all",))

@@ -50,7 +50,7 @@ def estimate_of(row: dict[str, str]) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         graph = rt.trace(step, model, ids, optimizer, torch.arange(seq)[None], tp > 1)
     compiled = row["compile"] == "True"
-    execution = rt.execution_model(
+    execution = rt.tools.execution_model(
         "compiled" if compiled else "eager",
         knobs=str(HERE / ("h100-compiled.toml" if compiled else "h100-eager.toml")),
     )

@@ -43,7 +43,15 @@ The tests that are neither `slow` nor `heavy`, all of them, in one fresh environ
 `make versions VENVS=folder` makes the environments and writes this page; the rows come from
 [releases.toml](../benchmarks/releases/releases.toml). The first row holds the floors of
 `pyproject.toml`. Goldens that hold ops of a library's model are made with the releases in
-`constraints.txt`, and skipped with others."""
+`constraints.txt`, and skipped with others.
+
+## A new release of torch
+
+    pip install torch==2.16.0 && python -m rooftrace.tracer.torch_private
+
+says which of the private names of torch that rooftrace uses are gone, and is silent where all are
+there: [torch_private.py](../rooftrace/tracer/torch_private.py) lists them. Then give the release a
+row in releases.toml and run `make versions VENVS=folder ONLY=torch2.16`."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,13 @@ def summary(result: Result) -> str:
 
 def page(results: Sequence[Result]) -> str:
     """The text of docs/versions.md."""
-    lines = [HEAD, "", "| Python | torch | transformers | passed | failed | skipped | run on |"]
+    lines = [
+        HEAD,
+        "",
+        "## The rows",
+        "",
+        "| Python | torch | transformers | passed | failed | skipped | run on |",
+    ]
     lines.append("|---|---|---|---:|---:|---:|---|")
     for result in results:
         row = result.environment

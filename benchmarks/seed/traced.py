@@ -69,7 +69,7 @@ class Point:
 
 
 @lru_cache(maxsize=2)
-def graph_of(point: Point) -> rt.OpGraph:
+def graph_of(point: Point) -> rt.types.OpGraph:
     """The trace of a point, in fp8; in bf16 what it caches at two bytes."""
     with TemporaryDirectory() as folder:
         config = json.loads(CONFIG.read_text(encoding="utf-8"))
@@ -79,10 +79,10 @@ def graph_of(point: Point) -> rt.OpGraph:
         return rt.trace(target, phase=point.phase, batch=point.batch, **sizes)
 
 
-def repriced(point: Point) -> rt.OpGraph:
+def repriced(point: Point) -> rt.types.OpGraph:
     """The graph of a point at one byte for each element, two for the cache where it says so."""
     graph = graph_of(replace(point, kv_bytes=1))
-    return rt.reprice(graph, dtype="fp8", kv_dtype="bf16" if point.kv_bytes == 2 else None)
+    return rt.tools.reprice(graph, dtype="fp8", kv_dtype="bf16" if point.kv_bytes == 2 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Priced:
     gradients, as if each element took one byte, and what wider ones take more.
     """
 
-    estimate: rt.Estimate
+    estimate: rt.types.Estimate
     bytes: Counter[tuple[str, str]]
     narrow: Counter[str]
     wide: Counter[str]
@@ -119,7 +119,7 @@ class Priced:
 
 def priced(point: Point, execution: str, **changes: object) -> Priced:
     """A point by the preset `seed-EXECUTION`, with fields of it changed."""
-    model = rt.execution_model(f"seed-{execution}", **changes)
+    model = rt.tools.execution_model(f"seed-{execution}", **changes)
     estimate = rt.estimate(repriced(point), CHIP, model)
     plan, values = estimate.plan, estimate.graph.values
     by_role: Counter[tuple[str, str]] = Counter()

@@ -1,4 +1,4 @@
-"""Knows what one chip can do and who says so; knows no file format, no model and no execution.
+"""The record of one chip: its rates, sizes and host costs, each with its source.
 
 Everything is SI: FLOP/s, byte, byte/s, second, watt, hertz. Rates are dense with fp32 accumulation;
 a quoted rate that counts on 2:4 sparsity is kept beside the dense one and never used.
@@ -16,38 +16,24 @@ from rooftrace._shown import Shown, short
 from rooftrace.hardware import units
 from rooftrace.hardware.precisions import compute_family
 
-__all__ = [
-    "ENGINES",
-    "KINDS",
-    "Chip",
-    "ChipKind",
-    "Engine",
-    "Fact",
-    "FactKind",
-    "Link",
-    "LinkName",
-    "MissingPeakError",
-    "Peak",
-]
-
 FactKind = Literal["datasheet", "measured", "derived", "guess"]
 Engine = Literal["matrix", "vector"]
 LinkName = Literal["intra", "inter"]
 ChipKind = Literal["gpu", "cpu"]
 
 USUAL = "h200-sxm"
-"""The chip where none is asked for, and no knobs are of one."""
+"""The chip where none is named, and no knobs are of one."""
 KINDS: tuple[FactKind, ...] = get_args(FactKind)
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 class MissingPeakError(LookupError):
-    """A chip was asked for a rate that it does not have. Nothing falls back to another rate."""
+    """A chip has no rate for an engine and precision. Nothing falls back to another rate."""
 
 
 @dataclass(frozen=True)
 class Fact(Plain):
-    """A number in SI units, how it was written, and who says so."""
+    """A number in SI units, as it was written, and its source."""
 
     value: float
     text: str  # "3.35 TB/s"
@@ -137,7 +123,7 @@ FACT_UNITS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chip(Plain, Shown):
-    """One accelerator, or one CPU machine, as data. None means: not known to us."""
+    """One accelerator, or one CPU machine, as data. None: unknown."""
 
     name: str  # "h200-sxm", the name of its file
     title: str  # "NVIDIA H200 SXM"
@@ -146,7 +132,7 @@ class Chip(Plain, Shown):
     peaks: tuple[Peak, ...]
     memory_capacity: Fact  # byte
     memory_bandwidth: Fact  # byte/s
-    kernel_gap: Fact  # device seconds that a kernel costs beside its work, in one stream
+    kernel_gap: Fact  # device seconds that a kernel costs in addition to its work, in one stream
     dispatch_eager: Fact  # host seconds per kernel in eager PyTorch
     dispatch_compiled: Fact  # host seconds per kernel launched from compiled code
     graph_launch: Fact  # host seconds to launch one captured graph, whatever its number of kernels
@@ -156,20 +142,20 @@ class Chip(Plain, Shown):
     blas_workspace: Fact = BLAS_WORKSPACE  # byte, of each thread and stream with products
     context: Fact = CONTEXT  # byte of a process outside of the allocator: context, loaded kernels
     aliases: tuple[str, ...] = ()
-    architecture: str = ""  # what kernels are compiled for: "sm_90", "gfx942"; "": not known
+    architecture: str = ""  # that kernels are compiled for: "sm_90", "gfx942"; "": unknown
     l2_capacity: Fact | None = None  # byte
     links: tuple[Link, ...] = ()
     sm_count: Fact | None = None
     clock: Fact | None = None  # hertz
     power: Fact | None = None  # watt
-    # What large products and large copies are known to sustain under this chip's limit on power,
-    # over what chips of its generation do (see `Knobs.typical`); None: as much as those.
+    # Rates that large products and copies sustain under this chip's power limit, as a share of
+    # those of its generation (see `Knobs.typical`); None: 1.
     sustained_compute: Fact | None = None
     sustained_memory: Fact | None = None
     price: Fact | None = None  # dollar/hour
     memory_bus: Fact | None = None  # bits, for the datasheet's own arithmetic
     memory_pin: Fact | None = None  # byte/s of one pin, for the same
-    # Measured on real ones, beside the datasheet. For reading; nothing computes with it.
+    # Measured on real ones, in addition to the datasheet. For reading; nothing computes with it.
     measured: Mapping[str, Fact] = field(default_factory=dict, hash=False)
     system: Any = None  # the System that joins it to others; None: its own link does
 
@@ -250,30 +236,26 @@ class Chip(Plain, Shown):
     def facts_by_name(self) -> dict[str, Fact]:
         """The facts that times and sizes are computed from, by dotted names.
 
-        "matrix.bf16", "memory_bandwidth", "link.intra.latency"; those that are not known left out.
+        "matrix.bf16", "memory_bandwidth", "link.intra.latency"; unknown ones are left out.
         """
-        known = {f"{peak.engine}.{peak.precision}": peak.rate for peak in self.peaks}
-        for name in FACT_UNITS:
-            if getattr(self, name) is not None:
-                known[name] = getattr(self, name)
-        for link in self.links:
-            known[f"link.{link.name}.bandwidth"] = link.bandwidth
-            if link.latency is not None:
-                known[f"link.{link.name}.latency"] = link.latency
-        return known
+        return {
+            name.replace(" ", "."): fact
+            for name, fact in self.facts()
+            if not name.startswith("measured ") and not name.endswith(" quoted")
+        }
 
     def with_facts(self, values: Mapping[str, float | Fact]) -> Chip:
-        """The chip with other values of some facts, by their names in `facts_by_name`; SI units."""
-        known = self.facts_by_name()
+        """The chip with other values [SI] of some facts, by their names in `facts_by_name`."""
+        facts = self.facts_by_name()
         changed = {
             name: value
             if isinstance(value, Fact)
             else replace(
-                known[name],
+                facts[name],
                 value=value,
                 kind="derived",
                 text=f"{value:g}",
-                note=f"changed from {known[name].text}",
+                note=f"changed from {facts[name].text}",
             )
             for name, value in values.items()
         }
@@ -289,8 +271,8 @@ class Chip(Plain, Shown):
             )
             for link in self.links
         )
-        own: dict[str, Any] = {name: fact for name, fact in changed.items() if name in FACT_UNITS}
-        return replace(self, peaks=peaks, links=links, **own)
+        single: dict[str, Any] = {n: fact for n, fact in changed.items() if n in FACT_UNITS}
+        return replace(self, peaks=peaks, links=links, **single)
 
     def headline(self) -> str:
         """One line: the chip's name, its main matrix rate, bandwidth, capacity and ridge."""
@@ -309,7 +291,7 @@ class Chip(Plain, Shown):
 
 def _no_rate(chip: Chip, engine: str, precision: str) -> str:
     family = compute_family(precision)
-    asked = family if family == precision else f"{family} (asked as {precision})"
+    wanted = family if family == precision else f"{family} (asked as {precision})"
     rows = {name: [peak for peak in chip.peaks if peak.engine == name] for name in ENGINES}
     has = "; ".join(
         f"{name}: {', '.join(peak.precision for peak in peaks)}"
@@ -322,6 +304,6 @@ def _no_rate(chip: Chip, engine: str, precision: str) -> str:
     example = next((name for name in ("bf16", "fp16", "fp32") if name in names), "")
     dtype = f"choose another dtype, for example {example}, or " if example else ""
     return (
-        f"{chip.name} has no ({engine}, {asked}) rate; it has: {has or 'none'}. "
+        f"{chip.name} has no ({engine}, {wanted}) rate; it has: {has or 'none'}. "
         f"To go on, {dtype}pass a chip TOML with a [[peak]] for it, and its source"
     )

@@ -3,11 +3,11 @@
 Storage and compute are two questions. `storage_bytes` answers the first, block scales included;
 `compute_family` and `widest` answer the second, with the key under which a chip lists its rates.
 
-A quantised format is written as its element and what stands beside it, in this order:
+A quantised format is written as its element, then scales, zero points and compute precision:
 
     int4_g128_s16_z4      4-bit integers, with a 16-bit scale and a 4-bit zero point for each 128
     fp8_g128x128_s32_afp8 8-bit floats with an fp32 scale for each block of 128 x 128; products
-                          round what they multiply with to fp8, too, and compute in fp8 (W8A8)
+                          round the other operand to fp8, too, and compute in fp8 (W8A8)
 
 `_g` without `_s` means scales of 16 bits. Without `_a` a product widens the weight and computes in
 the precision of the activations (W4A16).
@@ -24,30 +24,19 @@ from typing import Literal
 
 from rooftrace.errors import hint
 
-__all__ = [
-    "PRECISIONS",
-    "Precision",
-    "PrecisionError",
-    "bytes_per_element",
-    "compute_family",
-    "precision",
-    "storage_bytes",
-    "widest",
-]
-
 Kind = Literal["float", "int", "bool", "complex"]
 
 
 class PrecisionError(ValueError):
-    """A name that is no number format known here."""
+    """A name that is no number format."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """One number format. `bits` is what one element takes in memory, share of scales included.
+    """One number format. `bits`: of one element in memory, its share of the scales included.
 
-    element: the format without scales and engine. computes: what a product rounds its other
-    operand to, and computes in; "" where it widens this one.
+    element: the format without scales and compute precision. computes: the precision that a
+    product rounds its other operand to, and computes in; "" where it widens this one.
     """
 
     name: str
@@ -154,16 +143,15 @@ def precision(name: str) -> Precision:
 
     Raises PrecisionError for a name that is none.
     """
-    known = PRECISIONS.get(name)  # nearly all calls
-    return _precision(name) if known is None else known
+    return PRECISIONS.get(name) or _precision(name)  # nearly all names are in the table
 
 
 @lru_cache(maxsize=4096)
 def _precision(name: str) -> Precision:
     key = name.strip().lower().removeprefix("torch.")
-    known = PRECISIONS.get(ALIASES.get(key, key)) or _quantised(key)
-    if known is not None:
-        return known
+    plain = PRECISIONS.get(ALIASES.get(key, key)) or _quantised(key)
+    if plain is not None:
+        return plain
     close = hint(key, {**{name: name for name in PRECISIONS}, **ALIASES})
     raise PrecisionError(
         f'precision "{name}": expected one of {", ".join(PRECISIONS)}, or a torch dtype{close}'
@@ -180,12 +168,12 @@ def _quantised(key: str) -> Precision | None:
     group = int(rows) * int(columns or 1)
     if element is None or not group:
         return None
-    beside = Fraction(0)
+    scales = Fraction(0)  # bits of a group's scale and zero point
     if parts["group"]:
-        beside = Fraction(parts["scale"] or _SCALE) + Fraction(parts["zero"] or 0)
+        scales = Fraction(parts["scale"] or _SCALE) + Fraction(parts["zero"] or 0)
     return Precision(
         key,
-        element.bits + beside / group,
+        element.bits + scales / group,
         element.kind,
         f"{element.name} with scales" if parts["group"] else element.note,
         element.name,
@@ -229,10 +217,10 @@ COMPLEX_OF: Mapping[str, str] = {"fp16": "complex32", "fp64": "complex128"}  # o
 def compute_family(name: str) -> str:
     """The key under which a chip lists its rate: fp8_e4m3 -> fp8, nvfp4 -> fp4, uint8 -> int8.
 
-    Of a format that says what its products compute in, it is that: bf16_afp8 -> fp8.
+    A format that names a compute precision has that: bf16_afp8 -> fp8.
     """
-    known = precision(name)
-    plain = known.computes or known.element
+    stored = precision(name)
+    plain = stored.computes or stored.element
     return FAMILIES.get(plain, plain.removeprefix("u"))
 
 
@@ -244,16 +232,16 @@ def widest(*names: str) -> str:
     """The precision in which operands of these formats compute, whatever their order.
 
     Floats beat integers, whose width then does not matter: int4 weights with bf16 activations
-    compute in bf16. bf16 with fp16 is fp32, since neither holds the other. Operands of which one
-    says what its products compute in do so where a chip can: bf16 with fp8_g128_afp8 is bf16_afp8.
+    compute in bf16. bf16 with fp16 is fp32, since neither holds the other. If one operand names a
+    compute precision, that is kept for chips that have it: bf16 with fp8_g128_afp8 is bf16_afp8.
     """
     if not names:
         raise PrecisionError("widest(): expected at least one precision")
     formats = {precision(name).name: precision(name) for name in names}
     computed = sorted({item.computes for item in formats.values() if item.computes})
     if computed:
-        own = {item.element for item in formats.values() if item.computes}
-        others = [item.element for item in formats.values() if not item.computes] or own
+        elements = {item.element for item in formats.values() if item.computes}
+        others = [item.element for item in formats.values() if not item.computes] or elements
         return f"{widest(*others)}_a{max(computed, key=_computed_order)}"
     if len(formats) == 1:
         return next(iter(formats.values())).element

@@ -11,30 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-__all__ = [
-    "UNITS",
-    "UnitError",
-    "few",
-    "format_bandwidth",
-    "format_capacity",
-    "format_count",
-    "format_flop_rate",
-    "format_flops",
-    "format_intensity",
-    "format_macs",
-    "format_share",
-    "format_time",
-    "format_traffic",
-    "listed",
-    "parse",
-    "parse_any",
-    "plural",
-    "write",
-]
-
 
 class UnitError(ValueError):
-    """A text that is not a quantity in the unit that was asked for."""
+    """A text that is not a quantity in the expected unit."""
 
 
 DECIMAL: Mapping[str, Fraction] = {
@@ -64,7 +43,7 @@ SMALL: Mapping[str, Fraction] = {
 }
 ONE: Mapping[str, Fraction] = {"": Fraction(1)}
 
-# unit -> how its symbol may be written, and what one such symbol is worth in that unit
+# unit -> {spelling of its symbol: worth of one such symbol in that unit}
 SYMBOLS: Mapping[str, Mapping[str, Fraction]] = {
     # Integer rates are quoted in OP/s; they stand in the same table as FLOP/s.
     "FLOP/s": {"FLOP/s": Fraction(1), "OP/s": Fraction(1)},
@@ -109,7 +88,7 @@ QUANTITY = re.compile(
 
 
 def _spellings(unit: str) -> dict[str, Fraction]:
-    """Every way to write `unit` with a prefix, and what each is worth."""
+    """The worth of every way to write `unit` with a prefix."""
     return {
         prefix + symbol: scale * worth
         for symbol, worth in SYMBOLS[unit].items()
@@ -148,8 +127,6 @@ _MOST_DIGITS = 100
 """Digits that a number may be written with."""
 _LARGEST_EXPONENT = 400
 """Powers of ten beyond which a number is too large, or 0, as a double."""
-
-
 _LARGEST_COUNT = 2.0**53
 """Doubles count without gaps up to here."""
 
@@ -186,7 +163,7 @@ def parse_any(text: str) -> tuple[float, str]:
 
 
 def _nearest_example(text: str, unit: str) -> str:
-    """What the writer probably meant: the same number and prefix with the right symbol."""
+    """A likely correction: the same number and prefix with the right symbol."""
     quantity = QUANTITY.fullmatch(text.strip())
     if quantity is None or unit == "count":
         return EXAMPLES[unit]
@@ -225,7 +202,7 @@ def write(value: float, unit: str, digits: int = 4) -> str:
     return f"{body} {prefix}{symbol}".strip()
 
 
-# Reports. Three or four significant digits: 1.53, 15.3, 153.4.
+# Reports have three or four significant digits: 1.53, 15.3, 153.4.
 
 MISSING = "\u2013"  # an en dash
 DECIMAL_STEPS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
@@ -241,9 +218,9 @@ CAPACITY_STEPS = (
 )
 
 
-def _digits(value: float, *, whole: bool = False) -> str:
-    """`value` >= 0 with three or four significant digits; without decimals where `whole`."""
-    if whole and value == int(value):
+def _digits(value: float, *, count: bool = False) -> str:
+    """`value` >= 0 with three or four significant digits; a whole count without decimals."""
+    if count and value == int(value):
         return f"{int(value)}"
     if value >= 999.95:
         return f"{value:.0f}"
@@ -270,9 +247,19 @@ def _scaled(value: float | None, steps: tuple[tuple[float, str], ...], unit: str
         # 999.96 would print as 1000.0: the step above takes it, as 1.00.
         limit = scale * (1 - 0.00005) if position == 0 or ratio == 1000 else scale
         if value >= limit or position == len(steps) - 1:
-            body = _digits(value / scale, whole=scale == 1 and prefix in ("", "B"))
+            body = _digits(value / scale, count=scale == 1 and prefix in ("", "B"))
             return f"{body} {prefix}{unit}".strip()
     raise UnitError(f"value = {value!r}: expected a number")
+
+
+def _unscaled(value: float | None, unit: str) -> str:
+    """`value` in one unit, however large it is."""
+    if value is None or math.isnan(value):
+        return MISSING
+    if value == 0:
+        return f"0 {unit}"
+    body = "\u221e" if math.isinf(value) else _digits(abs(value))
+    return f"{'-' if value < 0 else ''}{body} {unit}"
 
 
 def format_flops(flops: float | None) -> str:
@@ -297,13 +284,7 @@ def format_traffic(traffic: float | None) -> str:
 
 def format_bandwidth(bandwidth: float | None) -> str:
     """byte/s, always in GB/s so that columns compare: "4800 GB/s"."""
-    if bandwidth is None or math.isnan(bandwidth):
-        return MISSING
-    if bandwidth == 0:
-        return "0 GB/s"
-    sign = "-" if bandwidth < 0 else ""
-    size = abs(bandwidth) / 1e9
-    return f"{sign}\u221e GB/s" if math.isinf(size) else f"{sign}{_digits(size)} GB/s"
+    return _unscaled(bandwidth and bandwidth / 1e9, "GB/s")
 
 
 def format_capacity(capacity: float | None) -> str:
@@ -323,14 +304,7 @@ def format_count(count: float | None) -> str:
 
 def format_intensity(intensity: float | None) -> str:
     """FLOP per byte, never prefixed: "412.3 FLOP/byte"."""
-    if intensity is None or math.isnan(intensity):
-        return MISSING
-    if intensity == 0:
-        return "0 FLOP/byte"
-    sign = "-" if intensity < 0 else ""
-    size = abs(intensity)
-    body = "\u221e" if math.isinf(size) else _digits(size)
-    return f"{sign}{body} FLOP/byte"
+    return _unscaled(intensity, "FLOP/byte")
 
 
 def format_share(share: float | None) -> str:
@@ -372,5 +346,5 @@ def few(words: Sequence[str], most: int = 3) -> str:
 
 
 def arrow(*sides: object) -> str:
-    """ "2 -> 4": what two sides have; what is the same on both, or on one alone, stands once."""
+    """ "2 -> 4": a value before and after; once where both are equal or one is missing."""
     return " -> ".join(dict.fromkeys(filter(None, map(str, sides))))

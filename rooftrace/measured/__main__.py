@@ -26,26 +26,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--phase", help="of a target, comma-separated; default: all it has")
     parser.add_argument("--batch", type=int, help="of a target")
     parser.add_argument("--seq", type=int, help="sequence length of a target")
-    wanted = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
         plan = SuitePlan.of(
-            wanted.names,
-            out=wanted.out,
-            device=wanted.device,
-            budget_s=wanted.budget,
-            quick=wanted.quick,
-            phases=wanted.phase.split(",") if wanted.phase else None,
-            batch=wanted.batch,
-            seq=wanted.seq,
+            options.names,
+            out=options.out,
+            device=options.device,
+            budget_s=options.budget,
+            quick=options.quick,
+            phases=options.phase.split(",") if options.phase else None,
+            batch=options.batch,
+            seq=options.seq,
         )
-        said = summary(measure_suite(plan, _tell, start_again), plan.out)
+        text = summary(measure_suite(plan, _progress, start_again), plan.out)
     except (MeasureError, ValueError, OSError) as error:
         sys.stderr.write(f"rooftrace: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("rooftrace: stopped; the same command goes on\n")
         return 130
-    return _print(said)
+    return _print(text)
 
 
 def _print(text: str) -> int:
@@ -60,7 +60,7 @@ def _print(text: str) -> int:
     return 0
 
 
-def _tell(line: str) -> None:
+def _progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

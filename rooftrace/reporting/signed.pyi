@@ -7,41 +7,121 @@ from typing import Any, overload
 
 from torch import nn
 
-from rooftrace.costmodels.advice import GraphBreaks
-from rooftrace.costmodels.diffs import Diff
 from rooftrace.costmodels.estimates import Comparison, Estimate, ScriptCost, moduletree
-from rooftrace.costmodels.explaining import Explanation, decode_forms
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.fusion import ExecutionModel
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.memory import LargestBatch
-from rooftrace.costmodels.planning import (
-    ExecutionModel,
-)
-from rooftrace.costmodels.solving import MeshAnswer, ScalingAnswer, workloads
-from rooftrace.costmodels.sweeps import Elasticities, Form, Sweep, grids
+from rooftrace.diffs.costs import Diff
+from rooftrace.diffs.runs import RunDiff
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System
 from rooftrace.measured.fit import Calibration, Validation
-from rooftrace.measured.rundiffs import RunDiff
-from rooftrace.reporting.estimates import Module, Source
-from rooftrace.reporting.fleets.sweeps import SweepFleet
-from rooftrace.reporting.habits import Profile
-from rooftrace.reporting.reportfolder import Report
-from rooftrace.reporting.rooflinesteps import Reports, Rooflines
-from rooftrace.reporting.solving import Answer
+from rooftrace.reporting.commands.compat import Profile
+from rooftrace.reporting.commands.estimates import Module, Source
+from rooftrace.reporting.commands.fleet_sweeps import SweepFleet
+from rooftrace.reporting.commands.reportfolder import Report
+from rooftrace.reporting.commands.rooflinesteps import Reports, Rooflines
+from rooftrace.reporting.commands.solving import Answer
+from rooftrace.studies.advice import GraphBreaks
+from rooftrace.studies.explaining import Explanation, decode_forms
+from rooftrace.studies.sensitivity import Elasticities
+from rooftrace.studies.solving import MeshAnswer, ScalingAnswer, workloads
+from rooftrace.studies.sweeps import Form, Sweep, grids
 from rooftrace.tracer.api import PathLike
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inventory import CheckpointDiff, ParameterDiff
+from rooftrace.weights import CheckpointDiff, ParameterDiff
 
-def best_mesh(
-    target: Any,
+def sweep_fleet(
+    targets: Iterable[str | os.PathLike[str]],
     *,
-    chips: int | Sequence[int],
-    over: Any = ...,
-    step: float | str | None = ...,
-    tpot: float | str | None = ...,
-    price: float | None = ...,
-    kept_free: float = ...,
+    out: str | os.PathLike[str],
+    over: Mapping[str, Any] | Sequence[str],
+    vary: Mapping[str, Sequence[Any]] | None = ...,
+    rules: Sequence[str | os.PathLike[str]] = ...,
+    scheduler: str | None = ...,
+    workers: int | None = ...,
+    retries: int = ...,
     progress: Callable[[str], None] | None = ...,
+    most: int = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **options: Any,
+) -> SweepFleet:
+    """Sweep many targets on the workers of Dask; the table of each lands in a folder when it ends.
+
+    targets: names of targets, or files of forms; each with each combination of `vary` is a task.
+    out: the folder, with a parquet file for each task.  A task whose file is there is not run, so
+    the same call goes on after a stop; where the files of a target, the request or a release have
+    changed, it is run.  Files of other requests move to `out/_earlier`, and back when asked for.
+    over, vary and other options: those of `sweep`.  rules: Python files whose rules workers
+    use, too.
+
+    scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one after
+    the other; None: processes of this machine, where there is more than one task.  workers: how
+    many of them.  retries: how often a task runs again whose worker died.
+
+    A target that fails stops no other: see `.failures` of the result.  Raises RequestError for a
+    request that makes no sense, and what `run_fleet` raises: FleetError where the scheduler goes
+    away, FleetStopped (a KeyboardInterrupt) for Ctrl-C.  What is done stays.
+    """
+
+def profile(
+    model: Module,
+    inputs: Sequence[Any] = ...,
+    *,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    **kwargs: Any,
+) -> Profile:
+    """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
+
+def summary(
+    model: Source,
+    input_size: Sequence[Any] | None = ...,
+    *,
+    input_data: Any = ...,
+    dtypes: Any = ...,
+    depth: int = ...,
+    col_names: Sequence[str] = ...,
     phases: Sequence[str] | None = ...,
     batch: int | None = ...,
     seq: int | None = ...,
@@ -69,70 +149,17 @@ def best_mesh(
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
-) -> MeshAnswer:
-    """Which mesh of so many chips has most items per second of a chip, of those that fit.
+) -> moduletree.Summary:
+    """An estimate of one forward pass that prints as a tree of modules, as torchinfo's does.
 
-    target: a config, or code that builds a module over a mesh; each candidate is a trace of its
-    own, kept on disk.  chips: one number or several.  mesh: names the axes whose sizes are looked
-    for (default dp and tp; tp stays within a node); schedule and microbatches go with pp.  over:
-    batches of a replica to try.  step, tpot: limits in seconds, or as "30 ms", of a step and of a
-    decode step.  checkpoint: default "full" where a step does not fit without.  price: dollar/hour
-    of one chip.  kept_free: share of the memory.  Other arguments are those of `trace`.
+    Give `input_size` (one shape, or a list of shapes) or `input_data` (a tensor, a tuple, or a dict
+    of keyword arguments); for a target, a graph or a Hugging Face model sizes may stand in their
+    place (batch=8), as for `estimate`.  dtypes: of the inputs that input_size makes, one for all or
+    one for each, as torch.long or "int64"; by default the precision of the model's own floats.
+    depth: how far down modules are printed.  col_names: some of input_size, output_size,
+    num_params, params_percent, kernel_size, mult_adds, trainable, and of flops, bytes, time.
 
-    Raises RequestError where no mesh can be traced.  Where none fits and holds the limits, the
-    answer has no `best`, and says what is nearest and how many chips are needed.
-    """
-
-def calibrate(
-    measured: Any,
-    chip: str | Chip | None = ...,
-    execution: str | ExecutionModel | None = ...,
-    target: Source | None = ...,
-    *,
-    start: str | Knobs | None = ...,
-    free: Sequence[str] | None = ...,
-    title: str = ...,
-    trust_targets: bool = ...,
-    counters: str | os.PathLike[str] | None = ...,
-    counted_steps: int | None = ...,
-    factors: bool = ...,
-    by_layer: bool = ...,
-    progress: Callable[[str], None] | None = ...,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    **kwargs: Any,
-) -> Calibration:
-    """Fit knobs to measurements on `chip`; print the result to see them and how sure they are.
-
-    measured, target, trust_targets, phases, sizes: as for `validate`; a run of `rooftrace.measure`
-    needs no target.  chip: by default the device at hand, which is measured then.  execution: how
-    the steps ran; by default as a run says, and eager for other measurements.  start: knobs to
-    begin with, by name or path; by default typical ones for a GPU, and the datasheet for other
-    chips.  free: names of the knobs to fit; by default compute and memory, and with a run or a
-    trace as many as it supports.  counters: a file of a hardware profiler with the DRAM bytes of
-    the step that was measured; a total is of `counted_steps` steps.  factors: whether bytes get
-    factors by kind, where single kernels were measured; by_layer: and the weights of each layer.
-    Pass the result as `knobs=` to `report` or `execution_model`;
-    `.save(path)` writes it to a file for --knobs.
-
-    Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
+    Raises RequestError for a column or a dtype that there is not, and what `estimate` raises.
     """
 
 def compare(
@@ -280,6 +307,33 @@ def estimate(
     precision that the step computes in; and what `trace` raises.
     """
 
+def priced_graphs(
+    source: Source,
+    *args: Any,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    cached: Any = ...,
+    new: Any = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    **kwargs: Any,
+) -> dict[str, OpGraph]:
+    """The graphs by phase of a source, in the precisions of the call; takes what `report` takes."""
+
 def explain(
     source: Source,
     *args: Any,
@@ -374,43 +428,6 @@ def explore(
     routed experts, and what `form` raises.
     """
 
-def form(
-    source: Source,
-    *args: Any,
-    over: Sequence[str] | Mapping[str, Any] = ...,
-    phase: str | None = ...,
-    most: int = ...,
-    progress: Callable[[str], None] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    cached: Any = ...,
-    new: Any = ...,
-    **kwargs: Any,
-) -> Form:
-    """The step of a source with some of its sizes left open.
-
-    over: names of the sizes, or for each its values: a range, a list, or a text as "1..1024" or
-    "256..65536:x2".  Sizes are batch, seq, kv, integers of a config ("config.num_hidden_layers"),
-    keywords of the function that a target names, names in the shapes of `inputs`, and dimensions
-    of the arguments of a call ("x.1").  phase: prefill, decode, forward (default) or training.
-    most: of traces.  Other arguments are those of `trace`.
-
-    Raises RequestError for a size that there is not, an empty range, and a size that the model
-    cannot take; and what `trace` raises.
-    """
-
 def graph_breaks(
     source: Source,
     *args: Any,
@@ -454,6 +471,205 @@ def graph_breaks(
     a module; and what `trace` raises.
     """
 
+def calibrate(
+    measured: Any,
+    chip: str | Chip | None = ...,
+    execution: str | ExecutionModel | None = ...,
+    target: Source | None = ...,
+    *,
+    start: str | Knobs | None = ...,
+    free: Sequence[str] | None = ...,
+    title: str = ...,
+    trust_targets: bool = ...,
+    counters: str | os.PathLike[str] | None = ...,
+    counted_steps: int | None = ...,
+    factors: bool = ...,
+    by_layer: bool = ...,
+    progress: Callable[[str], None] | None = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    **kwargs: Any,
+) -> Calibration:
+    """Fit knobs to measurements on `chip`; print the result to see them and how sure they are.
+
+    measured, target, trust_targets, phases, sizes: as for `validate`; a run of `rooftrace.measure`
+    needs no target.  chip: by default the device at hand, which is measured then.  execution: how
+    the steps ran; by default as a run says, and eager for other measurements.  start: knobs to
+    begin with, by name or path; by default typical ones for a GPU, and the datasheet for other
+    chips.  free: names of the knobs to fit; by default compute and memory, and with a run or a
+    trace as many as it supports.  counters: a file of a hardware profiler with the DRAM bytes of
+    the step that was measured; a total is of `counted_steps` steps.  factors: whether bytes get
+    factors by kind, where single kernels were measured; by_layer: and the weights of each layer.
+    Pass the result as `knobs=` to `report` or `execution_model`;
+    `.save(path)` writes it to a file for --knobs.
+
+    Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
+    """
+
+def validate(
+    measured: Any,
+    chip: str | Chip | None = ...,
+    execution: str | ExecutionModel | None = ...,
+    target: Source | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | None = ...,
+    *,
+    trust_targets: bool = ...,
+    counters: str | os.PathLike[str] | None = ...,
+    progress: Callable[[str], None] | None = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> Validation:
+    """Compare measurements with their predictions; print the result to see it on one screen.
+
+    measured: a path to a run of `rooftrace measure`, a trace of torch.profiler or a table of step
+    times, told apart by its contents; or a Run, a Trace or steps.  execution: how the step was
+    run.  target: what was run: a graph (`trace(model, x)`), graphs by phase, or a target.  With a
+    trace also give the target's sizes as for `report` (batch, seq, kv, dtype ...).  With a table
+    give a template such as "models.py:{target}", in which {target} stands for the name in a line,
+    and {batch}, {seq}, {kv} and {image_size} for its sizes.  With a run of the suite leave it out:
+    its rows name models of the suite.  trust_targets: names in the file are targets themselves,
+    which are imported and called: only for a file that you trust as you trust code.  knobs:
+    calibrated constants, by name or path, by default the typical ones of the chip's kind; None for
+    the datasheet's peaks.  phases: compare only these.  counters: a CSV of Nsight
+    Compute or rocprof of the same step as the trace.
+
+    Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
+    for a file that cannot be read, or a trace of something else.
+    """
+
+def best_mesh(
+    target: Any,
+    *,
+    chips: int | Sequence[int],
+    over: Any = ...,
+    step: float | str | None = ...,
+    tpot: float | str | None = ...,
+    price: float | None = ...,
+    kept_free: float = ...,
+    progress: Callable[[str], None] | None = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> MeshAnswer:
+    """Which mesh of so many chips has most items per second of a chip, of those that fit.
+
+    target: a config, or code that builds a module over a mesh; each candidate is a trace of its
+    own, kept on disk.  chips: one number or several.  mesh: names the axes whose sizes are looked
+    for (default dp and tp; tp stays within a node); schedule and microbatches go with pp.  over:
+    batches of a replica to try.  step, tpot: limits in seconds, or as "30 ms", of a step and of a
+    decode step.  checkpoint: default "full" where a step does not fit without.  price: dollar/hour
+    of one chip.  kept_free: share of the memory.  Other arguments are those of `trace`.
+
+    Raises RequestError where no mesh can be traced.  Where none fits and holds the limits, the
+    answer has no `best`, and says what is nearest and how many chips are needed.
+    """
+
+def scaling(
+    target: Any,
+    *,
+    chips: int | Sequence[int] | None = ...,
+    price: float | None = ...,
+    kept_free: float = ...,
+    progress: Callable[[str], None] | None = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> ScalingAnswer:
+    """A step on each number of chips (default 1 to 1,024): weak and strong scaling.
+
+    mesh: the axes; replicas are added along the first one that is no pipeline.  Weak: each replica
+    keeps its batch.  Strong: all chips do together what the most of them do in one step, in
+    microbatches.  Other arguments are those of `best_mesh`.  Raises RequestError where no number
+    of chips is a multiple of the other axes.
+    """
+
 def largest_batch(
     model: Source,
     *args: Any,
@@ -495,58 +711,6 @@ def largest_batch(
     weights_dtype, kv_dtype: storage precisions to price in.  Raises RequestError for a graph, for
     an argument `batch`, and for a module that runs at no other batch.
     """
-
-def priced_graphs(
-    source: Source,
-    *args: Any,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    cached: Any = ...,
-    new: Any = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    **kwargs: Any,
-) -> dict[str, OpGraph]:
-    """The graphs by phase of a source, in the precisions of the call; takes what `report` takes."""
-
-def profile(
-    model: Module,
-    inputs: Sequence[Any] = ...,
-    *,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    **kwargs: Any,
-) -> Profile:
-    """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
 
 def report(
     model: Source,
@@ -737,49 +901,6 @@ def run(
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
 
-def scaling(
-    target: Any,
-    *,
-    chips: int | Sequence[int] | None = ...,
-    price: float | None = ...,
-    kept_free: float = ...,
-    progress: Callable[[str], None] | None = ...,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
-    **kwargs: Any,
-) -> ScalingAnswer:
-    """A step on each number of chips (default 1 to 1,024): weak and strong scaling.
-
-    mesh: the axes; replicas are added along the first one that is no pipeline.  Weak: each replica
-    keeps its batch.  Strong: all chips do together what the most of them do in one step, in
-    microbatches.  Other arguments are those of `best_mesh`.  Raises RequestError where no number
-    of chips is a multiple of the other axes.
-    """
-
 @overload
 def sensitivity(source: Source, *args: Any, grid: None = None, **kwargs: Any) -> Elasticities: ...
 @overload
@@ -869,15 +990,13 @@ def solve(
     answer has no `best`, and says what is nearest.
     """
 
-def summary(
-    model: Source,
-    input_size: Sequence[Any] | None = ...,
-    *,
-    input_data: Any = ...,
-    dtypes: Any = ...,
-    depth: int = ...,
-    col_names: Sequence[str] = ...,
-    phases: Sequence[str] | None = ...,
+def form(
+    source: Source,
+    *args: Any,
+    over: Sequence[str] | Mapping[str, Any] = ...,
+    phase: str | None = ...,
+    most: int = ...,
+    progress: Callable[[str], None] | None = ...,
     batch: int | None = ...,
     seq: int | None = ...,
     kv: int | None = ...,
@@ -892,29 +1011,20 @@ def summary(
     repeats: bool = ...,
     torch: str | None = ...,
     trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
+    cached: Any = ...,
+    new: Any = ...,
     **kwargs: Any,
-) -> moduletree.Summary:
-    """An estimate of one forward pass that prints as a tree of modules, as torchinfo's does.
+) -> Form:
+    """The step of a source with some of its sizes left open.
 
-    Give `input_size` (one shape, or a list of shapes) or `input_data` (a tensor, a tuple, or a dict
-    of keyword arguments); for a target, a graph or a Hugging Face model sizes may stand in their
-    place (batch=8), as for `estimate`.  dtypes: of the inputs that input_size makes, one for all or
-    one for each, as torch.long or "int64"; by default the precision of the model's own floats.
-    depth: how far down modules are printed.  col_names: some of input_size, output_size,
-    num_params, params_percent, kernel_size, mult_adds, trainable, and of flops, bytes, time.
+    over: names of the sizes, or for each its values: a range, a list, or a text as "1..1024" or
+    "256..65536:x2".  Sizes are batch, seq, kv, integers of a config ("config.num_hidden_layers"),
+    keywords of the function that a target names, names in the shapes of `inputs`, and dimensions
+    of the arguments of a call ("x.1").  phase: prefill, decode, forward (default) or training.
+    most: of traces.  Other arguments are those of `trace`.
 
-    Raises RequestError for a column or a dtype that there is not, and what `estimate` raises.
+    Raises RequestError for a size that there is not, an empty range, and a size that the model
+    cannot take; and what `trace` raises.
     """
 
 def sweep(
@@ -962,64 +1072,6 @@ def sweep(
 
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
     a size that there is not, an empty range, and what `form` raises.
-    """
-
-def sweep_fleet(
-    targets: Iterable[str | os.PathLike[str]],
-    *,
-    out: str | os.PathLike[str],
-    over: Mapping[str, Any] | Sequence[str],
-    vary: Mapping[str, Sequence[Any]] | None = ...,
-    rules: Sequence[str | os.PathLike[str]] = ...,
-    scheduler: str | None = ...,
-    workers: int | None = ...,
-    retries: int = ...,
-    progress: Callable[[str], None] | None = ...,
-    most: int = ...,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
-    **options: Any,
-) -> SweepFleet:
-    """Sweep many targets on the workers of Dask; the table of each lands in a folder when it ends.
-
-    targets: names of targets, or files of forms; each with each combination of `vary` is a task.
-    out: the folder, with a parquet file for each task.  A task whose file is there is not run, so
-    the same call goes on after a stop; where the files of a target, the request or a release have
-    changed, it is run.  Files of other requests move to `out/_earlier`, and back when asked for.
-    over, vary and other options: those of `sweep`.  rules: Python files whose rules workers
-    use, too.
-
-    scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one after
-    the other; None: processes of this machine, where there is more than one task.  workers: how
-    many of them.  retries: how often a task runs again whose worker died.
-
-    A target that fails stops no other: see `.failures` of the result.  Raises RequestError for a
-    request that makes no sense, and what `run_fleet` raises: FleetError where the scheduler goes
-    away, FleetStopped (a KeyboardInterrupt) for Ctrl-C.  What is done stays.
     """
 
 def trace(
@@ -1075,57 +1127,4 @@ def trace(
 
     Raises TraceError where the model's code fails.  Raises RequestError for a phase that the model
     does not have, and for an argument that neither the model nor rooftrace takes.
-    """
-
-def validate(
-    measured: Any,
-    chip: str | Chip | None = ...,
-    execution: str | ExecutionModel | None = ...,
-    target: Source | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | None = ...,
-    *,
-    trust_targets: bool = ...,
-    counters: str | os.PathLike[str] | None = ...,
-    progress: Callable[[str], None] | None = ...,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
-    **kwargs: Any,
-) -> Validation:
-    """Compare measurements with their predictions; print the result to see it on one screen.
-
-    measured: a path to a run of `rooftrace measure`, a trace of torch.profiler or a table of step
-    times, told apart by its contents; or a Run, a Trace or steps.  execution: how the step was
-    run.  target: what was run: a graph (`trace(model, x)`), graphs by phase, or a target.  With a
-    trace also give the target's sizes as for `report` (batch, seq, kv, dtype ...).  With a table
-    give a template such as "models.py:{target}", in which {target} stands for the name in a line,
-    and {batch}, {seq}, {kv} and {image_size} for its sizes.  With a run of the suite leave it out:
-    its rows name models of the suite.  trust_targets: names in the file are targets themselves,
-    which are imported and called: only for a file that you trust as you trust code.  knobs:
-    calibrated constants, by name or path, by default the typical ones of the chip's kind; None for
-    the datasheet's peaks.  phases: compare only these.  counters: a CSV of Nsight
-    Compute or rocprof of the same step as the trace.
-
-    Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
-    for a file that cannot be read, or a trace of something else.
     """

@@ -93,18 +93,18 @@ def _styles(site: Path) -> Iterator[str]:
 
 def _names(site: Path, pages: dict[Path, Page]) -> Iterator[str]:
     """Every public name that has no page, no signature with types, or no docstring there."""
-    for name, (module, inside) in reference.public_names().items():
+    for name, public in reference.public_names().items():
         path = (site / reference.page_of(name)).with_suffix(".html")
         if path not in pages:
-            yield f"rooftrace.{name} has no page"
+            yield f"rooftrace.{public.path} has no page"
             continue
         text = _words(pages[path].text)
-        for sentence in _sentences(reference.docstring(module, inside) or ""):
+        for sentence in _sentences(reference.docstring(public.module, public.inside) or ""):
             if _words(sentence) not in text:
-                yield f"the page of rooftrace.{name} does not say {sentence!r}"
-        for type_ in reference.types_of(module, inside):
+                yield f"the page of rooftrace.{public.path} does not say {sentence!r}"
+        for type_ in reference.types_of(public.module, public.inside):
             if _words(re.sub(r"\b(?:\w+\.)+(?=\w)", "", type_)) not in text:  # Module, of nn.Module
-                yield f"the page of rooftrace.{name} does not show the type {type_}"
+                yield f"the page of rooftrace.{public.path} does not show the type {type_}"
 
 
 def _words(text: str) -> str:

@@ -1,40 +1,63 @@
-"""A page for each public name of `import rooftrace`, by what a reader wants to do with it."""
+"""A page for each public name of `import rooftrace`, by the work that a reader has."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rooftrace import _face
 
 ROOT = Path(__file__).resolve().parents[2]
-FACE = ROOT / "rooftrace" / "__init__.pyi"
+STUBS = {"": "__init__.pyi", "extend.": "extend.pyi", "tools.": "tools.pyi", "types.": "types.pyi"}
+"""The stub of each public module, by how the names of that module begin after `rooftrace.`."""
 
 GROUPS: Mapping[str, str] = {
-    "Trace": "trace trace_target Request OpGraph save load capture telling",
+    "Trace": "trace trace_target Request OpGraph save load capture Captured telling",
     "Price": """estimate priced_graphs Estimate Breakdown plan Plan execution_model ExecutionModel
-        reprice memory load_chip available_chips Chip""",
+        reprice memory Memory load_chip available_chips Chip""",
     "Run a script": "run ScriptCost TurnCost",
-    "Report": "report reports save_timeline largest_batch summary profile flop_count_table units",
+    "Report": """report Report reports Reports save_timeline largest_batch LargestBatch summary
+        Summary profile Profile flop_count_table units""",
     "What would help": """guidance Guidance WhatIf graph_breaks GraphBreaks headroom Headroom Saving
         explain Explanation""",
-    "Compare": "diff compare inventory ModelInfo dump_model_info",
-    "Many chips": "fake_mesh best_mesh scaling disaggregated save_chakra",
+    "Compare": """diff Diff compare Comparison inventory ModelInfo ParameterDiff CheckpointDiff
+        dump_model_info""",
+    "Many chips": """fake_mesh System best_mesh MeshAnswer scaling ScalingAnswer disaggregated
+        Disaggregated save_chakra""",
     "What if": """form Form save_form load_form sweep Sweep plot_sweep sweep_fleet SweepFleet solve
-        plot_answer sensitivity Elasticities explore roofline Rooflines plot_roofline""",
+        ServingAnswer CapacityAnswer RatesAnswer PassingAnswer plot_answer sensitivity Elasticities
+        explore Exploration roofline Rooflines plot_roofline""",
     "Measure and calibrate": """measure measuring live trainer_callback lightning_callback fused
-        FusedStep Run load_run calibrate validate Validation""",
+        FusedStep Run load_run calibrate Calibration Knobs validate Validation RunDiff""",
     "Extend": """rule OpView Cost Work Access fusion KernelView section Section Table Column Note
         source phase""",
-    "Errors": "RequestError TargetError TraceError RunFileError",
+    "Errors": """RequestError TargetError TraceError UnknownChipError MissingPeakError
+        ExecutionError GraphFileError RunFileError ProfileError KnobsError CalibrationError""",
 }
 
 
-def public_names() -> dict[str, tuple[str, str | None]]:
-    """{public name: (module, name in it)}, by the stub that is the package's face."""
-    return _face.names("rooftrace", FACE.read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class PublicName:
+    """A name that users call: rooftrace.PATH, and the place of its definition."""
+
+    path: str  # "trace", "extend.rule"
+    module: str
+    inside: str | None  # the name in that module; None: the module itself
+
+
+def public_names() -> dict[str, PublicName]:
+    """{name: where it is}, by the stubs of the public modules, which share no name."""
+    return {
+        name: PublicName(f"{start}{name}", module, inside)
+        for start, stub in STUBS.items()
+        for name, (module, inside) in _face.names(
+            "rooftrace", (ROOT / "rooftrace" / stub).read_text(encoding="utf-8")
+        ).items()
+        if f"{name}." not in STUBS
+    }
 
 
 def grouped() -> dict[str, list[str]]:
@@ -50,7 +73,7 @@ def page_of(name: str) -> str:
 
 def page(name: str) -> str:
     """The Markdown of a name's page: what mkdocstrings reads in the source."""
-    return f"---\ntitle: {name}\n---\n\n::: rooftrace.{name}\n"
+    return f"---\ntitle: {name}\n---\n\n::: rooftrace.{public_names()[name].path}\n"
 
 
 def index() -> str:
@@ -58,21 +81,24 @@ def index() -> str:
     parts = [
         "# Python names",
         "All that `import rooftrace as rt` gives, and what each is for. `rt.__version__` is the "
-        "version.",
+        "version. Names that begin with `extend.`, `tools.` or `types.` stand in these modules.",
     ]
     for title, names in grouped().items():
         parts.append(f"## {title}")
-        rows = [f"| [`{name}`]({page_of(name)[10:]}) | {first_sentence(name)} |" for name in names]
+        rows = [
+            f"| [`{public_names()[name].path}`]({page_of(name)[10:]}) | {first_sentence(name)} |"
+            for name in names
+        ]
         parts.append("\n".join(["| Name | What it is |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 
 def first_sentence(name: str) -> str:
     """The first line of a docstring, read without importing anything."""
-    module, inside = public_names()[name]
-    text = docstring(module, inside)
+    public = public_names()[name]
+    text = docstring(public.module, public.inside)
     if text is None:
-        raise ValueError(f"rooftrace.{name} has no docstring: {module}")
+        raise ValueError(f"rooftrace.{public.path} has no docstring: {public.module}")
     line = " ".join(text.partition("\n\n")[0].split())
     return line.replace("|", r"\|").replace("<", "&lt;")
 

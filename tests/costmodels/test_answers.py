@@ -15,9 +15,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.solving.serving import undominated
-from rooftrace.costmodels.solving.workloads import Limits, Mix, RequestKind
 from rooftrace.errors import RequestError
+from rooftrace.studies.solving.serving import undominated
+from rooftrace.studies.solving.workloads import Limits, Mix, RequestKind
 
 WIDTH, LAYERS, HEADS = 128, 3, 4
 BATCHES, CACHES = range(1, 65), range(16, 3001)
@@ -48,22 +48,24 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def form(target: str) -> rt.Form:
+def form(target: str) -> rt.types.Form:
     """Its decode steps: most questions are about these, which are traced and priced once."""
-    return rt.form(target, phase="decode", over={"batch": BATCHES, "kv": CACHES})
+    return rt.tools.form(target, phase="decode", over={"batch": BATCHES, "kv": CACHES})
 
 
 @cache
-def step(target: str, batch: int, kv: int) -> rt.OpGraph:
+def step(target: str, batch: int, kv: int) -> rt.types.OpGraph:
     """A decode step, traced once for all tests."""
     return rt.trace(target, phase="decode", batch=batch, kv=kv)
 
 
-def decode(target: str, batch: int, kv: int, chip: str | rt.Chip = "h200-sxm") -> rt.Estimate:
+def decode(
+    target: str, batch: int, kv: int, chip: str | rt.types.Chip = "h200-sxm"
+) -> rt.types.Estimate:
     return rt.estimate(step(target, batch, kv), chip=chip, execution="serving")
 
 
-def slow(name: str, **facts: float) -> rt.Chip:
+def slow(name: str, **facts: float) -> rt.types.Chip:
     """A chip with some facts at these values."""
     chip = rt.load_chip(name)
     changed: Any = {
@@ -89,7 +91,7 @@ def test_the_largest_batch_is_that_of_a_loop_over_estimates(target: str) -> None
     assert answer.breaks == ("tpot",)
 
 
-def test_memory_is_a_limit_as_any_other(target: str, form: rt.Form) -> None:
+def test_memory_is_a_limit_as_any_other(target: str, form: rt.types.Form) -> None:
     peaks = {batch: decode(target, batch, 600).memory.peak for batch in (24, 25)}
     chip = slow("h200-sxm", memory_capacity=(peaks[24] + peaks[25]) / 2)
     answer = rt.solve(form, find="batch", kv=600, chip=chip, chips=1)
@@ -100,7 +102,7 @@ def test_memory_is_a_limit_as_any_other(target: str, form: rt.Form) -> None:
     assert halved.best is not None and halved.best.sizes["batch"] < 24
 
 
-def test_the_interval_of_steps_gives_one_of_sizes(form: rt.Form) -> None:
+def test_the_interval_of_steps_gives_one_of_sizes(form: rt.types.Form) -> None:
     batches = range(20, 65, 2)
     intervals = {
         batch: form.estimate("h200-sxm", "serving", batch=batch, kv=600).t_interval
@@ -120,7 +122,9 @@ def test_the_interval_of_steps_gives_one_of_sizes(form: rt.Form) -> None:
     assert told == [low, high]
 
 
-def test_nothing_that_holds_is_said_with_what_comes_nearest(target: str, form: rt.Form) -> None:
+def test_nothing_that_holds_is_said_with_what_comes_nearest(
+    target: str, form: rt.types.Form
+) -> None:
     answer = rt.solve(form, find="batch", tpot=1e-9, kv=600, chips=1)
     assert answer.best is None and answer.second is None
     assert answer.nearest is not None
@@ -129,7 +133,7 @@ def test_nothing_that_holds_is_said_with_what_comes_nearest(target: str, form: r
     assert "nothing does" in str(answer) and "nearest" in str(answer)
 
 
-def test_a_size_that_is_no_batch(target: str, form: rt.Form) -> None:
+def test_a_size_that_is_no_batch(target: str, form: rt.types.Form) -> None:
     limit = decode(target, 64, 1500).t_est * (1 + 1e-9)
     answer = rt.solve(form, find="kv", tpot=limit, batch=64, chips=1)
     assert answer.best is not None and answer.best.sizes["batch"] == 64
@@ -191,7 +195,7 @@ def test_a_mix_adds_the_prefills_to_each_token(target: str) -> None:
     assert apart.best.per_chip == pytest.approx(1 / (own + prefill / outputs), rel=1e-9)
 
 
-def test_joules_are_power_over_rate(form: rt.Form) -> None:
+def test_joules_are_power_over_rate(form: rt.types.Form) -> None:
     answer = rt.solve(form, find="energy", kv=600, chips=1, power=500.0)
     assert answer.best is not None
     assert answer.best.joules == pytest.approx(500 / answer.best.rate)
@@ -267,7 +271,7 @@ def test_a_mesh_says_how_many_chips(target: str) -> None:
         rt.solve(target, phase="decode", kv=500, mesh={"dp": 2}, chips=2)
 
 
-def test_what_cannot_be_split_says_why(target: str, form: rt.Form) -> None:
+def test_what_cannot_be_split_says_why(target: str, form: rt.types.Form) -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.empty(4, 64)
     answer = rt.solve(model, x, find="batch", phase="training", over=range(1, 65), chips=[1, 2])
@@ -309,17 +313,17 @@ def test_more_chips_are_tried_where_they_could_be_better(target: str) -> None:
 # -- rates, lengths, capacity ----------------------------------------------------------------------
 
 
-def peaks() -> rt.ExecutionModel:
+def peaks() -> rt.types.ExecutionModel:
     """Serving by the peaks of the datasheet, which have no fixed times."""
-    return replace(rt.execution_model("serving"), knobs=None)
+    return replace(rt.tools.execution_model("serving"), knobs=None)
 
 
-def without_host() -> rt.Chip:
+def without_host() -> rt.types.Chip:
     """A chip whose gaps and launches take no time: HBM or computing limits."""
     return slow("h200-sxm", kernel_gap=1e-12, graph_launch=1e-12, dispatch_compiled=1e-12)
 
 
-def regimes(target: str, chip: rt.Chip) -> str:
+def regimes(target: str, chip: rt.types.Chip) -> str:
     graph = step(target, 64, 500)
     result = rt.estimate(graph, chip=chip, execution=peaks())
     return result.times.regime
@@ -347,7 +351,7 @@ def test_a_needed_rate_is_where_the_limiter_changes(target: str) -> None:
     assert link.needed is None and "nothing" in link.why
 
 
-def test_attention_passes_the_mlp_where_a_loop_says_so(target: str, form: rt.Form) -> None:
+def test_attention_passes_the_mlp_where_a_loop_says_so(target: str, form: rt.types.Form) -> None:
     chip = without_host()
     answer = rt.solve(form, find="passing", batch=16, execution=peaks(), chip=chip)
     assert answer.after is not None and answer.before is not None
@@ -375,8 +379,10 @@ def test_chips_by_capacity(target: str) -> None:
     assert full.rows[0].chips == 5
 
 
-def test_a_saved_form_gives_the_same_answer(target: str, form: rt.Form, tmp_path: Path) -> None:
-    path = rt.save_form(form, tmp_path / "form.json.gz")
+def test_a_saved_form_gives_the_same_answer(
+    target: str, form: rt.types.Form, tmp_path: Path
+) -> None:
+    path = rt.tools.save_form(form, tmp_path / "form.json.gz")
     limit = decode(target, 20, 600).t_est * (1 + 1e-9)
     wanted: dict[str, Any] = {"find": "batch", "tpot": limit, "kv": 600, "chips": 1}
     told = rt.solve(target, over=range(18, 24), **wanted)
@@ -417,7 +423,7 @@ def test_a_question_that_contradicts_itself(target: str, asked: dict[str, Any], 
     assert said in str(error.value)
 
 
-def test_a_form_says_which_sizes_it_wants(form: rt.Form) -> None:
+def test_a_form_says_which_sizes_it_wants(form: rt.types.Form) -> None:
     with pytest.raises(RequestError, match="say kv"):
         rt.solve(form, find="batch", tpot=1.0)
     with pytest.raises(RequestError, match="did you mean 'kv'"):

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import ATTENTION_LIBRARIES, execution_model
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.attention import (
     AMPERE,
     COLUMNS,
@@ -21,8 +23,7 @@ from rooftrace.costmodels.kernels.attention import (
     library_on,
     products_of,
 )
-from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
-from rooftrace.costmodels.knobs.knobs import (
+from rooftrace.costmodels.kernels.knobs import (
     CLASSES,
     AttentionKnobs,
     Knobs,
@@ -30,8 +31,7 @@ from rooftrace.costmodels.knobs.knobs import (
     dump_knobs,
     load_knobs,
 )
-from rooftrace.costmodels.planning.executions import ATTENTION_LIBRARIES, execution_model
-from rooftrace.costmodels.planning.plans import plan
+from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case
@@ -53,7 +53,7 @@ def traced(
     phase: str = "forward",
     masked: bool = False,
     **options: object,
-) -> rt.OpGraph:
+) -> rt.types.OpGraph:
     """One scaled_dot_product_attention over [batch, heads, rows, width]."""
 
     class Attend(torch.nn.Module):
@@ -73,7 +73,7 @@ def traced(
         return rt.trace(Attend(), q, k, k, phase=phase, optimizer="none")
 
 
-def columns(graph: rt.OpGraph, chip: Chip = H100) -> list[dict[str, float]]:
+def columns(graph: rt.types.OpGraph, chip: Chip = H100) -> list[dict[str, float]]:
     """The rows of a graph's table that are attention, without the prefix of their columns."""
     table, _ = kernel_table(plan(graph, "eager"), chip)
     names = [f"attention {name}" for name in COLUMNS]
@@ -128,7 +128,9 @@ def test_equal_attentions_of_a_step_are_one_row() -> None:
 # -- which rows take blocks ------------------------------------------------------------------------
 
 
-def parts(graph: rt.OpGraph, knobs: Knobs, chip: Chip = H100) -> tuple[KernelTable, np.ndarray]:
+def parts(
+    graph: rt.types.OpGraph, knobs: Knobs, chip: Chip = H100
+) -> tuple[KernelTable, np.ndarray]:
     table, _ = kernel_table(plan(graph, "eager"), chip)
     return table, table.seconds(knobs, False).device
 

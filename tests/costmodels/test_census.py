@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.costmodels.estimates import Product
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.reporting.text.results import as_markdown
+from rooftrace.reporting.views.results import as_markdown
 from tests.conftest import in_turn
 from tests.costmodels.conftest import language_model
 
@@ -71,7 +71,7 @@ ZOO: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]] 
 }
 
 
-def products_of(est: rt.Estimate) -> tuple[Product, ...]:
+def products_of(est: rt.types.Estimate) -> tuple[Product, ...]:
     return est.census().products
 
 
@@ -83,7 +83,7 @@ def test_products_and_attention_are_the_matrix_flops(name: str, execution: str, 
     model, args, kwargs = ZOO[name]()
     graph = rt.trace(model, *args, phase=phase, **kwargs)
     for knobs in ("typical", None):
-        est = rt.estimate(graph, H200, rt.execution_model(execution, knobs=knobs))
+        est = rt.estimate(graph, H200, rt.tools.execution_model(execution, knobs=knobs))
         census = est.census()
         assert sum(p.flops for p in census.products) + census.flops_attention == est.flops_matrix
         again = sum(p.flops_recompute for p in census.products)
@@ -168,7 +168,7 @@ def test_seconds_are_those_of_the_kernels() -> None:
 # -- tiles -----------------------------------------------------------------------------------------
 
 
-def one_product(rows: int, columns: int, inner: int) -> rt.OpGraph:
+def one_product(rows: int, columns: int, inner: int) -> rt.types.OpGraph:
     with torch.device("meta"):
         model, x = nn.Linear(inner, columns, bias=False), torch.empty(rows, inner)
     return rt.trace(model.bfloat16(), x.bfloat16())
@@ -180,7 +180,7 @@ def test_efficiencies_are_those_of_tiles_counted_one_by_one(
     shape: tuple[int, int, int], knobs: str | None
 ) -> None:
     rows, columns, inner = shape
-    execution = rt.execution_model("eager", knobs=knobs)
+    execution = rt.tools.execution_model("eager", knobs=knobs)
     est = rt.estimate(one_product(rows, columns, inner), H200, execution)
     (product,) = products_of(est)
     assert product.tile is not None and product.split is not None
@@ -197,14 +197,14 @@ def test_nothing_is_said_of_tiles_where_nothing_is_modelled() -> None:
     graph = rt.trace(nn.Linear(100, 300), torch.ones(50, 100))
     for knobs in ("typical", None):
         (product,) = products_of(
-            rt.estimate(graph, unknown, rt.execution_model("eager", knobs=knobs))
+            rt.estimate(graph, unknown, rt.tools.execution_model("eager", knobs=knobs))
         )
         assert product.tile is product.tile_efficiency is product.wave_efficiency is None
         assert product.seconds_wasted is product.flops_wasted is None
 
 
 def test_full_tiles_in_full_waves_waste_nothing() -> None:
-    exact = rt.execution_model("eager", knobs=None)
+    exact = rt.tools.execution_model("eager", knobs=None)
     graph = one_product(128 * 16, 128 * 132, 8192)
     (product,) = products_of(rt.estimate(graph, H200, exact))
     assert product.tile_efficiency == product.wave_efficiency == 1
@@ -225,7 +225,7 @@ def head(vocabulary: int) -> tuple[nn.Module, torch.Tensor]:
 def test_an_odd_vocabulary_costs_what_the_wider_model_costs(
     align: int, wider: int, knobs: str | None
 ) -> None:
-    execution = rt.execution_model("eager", knobs=knobs)
+    execution = rt.tools.execution_model("eager", knobs=knobs)
     module, x = head(50257)
     est = rt.estimate(module, x, chip=H200, execution=execution)
     (product,) = est.census(align=align).products

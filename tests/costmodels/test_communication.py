@@ -18,13 +18,13 @@ EXECUTIONS = ("naive", "eager", "compiled", "efficient", "serving")
 @cache
 def graph_of(way: str) -> Any:
     sizes, spread, again = WAYS[way]
-    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh(sizes) as mesh, torch.device("meta"):
         net = spread(Net(again=again), mesh)
         return rt.trace(net, torch.zeros(2, 16, dtype=torch.long), phase="training")
 
 
 @cache
-def result_of(way: str, execution: str) -> rt.Estimate:
+def result_of(way: str, execution: str) -> rt.types.Estimate:
     return rt.estimate(graph_of(way), execution=execution, system="dgx-h100")
 
 
@@ -77,7 +77,7 @@ def test_replicas_and_processes_follow_from_the_mesh() -> None:
 
 
 def test_exchanges_know_the_levels_that_they_use() -> None:
-    with rt.fake_mesh({"dp": 4, "tp": 8}) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh({"dp": 4, "tp": 8}) as mesh, torch.device("meta"):
         net = WAYS["fsdp-sp"][1](Net(), mesh)
         graph = rt.trace(net, torch.zeros(2, 32, dtype=torch.long), phase="training")
     result = rt.estimate(graph, system="dgx-h100")

@@ -21,7 +21,7 @@ def estimated(config: Any, mesh: Any, phase: str, batch: int, seq: int) -> Any:
 def both(config: Any, mesh: Any, then: Any, output: int = 5) -> tuple[Any, Any, Any]:
     prefill = estimated(config, mesh, "prefill", 2, 24)
     decode = estimated(config, then, "decode", 6, 32)
-    return prefill, decode, rt.disaggregated(prefill, decode, output=output)
+    return prefill, decode, rt.tools.disaggregated(prefill, decode, output=output)
 
 
 def test_the_cache_of_latents_is_their_closed_form() -> None:
@@ -61,9 +61,9 @@ def test_in_balance_neither_waits_for_the_other() -> None:
 def test_what_is_no_pair_is_refused_in_a_line() -> None:
     prefill, decode, _ = both(MIXTRAL, {"dp": 4, "ep": 4}, {"dp": 8, "ep": 8})
     with pytest.raises(RequestError, match="an estimate of decode: expected one of prefill"):
-        rt.disaggregated(decode, prefill, output=3)
+        rt.tools.disaggregated(decode, prefill, output=3)
     with pytest.raises(RequestError, match="output=0: expected a whole number"):
-        rt.disaggregated(prefill, decode, output=0)
+        rt.tools.disaggregated(prefill, decode, output=0)
     alone = rt.estimate(prefill.graph, chip="h100-sxm", execution="serving")
     with pytest.raises(RequestError, match="no network between prefill and decode"):
-        rt.disaggregated(alone, decode, output=3)
+        rt.tools.disaggregated(alone, decode, output=3)

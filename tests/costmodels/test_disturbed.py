@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import ExecutionError
+from rooftrace.costmodels.fusion import ExecutionError
 from rooftrace.costmodels.timing.streams import slowest_of
 from tests.tracer.sharded_models import WAYS, Net
 
 
 def graph_of(way: str) -> Any:
     sizes, spread, again = WAYS[way]
-    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh(sizes) as mesh, torch.device("meta"):
         net = spread(Net(again=again), mesh)
         return rt.trace(net, torch.zeros(2, 16, dtype=torch.long), phase="training")
 
 
 def timed(graph: Any, **disturbances: float) -> Any:
-    model = rt.execution_model("efficient", disturbances=disturbances)
+    model = rt.tools.execution_model("efficient", disturbances=disturbances)
     return rt.estimate(graph, execution=model, system="dgx-h100")
 
 
@@ -60,7 +60,7 @@ def test_exchanges_beside_computing_slow_it(fsdp: Any) -> None:
 def test_one_process_has_nothing_to_be_disturbed_by() -> None:
     with torch.device("meta"):
         graph = rt.trace(nn.Linear(8, 8), torch.zeros(2, 8), phase="training")
-    with pytest.raises(rt.RequestError, match="it is of steps of several processes"):
+    with pytest.raises(rt.types.RequestError, match="it is of steps of several processes"):
         timed(graph, stragglers=0.5, interference=0.5, expert_imbalance=2.0)
 
 
@@ -69,4 +69,4 @@ def test_one_process_has_nothing_to_be_disturbed_by() -> None:
 )
 def test_numbers_that_mean_nothing_are_refused(disturbances: dict[str, Any]) -> None:
     with pytest.raises(ExecutionError, match=next(iter(disturbances))):
-        rt.execution_model("eager", disturbances=disturbances)
+        rt.tools.execution_model("eager", disturbances=disturbances)

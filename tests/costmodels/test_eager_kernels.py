@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planning.executions import ExecutionError
-from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, is_in_order
-from rooftrace.tracer.graph.records import Tensor as Value
+from rooftrace.costmodels.fusion.executions import ExecutionError
+from rooftrace.costmodels.rewrites.eager_kernels import EAGER_FORMS, is_in_order
+from rooftrace.graph.records import Tensor as Value
 
 pytestmark = pytest.mark.quick
 
@@ -37,7 +37,7 @@ def image() -> Tensor:
 
 def estimated(
     function: Callable[..., Tensor], *args: Tensor, how: str = "eager", **options: str
-) -> rt.Estimate:
+) -> rt.types.Estimate:
     return rt.estimate(rt.trace(Calls(function), *args, **options), chip="l4", execution=how)
 
 
@@ -50,14 +50,14 @@ class Trained(nn.Module):
         return self.loss(self.image) + x
 
 
-def trained(loss: Callable[[Tensor], Tensor]) -> rt.OpGraph:
+def trained(loss: Callable[[Tensor], Tensor]) -> rt.types.OpGraph:
     """The graph of a loss of an image that is trained."""
     x = torch.zeros((), device="meta")
     options = {"phase": "training", "optimizer": "none"}
     return rt.trace(Trained(loss), x, loss=lambda out: out, **options)
 
 
-def kernels(estimate: rt.Estimate) -> list[str]:
+def kernels(estimate: rt.types.Estimate) -> list[str]:
     return [row.name.removeprefix("aten.") for row in estimate.rows]
 
 
@@ -230,7 +230,7 @@ def test_a_sum_of_bits_and_a_wider_scan_copy_their_input_first() -> None:
 
 
 def test_a_loss_writes_all_its_terms_and_mean_squares_keep_them() -> None:
-    def loss(name: str, **options: str) -> rt.Estimate:
+    def loss(name: str, **options: str) -> rt.types.Estimate:
         function = getattr(F, name)
         return estimated(lambda x, t: function(x, t, **options), image(), image())
 
@@ -288,11 +288,11 @@ def test_a_safe_softmax_is_the_kernels_that_torch_runs() -> None:
 
 def test_what_was_measured_op_by_op_is_set_beside_the_ops_of_the_graph() -> None:
     graph = rt.trace(Calls(lambda x: F.layer_norm(last(x), (C,))), image())
-    called = rt.execution_model("eager").as_called
+    called = rt.tools.execution_model("eager").as_called
     ops = rt.estimate(graph, chip="l4", execution=called).plan.graph.ops
     assert [op.target for op in ops] == [op.target for op in graph.ops]
     with pytest.raises(ExecutionError, match="beside='no': expected true or false"):
-        rt.execution_model("eager", beside="no")
+        rt.tools.execution_model("eager", beside="no")
 
 
 def test_every_form_is_said_and_counted_in_one_sentence() -> None:

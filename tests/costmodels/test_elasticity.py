@@ -13,16 +13,17 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.advice import NamedNumbers, UnknownNumberError
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.planforms.kernelforms import Amount
-from rooftrace.costmodels.sweeps import Elasticities, elasticities, grids
-from rooftrace.costmodels.sweeps.elasticity import watched
-from rooftrace.costmodels.sweeps.slopes import SLOPES, dual_of
 from rooftrace.costmodels.timing.steps import time_plan
+from rooftrace.graph.formulas import Formula, leaves
+from rooftrace.graph.formulas.polynomials import expected_distinct
 from rooftrace.hardware.chip import MissingPeakError
-from rooftrace.tracer.formulas import Formula, leaves
-from rooftrace.tracer.formulas.polynomials import expected_distinct
+from rooftrace.studies.advice import NamedNumbers, UnknownNumberError
+from rooftrace.studies.forms import Conditions
+from rooftrace.studies.forms.kernelforms import Amount
+from rooftrace.studies.sensitivity import Elasticities, elasticities
+from rooftrace.studies.sensitivity.elasticity import watched
+from rooftrace.studies.sensitivity.slopes import SLOPES, dual_of
+from rooftrace.studies.sweeps import grids
 from tests.conftest import in_turn
 
 WIDTH = 256
@@ -56,20 +57,20 @@ def rows(batch: int, length: int) -> torch.Tensor:
 
 
 @cache
-def form() -> rt.Form:
+def form() -> rt.types.Form:
     levels = {"0.0": range(1, 33), "0.1": range(16, 129)}
-    return rt.form(made(Attention), rows(BATCH, LENGTH), over=levels)
+    return rt.tools.form(made(Attention), rows(BATCH, LENGTH), over=levels)
 
 
 @cache
 def answers(execution: str = ROUGH, knobs: str = "typical", chip: str = "h200-sxm") -> Elasticities:
-    model = rt.execution_model(execution, knobs=knobs)
+    model = rt.tools.execution_model(execution, knobs=knobs)
     sizes = {"0.0": BATCH, "0.1": LENGTH}
     return elasticities(form(), sizes, rt.load_chip(chip), Conditions(model))
 
 
 @cache
-def traced(batch: int, length: int) -> rt.Estimate:
+def traced(batch: int, length: int) -> rt.types.Estimate:
     return rt.estimate(made(Attention), rows(batch, length), chip="h200-sxm", execution=ROUGH)
 
 
@@ -122,7 +123,7 @@ def test_finite_steps_by_sizes_are_ratios_of_estimates(change: str, batch: int) 
 def test_a_size_outside_of_what_is_proven_is_a_step_with_a_reason() -> None:
     alone = replace(form(), trace=None)
     result = elasticities(
-        alone, {"0.0": 32, "0.1": LENGTH}, CHIP, Conditions(rt.execution_model(ROUGH))
+        alone, {"0.0": 32, "0.1": LENGTH}, CHIP, Conditions(rt.tools.execution_model(ROUGH))
     )
     step = result.of("0.0").step("x2")
     assert step is not None
@@ -269,7 +270,7 @@ def test_rows_are_ranked_and_plain_data_comes_out() -> None:
 
 
 def test_every_number_can_be_changed_by_its_name_and_nothing_else_changes() -> None:
-    named = NamedNumbers.of(CHIP, rt.execution_model("seed-efficient"))
+    named = NamedNumbers.of(CHIP, rt.tools.execution_model("seed-efficient"))
     for name, value in named.values.items():
         changed = named.changed({name: 1.5 * value})
         expected = {**named.values, name: 1.5 * value}
@@ -285,13 +286,13 @@ def test_every_number_can_be_changed_by_its_name_and_nothing_else_changes() -> N
     ],
 )
 def test_an_unknown_name_is_told_with_the_nearest(name: str, message: str) -> None:
-    named = NamedNumbers.of(CHIP, rt.execution_model(ROUGH))
+    named = NamedNumbers.of(CHIP, rt.tools.execution_model(ROUGH))
     with pytest.raises(UnknownNumberError, match=message):
         named.named(name)
 
 
 def test_a_value_that_a_record_refuses_is_told() -> None:
-    named = NamedNumbers.of(CHIP, rt.execution_model(ROUGH))
+    named = NamedNumbers.of(CHIP, rt.tools.execution_model(ROUGH))
     with pytest.raises(UnknownNumberError, match=r"knobs.cache=0.5"):
         named.changed({"knobs.cache": 0.5})
     with pytest.raises(UnknownNumberError, match="above 0"):
@@ -299,7 +300,7 @@ def test_a_value_that_a_record_refuses_is_told() -> None:
 
 
 def test_the_beginning_of_names_is_all_of_them() -> None:
-    named = NamedNumbers.of(CHIP, rt.execution_model(ROUGH))
+    named = NamedNumbers.of(CHIP, rt.tools.execution_model(ROUGH))
     assert named.named("chip.matrix") == tuple(
         f"chip.matrix.{peak.precision}" for peak in CHIP.peaks if peak.engine == "matrix"
     )
@@ -308,8 +309,8 @@ def test_the_beginning_of_names_is_all_of_them() -> None:
 # -- grids -----------------------------------------------------------------------------------------
 
 
-def base() -> tuple[dict[str, int], rt.Chip, Conditions]:
-    return {"0.0": BATCH, "0.1": LENGTH}, CHIP, Conditions(rt.execution_model(ROUGH))
+def base() -> tuple[dict[str, int], rt.types.Chip, Conditions]:
+    return {"0.0": BATCH, "0.1": LENGTH}, CHIP, Conditions(rt.tools.execution_model(ROUGH))
 
 
 def factors() -> list[grids.Factor]:
@@ -334,7 +335,7 @@ def test_every_cell_of_a_grid_is_an_estimate_of_its_own() -> None:
     result = grids.grid_effects(factors(), *base(), lambda settings: form())
     assert len(result) == 32
     for line in result.frame().to_dict("records"):
-        named = NamedNumbers.of(rt.load_chip(line["chip"]), rt.execution_model(ROUGH))
+        named = NamedNumbers.of(rt.load_chip(line["chip"]), rt.tools.execution_model(ROUGH))
         before = named.values
         share = float(str(line["chip.memory_bandwidth"])[1:])
         gap = float(str(line["knobs.launch"])[1:])
@@ -345,7 +346,7 @@ def test_every_cell_of_a_grid_is_an_estimate_of_its_own() -> None:
             }
         )
         dtype = None if line["dtype"] == "none" else line["dtype"]
-        graph = rt.reprice(traced(line["0.0"], LENGTH).graph, dtype=dtype)
+        graph = rt.tools.reprice(traced(line["0.0"], LENGTH).graph, dtype=dtype)
         estimate = rt.estimate(graph, there.chip, there.execution)
         assert line["t_est"] == pytest.approx(estimate.t_est, rel=1e-9)
         assert (line["flops"], line["bytes_hbm"]) == (estimate.flops, estimate.bytes_hbm)
@@ -360,7 +361,7 @@ def test_flops_do_not_depend_on_a_chip_and_shares_add_up() -> None:
 def test_knobs_that_only_times_read_do_not_stand_for_each_other() -> None:
     """Two sets of knobs with one title: times of a form are those of each."""
     sizes = {"0.0": BATCH, "0.1": LENGTH}
-    named = NamedNumbers.of(CHIP, rt.execution_model(ROUGH))
+    named = NamedNumbers.of(CHIP, rt.tools.execution_model(ROUGH))
     slow = named.changed({"knobs.share.mm.memory": 0.3}).execution
     for model in (named.execution, slow):
         result = elasticities(form(), sizes, CHIP, Conditions(model))
@@ -373,7 +374,7 @@ def test_knobs_that_only_times_read_do_not_stand_for_each_other() -> None:
 
 
 def test_a_chip_without_a_rate_is_told() -> None:
-    model = rt.execution_model(ROUGH)
+    model = rt.tools.execution_model(ROUGH)
     conditions = Conditions(model, "fp8")
     with pytest.raises(MissingPeakError, match="fp8"):
         elasticities(form(), {"0.0": 2, "0.1": 16}, rt.load_chip("a100"), conditions)
@@ -389,7 +390,7 @@ def test_a_chip_without_a_rate_is_told() -> None:
     ],
 )
 def test_a_grid_that_is_none_is_told(many: list[grids.Factor], response: str, message: str) -> None:
-    with pytest.raises(rt.RequestError, match=message):
+    with pytest.raises(rt.types.RequestError, match=message):
         grids.grid_effects(many, *base(), lambda settings: form(), response)
 
 

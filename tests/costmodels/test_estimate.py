@@ -10,14 +10,14 @@ from msgspec import structs
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, Utilization
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.costmodels.planning.executions import PRESETS, ExecutionModel, Utilization
+from rooftrace.graph.file import load_graphs, save_graphs
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op, Ref, Tensor
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.graph.file import load_graphs, save_graphs
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op, Ref, Tensor
 from tests.conftest import in_turn
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
@@ -35,7 +35,7 @@ STEPS = [
 # -- what always holds -----------------------------------------------------------------------------
 
 
-def check(est: rt.Estimate) -> None:
+def check(est: rt.types.Estimate) -> None:
     times = est.times
     assert times.t_bound <= times.t_serial <= times.t_est
     assert times.t_launch >= 0
@@ -97,7 +97,7 @@ def test_a_plan_goes_on_any_chip(traced):
 # -- on paper --------------------------------------------------------------------------------------
 
 
-def product(rows: int, width: int, dtype: str = "bf16", **fields: object) -> rt.OpGraph:
+def product(rows: int, width: int, dtype: str = "bf16", **fields: object) -> rt.types.OpGraph:
     b = Builder(dtype)
     y = b.mm(b.input(rows, width), b.weight(width, width), **fields)
     return b.graph(y, workload={"items": rows, "item": "token"})
@@ -105,7 +105,7 @@ def product(rows: int, width: int, dtype: str = "bf16", **fields: object) -> rt.
 
 def test_one_product_on_paper():
     n = 4096
-    est = rt.estimate(product(n, n), H200, rt.execution_model("efficient", knobs=None))
+    est = rt.estimate(product(n, n), H200, rt.tools.execution_model("efficient", knobs=None))
     flop, moved = 2 * n**3, 3 * BF16 * n * n
     work = flop / H200.peak("matrix", "bf16")
     gap = H200.kernel_gap.value
@@ -237,7 +237,7 @@ def test_the_headline_of_an_fp32_product_is_the_vector_peak():
 
 
 def test_a_chip_without_a_rate_says_what_it_has():
-    graph = rt.reprice(product(64, 64).replace(model={"dtype": "bf16"}), dtype="fp8")
+    graph = rt.tools.reprice(product(64, 64).replace(model={"dtype": "bf16"}), dtype="fp8")
     with pytest.raises(MissingPeakError, match=r"\(matrix, fp8\).* has: .*bf16"):
         rt.estimate(graph, "a100-sxm-80")
     assert rt.estimate(graph, "h200-sxm").rows[0].precision == "fp8"
@@ -309,7 +309,7 @@ def test_an_op_without_a_rule_is_listed_and_its_bytes_are_counted():
     assert (unknown.target, unknown.count) == ("estimate_tests.rope.default", 2)
     assert (unknown.bytes, unknown.modules) == (2 * each, ("layers.*",))
     assert unknown.shapes == "fp32[8, 16], fp32[16]"
-    assert '@rooftrace.rule("estimate_tests.rope")' in unknown.stub
+    assert '@rooftrace.extend.rule("estimate_tests.rope")' in unknown.stub
     assert est.coverage.ops == 4 and est.coverage.ops_with_rule == 2
     linear = FP32 * (8 * 16 + 16 * 16 + 16 + 8 * 16)
     assert est.coverage.bytes_with_rule_share == pytest.approx(linear / (linear + each))
@@ -321,8 +321,8 @@ def test_a_users_rule_makes_coverage_complete():
     graph = rt.trace(Custom(), torch.empty(8, 16))
     before = rt.estimate(graph, H200, "eager")
 
-    @rt.rule("estimate_tests::rope", fusion="pointwise")
-    def rotate(op: rt.OpView) -> Cost:
+    @rt.extend.rule("estimate_tests::rope", fusion="pointwise")
+    def rotate(op: rt.extend.OpView) -> Cost:
         return Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
 
     after = rt.estimate(graph, H200, "eager")

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.advice import Study
-from rooftrace.costmodels.explaining import explained
-from rooftrace.costmodels.explaining.steps import variants
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.tracer.formulas.polynomials import FUNCTIONS
+from rooftrace.graph.formulas.polynomials import FUNCTIONS
+from rooftrace.studies.advice import Study
+from rooftrace.studies.explaining import explained
+from rooftrace.studies.explaining.steps import variants
+from rooftrace.studies.forms import Conditions
 from tests.conftest import mostly_heavy
 from tests.costmodels.batch_support import Decoder
 
@@ -45,17 +45,17 @@ def rows_of(batch: int, device: str = "meta") -> torch.Tensor:
 
 
 @cache
-def step(op: str | None = None, batch: int = 24, chip: str = "h200-sxm") -> rt.Explanation:
+def step(op: str | None = None, batch: int = 24, chip: str = "h200-sxm") -> rt.types.Explanation:
     return rt.explain(mixer(), rows_of(batch), op=op, chip=chip)
 
 
 @cache
-def form() -> rt.Form:
+def form() -> rt.types.Form:
     """The form that explanations of one op are made of, here for many of them."""
-    return rt.form(mixer(), rows_of(24), over={"batch": range(1, 101)})
+    return rt.tools.form(mixer(), rows_of(24), over={"batch": range(1, 101)})
 
 
-def of_op(op: str, batch: int = 24) -> rt.Explanation:
+def of_op(op: str, batch: int = 24) -> rt.types.Explanation:
     conditions = Conditions.of("efficient")
     return explained(form(), {"batch": batch}, rt.load_chip("h200-sxm"), conditions, op)
 
@@ -273,14 +273,14 @@ def test_a_kernel_is_named_by_its_number() -> None:
 
 
 def test_what_is_not_there_is_answered_with_what_is_near() -> None:
-    with pytest.raises(rt.RequestError, match=r"--op 'upp': .*did you mean '\*\.up'\?"):
+    with pytest.raises(rt.types.RequestError, match=r"--op 'upp': .*did you mean '\*\.up'\?"):
         of_op("upp")
-    with pytest.raises(rt.RequestError, match="from 0 to"):
+    with pytest.raises(rt.types.RequestError, match="from 0 to"):
         of_op("999")
 
 
 def test_a_plot_of_one_op_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(rt.RequestError, match="leave --op out"):
+    with pytest.raises(rt.types.RequestError, match="leave --op out"):
         rt.explain(mixer(), rows_of(2), op="up", plot=tmp_path / "up.png")
 
 

@@ -46,7 +46,7 @@ def registered() -> Iterator[None]:
     flop_registry.update(before)
 
 
-def traced() -> rt.OpGraph:
+def traced() -> rt.types.OpGraph:
     with torch.device("meta"):
         return rt.trace(Blend(), torch.empty(5, 8))
 
@@ -78,9 +78,9 @@ def test_they_travel_with_a_saved_graph(registered: None, tmp_path) -> None:
 
 
 def test_a_whole_rule_of_the_users_stands_above_them(registered: None) -> None:
-    @rt.rule("given::blend")
-    def blend(op: rt.OpView) -> rt.Cost:
-        return rt.Cost.of(vector=7) + op.streamed()
+    @rt.extend.rule("given::blend")
+    def blend(op: rt.extend.OpView) -> rt.extend.Cost:
+        return rt.extend.Cost.of(vector=7) + op.streamed()
 
     try:
         estimate = rt.estimate(traced(), execution="eager")

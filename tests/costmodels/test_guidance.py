@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.advice.whatifs import ACTIONS, LEAST, LEVERS, WhatIf
+from rooftrace.costmodels.fusion.executions import REWRITES
 from rooftrace.costmodels.kernels.engines import matrix_engine
-from rooftrace.costmodels.planning.executions import REWRITES
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
+from rooftrace.studies.advice.whatifs import ACTIONS, LEAST, LEVERS, WhatIf
 from tests.costmodels.tile_support import tile_efficiency
 
 CHIP = "h200-sxm"
@@ -39,7 +39,9 @@ def decode(tmp_path_factory: pytest.TempPathFactory) -> OpGraph:
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("llama")
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    graphs = rt.priced_graphs(str(folder / "config.json"), phases=["decode"], batch=32, kv=4096)
+    graphs = rt.tools.priced_graphs(
+        str(folder / "config.json"), phases=["decode"], batch=32, kv=4096
+    )
     return graphs["decode"]
 
 
@@ -71,35 +73,35 @@ def small() -> OpGraph:
         return rt.trace(nn.Sequential(*layers).bfloat16(), torch.empty(8, 64).bfloat16())
 
 
-def by_options(graph: OpGraph, execution: str, option: str) -> rt.Estimate:
+def by_options(graph: OpGraph, execution: str, option: str) -> rt.types.Estimate:
     """The step as a user gets it who types these options; nothing here knows of guidance."""
     prices = {
         name: value
         for name in ("dtype", "weights_dtype", "kv_dtype")
         for value in re.findall(rf"--{name.replace('_', '-')} (\S+)", option)
     }
-    model = rt.execution_model(execution)
+    model = rt.tools.execution_model(execution)
     for preset in re.findall(r"--execution (\S+)", option):
-        model = rt.execution_model(preset)
+        model = rt.tools.execution_model(preset)
     for names in re.findall(r"--rewrite (\S+)", option):
-        model = rt.execution_model(model, rewrites=tuple(names.split(",")))
+        model = rt.tools.execution_model(model, rewrites=tuple(names.split(",")))
     if "--tf32" in option:
-        model = rt.execution_model(model, tf32=True)
+        model = rt.tools.execution_model(model, tf32=True)
     for call in re.findall(r"execution_model\(.*\)", option):
-        changed = eval(call, {"execution_model": rt.execution_model})
+        changed = eval(call, {"execution_model": rt.tools.execution_model})
         model = replace(changed, rewrites=model.rewrites, tf32=model.tf32)
-    source = rt.reprice(graph, **prices) if prices else graph
+    source = rt.tools.reprice(graph, **prices) if prices else graph
     return rt.estimate(source, chip=CHIP, execution=model)
 
 
-_known: dict[tuple[int, str, str], rt.Guidance] = {}
+_known: dict[tuple[int, str, str], rt.types.Guidance] = {}
 
 
-def guidance_of(graph: OpGraph, execution: str, chip: str = CHIP) -> rt.Guidance:
+def guidance_of(graph: OpGraph, execution: str, chip: str = CHIP) -> rt.types.Guidance:
     """What would help a step of this module, which is asked for once."""
     key = id(graph), execution, chip
     if key not in _known:
-        _known[key] = rt.guidance(graph, chip, execution)
+        _known[key] = rt.tools.guidance(graph, chip, execution)
     return _known[key]
 
 
@@ -117,22 +119,22 @@ STEPS = [
 
 
 @pytest.fixture(scope="module", params=STEPS, ids="-".join)
-def guided(request: pytest.FixtureRequest) -> tuple[OpGraph, str, rt.Guidance]:
+def guided(request: pytest.FixtureRequest) -> tuple[OpGraph, str, rt.types.Guidance]:
     """A step, how it is run, and what would help it."""
     name, execution = request.param
     graph = request.getfixturevalue(name)
-    return graph, execution, rt.guidance(rt.estimate(graph, chip=CHIP, execution=execution))
+    return graph, execution, rt.tools.guidance(rt.estimate(graph, chip=CHIP, execution=execution))
 
 
 def test_every_what_if_is_what_the_options_of_a_user_give(
-    guided: tuple[OpGraph, str, rt.Guidance],
+    guided: tuple[OpGraph, str, rt.types.Guidance],
 ) -> None:
     graph, execution, told = guided
     step = told.step
     assert told.options, "something helps each of these"
     for what_if in (*told.options, *([told.together] if told.together else [])):
         if what_if.lever == "kernels":
-            expected = rt.headroom(step).beyond
+            expected = rt.tools.headroom(step).beyond
         else:
             expected = by_options(graph, execution, what_if.option)
         assert what_if.t_after == expected.t_est, what_if
@@ -143,7 +145,7 @@ def test_every_what_if_is_what_the_options_of_a_user_give(
 
 
 def test_they_stand_by_gain_and_save_a_hundredth_of_the_step(
-    guided: tuple[OpGraph, str, rt.Guidance],
+    guided: tuple[OpGraph, str, rt.types.Guidance],
 ) -> None:
     *_, told = guided
     gains = [what_if.gain for what_if in told.options]
@@ -198,8 +200,8 @@ def test_what_is_done_is_not_listed_again(decode: OpGraph) -> None:
 def test_rewrites_are_of_inference(convolutions: OpGraph, decode: OpGraph) -> None:
     assert "rewrite" not in levers(convolutions, "eager")
     assert set(ACTIONS) == set(REWRITES)
-    alone = rt.execution_model("efficient", kv_append="as-run")
-    options = [what_if.option for what_if in rt.guidance(decode, CHIP, alone).options]
+    alone = rt.tools.execution_model("efficient", kv_append="as-run")
+    options = [what_if.option for what_if in rt.tools.guidance(decode, CHIP, alone).options]
     assert "--rewrite static-cache" in options
 
 
@@ -207,7 +209,7 @@ def test_a_training_step_is_told_tf32_and_bf16_and_nothing_narrower(convolutions
     told = guidance_of(convolutions, "eager")
     options = " ".join(what_if.option for what_if in told.options)
     assert "--dtype bf16" in options
-    narrow = rt.guidance(rt.reprice(convolutions, dtype="bf16"), CHIP, "eager")
+    narrow = rt.tools.guidance(rt.tools.reprice(convolutions, dtype="bf16"), CHIP, "eager")
     assert not {"weights", "cache", "compute"} & {what_if.lever for what_if in narrow.options}
 
 
@@ -223,22 +225,22 @@ def test_nothing_is_listed_where_nothing_applies() -> None:
     with torch.device("meta"):
         product = nn.Linear(8192, 8192, bias=False).bfloat16()
         graph = rt.trace(product, torch.empty(8192, 8192).bfloat16(), phase="training")
-    told = rt.guidance(graph, "a100-sxm-80", "efficient")
+    told = rt.tools.guidance(graph, "a100-sxm-80", "efficient")
     assert told.options == () and told.together is None
     assert str(told) == "nothing that is modelled would save 1 % of the step"
 
 
 def test_a_step_without_kernels_has_no_guidance() -> None:
-    told = rt.guidance(rt.trace(nn.Identity(), torch.empty(2)), CHIP)
+    told = rt.tools.guidance(rt.trace(nn.Identity(), torch.empty(2)), CHIP)
     assert told.options == ()
 
 
 def test_weights_that_are_narrow_already_are_left_alone(decode: OpGraph) -> None:
-    narrow = rt.reprice(decode, weights_dtype="fp8")
-    told = rt.guidance(narrow, CHIP, "efficient")
+    narrow = rt.tools.reprice(decode, weights_dtype="fp8")
+    told = rt.tools.guidance(narrow, CHIP, "efficient")
     assert "weights" not in {what_if.lever for what_if in told.options}
     cache = next(what_if for what_if in told.options if what_if.lever == "cache")
-    both = rt.reprice(decode, weights_dtype="fp8", kv_dtype="fp8")
+    both = rt.tools.reprice(decode, weights_dtype="fp8", kv_dtype="fp8")
     assert cache.t_after == rt.estimate(both, CHIP).t_est
 
 
@@ -246,7 +248,7 @@ def test_weights_that_a_checkpoint_declares_are_not_changed_by_another_change(
     decode: OpGraph,
 ) -> None:
     declared = decode.replace(workload={**decode.workload, "declared_weights_dtype": "fp8"})
-    told = rt.guidance(declared, CHIP, "efficient")
+    told = rt.tools.guidance(declared, CHIP, "efficient")
     cache = next(what_if for what_if in told.options if what_if.lever == "cache")
     assert cache.after.bytes.weights == cache.before.bytes.weights
 

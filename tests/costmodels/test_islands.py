@@ -25,13 +25,13 @@ def test_an_explicit_upcast_is_an_island_wherever_the_model_is_priced() -> None:
     # Each Upcast makes x.float() and its double: 2 tensors of 4 x 8 x 4 bytes.
     expected = (Island("fp32", "*", 4, 4 * (4 * 8 * 4)),)
     assert islands(graph) == expected
-    assert islands(rt.reprice(graph, dtype="fp8")) == expected
+    assert islands(rt.tools.reprice(graph, dtype="fp8")) == expected
 
 
 def test_what_was_asked_for_is_no_island() -> None:
     graph = rt.trace(nn.Linear(8, 8).bfloat16(), torch.empty(4, 8, dtype=torch.bfloat16))
     assert islands(graph) == ()
-    assert islands(rt.reprice(graph, weights_dtype="int4")) == ()
+    assert islands(rt.tools.reprice(graph, weights_dtype="int4")) == ()
 
 
 def test_the_optimizers_states_are_no_islands() -> None:

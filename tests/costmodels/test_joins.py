@@ -8,11 +8,11 @@ from hypothesis import given, settings
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import joins as table, partition
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.joins import JOINS, DuplicateJoinError
 from rooftrace.costmodels.fusion.partition import FusionGroup, Merge
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.costmodels.planning.executions import execution_model
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 from tests.costmodels.test_fuse import check
@@ -105,12 +105,12 @@ def test_each_join_can_be_switched_off(name, program):
 # -- joins of users --------------------------------------------------------------------------------
 
 
-def epilogue(first: rt.KernelView, second: rt.KernelView) -> bool:
+def epilogue(first: rt.extend.KernelView, second: rt.extend.KernelView) -> bool:
     """A product and what follows it."""
     return first.kinds == {"mm"} and second.classes == {"pointwise"}
 
 
-def product_and_relu(reads: int = 1) -> rt.OpGraph:
+def product_and_relu(reads: int = 1) -> rt.types.OpGraph:
     b = Builder()
     x, w = b.input(64, 512), b.weight(512, 512)
     y = b.mm(x, w)
@@ -121,29 +121,29 @@ def product_and_relu(reads: int = 1) -> rt.OpGraph:
 def test_a_join_of_a_user_makes_one_kernel_and_saves_what_lies_between():
     graph = product_and_relu()
     before = rt.estimate(graph, "h100-sxm")
-    rt.fusion("gemm epilogue")(epilogue)
+    rt.extend.fusion("gemm epilogue")(epilogue)
     after = rt.estimate(graph, "h100-sxm")
     assert before.bytes_hbm - after.bytes_hbm == BF16 * 2 * 64 * 512  # written once, read once
     assert [row.name for row in after.rows] == ["mm + relu"]
     assert list(after.to_frame()["joins"]) == ["gemm epilogue"]
     assert after.plan.why(0) == "aten.relu (op 1): gemm epilogue: A product and what follows it."
     (note,) = after.plan.notes
-    assert note == "kernels joined as registered with rooftrace.fusion: gemm epilogue x1"
+    assert note == "kernels joined as registered with rooftrace.extend.fusion: gemm epilogue x1"
     assert rt.plan(graph, "eager").bytes == rt.plan(graph, "eager").bytes
     assert len(rt.plan(graph, "eager").groups) == 2
 
 
 def test_headroom_counts_what_a_users_join_saves_as_saved_already():
     graph = product_and_relu()
-    assert [s.kind for s in rt.headroom(graph).left] == ["epilogue"]
-    rt.fusion("gemm epilogue")(epilogue)
-    found = rt.headroom(graph)
+    assert [s.kind for s in rt.tools.headroom(graph).left] == ["epilogue"]
+    rt.extend.fusion("gemm epilogue")(epilogue)
+    found = rt.tools.headroom(graph)
     assert not found.left
     assert [s.bytes for s in found.fused] == [BF16 * 2 * 64 * 512]
 
 
 def test_what_something_else_reads_too_is_joined_by_no_one():
-    rt.fusion("gemm epilogue")(epilogue)
+    rt.extend.fusion("gemm epilogue")(epilogue)
     planned = rt.plan(product_and_relu(reads=2))
     assert len(planned.groups) == 3
     reason = "stays apart, though gemm epilogue fits: something else reads the first"
@@ -152,12 +152,12 @@ def test_what_something_else_reads_too_is_joined_by_no_one():
     assert planned.why(1) == "one op, joined by nothing"  # the product that reads the first too
 
 
-def notes_of(graph: rt.OpGraph) -> tuple[str, ...]:
+def notes_of(graph: rt.types.OpGraph) -> tuple[str, ...]:
     return rt.plan(graph).own_notes
 
 
 def test_where_a_join_fits_and_joins_nothing_is_in_the_notes_and_on_the_screen():
-    rt.fusion("gemm epilogue")(epilogue)
+    rt.extend.fusion("gemm epilogue")(epilogue)
     b = Builder()
     x, w = b.input(64, 512), b.weight(512, 512)
     y, z = b.mm(x, w), b.mm(x, w)
@@ -165,7 +165,7 @@ def test_where_a_join_fits_and_joins_nothing_is_in_the_notes_and_on_the_screen()
     graph = b.graph(once, *twice, b.unary("relu", z), b.mm(z, w))
     where = "where the kernels stay apart: something else reads the first"
     expected = (
-        "kernels joined as registered with rooftrace.fusion: gemm epilogue x1",
+        "kernels joined as registered with rooftrace.extend.fusion: gemm epilogue x1",
         f'the join "gemm epilogue" fits in 2 more places {where}',
     )
     assert notes_of(graph) == expected
@@ -175,7 +175,7 @@ def test_where_a_join_fits_and_joins_nothing_is_in_the_notes_and_on_the_screen()
 
 
 def test_each_reason_to_stay_apart_is_counted():
-    rt.fusion("gemm epilogue")(epilogue)
+    rt.extend.fusion("gemm epilogue")(epilogue)
     b = Builder()
     x, w = b.input(64, 512), b.weight(512, 512)
     y, z = b.mm(x, w), b.mm(x, w)
@@ -188,7 +188,7 @@ def test_each_reason_to_stay_apart_is_counted():
 
 
 def test_of_two_products_one_takes_the_sum_and_the_other_says_so():
-    rt.fusion("gemm epilogue")(epilogue)
+    rt.extend.fusion("gemm epilogue")(epilogue)
     b = Builder()
     x, w = b.input(64, 512), b.weight(512, 512)
     graph = b.graph(b.binary("add", b.mm(x, w), b.mm(x, w)))
@@ -199,7 +199,7 @@ def test_of_two_products_one_takes_the_sum_and_the_other_says_so():
 
 
 def test_three_in_a_row_stay_apart_where_something_else_reads_one():
-    rt.fusion("by hand")(lambda first, second, third: first.is_product and third.is_product)
+    rt.extend.fusion("by hand")(lambda first, second, third: first.is_product and third.is_product)
     b = Builder()
     x, w = b.input(64, 512), b.weight(512, 512)
     y = b.unary("relu", b.mm(x, w))
@@ -214,10 +214,10 @@ def test_it_is_asked_again_of_what_comes_out_and_of_three_in_a_row():
     q, k, v = b.input(256, 64), b.input(64, 256), b.input(256, 64)
     graph = b.graph(b.mm(b.softmax(b.mm(q, k)), v))
     with own_rules():
-        rt.fusion("everything")(lambda first, second: True)
+        rt.extend.fusion("everything")(lambda first, second: True)
         (group,) = rt.plan(graph).groups
         assert group.joins == ("everything",) and len(group.merges) == 2
-    rt.fusion("attention of mine", label="my attention")(
+    rt.extend.fusion("attention of mine", label="my attention")(
         lambda first, second, third: first.is_product and "softmax" in second.kinds
     )
     assert [group.name for group in rt.plan(graph).groups] == ["my attention"]
@@ -227,14 +227,14 @@ def test_it_is_asked_again_of_what_comes_out_and_of_three_in_a_row():
 @given(programs())
 def test_a_join_that_takes_all_leaves_an_order_that_works(program):
     with own_rules():
-        rt.fusion("everything")(lambda first, second: True)
+        rt.extend.fusion("everything")(lambda first, second: True)
         planned = rt.plan(program[0])
     check(planned.graph, planned.groups)
 
 
 def test_a_condition_sees_ops_tensors_and_sizes():
     seen = []
-    rt.fusion("looks only")(lambda first, second: seen.append((first, second)))
+    rt.extend.fusion("looks only")(lambda first, second: seen.append((first, second)))
     rt.plan(product_and_relu())
     ((first, second),) = seen
     assert (first.names, first.kinds, first.classes) == ({"aten.mm"}, {"mm"}, {"opaque"})
@@ -245,21 +245,21 @@ def test_a_condition_sees_ops_tensors_and_sizes():
 
 
 def test_a_second_join_of_one_name_is_refused():
-    rt.fusion("mine")(epilogue)
-    rt.fusion("mine")(epilogue)  # the same function, defined again
+    rt.extend.fusion("mine")(epilogue)
+    rt.extend.fusion("mine")(epilogue)  # the same function, defined again
     with pytest.raises(DuplicateJoinError, match=r"'mine' already is a join, .*epilogue:\d+; .*"):
-        rt.fusion("mine")(lambda first, second: True)
-    rt.fusion("mine", override=True)(lambda first, second: False)
+        rt.extend.fusion("mine")(lambda first, second: True)
+    rt.extend.fusion("mine", override=True)(lambda first, second: False)
     with pytest.raises(DuplicateJoinError, match="'chain' is a join of rooftrace's own"):
-        rt.fusion("chain")(epilogue)
+        rt.extend.fusion("chain")(epilogue)
 
 
 @pytest.mark.parametrize("name", ["", 3])
 def test_a_join_needs_a_name(name):
     with pytest.raises(ValueError, match=r'expected a name, for example "gemm epilogue"'):
-        rt.fusion(name)
+        rt.extend.fusion(name)
 
 
 def test_a_condition_takes_two_or_three_kernels():
     with pytest.raises(ValueError, match=r"takes 1 kernels; expected when\(first, second\)"):
-        rt.fusion("mine")(lambda first: True)
+        rt.extend.fusion("mine")(lambda first: True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import evaluated
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 from tests.conftest import mostly_heavy
 
 DEPTHS = range(8, 16)
@@ -29,9 +29,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @cache
-def formed(config: str, phase: str) -> rt.Form:
+def formed(config: str, phase: str) -> rt.types.Form:
     over = {"config.num_hidden_layers": DEPTHS}
-    return rt.form(config, phase=phase, over=over, batch=3, seq=24)
+    return rt.tools.form(config, phase=phase, over=over, batch=3, seq=24)
 
 
 @pytest.mark.slow
@@ -59,5 +59,5 @@ def test_one_form_holds_for_all_depths(config: str, phase: str) -> None:
 def test_a_form_of_depths_comes_back_from_its_file(config: str, tmp_path: Path) -> None:
     size = "config.num_hidden_layers"
     form = formed(config, "prefill")
-    loaded = rt.load_form(rt.save_form(form, tmp_path / "form.json.gz"))
+    loaded = rt.tools.load_form(rt.tools.save_form(form, tmp_path / "form.json.gz"))
     assert loaded.graph(**{size: 15}) == form.graph(**{size: 15})

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import Plan, plan
 from rooftrace.costmodels.fusion.traffic import keeps_channels_last
 from rooftrace.costmodels.kernels.engines import op_class
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
-from rooftrace.costmodels.knobs.knobs import CLASSES, LAST, load_knobs
-from rooftrace.costmodels.planning.plans import Plan, plan
 from rooftrace.hardware.chipfile import load_chip
 
 pytestmark = pytest.mark.quick
@@ -18,7 +18,9 @@ IMAGE = 4 * 64 * 32 * 32  # elements
 HALF, SINGLE = 2, 4  # bytes
 
 
-def traced(model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16) -> rt.OpGraph:
+def traced(
+    model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16
+) -> rt.types.OpGraph:
     x = torch.empty(4, channels, 32, 32, device="meta", dtype=dtype)
     return rt.trace(model.to(device="meta", dtype=dtype).eval(), x)
 

@@ -42,8 +42,8 @@ def example(name: str, device: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 @cache
 def phase_of(config: str, phase: str, kv: int | None = None) -> Any:
     path = EXAMPLES / "configs" / f"{config}.json"
-    request = rt.Request(batch=BATCH, seq=TOKENS, kv=kv)
-    return rt.trace_target(path, (phase,), request)[phase]
+    request = rt.types.Request(batch=BATCH, seq=TOKENS, kv=kv)
+    return rt.tools.trace_target(path, (phase,), request)[phase]
 
 
 def attention(batch: int, heads: int, queries: int, keys: int, width: int, value: int = 0) -> int:

@@ -73,7 +73,7 @@ def test_what_is_stored_is_more_than_what_is_read() -> None:
 @pytest.mark.slow
 def test_a_cache_is_stored_and_is_an_input() -> None:
     pytest.importorskip("transformers")
-    graphs = rt.priced_graphs("gpt2", phases=["decode"], batch=2, kv=100)
+    graphs = rt.tools.priced_graphs("gpt2", phases=["decode"], batch=2, kv=100)
     step = rt.estimate(graphs["decode"], chip="h200-sxm", execution="serving")
     table = step.by_node()
     cache = 12 * 2 * 2 * 100 * 768 * 4  # layers, keys and values, sequences, positions, numbers

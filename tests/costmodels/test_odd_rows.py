@@ -10,28 +10,28 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.engines import ACCESS, LONG, SPLITS, TILES, misaligned, tile_terms
+from rooftrace.costmodels.kernels.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
-from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
 
 H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")
 STEP = Knobs("step", overlap=3.0, shares={"mm": Share(odd=2.0), "softmax": Share(odd=3.0)})
 
 
-def works(graph: rt.OpGraph) -> list:
+def works(graph: rt.types.OpGraph) -> list:
     return [work for cost in plan(graph, "eager").costs for work in cost.work]
 
 
-def device(graph: rt.OpGraph, knobs: Knobs = STEP, chip=H100) -> float:
+def device(graph: rt.types.OpGraph, knobs: Knobs = STEP, chip=H100) -> float:
     """Seconds of all kernels of a step, without launches."""
     table, _ = kernel_table(plan(graph, "eager"), chip)
     return float((table.data["count"] * table.seconds(knobs, False).device).sum())
 
 
-def traced(function, *sizes, dtype=torch.bfloat16, **options) -> rt.OpGraph:
+def traced(function, *sizes, dtype=torch.bfloat16, **options) -> rt.types.OpGraph:
     class Call(nn.Module):
         def forward(self, *tensors):
             return function(*tensors)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.explaining.steps import critical_of
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.sweeps import evaluated
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.systems import load_system
+from rooftrace.studies.explaining.steps import critical_of
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 from tests.tracer.expert_models import MIXTRAL, needs_plans
 
 pytestmark = pytest.mark.slow  # each traces a step several times
@@ -59,11 +59,11 @@ def chip_of(system: str | None) -> Chip:
 
 
 @cache
-def form_of(folder: Path, case: str, phase: str) -> rt.Form:
+def form_of(folder: Path, case: str, phase: str) -> rt.types.Form:
     config, mesh, _ = CASES[case]
     path = str(folder / f"{config['model_type']}.json")
     spread = {} if mesh is None else {"mesh": mesh}
-    return rt.form(path, phase=phase, over={"batch": BATCHES}, **spread, **PHASES[phase])
+    return rt.tools.form(path, phase=phase, over={"batch": BATCHES}, **spread, **PHASES[phase])
 
 
 def marks_of(case: str, phase: str) -> list[pytest.MarkDecorator]:

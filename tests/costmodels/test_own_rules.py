@@ -38,20 +38,22 @@ def rules_made_here_go_away() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def graph() -> rt.OpGraph:
+def graph() -> rt.types.OpGraph:
     return rt.trace(Lora(), torch.empty(4, 16), torch.empty(16, 2), torch.empty(2, 16))
 
 
-def planned(graph: rt.OpGraph, rule: Callable[[rt.OpView], rt.Cost]) -> rt.Plan:
-    rt.rule("ruled::lora")(rule)
+def planned(
+    graph: rt.types.OpGraph, rule: Callable[[rt.extend.OpView], rt.extend.Cost]
+) -> rt.types.Plan:
+    rt.extend.rule("ruled::lora")(rule)
     return rt.plan(graph)
 
 
 WITH_NAMES_THAT_ARE_NOT_THERE = {
     "reading": lambda op: op.reading("x", "bais"),
     "streamed": lambda op: op.streamed(unread=("bais",)),
-    "attribute": lambda op: rt.Cost.of(vector=op.attribute("bais", 0)),
-    "tensor": lambda op: rt.Cost.of(vector=op.tensor("bais").elements),
+    "attribute": lambda op: rt.extend.Cost.of(vector=op.attribute("bais", 0)),
+    "tensor": lambda op: rt.extend.Cost.of(vector=op.tensor("bais").elements),
     "tensors": lambda op: op.read_all(op.tensors("bais")),
     "operands": lambda op: op.read_all(t for _, t in op.operands(only=("bais",))),
     "first": lambda op: op.read(op.first("bais", "biased")),
@@ -68,7 +70,7 @@ def test_a_name_that_is_not_in_the_schema_is_an_error(method, graph):
 
 
 def test_a_name_of_an_argument_that_the_call_leaves_out_is_no_error(graph):
-    def lora(op: rt.OpView) -> rt.Cost:
+    def lora(op: rt.extend.OpView) -> rt.extend.Cost:
         assert op.schema == ("x", "a", "b", "bias", "scale")
         assert op.tensor("bias") is None and op.first("bias", "x") == op.inputs[0]
         assert op.attribute("scale", 1.0) == 1.0
@@ -94,17 +96,20 @@ def test_names_are_not_checked_where_the_schema_is_not_known(graph):
 @pytest.mark.parametrize(
     "rule, said",
     [
-        (lambda op: None, "it returned None; expected a rooftrace.Cost"),
+        (lambda op: None, "it returned None; expected a rooftrace.extend.Cost"),
         (lambda op: {}["rank"], "KeyError: 'rank'"),
         (
-            lambda op: rt.Cost.of(matmul=2, precision="banana"),
+            lambda op: rt.extend.Cost.of(matmul=2, precision="banana"),
             'precision "banana": expected one of',
         ),
         (
-            lambda op: rt.Cost.of(vector=1, precision="banana"),
+            lambda op: rt.extend.Cost.of(vector=1, precision="banana"),
             'precision "banana": expected one of',
         ),
-        (lambda op: rt.Cost.of(vector=op.tensor("bias").elements), "AttributeError: 'NoneType'"),
+        (
+            lambda op: rt.extend.Cost.of(vector=op.tensor("bias").elements),
+            "AttributeError: 'NoneType'",
+        ),
         (lambda op: op.read(op.needed("bias")), "expected a tensor argument bias, got x, a, b"),
     ],
 )
@@ -121,29 +126,31 @@ def test_a_rule_of_a_file_is_named_by_the_file(graph, tmp_path: Path):
     from rooftrace.reporting.cli.options import load_rules
 
     path = tmp_path / "mine.py"
-    path.write_text("import rooftrace\n@rooftrace.rule('ruled::lora')\ndef f(op): return 3\n")
+    path.write_text(
+        "import rooftrace\n@rooftrace.extend.rule('ruled::lora')\ndef f(op): return 3\n"
+    )
     load_rules([str(path)])
     with pytest.raises(RuleError, match=rf"\(f in {path}:2\) for .*: it returned 3"):
         rt.plan(graph)
 
 
 def test_a_rule_of_a_prompt_or_of_a_callable_object_is_named_too(graph):
-    names: dict[str, Callable[[rt.OpView], rt.Cost]] = {}
+    names: dict[str, Callable[[rt.extend.OpView], rt.extend.Cost]] = {}
     exec("def f(op): return None", names)
     with pytest.raises(RuleError, match=r"\(f in <string>:1\)"):
         planned(graph, names["f"])
 
     class Fails:
-        def __call__(self, op: rt.OpView) -> rt.Cost:
+        def __call__(self, op: rt.extend.OpView) -> rt.extend.Cost:
             raise LookupError
 
-    rt.rule("ruled::lora", override=True)(Fails())
+    rt.extend.rule("ruled::lora", override=True)(Fails())
     with pytest.raises(RuleError, match=r"\(.*test_own_rules\..*Fails\) for .*: LookupError"):
         rt.plan(graph)
 
 
 def test_streamed_does_not_ask_for_a_self_that_the_op_does_not_have():
-    rt.rule("ruled::scale_")(lambda op: op.streamed())
+    rt.extend.rule("ruled::scale_")(lambda op: op.streamed())
     x = torch.empty(4, 16)
     graph = rt.trace(Scale(), x)
     assert rt.plan(graph).bytes.total == 2 * (4 * 4 * 16)  # reads x, writes x
@@ -153,7 +160,7 @@ def test_streamed_does_not_ask_for_a_self_that_the_op_does_not_have():
 
 
 def test_a_rule_of_no_op_is_said_in_the_notes_and_on_the_screen(graph):
-    rt.rule("ruled::lorra")(lambda op: op.streamed())
+    rt.extend.rule("ruled::lorra")(lambda op: op.streamed())
     estimate = rt.estimate(graph, "h100-sxm")
     (note,) = estimate.notes
     assert note.startswith('the rule "ruled.lorra" (tests.costmodels.test_own_rules.')
@@ -175,13 +182,13 @@ def test_a_rule_of_no_op_is_said_in_the_notes_and_on_the_screen(graph):
     ],
 )
 def test_a_rule_of_an_op_that_may_be_there_is_fine(name, graph):
-    rt.rule(name, override=True)(lambda op: op.streamed())
+    rt.extend.rule(name, override=True)(lambda op: op.streamed())
     assert rt.plan(graph).notes == ()
 
 
 def test_without_torch_nothing_is_said_of_a_rule_of_no_op(graph, monkeypatch):
     import sys
 
-    rt.rule("ruled::lorra")(lambda op: op.streamed())
+    rt.extend.rule("ruled::lorra")(lambda op: op.streamed())
     monkeypatch.delitem(sys.modules, "torch")
     assert rt.plan(graph).notes == ()

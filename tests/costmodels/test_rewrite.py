@@ -6,19 +6,19 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import Access
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.rewrites import (
+from rooftrace.costmodels.rewrites.rewrites import (
     append_in_place,
     check_precisions,
     reprice,
     rewrite,
     without_dead_ops,
 )
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Ref
 from rooftrace.hardware.precisions import PrecisionError
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick
@@ -31,19 +31,19 @@ BF16, FP32 = 2, 4  # bytes
 
 def test_notes_say_what_was_changed(traced):
     graph = traced("llama", "decode")
-    naive, notes = rewrite(graph, rt.execution_model("naive"))
+    naive, notes = rewrite(graph, rt.tools.execution_model("naive"))
     assert notes == ("2 attention calls run as matrix products with the score matrix in HBM",)
     assert not any("attention" in op.target for op in naive.ops)
-    _, notes = rewrite(graph, rt.execution_model("efficient"))
+    _, notes = rewrite(graph, rt.tools.execution_model("efficient"))
     assert notes == ("4 cache appends write the new rows only, into a cache that has room",)
-    assert rewrite(graph, rt.execution_model("eager")) == (graph, ())
+    assert rewrite(graph, rt.tools.execution_model("eager")) == (graph, ())
 
 
 def test_a_note_about_one_thing_is_in_the_singular():
     b = Builder()
     x = b.input(4, 4)
     b.unary("sin", x)
-    _, notes = rewrite(b.graph(b.unary("exp", x)), rt.execution_model("efficient"))
+    _, notes = rewrite(b.graph(b.unary("exp", x)), rt.tools.execution_model("efficient"))
     assert notes == ("1 op disappears because nothing uses the result, as in a compiler",)
 
 

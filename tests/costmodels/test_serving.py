@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.memory.footprint import memory
-from rooftrace.costmodels.ops.cost import MATRIX
-from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.executions import (
+from rooftrace.costmodels.fusion.executions import (
     KERNELS,
     REWRITES as NAMES,
     ExecutionError,
     ExecutionModel,
     execution_model,
 )
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.fused_products import joined_name
-from rooftrace.costmodels.rewriting.rewrites import REWRITES, reprice, rewrite
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.memory.footprint import memory
+from rooftrace.costmodels.ops.cost import MATRIX
+from rooftrace.costmodels.ops.price import price_ops
+from rooftrace.costmodels.rewrites.fused_products import joined_name
+from rooftrace.costmodels.rewrites.rewrites import REWRITES, reprice, rewrite
+from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.lowering.stacks import roll_stacks
 from tests.costmodels.conftest import DEEPSEEK, TEXT
 from tests.costmodels.serving_support import (
@@ -476,7 +476,7 @@ def test_a_step_with_repeats_gives_the_same_results() -> None:
 def test_decode_of_deepseek_v3_by_its_closed_form() -> None:
     """The products of every weight that a token uses, and 278,528 FLOP per cached position."""
     batch, kv, layers, dense = 8, 4096, 9, 3  # as wide as it is, with fewer layers
-    graph = rt.priced_graphs(
+    graph = rt.tools.priced_graphs(
         str(CONFIGS / "deepseek-v3.json"), phases=("decode",), batch=batch, kv=kv,
         settings={"config.num_hidden_layers": layers},
     )["decode"]  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.reporting.text.results import as_markdown, as_text
-from rooftrace.tracer.graph import Group
+from rooftrace.graph import Group
+from rooftrace.reporting.views.results import as_markdown, as_text
 from tests.tracer.sharded_models import BATCH, SEQ, Net, ddp, fsdp, sp, tp
 
 SPREADS = {"tp": tp, "sp": sp, "dp": fsdp, "ddp": ddp}
@@ -20,7 +20,7 @@ SPREADS = {"tp": tp, "sp": sp, "dp": fsdp, "ddp": ddp}
 @cache
 def traced(way: str, size: int, phase: str = "training") -> Any:
     axis = "dp" if way == "ddp" else way.replace("sp", "tp")
-    with rt.fake_mesh({axis: size}) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh({axis: size}) as mesh, torch.device("meta"):
         net = SPREADS[way](Net(), mesh)
         return rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase=phase)
 

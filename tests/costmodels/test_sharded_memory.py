@@ -110,7 +110,7 @@ def step(net: nn.Module, x: Tensor) -> None:
 
 def tracked(model: str, policy: str) -> int:
     """The peak of the second forward and backward in bytes, by torch's tracker."""
-    with rt.fake_mesh({"dp": 4}) as mesh, FakeTensorMode(), warnings.catch_warnings():
+    with rt.tools.fake_mesh({"dp": 4}) as mesh, FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         net, x = spread(model, mesh, policy), input_of(model)
         tracker = FSDPMemTracker(net)
@@ -125,7 +125,7 @@ def tracked(model: str, policy: str) -> int:
 
 @cache
 def estimated(model: str, policy: str) -> Estimate:
-    with rt.fake_mesh({"dp": 4}) as mesh:
+    with rt.tools.fake_mesh({"dp": 4}) as mesh:
         with torch.device("meta"):
             net = spread(model, mesh, policy)
         graph = rt.trace(step, net, input_of(model, "meta"))

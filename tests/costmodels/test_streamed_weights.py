@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.kernels.engines import matrix_engine, stored_widths
-from rooftrace.costmodels.knobs.knobs import load_knobs
+from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.costmodels.ops.cost import Work
-from rooftrace.costmodels.planning.executions import ExecutionModel, execution_model
+from rooftrace.graph.graph import OpGraph
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
-from rooftrace.tracer.graph.graph import OpGraph
 from tests.conftest import in_turn
 from tests.costmodels.tile_support import tile_efficiency
 
@@ -34,7 +34,7 @@ def as_run(execution: str, knobs: str | None) -> ExecutionModel:
 
 
 def streaming(graph: OpGraph, stored: str) -> OpGraph:
-    return graph if stored == "bf16" else rt.reprice(graph, weights_dtype=stored)
+    return graph if stored == "bf16" else rt.tools.reprice(graph, weights_dtype=stored)
 
 
 BF16 = [name for name in available_chips() if load_chip(name).has_peak("matrix", "bf16")]
@@ -76,7 +76,7 @@ def test_a_row_in_fp32_is_fed_by_narrow_weights_too(chip_name: str) -> None:
     """The vector engine has no tile of 16 rows to fill: a matrix-vector kernel runs there."""
     graph = one_layer(1, torch.float32)
     whole = rt.estimate(graph, chip_name, "compiled").times.t_serial
-    narrow = rt.estimate(rt.reprice(graph, weights_dtype="int4"), chip_name, "compiled")
+    narrow = rt.estimate(rt.tools.reprice(graph, weights_dtype="int4"), chip_name, "compiled")
     assert narrow.times.t_serial < whole / 3
 
 
@@ -135,6 +135,6 @@ def test_a_cache_in_fp8_halves_the_decode_of_attention() -> None:
         for knobs in (None, "typical-eager"):
             execution = as_run(name, knobs)
             whole = rt.estimate(graph, "h100-sxm", execution).times.t_serial
-            narrow = rt.reprice(graph, weights_dtype="fp8")
+            narrow = rt.tools.reprice(graph, weights_dtype="fp8")
             half = rt.estimate(narrow, "h100-sxm", execution).times.t_serial
             assert half < 0.7 * whole, (name, knobs)

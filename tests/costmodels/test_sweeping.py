@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import SweepCase, evaluated
 from rooftrace.errors import RequestError
 from rooftrace.hardware import units
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import SweepCase, evaluated
 from tests.costmodels.conftest import TEXT, example
 
 transformers = pytest.importorskip("transformers")
@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @cache
-def form_of(folder: Path, family: str, phase: str) -> rt.Form:
+def form_of(folder: Path, family: str, phase: str) -> rt.types.Form:
     kind, architecture, settings = FAMILIES[family]
     length = "kv" if phase == "decode" else "seq"
     config = getattr(transformers, kind)(
@@ -39,7 +39,7 @@ def form_of(folder: Path, family: str, phase: str) -> rt.Form:
     )
     config.to_json_file(folder / f"{family}.json", use_diff=False)
     over = {"batch": range(1, 65), length: range(1, 301)}
-    return rt.form(str(folder / f"{family}.json"), phase=phase, over=over)
+    return rt.tools.form(str(folder / f"{family}.json"), phase=phase, over=over)
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def form(request: pytest.FixtureRequest, folder: Path) -> rt.Form:
+def form(request: pytest.FixtureRequest, folder: Path) -> rt.types.Form:
     return form_of(folder, *request.param)
 
 
-def scattered(form: rt.Form, count: int) -> list[tuple[int, int]]:
+def scattered(form: rt.types.Form, count: int) -> list[tuple[int, int]]:
     """Sizes of all magnitudes: few rows and many take different ways."""
     draw = random.Random(0)
     some = [
@@ -63,7 +63,7 @@ def scattered(form: rt.Form, count: int) -> list[tuple[int, int]]:
 
 
 def assert_equals_estimates(
-    form: rt.Form, places: Sequence[tuple[int, ...]], execution: str
+    form: rt.types.Form, places: Sequence[tuple[int, ...]], execution: str
 ) -> None:
     points = Points({n: [p[i] for p in places] for i, n in enumerate(form.names)})
     table = evaluated(form, points, [rt.load_chip("h200-sxm")], Conditions.of(execution))
@@ -93,7 +93,7 @@ def assert_equals_estimates(
     ],
     indirect=["form"],
 )
-def test_totals_and_times_are_those_of_estimates(form: rt.Form, execution: str) -> None:
+def test_totals_and_times_are_those_of_estimates(form: rt.types.Form, execution: str) -> None:
     assert_equals_estimates(form, scattered(form, 12), execution)
 
 
@@ -103,7 +103,7 @@ def test_a_table_that_is_zeroed_and_added_to_parts_no_sizes(tmp_path: Path) -> N
     config = transformers.LlamaConfig(**settings, architectures=["LlamaForCausalLM"])
     config.to_json_file(tmp_path / "table.json", use_diff=False)
     target, batches = str(tmp_path / "table.json"), range(8, 65)
-    form = rt.form(target, phase="training", seq=64, over={"batch": batches})
+    form = rt.tools.form(target, phase="training", seq=64, over={"batch": batches})
     plans = list(form.plans(Points({"batch": batches}), Conditions.of("efficient")))
     assert len(plans) < 6  # rows of the table that tokens reach differ in all of the 57 steps
     assert_equals_estimates(form, [(8,), (33,), (64,)], "efficient")
@@ -112,7 +112,7 @@ def test_a_table_that_is_zeroed_and_added_to_parts_no_sizes(tmp_path: Path) -> N
 def test_an_image_network() -> None:
     with torch.device("meta"):
         module, image = example("resnet").ResNet((1, 1, 5, 1)), torch.empty(2, 3, 64, 64)
-    form = rt.form(module, image, over={"batch": range(1, 33), "0.3": range(32, 225, 32)})
+    form = rt.tools.form(module, image, over={"batch": range(1, 33), "0.3": range(32, 225, 32)})
     places = [(1, 32), (2, 224), (17, 96), (32, 160)]
     assert_equals_estimates(form, places, "efficient")
 
@@ -127,18 +127,18 @@ def wide_step() -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def swept() -> rt.Sweep:
+def swept() -> rt.types.Sweep:
     module, x = wide_step()
     return rt.sweep(module, x, over={"0.0": range(1, 1025)}, chip=["h200-sxm", "b200-sxm"])
 
 
 @cache
-def step(rows: int, chip: str = "h200-sxm") -> rt.Estimate:
+def step(rows: int, chip: str = "h200-sxm") -> rt.types.Estimate:
     module, x = wide_step()
     return rt.estimate(module, x.new_empty(rows, 4096), chip=chip)
 
 
-def test_crossings_are_those_of_a_loop(swept: rt.Sweep) -> None:
+def test_crossings_are_those_of_a_loop(swept: rt.types.Sweep) -> None:
     table = swept.frame()
     assert {change.chip for change in swept.crossings()} == {"h200-sxm", "b200-sxm"}
     for chip in ("h200-sxm", "b200-sxm"):
@@ -155,7 +155,7 @@ def test_crossings_are_those_of_a_loop(swept: rt.Sweep) -> None:
         assert change.t_est == pytest.approx(step(change.size, change.chip).t_est, rel=1e-9)
 
 
-def test_crossings_between_levels_are_exact(swept: rt.Sweep) -> None:
+def test_crossings_between_levels_are_exact(swept: rt.types.Sweep) -> None:
     module, x = wide_step()
     sparse = rt.sweep(module, x, over={"0.0": "1..1024:x2"}, chip=["h200-sxm", "b200-sxm"])
     every = {(c.chip, c.size, c.before, c.after) for c in swept.crossings()}
@@ -163,7 +163,7 @@ def test_crossings_between_levels_are_exact(swept: rt.Sweep) -> None:
     assert told <= every and bool(told) == bool(every)
 
 
-def test_cliffs_are_those_of_a_loop(swept: rt.Sweep) -> None:
+def test_cliffs_are_those_of_a_loop(swept: rt.types.Sweep) -> None:
     times = {rows: step(rows).t_est for rows in range(250, 266)}
     expected = {
         rows for rows in range(250, 265) if times[rows + 1] > times[rows] * 1.05
@@ -174,7 +174,7 @@ def test_cliffs_are_those_of_a_loop(swept: rt.Sweep) -> None:
         assert cliff.jump > 0.05 and cliff.after / cliff.before - 1 == cliff.jump
 
 
-def test_the_best_line_is_that_of_a_loop(swept: rt.Sweep) -> None:
+def test_the_best_line_is_that_of_a_loop(swept: rt.types.Sweep) -> None:
     limit = step(700).t_est
     best = swept.best("items_per_s", 1, t_est=limit).iloc[0]
     rates = {
@@ -198,7 +198,7 @@ def test_the_best_line_is_that_of_a_loop(swept: rt.Sweep) -> None:
 
 def test_labels_say_what_tells_cases_apart() -> None:
     module, x = wide_step()
-    form = rt.form(module, x, over={"0.0": range(1, 9)})
+    form = rt.tools.form(module, x, over={"0.0": range(1, 9)})
     case = SweepCase(form, Conditions.of("eager", "fp8", None, "fp8"), {"width": 8})
     assert case.labels == {
         "width": 8, "phase": "forward", "execution": "eager", "dtype": "fp8", "kv_dtype": "fp8"
@@ -245,18 +245,18 @@ def test_none_of_several_is_an_error(name: str) -> None:
 @pytest.mark.parametrize("name", ["weights_dtype", "kv_dtype"])
 def test_a_form_is_priced_in_other_precisions_later(name: str) -> None:
     with pytest.raises(RequestError, match=f"{name}='fp8': a form has the model's own precisions"):
-        rt.form(*wide_step(), over={"0.0": range(1, 65)}, **{name: "fp8"})
+        rt.tools.form(*wide_step(), over={"0.0": range(1, 65)}, **{name: "fp8"})
 
 
 @pytest.mark.parametrize("form", [("mixtral", "decode")], indirect=True)
 def test_expected_numbers_and_notes_part_no_sizes(
-    form: rt.Form, monkeypatch: pytest.MonkeyPatch
+    form: rt.types.Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few plans are made: a guard with a number of one place in it would hold around it only."""
     plans: list[int] = []
     numbers = Conditions.numbers
 
-    def counted(self: Conditions, graph: rt.OpGraph, with_memory: bool = True) -> Any:
+    def counted(self: Conditions, graph: rt.types.OpGraph, with_memory: bool = True) -> Any:
         plans.append(len(graph.ops))
         return numbers(self, graph, with_memory)
 

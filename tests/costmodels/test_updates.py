@@ -94,12 +94,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def stepped(update: Callable[[nn.Parameter, Any], None]) -> rt.OpGraph:
+def stepped(update: Callable[[nn.Parameter, Any], None]) -> rt.types.OpGraph:
     model = nn.Linear(SIDE, SIDE, bias=False)
     return rt.trace(step, model, Eight(model.parameters(), update), torch.ones(4, SIDE))
 
 
-def bytes_of_optimizer(graph: rt.OpGraph) -> int:
+def bytes_of_optimizer(graph: rt.types.OpGraph) -> int:
     costs = zip(graph.ops, price_ops(graph)[0], strict=True)
     return sum(cost.bytes() for op, cost in costs if op.part == "optimizer")
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import evaluated
 from rooftrace.errors import RequestError
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 
 
 def wide(batch: int = 2) -> tuple[nn.Module, torch.Tensor]:
@@ -25,14 +25,14 @@ def wide(batch: int = 2) -> tuple[nn.Module, torch.Tensor]:
 
 
 @cache
-def step(batch: int) -> rt.OpGraph:
+def step(batch: int) -> rt.types.OpGraph:
     return rt.trace(*wide(batch))
 
 
 @cache
-def form() -> rt.Form:
+def form() -> rt.types.Form:
     model, x = wide()
-    return rt.form(model, x, over={"0.0": range(2, 65)})
+    return rt.tools.form(model, x, over={"0.0": range(2, 65)})
 
 
 @pytest.mark.parametrize("execution", ["eager", "efficient"])
@@ -41,7 +41,7 @@ def test_a_cache_holds_as_much_by_a_form_as_by_a_walk(execution: str, megabytes:
     chip = rt.load_chip("h200-sxm")
     assert chip.l2_capacity is not None
     chip = replace(chip, l2_capacity=replace(chip.l2_capacity, value=megabytes * 1e6))
-    known = rt.execution_model(execution)
+    known = rt.tools.execution_model(execution)
     knobs = known.knobs_on(chip)
     assert knobs is not None
     cached = replace(known, knobs=replace(knobs, cache=4.0))
@@ -62,8 +62,8 @@ def test_layers_as_a_size_are_refused_with_such_knobs(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     config.to_json_file(path, use_diff=False)
     layers = range(6, 16)
-    form = rt.form(str(path), phase="prefill", seq=32, over={"config.n_layer": layers})
-    known = rt.execution_model("efficient")
+    form = rt.tools.form(str(path), phase="prefill", seq=32, over={"config.n_layer": layers})
+    known = rt.tools.execution_model("efficient")
     chip = rt.load_chip("h200-sxm")
     knobs = known.knobs_on(chip)
     assert knobs is not None

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.kernels.engines import op_class
-from rooftrace.costmodels.knobs.knobs import load_knobs
+from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.costmodels.ops.rulebook import RULES, find_rule
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.tracer.graph.records import Ref
+from rooftrace.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick
@@ -27,14 +27,16 @@ def rules_made_here_go_away():
     RULES.update(before)
 
 
-def product(op: rt.OpView) -> rt.Cost:
+def product(op: rt.extend.OpView) -> rt.extend.Cost:
     """C[M, N] = A[M, K] B[K, N], as anybody would write it."""
     (m, k), n = op.inputs[0].shape, op.inputs[1].shape[1]
-    flop = rt.Cost.of(matmul=2 * m * k * n, precision=op.precision, rows=m, columns=n, inner=k)
+    flop = rt.extend.Cost.of(
+        matmul=2 * m * k * n, precision=op.precision, rows=m, columns=n, inner=k
+    )
     return flop + op.streamed()
 
 
-def alone(target: str, *shapes: tuple[int, ...], out: tuple[int, ...]) -> rt.OpGraph:
+def alone(target: str, *shapes: tuple[int, ...], out: tuple[int, ...]) -> rt.types.OpGraph:
     """A graph of one op."""
     b = Builder()
     inputs = [b.input(*shape) for shape in shapes]
@@ -44,13 +46,13 @@ def alone(target: str, *shapes: tuple[int, ...], out: tuple[int, ...]) -> rt.OpG
     return b.graph(result)
 
 
-def kind(graph: rt.OpGraph) -> str:
+def kind(graph: rt.types.OpGraph) -> str:
     return op_class(graph.ops[0], graph)
 
 
 @pytest.mark.parametrize("name", ["mylib.fast_gemm", "mylib.convert_to_fp8", "mylib.softmax_pool"])
 def test_a_product_by_any_name_takes_as_long(name):
-    rt.rule(name)(product)
+    rt.extend.rule(name)(product)
     execution = dataclasses.replace(execution_model("eager"), knobs=load_knobs("typical-eager"))
     seen = []
     for target in ("aten.mm", name):
@@ -70,15 +72,17 @@ def test_an_op_without_a_rule_is_no_convolution():
     assert kind(graph) == "elementwise"
 
 
-def flash(op: rt.OpView) -> rt.Cost:
+def flash(op: rt.extend.OpView) -> rt.extend.Cost:
     b, s, h, e = op.inputs[0].shape
     sizes = AttentionSizes(b, s, s, s * s, h, h, e, e, 2)
-    return rt.Cost.of(matmul=sizes.flop, precision="bf16", attention=sizes) + op.streamed()
+    return rt.extend.Cost.of(matmul=sizes.flop, precision="bf16", attention=sizes) + op.streamed()
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": "attention"}])
 def test_attention_is_known_by_its_sizes_or_by_its_rule(options):
-    rt.rule("mylib::flash_forward", **options)(flash if not options else lambda op: op.streamed())
+    rt.extend.rule("mylib::flash_forward", **options)(
+        flash if not options else lambda op: op.streamed()
+    )
     shape = (2, 128, 4, 64)
     graph = alone("mylib.flash_forward", shape, shape, shape, out=shape)
     assert kind(graph) == "attention"
@@ -88,23 +92,23 @@ def test_attention_is_known_by_its_sizes_or_by_its_rule(options):
 @pytest.mark.parametrize(
     ("cost", "fusion", "expected"),
     [
-        (rt.Cost.of(matmul=2 * 4 * 5 * 6, rows=4, columns=5, inner=6), "opaque", "mm"),
-        (rt.Cost.of(matmul=7 * 2 * 4 * 5 * 6, rows=4, columns=5, inner=6), "opaque", "bmm"),
-        (rt.Cost.of(matmul=100), "opaque", "mm"),
-        (rt.Cost.of(convolution=100), "opaque", "conv"),
-        (rt.Cost.of(vector=100), "opaque", "elementwise"),
-        (rt.Cost.of(vector=100), "pointwise", "elementwise"),
-        (rt.Cost.of(vector=100), "reduction", "reduction"),
-        (rt.Cost(), "gather", "gather"),
+        (rt.extend.Cost.of(matmul=2 * 4 * 5 * 6, rows=4, columns=5, inner=6), "opaque", "mm"),
+        (rt.extend.Cost.of(matmul=7 * 2 * 4 * 5 * 6, rows=4, columns=5, inner=6), "opaque", "bmm"),
+        (rt.extend.Cost.of(matmul=100), "opaque", "mm"),
+        (rt.extend.Cost.of(convolution=100), "opaque", "conv"),
+        (rt.extend.Cost.of(vector=100), "opaque", "elementwise"),
+        (rt.extend.Cost.of(vector=100), "pointwise", "elementwise"),
+        (rt.extend.Cost.of(vector=100), "reduction", "reduction"),
+        (rt.extend.Cost(), "gather", "gather"),
     ],
 )
 def test_the_kind_follows_from_the_cost(cost, fusion, expected):
-    rt.rule("mylib::op", fusion=fusion)(lambda op: cost)
+    rt.extend.rule("mylib::op", fusion=fusion)(lambda op: cost)
     assert kind(alone("mylib.op", (4, 4), out=(4, 4))) == expected
 
 
 def test_what_a_rule_says_stands_above_its_cost():
-    rt.rule("mylib::op", kind="rnn", family="norm", label="my norm")(product)
+    rt.extend.rule("mylib::op", kind="rnn", family="norm", label="my norm")(product)
     graph = alone("mylib.op", (M, K), (K, N), out=(M, N))
     assert kind(graph) == "rnn"
     (row,) = rt.estimate(graph).rows
@@ -112,7 +116,7 @@ def test_what_a_rule_says_stands_above_its_cost():
 
 
 def test_a_users_label_names_the_kernel_that_its_op_is_fused_into():
-    rt.rule("mylib::gate", fusion="pointwise", label="gate")(lambda op: op.streamed())
+    rt.extend.rule("mylib::gate", fusion="pointwise", label="gate")(lambda op: op.streamed())
     b = Builder()
     x = b.input(64, 64)
     y = b.value((64, 64))
@@ -133,4 +137,4 @@ def test_a_users_label_names_the_kernel_that_its_op_is_fused_into():
 )  # fmt: skip
 def test_an_unknown_word_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        rt.rule("mylib::op", **options)
+        rt.extend.rule("mylib::op", **options)

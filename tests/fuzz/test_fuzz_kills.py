@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.fleets import load_fleet
+from rooftrace.reporting.commands import load_fleet
 
 PACKAGE = Path(rt.__file__).parents[1]
 MINE = {"thesis.parquet": None, "notes.txt": b"mine", "_earlier/thesis.parquet": None}
@@ -40,8 +40,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(4):
         path = folder / f"m{number}.json"
         path.write_text(json.dumps({**config, "vocab_size": 32 + number, "n_positions": 16}))
-        form = rt.form(str(path), over={"batch": [1, 2, 3]}, seq=4)
-        rt.save_form(form, folder / f"m{number}.form.json")
+        form = rt.tools.form(str(path), over={"batch": [1, 2, 3]}, seq=4)
+        rt.tools.save_form(form, folder / f"m{number}.form.json")
     rows = [f"m0,{batch},8,prefill,bf16,eager,h100-sxm,{1 + batch / 20}" for batch in (1, 2, 4)]
     head = "model,batch,seq,phase,dtype,execution,chip,ms"
     (folder / "steps.csv").write_text("\n".join([head, *rows, ""]))

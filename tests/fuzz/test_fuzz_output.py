@@ -19,7 +19,7 @@ from rich.console import Console
 
 from rooftrace._escapes import file_part, from_cell, to_cell, to_json, to_toml, visible
 from rooftrace.reporting.renderers import as_page, as_screen, units
-from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
+from rooftrace.reporting.renderers.view import Column, Note, Section, Table, View
 
 if sys.version_info >= (3, 11):
     import tomllib

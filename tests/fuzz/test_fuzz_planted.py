@@ -80,11 +80,11 @@ COMMANDS = (
     "roofline {there}/graph.json --plot {out}/roofline.svg",
     "sensitivity {there}/config.json --phase prefill --over batch=2 --over seq=8",
     "solve {there}/config.json --phase decode --find batch",
-    "census {there}/graph.json --format json",
-    "nodes {there}/graph.json --format csv",
+    "report {there}/graph.json --table census --format json",
+    "report {there}/graph.json --table nodes --format csv",
     "diff {there}/graph.json {there}/again.json",
     "inventory {there}/config.json",
-    "explore {there}/config.json --over devices=1 --over kv=8,16",
+    "solve {there}/config.json --find critical-batch --over devices=1 --over kv=8,16",
     "compare {there}/config.json --phase decode",
     "validate {there}/steps.csv --chip h100-sxm --target {there}/{{target}}.json",
     "calibrate {there}/steps.csv --chip h100-sxm --target {there}/{{target}}.json -o {out}/k.toml",
@@ -150,7 +150,9 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = str(folder / "config.json")
     for name in ("graph.json", "again.json"):
         rt.save(rt.trace(config, seq=8), folder / name)
-    rt.save_form(rt.form(config, over={"batch": [1, 2, 3, 4]}, seq=8), folder / "form.json")
+    rt.tools.save_form(
+        rt.tools.form(config, over={"batch": [1, 2, 3, 4]}, seq=8), folder / "form.json"
+    )
     return folder
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.fleets.sweeps import FleetSource
-from rooftrace.tracer.formulas.sizing import TraceCache
+from rooftrace.reporting.commands.fleet_sweeps import FleetSource
+from rooftrace.tracer.phases.sizing import TraceCache
 from tests.fuzz.watch import unasked, watching
 
 PACKAGE = Path(rt.__file__).parents[1]
@@ -298,7 +298,7 @@ def said(environment: Mapping[str, str], here: Path, *words: str) -> bytes:
 @pytest.mark.subprocess
 def test_no_environment_changes_a_number(config: Path, tmp_path: Path, fuzz_seconds: float) -> None:
     form = config.with_name("a\udcffé.form.json")
-    rt.save_form(rt.form(str(config), over={"batch": [1, 2, 3]}, seq=4), form)
+    rt.tools.save_form(rt.tools.form(str(config), over={"batch": [1, 2, 3]}, seq=4), form)
     table = str(config.with_name("table.csv"))
     words = ("sweep", str(form), "--over", "batch=1..3", "--format", "csv", "-o", table)
     expected = said({}, tmp_path, *words)

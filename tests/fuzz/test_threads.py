@@ -59,7 +59,7 @@ def failing(kind: int) -> None:
             super().forward(x)
             raise KeyError("as planned")
 
-    with pytest.raises(rt.TraceError, match="as planned"):
+    with pytest.raises(rt.types.TraceError, match="as planned"):
         rt.trace(Failing(0, kind), X)
 
 

@@ -160,7 +160,7 @@ def test_formats(formatted, expected):
     assert formatted == expected
 
 
-FORMATTERS = [getattr(units, name) for name in units.__all__ if name.startswith("format_")]
+FORMATTERS = [getattr(units, name) for name in dir(units) if name.startswith("format_")]
 
 
 @pytest.mark.parametrize("formatter", FORMATTERS)

@@ -74,7 +74,7 @@ def ready(name: str) -> Pattern:
     return PATTERNS[name]
 
 
-def traced(case: Case) -> rt.OpGraph:
+def traced(case: Case) -> rt.types.OpGraph:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return rt.trace(case.run, *case.args, **case.options, **case.kwargs)
@@ -90,10 +90,10 @@ def really(name: str) -> Count:
 class Watched:
     """A trace, what it changed of the case, what it left behind, and a second trace of the case."""
 
-    graph: rt.OpGraph
+    graph: rt.types.OpGraph
     changed: list[str]
     left: list[str]
-    again: rt.OpGraph
+    again: rt.types.OpGraph
 
 
 @cache
@@ -107,7 +107,7 @@ def watched(name: str) -> Watched:
     return Watched(graph, harness.unequal(before, fingerprint(*roots)), left, traced(case))
 
 
-def flops_of(graph: rt.OpGraph) -> tuple[int, int]:
+def flops_of(graph: rt.types.OpGraph) -> tuple[int, int]:
     """FLOP of the products of a graph: without recomputation, and those that run a second time."""
     once, twice = rt.estimate(graph, chip="h200-sxm", execution="eager").flops_matrix, 0
     for op, cost in zip(graph.ops, price_ops(graph)[0], strict=True):
@@ -119,7 +119,7 @@ def flops_of(graph: rt.OpGraph) -> tuple[int, int]:
     return once, twice
 
 
-def calls_of(graph: rt.OpGraph) -> list[str]:
+def calls_of(graph: rt.types.OpGraph) -> list[str]:
     """What runs, in any order."""
     sizes = [t.shape for t in graph.values]
     return sorted(
@@ -128,7 +128,7 @@ def calls_of(graph: rt.OpGraph) -> list[str]:
     )
 
 
-def heavy_of(graph: rt.OpGraph) -> list[str]:
+def heavy_of(graph: rt.types.OpGraph) -> list[str]:
     return sorted(
         name
         for op in graph.ops

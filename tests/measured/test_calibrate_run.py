@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs import Knobs, load_knobs
+from rooftrace.costmodels.fusion import execution_model
+from rooftrace.costmodels.kernels import Knobs, load_knobs
 from rooftrace.costmodels.ops import bytes_by_kind, kinds_of
-from rooftrace.costmodels.planning import execution_model
 from rooftrace.errors import ProfileError, RequestError, UnusedError
 from rooftrace.measured.alignment import KernelTime, steps_of
 from rooftrace.measured.bench import MicroRow, ModelRow, load_run
@@ -33,14 +33,14 @@ class Mlp(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
-def graph_of(layers: int = 4, width: int = 2048) -> rt.OpGraph:
+def graph_of(layers: int = 4, width: int = 2048) -> rt.types.OpGraph:
     with torch.device("meta"):
         return rt.trace(nn.Sequential(*[Mlp(width) for _ in range(layers)]), torch.empty(4, width))
 
 
 def run_on_a_gpu(
-    graph: rt.OpGraph, weights: float = 1.0, ops: float = 1.0, slow: float = 1.0
-) -> tuple[rt.Run, list[tuple[str, float]]]:
+    graph: rt.types.OpGraph, weights: float = 1.0, ops: float = 1.0, slow: float = 1.0
+) -> tuple[rt.types.Run, list[tuple[str, float]]]:
     """A compiled run that was made up, and the bytes of each of its kernels, by name.
 
     weights, ops: how many bytes of weights and of all else are moved for each by rule.
@@ -75,7 +75,7 @@ def run_on_a_gpu(
         kernels=tuple(kernels),
     )
     device = {"type": "cuda", "name": "NVIDIA H100", "capability": "9.0"}
-    run = rt.Run(
+    run = rt.types.Run(
         device=device,
         versions={},
         dates=("2026-11-20",),
@@ -218,8 +218,8 @@ def test_an_eager_run_of_this_machine_needs_nothing_else():
     assert result.traffic.factors.fusion == "none"
     assert "dense weights" in result.traffic.factors.factors
     # What ran eagerly says nothing of fused kernels.
-    assert rt.execution_model("efficient", knobs=result).traffic is None
-    assert rt.execution_model("eager", knobs=result).traffic is not None
+    assert rt.tools.execution_model("efficient", knobs=result).traffic is None
+    assert rt.tools.execution_model("eager", knobs=result).traffic is not None
 
 
 def test_a_compiled_run_is_validated_by_the_kernels_that_ran():

@@ -110,7 +110,7 @@ def test_a_trainer_that_is_watched_trains_the_same_and_counts_what_torch_counts(
     pieces: int, how: dict[str, Any], tmp_path: Path
 ) -> None:
     how = {**how, "gradient_accumulation_steps": pieces}
-    callback = rt.trainer_callback(**QUICK)
+    callback = rt.tools.trainer_callback(**QUICK)
     beside = fine_tuned(tmp_path / "beside", [callback], **how)
     alone = fine_tuned(tmp_path / "alone", [], **how)
     assert losses(beside) == losses(alone)
@@ -144,7 +144,7 @@ def test_the_logs_have_the_figures_since_the_last_log_before_any_logger_sees_the
             seen.append(dict(logs))
 
     # Each second reading of the clock ends a step.
-    callback = rt.trainer_callback(**QUICK, clock=Ticks(1.0, 0.5))
+    callback = rt.tools.trainer_callback(**QUICK, clock=Ticks(1.0, 0.5))
     trainer = fine_tuned(tmp_path, [Logger(), callback], lengths=(8, 12))
     logged = [logs for logs in seen if "loss" in logs]
     assert len(logged) == 3
@@ -165,7 +165,7 @@ def test_the_logs_have_the_figures_since_the_last_log_before_any_logger_sees_the
 def test_evaluation_is_in_no_step(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
-    callback = rt.trainer_callback(**QUICK, clock=Ticks(1.0, 0.5))
+    callback = rt.tools.trainer_callback(**QUICK, clock=Ticks(1.0, 0.5))
     arguments = transformers.TrainingArguments(
         str(tmp_path),
         per_device_train_batch_size=BATCH,
@@ -193,7 +193,7 @@ def test_evaluation_is_in_no_step(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_that_compiles_is_counted_as_compiled(tmp_path: Path) -> None:
-    callback = rt.trainer_callback(**QUICK)
+    callback = rt.tools.trainer_callback(**QUICK)
     trainer = fine_tuned(
         tmp_path, [callback], torch_compile=True, torch_compile_backend="eager", max_steps=3
     )
@@ -207,7 +207,7 @@ def test_only_the_first_process_watches(tmp_path: Path) -> None:
     class State:
         is_world_process_zero = False
 
-    callback = rt.trainer_callback(**QUICK)
+    callback = rt.tools.trainer_callback(**QUICK)
     callback.on_train_begin(None, State(), None, model=language_model())
     callback.on_step_begin(None, State(), None)
     logs = {"loss": 1.0}
@@ -309,7 +309,7 @@ def flops_of_a_batch() -> int:
 def test_a_lightning_trainer_that_is_watched_trains_the_same_and_counts_what_torch_counts(
     manual: bool, how: dict[str, Any], tmp_path: Path
 ) -> None:
-    callback = rt.lightning_callback(**QUICK)
+    callback = rt.tools.lightning_callback(**QUICK)
     beside = fitted(tmp_path / "beside", [callback], manual, **how)
     alone = fitted(tmp_path / "alone", [], manual, **how)
     states = (t.lightning_module.state_dict() for t in (beside, alone))
@@ -327,7 +327,7 @@ def test_a_lightning_trainer_that_is_watched_trains_the_same_and_counts_what_tor
 
 
 def test_lightning_logs_the_figures_every_so_many_batches(tmp_path: Path) -> None:
-    callback = rt.lightning_callback(**QUICK, clock=Ticks(1.0, 0.5))
+    callback = rt.tools.lightning_callback(**QUICK, clock=Ticks(1.0, 0.5))
     trainer = fitted(tmp_path, [callback])
     assert trainer.callback_metrics["rooftrace/samples_per_s"] == 8 / 0.5
     peak = load_chip(CHIP).peak("vector", "fp32")
@@ -347,7 +347,7 @@ def test_a_lightning_step_that_needs_its_trainer_is_timed_and_says_why_once(
             assert self.trainer.max_epochs == 2
             return super().training_step(batch, batch_idx)
 
-    callback = rt.lightning_callback(**QUICK)
+    callback = rt.tools.lightning_callback(**QUICK)
     with caplog.at_level(logging.WARNING, "rooftrace"):
         trainer = fitted(tmp_path, [callback], kind=Curious)
     told = [record.message for record in caplog.records if record.name == "rooftrace"]
@@ -360,9 +360,11 @@ def test_a_lightning_step_that_needs_its_trainer_is_timed_and_says_why_once(
 # -- both ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [rt.trainer_callback, rt.lightning_callback])
+@pytest.mark.parametrize("make", [rt.tools.trainer_callback, rt.tools.lightning_callback])
 def test_an_option_that_there_is_not_is_an_error(make: Any) -> None:
-    pytest.importorskip("transformers" if make is rt.trainer_callback else "pytorch_lightning")
+    pytest.importorskip(
+        "transformers" if make is rt.tools.trainer_callback else "pytorch_lightning"
+    )
     with pytest.raises(RequestError, match=r"chp='l4': expected chip, .*did you mean 'chip'"):
         make(chp="l4")
 
@@ -370,8 +372,8 @@ def test_an_option_that_there_is_not_is_an_error(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "packages"),
     [
-        (rt.trainer_callback, ["transformers"]),
-        (rt.lightning_callback, ["lightning.pytorch", "lightning", "pytorch_lightning"]),
+        (rt.tools.trainer_callback, ["transformers"]),
+        (rt.tools.lightning_callback, ["lightning.pytorch", "lightning", "pytorch_lightning"]),
     ],
 )
 def test_without_the_library_the_error_says_what_to_install(

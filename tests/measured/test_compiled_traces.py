@@ -29,12 +29,12 @@ def chain(x: Tensor, weights: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def graph() -> rt.OpGraph:
+def graph() -> rt.types.OpGraph:
     with torch.device("meta"):
         return rt.trace(chain, torch.empty(SIZE, SIZE), torch.empty(SIZE, SIZE))
 
 
-def kernels_of(graph: rt.OpGraph) -> list[tuple[str, str, float]]:
+def kernels_of(graph: rt.types.OpGraph) -> list[tuple[str, str, float]]:
     """Name of the call, name of the kernel and seconds, of each kernel in its order."""
     listed = []
     for number, row in enumerate(rt.estimate(graph, "h100-sxm", "compiled").rows):
@@ -44,7 +44,7 @@ def kernels_of(graph: rt.OpGraph) -> list[tuple[str, str, float]]:
     return listed
 
 
-def written(folder: Path, graph: rt.OpGraph) -> Path:
+def written(folder: Path, graph: rt.types.OpGraph) -> Path:
     """The trace of a step whose kernels take SLOW times as long as predicted."""
     trace, listed = GpuTrace(), kernels_of(graph)
 
@@ -121,7 +121,7 @@ def test_an_eager_execution_still_refuses_it(graph, tmp_path):
 
 
 def test_each_join_is_set_beside_what_the_compiler_made(graph, tmp_path):
-    step = rt.fused(written(tmp_path, graph), graph)
+    step = rt.tools.fused(written(tmp_path, graph), graph)
     (check,) = step.joins
     # In each layer two ops came to the first: the compiler has all three in one kernel.
     assert (check.join, check.ours, check.made) == ("same elements", 2 * LAYERS, 2 * LAYERS)

@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.fusion import Plan
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.ops import BYTE_KINDS, bytes_by_kind, kinds_of
-from rooftrace.costmodels.planning import Plan
 from rooftrace.measured.fit import Measured, StepBytes, byte_factors, step_bytes
 from rooftrace.measured.fit.byfactors import shared
 
@@ -231,7 +231,7 @@ def test_the_factors_take_part_in_a_step_and_its_floor_stays_visible(tmp_path):
 
 
 def test_a_knob_file_keeps_the_factors(tmp_path):
-    from rooftrace.costmodels.knobs import dump_knobs, load_knobs
+    from rooftrace.costmodels.kernels import dump_knobs, load_knobs
 
     plan = planned()
     found = factors_of(plan, Measured(counted=made_up(plan, drawn(1), 0.05, 3), flushed=True))
@@ -249,11 +249,13 @@ def test_the_seeds_preset_takes_what_was_measured():
     truth = drawn(4) | {"attention weights": 0.5, "dense weights": 0.9, "activations": 0.7}
     found = factors_of(plan, Measured(counted=made_up(plan, truth, 0.01, 3), flushed=True)).factors
     knobs = replace(KNOBS, traffic=found)
-    seed = rt.execution_model("seed-efficient", knobs=knobs)
+    seed = rt.tools.execution_model("seed-efficient", knobs=knobs)
     assert seed.knobs is None
     assert seed.weight_residency.attention == pytest.approx(2.0, rel=0.1)
     assert seed.weight_residency.dense == pytest.approx(1 / 0.9, rel=0.1)
-    assert seed.weight_residency.moe == rt.execution_model("seed-efficient").weight_residency.moe
+    assert (
+        seed.weight_residency.moe == rt.tools.execution_model("seed-efficient").weight_residency.moe
+    )
     unfused = plan.unfused.bytes.activations
     assert seed.activation_fusion == pytest.approx(0.7 * plan.bytes.activations / unfused, rel=0.1)
 
@@ -294,7 +296,7 @@ def test_experts_that_were_not_routed_are_a_cause_of_their_own():
 
 
 def test_weights_that_are_stored_narrow_are_a_cause_of_their_own():
-    plan = rt.plan(rt.reprice(planned().source, weights_dtype="int8").expand(), "compiled")
+    plan = rt.plan(rt.tools.reprice(planned().source, weights_dtype="int8").expand(), "compiled")
     weights = factors_of(plan, moved_by_rule(plan)).factors.factors["dense weights"]
     assert weights.precision == pytest.approx(4.0, rel=0.02)  # fp32 activations
     assert weights.residency == pytest.approx(weights.precision, rel=0.02)

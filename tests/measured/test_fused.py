@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
 from rooftrace.measured.alignment.compiled import (
@@ -25,7 +25,7 @@ from rooftrace.measured.alignment.compiled import (
     matched,
 )
 from rooftrace.measured.alignment.compiled_steps import Agreement, tangles
-from rooftrace.measured.bench.replay import Compilations, _module, _Node, _Noted
+from rooftrace.measured.bench.replay import Compilations, _CompiledNode, _module, _NotedGraph
 from rooftrace.measured.profiles import read_trace
 
 from .profiles_support import GpuTrace
@@ -129,7 +129,7 @@ class Block(nn.Module):
         return x + y
 
 
-def program_ops(graph: rt.OpGraph) -> list[ProgramOp]:
+def program_ops(graph: rt.types.OpGraph) -> list[ProgramOp]:
     """The ops of a graph as a compiler would have been given them."""
     return [
         ProgramOp(op.name.replace(".", "::", 1), op.module, op.part == "backward")
@@ -204,14 +204,14 @@ def test_what_another_release_does_otherwise_ends_no_measurement() -> None:
 def test_a_call_of_a_library_is_of_the_op_of_its_name() -> None:
     """Inductor also notes what prepares its operands, in any order."""
 
-    def node(name: str, original: str) -> _Node:
-        return _Node(name, original, original, "", False, "", (name,))
+    def node(name: str, original: str) -> _CompiledNode:
+        return _CompiledNode(name, original, original, "", False, "", (name,))
 
     name = "_scaled_dot_product_flash_attention_for_cpu"
     nodes = [node("cat", "aten.cat.default"), node("mix", f"aten.{name}.default")]
     nodes.append(node("late", "aten.cat.default"))
     written = {f"torch.ops.aten.{name}.default:1": ["mix", "late", "cat"]}
-    (kernel,) = _Noted(nodes, written, 0, {}).graph().kernels
+    (kernel,) = _NotedGraph(nodes, written, 0, {}).graph().kernels
     assert kernel == CompiledKernel(f"aten::{name}", {1: 1})
 
 
@@ -227,7 +227,7 @@ class Row:
         self.kernels = kernels
 
 
-def row_of(graph: rt.OpGraph, *kernels: tuple[str, tuple[int, ...], float]) -> Row:
+def row_of(graph: rt.types.OpGraph, *kernels: tuple[str, tuple[int, ...], float]) -> Row:
     return Row(
         *(
             KernelTime(
@@ -257,7 +257,7 @@ def test_kernels_are_priced_as_they_were_measured_and_differences_are_told() -> 
         ("triton_poi_fused_mul_tanh_1", (mul, tanh), 3e-6),
         ("aten::mm", (mm,), 5e-6),
     )
-    step = rt.fused(row, graph)
+    step = rt.tools.fused(row, graph)
     size = 64 * 64 * 4
     assert step.detected.bytes.total == 2 * size + 3 * size  # one kernel of four ops, one product
     assert step.measured.bytes.total == 2 * 2 * size + 3 * size
@@ -278,7 +278,7 @@ def test_what_is_in_no_kernel_is_told_and_stands_alone() -> None:
     graph = rt.trace(chain, torch.ones(64, 64))
     compiled = plan(graph.expand(), "compiled").graph
     launched = [op.id for op in compiled.ops if is_launched(op)]
-    step = rt.fused(
+    step = rt.tools.fused(
         row_of(compiled, ("cpp_fused_0", tuple(launched[:2]), 1e-6), ("aten::item", (), 1e-6)),
         graph,
     )
@@ -292,15 +292,15 @@ def test_a_row_of_another_step_is_refused() -> None:
     other = rt.trace(lambda x: x.exp().cos(), torch.ones(64, 64))
     row = row_of(plan(graph.expand(), "compiled").graph, ("cpp_fused_0", (0, 1), 1e-6))
     with pytest.raises(ProfileError, match=r"op 0 is aten.add.Tensor in the run and aten.exp"):
-        rt.fused(row, other)
+        rt.tools.fused(row, other)
     with pytest.raises(ProfileError, match="no kernels were measured"):
-        rt.fused(Row(), graph)
+        rt.tools.fused(Row(), graph)
 
 
 # -- traces of a GPU ------------------------------------------------------------------------------
 
 
-def compiled_chain(graph: rt.OpGraph) -> CompiledGraph:
+def compiled_chain(graph: rt.types.OpGraph) -> CompiledGraph:
     """`chain` as a compiler that fuses two and two would have made it."""
     names = [call_name(op.target) for op in graph.ops if is_launched(op)]
     kernels = (
@@ -378,7 +378,7 @@ class Layer(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[rt.Run, FusedStep]:
+def measured() -> tuple[rt.types.Run, FusedStep]:
     """A training step through Inductor, on this CPU."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("Inductor needs a C++ compiler")
@@ -388,12 +388,12 @@ def measured() -> tuple[rt.Run, FusedStep]:
     module = nn.Sequential(Layer(), Layer())
     x = torch.randn(32, 64, 64)
     run = rt.measure(module, x, phase="training", compiled=True, budget_s=0.2)
-    return run, rt.fused(run.models[0], rt.trace(module, x, phase="training"))
+    return run, rt.tools.fused(run.models[0], rt.trace(module, x, phase="training"))
 
 
 @pytest.mark.slow
 def test_every_second_of_a_compiled_step_belongs_to_its_ops(
-    measured: tuple[rt.Run, FusedStep],
+    measured: tuple[rt.types.Run, FusedStep],
 ) -> None:
     _, step = measured
     assert step.coverage >= 0.97, [k for k in step.kernels if not k.ops and not k.parts]
@@ -406,7 +406,7 @@ def test_every_second_of_a_compiled_step_belongs_to_its_ops(
 
 
 @pytest.mark.slow
-def test_a_kernels_own_name_lists_its_ops(measured: tuple[rt.Run, FusedStep]) -> None:
+def test_a_kernels_own_name_lists_its_ops(measured: tuple[rt.types.Run, FusedStep]) -> None:
     """Inductor writes the ops of a kernel into its name; we read them elsewhere."""
     _, step = measured
     ops, seen = step.detected.graph.ops, 0
@@ -423,7 +423,7 @@ def test_a_kernels_own_name_lists_its_ops(measured: tuple[rt.Run, FusedStep]) ->
 
 @pytest.mark.slow
 def test_measured_kernels_move_less_than_ops_alone_and_more_than_has_to_be(
-    measured: tuple[rt.Run, FusedStep],
+    measured: tuple[rt.types.Run, FusedStep],
 ) -> None:
     _, step = measured
     assert step.detected.compulsory <= step.measured.bytes.total <= step.unfused.bytes.total
@@ -432,7 +432,7 @@ def test_measured_kernels_move_less_than_ops_alone_and_more_than_has_to_be(
 
 
 @pytest.mark.slow
-def test_a_run_keeps_its_kernels(measured: tuple[rt.Run, FusedStep], tmp_path: Path) -> None:
+def test_a_run_keeps_its_kernels(measured: tuple[rt.types.Run, FusedStep], tmp_path: Path) -> None:
     run, step = measured
-    again = rt.load_run(run.save(tmp_path / "run.json.gz"))
+    again = rt.tools.load_run(run.save(tmp_path / "run.json.gz"))
     assert again.models[0].kernels == run.models[0].kernels == step.kernels

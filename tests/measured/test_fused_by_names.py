@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.errors import ProfileError, RequestError
 from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
 from rooftrace.measured.alignment.compiled import family, is_launched, kernel_family, operands
@@ -131,7 +131,7 @@ MM = ("aten::mm", [(64, 64), (64, 64)])
 
 
 @pytest.fixture(scope="module")
-def graph() -> rt.OpGraph:
+def graph() -> rt.types.OpGraph:
     return rt.trace(chain, torch.ones(64, 64))
 
 
@@ -142,17 +142,19 @@ def names_of(step: FusedStep) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "CUDA graph"])
-def test_names_decide_what_was_fused(replayed: bool, graph: rt.OpGraph, tmp_path: Path) -> None:
+def test_names_decide_what_was_fused(
+    replayed: bool, graph: rt.types.OpGraph, tmp_path: Path
+) -> None:
     """Less than we detect here: one kernel of four ops."""
     kernels = ["triton_poi_fused_add_relu_0", "triton_poi_fused_mul_tanh_1", MM]
     path = recorded(tmp_path, kernels, replayed)
-    step = rt.fused(path, graph)
+    step = rt.tools.fused(path, graph)
     assert names_of(step)[:3] == [["add", "relu"], ["mul", "tanh"], ["mm"]]
     assert step.coverage == 1 and not step.unplaced
     assert step.by == "names" and "inferred by the names of kernels" in str(step)
     assert [d.kind for d in step.differences] == ["less"]
-    assert rt.fused(read_trace(path), graph) == step
-    assert rt.fused(str(path), graph) == step
+    assert rt.tools.fused(read_trace(path), graph) == step
+    assert rt.tools.fused(str(path), graph) == step
 
 
 def test_what_was_fused_more_comes_out(tmp_path: Path) -> None:
@@ -160,16 +162,18 @@ def test_what_was_fused_more_comes_out(tmp_path: Path) -> None:
         return F.layer_norm(x, (64,)).cumsum(0).relu()
 
     graph = rt.trace(rows, torch.ones(64, 64))
-    step = rt.fused(recorded(tmp_path, ["triton_spl_fused_cumsum_native_layer_norm_relu_0"]), graph)
+    step = rt.tools.fused(
+        recorded(tmp_path, ["triton_spl_fused_cumsum_native_layer_norm_relu_0"]), graph
+    )
     assert names_of(step) == [["native_layer_norm", "cumsum", "relu"]]
     assert len(step.detected.groups) > 1
 
 
 def test_an_op_that_the_graph_does_not_have_stays_without_ops(
-    graph: rt.OpGraph, tmp_path: Path
+    graph: rt.types.OpGraph, tmp_path: Path
 ) -> None:
     kernels = ["triton_poi_fused_cos_sin_0", "triton_poi_fused_add_mul_relu_tanh_1", MM]
-    step = rt.fused(recorded(tmp_path, kernels), graph)
+    step = rt.tools.fused(recorded(tmp_path, kernels), graph)
     first = step.kernels[0]
     assert not first.ops and not first.parts and first.compiled
     assert names_of(step)[1:] == [["add", "relu", "mul", "tanh"], ["mm"]]
@@ -181,14 +185,14 @@ def test_ops_whose_names_stand_nowhere_are_not_in_a_kernel(tmp_path: Path) -> No
         return (x + 1.0).exp().sin()
 
     graph = rt.trace(ends, torch.ones(64, 64))
-    step = rt.fused(recorded(tmp_path, ["triton_poi_fused_add_0"]), graph)
+    step = rt.tools.fused(recorded(tmp_path, ["triton_poi_fused_add_0"]), graph)
     assert names_of(step) == [["add"]]
     names = [step.detected.graph.ops[op].name for op in step.unplaced]
     assert names == ["aten.exp", "aten.sin"]
 
 
-def test_a_kernel_whose_name_is_cut_has_its_ops(graph: rt.OpGraph, tmp_path: Path) -> None:
-    step = rt.fused(recorded(tmp_path, ["triton_poi_fused_add_mul_relu_tan", MM]), graph)
+def test_a_kernel_whose_name_is_cut_has_its_ops(graph: rt.types.OpGraph, tmp_path: Path) -> None:
+    step = rt.tools.fused(recorded(tmp_path, ["triton_poi_fused_add_mul_relu_tan", MM]), graph)
     assert names_of(step) == [["add", "relu", "mul", "tanh"], ["mm"]]
 
 
@@ -205,7 +209,7 @@ def test_kernels_in_another_order_than_the_program(tmp_path: Path) -> None:
         "triton_poi_fused_add_relu_1",
         ("aten::mm", one),
     ]
-    step = rt.fused(recorded(tmp_path, kernels), graph)
+    step = rt.tools.fused(recorded(tmp_path, kernels), graph)
     assert names_of(step) == [["mul", "tanh"], ["mm"], ["add", "relu"], ["mm"]]
     first, second = (step.kernels[place].ops[0] for place in (1, 3))
     assert first > second  # each product is the one of its sizes
@@ -221,7 +225,7 @@ def test_a_norm_of_two_kernels_is_in_the_one_that_applies_it(tmp_path: Path) -> 
         "triton_poi_fused_add_native_layer_norm_relu_1",
         MM,
     ]
-    step = rt.fused(recorded(tmp_path, kernels), graph)
+    step = rt.tools.fused(recorded(tmp_path, kernels), graph)
     assert names_of(step) == [["add"], ["native_layer_norm", "relu"], ["mm"]]
 
 
@@ -235,7 +239,7 @@ def test_a_kernel_that_repeats_a_part_of_an_op_names_it(tmp_path: Path) -> None:
         "triton_poi_fused_native_layer_norm_1",
         MM,
     ]
-    step = rt.fused(recorded(tmp_path, kernels), graph)
+    step = rt.tools.fused(recorded(tmp_path, kernels), graph)
     assert step.kernels[0].parts == step.kernels[1].ops != ()
     assert step.coverage == 1
 
@@ -246,7 +250,7 @@ def test_a_library_that_adds_has_the_sum_of_the_program(tmp_path: Path) -> None:
 
     graph = rt.trace(added, torch.ones(64, 64), torch.ones(64, 64))
     sizes = [(64, 64), (64, 64), (64, 64)]
-    step = rt.fused(recorded(tmp_path, [("aten::addmm", sizes)]), graph)
+    step = rt.tools.fused(recorded(tmp_path, [("aten::addmm", sizes)]), graph)
     assert names_of(step) == [["mm", "add"]]
 
 
@@ -257,7 +261,7 @@ def test_equal_kernels_of_two_layers_each_have_their_own(tmp_path: Path) -> None
         return x
 
     graph = rt.trace(layers, torch.ones(64, 64))
-    step = rt.fused(recorded(tmp_path, [MM, "triton_poi_fused_add_gelu_0"] * 3), graph)
+    step = rt.tools.fused(recorded(tmp_path, [MM, "triton_poi_fused_add_gelu_0"] * 3), graph)
     assert names_of(step) == [["mm"], ["gelu", "add"]] * 3
     assert [op for kernel in step.kernels for op in kernel.ops] == sorted(
         op for kernel in step.kernels for op in kernel.ops
@@ -274,15 +278,15 @@ def test_the_backward_begins_where_numbers_do(tmp_path: Path) -> None:
         "triton_poi_fused_sigmoid_backward_0",
         MM,
     ]
-    step = rt.fused(recorded(tmp_path, kernels, replayed=True), graph)
+    step = rt.tools.fused(recorded(tmp_path, kernels, replayed=True), graph)
     ops = step.detected.graph.ops
     parts = [{ops[op].part for op in kernel.ops} for kernel in step.kernels if kernel.ops]
     assert parts == [{"forward"}, {"forward"}, {"backward"}, {"backward"}]
 
 
-def test_a_trace_of_something_else_is_refused(graph: rt.OpGraph, tmp_path: Path) -> None:
+def test_a_trace_of_something_else_is_refused(graph: rt.types.OpGraph, tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="no call of step ProfilerStep#0 is of an op of"):
-        rt.fused(recorded(tmp_path, ["triton_poi_fused_cos_sin_0"]), graph)
+        rt.tools.fused(recorded(tmp_path, ["triton_poi_fused_cos_sin_0"]), graph)
 
 
 WORDS = ("add", "relu", "mul", "tanh", "mm", "cos", "native_layer_norm", "view")
@@ -292,14 +296,14 @@ NAMES = st.lists(st.sampled_from(WORDS), min_size=1, max_size=5, unique=True)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.one_of(NAMES, st.just("library")), min_size=1, max_size=8))
 def test_whatever_is_named_no_op_is_in_two_kernels(
-    graph: rt.OpGraph, tmp_path: Path, listed: list[list[str] | str]
+    graph: rt.types.OpGraph, tmp_path: Path, listed: list[list[str] | str]
 ) -> None:
     kernels: list[str | tuple[str, Sequence[tuple[int, ...]]]] = [
         MM if isinstance(words, str) else f"triton_poi_fused_{'_'.join(sorted(words))}_{number}"
         for number, words in enumerate(listed)
     ]
     try:
-        step = rt.fused(recorded(tmp_path, kernels), graph)
+        step = rt.tools.fused(recorded(tmp_path, kernels), graph)
     except ProfileError:
         assert not any({"add", "relu", "mul", "tanh", "mm"} & set(words) for words in listed)
         assert "library" not in listed
@@ -363,13 +367,13 @@ def twice(
     step = real_step(module, inputs, phase, compiled=True, options=noted.options)
     step()
     step()
-    with profiler(bench) as profile:
+    with profiler(bench.device) as profile:
         step()
     profile.export_chrome_trace(str(path / "step.json"))
     graph = rt.trace(module, x, phase=phase)
     compiled = plan(graph.expand(), "compiled").graph
     times = kernel_times(read_trace(path / "step.json"), noted.graphs(), compiled)
-    return times, rt.fused(path / "step.json", graph)
+    return times, rt.tools.fused(path / "step.json", graph)
 
 
 MODULES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
@@ -402,7 +406,7 @@ def test_names_tell_what_the_compiler_notes(name: str, phase: str, tmp_path: Pat
 # -- steps of the user's own -----------------------------------------------------------------------
 
 
-def test_a_row_says_why_its_kernels_are_not_known(graph: rt.OpGraph) -> None:
+def test_a_row_says_why_its_kernels_are_not_known(graph: rt.types.OpGraph) -> None:
     x = torch.ones(64, 64)
 
     def note(**settings: object) -> str:
@@ -412,7 +416,7 @@ def test_a_row_says_why_its_kernels_are_not_known(graph: rt.OpGraph) -> None:
                     chain(x)
         (row,) = steps.run.models
         with pytest.raises(ProfileError, match="kernels are not known"):
-            rt.fused(row, graph)
+            rt.tools.fused(row, graph)
         return row.note
 
     assert "compile the module inside the block, with steps.compile(module)" in note()
@@ -420,7 +424,7 @@ def test_a_row_says_why_its_kernels_are_not_known(graph: rt.OpGraph) -> None:
     assert "no step was profiled" in note(graph=graph, profile=False)
 
 
-def test_what_only_a_compiled_step_has_is_refused_for_another(graph: rt.OpGraph) -> None:
+def test_what_only_a_compiled_step_has_is_refused_for_another(graph: rt.types.OpGraph) -> None:
     with (
         pytest.raises(RequestError, match="expected compiled=True with it"),
         rt.measuring(device="cpu", graph=graph),
@@ -439,7 +443,7 @@ def test_what_only_a_compiled_step_has_is_refused_for_another(graph: rt.OpGraph)
 
 
 @pytest.mark.slow
-def test_a_step_of_the_users_own_has_its_kernels(graph: rt.OpGraph) -> None:
+def test_a_step_of_the_users_own_has_its_kernels(graph: rt.types.OpGraph) -> None:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("Inductor needs a C++ compiler")
     if Compilations().trouble:
@@ -447,7 +451,7 @@ def test_a_step_of_the_users_own_has_its_kernels(graph: rt.OpGraph) -> None:
     torch._dynamo.reset()
     x = torch.ones(64, 64)
 
-    def rows(graph: rt.OpGraph | None) -> rt.Run:
+    def rows(graph: rt.types.OpGraph | None) -> rt.types.Run:
         with rt.measuring("mine", device="cpu", compiled=True, graph=graph) as steps:
             called = steps.compile(chain)
             for _ in range(4):
@@ -456,7 +460,7 @@ def test_a_step_of_the_users_own_has_its_kernels(graph: rt.OpGraph) -> None:
         return steps.run
 
     (row,) = rows(graph).models
-    step = rt.fused(row, graph)
+    step = rt.tools.fused(row, graph)
     assert step.by == "provenance" and step.coverage == 1 and not step.unplaced and not row.note
     assert names_of(step) == [["add", "relu", "mul", "tanh"], ["mm"]]
     torch._dynamo.reset()

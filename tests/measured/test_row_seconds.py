@@ -16,14 +16,14 @@ SQUARE = ((3, 8),)
 
 
 @pytest.fixture(scope="module")
-def graph() -> rt.OpGraph:
+def graph() -> rt.types.OpGraph:
     """Two products of equal sizes among other things, forward, backward and AdamW."""
     linear = (torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
     model = torch.nn.Sequential(torch.nn.Embedding(10, 8), *linear)
     return rt.trace(model, torch.zeros(3, dtype=torch.long), phase="training")
 
 
-def found(graph: rt.OpGraph, *ops: OpTime, unattributed: float = 0.0) -> RowSeconds:
+def found(graph: rt.types.OpGraph, *ops: OpTime, unattributed: float = 0.0) -> RowSeconds:
     row = ModelRow(
         key="a step", model="model", phase="training", mode="eager", sizes={}, seconds=(1.0,),
         ops=ops, source="profiler",
@@ -38,7 +38,7 @@ def found(graph: rt.OpGraph, *ops: OpTime, unattributed: float = 0.0) -> RowSeco
     return result
 
 
-def names(graph: rt.OpGraph, result: RowSeconds) -> set[str]:
+def names(graph: rt.types.OpGraph, result: RowSeconds) -> set[str]:
     return {graph.ops[op].name for op in result.seconds}
 
 
@@ -56,7 +56,7 @@ def names(graph: rt.OpGraph, result: RowSeconds) -> set[str]:
 )
 def test_a_call_is_found_by_what_it_stands_for(
     name: str, shapes: tuple[tuple[int, ...], ...], count: int, expected: str | None,
-    graph: rt.OpGraph,
+    graph: rt.types.OpGraph,
 ) -> None:  # fmt: skip
     result = found(
         graph, OpTime(target=name, seconds=0.25, count=count, shapes=shapes), unattributed=0.05
@@ -66,24 +66,24 @@ def test_a_call_is_found_by_what_it_stands_for(
     assert [stray.name for stray in result.strays] == ([] if expected else [name])
 
 
-def test_alike_calls_are_shared_by_the_ops_that_are_so(graph: rt.OpGraph) -> None:
+def test_alike_calls_are_shared_by_the_ops_that_are_so(graph: rt.types.OpGraph) -> None:
     result = found(graph, OpTime(target="aten::addmm", seconds=0.5, count=2, shapes=ADDMM))
     assert list(result.seconds.values()) == pytest.approx([0.25, 0.25])
 
 
-def test_of_more_calls_than_the_graph_has_only_so_many_are_its_own(graph: rt.OpGraph) -> None:
+def test_of_more_calls_than_the_graph_has_only_so_many_are_its_own(graph: rt.types.OpGraph) -> None:
     result = found(graph, OpTime(target="aten::addmm", seconds=0.8, count=8, shapes=ADDMM))
     assert sum(result.seconds.values()) == pytest.approx(0.2)  # 2 of 8
     ((stray,),) = (result.strays,)
     assert (stray.count, stray.seconds) == (pytest.approx(6), pytest.approx(0.6))
 
 
-def test_fewer_calls_than_the_graph_has_are_of_something_else(graph: rt.OpGraph) -> None:
+def test_fewer_calls_than_the_graph_has_are_of_something_else(graph: rt.types.OpGraph) -> None:
     result = found(graph, OpTime(target="aten::addmm", seconds=0.1, count=1, shapes=ADDMM))
     assert not result.seconds and result.strays[0].seconds == 0.1
 
 
-def test_a_wrapper_and_what_it_calls_are_one_op_not_two_calls(graph: rt.OpGraph) -> None:
+def test_a_wrapper_and_what_it_calls_are_one_op_not_two_calls(graph: rt.types.OpGraph) -> None:
     relu = OpTime(target="aten::relu", seconds=0.1, count=1, shapes=SQUARE)
     inside = OpTime(target="aten::relu_", seconds=0.2, count=1, shapes=SQUARE)  # of the same key
     result = found(graph, relu, inside)
@@ -91,7 +91,7 @@ def test_a_wrapper_and_what_it_calls_are_one_op_not_two_calls(graph: rt.OpGraph)
     assert sum(result.seconds.values()) == pytest.approx(0.3) and not result.strays
 
 
-def test_what_ran_inside_of_an_op_is_its_own_where_the_run_says_so(graph: rt.OpGraph) -> None:
+def test_what_ran_inside_of_an_op_is_its_own_where_the_run_says_so(graph: rt.types.OpGraph) -> None:
     product = OpTime(target="aten::addmm", seconds=0.1, count=2, shapes=ADDMM, total=0.4)
     ops = (
         product,
@@ -111,7 +111,7 @@ def test_what_ran_inside_of_an_op_is_its_own_where_the_run_says_so(graph: rt.OpG
     assert sum(result.seconds.values()) == pytest.approx(0.3) and not result.strays
 
 
-def test_a_replay_names_its_ops(graph: rt.OpGraph) -> None:
+def test_a_replay_names_its_ops(graph: rt.types.OpGraph) -> None:
     (relu,) = [op for op in graph.ops if op.name == "aten.relu"]
     ops = (
         OpTime(target=relu.target, seconds=0.25, count=1, id=relu.id),

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.diffs.runs.comparing import chip_for
+from rooftrace.diffs.runs.diffing import RunQuestion, diff_runs
+from rooftrace.graph.graph import OpGraph
 from rooftrace.measured.alignment import MeasuredRequestError
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, OpTime, Run, load_run
-from rooftrace.measured.rundiffs.diffing import RunQuestion, diff_runs
-from rooftrace.measured.rundiffs.predicting import chip_for
-from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.conftest import Run as RunCommand
 
@@ -259,7 +259,7 @@ def test_the_command_line_says_what_is_slower(tmp_path: Path, run: RunCommand) -
     targets = [f"{tmp_path}/net.py:{name}" for name in ("before", "after")]
     paths = []
     for target in targets:
-        graph = rt.trace_target(target)["forward"]
+        graph = rt.tools.trace_target(target)["forward"]
         paths.append(traced(tmp_path / f"{target[-5:]}.json", graph))
     plain = run("diff", *paths)
     assert plain.code == 0 and "new" in plain.out and "2 steps" in plain.out

@@ -60,7 +60,7 @@ from rooftrace.measured.bench.steps import (
     timed,
 )
 from rooftrace.measured.bench.suite import measure_suite
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from tests.conftest import in_turn, mostly_heavy
 from tests.releases import CPU_ATTENTION_TAKES_GROUPS
 
@@ -278,7 +278,7 @@ def test_kernels_belong_to_the_op_that_launched_them() -> None:
 def test_kernels_belong_to_the_node_whose_range_they_were_launched_in() -> None:
     flat = rt.trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), torch.ones(1, 2))
     ops = tuple(structs.replace(op, facts={"_op": 10 + op.id}) for op in flat.ops)
-    times = attribute._Times.of(gpu_events(), flat.replace(ops=ops), True, wall=1.0)
+    times = attribute._ReplayTimes.of(gpu_events(), flat.replace(ops=ops), True, wall=1.0)
     assert times.seconds == {13: pytest.approx(12e-6)}
     assert times.kernels == {13: ("add", "gemm")}
     assert times.total == pytest.approx(13e-6)
@@ -427,7 +427,7 @@ def small_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {case.kind for case in cases} == {case.kind for case in micro_cases(False)}
     monkeypatch.setattr(operations, "micro_cases", lambda on_cuda: cases)
     kept = tuple(m for m in MODELS if m.name in ("decoder", "lstm"))
-    monkeypatch.setattr(suite_models, "MODELS", kept)
+    monkeypatch.setattr(suite, "MODELS", kept)
     monkeypatch.setattr(torch, "compile", lambda module: module)
     monkeypatch.setattr(suite, "probed", lambda bench: suite.Speed(1e11, 1e10, 2.0**32))
 

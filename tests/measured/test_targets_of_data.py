@@ -83,7 +83,7 @@ def test_trust_that_changes_nothing_is_refused() -> None:
     suite = next((Path(__file__).parents[2] / "benchmarks/measurements").glob("*.json.gz"))
     with pytest.raises(UnusedError, match="every row of the run is of a model of the suite"):
         rt.validate(suite, CHIP, trust_targets=True)
-    with pytest.raises(rt.RequestError, match="expected True or False"):
+    with pytest.raises(rt.types.RequestError, match="expected True or False"):
         rt.validate(steps, CHIP, trust_targets="yes")
 
 

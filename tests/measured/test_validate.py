@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.ops.rulebook import own_rules
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment.keys import base_name, written_out
@@ -37,13 +37,13 @@ LENGTHS = {"mm": 40.0, "gelu": 7.0}
 """us of the kernels of made traces, by the name of their op; others take 3."""
 
 
-def microseconds(graph: rt.OpGraph, op: int) -> float:
+def microseconds(graph: rt.types.OpGraph, op: int) -> float:
     name = graph.ops[op].name.removeprefix("aten.").replace("addmm", "mm")
     return LENGTHS.get(name, 3.0)
 
 
 @pytest.fixture(scope="module")
-def graph() -> rt.OpGraph:
+def graph() -> rt.types.OpGraph:
     return rt.trace(Stack(12), torch.empty(4, 32))
 
 
@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def gpu(graph: rt.OpGraph, folder: Path) -> Path:
+def gpu(graph: rt.types.OpGraph, folder: Path) -> Path:
     """Three steps of the stack on a GPU."""
     trace = GpuTrace()
     for _ in range(3):
@@ -64,12 +64,12 @@ def gpu(graph: rt.OpGraph, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def suite() -> Run:
     """Ten steps of a real run: of an LSTM, and of GPT-2."""
-    run = rt.load_run(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
+    run = rt.tools.load_run(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
     return replace(run, models=tuple(r for r in run.models if r.model in ("lstm", "gpt2")))
 
 
 @pytest.fixture(scope="module")
-def compared(suite: Run) -> rt.Validation:
+def compared(suite: Run) -> rt.types.Validation:
     return rt.validate(suite, CHIP)
 
 
@@ -137,7 +137,9 @@ def test_a_source_from_outside_is_read_by_validate_and_calibrate(tmp_path: Path)
         rt.validate(path, CHIP)
     with own_rules():
 
-        @rt.source("step log", about="a log of steps", begins=lambda b: b.startswith(b'{"step"'))
+        @rt.extend.source(
+            "step log", about="a log of steps", begins=lambda b: b.startswith(b'{"step"')
+        )
         def read(path: str) -> list[StepTime]:
             lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
             return [StepTime(target="mlp", seconds=x["seconds"], batch=x["step"]) for x in lines]
@@ -160,13 +162,13 @@ def test_a_source_that_does_not_do_what_it_says_is_named(tmp_path: Path) -> None
     path = tmp_path / "database"
     path.write_bytes(b"SQLite format 3\0\xff")
     with pytest.raises(ValueError, match="gives='rows'; expected"):
-        rt.source("rows", about="rows", begins=bool, gives="rows")
+        rt.extend.source("rows", about="rows", begins=bool, gives="rows")
     with pytest.raises(ValueError, match="gives='totals'; expected"):
-        rt.source("totals", about="totals", begins=bool, gives="totals")
+        rt.extend.source("totals", about="totals", begins=bool, gives="totals")
     with pytest.raises(ValueError, match="'run' is a source of rooftrace's own"):
-        rt.source("run", about="mine", begins=bool)
+        rt.extend.source("run", about="mine", begins=bool)
     with own_rules():
-        add = rt.source("sql", about="a database", begins=lambda b: b.startswith(b"SQLite"))
+        add = rt.extend.source("sql", about="a database", begins=lambda b: b.startswith(b"SQLite"))
         add(lambda path: [{"ms": 1}])
         with pytest.raises(ValueError, match=r"'sql' already is a source, tests.*override=True"):
             add(lambda path: [])
@@ -178,7 +180,7 @@ def test_a_source_that_does_not_do_what_it_says_is_named(tmp_path: Path) -> None
 
 
 def test_every_row_of_the_mode_stands_beside_its_estimate(
-    suite: Run, compared: rt.Validation
+    suite: Run, compared: rt.types.Validation
 ) -> None:
     rows = {row.key: row for row in suite.models if row.mode == "eager"}
     assert {step.label: step.measured for step in compared.steps} == {
@@ -192,7 +194,7 @@ def test_every_row_of_the_mode_stands_beside_its_estimate(
     assert step.error == one.t_est / rows[label].median - 1
 
 
-def test_errors_are_summed_up_by_phase(compared: rt.Validation) -> None:
+def test_errors_are_summed_up_by_phase(compared: rt.types.Validation) -> None:
     found = compared.to_dict()["errors"]
     assert list(found) == ["prefill, forward", "training", "decode", "all"]
     decode = [one.error for one in compared.steps if one.phase == "decode"]
@@ -203,7 +205,7 @@ def test_errors_are_summed_up_by_phase(compared: rt.Validation) -> None:
     assert abs(found["all"]["worst"]) == max(abs(one.error) for one in compared.steps)
 
 
-def test_no_measured_second_of_an_op_is_lost(suite: Run, compared: rt.Validation) -> None:
+def test_no_measured_second_of_an_op_is_lost(suite: Run, compared: rt.types.Validation) -> None:
     measured = sum(row.attributed for row in suite.models if row.mode == "eager")
     in_nodes = sum(check.node.measured or 0.0 for check in compared.nodes)
     in_strays = sum(stray.seconds for _, stray in compared.strays)
@@ -222,7 +224,7 @@ def test_a_phase_can_be_chosen(suite: Run) -> None:
         rt.validate(suite, CHIP, phases=["step"])
 
 
-def row(graph: rt.OpGraph, seconds: float, **changes: object) -> ModelRow:
+def row(graph: rt.types.OpGraph, seconds: float, **changes: object) -> ModelRow:
     base = ModelRow(
         key="Stack forward batch=4 eager",
         model="Stack",
@@ -239,7 +241,7 @@ def run_of(*rows: ModelRow, kind: str = "cuda", name: str = "NVIDIA H200") -> Ru
 
 
 def test_a_row_of_the_users_own_model_is_compared_with_the_graph_that_is_given(
-    graph: rt.OpGraph,
+    graph: rt.types.OpGraph,
 ) -> None:
     one = rt.estimate(graph, CHIP, "eager")
     found = rt.validate(run_of(row(graph, one.t_est)), CHIP, target=graph)
@@ -273,7 +275,7 @@ def test_a_kernel_that_is_measured_in_part_is_of_no_class() -> None:
     assert "predicted kernels are fused" in str(found)
 
 
-def test_memory_is_compared_where_the_device_told_it(graph: rt.OpGraph) -> None:
+def test_memory_is_compared_where_the_device_told_it(graph: rt.types.OpGraph) -> None:
     peak = rt.memory(graph).peak
     rows = [row(graph, 1.0, key=f"{part}", peak_bytes=int(part * peak)) for part in (1, 2)]
     found = rt.validate(run_of(*rows, row(graph, 1.0, key="unknown")), CHIP, target=graph)
@@ -283,7 +285,7 @@ def test_memory_is_compared_where_the_device_told_it(graph: rt.OpGraph) -> None:
     assert "memory at the peak" in str(found)
 
 
-def test_with_knobs_a_step_has_an_interval(graph: rt.OpGraph) -> None:
+def test_with_knobs_a_step_has_an_interval(graph: rt.types.OpGraph) -> None:
     knobs = Knobs("mine", spread=0.1)
     predicted = rt.validate(run_of(row(graph, 1.0)), CHIP, target=graph, knobs=knobs).steps[0]
     times = (predicted.predicted, 1.3 * predicted.predicted)
@@ -296,7 +298,7 @@ def test_with_knobs_a_step_has_an_interval(graph: rt.OpGraph) -> None:
     assert "90 % between" in str(found) and "no --knobs" not in str(found)
 
 
-def test_a_row_that_does_not_trace_is_left_out_and_named(graph: rt.OpGraph) -> None:
+def test_a_row_that_does_not_trace_is_left_out_and_named(graph: rt.types.OpGraph) -> None:
     rows = [row(graph, 1.0), row(graph, 1.0, key="other", phase="decode"), row(graph, 0.0, key="0")]
     found = rt.validate(run_of(*rows), CHIP, target=graph)
     assert len(found.steps) == 1 and found.planned == 3
@@ -305,7 +307,7 @@ def test_a_row_that_does_not_trace_is_left_out_and_named(graph: rt.OpGraph) -> N
     assert "left out, other" in str(found)
 
 
-def test_measurements_of_another_device_get_a_note(graph: rt.OpGraph) -> None:
+def test_measurements_of_another_device_get_a_note(graph: rt.types.OpGraph) -> None:
     same = rt.validate(run_of(row(graph, 1.0)), CHIP, target=graph)
     assert not any("two devices" in note for note in same.notes)
     cpu = run_of(row(graph, 1.0), kind="cpu", name="AMD EPYC")
@@ -333,7 +335,9 @@ def test_the_name_of_a_device_tells_the_chip(name: str, chip: str, same: bool) -
 # -- a trace ---------------------------------------------------------------------------------------
 
 
-def test_a_trace_stands_beside_the_graph_kernel_by_kernel(gpu: Path, graph: rt.OpGraph) -> None:
+def test_a_trace_stands_beside_the_graph_kernel_by_kernel(
+    gpu: Path, graph: rt.types.OpGraph
+) -> None:
     found = rt.validate(gpu, CHIP, target=graph)
     assert found.kind == "trace" and found.coverage == pytest.approx(1.0) and not found.strays
     for check in found.nodes:
@@ -365,14 +369,16 @@ def test_of_several_phases_the_one_that_was_run_is_taken(folder: Path) -> None:
     assert "measured on a CPU; predicted for NVIDIA H200" in text
 
 
-def test_of_two_graphs_that_match_the_better_one_is_taken(gpu: Path, graph: rt.OpGraph) -> None:
+def test_of_two_graphs_that_match_the_better_one_is_taken(
+    gpu: Path, graph: rt.types.OpGraph
+) -> None:
     longer = rt.trace(Stack(16), torch.empty(4, 32))
     found = rt.validate(gpu, CHIP, target={"prefill": longer, "forward": graph})
     assert found.estimate is not None and found.estimate.plan.source is graph
     assert rt.validate(gpu, CHIP, target=longer).planned == 1  # which matches, too
 
 
-def step_of(graph: rt.OpGraph, more: int = 0) -> GpuTrace:
+def step_of(graph: rt.types.OpGraph, more: int = 0) -> GpuTrace:
     """One step of a graph, each kernel of 2 us, and so many sorts of 25 us that it has not."""
     trace = GpuTrace()
 
@@ -389,7 +395,9 @@ def step_of(graph: rt.OpGraph, more: int = 0) -> GpuTrace:
     return trace
 
 
-def test_what_the_graph_has_not_is_shown_with_its_share(graph: rt.OpGraph, folder: Path) -> None:
+def test_what_the_graph_has_not_is_shown_with_its_share(
+    graph: rt.types.OpGraph, folder: Path
+) -> None:
     found = rt.validate(step_of(graph, 2).write(folder / "stray.json"), CHIP, target=graph)
     kernels = sum(graph.times(op) for op in graph.kernels())
     share = 2 * 25 / (2 * 25 + 2 * kernels)
@@ -412,7 +420,7 @@ HEADER = (
 )
 
 
-def ncu(graph: rt.OpGraph, path: Path, skip: str = "", steps: int = 1) -> Path:
+def ncu(graph: rt.types.OpGraph, path: Path, skip: str = "", steps: int = 1) -> Path:
     """Counters of steps: an op reads 1000 bytes times its id, and writes one."""
     lines = [HEADER, UNITS]
     for index, _ in steps * written_out(graph):
@@ -426,7 +434,7 @@ def ncu(graph: rt.OpGraph, path: Path, skip: str = "", steps: int = 1) -> Path:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_counted_bytes_stand_beside_the_predicted_ones(
-    steps: int, graph: rt.OpGraph, gpu: Path, folder: Path
+    steps: int, graph: rt.types.OpGraph, gpu: Path, folder: Path
 ) -> None:
     counters = ncu(graph, folder / "ncu.csv", steps=steps)
     found = rt.validate(gpu, CHIP, target=graph, counters=counters)
@@ -438,7 +446,9 @@ def test_counted_bytes_stand_beside_the_predicted_ones(
     assert "counters of 61 of 61 kernels" in str(found) and "counted" in str(found)
 
 
-def test_a_kernel_without_counters_is_unknown(graph: rt.OpGraph, gpu: Path, folder: Path) -> None:
+def test_a_kernel_without_counters_is_unknown(
+    graph: rt.types.OpGraph, gpu: Path, folder: Path
+) -> None:
     counters = ncu(graph, folder / "part.csv", skip="aten.gelu")
     found = rt.validate(gpu, CHIP, target=graph, counters=counters)
     unknown = {check.node.row.name for check in found.nodes if check.dram is None}
@@ -453,7 +463,7 @@ def test_a_kernel_without_counters_is_unknown(graph: rt.OpGraph, gpu: Path, fold
     assert "counters of 48 of 61 kernels" in str(found)
 
 
-def test_bytes_of_an_op_are_shared_by_the_rows_that_it_stands_in(graph: rt.OpGraph) -> None:
+def test_bytes_of_an_op_are_shared_by_the_rows_that_it_stands_in(graph: rt.types.OpGraph) -> None:
     one = rt.estimate(graph, CHIP, "eager")
     (op,) = one.rows[0].ops
     edge = tuple(replace(one.rows[0], index=i, count=n) for i, n in enumerate((3, 1)))
@@ -461,7 +471,9 @@ def test_bytes_of_an_op_are_shared_by_the_rows_that_it_stands_in(graph: rt.OpGra
     assert dram_by_row(replace(one, rows=edge), {op + 1: 400.0}) == {}
 
 
-def test_counters_of_something_else_are_refused(graph: rt.OpGraph, gpu: Path, folder: Path) -> None:
+def test_counters_of_something_else_are_refused(
+    graph: rt.types.OpGraph, gpu: Path, folder: Path
+) -> None:
     other = ncu(rt.trace(torch.nn.Linear(3, 3), torch.empty(2, 3)), folder / "other.csv")
     with pytest.raises(ProfileError, match="kernels of 'ProfilerStep#2' are there in order; the"):
         rt.validate(gpu, CHIP, target=graph, counters=other)
@@ -474,7 +486,7 @@ def test_counters_of_something_else_are_refused(graph: rt.OpGraph, gpu: Path, fo
         rt.validate(run_of(row(graph, 1.0)), CHIP, target=graph, counters=other)
 
 
-def rocprof(graph: rt.OpGraph, path: Path) -> Path:
+def rocprof(graph: rt.types.OpGraph, path: Path) -> Path:
     """What `ncu` above counts, as rocprofv3 writes it: in work items of 64, and 4 KiB for each."""
     columns = "Dispatch_Id,Agent_Id,Grid_Size,Kernel_Name,Workgroup_Size,Counter_Name,Counter_Value"
     lines = [columns]
@@ -487,7 +499,9 @@ def rocprof(graph: rt.OpGraph, path: Path) -> Path:
     return path
 
 
-def test_counters_of_rocprof_stand_there_too(graph: rt.OpGraph, gpu: Path, folder: Path) -> None:
+def test_counters_of_rocprof_stand_there_too(
+    graph: rt.types.OpGraph, gpu: Path, folder: Path
+) -> None:
     counters = rocprof(graph, folder / "rocprof.csv")
     found = rt.validate(gpu, CHIP, target=graph, counters=counters)
     for check in found.nodes:
@@ -497,7 +511,7 @@ def test_counters_of_rocprof_stand_there_too(graph: rt.OpGraph, gpu: Path, folde
 
 
 def test_only_counters_of_kernels_stand_beside_a_trace(
-    graph: rt.OpGraph, gpu: Path, folder: Path
+    graph: rt.types.OpGraph, gpu: Path, folder: Path
 ) -> None:
     totals = folder / "perf.csv"
     totals.write_text("16.28,MiB,uncore_imc/cas_count_read/,1610869735,100.00,,\n")
@@ -543,7 +557,9 @@ def test_a_table_of_steps_is_traced_by_its_template(folder: Path) -> None:
     )
     found = rt.validate(steps, "l4", target=target)
     name = target.format(target="lstm_tagger")
-    one = rt.estimate(rt.trace_target(name, ["forward"], rt.Request(4))["forward"], "l4", "eager")
+    one = rt.estimate(
+        rt.tools.trace_target(name, ["forward"], rt.types.Request(4))["forward"], "l4", "eager"
+    )
     assert [(step.measured, step.predicted) for step in found.steps] == [(0.002, one.t_est)]
     assert found.kind == "steps" and "there is no file" in found.failures["line 3"]
     assert "the table says chip 'a100'; predicted for 'l4'" in found.notes
@@ -553,7 +569,7 @@ def test_a_table_of_steps_is_traced_by_its_template(folder: Path) -> None:
 
 
 def test_the_folder_has_what_applies(
-    gpu: Path, graph: rt.OpGraph, compared: rt.Validation, tmp_path: Path
+    gpu: Path, graph: rt.types.OpGraph, compared: rt.types.Validation, tmp_path: Path
 ) -> None:
     found = rt.validate(gpu, CHIP, target=graph)
     written = {path.name: path for path in found.write(tmp_path / "trace")}
@@ -579,7 +595,7 @@ def test_the_folder_has_what_applies(
 
 
 def test_the_page_has_every_step_and_the_json_the_same_numbers(
-    compared: rt.Validation, tmp_path: Path
+    compared: rt.types.Validation, tmp_path: Path
 ) -> None:
     compared.write(tmp_path)
     data = json.loads((tmp_path / "validation.json").read_text())
@@ -597,7 +613,7 @@ def test_the_page_has_every_step_and_the_json_the_same_numbers(
 
 
 def test_kernels_that_are_alike_are_one_line_with_the_sums_of_all(
-    compared: rt.Validation, gpu: Path, graph: rt.OpGraph
+    compared: rt.types.Validation, gpu: Path, graph: rt.types.OpGraph
 ) -> None:
     found = rt.validate(gpu, CHIP, target=graph)
     lines = alike(found.nodes)
@@ -618,7 +634,7 @@ def test_kernels_that_are_alike_are_one_line_with_the_sums_of_all(
     assert len(alike(node_checks("step", one, nodes(one, {})))) == 2  # alike by name only
 
 
-def test_the_terminal_view_is_one_screen(compared: rt.Validation) -> None:
+def test_the_terminal_view_is_one_screen(compared: rt.types.Validation) -> None:
     lines = str(compared).splitlines()
     assert len(lines) <= 55 and max(map(len, lines)) <= 100
     text = "\n".join(lines)
@@ -658,7 +674,9 @@ def wide() -> tuple[torch.nn.Module, torch.Tensor]:
     return Stack(12, 64), torch.empty(4, 64)
 
 
-def bad_files(folder: Path, gpu: Path, suite: Run, graph: rt.OpGraph) -> Iterator[tuple[str, Path]]:
+def bad_files(
+    folder: Path, gpu: Path, suite: Run, graph: rt.types.OpGraph
+) -> Iterator[tuple[str, Path]]:
     text = gpu.read_text()
     yield "truncated", folder / "truncated.json"
     (folder / "truncated.json").write_text(text[: len(text) // 2])
@@ -675,7 +693,7 @@ def bad_files(folder: Path, gpu: Path, suite: Run, graph: rt.OpGraph) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def bad(folder: Path, gpu: Path, suite: Run, graph: rt.OpGraph) -> dict[str, Path]:
+def bad(folder: Path, gpu: Path, suite: Run, graph: rt.types.OpGraph) -> dict[str, Path]:
     return {"trace": gpu, "gone": folder / "gone", **dict(bad_files(folder, gpu, suite, graph))}
 
 

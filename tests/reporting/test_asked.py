@@ -86,7 +86,9 @@ def test_sizes_of_a_target_are_honoured_by_every_call(config: Path) -> None:
     sizes: dict[str, Any] = {"batch": 3, "seq": 16}
     assert rt.report(config, phases=["prefill"], **sizes).workload["items"] == 3 * 16
     assert rt.trace(config, **sizes).workload["items"] == 3 * 16
-    assert rt.trace_target(config, ["prefill"], **sizes)["prefill"].workload["items"] == 3 * 16
+    assert (
+        rt.tools.trace_target(config, ["prefill"], **sizes)["prefill"].workload["items"] == 3 * 16
+    )
     assert rt.estimate(config, phase="prefill", **sizes).graph.workload["items"] == 3 * 16
     assert rt.summary(config, **sizes).graph.workload["items"] == 3 * 16
     one, two = (
@@ -169,7 +171,7 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "compare": (lambda of: rt.compare(of.model, of.x, peer="fvcore"), "did you mean 'peers'"),
     "estimate": (lambda of: rt.estimate(of.model, of.x, execuiton="eager"), "mean 'execution'"),
     "trace": (lambda of: rt.trace(of.model, of.x, optimiser="sgd"), "did you mean 'optimizer'"),
-    "trace_target": (lambda of: rt.trace_target(of.target, bacth=3), "did you mean 'batch'"),
+    "trace_target": (lambda of: rt.tools.trace_target(of.target, bacth=3), "did you mean 'batch'"),
     "largest": (lambda of: rt.largest_batch(of.target, chips="l4"), "did you mean 'chip'"),
     "summary": (lambda of: rt.summary(of.model, (2, 8), chp="l4"), "did you mean 'chip'"),
     "profile": (
@@ -194,7 +196,7 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     ),
     "size of a saved graph": (lambda of: rt.diff(of.saved, of.saved, batch=3), "has its sizes"),
     "size of a saved target": (
-        lambda of: rt.trace_target(of.saved, request=rt.Request(batch=3)),
+        lambda of: rt.tools.trace_target(of.saved, request=rt.types.Request(batch=3)),
         "a graph has its sizes",
     ),
     "optimizer of a graph": (lambda of: rt.report(of.graph, optimizer="sgd"), "traced already"),
@@ -223,8 +225,14 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "size in letters": (lambda of: rt.report(of.target, batch="many"), "expected a whole number"),
     "module to memory": (lambda of: rt.memory(of.model), "memory: expected an OpGraph, got Linear"),
     "module to plan": (lambda of: rt.plan(of.model), "plan: expected an OpGraph, got Linear"),
-    "module to reprice": (lambda of: rt.reprice(of.model, "fp8"), "reprice: expected an OpGraph"),
-    "module to headroom": (lambda of: rt.headroom(of.model), "expected an OpGraph, got Linear"),
+    "module to reprice": (
+        lambda of: rt.tools.reprice(of.model, "fp8"),
+        "reprice: expected an OpGraph",
+    ),
+    "module to headroom": (
+        lambda of: rt.tools.headroom(of.model),
+        "expected an OpGraph, got Linear",
+    ),
     "cache that a graph has not": (
         lambda of: rt.estimate(of.graph, kv_dtype="fp8"),
         "no cache is kept",
@@ -264,7 +272,7 @@ REFUSED: dict[str, tuple[Ask, str]] = {
     "size that is a truth": (lambda of: rt.report(of.target, batch=True), "expected a whole"),
     "graph to compare": (lambda of: rt.compare(of.graph), "have to run the module itself"),
     "a size beside all sizes": (
-        lambda of: rt.trace_target(of.target, request=rt.Request(batch=2), kv=3),
+        lambda of: rt.tools.trace_target(of.target, request=rt.types.Request(batch=2), kv=3),
         "request and kv say the same",
     ),
     "neither module nor step": (
@@ -292,7 +300,7 @@ REFUSED: dict[str, tuple[Ask, str]] = {
 
 @pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_nothing_would_use_is_refused(call: Ask, message: str, of: SimpleNamespace) -> None:
-    with pytest.raises(rt.RequestError, match=message):
+    with pytest.raises(rt.types.RequestError, match=message):
         call(of)
 
 
@@ -311,16 +319,16 @@ def test_one_chip_and_one_execution_where_one_is_asked(of: SimpleNamespace) -> N
         rt.diff(of.graph, of.graph, chip=3)
     with pytest.raises(ValueError, match="or an ExecutionModel"):
         rt.estimate(of.graph, execution=3)
-    with pytest.raises(rt.RequestError, match="chip l4, a10: expected one"):
+    with pytest.raises(rt.types.RequestError, match="chip l4, a10: expected one"):
         rt.diff(of.graph, of.graph, chip=["l4", "a10"])
-    with pytest.raises(rt.RequestError, match="execution eager, naive: expected one"):
+    with pytest.raises(rt.types.RequestError, match="execution eager, naive: expected one"):
         rt.estimate(of.graph, execution=["eager", "naive"])
     with pytest.raises(LookupError, match="expected one name, path or Chip"):
         rt.report(of.graph, chip=3)
 
 
 def test_an_error_of_a_diff_names_the_side(of: SimpleNamespace) -> None:
-    with pytest.raises(rt.RequestError, match="after: "):
+    with pytest.raises(rt.types.RequestError, match="after: "):
         rt.diff(nn.Linear(8, 8), nn.Bilinear(8, 8, 8), torch.zeros(2, 8))
-    with pytest.raises(rt.TraceError, match="after: "):
+    with pytest.raises(rt.types.TraceError, match="after: "):
         rt.diff(nn.Linear(8, 8), nn.Linear(9, 8), torch.zeros(2, 8))

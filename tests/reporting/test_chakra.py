@@ -16,7 +16,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import Collective, Group, OpGraph
+from rooftrace.graph import Collective, Group, OpGraph
 from tests.conftest import mostly_heavy
 from tests.reporting.test_sharded_timeline import estimated
 from tests.tracer.sharded_models import WAYS
@@ -138,7 +138,7 @@ RUN_ALWAYS = [way for way in WAYS if way in ("fsdp-again", "hsdp", "sp", "fsdp-s
 @pytest.mark.parametrize("way", mostly_heavy(WAYS, RUN_ALWAYS))
 def test_nodes_are_the_kernels_and_exchanges_of_the_step(way: str, tmp_path: Path) -> None:
     step = estimated(way)
-    path, groups = rt.save_chakra(step, tmp_path / "step.et")
+    path, groups = rt.tools.save_chakra(step, tmp_path / "step.et")
     assert (path.name, groups.name) == ("step.0.et", "step.groups.json")
     about, nodes = decoded(path)
     assert (about["phase"], about["rank"], about["chip"]) == ("training", 0, step.chip.name)
@@ -182,7 +182,7 @@ def bytes_of(each: dict[str, Any], ranks: dict[str, tuple[int, ...]]) -> int:
 @pytest.mark.parametrize("way", mostly_heavy(WAYS, RUN_ALWAYS))
 def test_nodes_wait_as_the_streams_of_the_step_do(way: str, tmp_path: Path) -> None:
     step = estimated(way)
-    _, nodes = decoded(rt.save_chakra(step, tmp_path / "step")[0])
+    _, nodes = decoded(rt.tools.save_chakra(step, tmp_path / "step")[0])
     # Run as soon as all it waits for is done, the step takes no longer than with a host.
     ends: list[float] = []
     for each in nodes:
@@ -202,7 +202,7 @@ def test_nodes_wait_as_the_streams_of_the_step_do(way: str, tmp_path: Path) -> N
 
 
 def test_gathered_weights_are_waited_for_and_not_by_what_comes_before(tmp_path: Path) -> None:
-    _, nodes = decoded(rt.save_chakra(estimated("fsdp"), tmp_path / "step")[0])
+    _, nodes = decoded(rt.tools.save_chakra(estimated("fsdp"), tmp_path / "step")[0])
     behind: list[set[int]] = []
     for each in nodes:
         near = {*each["data"], *each["order"]}
@@ -222,7 +222,9 @@ def test_gathered_weights_are_waited_for_and_not_by_what_comes_before(tmp_path: 
 
 
 def test_every_rank_has_its_own_groups(tmp_path: Path) -> None:
-    *files, groups = rt.save_chakra(estimated("fsdp-sp"), tmp_path / "step.et", every_rank=True)
+    *files, groups = rt.tools.save_chakra(
+        estimated("fsdp-sp"), tmp_path / "step.et", every_rank=True
+    )
     assert [path.name for path in files] == [f"step.{rank}.et" for rank in range(2 * 4)]
     ranks = json.loads(groups.read_text())
     # Two groups along tp, and four along dp; "0" would be all processes.
@@ -255,7 +257,7 @@ def alone() -> Any:
 
 
 def test_a_step_of_one_process_is_a_file_of_kernels(tmp_path: Path) -> None:
-    (path,) = rt.save_chakra(alone(), tmp_path / "linear.et", every_rank=True)
+    (path,) = rt.tools.save_chakra(alone(), tmp_path / "linear.et", every_rank=True)
     _, nodes = decoded(path)
     assert [each["type"] for each in nodes] == [COMP]
     assert nodes[0]["num_ops"] == 2 * 8 * 64 * 64 + 8 * 64  # the product, and the bias
@@ -273,22 +275,22 @@ def sending(graph: OpGraph) -> OpGraph:
 
 def test_what_is_sent_to_one_process_names_it(tmp_path: Path) -> None:
     step = rt.estimate(sending(estimated("tp").graph))
-    _, nodes = decoded(rt.save_chakra(step, tmp_path / "step")[0])
+    _, nodes = decoded(rt.tools.save_chakra(step, tmp_path / "step")[0])
     (each,) = (each for each in nodes if each["type"] == SEND)
     assert (each["comm_src"], each["comm_dst"]) == (0, 3)
     with pytest.raises(RequestError, match=r"a send to a single process"):
-        rt.save_chakra(step, tmp_path / "all", every_rank=True)
+        rt.tools.save_chakra(step, tmp_path / "all", every_rank=True)
     assert not list(tmp_path.glob("all*"))
 
 
 def test_what_cannot_be_written_is_said(tmp_path: Path) -> None:
     step = estimated("tp")
     with pytest.raises(RequestError, match=r"save_chakra of a OpGraph: expected an estimate"):
-        rt.save_chakra(step.graph, tmp_path / "step.et")
+        rt.tools.save_chakra(step.graph, tmp_path / "step.et")
     staged = step.graph.replace(mesh={"pp": 2, "tp": 4})
     with pytest.raises(RequestError, match=r"write a mesh without pp"):
-        rt.save_chakra(rt.estimate(staged), tmp_path / "step.et")
+        rt.tools.save_chakra(rt.estimate(staged), tmp_path / "step.et")
     odd = step.graph.replace(groups={"0": Group((0, 1, 2))}, mesh={"tp": 4})
     with pytest.raises(RequestError, match=r"lies along no axis of the mesh"):
-        rt.save_chakra(rt.estimate(odd), tmp_path / "step.et", every_rank=True)
+        rt.tools.save_chakra(rt.estimate(odd), tmp_path / "step.et", every_rank=True)
     assert not list(tmp_path.iterdir())

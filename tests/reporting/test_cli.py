@@ -6,9 +6,11 @@ import gzip
 import json
 from pathlib import Path
 
+import click
 import pytest
 
 from rooftrace._formats import FORMATS
+from rooftrace.reporting.cli import cli
 from tests.reporting.conftest import KEPT, Run
 
 GPT2 = "examples/configs/gpt2.json"
@@ -170,9 +172,9 @@ def build():
 """
 RULE = """
 import rooftrace
-@rooftrace.rule("NAME::mix")
+@rooftrace.extend.rule("NAME::mix")
 def mix(op):
-    return rooftrace.Cost.of(vector=7) + op.streamed()
+    return rooftrace.extend.Cost.of(vector=7) + op.streamed()
 """
 
 
@@ -252,7 +254,10 @@ BAD_REQUESTS = {
     "unknown assumption": (("report", RESNET, "--assume", "brunch=true"), ["brunch", "branch"]),
     "unknown format": (("report", RESNET, "--out", "-", "--format", "docx"), ["docx", "json"]),
     "format of a folder": (("report", RESNET, "--out", "-", "--format", "pdf"), ["pdf", "json"]),
-    "lengths that are none": (("nodes", GPT2, "--cached", "7,x"), ["--cached 7,x", "8x4096"]),
+    "lengths that are none": (
+        ("report", GPT2, "--table", "nodes", "--cached", "7,x"),
+        ["--cached 7,x", "8x4096"],
+    ),
     "lengths of another number": (
         ("report", GPT2, "--cached", "7,8,9", "--new", "1,2"),
         ["--new has 2", "--cached has 3"],
@@ -376,3 +381,60 @@ def test_a_misspelt_keyword_of_a_target_is_answered_with_the_right_one(
     ran = run("sweep", f"{tmp_path}/net.py:build", "--over", "widht=1..4")
     assert ran.code == 2
     assert ran.err.strip().endswith("takes width, batch; did you mean 'width'?")
+
+
+FORMER = {
+    "nodes": ("report", "--table", "nodes"),
+    "census": ("report", "--table", "census"),
+    "explore": ("solve", "--find", "critical-batch"),
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_a_former_command_says_its_new_form(name: str, run: Run) -> None:
+    how = ("--over", "devices=1", "--over", "kv=16") if name == "explore" else ("--batch", "2")
+    words = (GPT2, "--set", "config.n_layer=1", *how, "--format", "csv")
+    former, now = run(name, *words), run(*FORMER[name], *words)
+    assert former.code == now.code == 0, now.err
+    assert former.out == now.out
+    form = " ".join(FORMER[name])
+    assert f"rooftrace: `rooftrace {name}` is now `rooftrace {form}`" in former.err
+    assert len(former.err.splitlines()) == 1 + len(now.err.splitlines())
+    assert f"\n  {name}" not in run("--help").out
+
+
+def test_a_table_is_of_one_step(run: Run) -> None:
+    for words, refused in (
+        (("--table", "nodes", "--max-batch"), "--max-batch"),
+        (("--table", "nodes", RESNET), "2 TARGETs"),
+        (("--table", "nodes", "--format", "md,csv"), "--format md,csv"),
+        (("--table", "nodes", "--align", "8"), "--align 8: it is for --table census"),
+        (("--table", "census", "--chip", "l4,a100"), "l4"),
+    ):
+        ran = run("report", CONTROL_FLOW, *words)
+        assert ran.code == 2 and refused in ran.err and not ran.out
+
+
+def test_the_first_screen_has_each_command_in_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("--help").out.splitlines()
+    for name, command in cli.commands.items():
+        (line,) = [line for line in lines if line.startswith(f"  {name} ")]
+        summary = str(command.help).partition("\n")[0]
+        assert line.endswith(f"  {summary}") and summary.endswith("."), name
+    assert max(map(len, lines)) < 80
+
+
+@pytest.mark.parametrize("name", sorted(cli.commands))
+def test_help_has_every_option_once(name: str, run: Run) -> None:
+    command = cli.commands[name]
+    for inner in command.commands.values() if isinstance(command, click.Group) else [command]:
+        words = (name, inner.name) if inner is not command else (name,)
+        sections, _, last = run(*words, "--help").out.partition("\nHelp:\n")
+        lines = [*sections.splitlines(), *last.partition("\n\n")[0].splitlines()]
+        for option in (p for p in inner.params if isinstance(p, click.Option)):
+            spelled = ", ".join(option.opts)
+            shown = [line for line in lines if f"{line} ".startswith(f"  {spelled} ")]
+            assert len(shown) == 1, (name, spelled)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.diffs.changes import Diff
-from rooftrace.tracer.graph.records import pattern_of
+from rooftrace.diffs.costs.changes import Diff
+from rooftrace.graph.records import pattern_of
 from tests.reporting.conftest import Run
 
 FIRST = {
@@ -217,9 +217,9 @@ if not hasattr(torch.ops.commits_ruled, "mix"):
     torch.library.define("commits_ruled::mix", "(Tensor x) -> Tensor")
     torch.library.impl("commits_ruled::mix", "Meta", lambda x: torch.empty_like(x))
 
-@rooftrace.rule("commits_ruled::mix")
+@rooftrace.extend.rule("commits_ruled::mix")
 def mix(op):
-    return rooftrace.Cost.of(vector=FLOP) + op.streamed()
+    return rooftrace.extend.Cost.of(vector=FLOP) + op.streamed()
 
 class Net(torch.nn.Module):
     def forward(self, x):

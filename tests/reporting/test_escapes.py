@@ -16,12 +16,12 @@ from torch import nn
 import rooftrace as rt
 from rooftrace._escapes import to_csv
 from rooftrace.measured.profiles import StepTime, read_steps
-from rooftrace.reporting import Report
 from rooftrace.reporting.cli.shared import progress
+from rooftrace.reporting.commands import Report
 from rooftrace.reporting.figures import breakdown, roofline, style
 from rooftrace.reporting.renderers import as_page, as_screen, units
 from rooftrace.reporting.renderers.escaping import code_span, fenced, inline
-from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
+from rooftrace.reporting.renderers.view import Column, Note, Section, Table, View
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.quick

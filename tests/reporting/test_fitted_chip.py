@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.planning import ExecutionError
+from rooftrace.costmodels.fusion import ExecutionError
+from rooftrace.costmodels.kernels import Knobs
 from tests.reporting.conftest import run
 
 __all__ = ["run"]
@@ -45,24 +45,24 @@ def graph() -> Any:
 
 
 def test_without_a_chip_it_is_the_one_of_the_fit(fit: str, graph: Any) -> None:
-    model = rt.execution_model("efficient", knobs=fit)
+    model = rt.tools.execution_model("efficient", knobs=fit)
     assert rt.estimate(graph, execution=model).chip.name == "rtx-4090"
     assert rt.estimate(graph).chip.name == "h200-sxm"
     assert [c.name for c in rt.report(graph, knobs=fit).chips] == ["rtx-4090"]
     assert [c.name for c in rt.report(graph).chips] == ["h200-sxm"]
-    assert rt.guidance(graph, execution=model).step.chip.name == "rtx-4090"
-    assert rt.headroom(graph, execution=model).after.chip.name == "rtx-4090"
+    assert rt.tools.guidance(graph, execution=model).step.chip.name == "rtx-4090"
+    assert rt.tools.headroom(graph, execution=model).after.chip.name == "rtx-4090"
     assert rt.roofline(graph, execution=model).rows[0].estimate.chip.name == "rtx-4090"
 
 
 def test_a_chip_that_is_asked_for_is_taken(fit: str, graph: Any) -> None:
-    model = rt.execution_model("efficient", knobs=fit)
+    model = rt.tools.execution_model("efficient", knobs=fit)
     assert rt.estimate(graph, "l4", model).chip.name == "l4"
     assert [c.name for c in rt.report(graph, chip=["l4"], knobs=fit).chips] == ["l4"]
 
 
 def test_sweeps_take_it_too(fit: str) -> None:
-    model = rt.execution_model("efficient", knobs=fit)
+    model = rt.tools.execution_model("efficient", knobs=fit)
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
     swept = rt.sweep(module, torch.randn(8, 64), over={"batch": [8, 16]}, execution=model)
     assert set(swept.frame()["chip"]) == {"rtx-4090"}
@@ -78,12 +78,12 @@ def test_sweeps_take_it_too(fit: str) -> None:
         ["report", "TARGET", "--input", "input=8,64:fp32"],
         ["sweep", "TARGET", "--input", "input=batch,64:fp32", "--over", "batch=1,2"],
         ["explain", "TARGET", "--input", "input=8,64:fp32", "--op", "0"],
-        ["nodes", "TARGET", "--input", "input=8,64:fp32"],
+        ["report", "TARGET", "--table", "nodes", "--input", "input=8,64:fp32"],
         ["roofline", "TARGET", "--input", "input=8,64:fp32"],
         ["sensitivity", "TARGET", "--input", "input=8,64:fp32"],
         ["diff", "TARGET", "TARGET", "--input", "input=8,64:fp32"],
     ],
-    ids=lambda words: words[0],
+    ids=" ".join,
 )
 def test_every_command_takes_it(fit: str, command: list[str], run: Any) -> None:
     target = f"{Path(fit).parent / 'net.py'}:net"
@@ -108,7 +108,7 @@ def test_a_lock_is_of_the_chip_of_the_fit(fit: str, run: Any, monkeypatch: Any) 
 def test_a_fit_of_a_chip_that_is_not_here_says_so(tmp_path: Path, graph: Any) -> None:
     path = tmp_path / "fit.toml"
     path.write_text(FIT.format(chip="amd-epyc-measured"))
-    model = rt.execution_model("efficient", knobs=path)
+    model = rt.tools.execution_model("efficient", knobs=path)
     with pytest.raises(ExecutionError, match=r'fitted on "amd-epyc-measured".*say chip='):
         rt.estimate(graph, execution=model)
     assert "used for l4" in rt.estimate(graph, "l4", model).borrowed
@@ -118,7 +118,7 @@ def test_a_fit_of_a_chip_that_is_not_here_says_so(tmp_path: Path, graph: Any) ->
 
 
 def test_another_chip_is_a_warning_and_an_assumption(fit: str, graph: Any) -> None:
-    model = rt.execution_model("efficient", knobs=fit)
+    model = rt.tools.execution_model("efficient", knobs=fit)
     assert rt.estimate(graph, execution=model).borrowed == ""
     step = rt.estimate(graph, "l4", model)
     assert step.borrowed.startswith(BORROWED)
@@ -147,11 +147,13 @@ def test_typical_knobs_of_other_chips_are_an_assumption_that_names_them(graph: A
         assert kinds.count("knobs") == 1
     for name in ("h100-sxm", "h200-sxm", "a100-sxm-80", "rtx-4090"):
         assert rt.estimate(graph, name).borrowed == ""
-    assert rt.estimate(graph, "t4", rt.execution_model("efficient", knobs=None)).borrowed == ""
+    assert (
+        rt.estimate(graph, "t4", rt.tools.execution_model("efficient", knobs=None)).borrowed == ""
+    )
 
 
 def test_a_fit_keeps_its_chip_through_its_file(fit: str) -> None:
-    knobs = rt.execution_model("eager", knobs=fit).knobs
+    knobs = rt.tools.execution_model("eager", knobs=fit).knobs
     assert isinstance(knobs, Knobs) and knobs.fitted_on == ("rtx-4090",)
     again = Knobs.from_dict(knobs.to_dict())
     assert again.fitted_on == ("rtx-4090",) and Knobs("plain").fitted_on == ()

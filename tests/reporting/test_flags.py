@@ -35,9 +35,9 @@ def wider():
 """
 RULE = """
 import rooftrace
-@rooftrace.rule("aten.gelu", "aten.addmm", "aten.mm", override=True)
+@rooftrace.extend.rule("aten.gelu", "aten.addmm", "aten.mm", override=True)
 def mm(op):
-    return rooftrace.Cost.of(vector=7) + op.streamed()
+    return rooftrace.extend.Cost.of(vector=7) + op.streamed()
 """
 CONFIG = {
     "dtype": "float32",
@@ -62,14 +62,14 @@ SAVED = ("report", "saved.json", *JSON)
 TRACE = ("trace", "deep.json", "--phase", "prefill,decode", "-o", "out.json")
 DIFF = ("diff", "t.py:build", "t.py:wider", "--phase", "forward", "--format", "json")
 EXPLAIN = ("explain", "one.json", "--phase", "decode", "--op", "0", "--format", "json")
-NODES = ("nodes", "config.json", "--phase", "prefill", "--format", "json")
-CENSUS = ("census", "config.json", "--phase", "prefill", "--format", "json")
+NODES = ("report", "config.json", "--table", "nodes", "--phase", "prefill", "--format", "json")
+CENSUS = ("report", "config.json", "--table", "census", "--phase", "prefill", "--format", "json")
 BREAKS = ("breaks", "t.py:build", "--phase", "forward", "--format", "json")
 EXPLAIN_CODE = ("explain", "t.py:build", "--format", "json")
 ELASTICITY = ("sensitivity", "t.py:build", "--format", "json")
 GRID = ("sensitivity", "config.json", "--grid", "batch=1,2", "--format", "json")
 EXPLORE = (
-    *("explore", "config.json", "--over", "devices=1", "--over", "kv=16"),
+    *("solve", "config.json", "--find", "critical-batch", "--over", "devices=1", "--over", "kv=16"),
     *("--over", "batch=1,2", "--format", "json"),
 )
 ROOFLINE = ("roofline", "config.json", "--format", "json")
@@ -188,6 +188,39 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
         ),
         (CODE, WORKLOAD),
         (SAVED, {n: c for n, c in WORKLOAD.items() if n != "--phase"}),
+        (
+            CENSUS,
+            {
+                **WORKLOAD,
+                **REQUESTS,
+                "--kv": (("--phase", "decode", "--kv", "11"),),
+                **PRICING,
+                "--align": (("--align", "128"), ("--align", "0")),
+                "--timeline": PRICED["--timeline"],
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
+                "--out": (("--out", "census.csv"),),
+                "--table": (("--table", "nodes"),),
+            },
+        ),
+        (
+            NODES,
+            {
+                **WORKLOAD,
+                **REQUESTS,
+                "--kv": (("--phase", "decode", "--kv", "11"),),
+                **PRICING,
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
+                "--out": (("--out", "nodes.csv"),),
+                "--style": (("--style", "paper"),),
+                "--max-batch": (("--max-batch",),),
+                "--align": (("--align", "128"),),
+                "--timeline": PRICED["--timeline"],
+            },
+        ),
     ],
     "roofline": [
         (
@@ -256,23 +289,6 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             },
         ),
     ],
-    "census": [
-        (
-            CENSUS,
-            {
-                **WORKLOAD,
-                **REQUESTS,
-                "--kv": (("--phase", "decode", "--kv", "11"),),
-                **PRICING,
-                "--align": (("--align", "128"), ("--align", "0")),
-                "--timeline": PRICED["--timeline"],
-                "--chip": (("--chip", "l4"),),
-                "--execution": (("--execution", "eager"),),
-                "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
-                "--out": (("--out", "census.csv"),),
-            },
-        )
-    ],
     "breaks": [
         (
             BREAKS,
@@ -283,22 +299,6 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--execution": (("--execution", "efficient"),),
                 "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
                 "--out": (("--out", "breaks.csv"),),
-            },
-        )
-    ],
-    "nodes": [
-        (
-            NODES,
-            {
-                **WORKLOAD,
-                **REQUESTS,
-                "--kv": (("--phase", "decode", "--kv", "11"),),
-                **PRICING,
-                "--chip": (("--chip", "l4"),),
-                "--execution": (("--execution", "eager"),),
-                "--format": tuple(("--format", form) for form in ("terminal", "md", "csv")),
-                "--out": (("--out", "nodes.csv"),),
-                "--timeline": PRICED["--timeline"],
             },
         )
     ],
@@ -354,9 +354,11 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--price": (("--price", "9"), ("--price", "l4=9")),
                 "--power": (("--power", "9"), ("--power", "much")),
                 "--kept-free": (("--kept-free", "0.5"),),
+                "--link": (("--link", "50 GB/s"),),
+                "--alpha": (("--alpha", "0.5"),),
                 "--plot": (("--plot", "front.png"),),
-                "--format": (("--format", "md"),),
-                "--out": (("--out", "solve.json"),),
+                "--format": (("--format", "md"), ("--format", "csv")),
+                "--out": (("--out", "solve.json"), ("--out", "solve.csv")),
             },
         ),
         (
@@ -394,6 +396,25 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--format": (("--format", "md"),),
             },
         ),
+        (
+            EXPLORE,
+            {
+                **{n: c for n, c in WORKLOAD.items() if n not in ("--phase", "--batch", "--kv")},
+                **PRICING,
+                "--over": (("--over", "kv=8"), ("--over", "device=1")),
+                "--chip": (("--chip", "l4"),),
+                "--execution": (("--execution", "eager"),),
+                "--link": (("--link", "50 GB/s"),),
+                "--alpha": (("--alpha", "0.01"),),
+                "--plot": (("--plot", "field.png"),),
+                "--format": (("--format", "csv"),),
+                "--out": (("--out", "field.json"),),
+                **{n: ((n, "2"),) for n in ("--tpot", "--chips", "--price", "--kept-free")},
+                "--batch": (("--batch", "3"),),
+                "--phase": (("--phase", "prefill"),),
+                "--timeline": PRICED["--timeline"],
+            },
+        ),
     ],
     "sensitivity": [
         (
@@ -422,23 +443,6 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--format": (("--format", "csv"),),
             },
         ),
-    ],
-    "explore": [
-        (
-            EXPLORE,
-            {
-                **{n: c for n, c in WORKLOAD.items() if n not in ("--phase", "--batch", "--kv")},
-                **PRICING,
-                "--over": (("--over", "kv=8"), ("--over", "device=1")),
-                "--chip": (("--chip", "l4"),),
-                "--execution": (("--execution", "eager"),),
-                "--link": (("--link", "50 GB/s"),),
-                "--alpha": (("--alpha", "0.01"),),
-                "--plot": (("--plot", "field.png"),),
-                "--format": (("--format", "csv"),),
-                "--out": (("--out", "field.json"),),
-            },
-        )
     ],
     "compare": [
         (
@@ -531,47 +535,47 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
     ],
 }
 CANNOT_CHANGE = {
-    # (command, source): options that are neither refused nor change a number, and why.
-    ("report", "config.json"): {
+    # command: options that are neither refused nor change a number, and why.
+    REPORT: {
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("report", "t.py:build"): {
+    CODE: {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("explain", "one.json"): {
+    EXPLAIN: {
         "--rewrite": "nothing of that kind is in this model",
     },
-    ("explain", "t.py:build"): {
+    EXPLAIN_CODE: {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("census", "config.json"): {
+    CENSUS: {
         "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
-    ("breaks", "t.py:build"): {
+    BREAKS: {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
-    ("nodes", "config.json"): {
+    NODES: {
         "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
-    ("roofline", "config.json"): {
+    ROOFLINE: {
         "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--rewrite": "nothing of that kind is in this model",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("sweep", "config.json"): {
+    SWEEP: {
         "--torch": "no op of this model is another one in another release",
         "--most": "so few sizes are traced one by one",
         "--assume": "nothing of that kind is unknown in this model",
@@ -579,7 +583,7 @@ CANNOT_CHANGE = {
         "--rewrite": "nothing of that kind is in this model",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("solve", "config.json"): {
+    SOLVE: {
         "--torch": "no op of this model is another one in another release",
         "--optimizer": "a decode step has none",
         "--checkpoint": "a decode step has no backward",
@@ -588,34 +592,34 @@ CANNOT_CHANGE = {
         "--rewrite": "nothing of that kind is in this model",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("sensitivity", "config.json"): {
+    GRID: {
         "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
-    ("explore", "config.json"): {
+    EXPLORE: {
         "--torch": "no op of this model is another one in another release",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
-    ("trace", "deep.json"): {
+    TRACE: {
         "--rules": "a rule prices, and a trace has no prices; a phase of the file can be traced",
         "--assume": "nothing of that kind is unknown in this model",
         "--trust-remote-code": "this repository has no code of its own",
     },
-    ("compare", "t.py:build"): {
+    COMPARE: {
         "--torch": "the norm that it changes has no FLOPs that the peer counts",
         "--no-repeats": "the same layers, one by one: the numbers are the same",
     },
-    ("diff", "t.py:build"): {
+    DIFF: {
         "--no-repeats": "the same layers, one by one: the numbers are the same",
         "--rewrite": "nothing of that kind is in this model",
     },
-    ("validate", "steps.csv"): {
+    VALIDATE: {
         "--rewrite": "nothing of that kind is in this model",
     },
 }
@@ -702,7 +706,7 @@ def test_an_option_is_felt_or_refused(
             before = everything(plain, here)
             PLAIN[base] = before
         changed = run(*base, *way)
-    if way[0] in CANNOT_CHANGE.get((base[0], base[1]), {}):
+    if way[0] in CANNOT_CHANGE.get(base, {}):
         assert (everything(changed, here), changed.code) == (before, 0), "take it off the list"
         return
     if changed.code == 2:

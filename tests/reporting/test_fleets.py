@@ -19,12 +19,12 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 import rooftrace as rt
-from rooftrace.reporting.fleets import (
+from rooftrace.reporting.commands import (
     FleetStopped,
     Task,
+    fleet_tasks as fleet_parts,
     load_fleet,
     run_fleet,
-    tasks as fleet_parts,
 )
 from tests.reporting.conftest import Run
 
@@ -49,9 +49,9 @@ def deadly(marker):
 RULE = """
 import rooftrace
 
-@rooftrace.rule("aten.addmm", override=True)
+@rooftrace.extend.rule("aten.addmm", override=True)
 def mm(op):
-    return rooftrace.Cost.of(vector=7) + op.streamed()
+    return rooftrace.extend.Cost.of(vector=7) + op.streamed()
 """
 SMALL = {
     "model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64,
@@ -129,7 +129,7 @@ def plain(frame: pandas.DataFrame) -> pandas.DataFrame:
 def test_a_fleet_has_the_lines_of_each_sweep_by_itself(scheduler: str, cluster: Any) -> None:
     options: dict[str, Any] = {"over": OVER, "chip": ["h200-sxm", "b200"]}
     address = cluster.scheduler_address if scheduler == "cluster" else scheduler
-    result = rt.sweep_fleet(
+    result = rt.tools.sweep_fleet(
         ["t.py:small", "t.py:wide"], out="out", scheduler=address, dtype=["bf16", "fp8"], **options
     )
     alone = [single(f"t.py:{name}", dtype=["bf16", "fp8"], **options) for name in ("small", "wide")]
@@ -143,15 +143,15 @@ def test_a_fleet_has_the_lines_of_each_sweep_by_itself(scheduler: str, cluster: 
 
 def test_each_value_of_vary_is_a_task() -> None:
     vary = {"width": [8, 16]}
-    result = rt.sweep_fleet(["t.py:small"], out="out", over=OVER, vary=vary, scheduler="none")
+    result = rt.tools.sweep_fleet(["t.py:small"], out="out", over=OVER, vary=vary, scheduler="none")
     assert list(result.fleet.tasks.values()) == ["t.py:small, width 8", "t.py:small, width 16"]
     assert_frame_equal(plain(result.frame()), single("t.py:small", over=OVER, vary=vary))
 
 
 def test_what_is_there_is_not_made_again_and_what_changed_is(here: Path) -> None:
-    def swept(*names: str, **changed: Any) -> rt.SweepFleet:
+    def swept(*names: str, **changed: Any) -> rt.types.SweepFleet:
         options: dict[str, Any] = {"over": OVER, "scheduler": "none", "out": "out", **changed}
-        return rt.sweep_fleet(names, **options)
+        return rt.tools.sweep_fleet(names, **options)
 
     assert swept("t.py:small").ran == 1
     assert swept("t.py:small", "t.py:wide").ran == 1  # the new one
@@ -175,7 +175,7 @@ def test_a_file_and_its_imports_count_and_the_file_beside_a_config_does_not(here
     pytest.importorskip("transformers")
 
     def ran(*names: str) -> int:
-        return rt.sweep_fleet(names, over=OVER, out="out", scheduler="none").ran
+        return rt.tools.sweep_fleet(names, over=OVER, out="out", scheduler="none").ran
 
     assert ran("config.json", "t.py:wide") == 2
     (here / "beside.py").write_text("WIDTH = 8\n")  # `t.py` may import it
@@ -214,12 +214,12 @@ def test_one_target_that_fails_stops_no_other(run: Run, here: Path) -> None:
 def test_a_config_and_a_form_travel_to_a_worker_without_their_disk(
     here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rooftrace.reporting.fleets import sweeps
+    from rooftrace.reporting.commands import fleet_sweeps
 
-    rt.save_form(rt.form("t.py:small", over=OVER), "small.form.json")
+    rt.tools.save_form(rt.tools.form("t.py:small", over=OVER), "small.form.json")
     alone = single("small.form.json", over=OVER)
-    source = sweeps.FleetSource.of("small.form.json").carried()
-    code = sweeps.FleetSource.of("t.py:small").carried()
+    source = fleet_sweeps.FleetSource.of("small.form.json").carried()
+    code = fleet_sweeps.FleetSource.of("t.py:small").carried()
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
     (here / "small.form.json").rename(elsewhere / "moved.json")
@@ -229,23 +229,25 @@ def test_a_config_and_a_form_travel_to_a_worker_without_their_disk(
     assert_frame_equal(plain(frame), alone.drop(columns="target"))
     (here / "t.py").write_text(f"{MODEL}\n# another version")
     with (
-        pytest.raises(rt.TargetError, match=r"t\.py:small: this worker does not have the files"),
+        pytest.raises(
+            rt.types.TargetError, match=r"t\.py:small: this worker does not have the files"
+        ),
         code.there(),
     ):
         pass
 
 
 def test_workers_use_rules_of_a_file_and_forget_them(here: Path, cluster: Any) -> None:
-    rule = "import rooftrace\n@rooftrace.rule('aten.addmm', override=True)\ndef mm(op):\n"
+    rule = "import rooftrace\n@rooftrace.extend.rule('aten.addmm', override=True)\ndef mm(op):\n"
     (here / "rules.py").write_text(
-        f"{rule}    return rooftrace.Cost.of(vector=7) + op.streamed()\n"
+        f"{rule}    return rooftrace.extend.Cost.of(vector=7) + op.streamed()\n"
     )
     asked: dict[str, Any] = {"over": OVER, "scheduler": cluster.scheduler_address, "out": "out"}
     names = ["t.py:small", "t.py:wide"]
-    without = rt.sweep_fleet(names, **asked).frame()
-    ruled = rt.sweep_fleet(names, rules=["rules.py"], **asked).frame()
+    without = rt.tools.sweep_fleet(names, **asked).frame()
+    ruled = rt.tools.sweep_fleet(names, rules=["rules.py"], **asked).frame()
     assert list(ruled["flops"]) == 8 * [7]
-    again = rt.sweep_fleet(names, **{**asked, "out": "other"}).frame()
+    again = rt.tools.sweep_fleet(names, **{**asked, "out": "other"}).frame()
     assert list(again["flops"]) == list(without["flops"])
     assert min(without["flops"]) > 7
 
@@ -275,7 +277,7 @@ def test_a_request_that_makes_no_sense_is_refused_before_any_work(
     asked: dict[str, Any] = {"targets": ["t.py:wide"], "out": "out", "over": OVER}
     before = sorted(here.iterdir())
     with pytest.raises(ValueError, match=said):
-        rt.sweep_fleet(**{**asked, **changed})
+        rt.tools.sweep_fleet(**{**asked, **changed})
     assert sorted(here.iterdir()) == before
 
 
@@ -294,7 +296,7 @@ def test_the_command_says_what_is_for_one_target(run: Run, here: Path) -> None:
 def test_a_scheduler_that_is_not_there(
     run: Run, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rooftrace.reporting.fleets.running._ANSWERS", 0.2)
+    monkeypatch.setattr("rooftrace.reporting.commands.fleets._ANSWERS", 0.2)
     asked = ("sweep", "t.py:wide", "--over", "batch=1..2", "-o", "out", "--scheduler")
     ran = run(*asked, "tcp://127.0.0.1:9")
     assert ran.code == 2
@@ -308,7 +310,7 @@ def test_a_library_that_is_not_installed_names_its_extra(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(rt.RequestError, match=rf"needs {library}.*'rooftrace\[fleet\]'"):
+    with pytest.raises(rt.types.RequestError, match=rf"needs {library}.*'rooftrace\[fleet\]'"):
         run_fleet(tasks(1, 2), "out")
 
 
@@ -359,7 +361,8 @@ def test_a_stop_keeps_what_is_done_and_the_next_call_goes_on() -> None:
 
 def test_a_worker_of_another_release_says_so(monkeypatch: pytest.MonkeyPatch, cluster: Any) -> None:
     monkeypatch.setattr(
-        "rooftrace.reporting.fleets.tasks.releases", lambda: {"rooftrace": "0.0", "torch": "9"}
+        "rooftrace.reporting.commands.fleet_tasks.releases",
+        lambda: {"rooftrace": "0.0", "torch": "9"},
     )
     result = run_fleet(tasks(1, 2), "out", scheduler=cluster.scheduler_address)
     assert {f.error.partition(", the caller")[0] for f in result.failures} == {
@@ -379,7 +382,7 @@ def test_a_worker_that_is_killed_loses_nothing(here: Path) -> None:
     said: list[str] = []
     names = ["u.py:small", "u.py:deadly", "u.py:wide"]
     asked: dict[str, Any] = {"out": "out", "over": OVER, "vary": vary}
-    result = rt.sweep_fleet(names, **asked, workers=1, retries=1, progress=said.append)
+    result = rt.tools.sweep_fleet(names, **asked, workers=1, retries=1, progress=said.append)
     assert Path(marker).exists(), "nothing died"
     assert not result.failures and result.ran == 3
     alone = [single(name, over=OVER, vary=vary) for name in names]
@@ -408,12 +411,12 @@ def test_files_of_the_user_stay_and_no_part_leaves_the_folder(here: Path) -> Non
     for name in ("thesis", "_earlier/thesis"):
         pandas.DataFrame({"mine": [1]}).to_parquet(out / f"{name}.parquet")
     asked: dict[str, Any] = {"over": {"batch": [1]}, "scheduler": "none", "out": out}
-    rt.sweep_fleet(["t.py:small", "t.py:wide"], **asked)
-    rt.sweep_fleet(["t.py:small"], **asked)
+    rt.tools.sweep_fleet(["t.py:small", "t.py:wide"], **asked)
+    rt.tools.sweep_fleet(["t.py:small"], **asked)
     assert (out / "thesis.parquet").is_file() and (out / "_earlier/thesis.parquet").is_file()
     assert len(list((out / "_earlier").iterdir())) == 2
     (out / "_earlier").rename(here / "aside")
     (out / "_earlier").symlink_to(private)
     with pytest.raises(ValueError, match="_earlier: a link"):
-        rt.sweep_fleet(["t.py:wide"], **asked)
+        rt.tools.sweep_fleet(["t.py:wide"], **asked)
     assert not list(private.iterdir())

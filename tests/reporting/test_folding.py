@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from rooftrace.reporting.renderers import model as view, units
-from rooftrace.reporting.text.folding import Folding, span
+from rooftrace.reporting.renderers import units, view
+from rooftrace.reporting.views.folding import Folding, span
 
 
 @dataclass
@@ -26,7 +26,7 @@ FOLDING = Folding(
     columns=COLUMNS,
     name=("shape", lambda row: f"{row.called}({list(row.shape)})"),
     seconds=lambda row: row.t_est * row.turns,
-    own={"turns": lambda rows: sum(row.turns for row in rows)},
+    merged={"turns": lambda rows: sum(row.turns for row in rows)},
     few=3,
     parts=1,
 )

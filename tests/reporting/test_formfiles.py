@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.sweeps import evaluated, points_of
 from rooftrace.errors import RequestError
-from rooftrace.reporting import sweeps
-from rooftrace.tracer.graph import GraphFileError
+from rooftrace.graph import GraphFileError
+from rooftrace.reporting.commands import sweeps
+from rooftrace.studies.forms import Conditions
+from rooftrace.studies.sweeps import evaluated, points_of
 
 OVER = {"batch": range(1, 65), "0.1": range(8, 65, 8)}
 
@@ -39,27 +39,27 @@ class Small(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def form() -> rt.Form:
-    return rt.form(Small(), torch.empty(2, 8, 32), over=OVER)
+def form() -> rt.types.Form:
+    return rt.tools.form(Small(), torch.empty(2, 8, 32), over=OVER)
 
 
 @pytest.fixture(scope="module")
-def saved(form: rt.Form, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rt.save_form(form, tmp_path_factory.mktemp("forms") / "small.json")
+def saved(form: rt.types.Form, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return rt.tools.save_form(form, tmp_path_factory.mktemp("forms") / "small.json")
 
 
 # -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["form.json", "form.json.gz"])
-def test_a_form_comes_back_from_its_file(form: rt.Form, tmp_path: Path, name: str) -> None:
-    known = rt.load_form(rt.save_form(form, tmp_path / name))
+def test_a_form_comes_back_from_its_file(form: rt.types.Form, tmp_path: Path, name: str) -> None:
+    known = rt.tools.load_form(rt.tools.save_form(form, tmp_path / name))
     assert known.names == form.names and known.where() == form.where()
     for batch, length in ((1, 8), (13, 64), (64, 40)):
         sizes = {"batch": batch, "0.1": length}
         assert known.graph(**sizes) == form.graph(**sizes)
-    again = rt.save_form(known, tmp_path / f"again-{name}")
-    assert rt.load_form(again).where() == form.where()
+    again = rt.tools.save_form(known, tmp_path / f"again-{name}")
+    assert rt.tools.load_form(again).where() == form.where()
 
 
 class Masked(nn.Module):
@@ -74,9 +74,9 @@ class Masked(nn.Module):
 
 def test_a_form_with_infinities_and_nans_is_proven_and_comes_back(tmp_path: Path) -> None:
     over = {"batch": range(2, 33), "0.1": range(8, 65, 8)}
-    form = rt.form(Masked(), torch.empty(2, 8, 32), over=over)
+    form = rt.tools.form(Masked(), torch.empty(2, 8, 32), over=over)
     assert len(form.regimes) == 1  # a NaN is equal to itself
-    known = rt.load_form(rt.save_form(form, tmp_path / "masked.json"))
+    known = rt.tools.load_form(rt.tools.save_form(form, tmp_path / "masked.json"))
     json.loads((tmp_path / "masked.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     sizes = {"batch": 13, "0.1": 40}
     assert known.graph(**sizes) == form.graph(**sizes)
@@ -84,7 +84,7 @@ def test_a_form_with_infinities_and_nans_is_proven_and_comes_back(tmp_path: Path
     assert before.equals(after)
 
 
-def test_lines_of_a_sweep_are_plain_data_with_all_their_digits(form: rt.Form) -> None:
+def test_lines_of_a_sweep_are_plain_data_with_all_their_digits(form: rt.types.Form) -> None:
     made = rt.sweep(form, over={"batch": (1, 64), "0.1": 8})
     lines = json.loads(json.dumps(made.to_dict()["lines"], allow_nan=False))
     frame = made.frame()
@@ -94,7 +94,7 @@ def test_lines_of_a_sweep_are_plain_data_with_all_their_digits(form: rt.Form) ->
 
 
 def test_a_loaded_form_answers_only_where_it_is_proven(saved: Path) -> None:
-    known = rt.load_form(saved)
+    known = rt.tools.load_form(saved)
     with pytest.raises(RequestError, match="nothing is proven there"):
         known.graph(**{"batch": 65, "0.1": 8})
     with pytest.raises(RequestError, match="size 'bacht'"):
@@ -106,7 +106,7 @@ def test_a_loaded_form_answers_only_where_it_is_proven(saved: Path) -> None:
 
 
 def test_a_saved_form_is_swept_without_torch(
-    saved: Path, form: rt.Form, monkeypatch: pytest.MonkeyPatch
+    saved: Path, form: rt.types.Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = rt.sweep(form, over=OVER).columns
     real: Callable[..., Any] = builtins.__import__
@@ -138,7 +138,7 @@ def test_any_damage_of_a_file_is_one_clear_error(saved: Path, tmp_path: Path) ->
             data[place] = ord(draw.choice([d for d in "0123456789" if ord(d) != data[place]]))
         path.write_bytes(data)
         with pytest.raises(GraphFileError, match=r"damaged\.json"):
-            rt.load_form(path)
+            rt.tools.load_form(path)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_wrong_field_is_one_clear_error(
     data = {**json.loads(saved.read_bytes()), key: value}
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(GraphFileError, match=r"wrong\.json"):
-        rt.load_form(tmp_path / "wrong.json")
+        rt.tools.load_form(tmp_path / "wrong.json")
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,12 @@ def test_numbers_that_disagree_are_refused_whatever_the_digest_says(
 ) -> None:
     data = json.loads(saved.read_bytes())
     change(next(r for r in data["regimes"] if r["formulas"]))
-    monkeypatch.setattr("rooftrace.reporting.stepforms._digest", lambda *parts: data["digest"])
+    monkeypatch.setattr(
+        "rooftrace.reporting.commands.stepforms._digest", lambda *parts: data["digest"]
+    )
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(GraphFileError, match=r"wrong\.json: regimes"):
-        rt.load_form(tmp_path / "wrong.json")
+        rt.tools.load_form(tmp_path / "wrong.json")
 
 
 # -- sweeps that are stopped -----------------------------------------------------------------------
@@ -224,7 +226,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv"])
 def test_a_stopped_sweep_goes_on(
-    form: rt.Form, tmp_path: Path, counted_parts: dict[str, int], suffix: str
+    form: rt.types.Form, tmp_path: Path, counted_parts: dict[str, int], suffix: str
 ) -> None:
     pandas = pytest.importorskip("pandas")
     if suffix == ".parquet":
@@ -256,7 +258,7 @@ def test_a_stopped_sweep_goes_on(
     ],
 )
 def test_parts_of_another_sweep_are_not_taken(
-    form: rt.Form, tmp_path: Path, counted_parts: dict[str, int], other: dict[str, Any]
+    form: rt.types.Form, tmp_path: Path, counted_parts: dict[str, int], other: dict[str, Any]
 ) -> None:
     first: dict[str, Any] = dict(over={"batch": [1, 2, 64], "0.1": 8}, dtype=[None, "bf16"])
     out = tmp_path / "table.csv"
@@ -268,9 +270,9 @@ def test_parts_of_another_sweep_are_not_taken(
 
 
 def test_parts_of_another_form_are_not_taken(
-    form: rt.Form, tmp_path: Path, counted_parts: dict[str, int]
+    form: rt.types.Form, tmp_path: Path, counted_parts: dict[str, int]
 ) -> None:
-    wide = rt.form(nn.Linear(32, 8), torch.empty(2, 8, 32), over=OVER)
+    wide = rt.tools.form(nn.Linear(32, 8), torch.empty(2, 8, 32), over=OVER)
     out = tmp_path / "table.csv"
     stopped(counted_parts, 2, source=form, over=OVER, out=out)
     assert rt.sweep(wide, over=OVER, out=out).frame().equals(rt.sweep(wide, over=OVER).frame())
@@ -278,7 +280,7 @@ def test_parts_of_another_form_are_not_taken(
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"\x93NUMPY", None])
 def test_a_damaged_part_is_made_again(
-    form: rt.Form,
+    form: rt.types.Form,
     tmp_path: Path,
     kept: Path,
     counted_parts: dict[str, int],
@@ -293,12 +295,12 @@ def test_a_damaged_part_is_made_again(
     assert told.frame().equals(rt.sweep(form, over=OVER).frame())
 
 
-def test_another_ending_is_refused(form: rt.Form, tmp_path: Path) -> None:
+def test_another_ending_is_refused(form: rt.types.Form, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"\.parquet or \.csv"):
         rt.sweep(form, over=OVER, out=tmp_path / "table.xlsx")
 
 
-def test_the_columns_of_a_part_are_those_of_the_form(form: rt.Form) -> None:
+def test_the_columns_of_a_part_are_those_of_the_form(form: rt.types.Form) -> None:
     points = points_of(form.names, {name: list(values)[:3] for name, values in OVER.items()})
     table = evaluated(form, points, [rt.load_chip("h200-sxm")], Conditions.of("efficient"))
     assert {len(column) for column in table.values()} == {9}

@@ -192,7 +192,7 @@ def test_the_tree_is_printed_with_its_columns() -> None:
     assert f"{result.trainable_params:,} of them trainable" in text
     assert "time        expected" in text
     assert str(result.estimate).startswith("Sequential, 2.69 K parameters")
-    assert isinstance(result, rt.Estimate) and result.t_est == result.estimate.t_est
+    assert isinstance(result, rt.types.Estimate) and result.t_est == result.estimate.t_est
 
 
 def test_dtypes_and_several_inputs() -> None:
@@ -220,25 +220,25 @@ def test_dtypes_and_several_inputs() -> None:
         (lambda: rt.summary(Net()), "give either input_size"),
         (lambda: rt.summary(Net(), input_data=IDS, dtypes="int64"), "that input_size= makes"),
         (lambda: rt.summary(Net(), (2, 5), verbose=0), r"summary\(verbose=0\): no such argument"),
-        (lambda: rt.flop_count_table(rt.estimate(Net(), IDS), IDS), "leave arguments out"),
+        (lambda: rt.tools.flop_count_table(rt.estimate(Net(), IDS), IDS), "leave arguments out"),
     ],
 )
 def test_a_mistake_is_quoted(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(rt.RequestError, match=message):
+    with pytest.raises(rt.types.RequestError, match=message):
         call()
 
 
 def test_a_table_of_flops() -> None:
     estimate = rt.estimate(Net(), IDS)
-    lines = rt.flop_count_table(estimate, max_depth=1).splitlines()
+    lines = rt.tools.flop_count_table(estimate, max_depth=1).splitlines()
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert rows[0] == ["module", "parameters", "FLOP", "mult-adds"]
     table = {row[0]: row[1:] for row in rows[2:]}
     assert list(table) == ["Net", "emb", "layers", "unused", "head"]
     products = 2 * 5 * (4 * 2 * 8 * 16 + 8 * 11)  # rows x (up and down of 4 layers, the head)
     assert table["Net"][2] == f"{products:,}"
-    assert rt.flop_count_table(Net(), IDS, max_depth=1) == "\n".join(lines)
-    assert "layers.0.up x4" in rt.flop_count_table(rt.summary(Net(), input_data=IDS))
+    assert rt.tools.flop_count_table(Net(), IDS, max_depth=1) == "\n".join(lines)
+    assert "layers.0.up x4" in rt.tools.flop_count_table(rt.summary(Net(), input_data=IDS))
 
 
 # -- breakdowns ------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_breakdowns_are_mappings_that_add_up_to_the_estimate() -> None:
         estimate.by_module(), estimate.by_operator(), estimate.by_family(), estimate.by_part(),
         estimate.by_pattern(), estimate.by_module(1),
     ):  # fmt: skip
-        assert isinstance(breakdown, rt.Breakdown)
+        assert isinstance(breakdown, rt.types.Breakdown)
         assert list(breakdown) == [row.name for row in breakdown.values()]
         assert all(a.seconds >= b.seconds for a, b in itertools.pairwise(breakdown.values()))
         total = breakdown.total()
@@ -374,5 +374,5 @@ def test_a_block_that_fails_gives_the_weights_back() -> None:
 
 
 def test_a_lazy_module_says_to_be_called_first() -> None:
-    with pytest.raises(rt.RequestError, match=r"UninitializedParameter.*call it once"):
+    with pytest.raises(rt.types.RequestError, match=r"UninitializedParameter.*call it once"):
         rt.capture(nn.LazyLinear(4)).__enter__()

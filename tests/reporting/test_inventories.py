@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.habits import _WITHOUT_USE
-from rooftrace.reporting.inventories import MOST, distributions
-from rooftrace.reporting.text.results import as_markdown
+from rooftrace.reporting.commands.compat import _WITHOUT_USE
+from rooftrace.reporting.commands.inventories import MOST, distributions
+from rooftrace.reporting.views.results import as_markdown
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
@@ -171,7 +171,7 @@ def test_of_very_many_tensors_the_largest_are_drawn() -> None:
 
 
 def test_without_weights_nothing_is_drawn() -> None:
-    with pytest.raises(rt.RequestError, match="no weights to draw"):
+    with pytest.raises(rt.types.RequestError, match="no weights to draw"):
         distributions(rt.inventory(model(), weights=False))
 
 
@@ -182,7 +182,7 @@ def test_a_dump_prints_draws_and_returns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = rt.dump_model_info(model())
+    made = rt.tools.dump_model_info(model())
     out = capsys.readouterr().out
     assert "262,912 trainable" in out and "0.weight" in out and "mean" in out
     assert (tmp_path / "model_weight_distributions.png").is_file()
@@ -195,7 +195,7 @@ def test_a_dump_prints_draws_and_returns(
 def test_a_dump_goes_to_a_logger(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     logger = logging.getLogger("dump")
     with caplog.at_level(logging.INFO, "dump"):
-        rt.dump_model_info(model().to("meta"), logger=logger, save_path=tmp_path / "w.png")
+        rt.tools.dump_model_info(model().to("meta"), logger=logger, save_path=tmp_path / "w.png")
     levels = {record.levelname for record in caplog.records}
     assert levels == {"INFO", "WARNING"}
     assert any("no figure: Sequential: no weights to draw" in r.message for r in caplog.records)
@@ -204,10 +204,12 @@ def test_a_dump_goes_to_a_logger(caplog: pytest.LogCaptureFixture, tmp_path: Pat
 
 def test_every_argument_of_the_habit_acts_or_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     values: dict[str, Any] = {name: True for name in _WITHOUT_USE}
-    rt.dump_model_info(model(), plot_distributions=False, **values)
+    rt.tools.dump_model_info(model(), plot_distributions=False, **values)
     out = capsys.readouterr().out
     assert all(f"{name}=True" in out for name in _WITHOUT_USE)
-    rt.dump_model_info(model(), plot_distributions=False, tensor_core_b_sat=64, save_path="x.png")
+    rt.tools.dump_model_info(
+        model(), plot_distributions=False, tensor_core_b_sat=64, save_path="x.png"
+    )
     out = capsys.readouterr().out
     assert "tensor_core_b_sat=64: not used; it is of a report" in out
     assert "nothing is drawn with plot_distributions=False" in out
@@ -217,7 +219,7 @@ def test_a_report_where_the_module_can_be_called(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "reports" / "model.md"
-    rt.dump_model_info(
+    rt.tools.dump_model_info(
         model(), plot_distributions=False, report_path=path, input_data=torch.ones(8, 256),
         chip="l4", tensor_core_b_sat=32, phases=["forward"],
     )  # fmt: skip
@@ -232,7 +234,7 @@ def test_the_saturation_of_a_dump_is_that_of_its_report(tmp_path: Path) -> None:
     times = []
     for b_sat in (8, 64):
         folder = tmp_path / str(b_sat)
-        rt.dump_model_info(
+        rt.tools.dump_model_info(
             model(), plot_distributions=False, report_path=folder, input_data=(torch.ones(8, 256),),
             tensor_core_b_sat=b_sat, phases=["forward"], dtype="bf16",
         )  # fmt: skip
@@ -246,7 +248,7 @@ def test_a_report_of_a_module_that_is_not_called_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.md"
-    rt.dump_model_info(model(), plot_distributions=False, report_path=path)
+    rt.tools.dump_model_info(model(), plot_distributions=False, report_path=path)
     text = path.read_text()
     assert "262,912 trainable" in text
     assert "No costs of a step: Sequential: missing a required argument" in text
@@ -261,7 +263,7 @@ def test_arguments_of_a_dump_that_make_no_sense() -> None:
         ({"report_path": "x.md", "tensor_core_b_sat": -1}, "positive number of rows"),
         ({"enable_tensor_core_model": False, "tensor_core_b_sat": 64}, "enable_tensor_core_model"),
     ):
-        with pytest.raises(rt.RequestError, match=message):
-            rt.dump_model_info(model(), plot_distributions=False, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(rt.RequestError, match=r"expected a torch\.nn\.Module"):
-        rt.dump_model_info(3)
+        with pytest.raises(rt.types.RequestError, match=message):
+            rt.tools.dump_model_info(model(), plot_distributions=False, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(rt.types.RequestError, match=r"expected a torch\.nn\.Module"):
+        rt.tools.dump_model_info(3)

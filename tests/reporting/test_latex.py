@@ -15,8 +15,8 @@ from rooftrace._escapes import visible
 from rooftrace.reporting.renderers import as_latex, table_files, units
 from rooftrace.reporting.renderers.escaping import code_span
 from rooftrace.reporting.renderers.latex_columns import aligned
-from rooftrace.reporting.renderers.model import Cell, Column, Note, Section, Table, View
-from rooftrace.reporting.text import latex_tables, shown
+from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
+from rooftrace.reporting.views import latex_tables, shown
 from tests.conftest import in_turn
 from tests.reporting.conftest import Run
 from tests.reporting.report_support import made_report
@@ -306,7 +306,7 @@ def test_a_report_is_written_with_a_file_for_each_table(tmp_path: Path) -> None:
 def test_a_result_has_its_latex_and_refuses_another_style() -> None:
     estimate = RESULTS["an estimate"]()
     assert estimate.to_latex(style="paper-column") == shown(estimate, "tex", style="paper-column")
-    with pytest.raises(rt.RequestError, match="'papr': expected one of screen, paper"):
+    with pytest.raises(rt.types.RequestError, match="'papr': expected one of screen, paper"):
         estimate.to_latex(style="papr")
 
 
@@ -318,7 +318,7 @@ def build():
 COMMANDS = (
     ("report", "--out", "one.tex"),
     ("report", "--out", "-", "--format", "tex", "--style", "paper"),
-    ("census", "--format", "tex"),
+    ("report", "--table", "census", "--format", "tex"),
     ("compare", "--with", "flopcounter", "--out", "one.tex"),
 )
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.rooflinesteps import names_of
+from rooftrace.reporting.commands.rooflinesteps import names_of
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
@@ -109,6 +109,6 @@ def test_names_of_folders_tell_targets_apart() -> None:
 
 
 def test_python_has_the_same(here: Path) -> None:
-    result = rt.reports(["net.py:build", "net.py:wide"], phases=["forward"], chip="l4")
+    result = rt.tools.reports(["net.py:build", "net.py:wide"], phases=["forward"], chip="l4")
     assert result.roofline is not None and len(result.roofline.rows) == 2
     assert "net.py_wide" in str(result) and not result.failures

@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_rows_are_the_estimates_of_their_meshes(config: str) -> None:
-    result = rt.best_mesh(config, chips=4, system="dgx-h100", seq=64)
+    result = rt.tools.best_mesh(config, chips=4, system="dgx-h100", seq=64)
     assert {tuple(row.mesh.items()) for row in result.rows} == {
         (("dp", 4),),
         (("dp", 2), ("tp", 2)),
@@ -58,10 +58,10 @@ def test_rows_are_the_estimates_of_their_meshes(config: str) -> None:
 
 
 def test_activations_are_made_again_where_a_step_does_not_fit_without(config: str) -> None:
-    plain = rt.best_mesh(config, chips=2, system="dgx-h100", mesh={"dp": 1}, seq=64, batch=64)
+    plain = rt.tools.best_mesh(config, chips=2, system="dgx-h100", mesh={"dp": 1}, seq=64, batch=64)
     peak, capacity = plain.rows[0].peak, plain.rows[0].capacity
     kept = 1 - 0.9 * peak / capacity
-    less = rt.best_mesh(
+    less = rt.tools.best_mesh(
         config, chips=2, system="dgx-h100", mesh={"dp": 1}, seq=64, batch=64, kept_free=kept
     )
     assert [row.checkpoint for row in less.rows] == ["full"]
@@ -79,9 +79,11 @@ def test_too_few_chips_say_how_many(config: str, run: Run) -> None:
 
 
 def test_a_limit_on_the_step_holds(config: str) -> None:
-    every = rt.best_mesh(config, chips=4, system="dgx-h100", phase="decode", kv=64, over=[1, 64])
+    every = rt.tools.best_mesh(
+        config, chips=4, system="dgx-h100", phase="decode", kv=64, over=[1, 64]
+    )
     limit = sorted(row.seconds for row in every.rows)[2]
-    some = rt.best_mesh(
+    some = rt.tools.best_mesh(
         config, chips=4, system="dgx-h100", phase="decode", kv=64, over=[1, 64], tpot=limit
     )
     assert len(every.rows) == 6
@@ -90,20 +92,22 @@ def test_a_limit_on_the_step_holds(config: str) -> None:
 
 
 def test_a_mesh_that_cannot_be_is_left_out_with_its_reason(config: str) -> None:
-    result = rt.best_mesh(config, chips=8, system="dgx-h100", seq=64)
+    result = rt.tools.best_mesh(config, chips=8, system="dgx-h100", seq=64)
     assert any(reason.startswith("tp=8: ") for reason in result.left_out)
 
 
 def test_code_is_built_over_each_mesh(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(CODE)
     target = f"{tmp_path}/t.py:build"
-    result = rt.scaling(target, chips=[1, 2, 4], system="dgx-h100", mesh={"dp": 1})
+    result = rt.tools.scaling(target, chips=[1, 2, 4], system="dgx-h100", mesh={"dp": 1})
     assert [row.mesh for row in result.rows] == [{"dp": 1}, {"dp": 2}, {"dp": 4}]
     assert [row.items for row in result.rows] == [8, 16, 32]
 
 
 def test_scaling_has_the_steps_of_its_meshes(config: str) -> None:
-    result = rt.scaling(config, chips=[2, 8], system="dgx-h100", mesh={"dp": 1, "tp": 2}, seq=64)
+    result = rt.tools.scaling(
+        config, chips=[2, 8], system="dgx-h100", mesh={"dp": 1, "tp": 2}, seq=64
+    )
     assert [row.mesh for row in result.rows] == [{"dp": 1, "tp": 2}, {"dp": 4, "tp": 2}]
     assert result.weak(result.rows[0]) == result.strong(result.rows[0]) == 1
     assert 0 < result.weak(result.rows[1]) < 1
@@ -112,9 +116,9 @@ def test_scaling_has_the_steps_of_its_meshes(config: str) -> None:
 
 def test_questions_without_an_answer_are_refused_in_a_line(config: str) -> None:
     with pytest.raises(RequestError, match="multiples of 4"):
-        rt.scaling(config, chips=[2, 6], system="dgx-h100", mesh={"dp": 1, "tp": 4})
+        rt.tools.scaling(config, chips=[2, 6], system="dgx-h100", mesh={"dp": 1, "tp": 4})
     with pytest.raises(RequestError, match="tpot"):
-        rt.best_mesh(config, chips=2, system="dgx-h100", tpot="1ms")
+        rt.tools.best_mesh(config, chips=2, system="dgx-h100", tpot="1ms")
     graph = rt.trace(config, phase="forward", seq=4)
     with pytest.raises(RequestError, match="traced anew"):
-        rt.best_mesh(graph, chips=2, system="dgx-h100")
+        rt.tools.best_mesh(graph, chips=2, system="dgx-h100")

@@ -16,11 +16,11 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace.measured.profiles import StepTime
 from rooftrace.reporting.figures.breakdown import Bar
-from rooftrace.reporting.figures.inline import bar_svg, image, point_svg
+from rooftrace.reporting.figures.notebooks import bar_svg, image, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
-from rooftrace.reporting.hypertext import as_cell
+from rooftrace.reporting.html import as_cell
 from rooftrace.reporting.renderers import units
-from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
+from rooftrace.reporting.renderers.view import Column, Note, Section, Table, View
 
 NAMES = (Path(__file__).parents[1] / "corpus" / "names" / "names.txt").read_text().splitlines()
 X = torch.ones(2, 8)
@@ -144,7 +144,7 @@ def test_a_bare_result_is_one_short_line(results: dict[str, object]) -> None:
         assert "\n" not in line and len(line) <= 260, name
     for name in ("Estimate", "Report", "Diff"):
         assert re.search(r"expected \d", repr(results[name]))
-    bound = rt.estimate(results["OpGraph"], "l4", rt.execution_model("eager", knobs=None))
+    bound = rt.estimate(results["OpGraph"], "l4", rt.tools.execution_model("eager", knobs=None))
     assert "bound" in repr(bound) and "expected" not in repr(bound)
 
 

@@ -28,10 +28,10 @@ USES: dict[str, Callable[[str], Any]] = {
     "load": rt.load,
     "chip": lambda name: rt.estimate(GRAPH, chip=name),
     "execution": lambda name: rt.estimate(GRAPH, chip="l4", execution=name),
-    "knobs": lambda name: rt.execution_model("efficient", knobs=name),
+    "knobs": lambda name: rt.tools.execution_model("efficient", knobs=name),
     "system": lambda name: rt.estimate(GRAPH, system=name),
-    "form": rt.load_form,
-    "run file": rt.load_run,
+    "form": rt.tools.load_form,
+    "run file": rt.tools.load_run,
     "validate": lambda name: rt.validate(name, "l4", target=GRAPH),
     "calibrate": lambda name: rt.calibrate(name, "l4"),
     "inventory": rt.inventory,
@@ -60,7 +60,7 @@ def test_nothing_is_written_where_no_file_can_be(name: str, tmp_path: Path) -> N
     for write in (
         lambda place: rt.save(GRAPH, place),
         lambda place: rt.report(GRAPH, chip="l4", execution="eager", out=place),
-        lambda place: rt.save_timeline(rt.estimate(GRAPH, chip="l4"), place),
+        lambda place: rt.tools.save_timeline(rt.estimate(GRAPH, chip="l4"), place),
     ):
         with pytest.raises((OSError, ValueError)) as raised:
             write(f"{tmp_path}/{NAMES[name]}")

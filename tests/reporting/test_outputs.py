@@ -50,8 +50,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 COMMANDS = {
     "trace": ("trace", "models.py:build", *SIZES, "-o"),
-    "census": ("census", "g.json", "-o"),
-    "nodes": ("nodes", "g.json", "-o"),
+    "census": ("report", "g.json", "--table", "census", "-o"),
+    "nodes": ("report", "g.json", "--table", "nodes", "-o"),
     "report": ("report", "g.json", "--out"),
     "roofline": ("roofline", "g.json", "-o"),
     "diff": ("diff", "g.json", "g.json", "-o"),
@@ -60,7 +60,7 @@ COMMANDS = {
     "chips show": ("chips", "show", "l4", "-o"),
     "systems": ("systems", "list", "-o"),
     "inventory": ("inventory", "models.py:build", "-o"),
-    "--timeline": ("census", "g.json", "--timeline"),
+    "--timeline": ("report", "g.json", "--table", "census", "--timeline"),
     "--plot": ("roofline", "g.json", "--plot"),
     "--save-form": ("sweep", "models.py:build", "--over", "batch=1..2", "--save-form"),
     "--points": ("sensitivity", "a.json", *DECODE, "--grid", "chip=l4,a10", "--points"),
@@ -115,7 +115,7 @@ def test_every_option_that_names_an_output_is_checked() -> None:
 @pytest.mark.parametrize("ending", ["md", "txt", "html", "tex", "json", "csv"])
 def test_what_rooftrace_wrote_is_written_again(ending: str, run: Run, here: Path) -> None:
     for command in ("census", "nodes", "roofline", "report"):
-        words = (*COMMANDS[command][:2], f"{'--out' if command == 'report' else '-o'}")
+        words = COMMANDS[command]
         name = f"{command}.{ending}"
         if (command, ending) == ("report", "txt"):
             continue  # a folder
@@ -133,7 +133,7 @@ def test_what_rooftrace_wrote_is_written_again(ending: str, run: Run, here: Path
         ("chips", "list", "-o", "x.md"),
         ("lock", "models.py:build", *SIZES, "-o", "x.lock"),
         ("trace", "models.py:build", *SIZES, "-o", "x.json.gz"),
-        ("census", "g.json", "--timeline", "x.json.gz"),
+        (*COMMANDS["--timeline"], "x.json.gz"),
         ("roofline", "g.json", "--plot", "x.png"),
         ("roofline", "g.json", "--plot", "x.svg"),
         ("roofline", "g.json", "--plot", "x.pdf"),
@@ -151,7 +151,7 @@ def test_each_kind_of_output_is_known_again(words: tuple[str, ...], run: Run, he
 
 def test_force_replaces_files_but_no_link_and_no_folder(run: Run, here: Path) -> None:
     for mine in ("thesis.md", "data.json", "models.py", "g.json"):
-        assert run("census", "g.json", "-o", mine).code == 2
+        assert run(*COMMANDS["census"], mine).code == 2
     assert run("chips", "list", "-o", "thesis.md", "--force").code == 0
     assert "thesis" not in (here / "thesis.md").read_text()
     (here / "folder").mkdir()
@@ -170,7 +170,7 @@ def test_force_without_an_output_is_refused(name: str, run: Run, here: Path) -> 
 
 
 def test_a_result_of_another_kind_is_not_replaced(run: Run, here: Path) -> None:
-    assert run("census", "g.json", "-o", "c.json").code == 0
+    assert run(*COMMANDS["census"], "c.json").code == 0
     before = contents(here)
     for words in (COMMANDS["trace"], COMMANDS["lock"]):  # a graph, a lock: over a table
         assert run(*words, "c.json").code == 2
@@ -191,7 +191,7 @@ def test_an_input_by_another_name_is_an_input(run: Run, here: Path) -> None:
 
 
 def test_two_outputs_of_one_name_are_refused(run: Run, here: Path) -> None:
-    ran = run("census", "g.json", "-o", "x.json", "--timeline", "x.json")
+    ran = run(*COMMANDS["census"], "x.json", "--timeline", "x.json")
     assert ran.code == 2 and "two outputs" in ran.err and not (here / "x.json").exists()
 
 

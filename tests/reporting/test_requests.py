@@ -11,26 +11,27 @@ import click
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import TYPICAL, execution_model
+from rooftrace.costmodels.fusion import TYPICAL, execution_model
+from rooftrace.reporting import signed
 from rooftrace.reporting.cli import cli
-from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.requests import calls
-from rooftrace.reporting.requests.calls import CALLS
-from rooftrace.reporting.requests.options import options_of
-from rooftrace.reporting.requests.pricing import (
+from rooftrace.reporting.commands import calls
+from rooftrace.reporting.commands.calls import CALLS
+from rooftrace.reporting.commands.options import options_of
+from rooftrace.reporting.commands.pricing import (
     ExecutionOptions,
     LengthOptions,
     PrecisionOptions,
     PricingOptions,
     Workload,
 )
-from rooftrace.tracer.requests import Job
+from rooftrace.reporting.gates import lock as records, lockfile
+from rooftrace.tracer import Job
 from tests.reporting.conftest import Run
 from tests.reporting.signatures import STUB, stub
 
 PRICES = {
-    "breaks", "census", "diff", "explain", "explore", "lock", "nodes", "report", "roofline",
-    "sensitivity", "solve", "sweep", "validate",
+    "breaks", "diff", "explain", "lock", "report", "roofline", "sensitivity", "solve", "sweep",
+    "validate",
 }  # fmt: skip
 """Commands that price steps of a target; `run` prices those of a script."""
 TARGET = """
@@ -47,7 +48,7 @@ def test_a_command_that_prices_has_every_option_of_prices(command: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("command", sorted(PRICES - {"explore"}))
+@pytest.mark.parametrize("command", sorted(PRICES))
 def test_a_command_that_traces_has_every_option_of_the_workload(command: str) -> None:
     there = {name for option in cli.commands[command].params for name in option.opts}
     for each in (*options_of(Workload), *options_of(PrecisionOptions)):
@@ -72,11 +73,11 @@ def test_the_workload_is_what_a_job_is_asked() -> None:
 
 
 def test_functions_show_all_that_they_take() -> None:
-    for name, call in CALLS.items():
-        function = getattr(rt, name, None)
-        if function is not None:
-            shown = inspect.signature(function).parameters
-            assert {each.name for each in call.options()} <= {*shown, "over", "vary"}, name
+    functions = {name: getattr(signed, name) for name in signed.WHERE}
+    for name, function in {**functions, "inventory": rt.inventory}.items():
+        shown = inspect.signature(function).parameters
+        options = {each.name for each in CALLS[name].options()}
+        assert options <= {*shown, "over", "vary"}, name
 
 
 TYPED: dict[str, Any] = {
@@ -103,8 +104,8 @@ def test_a_lock_keeps_every_option_as_it_was_typed(tmp_path: Path) -> None:
     made = records.MadeFrom(rooftrace="0", torch="0", pricing=prices)
     target = records.LockedTarget(asked=asked, sources={"gpt2": "0"})
     lock = records.Lock(made_from=made, targets={"gpt2": target})
-    files.write_lock(tmp_path / "costs.lock", lock)
-    assert files.load_lock(tmp_path / "costs.lock") == lock
+    lockfile.write_lock(tmp_path / "costs.lock", lock)
+    assert lockfile.load_lock(tmp_path / "costs.lock") == lock
 
 
 def test_what_is_asked_of_prices_changes_every_execution() -> None:
@@ -125,8 +126,8 @@ def test_what_is_asked_of_prices_changes_every_execution() -> None:
 
 WAYS: dict[str, tuple[str, ...]] = {
     "report": ("report", "t.py:build", "--phase", "forward", "--out", "-", "--format", "json"),
-    "nodes": ("nodes", "t.py:build", "--format", "json"),
-    "census": ("census", "t.py:build", "--format", "json"),
+    "nodes": ("report", "t.py:build", "--table", "nodes", "--format", "json"),
+    "census": ("report", "t.py:build", "--table", "census", "--format", "json"),
     "explain": ("explain", "t.py:build", "--format", "json"),
     "sensitivity": ("sensitivity", "t.py:build", "--format", "json"),
     "breaks": ("breaks", "t.py:build", "--format", "json"),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("kept_targets")
 
 
 @pytest.fixture(scope="module")
-def steps() -> rt.Rooflines:
+def steps() -> rt.types.Rooflines:
     graphs = [
         rt.trace(
             nn.Sequential(nn.Linear(256, n), nn.ReLU(), nn.Linear(n, 256)), torch.ones(64, 256)
@@ -26,7 +26,7 @@ def steps() -> rt.Rooflines:
     return rt.roofline(graphs, chip=["h200-sxm", "l4"], execution="eager")
 
 
-def test_rows_are_the_estimates_one_by_one(steps: rt.Rooflines) -> None:
+def test_rows_are_the_estimates_one_by_one(steps: rt.types.Rooflines) -> None:
     assert [row.chip for row in steps.rows] == ["h200-sxm", "l4"] * 2
     assert steps.models == ["Sequential 1", "Sequential 2"]
     for row in steps.rows:
@@ -40,7 +40,7 @@ def test_rows_are_the_estimates_one_by_one(steps: rt.Rooflines) -> None:
     assert steps.to_dict()["steps"] == steps.to_rows()
 
 
-def test_a_chip_has_one_shape_and_no_other_chip_has_it(steps: rt.Rooflines) -> None:
+def test_a_chip_has_one_shape_and_no_other_chip_has_it(steps: rt.types.Rooflines) -> None:
     shapes: dict[str, set[str]] = {}
     for row, point in zip([r for line in steps.lines for r in line], _points(steps), strict=True):
         shapes.setdefault(row.chip, set()).add(point.marker)
@@ -48,7 +48,7 @@ def test_a_chip_has_one_shape_and_no_other_chip_has_it(steps: rt.Rooflines) -> N
     assert one != other
 
 
-def test_no_step_is_faster_than_its_launches_allow(steps: rt.Rooflines) -> None:
+def test_no_step_is_faster_than_its_launches_allow(steps: rt.types.Rooflines) -> None:
     for row in steps.rows:
         assert row.launch_rate is not None and row.rate is not None
         assert row.rate <= row.launch_rate * (1 + 1e-9)
@@ -64,7 +64,7 @@ def test_sizes_of_a_target_are_joined_in_order(tmp_path: Path) -> None:
     assert result.over == "batch" and len(list(result.lines)) == 1
     flops = [row.estimate.flops_causal for row in result.rows]
     assert [flop / flops[0] for flop in flops] == pytest.approx([1, 2, 8], rel=1e-5)
-    rt.plot_roofline(result, tmp_path / "a.svg", style="paper")
+    rt.tools.plot_roofline(result, tmp_path / "a.svg", style="paper")
     assert b">batch 1<" in (tmp_path / "a.svg").read_bytes()
 
 

@@ -13,17 +13,17 @@ from tests.reporting.conftest import Run
 ADDS = """
 import rooftrace
 from rooftrace.measured.profiles import StepTime
-from rooftrace.reporting.renderers.model import Note, Section
+from rooftrace.reporting.renderers.view import Note, Section
 
-@rooftrace.phase("evaluation")
+@rooftrace.extend.phase("evaluation")
 def evaluation(runner, recorder):
     return runner.forward(recorder)
 
-@rooftrace.section("advice")
+@rooftrace.extend.section("advice")
 def advice(results):
     return Section(title="Advice", parts=[Note(f"Advice on {results.phases[0]}.")])
 
-@rooftrace.source("log", about="a log", begins=lambda head: head.startswith(b"log"))
+@rooftrace.extend.source("log", about="a log", begins=lambda head: head.startswith(b"log"))
 def read(path):
     return [StepTime(target="build", seconds=1e-3, phase="evaluation")]
 """

@@ -57,7 +57,7 @@ def here(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def matrix(cost: rt.TurnCost) -> int:
+def matrix(cost: rt.types.TurnCost) -> int:
     return sum(step.flops_matrix * times for step, times in cost.parts)
 
 
@@ -357,8 +357,8 @@ def test_the_timeline_has_loaders_beside_the_device(here: Path, run: Run) -> Non
 
 def test_every_option_is_felt(here: Path, run: Run) -> None:
     (here / "rules.py").write_text(
-        "import rooftrace\n@rooftrace.rule('aten.addmm', override=True)\n"
-        "def mm(op):\n    return rooftrace.Cost.of(vector=7) + op.streamed()\n"
+        "import rooftrace\n@rooftrace.extend.rule('aten.addmm', override=True)\n"
+        "def mm(op):\n    return rooftrace.extend.Cost.of(vector=7) + op.streamed()\n"
     )
     plain = told(document(run, "train.py"))
     ways = {

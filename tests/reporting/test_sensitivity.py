@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.explaining import ExploreError, decode_forms
-from rooftrace.costmodels.planforms import Conditions
+from rooftrace.studies.explaining import ExploreError, decode_forms
+from rooftrace.studies.forms import Conditions
 from tests.reporting.conftest import Run
 
 MODEL = """
@@ -56,7 +56,7 @@ def here(one_folder: Path) -> Path:
 
 def test_a_module_is_asked_about_its_batch() -> None:
     result = rt.sensitivity(*linear())
-    assert isinstance(result, rt.Elasticities)
+    assert isinstance(result, rt.types.Elasticities)
     assert result.sizes == {"batch": 8}
     estimate = rt.estimate(*linear())
     assert (result.t_est, result.flops) == (estimate.t_est, estimate.flops)
@@ -68,11 +68,11 @@ def test_a_module_is_asked_about_its_batch() -> None:
 
 def test_a_form_is_asked_by_its_sizes() -> None:
     module, x = linear()
-    form = rt.form(module, x, over={"batch": range(1, 33)})
+    form = rt.tools.form(module, x, over={"batch": range(1, 33)})
     assert rt.sensitivity(form, batch=8).to_rows() == rt.sensitivity(module, x).to_rows()
-    with pytest.raises(rt.RequestError, match="size 'batch' is missing"):
+    with pytest.raises(rt.types.RequestError, match="size 'batch' is missing"):
         rt.sensitivity(form)
-    with pytest.raises(rt.RequestError, match="this form is over batch"):
+    with pytest.raises(rt.types.RequestError, match="this form is over batch"):
         rt.sensitivity(form, batch=8, kv=3)
 
 
@@ -222,14 +222,14 @@ def test_a_wrong_command_ends_in_one_line(
 
 
 @cache
-def experts(folder: Path) -> rt.Form:
+def experts(folder: Path) -> rt.types.Form:
     (folder / "experts.json").write_text(json.dumps(EXPERTS))
     over = {"batch": range(1, 4097), "kv": range(64, 513)}
-    return rt.form(folder / "experts.json", over=over, phase="decode")
+    return rt.tools.form(folder / "experts.json", over=over, phase="decode")
 
 
 @pytest.fixture(scope="module")
-def routed(tmp_path_factory: pytest.TempPathFactory) -> rt.Form:
+def routed(tmp_path_factory: pytest.TempPathFactory) -> rt.types.Form:
     pytest.importorskip("transformers")
     return experts(tmp_path_factory.mktemp("experts"))
 
@@ -246,7 +246,7 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> rt.Form:
     ],
 )
 def test_flops_and_bytes_of_an_exploration_are_those_of_an_estimate(
-    routed: rt.Form, execution: str, batch: int, kv: int
+    routed: rt.types.Form, execution: str, batch: int, kv: int
 ) -> None:
     totals = decode_forms.FormTotals(routed, Conditions.of(execution, "fp8"))
     step = decode_forms.decode_step(totals)
@@ -261,7 +261,7 @@ def test_flops_and_bytes_of_an_exploration_are_those_of_an_estimate(
     assert int(step.kv_bytes(b, n)[0]) == estimate.bytes.kv
 
 
-def test_experts_shared_by_devices_are_counted_as_a_loop_does(routed: rt.Form) -> None:
+def test_experts_shared_by_devices_are_counted_as_a_loop_does(routed: rt.types.Form) -> None:
     totals = decode_forms.FormTotals(routed, Conditions.of("serving", "fp8"))
     own = decode_forms.experts_of(totals, 1, 64)
     batch = np.array([32.0])
@@ -282,16 +282,18 @@ def test_experts_shared_by_devices_are_counted_as_a_loop_does(routed: rt.Form) -
 
 
 @pytest.mark.slow
-def test_the_least_batch_is_the_least(routed: rt.Form) -> None:
+def test_the_least_batch_is_the_least(routed: rt.types.Form) -> None:
     asked: dict[str, Any] = {"devices": [1, 4], "kv": [64, 512]}
-    result = rt.explore(routed, over=asked, dtype="fp8", chip="l4", alpha=0.01, link="50 GB/s")
+    result = rt.tools.explore(
+        routed, over=asked, dtype="fp8", chip="l4", alpha=0.01, link="50 GB/s"
+    )
     assert [(cell.devices, cell.kv) for cell in result.cells] == [
         (1, 64), (1, 512), (4, 64), (4, 512),
     ]  # fmt: skip
     some = [cell for cell in result.cells if cell.batch is not None and cell.batch > 1]
     assert some
     around = sorted({cell.batch - less for cell in some for less in (0, 1)})
-    both = rt.explore(
+    both = rt.tools.explore(
         routed, over={**asked, "batch": around}, dtype="fp8", chip="l4", alpha=0.01, link="50 GB/s"
     )
     # One less does not reach it.
@@ -299,10 +301,10 @@ def test_the_least_batch_is_the_least(routed: rt.Form) -> None:
 
 
 @pytest.mark.slow
-def test_an_exploration_is_shown_and_drawn(routed: rt.Form, tmp_path: Path) -> None:
+def test_an_exploration_is_shown_and_drawn(routed: rt.types.Form, tmp_path: Path) -> None:
     over = {"devices": "1,4", "kv": [64]}
     plot = tmp_path / "field.png"
-    result = rt.explore(routed, over=over, dtype="fp8", chip="l4", link=1e9, plot=plot)
+    result = rt.tools.explore(routed, over=over, dtype="fp8", chip="l4", link=1e9, plot=plot)
     assert "16 routed experts in a layer" in str(result)
     assert len(result.to_rows()) == 2
     assert json.loads(json.dumps(result.to_dict()))["cells"][0]["devices"] == 1
@@ -322,16 +324,18 @@ def test_an_exploration_is_shown_and_drawn(routed: rt.Form, tmp_path: Path) -> N
     ],
 )
 def test_an_exploration_of_nothing_is_told(
-    routed: rt.Form, asked: dict[str, Any], message: str
+    routed: rt.types.Form, asked: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((ValueError, LookupError), match=message):
-        rt.explore(routed, **asked)
+        rt.tools.explore(routed, **asked)
 
 
 @pytest.mark.slow
 def test_a_step_without_experts_is_for_one_device(here: Path) -> None:
-    form = rt.form("config.json", over={"batch": range(1, 9), "kv": range(8, 17)}, phase="decode")
+    form = rt.tools.form(
+        "config.json", over={"batch": range(1, 9), "kv": range(8, 17)}, phase="decode"
+    )
     over = {"devices": [1], "kv": [16], "batch": [1, 8]}
-    assert rt.explore(form, over=over).experts == 1
+    assert rt.tools.explore(form, over=over).experts == 1
     with pytest.raises(ExploreError, match="no products of routed experts"):
-        rt.explore(form, over={**over, "devices": [2]})
+        rt.tools.explore(form, over={**over, "devices": [2]})

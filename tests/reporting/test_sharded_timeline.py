@@ -19,9 +19,9 @@ ROUNDING = 2e-6  # microseconds: starts and durations are rounded to the picosec
 
 
 @cache
-def traced(way: str, layers: int) -> rt.OpGraph:
+def traced(way: str, layers: int) -> rt.types.OpGraph:
     sizes, spread, again = WAYS[way]
-    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh(sizes) as mesh, torch.device("meta"):
         net = spread(Net(layers, again), mesh)
         return rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase="training")
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.rewriting.rewrites import REWRITES
+from rooftrace.costmodels.rewrites.rewrites import REWRITES
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.diff_command import _targets
-from rooftrace.reporting.sides import sides_of
+from rooftrace.reporting.commands.sides import sides_of
 from tests.reporting.conftest import Run
 
 WIDTH = 64
@@ -61,7 +61,9 @@ def test_sides_on_two_chips_under_two_execution_models(target: str) -> None:
     assert change.chips == ("a100-sxm-80", "h100-sxm")
     assert change.executions == ("eager", "efficient")
     alone = [
-        rt.estimate(target, chip="a100-sxm-80", execution=rt.execution_model("eager", knobs=None)),
+        rt.estimate(
+            target, chip="a100-sxm-80", execution=rt.tools.execution_model("eager", knobs=None)
+        ),
         rt.estimate(target, chip="h100-sxm"),
     ]
     time = change.phases[0].totals["time"]

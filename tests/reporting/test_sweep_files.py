@@ -12,7 +12,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting import stepforms, sweeps
+from rooftrace.reporting.commands import stepforms, sweeps
 
 pytestmark = pytest.mark.quick
 
@@ -24,8 +24,8 @@ def net() -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def form() -> rt.Form:
-    return rt.form(*net(), over={"0.0": range(2, 201)})
+def form() -> rt.types.Form:
+    return rt.tools.form(*net(), over={"0.0": range(2, 201)})
 
 
 def evaluations(monkeypatch: pytest.MonkeyPatch, stop_at: int | None = None) -> list[int]:
@@ -52,7 +52,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(
-    form: rt.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: rt.types.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeps, "_AT_ONCE", 50)
     out, asked = tmp_path / "sweep.csv", {"over": {"0.0": range(2, 201)}, "chip": ["l4", "a100"]}
@@ -80,7 +80,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(
     ids=str,
 )
 def test_parts_of_another_sweep_are_not_taken(
-    form: rt.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+    form: rt.types.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
 ) -> None:
     out, asked = tmp_path / "sweep.csv", {"over": {"0.0": [2, 4, 6, 200]}, "chip": ["h200-sxm"]}
     with monkeypatch.context() as patch:
@@ -95,7 +95,7 @@ def test_parts_of_another_sweep_are_not_taken(
 
 
 def test_a_part_that_is_cut_off_is_made_again(
-    form: rt.Form, tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+    form: rt.types.Form, tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, asked = tmp_path / "sweep.csv", {"over": {"0.0": range(2, 9)}}
     with monkeypatch.context() as patch:
@@ -107,7 +107,7 @@ def test_a_part_that_is_cut_off_is_made_again(
     assert rt.sweep(form, out=out, **asked).frame().equals(rt.sweep(form, **asked).frame())
 
 
-def test_parquet_and_csv_hold_the_frame(form: rt.Form, tmp_path: Path) -> None:
+def test_parquet_and_csv_hold_the_frame(form: rt.types.Form, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     asked: dict[str, Any] = {"over": {"0.0": range(2, 40)}, "chip": ["l4", "h200-sxm"]}
     frame = rt.sweep(form, out=tmp_path / "a.parquet", **asked).frame()
@@ -120,7 +120,7 @@ def test_parquet_and_csv_hold_the_frame(form: rt.Form, tmp_path: Path) -> None:
     assert (table["flops"] == frame["flops"]).all() and (table["t_est"] == frame["t_est"]).all()
 
 
-def test_another_kind_of_file_is_refused(form: rt.Form, tmp_path: Path) -> None:
+def test_another_kind_of_file_is_refused(form: rt.types.Form, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"a\.txt.*\.parquet or \.csv"):
         rt.sweep(form, over={"0.0": [3]}, out=tmp_path / "a.txt")
     assert not list(tmp_path.iterdir())
@@ -167,6 +167,6 @@ def test_a_size_that_stands_twice_is_refused() -> None:
 
 def test_a_size_that_the_model_does_not_take_says_so() -> None:
     pytest.importorskip("transformers")
-    with pytest.raises((RequestError, rt.TraceError)) as error:
+    with pytest.raises((RequestError, rt.types.TraceError)) as error:
         rt.sweep("gpt2", phase="prefill", over={"seq": [100, 5000]})
     assert "5,000" in str(error.value) or "5000" in str(error.value)

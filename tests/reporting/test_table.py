@@ -6,7 +6,7 @@ import pytest
 
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.renderers import words
-from rooftrace.reporting.text.results import as_text, renderable
+from rooftrace.reporting.views.results import as_text, renderable
 from tests.costmodels.batch_support import times_of_kernels
 from tests.reporting.report_support import ROPE, made_report
 
@@ -99,7 +99,7 @@ def test_coverage_is_always_said():
 def test_an_op_without_a_rule_is_named_with_its_stub():
     text = str(made_report(unsupported=(ROPE,)))
     assert "no rule: mylib.rope.default x24" in text
-    assert '@rooftrace.rule("mylib.rope")' in text
+    assert '@rooftrace.extend.rule("mylib.rope")' in text
     assert "100 % of bytes" not in text
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.timelines import steps_of
+from rooftrace.reporting.commands.timelines import steps_of
 from tests.reporting.conftest import Run
 
 NET = """
@@ -28,8 +28,8 @@ COMMANDS = {
     "diff": ("diff", "net.py:build", "net.py:wide", *FORWARD),
     "roofline": ("roofline", "net.py:build", "net.py:wide", *FORWARD),
     "explain": ("explain", "net.py:build", *FORWARD),
-    "census": ("census", "net.py:build", *FORWARD),
-    "nodes": ("nodes", "net.py:build", *FORWARD),
+    "census": ("report", "net.py:build", "--table", "census", *FORWARD),
+    "nodes": ("report", "net.py:build", "--table", "nodes", *FORWARD),
     "sweep": ("sweep", "net.py:build", "--over", "batch=1..64", *FORWARD),
     "solve": ("solve", "net.py:build", "--step", "1ms", "--over", "1..64", *FORWARD),
     "sensitivity": ("sensitivity", "net.py:build", "--over", "batch=16", *FORWARD),
@@ -105,5 +105,5 @@ def test_another_ending_is_refused_before_any_work(here: Path, run: Run) -> None
 
 
 def test_a_result_without_steps_says_so() -> None:
-    with pytest.raises(rt.RequestError, match="Chip: no step is in it"):
+    with pytest.raises(rt.types.RequestError, match="Chip: no step is in it"):
         steps_of(rt.load_chip("l4"))

@@ -14,12 +14,12 @@ import pytest
 import rooftrace as rt
 from rooftrace._plain import Plain
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.reporting.renderers import as_page, model as view, units
-from rooftrace.reporting.renderers.model import Cell, Column, Note, Section, Table, View
+from rooftrace.reporting.renderers import as_page, units, view
+from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
 from rooftrace.reporting.sections.builders import SectionError
 from rooftrace.reporting.sections.report_json import report_schema, schema_of
 from rooftrace.reporting.sections.results import Results
-from rooftrace.reporting.text.results import VIEWS, as_markdown, as_text, view_of
+from rooftrace.reporting.views.results import VIEWS, as_markdown, as_text, view_of
 from tests.reporting.report_support import made_report
 
 JOULE = units.Unit("J", "number", lambda energy: f"{energy:.1f} J")
@@ -31,7 +31,7 @@ def energy() -> Iterator[None]:
 
     with own_rules():
 
-        @rt.section("energy")
+        @rt.extend.section("energy")
         def build(results: Results) -> Section:
             columns = (Column("phase", units.TEXT, "energy"), Column("joule", JOULE, "at 700 W"))
             rows = [{"phase": e.phase, "joule": 700 * e.t_est} for e in results.broken_down()]
@@ -62,12 +62,17 @@ def test_a_section_from_outside_stands_on_every_output(energy: None) -> None:
 
 
 def a_table(*rows: object, on: str = "both") -> Section:
-    columns = (rt.Column("name", rt.units.TEXT, "Name"), rt.Column("moved", rt.units.BYTE, "HBM"))
-    return rt.Section(title="Mine", parts=[rt.Table(columns=columns, rows=rows, on=on)])
+    columns = (
+        rt.extend.Column("name", rt.extend.units.TEXT, "Name"),
+        rt.extend.Column("moved", rt.extend.units.BYTE, "HBM"),
+    )
+    return rt.extend.Section(
+        title="Mine", parts=[rt.extend.Table(columns=columns, rows=rows, on=on)]
+    )
 
 
 SECTIONS_THAT_CANNOT_BE_SHOWN = {
-    "nothing": (lambda r: None, "it returned None; expected a rooftrace.Section"),
+    "nothing": (lambda r: None, "it returned None; expected a rooftrace.extend.Section"),
     "an error": (lambda r: {}["joule"], "KeyError: 'joule'"),
     "text for bytes": (
         lambda r: a_table({"name": "a", "moved": 2}, {"name": "b", "moved": "2 GB"}),
@@ -101,7 +106,7 @@ SECTIONS_THAT_CANNOT_BE_SHOWN = {
 def test_a_section_that_cannot_be_shown_is_named_with_its_function(case: str) -> None:
     build, said = SECTIONS_THAT_CANNOT_BE_SHOWN[case]
     with own_rules():
-        rt.section("mine")(build)
+        rt.extend.section("mine")(build)
         with pytest.raises(SectionError) as error:
             str(made_report())
     owner = f"(tests.reporting.test_view.<lambda>:{build.__code__.co_firstlineno})"
@@ -110,7 +115,9 @@ def test_a_section_that_cannot_be_shown_is_named_with_its_function(case: str) ->
 
 def test_a_blank_cell_and_a_dash_are_asked_for() -> None:
     with own_rules():
-        rt.section("mine")(lambda r: a_table({"name": "", "moved": None}, {"name": 3, "moved": ""}))
+        rt.extend.section("mine")(
+            lambda r: a_table({"name": "", "moved": None}, {"name": 3, "moved": ""})
+        )
         page = as_markdown(made_report())
     assert page.count("|      |   – |\n| 3    |     |\n") == 1, page[page.index("## Mine") :][:150]
 
@@ -125,7 +132,7 @@ def test_a_blank_cell_and_a_dash_are_asked_for() -> None:
 )
 def test_a_section_that_would_stand_nowhere_is_refused(arguments: tuple, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        rt.section(*arguments)
+        rt.extend.section(*arguments)
 
 
 def test_a_report_without_added_sections_has_no_such_key() -> None:
@@ -135,8 +142,8 @@ def test_a_report_without_added_sections_has_no_such_key() -> None:
 def test_two_sections_of_one_name_are_refused(energy: None) -> None:
     twice = r"section 'energy' already is there, tests\.reporting\.test_view\.energy.*second one"
     with pytest.raises(ValueError, match=twice):
-        rt.section("energy")(lambda results: Section())
-    rt.section("energy", override=True)(lambda results: Section(title="None"))
+        rt.extend.section("energy")(lambda results: Section())
+    rt.extend.section("energy", override=True)(lambda results: Section(title="None"))
     assert "\n## Energy\n" not in as_markdown(made_report())
 
 

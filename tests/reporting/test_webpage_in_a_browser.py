@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.hardware.units import format_capacity, format_time
-from rooftrace.reporting.hypertext import report_page, result_page
-from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.html import report_page, result_page
+from rooftrace.reporting.renderers import units, view
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("ROOFTRACE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), "")

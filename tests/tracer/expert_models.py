@@ -63,7 +63,7 @@ def spread_graph(
     """The graph of one process of a mesh; {} is the plain model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    over = rt.fake_mesh(huggingface.processes(mesh)) if mesh else nullcontext()
+    over = rt.tools.fake_mesh(huggingface.processes(mesh)) if mesh else nullcontext()
     with over, torch.device("meta"):
         settings = dict(config)
         model = AutoModelForCausalLM.from_config(

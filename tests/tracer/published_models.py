@@ -79,8 +79,8 @@ def cached(model: Published) -> int | None:
         return None
     sizes = []
     for length in model.lengths:
-        request = rt.Request(batch=1, kv=length)
-        graph = rt.trace_target(model.config, ["decode"], request)["decode"]
+        request = rt.types.Request(batch=1, kv=length)
+        graph = rt.tools.trace_target(model.config, ["decode"], request)["decode"]
         sizes.append(rt.estimate(graph, "h200-sxm").memory.kv)
     size, rest = divmod(sizes[1] - sizes[0], model.lengths[1] - model.lengths[0])
     assert not rest, model.folder

@@ -45,7 +45,7 @@ class Scattered(Gathered):
 
 
 def costs(kind: type[Gathered], fused: bool) -> Any:
-    with rt.fake_mesh({"tp": RANKS}), torch.device("meta"):
+    with rt.tools.fake_mesh({"tp": RANKS}), torch.device("meta"):
         x = torch.zeros(ROWS, INNER, dtype=torch.bfloat16)
         graph = rt.trace(kind(fused), x)
     return rt.estimate(graph, execution="eager", system="dgx-h100")

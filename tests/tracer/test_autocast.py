@@ -91,7 +91,7 @@ def test_the_precision_of_a_result_is_that_on_a_gpu(
     assert not torch.is_autocast_enabled("cuda")
 
 
-def casts(graph: rt.OpGraph, part: str = "forward") -> list[tuple[str, str]]:
+def casts(graph: rt.types.OpGraph, part: str = "forward") -> list[tuple[str, str]]:
     """(from, to) of each change of precision."""
     made = [op for op in graph.ops if op.name == "aten._to_copy" and op.part == part]
     return [
@@ -101,7 +101,7 @@ def casts(graph: rt.OpGraph, part: str = "forward") -> list[tuple[str, str]]:
     ]
 
 
-def products(graph: rt.OpGraph, part: str) -> list[str]:
+def products(graph: rt.types.OpGraph, part: str) -> list[str]:
     """The precision of each product's result."""
     made = [op for op in graph.ops if op.part == part and op.name in ("aten.addmm", "aten.mm")]
     return [graph.values[op.outputs[0]].dtype for op in made]

@@ -17,7 +17,7 @@ def flops(run: Any, *args: Any) -> int:
     return rt.estimate(rt.trace(run, *args), execution="eager").flops_matrix
 
 
-def weights_in(graph: rt.OpGraph) -> set[tuple[str, tuple[int, ...]]]:
+def weights_in(graph: rt.types.OpGraph) -> set[tuple[str, tuple[int, ...]]]:
     read = {i for op in graph.ops if op.name in ("aten.addmm", "aten.t") for i in op.inputs}
     values = [graph.values[i] for i in read]
     return {(value.name, value.shape) for value in values if value.role == "weights" and value.name}

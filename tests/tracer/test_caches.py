@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.inputs.calls import call_inputs
-from rooftrace.tracer.metacopies import tensors_in
 from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.values import tensors_in
 
 IDS = torch.randint(0, 16, (2, 5))
 
@@ -48,11 +48,11 @@ class Recurrent(nn.Module):
         return self.output(state @ self.table.weight.mT, [state])
 
 
-def usual(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, rt.OpGraph]:
+def usual(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, rt.types.OpGraph]:
     return trace_phases(module, call_inputs(module, args, kwargs))
 
 
-def cached(graph: rt.OpGraph) -> list[tuple[int, ...]]:
+def cached(graph: rt.types.OpGraph) -> list[tuple[int, ...]]:
     return [graph.values[i].shape for i in graph.external if graph.values[i].role == "kv"]
 
 
@@ -134,7 +134,7 @@ def test_hidden_states_in_a_tuple_are_no_cache() -> None:
     returned = r"\(float32\[2, 5\], \(float32\[2, 5, 8\], float32\[2, 5, 8\]\)\)"
     again = r"\(float32\[2, 1\], \(float32\[2, 1, 8\], float32\[2, 1, 8\]\)\)"
     with pytest.raises(
-        rt.RequestError,
+        rt.types.RequestError,
         match=rf"decode of States: its forward returned {returned}, in which no cache is recognised"
         rf"; item 1 passed back as cache returns {again}\.  A cache is an output with the name",
     ):
@@ -160,7 +160,7 @@ def test_hidden_states_in_a_tuple_are_no_cache() -> None:
 )
 def test_without_a_cache_the_error_says_what_was_returned_and_tried(output: Any, said: str) -> None:
     for phase in ("prefill", "decode"):
-        with pytest.raises(rt.RequestError, match=said):
+        with pytest.raises(rt.types.RequestError, match=said):
             rt.trace(Attends(output), IDS, phase=phase)
 
 
@@ -169,7 +169,7 @@ def test_which_of_several_arguments_takes_a_cache_is_not_guessed() -> None:
         def forward(self, ids: Tensor, a: Any = None, b: Any = None) -> Any:
             return super().forward(ids, a, b)
 
-    with pytest.raises(rt.RequestError, match="which of a, b takes it, no name says"):
+    with pytest.raises(rt.types.RequestError, match="which of a, b takes it, no name says"):
         rt.trace(Unclear(UNNAMED["a tuple"]), IDS, phase="decode")
 
 

@@ -85,7 +85,9 @@ def test_a_call_inside_sees_what_it_sees_outside(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_call_inside_of_what_cannot_be_left_is_refused(name: str) -> None:
     around, words = REFUSED[name]
-    with pytest.raises(rt.RequestError, match=f"inside of .*{words}.*: call rooftrace outside"):
+    with pytest.raises(
+        rt.types.RequestError, match=f"inside of .*{words}.*: call rooftrace outside"
+    ):
         around(lambda: rt.trace(NET, X, phase="training"))
 
 

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.tracer.graph.records import Op
+from rooftrace.graph.records import Op
 from tests.releases import TORCH
 
 X = torch.ones(2, 8)
 
 
-def ops_of(graph: rt.OpGraph, part: str) -> list[Op]:
+def ops_of(graph: rt.types.OpGraph, part: str) -> list[Op]:
     return [op for op in graph.ops if op.part == part]
 
 
-def matmul_flops(graph: rt.OpGraph, *counts: str) -> int:
+def matmul_flops(graph: rt.types.OpGraph, *counts: str) -> int:
     return rt.plan(graph, "eager").total.flops(("matmul",), counts or ("useful",))
 
 

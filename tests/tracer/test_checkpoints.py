@@ -14,9 +14,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import rooftrace as rt
-from rooftrace.tracer.inventory import CheckpointDiff, compare_checkpoints
-from rooftrace.tracer.weights import CheckpointError
-from rooftrace.tracer.weights.torchfile import SLICE, Stored
+from rooftrace.tracer.targets import CheckpointError
+from rooftrace.tracer.targets.checkpoints import SLICE, Stored
+from rooftrace.weights import CheckpointDiff, compare_checkpoints
 
 pytestmark = pytest.mark.quick
 
@@ -248,16 +248,18 @@ def test_a_tensor_that_was_zero_drifts_without_bound(tmp_path: Path) -> None:
 )
 def test_conditions_that_checkpoints_do_not_have(condition: str, tmp_path: Path) -> None:
     result = compared(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)})
-    with pytest.raises(rt.RequestError, match="--fail-on"):
+    with pytest.raises(rt.types.RequestError, match="--fail-on"):
         result.violations([condition])
 
 
 def test_what_is_no_pair_of_checkpoints_is_refused(tmp_path: Path) -> None:
     before, after = written(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)})
     for other in ("gpt2", torch.nn.ReLU()):
-        with pytest.raises(rt.RequestError, match="of two kinds"):
+        with pytest.raises(rt.types.RequestError, match="of two kinds"):
             rt.diff(before, other)
-    with pytest.raises(rt.RequestError, match=r"chip, phases, batch: a checkpoint has weights"):
+    with pytest.raises(
+        rt.types.RequestError, match=r"chip, phases, batch: a checkpoint has weights"
+    ):
         rt.diff(before, after, chip="l4", phases=["decode"], batch=3)
     with pytest.raises(CheckpointError, match="there is no such file"):
         rt.diff(before, tmp_path / "nope.safetensors")

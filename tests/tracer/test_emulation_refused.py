@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rooftrace.tracer.fake_cuda import DeviceError
+from rooftrace.scripts.fake_cuda import DeviceError
 from tests.tracer.emulated_device import h100
 
 pytestmark = pytest.mark.quick
@@ -192,7 +192,7 @@ def test_a_kernel_of_triton_fails_by_its_name(
             jit = importlib.import_module("triton.runtime.jit")
             kernel = jit.JITFunction(add_kernel)
             with pytest.raises(
-                DeviceError, match=r"the Triton kernel add_kernel at .*rooftrace.rule"
+                DeviceError, match=r"the Triton kernel add_kernel at .*rooftrace.extend.rule"
             ):
                 kernel[(1,)](1.0)
         assert kernel[(1,)](1.0) == "launched"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._triton import has_triton, has_triton_package
 
-from rooftrace.tracer.fake_cuda import DeviceError
+from rooftrace.scripts.fake_cuda import DeviceError
 from tests.tracer.emulated_device import h100
 
 pytestmark = pytest.mark.quick
@@ -75,7 +75,9 @@ def test_kernels_are_defined_and_fail_by_their_name_when_launched(modules: Any) 
     with h100() as device:
         home = modules("kernels_of_test")
         for kernel, name in ((home.add_kernel, "add_kernel"), (home.tuned_kernel, "tuned_kernel")):
-            with pytest.raises(DeviceError, match=rf"the Triton kernel {name} at .*rooftrace.rule"):
+            with pytest.raises(
+                DeviceError, match=rf"the Triton kernel {name} at .*rooftrace.extend.rule"
+            ):
                 kernel[(1,)](1.0)
         assert home.tuned_kernel.configs[0].all_kwargs() == {
             "BLOCK": 64,

@@ -124,7 +124,7 @@ def test_exchanges_by_the_kernels_of_deepep_take_their_measured_seconds(how: str
     config, experts, chosen, layers = CONFIGS["deepseek"]
     system = load_system("dgx-h100")
     graph = spread_graph(config, {"dp": 8, "ep": 8}, "prefill", 2, 32)
-    model = rt.execution_model("serving", exchange=how)
+    model = rt.tools.execution_model("serving", exchange=how)
     made = rt.estimate(graph, chip=system.joined_chip, execution=model)
     mode = {"deepep": "normal"}.get(how, "low-latency")
     for way in ("dispatch", "combine"):
@@ -155,7 +155,7 @@ def test_more_ranks_than_were_measured_are_said() -> None:
     config, _, _, _ = CONFIGS["deepseek"]
     wide = {**config, "n_routed_experts": 128}
     graph = spread_graph(wide, {"dp": 128, "ep": 128}, "decode", 4, 3)
-    model = rt.execution_model("serving", exchange="deepep-low-latency")
+    model = rt.tools.execution_model("serving", exchange="deepep-low-latency")
     made = rt.estimate(graph, chip=load_system("dgx-h100").joined_chip, execution=model)
     beyond = {row.beyond for row in made.communication if "dispatch" in row.kind}
     assert beyond == {"128 ranks; measured up to 64"}

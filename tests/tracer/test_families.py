@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import FAMILIES
-from rooftrace.costmodels.planning.plans import plan
 from tests.releases import TRANSFORMERS, with_implementations
 
 # Transformers 4 gives the parts of its ViT other names.
@@ -19,12 +19,12 @@ if TRANSFORMERS < (5, 17):
     VIT_ATTENTION, VIT_DENSE = {"query", "key", "value"}, {"dense"}
 
 
-def classified(*args: Any, **kwargs: Any) -> rt.OpGraph:
+def classified(*args: Any, **kwargs: Any) -> rt.types.OpGraph:
     """A traced graph, each op with its family."""
     return plan(rt.trace(*args, **kwargs), "eager").graph
 
 
-def products(graph: rt.OpGraph) -> dict[str, set[str]]:
+def products(graph: rt.types.OpGraph) -> dict[str, set[str]]:
     """Families of matrix products and convolutions, with the last step of their modules' paths."""
     found: dict[str, set[str]] = {}
     for op in graph.ops:
@@ -269,7 +269,7 @@ class Stack(nn.Module):
         return self.norm_head(x)
 
 
-def flop_shares(graph: rt.OpGraph) -> dict[str, float]:
+def flop_shares(graph: rt.types.OpGraph) -> dict[str, float]:
     """Share of the FLOPs by family, of what does any."""
     estimate = rt.estimate(graph, execution="eager")
     entries = estimate.by_family().items()

@@ -93,9 +93,9 @@ def test_a_functions_arguments_are_checked_by_its_signature() -> None:
         return x * scale
 
     assert rt.trace(scaled, X, scale=2.0).ops[-1].arguments["other"] == 2.0
-    with pytest.raises(rt.RequestError, match="scaled: missing a required argument: 'x'"):
+    with pytest.raises(rt.types.RequestError, match="scaled: missing a required argument: 'x'"):
         rt.trace(scaled)
-    with pytest.raises(rt.RequestError, match="did you mean 'scale'"):
+    with pytest.raises(rt.types.RequestError, match="did you mean 'scale'"):
         rt.trace(scaled, X, scael=2.0)
 
 

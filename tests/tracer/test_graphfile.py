@@ -12,19 +12,19 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.graph.file import SCHEMA, GraphFileError, load_graphs, looks_saved
+from rooftrace.graph.records import Assumption
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.graph.file import SCHEMA, GraphFileError, load_graphs, looks_saved
-from rooftrace.tracer.graph.records import Assumption
 
 
 @pytest.fixture
-def graph(model: Callable[..., Any]) -> rt.OpGraph:
+def graph(model: Callable[..., Any]) -> rt.types.OpGraph:
     case = model("control_flow")
     return rt.trace(case.module, phase="training", **case.kwargs)
 
 
 @pytest.mark.parametrize("name", ["graph.json", "graph.json.gz"])
-def test_a_saved_graph_comes_back_equal(name: str, graph: rt.OpGraph, tmp_path: Path) -> None:
+def test_a_saved_graph_comes_back_equal(name: str, graph: rt.types.OpGraph, tmp_path: Path) -> None:
     rt.save(graph, tmp_path / name)
     assert rt.load(tmp_path / name) == graph
     assert looks_saved(tmp_path / name)
@@ -114,7 +114,7 @@ def _of_a_later_version(content: bytes) -> bytes:
     ],
 )
 def test_a_damaged_file_is_refused_by_name(
-    damage: Callable[[bytes], bytes], message: str, graph: rt.OpGraph, tmp_path: Path
+    damage: Callable[[bytes], bytes], message: str, graph: rt.types.OpGraph, tmp_path: Path
 ) -> None:
     path = tmp_path / "graph.json.gz"
     rt.save(graph, path)
@@ -124,7 +124,9 @@ def test_a_damaged_file_is_refused_by_name(
     assert str(path) in str(caught.value)
 
 
-def test_a_graph_that_breaks_its_own_rules_is_refused(graph: rt.OpGraph, tmp_path: Path) -> None:
+def test_a_graph_that_breaks_its_own_rules_is_refused(
+    graph: rt.types.OpGraph, tmp_path: Path
+) -> None:
     path = tmp_path / "graph.json"
     rt.save(graph.replace(outputs=(len(graph.values),)), path)
     with pytest.raises(ValueError, match=r"graph input or output \d+ is not there"):
@@ -139,7 +141,7 @@ def test_other_files_do_not_look_saved(content: bytes, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_write_leaves_the_old_file(
-    graph: rt.OpGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graph: rt.types.OpGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "graph.json"
     path.write_text("old")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.formulas import GraphForm, StructureError, Survey
-from rooftrace.tracer.formulas.forms import RecordForm
+from rooftrace.graph.formulas import GraphForm, StructureError, Survey
+from rooftrace.graph.formulas.forms import RecordForm
 from tests.tracer.conftest import DEEPSEEK, TEXT, config
 
 PLACES = {
@@ -52,7 +52,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_equals_traces(
-    form: rt.Form, source: Any, levels: Mapping[str, Any], count: int, phase: str, *args: Any
+    form: rt.types.Form, source: Any, levels: Mapping[str, Any], count: int, phase: str, *args: Any
 ) -> None:
     """The form gives what is traced at random sizes of these levels."""
     draw = random.Random(count)
@@ -72,7 +72,7 @@ def assert_equals_traces(
 def test_the_graph_at_any_size_is_its_trace(family: str, phase: str, folder: Path) -> None:
     source = target(folder, family)
     levels = {"batch": range(1, 17), ("kv" if phase == "decode" else "seq"): range(2, 100)}
-    form = rt.form(source, phase=phase, over=levels)
+    form = rt.tools.form(source, phase=phase, over=levels)
     assert form.regimes and all(
         regime.form.samples and len(regime.proven) > 2
         for regime in form.regimes
@@ -85,7 +85,7 @@ def test_the_graph_at_any_size_is_its_trace(family: str, phase: str, folder: Pat
 def test_layers_are_a_size(folder: Path) -> None:
     source = target(folder, "llama")
     name = "config.num_hidden_layers"
-    form = rt.form(source, phase="decode", over={name: range(3, 12)}, kv=50, batch=2)
+    form = rt.tools.form(source, phase="decode", over={name: range(3, 12)}, kv=50, batch=2)
     for layers in (4, 11):
         made = form.graph(**{name: layers})
         traced = rt.trace(source, phase="decode", kv=50, batch=2, settings={name: layers})
@@ -127,7 +127,7 @@ def traced_with(module: nn.Module, rows: int) -> Any:
 
 def test_a_branch_on_a_size_is_found_by_halving() -> None:
     module = Branching()
-    form = rt.form(module, torch.empty(4, 8), over={"0.0": range(2, 200)})
+    form = rt.tools.form(module, torch.empty(4, 8), over={"0.0": range(2, 200)})
     edges = sorted((regime.low[0], regime.high[0]) for regime in form.regimes)
     assert edges == [(2, 37), (38, 199)]
     for rows in (2, 36, 37, 38, 39, 150, 199):
@@ -137,7 +137,7 @@ def test_a_branch_on_a_size_is_found_by_halving() -> None:
 @pytest.mark.parametrize("levels", [range(1, 65), range(8, 257, 8), (8, 16, 24, 32, 40, 64, 128)])
 def test_padding_never_gives_another_graph_than_the_trace(levels: Any) -> None:
     module = Padded()
-    form = rt.form(module, torch.empty(8, 8), over={"0.0": levels})
+    form = rt.tools.form(module, torch.empty(8, 8), over={"0.0": levels})
     for rows in (8, 9, 15, 16, 17, 40, 63, 64):
         assert form.graph(**{"0.0": rows}) == traced_with(module, rows)
 
@@ -159,14 +159,14 @@ class Pooled(nn.Module):
 
 def test_sizes_in_steps_are_those_that_are_traced() -> None:
     module, image = Pooled(), torch.empty(2, 3, 32, 32)
-    form = rt.form(module, image, over={"0.3": range(32, 257, 4), "batch": range(1, 9)})
+    form = rt.tools.form(module, image, over={"0.3": range(32, 257, 4), "batch": range(1, 9)})
     for batch, side in ((1, 32), (5, 100), (8, 256)):
         made = form.graph(**{"0.3": side, "batch": batch})
         assert made == rt.trace(module, torch.empty(batch, 3, 32, side))
     result = rt.sweep(module, image, over={"0.3": range(32, 257, 4), "batch": (1, 8)})
     assert len(result) == 57 * 8 and not result.cliffs("batch")[100:]
     result.crossings("0.3")
-    with pytest.raises((rt.TraceError, ValueError), match="multiples of 4"):
+    with pytest.raises((rt.types.TraceError, ValueError), match="multiples of 4"):
         form.graph(**{"0.3": 34, "batch": 2})
 
 
@@ -239,7 +239,7 @@ def test_few_traces_prove_less_not_something_wrong() -> None:
 
 
 def test_a_graph_form_says_where_it_is_from() -> None:
-    form = rt.form(Branching(), torch.empty(4, 8), over={"0.0": range(2, 30)})
+    form = rt.tools.form(Branching(), torch.empty(4, 8), over={"0.0": range(2, 30)})
     assert all(isinstance(regime.form, GraphForm) for regime in form.regimes)
     assert "regimes from" in repr(form) and form.where()
 

@@ -130,13 +130,13 @@ def step(model: nn.Module, x: Tensor) -> None:
     model(x).sum().backward()
 
 
-def captured(model: nn.Module) -> rt.OpGraph:
+def captured(model: nn.Module) -> rt.types.OpGraph:
     with rt.capture(model) as capture:
         step(model, X)
     return capture.graph
 
 
-WAYS: dict[str, Callable[[nn.Module], rt.OpGraph]] = {
+WAYS: dict[str, Callable[[nn.Module], rt.types.OpGraph]] = {
     "step": lambda model: rt.trace(step, model, X),
     "capture": captured,
     "phase": lambda model: rt.trace(
@@ -265,7 +265,9 @@ def test_a_function_of_leaves_that_calls_backward_is_a_step(
 
 def test_a_phase_without_gradients_says_that_the_code_calls_backward() -> None:
     weight, x = torch.ones(16, 8, requires_grad=True), torch.ones(4, 16)
-    with pytest.raises(rt.RequestError, match="forward of gradient runs without gradients, and"):
+    with pytest.raises(
+        rt.types.RequestError, match="forward of gradient runs without gradients, and"
+    ):
         rt.trace(gradient, weight, x, phase="forward")
 
     class Own(nn.Module):
@@ -276,11 +278,13 @@ def test_a_phase_without_gradients_says_that_the_code_calls_backward() -> None:
         def forward(self, x: Tensor) -> Any:
             return gradient(self.weight, x)
 
-    with pytest.raises(rt.RequestError, match=r"rooftrace\.trace\(lambda module, x: module\(x\)"):
+    with pytest.raises(
+        rt.types.RequestError, match=r"rooftrace\.trace\(lambda module, x: module\(x\)"
+    ):
         rt.trace(Own(), x)
     graph = rt.trace(lambda module, x: module(x), Own(), x)
     assert [op.part for op in graph.ops if op.name == "aten.mm"] == ["forward", "backward"]
-    with pytest.raises(rt.TraceError, match="does not require grad"):
+    with pytest.raises(rt.types.TraceError, match="does not require grad"):
         rt.trace(gradient, torch.ones(16, 8), x)
 
 

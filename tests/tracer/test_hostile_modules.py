@@ -79,7 +79,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = _made["KINDS"]
 PRODUCT = 2 * 4 * 8 * 8
 
 
-def _products(graph: rt.OpGraph) -> int:
+def _products(graph: rt.types.OpGraph) -> int:
     return rt.estimate(graph, chip="l4").plan.total.flops(MATRIX, DENSE)
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.inventory.records import merged
-from rooftrace.tracer.inventory.taking import statistics_of
+from rooftrace.weights.inventory import merged
+from rooftrace.weights.taking import statistics_of
 
 pytestmark = pytest.mark.quick
 
@@ -313,20 +313,20 @@ def test_parameters_of_two_models_side_by_side() -> None:
     assert result.unchanged == 1
     assert result.violations(["params>100%"]) and not result.violations(["params>200%"])
     assert rt.diff(before, before).modules == ()  # type: ignore[union-attr]
-    with pytest.raises(rt.RequestError, match="time>1%"):
+    with pytest.raises(rt.types.RequestError, match="time>1%"):
         result.violations(["time>1%"])
 
 
 def test_what_has_no_inventory_is_refused() -> None:
-    with pytest.raises(rt.RequestError, match="expected a torch"):
+    with pytest.raises(rt.types.RequestError, match="expected a torch"):
         rt.inventory(3)
-    with pytest.raises(rt.RequestError, match="a config has no weights"):
+    with pytest.raises(rt.types.RequestError, match="a config has no weights"):
         rt.inventory("gpt2", weights=True)
-    with pytest.raises(rt.RequestError, match="is built already"):
+    with pytest.raises(rt.types.RequestError, match="is built already"):
         rt.inventory(nn.ReLU(), trust_remote_code=True)
-    with pytest.raises(rt.TargetError):
+    with pytest.raises(rt.types.TargetError):
         rt.inventory("no.such:thing")
-    with pytest.raises(rt.RequestError, match="of two kinds"):
+    with pytest.raises(rt.types.RequestError, match="of two kinds"):
         rt.diff(rt.inventory(nn.ReLU()), nn.ReLU())
 
 

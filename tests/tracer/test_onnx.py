@@ -154,9 +154,9 @@ def test_the_module_computes_what_the_graph_says(made: Any, tmp_path: Path) -> N
 
 def test_a_dimension_without_a_size_is_named(tmp_path: Path) -> None:
     _, path = block(tmp_path)
-    with pytest.raises(rt.RequestError, match=r"how large batch of x\[batch, seq, 32\] is"):
+    with pytest.raises(rt.types.RequestError, match=r"how large batch of x\[batch, seq, 32\] is"):
         rt.trace(path, phase="forward")
-    with pytest.raises(rt.RequestError, match="numbers are fixed"):
+    with pytest.raises(rt.types.RequestError, match="numbers are fixed"):
         rt.trace(path, inputs={"x": "4,24,33"}, phase="forward")
 
 
@@ -167,7 +167,7 @@ def test_ops_that_are_not_read_are_named(tmp_path: Path) -> None:
     ]
     x = helper.make_tensor_value_info("x", kinds.FLOAT, [2])
     path = saved(nodes, [x], {}, tmp_path / "odd.onnx")
-    with pytest.raises(rt.TargetError, match="NonMaxSuppression x1, mine::Frobnicate x1"):
+    with pytest.raises(rt.types.TargetError, match="NonMaxSuppression x1, mine::Frobnicate x1"):
         rt.trace(path, phase="forward")
 
 
@@ -204,7 +204,7 @@ def test_data_beside_the_file_is_never_opened(
 def test_another_file_is_refused(raw: bytes, words: str, tmp_path: Path) -> None:
     path = tmp_path / "a.onnx"
     path.write_bytes(raw)
-    with pytest.raises(rt.TargetError, match=words):
+    with pytest.raises(rt.types.TargetError, match=words):
         rt.trace(path, phase="forward")
 
 
@@ -227,5 +227,5 @@ def test_without_the_package_one_line_says_what_to_install(
 
     path = cnn(tmp_path)[1]
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(rt.TargetError, match=r"pip install 'rooftrace\[onnx\]'"):
+    with pytest.raises(rt.types.TargetError, match=r"pip install 'rooftrace\[onnx\]'"):
         rt.trace(path, batch=2, phase="forward")

@@ -59,7 +59,7 @@ def test_a_file_is_named_in_one_line(name: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields))
     for ask in (rt.inventory, lambda p: rt.estimate(p, chip="h100-sxm")):
-        with pytest.raises(rt.TargetError, match=named) as error:
+        with pytest.raises(rt.types.TargetError, match=named) as error:
             ask(str(path))
         assert "\n" not in str(error.value) and str(path) in str(error.value)
 
@@ -109,7 +109,7 @@ def test_a_library_builds_its_own(tmp_path: Path) -> None:
     e = rt.estimate(str(path), inputs={"input": "8,16:fp32"}, chip="h100-sxm")
     assert e.macs == 8 * 16 * 4
     path.write_text(json.dumps({"_class_name": "Library", "width": 16}))
-    with pytest.raises(rt.TargetError, match="'Library' is no model of diffusers"):
+    with pytest.raises(rt.types.TargetError, match="'Library' is no model of diffusers"):
         rt.inventory(str(path))
 
 
@@ -180,7 +180,7 @@ def test_a_gguf_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     for content, named in ((b"GGML", "expected a GGUF file"), (b"GGUF\3\0\0\0", "cannot be read")):
         path.write_bytes(content)
-        with pytest.raises(rt.TargetError, match=named):
+        with pytest.raises(rt.types.TargetError, match=named):
             rt.inventory(str(path))
 
 
@@ -188,5 +188,5 @@ def test_a_gguf_file_without_its_library(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(rt.TargetError, match="pip install 'rooftrace"):
+    with pytest.raises(rt.types.TargetError, match="pip install 'rooftrace"):
         rt.inventory(str(path))

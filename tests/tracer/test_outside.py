@@ -167,7 +167,7 @@ def announced() -> nn.Module:
     return Outer().eval()
 
 
-def flops(graph: rt.OpGraph) -> int:
+def flops(graph: rt.types.OpGraph) -> int:
     return rt.plan(graph, "eager").total.flops(("matmul",))
 
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion import plan
 from rooftrace.costmodels.ops import MATRIX
-from rooftrace.costmodels.planning import plan
-from rooftrace.tracer.graph import load_graphs, save_graphs
+from rooftrace.graph import load_graphs, save_graphs
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -32,7 +32,7 @@ def offsets_of(lengths: Sequence[int], dtype: torch.dtype = torch.int64) -> Tens
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
 
 
-def counted(graph: rt.OpGraph, counts: Sequence[str], part: str = "forward") -> int:
+def counted(graph: rt.types.OpGraph, counts: Sequence[str], part: str = "forward") -> int:
     """FLOP of matrix work in attention."""
     planned = plan(graph, "eager")
     return sum(
@@ -43,7 +43,7 @@ def counted(graph: rt.OpGraph, counts: Sequence[str], part: str = "forward") -> 
     )
 
 
-def dense(graph: rt.OpGraph, part: str = "forward") -> int:
+def dense(graph: rt.types.OpGraph, part: str = "forward") -> int:
     return counted(graph, ("useful", "masked"), part)
 
 
@@ -143,7 +143,7 @@ CASES: list[tuple[list[int], list[int], tuple[int, int]]] = [
 def varlen_graph(
     lengths: Sequence[int], keys: Sequence[int], window: tuple[int, int] = (-1, -1),
     heads: tuple[int, int] = (8, 8), widths: tuple[int, int] = (64, 64), **how: Any,
-) -> rt.OpGraph:  # fmt: skip
+) -> rt.types.OpGraph:  # fmt: skip
     starts, ends = offsets_of(lengths, torch.int32), offsets_of(keys, torch.int32)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def test_ops_of_flash_attn_count_by_their_offsets() -> None:
 def seconds(lengths: Sequence[int], chip: str = "h100-sxm") -> float:
     """Of the attention kernel alone."""
     graph = rt.trace(Jagged(), rows_of(lengths), offsets_of(lengths))
-    rows = rt.estimate(graph, chip, rt.execution_model("efficient", knobs=None)).rows
+    rows = rt.estimate(graph, chip, rt.tools.execution_model("efficient", knobs=None)).rows
     return sum(row.timing.t_device for row in rows if "attention" in row.name)
 
 

@@ -20,11 +20,11 @@ GPT2 = ROOT / "examples" / "configs" / "gpt2.json"
 def phases() -> Iterator[None]:
     with own_rules():
 
-        @rt.phase("verify", tokens=4)
+        @rt.extend.phase("verify", tokens=4)
         def verify(runner, recorder):
             return runner.decode(recorder)
 
-        @rt.phase("evaluation")
+        @rt.extend.phase("evaluation")
         def evaluation(runner, recorder):
             step = runner.forward(recorder)
             step.output = step.output.square().mean()
@@ -42,7 +42,7 @@ def test_four_tokens_are_verified_in_one_call_with_a_cache() -> None:
     (tokens,) = (four.values[i] for i in four.inputs if four.values[i].role == "activations")
     assert tokens.shape == (2, 4)
 
-    def products(graph: rt.OpGraph) -> int:
+    def products(graph: rt.types.OpGraph) -> int:
         names = ("aten.addmm", "aten.mm")
         return sum(op.flops_torch * graph.times(op) for op in graph.ops if op.name in names)
 
@@ -67,15 +67,19 @@ def test_what_an_evaluation_adds_to_a_forward_is_recorded() -> None:
 
 def test_a_phase_that_cannot_be_is_refused_in_words() -> None:
     model, x = nn.Linear(8, 8), torch.empty(4, 8)
-    with pytest.raises(rt.RequestError, match=r"phase 'verfy': expected one of .*, verify"):
+    with pytest.raises(rt.types.RequestError, match=r"phase 'verfy': expected one of .*, verify"):
         rt.trace(model, x, phase="verfy")
-    with pytest.raises(rt.RequestError, match="verify of Linear"):
+    with pytest.raises(rt.types.RequestError, match="verify of Linear"):
         rt.trace(model, x, phase="verify")
-    with pytest.raises(rt.RequestError, match="kv=9: it is the cached length of a decode step"):
+    with pytest.raises(
+        rt.types.RequestError, match="kv=9: it is the cached length of a decode step"
+    ):
         rt.trace(GPT2, phase="evaluation", kv=9)
-    with pytest.raises(rt.RequestError, match="phase 'evaluation' can be traced only; on a device"):
+    with pytest.raises(
+        rt.types.RequestError, match="phase 'evaluation' can be traced only; on a device"
+    ):
         rt.measure(model, x, phase="evaluation")
     with pytest.raises(ValueError, match="'decode' is a phase of rooftrace's own"):
-        rt.phase("decode")
+        rt.extend.phase("decode")
     with pytest.raises(ValueError, match=r"'verify' already is a phase, .*override=True"):
-        rt.phase("verify")(lambda runner, recorder: None)
+        rt.extend.phase("verify")(lambda runner, recorder: None)

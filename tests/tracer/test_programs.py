@@ -95,13 +95,15 @@ def test_dynamic_dimensions_take_sizes_and_say_their_range(transformer: Made) ->
         ({"kv": 8}, "kv=8"),
         ({"batch": 8, "inputs": {"src": "2,3,32"}}, "an --input makes it 2"),
     ):
-        with pytest.raises(rt.RequestError, match=words):
+        with pytest.raises(rt.types.RequestError, match=words):
             rt.trace(path, phase="forward", **asked)
 
 
 def test_fixed_dimensions_are_named(cnn: Made) -> None:
     path = cnn[2]
-    with pytest.raises(rt.RequestError, match=r"x\[2, 3, 8, 8\], in which dimension 0 is fixed"):
+    with pytest.raises(
+        rt.types.RequestError, match=r"x\[2, 3, 8, 8\], in which dimension 0 is fixed"
+    ):
         rt.trace(path, batch=4, phase="forward")
     assert rt.trace(path, batch=2, phase="forward").ops
 
@@ -225,7 +227,7 @@ def test_a_file_that_would_act_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     change, words = ACTING[name]
-    with pytest.raises(rt.TargetError, match=words) as refused:
+    with pytest.raises(rt.types.TargetError, match=words) as refused:
         rt.trace(changed(cnn[2], change), phase="forward")
     assert "\n" not in str(refused.value) and not list(tmp_path.iterdir())
 

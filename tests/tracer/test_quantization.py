@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 import rooftrace as rt
-from rooftrace.tracer.graph import save_graphs
-from rooftrace.tracer.metacopies import dtype_name
+from rooftrace.graph import save_graphs
 from rooftrace.tracer.targets.declared import METHODS
+from rooftrace.tracer.values import dtype_name
 
 VOCAB, WIDTH, INNER, LAYERS, KEYS = 512, 256, 512, 2, 64
 BASE = {
@@ -373,7 +373,7 @@ def written(folder: Path, settings: Any, base: dict[str, Any] = BASE, **beside: 
     return config
 
 
-def decoded(config: Path, chip: str = "b200-sxm", **options: Any) -> rt.Estimate:
+def decoded(config: Path, chip: str = "b200-sxm", **options: Any) -> rt.types.Estimate:
     return rt.estimate(config, phase="decode", batch=1, kv=64, chip=chip, **options)
 
 
@@ -607,7 +607,7 @@ def test_another_precision_can_be_asked_for(tmp_path: Path) -> None:
 
 def test_formats_are_kept_in_a_saved_graph(tmp_path: Path) -> None:
     config = written(tmp_path / "model", {**modelopt("NVFP4"), "kv_cache_scheme": "FP8"})
-    graphs = rt.trace_target(str(config), ["decode"], rt.Request(batch=1, kv=64))
+    graphs = rt.tools.trace_target(str(config), ["decode"], rt.types.Request(batch=1, kv=64))
     saved = save_graphs(graphs, tmp_path / "graph.json.gz")
     before, after = decoded(config), rt.estimate(saved, chip="b200-sxm")
     assert after.memory == before.memory and after.t_est == before.t_est
@@ -659,7 +659,7 @@ def test_a_promise_of_the_name_alone_is_said(tmp_path: Path) -> None:
     ],
 )
 def test_a_field_of_the_wrong_type_is_quoted(settings: Any, quoted: str, tmp_path: Path) -> None:
-    with pytest.raises(rt.TargetError, match="quantization_config") as error:
+    with pytest.raises(rt.types.TargetError, match="quantization_config") as error:
         decoded(written(tmp_path, settings))
     assert quoted in str(error.value)
 

@@ -29,7 +29,7 @@ def counted(module: nn.Module, *args: Any) -> int:
     return int(counter.get_total_flops())
 
 
-def as_in_a_real_run(module: nn.Module, *args: Any) -> rt.OpGraph:
+def as_in_a_real_run(module: nn.Module, *args: Any) -> rt.types.OpGraph:
     """The graph, which runs the products that the real module runs, and assumes nothing."""
     graph = rt.trace(module, *args)
     flops = rt.estimate(graph, chip="h100-sxm", execution="eager").flops_matrix
@@ -287,7 +287,7 @@ def test_an_error_names_what_would_help(module: Made) -> None:
         raise ValueError("the other")
 
     message = r"--assume branch@0=true"
-    with pytest.raises(rt.TraceError, match=message):
+    with pytest.raises(rt.types.TraceError, match=message):
         rt.trace(nn.Sequential(module(forward)).to("meta"), torch.empty(4, 8, device="meta"))
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 from tests.tracer.conftest import config
 
 S, D = 16, 32
@@ -184,7 +184,7 @@ def useful(graph: OpGraph) -> float:
 
 
 @cache
-def run_once(kind: str) -> rt.Estimate:
+def run_once(kind: str) -> rt.types.Estimate:
     graph = rt.trace(train, Outer(kind, plain), torch.randn(S, D))
     return rt.estimate(graph, execution="eager")
 

@@ -64,9 +64,11 @@ def test_a_module_that_holds_a_generator_or_a_file_says_so(kind: str, tmp_path: 
     (tmp_path / "open").touch()
     with (tmp_path / "open").open() as file:
         item = generator() if kind == "generator" else file
-        with pytest.raises(rt.TraceError, match=f"Holds cannot be copied.*{kind}.*device..meta"):
+        with pytest.raises(
+            rt.types.TraceError, match=f"Holds cannot be copied.*{kind}.*device..meta"
+        ):
             rt.trace(Holds(item), X)
-        with pytest.raises(rt.TraceError, match=f"step step .*cannot be copied.*{kind}"):
+        with pytest.raises(rt.types.TraceError, match=f"step step .*cannot be copied.*{kind}"):
             rt.trace(step, Holds(item), X)
         assert rt.trace(Holds(item).to("meta"), X).ops  # traced itself, and not a copy
 
@@ -132,7 +134,7 @@ def test_code_that_calls_itself_for_ever_is_no_deep_module() -> None:
         def forward(self, x: Tensor) -> Any:
             return self.forward(x)
 
-    with pytest.raises(rt.TraceError, match="RecursionError"):
+    with pytest.raises(rt.types.TraceError, match="RecursionError"):
         rt.trace(Endless(None), X)
 
 
@@ -161,5 +163,5 @@ def test_a_module_without_parameters_is_not_trained_unless_asked() -> None:
             return torch.softmax(x @ x.T, -1)
 
     assert rt.report(Softmax(), torch.zeros(8, 8), chip="l4").phases == ("forward",)
-    with pytest.raises(rt.RequestError, match="no parameter requires a gradient"):
+    with pytest.raises(rt.types.RequestError, match="no parameter requires a gradient"):
         rt.report(Softmax(), torch.zeros(8, 8), chip="l4", phase="training")

@@ -59,7 +59,7 @@ def test_a_field_that_loads_code_is_refused(
     else:  # transformers 4
         monkeypatch.setattr(hub, "_kernels_available", True)
     monkeypatch.setattr(hub, "get_kernel", loaded, raising=False)
-    with pytest.raises(rt.TargetError, match="pass --trust-remote-code") as error:
+    with pytest.raises(rt.types.TargetError, match="pass --trust-remote-code") as error:
         rt.trace(str(config(tmp_path, **fields)), batch=1, seq=4, phase="prefill")
     name = list(fields)[-1]
     assert name in str(error.value) and "config.json" in str(error.value)
@@ -76,7 +76,7 @@ def test_with_trust_transformers_decides(tmp_path: Path, monkeypatch: pytest.Mon
     flash = transformers.modeling_flash_attention_utils
     monkeypatch.setattr(flash, "_lazy_imports", kernel)
     path = config(tmp_path, _attn_implementation=KERNEL)
-    with pytest.raises(rt.TargetError, match="no such kernel"):
+    with pytest.raises(rt.types.TargetError, match="no such kernel"):
         rt.trace(str(path), batch=1, seq=4, phase="prefill", trust_remote_code=True)
     assert asked == [KERNEL]
 
@@ -118,13 +118,13 @@ def test_a_config_of_the_hub_is_checked_too(fields: dict[str, Any], tmp_path: Pa
     if "architectures" in fields:  # no model: the first head of the type is taken
         assert rt.trace(f"hf:{tmp_path}", batch=1, seq=4, phase="prefill").ops
         return
-    with pytest.raises(rt.TargetError, match="pass --trust-remote-code"):
+    with pytest.raises(rt.types.TargetError, match="pass --trust-remote-code"):
         rt.trace(f"hf:{tmp_path}", batch=1, seq=4, phase="prefill")
 
 
 @pytest.mark.parametrize("dtype", ["_dynamo", "hub", "load", "Tensor", "int8", 3])
 def test_a_dtype_is_the_name_of_one(dtype: Any, tmp_path: Path) -> None:
-    with pytest.raises(rt.TargetError):
+    with pytest.raises(rt.types.TargetError):
         rt.trace(str(config(tmp_path, dtype=dtype)), batch=1, seq=4, phase="prefill")
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
-from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.graph.records import GraphError
-from rooftrace.tracer.metacopies.trees import tensors_in
+from rooftrace.graph.records import GraphError
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.values.trees import tensors_in
 from tests.conftest import in_turn
 
 IN_EVAL = (
@@ -173,6 +173,6 @@ def test_in_place_ops_write_the_bytes_that_they_wrote(module: Callable[..., nn.M
 
 def test_a_precision_that_torch_has_not_cannot_be_run(model: Callable[..., Any]) -> None:
     graph = rt.trace(model("perceptron").module, torch.randn(3, 8))
-    priced = rt.reprice(graph, weights_dtype="nvfp4")
+    priced = rt.tools.reprice(graph, weights_dtype="nvfp4")
     with pytest.raises(GraphError, match="'nvfp4' has no torch dtype; these have: bf16"):
         to_fx(priced)

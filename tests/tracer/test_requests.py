@@ -12,11 +12,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.rewriting import rewrite
+from rooftrace.costmodels.rewrites import rewrite
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import to_fx
-from rooftrace.tracer.requests import RequestLengths
-from rooftrace.tracer.requests.request import read_lengths
+from rooftrace.tracer import RequestLengths
+from rooftrace.tracer.lowering import to_fx
+from rooftrace.tracer.request import read_lengths
 from tests.conftest import in_turn
 
 transformers = pytest.importorskip("transformers")
@@ -95,7 +95,7 @@ def test_the_graph_computes_what_each_request_computes_alone(
     packed = [torch.cat(rows, dim=-2) for rows in zip(*caches, strict=True)]
 
     graph = rt.trace(model, cached=lengths.cached, new=lengths.new)
-    changed, _ = rewrite(graph, rt.execution_model("eager", rewrites=rewrites))
+    changed, _ = rewrite(graph, rt.tools.execution_model("eager", rewrites=rewrites))
     assert rewrites == () or changed != graph
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     state |= {f"cache_{number}": tensor for number, tensor in enumerate(packed)}
@@ -109,11 +109,11 @@ def test_the_graph_computes_what_each_request_computes_alone(
 
 
 @cache
-def traced(kind: str, cached: tuple[int, ...], new: tuple[int, ...]) -> rt.OpGraph:
+def traced(kind: str, cached: tuple[int, ...], new: tuple[int, ...]) -> rt.types.OpGraph:
     return rt.trace(built(kind).to("meta"), cached=cached, new=new)
 
 
-def costs(kind: str, requests: Sequence[tuple[int, int]], execution: str) -> rt.Estimate:
+def costs(kind: str, requests: Sequence[tuple[int, int]], execution: str) -> rt.types.Estimate:
     graph = traced(kind, tuple(c for c, _ in requests), tuple(n for _, n in requests))
     return rt.estimate(graph, chip="h200-sxm", execution=execution)
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.composite.entries import RMS_NORM_IS_ONE_KERNEL
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.recording.entry_points import RMS_NORM_IS_ONE_KERNEL
 
 pytestmark = [
     pytest.mark.skipif(not RMS_NORM_IS_ONE_KERNEL, reason="before torch 2.9"),
@@ -29,7 +29,7 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-def norms(graph: rt.OpGraph) -> list[str]:
+def norms(graph: rt.types.OpGraph) -> list[str]:
     return [op.name for op in graph.ops if op.module == "norm" and op.kind == "kernel"]
 
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph.records import Tensor as Value
+from rooftrace.graph.records import Tensor as Value
 from tests.releases import with_transformers_5
 
 
-def owners(graph: rt.OpGraph, role: str) -> list[Value]:
+def owners(graph: rt.types.OpGraph, role: str) -> list[Value]:
     """The tensors of a role that own bytes."""
     return [t for i, t in enumerate(graph.values) if t.storage == i and t.role == role]
 
 
-def entries(graph: rt.OpGraph, role: str) -> list[Value]:
+def entries(graph: rt.types.OpGraph, role: str) -> list[Value]:
     """The tensors of a role that no op made."""
     return [graph.values[i] for i in graph.external if graph.values[i].role == role]
 

@@ -44,12 +44,12 @@ def exchanged(graph: Any, part: str | None = None) -> Counter[str]:
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "ddp"])
 def test_as_many_collectives_as_torch_counts_on_real_tensors(way: str) -> None:
     sizes, spread, again = WAYS[way]
-    with rt.fake_mesh(sizes) as mesh:
+    with rt.tools.fake_mesh(sizes) as mesh:
         with torch.device("meta"):
             net = spread(Net(again=again), mesh)
             ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
         graph = rt.trace(step, net, ids)
-    with rt.fake_mesh(sizes) as mesh:
+    with rt.tools.fake_mesh(sizes) as mesh:
         real = spread(Net(again=again), mesh)
         ids = torch.randint(WORDS, (BATCH, SEQ))
         with CommDebugMode() as debug:
@@ -95,7 +95,7 @@ def real_buckets(net: nn.Module, ids: Tensor, **how: Any) -> list[int]:
 def test_buckets_of_ddp_are_those_of_a_real_reducer(how: dict[str, Any], tmp_path: Path) -> None:
     with alone(tmp_path):
         real = real_buckets(Net(layers=5), torch.randint(WORDS, (BATCH, SEQ)), **how)
-    with rt.fake_mesh({"dp": 4}), torch.device("meta"):
+    with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
         wrapped = nn.parallel.DistributedDataParallel(Net(layers=5), **how)
         graph = rt.trace(step, wrapped, torch.zeros(BATCH, SEQ, dtype=torch.long))
     assert [op.collective.bytes for op in graph.expand().ops if op.collective] == real
@@ -134,7 +134,7 @@ class Beside(nn.Module):
 
 
 def test_a_replicated_part_of_a_module_exchanges_its_gradients_only() -> None:
-    with rt.fake_mesh({"dp": 4}) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh({"dp": 4}) as mesh, torch.device("meta"):
         module = Beside(mesh)
         graph = rt.trace(module, torch.zeros(2, 4, dtype=torch.long), phase="training")
     sent = [op.collective.bytes for op in graph.expand().ops if op.collective]
@@ -142,7 +142,7 @@ def test_a_replicated_part_of_a_module_exchanges_its_gradients_only() -> None:
 
 
 def test_a_hook_of_the_users_on_gradients_is_said() -> None:
-    with rt.fake_mesh({"dp": 4}), torch.device("meta"):
+    with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
         wrapped = nn.parallel.DistributedDataParallel(Net())
         wrapped._comm_hooks.append((print, None))
         graph = rt.trace(step, wrapped, torch.zeros(2, 4, dtype=torch.long))
@@ -153,7 +153,7 @@ def test_a_hook_of_the_users_on_gradients_is_said() -> None:
 def sharded(way: str, layers: int = LAYERS, phase: str = "training") -> Any:
     """The graph of a model spread in one of the ways, on meta."""
     sizes, spread, again = WAYS[way]
-    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh(sizes) as mesh, torch.device("meta"):
         net = spread(Net(layers, again), mesh)
         return rt.trace(net, torch.zeros(BATCH, SEQ, dtype=torch.long), phase=phase)
 
@@ -201,7 +201,7 @@ def test_replicas_of_shards_reduce_a_shard_each() -> None:
 def test_local_weights_times_ranks_over_replicas_are_the_whole(way: str) -> None:
     sizes, spread, _ = WAYS[way]
     graph = sharded(way)
-    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh(sizes) as mesh, torch.device("meta"):
         net = spread(Net(), mesh)
         net = getattr(net, "module", net)
         parts = {name: parts_of(parameter) for name, parameter in net.named_parameters()}
@@ -222,7 +222,7 @@ def parts_of(parameter: Tensor) -> int:
 @pytest.mark.parametrize("spread", [tp, sp])
 def test_a_mesh_of_one_is_the_plain_module(spread: Any) -> None:
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long, device="meta")
-    with rt.fake_mesh({"tp": 1}) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh({"tp": 1}) as mesh, torch.device("meta"):
         graphs = [rt.trace(net, ids, phase="training") for net in (spread(Net(), mesh), Net())]
     for execution in ("eager", "efficient"):
         alone, plain = (rt.estimate(graph, execution=execution) for graph in graphs)
@@ -241,7 +241,7 @@ def test_a_mesh_of_one_is_the_plain_module(spread: Any) -> None:
 )
 def test_a_module_is_afterwards_what_it_was(way: str) -> None:
     sizes, spread, again = WAYS[way]
-    with rt.fake_mesh(sizes) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh(sizes) as mesh, torch.device("meta"):
         net = spread(Net(again=again), mesh)
         ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
         before = {name: (id(p), p.shape) for name, p in net.named_parameters()}
@@ -258,6 +258,6 @@ def test_a_module_is_afterwards_what_it_was(way: str) -> None:
 def test_errors_after_a_mesh_are_shown_as_before() -> None:
     """Torch's process groups put a hook in front that names a rank, and leave it there."""
     before = sys.excepthook
-    with rt.fake_mesh({"dp": 2}):
+    with rt.tools.fake_mesh({"dp": 2}):
         assert sys.excepthook is before
     assert sys.excepthook is before

@@ -73,7 +73,7 @@ def attention_of(graph: Any) -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_ring_of_processes_does_the_attention_of_the_whole(ranks: int) -> None:
     net, x = blocks(2)
-    with rt.fake_mesh({"cp": ranks}) as mesh:
+    with rt.tools.fake_mesh({"cp": ranks}) as mesh:
         graph = rt.trace(over_context, net, x, mesh)
     whole = rt.trace(lambda net, x: net(x).float().sum().backward(), *blocks(2))
     # Each process has a chunk from the front and its mirror image: all work alike.
@@ -86,7 +86,7 @@ def test_a_ring_of_processes_does_the_attention_of_the_whole(ranks: int) -> None
 
 def test_keys_and_values_go_around_the_ring() -> None:
     net, x = blocks(1)
-    with rt.fake_mesh({"cp": 4}) as mesh:
+    with rt.tools.fake_mesh({"cp": 4}) as mesh:
         graph = rt.trace(over_context, net, x, mesh)
     gathered = [op.collective for op in graph.ops if op.collective and op.part == "forward"]
     # Keys and values of all processes: of two sequences, in bf16.
@@ -95,7 +95,7 @@ def test_keys_and_values_go_around_the_ring() -> None:
 
 
 def test_attention_of_sharded_heads_stays_whole() -> None:
-    with rt.fake_mesh({"tp": 4}) as mesh, torch.device("meta"):
+    with rt.tools.fake_mesh({"tp": 4}) as mesh, torch.device("meta"):
         full = torch.zeros(2, HEADS, SEQ, 16, dtype=torch.bfloat16)
         heads = distribute_tensor(full, mesh, [Shard(1)])
 

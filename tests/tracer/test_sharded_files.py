@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.tracer.graph import GraphError, OpGraph, marks
-from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.metacopies import torch_dtype
+from rooftrace.graph import GraphError, OpGraph, marks
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.values import torch_dtype
 from tests.conftest import mostly_heavy
 from tests.tracer.test_sharded import WAYS, sharded
 
@@ -57,15 +57,18 @@ def state_of(graph: OpGraph) -> dict[str, torch.Tensor]:
 def test_collectives_that_name_their_group_are_rebuilt_inside_a_mesh(way: str) -> None:
     graph = sharded(way, phase="forward")
     inputs = [torch.zeros(graph.values[value].shape, dtype=torch.long) for value in graph.inputs]
-    with rt.fake_mesh(graph.mesh):
+    with rt.tools.fake_mesh(graph.mesh):
         (made,) = to_fx(graph, state_of(graph))(*inputs)
     assert made.shape == graph.values[graph.outputs[0]].shape
-    with pytest.raises(GraphError, match=r"inside rt\.fake_mesh\(\{'tp': 4\}\)"):
+    with pytest.raises(GraphError, match=r"inside rt\.tools\.fake_mesh\(\{'tp': 4\}\)"):
         to_fx(graph)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in BY_NAME])
 def test_collectives_of_groups_that_are_objects_are_refused(way: str) -> None:
     graph: Any = sharded(way)
-    with rt.fake_mesh(graph.mesh), pytest.raises(GraphError, match="trace the module before it is"):
+    with (
+        rt.tools.fake_mesh(graph.mesh),
+        pytest.raises(GraphError, match="trace the module before it is"),
+    ):
         to_fx(graph)

@@ -11,9 +11,9 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.stepforms import level_values, levels_of
-from rooftrace.tracer.formulas import SizedSource
-from rooftrace.tracer.requests import Job
+from rooftrace.reporting.commands.stepforms import level_values, levels_of
+from rooftrace.tracer import Job
+from rooftrace.tracer.phases import SizedSource
 
 pytestmark = pytest.mark.quick
 
@@ -45,7 +45,7 @@ def code(tmp_path: Path) -> Path:
 
 
 def sized(path: Path, *names: str) -> SizedSource:
-    job = Job.of(rt.form, f"{path}:build", (), {"inputs": {"input": "3,16"}}).of_one_phase()
+    job = Job.of(rt.tools.form, f"{path}:build", (), {"inputs": {"input": "3,16"}}).of_one_phase()
     return SizedSource(job, names)
 
 
@@ -114,21 +114,21 @@ def test_an_unknown_size_is_an_error_with_the_nearest_name(code: Path) -> None:
 
     module = torch.nn.Linear(8, 8)
     with pytest.raises(RequestError, match=r"size 'bacth'.*batch"):
-        rt.form(module, torch.empty(2, 8), over={"bacth": "1..4"})
+        rt.tools.form(module, torch.empty(2, 8), over={"bacth": "1..4"})
     with pytest.raises(RequestError, match=r"size '3\.0'"):
-        rt.form(module, torch.empty(2, 8), over={"3.0": "1..4"})
+        rt.tools.form(module, torch.empty(2, 8), over={"3.0": "1..4"})
     with pytest.raises(RequestError, match=r"no such dimension"):
-        rt.form(module, torch.empty(2, 8), over={"0.5": "1..4"})
+        rt.tools.form(module, torch.empty(2, 8), over={"0.5": "1..4"})
     with pytest.raises(RequestError, match=r"say its values"):
-        rt.form(module, torch.empty(2, 8), over=["0.0"])
-    with pytest.raises((RequestError, rt.TargetError), match="depth"):
-        rt.form(f"{code}:build", inputs={"input": "3,16"}, over={"depth": "1..4"})
+        rt.tools.form(module, torch.empty(2, 8), over=["0.0"])
+    with pytest.raises((RequestError, rt.types.TargetError), match="depth"):
+        rt.tools.form(f"{code}:build", inputs={"input": "3,16"}, over={"depth": "1..4"})
 
 
 def test_a_script_has_no_size_that_is_asked_for(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print('trains')\n")
-    for ask in (rt.form, rt.sweep):
+    for ask in (rt.tools.form, rt.sweep):
         with pytest.raises(RequestError, match=r"size 'batch': .*train\.py is a script"):
             ask(str(script), over={"batch": "1..4"})
 
@@ -138,12 +138,14 @@ def test_a_size_that_the_source_cannot_take_is_quoted() -> None:
 
     module = torch.nn.Linear(8, 8)
     with pytest.raises((ValueError, RuntimeError), match="8") as raised:
-        rt.form(module, torch.empty(2, 8), over={"0.1": (7, 9)})
-    assert isinstance(raised.value, (RequestError, rt.TraceError))
+        rt.tools.form(module, torch.empty(2, 8), over={"0.1": (7, 9)})
+    assert isinstance(raised.value, (RequestError, rt.types.TraceError))
 
 
 def test_a_keyword_and_a_name_in_a_shape_are_sizes(code: Path, cache: Path) -> None:
-    job = Job.of(rt.form, f"{code}:build", (), {"inputs": {"input": "rows,width"}}).of_one_phase()
+    job = Job.of(
+        rt.tools.form, f"{code}:build", (), {"inputs": {"input": "rows,width"}}
+    ).of_one_phase()
     source = SizedSource(job, ("rows", "width"))
     (graph,) = source.graphs((5, 16)).values()
     assert graph.values[graph.ops[-1].outputs[0]].shape == (5, 64)
@@ -190,8 +192,8 @@ def test_a_trace_beside_the_files_of_another_is_made_again(code: Path, cache: Pa
 def test_writers_at_the_same_time_leave_whole_files(code: Path, cache: Path) -> None:
     source = sized(code, "width")
     job = source.job_at((16,))
-    from rooftrace.tracer.formulas.sizing import TraceCache
-    from rooftrace.tracer.sources import traced
+    from rooftrace.tracer.phases import traced
+    from rooftrace.tracer.phases.sizing import TraceCache
 
     made, kept = traced(job), TraceCache.usual()
     threads = [threading.Thread(target=kept.put, args=(job, made)) for _ in range(8)]

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.costmodels.ops import price_ops
-from rooftrace.tracer.graph import to_fx
+from rooftrace.tracer.lowering import to_fx
 from tests.tracer.sparse_programs import (
     DENSE_BAGS,
     IDS,
@@ -280,7 +280,7 @@ def test_what_pytorch_refuses_is_refused(step: Callable[..., Any], message: str)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises((NotImplementedError, RuntimeError), match=message):
         step(model, optimizer, ids())
-    with pytest.raises(rt.TraceError, match=message):
+    with pytest.raises(rt.types.TraceError, match=message):
         rt.trace(step, model, optimizer, ids())
 
 

@@ -191,7 +191,7 @@ def test_what_cannot_move_is_one_error_that_names_it() -> None:
     stubborn = Stubborn(*quantized(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16)))
     model[1].weight = nn.Parameter(stubborn, requires_grad=False)
     expected = r"1\.weight is a .*Stubborn.*only on a device"
-    with pytest.raises(rt.TraceError, match=expected) as error:
+    with pytest.raises(rt.types.TraceError, match=expected) as error:
         rt.trace(model, rows())
     assert "__tensor_unflatten__" in str(error.value)
 

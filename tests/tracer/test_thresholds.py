@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.tracer.inputs import calls
 from rooftrace.tracer.recording import by_value, higher_order, realdata, substitutes
 from rooftrace.tracer.repeats import outside
@@ -21,13 +21,15 @@ from rooftrace.tracer.values import choices, known, masks, values
 META = torch.device("meta")
 
 
-def costs(graph: rt.OpGraph) -> dict[str, float]:
+def costs(graph: rt.types.OpGraph) -> dict[str, float]:
     """FLOP, bytes and seconds of a step."""
     made = rt.estimate(plan(graph, "eager"), "h100-sxm")
     return {"flop": made.flops, "bytes": plan(graph, "eager").bytes.total, "seconds": made.t_est}
 
 
-def walked(trace: Callable[[int], rt.OpGraph], sizes: Sequence[int]) -> list[rt.OpGraph]:
+def walked(
+    trace: Callable[[int], rt.types.OpGraph], sizes: Sequence[int]
+) -> list[rt.types.OpGraph]:
     """The graphs at rising sizes; each costs more by the share that the size grows, or by less."""
     graphs = [trace(size) for size in sizes]
     for (low, before), (high, after) in zip(
@@ -58,7 +60,7 @@ class Recognised(nn.Module):
         return F.ctc_loss(scores, targets, steps, symbols)
 
 
-def recognised(batch: int) -> rt.OpGraph:
+def recognised(batch: int) -> rt.types.OpGraph:
     lengths = (torch.full((batch,), 2048), torch.full((batch,), 200))
     frames = torch.empty(batch, 2048, 80, device=META)
     targets = torch.ones(batch, 200, dtype=torch.long)
@@ -131,12 +133,12 @@ class Routed(nn.Module):
         return out
 
 
-def routed(rows: int, experts: int = 8, chosen: int = 2) -> rt.OpGraph:
+def routed(rows: int, experts: int = 8, chosen: int = 2) -> rt.types.OpGraph:
     with META:
         return rt.trace(Routed(experts, chosen), torch.empty(rows, 8))
 
 
-def products(graph: rt.OpGraph) -> float:
+def products(graph: rt.types.OpGraph) -> float:
     """Rows of experts that are multiplied."""
     return sum(cost.flops(("matmul",)) for cost in plan(graph, "eager").op_costs)
 
@@ -225,7 +227,7 @@ class Scanned(nn.Module):
 
 
 def test_loops_that_are_rolled_cost_what_their_turns_do() -> None:
-    def graph(turns: int) -> rt.OpGraph:
+    def graph(turns: int) -> rt.types.OpGraph:
         with META:
             return rt.trace(Scanned(), torch.empty(4, turns, 16))
 
@@ -323,6 +325,6 @@ def test_unknown_values_that_are_too_many_to_assume_are_an_error(
         if rows == 8:
             assert rt.trace(select, x).assumptions
         else:
-            with pytest.raises(rt.TraceError, match="depends on weights or activations"):
+            with pytest.raises(rt.types.TraceError, match="depends on weights or activations"):
                 rt.trace(select, x)
     assert by_value.ANSWERS  # the table that asks for values

@@ -164,7 +164,7 @@ def test_a_constructor_may_ask_for_a_value(tmp_path: Any) -> None:
         "    rates = [r.item() for r in torch.linspace(0, 0.4, 3)]\n"
         "    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rates[2])), (torch.ones(2, 8),)\n"
     )
-    graph = rt.trace_target(f"{tmp_path}/made.py:build", ["training"])["training"]
+    graph = rt.tools.trace_target(f"{tmp_path}/made.py:build", ["training"])["training"]
     dropout = next(op for op in graph.ops if op.name == "aten.native_dropout")
     assert dropout.arguments["p"] == pytest.approx(0.4)
 
@@ -280,7 +280,7 @@ def test_an_unknown_number_is_zero_where_the_code_fails_with_one(
     (assumption,) = graph.assumptions
     assert (assumption.kind, assumption.value) == ("value", 0)
     assert assumption.text.endswith("is taken as zeros")
-    with pytest.raises(rt.TraceError):
+    with pytest.raises(rt.types.TraceError):
         rt.trace(module(forward), torch.empty(1, 8, device="meta"), assume={"value": 2})
 
 
@@ -411,7 +411,7 @@ def test_a_branch_that_the_user_decided_is_not_tried_the_other_way(
             raise ValueError("the sum must be positive")
         return self.lin(x)
 
-    with pytest.raises(rt.TraceError, match="the sum must be positive"):
+    with pytest.raises(rt.types.TraceError, match="the sum must be positive"):
         rt.trace(module(forward), torch.ones(1, 8), assume={"branch": False})
 
 

@@ -310,8 +310,8 @@ def fusion(
 
     name: of such a kernel in reports.  because: a sentence for `why()`, by default the first line
     of the docstring.  source: the author.  label: of the kernel in reports, by default the names of
-    its parts.  A second join of one name raises DuplicateJoinError, unless override=True or it is the same function defined again; a function of another number of parameters raises
-    ValueError.
+    its parts.  A second join of one name raises DuplicateJoinError, unless override=True or it is
+    the same function defined again; a function of another number of parameters raises ValueError.
     """
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f'fusion({name!r}): expected a name, for example "gemm epilogue"')

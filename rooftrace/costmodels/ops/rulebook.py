@@ -84,7 +84,7 @@ class Rule:
         except Exception as error:  # whatever the code of a user may raise
             raise RuleError(f"{about}{worded(error)}") from error
         if not isinstance(cost, Cost):
-            raise RuleError(f"{about}it returned {cost!r:.60}; expected a rooftrace.Cost")
+            raise RuleError(f"{about}it returned {cost!r:.60}; expected a rooftrace.extend.Cost")
         return cost
 
     def kind_of(self, cost: Cost) -> str:

@@ -33,12 +33,8 @@ class Finding:
         return f"{self.severity}: {self.field}: {self.message}"
 
 
-# -- linting ---------------------------------------------------------------------------------------
-# What looks wrong in a chip file that loads: rates, units and names that no chip of today has.
-
-
 def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
-    """What looks wrong in a chip file.  Of a file that does not load: what keeps it from loading.
+    """Suspicious values in a chip file: rates, units, names; if it does not load, its mistakes.
 
     `path` may also be the name of a bundled chip.
     """
@@ -51,8 +47,8 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     if bundled and os.fspath(path) in available_chips() and os.fspath(path) != chip.name:
         message = f'"{chip.name}" stands in {path}.toml: a chip is found by the name of its file'
         findings.append(Finding("error", "name", message))
-    own = os.fspath(path) if bundled else chip.name
-    findings += _clashes(chip, own, "error" if bundled else "note")
+    file = os.fspath(path) if bundled else chip.name
+    findings += _clashes(chip, file, "error" if bundled else "note")
     if os.fspath(path).lower().endswith(".toml") and Path(path).stem != chip.name:
         message = (
             f'reports call this chip "{chip.name}"; ask for it by the path of its file, as in '
@@ -65,12 +61,12 @@ def lint_chip(path: str | os.PathLike[str]) -> list[Finding]:
     return findings
 
 
-def _clashes(chip: Chip, own: str, severity: Literal["error", "note"]) -> Iterator[Finding]:
-    """Names of this chip that mean another bundled one too.  own: the name of its file."""
+def _clashes(chip: Chip, file: str, severity: Literal["error", "note"]) -> Iterator[Finding]:
+    """Names of this chip that mean another bundled one too.  file: the name of its file."""
     names, _ = bundled_aliases()
     for alias in dict.fromkeys((chip.name, *chip.aliases)):
         owners = [alias] if alias in available_chips() else []
-        others = [name for name in (*owners, *names.get(alias, ())) if name != own]
+        others = [name for name in (*owners, *names.get(alias, ())) if name != file]
         for other in dict.fromkeys(others):
             message = f'"{alias}" is {"the name" if other == alias else "an alias"} of {other} too'
             yield Finding(severity, "aliases", f"{message} ({other}.toml)")
@@ -80,11 +76,16 @@ def _clashes(chip: Chip, own: str, severity: Literal["error", "note"]) -> Iterat
             return
 
 
-def _lint_names(chip: Chip) -> Iterator[Finding]:
-    for name in (chip.name, *chip.aliases):
+def lint_spelling(*names: str) -> Iterator[Finding]:
+    """A warning on each name or alias that a lookup cannot find."""
+    for name in names:
         if name != name.lower() or not name or set(name) & set(" _/\\"):
             expected = 'expected lower case, with "-" between words: names are looked up that way'
             yield Finding("warning", "aliases", f'"{name}": {expected}')
+
+
+def _lint_names(chip: Chip) -> Iterator[Finding]:
+    yield from lint_spelling(chip.name, *chip.aliases)
     if not chip.peaks:
         yield Finding("warning", "peak", "there is none: nothing can be priced on this chip")
     elif not chip.has_peak("vector", "fp32"):
@@ -183,7 +184,7 @@ def _lint_memory(chip: Chip) -> Iterator[Finding]:
             yield Finding("warning", "memory_bandwidth", message)
 
 
-# What one GPU of today can be, with room on both sides; a slip of a prefix falls outside.
+# Values of one GPU of today, with room on both sides; a slip of a prefix falls outside.
 GPU_RANGES: Mapping[str, tuple[str, str]] = {
     "memory_capacity": ("4 GB", "1 TB"),
     "memory_bandwidth": ("100 GB/s", "40 TB/s"),

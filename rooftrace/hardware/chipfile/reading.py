@@ -49,7 +49,7 @@ from rooftrace.hardware.chipfile.tables import (
     FactFileError,
     FactTable,
     Problems,
-    fact_rows as rows_of,
+    fact_rows,
     toml_sections,
 )
 from rooftrace.hardware.precisions import PrecisionError, compute_family
@@ -76,7 +76,7 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
         )
     name = os.fspath(name_or_path)
     if name.lower().endswith(".toml"):
-        return _load_file(Path(name))
+        return _read(FactTable.of_user(Path(name), "chip", available_chips(), ChipFileError))
     owners = _owners(name)
     if len(owners) > 1:
         raise ChipFileError(f'chip "{name}": an alias of {" and of ".join(owners)}; name one')
@@ -93,21 +93,21 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
     )
 
 
-def _spelling(name: str) -> str:
-    """A chip's name as it is compared: in lower case, with hyphens for blanks and underscores."""
+def spelling(name: str) -> str:
+    """A name as it is looked up: in lower case, with hyphens for blanks and underscores."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
 _MAKERS = ("nvidia-", "amd-", "geforce-", "instinct-", "tesla-")
-"""What drivers and shops say before a name."""
+"""Prefixes of names, as drivers and shops write them."""
 
 
 def _owners(name: str) -> tuple[str, ...]:
     """The bundled chips of a name or alias, with or without who makes it; one as a rule."""
-    key = _spelling(name)
-    bundled = {_spelling(chip): chip for chip in available_chips()}
+    key = spelling(name)
+    bundled = {spelling(chip): chip for chip in available_chips()}
     if key in bundled:
-        return (bundled[key],)  # whatever stands in the other files
+        return (bundled[key],)  # whatever aliases the other files have
     aliases, _ = bundled_aliases()
     plain = key
     while start := next((maker for maker in _MAKERS if plain.startswith(maker)), ""):
@@ -116,11 +116,11 @@ def _owners(name: str) -> tuple[str, ...]:
 
 
 def chips_called(device: str) -> tuple[str, ...]:
-    """The names of the chips that a device may be, by the name that it gives itself.
+    """The names of the chips that a device may be, by the name that its driver reports.
 
-    The chip that has this name; else, as of "NVIDIA A100-SXM-80GB", those of the model A100 with
-    most words of it ("sxm" and "80" are the beginnings of two) that know all its words: an H100 CNX
-    is none that is known.
+    The chip of this name; else, for "NVIDIA A100-SXM-80GB", the chips of the model A100 that have
+    most of its words ("sxm" and "80" begin two of them) and lack none: no bundled chip is an
+    "H100 CNX".
     """
     words = set(_words(device))
     scores = {
@@ -146,7 +146,7 @@ def relatives(name: str) -> tuple[str, ...]:
         return tuple(sorted(like, key=like.__getitem__, reverse=True)[:MOST_RELATIVES])
     spellings = {chip: chip for chip in available_chips()}
     spellings |= {alias: chips[0] for alias, chips in bundled_aliases()[0].items()}
-    close = difflib.get_close_matches(_spelling(name), spellings, n=3)
+    close = difflib.get_close_matches(spelling(name), spellings, n=3)
     return tuple(dict.fromkeys(spellings[each] for each in close))
 
 
@@ -164,26 +164,26 @@ def _names() -> dict[str, list[str]]:
 
 
 def _of_a_model(device: str, fits: Callable[[str, str], bool]) -> dict[str, float]:
-    """How much of each chip's name a device's has; only chips whose model fits a word of it.
+    """The share of each chip's name that a device's has, for chips whose model fits a word of it.
 
-    The model is the first word with a digit: h100 of h100-sxm.  Its aliases may say it otherwise.
+    The model is the first word with a digit, of the name or of an alias: h100 of h100-sxm.
     """
     words = _words(device)
     models = [word for word in words if any(map(str.isdigit, word))]
     scores: dict[str, float] = {}
-    for chip, spellings in _names().items():
-        for spelling in spellings:
-            parts = _words(spelling)
+    for chip, names in _names().items():
+        for name in names:
+            parts = _words(name)
             model = next((part for part in parts if any(map(str.isdigit, part))), "")
             if len(model) > 1 and any(fits(model, word) for word in models):
-                said = sum(any(word.startswith(part) for word in words) for part in parts)
-                share = said / len(parts) if spelling == chip else 0.0
+                shared = sum(any(word.startswith(part) for word in words) for part in parts)
+                share = shared / len(parts) if name == chip else 0.0
                 scores[chip] = max(scores.get(chip, 0.0), share)
     return scores
 
 
 def available_chips() -> tuple[str, ...]:
-    """The names of the bundled chips, and of those that third-party packages bring."""
+    """The names of the bundled chips, and of chips from third-party packages."""
     return tuple(sorted(chip_files()))
 
 
@@ -215,21 +215,8 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
         aliases = table.rest.get("aliases", [])
         for alias in aliases if isinstance(aliases, list) else []:
             if isinstance(alias, str):
-                names[_spelling(alias)] = (*names.get(_spelling(alias), ()), name)
+                names[spelling(alias)] = (*names.get(spelling(alias), ()), name)
     return names, tuple(unreadable)
-
-
-def _load_file(path: Path) -> Chip:
-    try:
-        table = _root(path, path.name)
-    except FileNotFoundError:
-        raise ChipFileError(
-            f'chip "{path}": no such file; expected a chip TOML, or one of the names '
-            f"{', '.join(available_chips())}"
-        ) from None
-    except OSError as problem:
-        raise ChipFileError(f'chip "{path}": cannot be read: {problem}') from problem
-    return _read(table)
 
 
 PEAK_KEYS = ("engine", "precision", "rate", "quoted", "source", "kind", "note")
@@ -285,7 +272,7 @@ def _architecture(root: FactTable) -> str:
 _ABOVE_ZERO = frozenset(
     {"memory_capacity", "memory_bandwidth", "sustained_compute", "sustained_memory"}
 )
-"""Facts that others are divided by."""
+"""Facts that other numbers are divided by."""
 
 
 def _single_fact(root: FactTable, key: str) -> Fact | None:
@@ -364,23 +351,19 @@ def _measured(root: FactTable) -> dict[str, Fact]:
     return facts
 
 
-def _no_duplicates(file: str, what: str, keys: list[str]) -> None:
+def _no_duplicates(file: str, table: str, keys: list[str]) -> None:
     for position, key in enumerate(keys):
         if key in keys[:position]:
             first = keys.index(key) + 1
             raise ChipFileError(
-                f"{file}: [[{what}]] #{position + 1}: {key} stands already in [[{what}]] #{first}: "
-                "expected it once"
+                f"{file}: [[{table}]] #{position + 1}: {key} stands already in [[{table}]] "
+                f"#{first}: expected it once"
             )
-
-
-# -- folders ---------------------------------------------------------------------------------------
-# Where chip files lie: in this package, and in third-party packages that name one of their own.
 
 
 @functools.cache
 def chip_files() -> Mapping[str, Traversable]:
-    """Chip files by name.  A bundled chip keeps its name, whatever another package brings."""
+    """Chip files by name: bundled ones first, then those in folders of third-party packages."""
     brought = (resources.files(package) for _, package in load("rooftrace.chips"))
     files: dict[str, Traversable] = {}
     for folder in (resources.files("rooftrace.hardware").joinpath("chips"), *brought):
@@ -390,19 +373,9 @@ def chip_files() -> Mapping[str, Traversable]:
     return files
 
 
-# -- writing ---------------------------------------------------------------------------------------
-# Writes a chip as a TOML file that reads like those that ship: a section for each fact.
-#
-# The text is made here and not by a library: this layer needs the standard library only, and a
-# library writes short tables of `[[peak]]` and `[[link]]` into one line.
-
-
-def _fact_rows(fact: Fact, key: str, unit: str | None, place: str) -> dict[str, str]:
-    return rows_of(fact, key, unit, place, ChipFileError)
-
-
 def dump_chip(chip: Chip) -> str:
     """TOML text from which `load_chip` builds an equal chip."""
+    rows_of = functools.partial(fact_rows, failure=ChipFileError)
     head = {"name": chip.name, "title": chip.title, "vendor": chip.vendor, "kind": chip.kind}
     if chip.architecture:
         head["architecture"] = chip.architecture
@@ -410,25 +383,25 @@ def dump_chip(chip: Chip) -> str:
     for name, unit in FACT_UNITS.items():
         fact = getattr(chip, name)
         if fact is not None:
-            sections.append((f"[{name}]", _fact_rows(fact, "value", unit, name)))
+            sections.append((f"[{name}]", rows_of(fact, "value", unit, name)))
     for link in chip.links:
         place = f"link {link.name}"
         rows: dict[str, object] = {"name": link.name}
-        rows.update(_fact_rows(link.bandwidth, "bandwidth", "byte/s", place))
+        rows.update(rows_of(link.bandwidth, "bandwidth", "byte/s", place))
         if link.latency is not None:
-            rows["latency"] = _fact_rows(link.latency, "value", "second", place)
+            rows["latency"] = rows_of(link.latency, "value", "second", place)
         sections.append(("[[link]]", rows))
     for peak in chip.peaks:
         place = f"peak ({peak.engine}, {peak.precision})"
         rows = {"engine": peak.engine, "precision": peak.precision}
-        rows.update(_fact_rows(peak.rate, "rate", "FLOP/s", place))
+        rows.update(rows_of(peak.rate, "rate", "FLOP/s", place))
         if peak.quoted is not None:
-            quoted = _fact_rows(peak.quoted, "value", "FLOP/s", place)
+            quoted = rows_of(peak.quoted, "value", "FLOP/s", place)
             plain = (peak.quoted.source, peak.quoted.kind, peak.quoted.note)
             inherits = plain == (peak.rate.source, "datasheet", SPARSE)
             rows["quoted"] = peak.quoted.text if inherits else quoted
         sections.append(("[[peak]]", rows))
     for name, fact in chip.measured.items():
         key = f"[measured.{toml_key(name)}]"
-        sections.append((key, _fact_rows(fact, "value", None, f"measured {name}")))
+        sections.append((key, rows_of(fact, "value", None, f"measured {name}")))
     return toml_sections(sections)

@@ -1,4 +1,4 @@
-"""TOML tables of facts: hands out their keys, and says in an error where they stand."""
+"""TOML tables of facts: their keys as checked values, with errors that say where they stand."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-
 FACT_KEYS = ("value", "source", "kind", "note")
 LEAST, MOST = 1e-15, 1e24
-"""What a quantity may be in SI units, beside 0: far from where floats end."""
+"""Bounds of a quantity in SI units, unless it is 0: far from where floats end."""
 MOST_SHOWN = 20
 """Mistakes of one file that an error lists."""
 WIDEST = 190
@@ -50,7 +49,7 @@ class Problems:
         self._error: type[FactFileError] = FactFileError
 
     def of(self, read: Callable[..., Value], *arguments: object) -> Value:
-        """What `read(*arguments)` returns; None where it finds a mistake, until `raise_any`."""
+        """The value of `read(*arguments)`; None after a mistake, until `raise_any`."""
         try:
             return read(*arguments)
         except FactFileError as error:
@@ -65,7 +64,7 @@ class Problems:
 
 
 class FactTable:
-    """One TOML table: hands out its keys, knows where it stands, and complains of leftovers."""
+    """One TOML table: its keys are taken one by one; `finish` refuses the rest."""
 
     def __init__(
         self,
@@ -84,14 +83,32 @@ class FactTable:
         self.rest = dict(table)
 
     @classmethod
+    def of_user(
+        cls, path: Path, record: str, names: Iterable[str], failure: type[FactFileError]
+    ) -> FactTable:
+        """The root table of a file of the user.  record: "chip", "system"; names: of bundled ones.
+
+        Raises `failure`.
+        """
+        try:
+            return cls.of_file(path, path.name, f"{record} file", failure)
+        except FileNotFoundError:
+            raise failure(
+                f'{record} "{path}": no such file; expected a {record} TOML, or one of the names '
+                f"{', '.join(names)}"
+            ) from None
+        except OSError as problem:
+            raise failure(f'{record} "{path}": cannot be read: {problem}') from problem
+
+    @classmethod
     def of_file(
-        cls, path: Path | Traversable, file: str, what: str, failure: type[FactFileError]
+        cls, path: Path | Traversable, file: str, words: str, failure: type[FactFileError]
     ) -> FactTable:
         """The root table of a TOML file, called `file` in errors, its [sources] taken out.
 
-        what: the kind of file in words.  Raises OSError, or `failure`.
+        words: "chip file", "system file".  Raises OSError, or `failure`.
         """
-        kind = FileKind(what, failure)
+        kind = FileKind(words, failure)
         table = toml_of(text_of(path, kind, file), file, kind)
         sources = table.pop("sources", {})
         texts = isinstance(sources, dict) and all(
@@ -106,7 +123,7 @@ class FactTable:
         return f"{self.file}: {place}{key}"
 
     def error(self, key: str, value: object, expected: str) -> FactFileError:
-        """The error about one value: its place, the value itself, and what was expected."""
+        """The error about one value: its place, the value itself, and the expected one."""
         return self.failure(f"{self._where(key)} = {to_toml(value):.200}: {expected}")
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -187,13 +204,13 @@ class FactTable:
         if value in self.sources:
             return self.sources[value]
         if " " not in value.strip():
-            known = ", ".join(self.sources) or "nothing"
-            expected = f"expected a sentence, or a key of [sources], which has: {known}"
+            keys = ", ".join(self.sources) or "nothing"
+            expected = f"expected a sentence, or a key of [sources], which has: {keys}"
             raise self.error("source", value, expected)
         return value
 
     def fact(self, key: str, unit: str | None) -> Fact:
-        """The fact whose quantity stands at `key`, with source, kind and note beside it."""
+        """The fact whose quantity stands at `key`, with source, kind and note in this table."""
         problems = Problems()
         quantity = problems.of(self.quantity, key, unit)
         source = problems.of(self.source)
@@ -213,12 +230,12 @@ class FactTable:
     def finish(self, allowed: Iterable[str]) -> None:
         """Raise the error of the file for the keys that nothing has read."""
         if self.rest:
-            known = list(allowed)
+            names = list(allowed)
             unknown = ", ".join(map(str, self.rest))
-            hints = "".join([hint(key, known) for key in self.rest][:3])
+            hints = "".join([hint(key, names) for key in self.rest][:3])
             keys = "keys" if len(self.rest) > 1 else "key"
             raise self.failure(
-                f"{self._where()}unknown {keys} {unknown:.300}: expected one of {', '.join(known)}"
+                f"{self._where()}unknown {keys} {unknown:.300}: expected one of {', '.join(names)}"
                 f"{hints}"
             )
 

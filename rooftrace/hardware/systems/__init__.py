@@ -1,4 +1,4 @@
-"""Systems as data: how many chips are joined by what, and what collectives take there."""
+"""Systems as data: chips joined by levels of links, and constants of collectives on them."""
 
 from rooftrace._face import face
 

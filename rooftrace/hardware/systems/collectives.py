@@ -1,6 +1,6 @@
 """The kinds of collectives: one record of each, from which all that names a kind is made.
 
-A new kind is a record here and a rule of what it moves (`costmodels/rules/collective.py`).
+A new kind is a record here and a rule of the bytes it moves (`costmodels/rules/collective.py`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ Pattern = Literal["twice", "ring", "tensor", "apart", "pair"]
 twice   around the ring two times, (n - 1) / n of them each time (a reduction, then a gathering);
 ring    around the ring once;
 tensor  all of them from rank to rank, or up and down a tree;
-apart   each rank sends each other one a part of its own, at once: (n - 1) / n of them;
+apart   each rank sends a different part to each other one, at once: (n - 1) / n of them;
 pair    all of them from one rank to another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveKind:
-    """What processes do together, in the words of nccl."""
+    """A collective operation, in the words of nccl."""
 
     name: str
     pattern: Pattern
     torch: tuple[str, ...]  # ops that one rule prices, as "namespace.name"
     variants: tuple[str, ...] = ()  # ops that do the same another way: other rules price them
-    spellings: tuple[str, ...] = ()  # in the text of nccl-tests and in tables, beside its name
+    spellings: tuple[str, ...] = ()  # other names, in the text of nccl-tests and in tables
     like: str = ""  # the kind whose fitted constants it takes where it has none
-    as_measured: bool = False  # whether constants of `like` are its own: both are one kernel
+    as_measured: bool = False  # whether constants of `like` hold for it: both are one kernel
     chakra: int | None = None  # its number in MLCommons Chakra; None: none, or two processes
     payload: int | None = None  # byte, where it is not the buffer's
 

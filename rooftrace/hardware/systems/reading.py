@@ -1,14 +1,14 @@
 """Reads systems from TOML files by name, alias or path, writes them as TOML, and lints such files.
 
 name = "dgx-h100"
-chip = "h100-sxm"                # a chip by name, or a path beside this file
+chip = "h100-sxm"                # a chip by name, or a path relative to this file
 
 [sources]                        # long sources once, like those of a chip
 
 [[level]]                        # from the inside out
 name = "nvlink"
 kind = "nvswitch"
-size = 8                         # left out: as many as are asked for
+size = 8                         # left out: any number
 bandwidth = { value = "450 GB/s", kind = "datasheet", source = "datasheet" }
 latency = { value = "2 us", kind = "guess", source = "usual time of a small message" }
 
@@ -47,7 +47,9 @@ from rooftrace.hardware.chipfile import (
     Problems,
     available_chips,
     fact_rows,
+    lint_spelling,
     load_chip,
+    spelling,
     toml_sections,
 )
 from rooftrace.hardware.systems.records import (
@@ -84,8 +86,9 @@ def load_system(name_or_path: str | os.PathLike[str] | System) -> System:
         )
     name = os.fspath(name_or_path)
     if name.lower().endswith(".toml"):
-        return _load_file(Path(name))
-    key = _spelling(name)
+        root = FactTable.of_user(Path(name), "system", available_systems(), SystemFileError)
+        return _read(root, Path(name).parent)
+    key = spelling(name)
     spellings = {system: system for system in available_systems()}
     for system in available_systems():
         spellings |= {alias: system for alias in _bundled(system).aliases}
@@ -96,11 +99,6 @@ def load_system(name_or_path: str | os.PathLike[str] | System) -> System:
             f"{', '.join(available_systems())}{hint(key, spellings)}{chips}"
         )
     return _bundled(spellings[key])
-
-
-def _spelling(name: str) -> str:
-    """A system's name as it is compared: in lower case, with hyphens for blanks."""
-    return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
 @functools.cache
@@ -119,19 +117,6 @@ def available_systems() -> tuple[str, ...]:
 def _bundled(name: str) -> System:
     file = f"{name}.toml"
     return _read(FactTable.of_file(_files()[name], file, "system file", SystemFileError), None)
-
-
-def _load_file(path: Path) -> System:
-    try:
-        root = FactTable.of_file(path, path.name, "system file", SystemFileError)
-    except FileNotFoundError:
-        raise SystemFileError(
-            f'system "{path}": no such file; expected a system TOML, or one of the names '
-            f"{', '.join(available_systems())}"
-        ) from None
-    except OSError as problem:
-        raise SystemFileError(f'system "{path}": cannot be read: {problem}') from problem
-    return _read(root, path.parent)
 
 
 SYSTEM_KEYS = ("name", "title", "chip", "aliases", "sources", "level", "collective", "exchange")
@@ -215,7 +200,7 @@ def _refuse(table: FactTable, key: str, value: object, expected: str) -> None:
 
 
 def _inner_fact(table: FactTable, key: str, unit: str, needed: bool = True) -> Fact | None:
-    """The fact in the table at `key`."""
+    """The fact in the inner table at `key`."""
     inner = table.table(key)
     if inner is not None:
         return inner.whole_fact(unit)
@@ -257,7 +242,7 @@ def _seconds(table: FactTable, key: str) -> float:
 
 
 def _fit_facts(table: FactTable, problems: Problems) -> dict[str, Any]:
-    """What constants of every kind have."""
+    """Constants that fits of both kinds have."""
     alpha = problems.of(table.quantity, "alpha", "second")
     step = problems.of(table.quantity, "step", "second")
     return {
@@ -305,7 +290,7 @@ def _exchange(table: FactTable) -> ExchangeFit:
 
 
 def _mistakes(system: System, file: str) -> Iterator[str]:
-    """What the tables of a file say against each other."""
+    """Contradictions between the tables of a file."""
     names = [level.name for level in system.levels]
     if not names:
         yield f"{file}: [[level]] is missing: expected what joins the chips, from the inside out"
@@ -330,7 +315,6 @@ def _mistakes(system: System, file: str) -> Iterator[str]:
 
 
 # -- writing ---------------------------------------------------------------------------------------
-# Writes a system as a TOML file that reads like those that ship.
 
 _UNITS = {
     "bandwidth": "byte/s",
@@ -395,9 +379,9 @@ def exchange_rows(fit: ExchangeFit) -> dict[str, object]:
 
 
 def _buffer(nbytes: float) -> str:
-    """A size, in MiB where it is a whole number of them."""
-    whole, rest = divmod(nbytes, 1 << 20)
-    return units.write(nbytes, "byte", 12) if rest else f"{whole:.0f} MiB"
+    """A size, in MiB where that is a whole number."""
+    mebibytes, rest = divmod(nbytes, 1 << 20)
+    return units.write(nbytes, "byte", 12) if rest else f"{mebibytes:.0f} MiB"
 
 
 def _constants(fit: CollectiveFit | ExchangeFit) -> dict[str, object]:
@@ -415,11 +399,10 @@ def _origin(fit: CollectiveFit | ExchangeFit) -> dict[str, object]:
 
 
 # -- linting ---------------------------------------------------------------------------------------
-# What looks wrong in a system file that loads: rates, sizes and names that no system has.
 
 
 def lint_system(path: str | os.PathLike[str]) -> list[Finding]:
-    """What looks wrong in a system file.  Of one that does not load: what keeps it from loading.
+    """Suspicious values in a system file: rates, sizes, names; if it does not load, its mistakes.
 
     `path` may also be the name of a bundled system.
     """
@@ -439,10 +422,7 @@ def lint_system(path: str | os.PathLike[str]) -> list[Finding]:
 
 
 def _names(system: System, path: str) -> Iterator[Finding]:
-    for name in (system.name, *system.aliases):
-        if name != name.lower() or not name or set(name) & set(" _/\\"):
-            expected = 'expected lower case, with "-" between words: names are looked up that way'
-            yield Finding("warning", "aliases", f'"{name}": {expected}')
+    yield from lint_spelling(system.name, *system.aliases)
     if path.lower().endswith(".toml"):
         if Path(path).stem != system.name:
             message = (
@@ -451,9 +431,9 @@ def _names(system: System, path: str) -> Iterator[Finding]:
             yield Finding("note", "name", message)
         return
     for other in available_systems():
-        known = load_system(other)
-        clash = {system.name, *system.aliases} & {known.name, *known.aliases}
-        if clash and known is not system:
+        bundled = _bundled(other)
+        clash = {system.name, *system.aliases} & {bundled.name, *bundled.aliases}
+        if clash and bundled is not system:
             yield Finding("error", "aliases", f'"{min(clash)}" is a name of {other} too')
 
 
@@ -473,8 +453,8 @@ def _rates(system: System) -> Iterator[Finding]:
         chips = system.size_of(system.levels.index(inner))
         total = inner.bandwidth.value * chips
         if outer.rate_of(chips, chips) > total:
-            has, of = units.format_bandwidth(outer.rate_of(chips, chips)), f"{inner.name}"
-            message = f"{has} of a node, more than all of {of}"
+            has = units.format_bandwidth(outer.rate_of(chips, chips))
+            message = f"{has} of a node, more than all of {inner.name}"
             yield Finding("warning", f"{outer.name} bandwidth", message)
 
 

@@ -1,7 +1,6 @@
-"""Knows how chips of a system are joined, and which constants of its collectives were fitted.
+"""The records of a system: levels of links that join its chips, and constants of collectives.
 
-A system is a chip and levels, from the inside out: chips of one node, then nodes.  Rank r is a chip
-by its place: ranks that follow each other share a node until that is full.
+Levels go from the inside out: chips of one node, then nodes.  Ranks fill one node after another.
 """
 
 from __future__ import annotations
@@ -15,31 +14,11 @@ from rooftrace._shown import Shown, short
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import Chip, Fact, FactKind
 from rooftrace.hardware.systems.collectives import (
-    COLLECTIVES,
-    Pattern,
-    collective_kind,
-    torch_ops,
+    COLLECTIVES as COLLECTIVES,
+    Pattern as Pattern,
+    collective_kind as collective_kind,
+    torch_ops as torch_ops,
 )
-
-__all__ = [
-    "COLLECTIVES",
-    "EXCHANGE_MODES",
-    "EXCHANGE_WAYS",
-    "LEVEL_KINDS",
-    "LIBRARIES",
-    "CollectiveFit",
-    "ExchangeFit",
-    "ExchangeMode",
-    "ExchangeWay",
-    "Level",
-    "LevelKind",
-    "Library",
-    "Pattern",
-    "System",
-    "SystemSizeError",
-    "collective_kind",
-    "torch_ops",
-]
 
 LevelKind = Literal["nvswitch", "nvlink", "pcie-shared", "fabric", "link"]
 Library = Literal["nccl", "custom", "vllm", "sglang", "trtllm", "gloo"]
@@ -58,16 +37,16 @@ class SystemSizeError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """What joins the units of the level inside: the chips of a node, or nodes."""
+    """Links between the units of the level inside: between chips of a node, or between nodes."""
 
     name: str  # "nvlink", "network"
     kind: LevelKind
-    size: int  # how many units of the level inside it joins; 0: as many as are asked for
+    size: int  # units of the level inside that it joins; 0: any number
     bandwidth: Fact  # byte/s per direction: of one chip; of one NIC where there are `nics`
     latency: Fact  # second
-    nics: Fact | None = None  # network cards of each unit inside; None: each chip has its own way
-    rails: bool = False  # whether each chip has cards of its own, as far as they go round
-    oversubscription: Fact | None = None  # how often the ways up are shared; None: not
+    nics: Fact | None = None  # network cards of each unit inside; None: one link for each chip
+    rails: bool = False  # whether cards are dedicated to chips, as far as they go round
+    oversubscription: Fact | None = None  # how often the uplinks are shared; None: once
 
     def facts(self) -> Iterator[tuple[str, Fact]]:
         """Every fact with the name of its place."""
@@ -79,7 +58,7 @@ class Level:
     def rate_of(self, chips: int, chips_inside: int) -> float:
         """byte/s and direction out of a unit inside that `chips` of its `chips_inside` share.
 
-        The other chips of the unit are busy with groups of their own, as in a step that all run.
+        The other chips of the unit are busy with other groups, as in a step that all run.
         """
         if self.nics is None:
             rate = self.bandwidth.value * chips
@@ -109,7 +88,7 @@ class CollectiveFit:
     p: float
     fall: float = 0.0
     direct: float = 0.0  # the share of the bandwidth of reading from all others; 0: never done
-    turn: float = 0.0  # second; what the ring takes beside its bytes where there is another way
+    turn: float = 0.0  # second; fixed time of the ring where there is another way
     ranks: int  # measured up to
     nbytes: float  # measured up to; byte
     kind: FactKind
@@ -120,7 +99,7 @@ class CollectiveFit:
     def efficiency_of(self, ranks: int) -> float:
         """The share of the bandwidth that so many ranks reach.
 
-        Where it grows with them, it does so up to what was measured.
+        If it grows with them, then up to the most ranks that were measured.
         """
         ranks = min(ranks, self.ranks) if self.fall < 0 else ranks
         return min(1.0, self.efficiency * float((2 / max(2, ranks)) ** self.fall))
@@ -159,7 +138,7 @@ class System(Shown):
     collectives: tuple[CollectiveFit, ...] = ()
     exchanges: tuple[ExchangeFit, ...] = ()
     aliases: tuple[str, ...] = field(default=())
-    bare: bool = False  # made of a chip's own links: nothing was fitted
+    bare: bool = False  # made of the links of a chip: nothing was fitted
 
     def __repr__(self) -> str:
         return short(self, f"{self.name}: {self.headline()}")
@@ -169,40 +148,35 @@ class System(Shown):
 
     @classmethod
     def of_chip(cls, chip: Chip) -> System:
-        """Any number of one chip on its own link; no collective was measured."""
+        """Any number of one chip on its link; no collective was measured."""
         link = chip.link("intra") or chip.link("inter")
         levels: tuple[Level, ...] = ()
         if link is not None:
             latency = link.latency or Fact.of(
                 "5 us", "second", "usual time of a small message between chips", "guess"
             )
+            bandwidth = link.bandwidth
             levels = (
-                Level(
-                    name=link.name,
-                    kind="link",
-                    size=0,
-                    bandwidth=link.bandwidth,
-                    latency=latency,
-                ),
+                Level(name=link.name, kind="link", size=0, bandwidth=bandwidth, latency=latency),
             )
         return cls(name=chip.name, title=chip.title, chip=chip, levels=levels, bare=True)
 
     @property
     def per_node(self) -> int:
-        """Chips of the innermost level; 0: as many as are asked for."""
+        """Chips of the innermost level; 0: any number."""
         return self.levels[0].size if self.levels else 1
 
     @property
     def chips(self) -> int:
-        """How many chips the system can have; 0: as many as are asked for."""
+        """The most chips that the system can have; 0: any number."""
         return self.size_of(len(self.levels) - 1)
 
     def size_of(self, level: int) -> int:
-        """Chips within one unit of the level with this number; 0: as many as are asked for."""
-        return math.prod(one_level.size for one_level in self.levels[: level + 1])
+        """Chips within one unit of the level with this number; 0: any number."""
+        return math.prod(inner.size for inner in self.levels[: level + 1])
 
     def units_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """How many units of each level these ranks stand in, from the inside out.
+        """The number of units of each level that these ranks are in, from the inside out.
 
         Raises `SystemSizeError` for ranks that the system has no chip for.
         """
@@ -243,12 +217,12 @@ class System(Shown):
         return replace(self, chip=chip)
 
     def headline(self) -> str:
-        """One line: what the levels join, and at which rate."""
+        """One line: the units and the rate of each level."""
         parts: list[str] = []
         for level in self.levels:
             many = f"{level.size} x " if level.size else "any number of "
-            what = self.chip.name if not parts else "nodes"
+            unit = self.chip.name if not parts else "nodes"
             rate = units.format_bandwidth(level.bandwidth.value)
             nics = f" x {level.nics.value:g} NICs" if level.nics else ""
-            parts.append(f"{many}{what} over {level.name} ({rate}{nics})")
+            parts.append(f"{many}{unit} over {level.name} ({rate}{nics})")
         return ", then ".join(parts) or f"one {self.chip.name}"

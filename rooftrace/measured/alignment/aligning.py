@@ -22,7 +22,10 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy
+
 from rooftrace.errors import ProfileError
+from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment.alignment import Alignment, Sums
 from rooftrace.measured.alignment.keys import (
@@ -36,7 +39,6 @@ from rooftrace.measured.alignment.keys import (
     written_out,
 )
 from rooftrace.measured.profiles import Trace, TraceStep, records
-from rooftrace.tracer.graph import OpGraph
 
 
 def align(trace: Trace, graph: OpGraph, minimum: float = 0.5) -> Alignment:
@@ -374,8 +376,6 @@ def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period
 
     Calls before the first period, and after the last one, are in no run.
     """
-    import numpy
-
     numbers: dict[Hashable, int] = {}
     calls = [numbers.setdefault(key, len(numbers)) for key in have]
     graph = [numbers.setdefault(key, len(numbers)) for key in wanted]

@@ -1,4 +1,9 @@
-"""A bench that times code on one device, with samplers of launch costs and pinned CPU threads."""
+"""A bench that times code on one device, with samplers of launch costs and pinned CPU threads.
+
+Kernels on CUDA are timed between two events, and steps on the wall between two idle moments of the
+device.  Data is random, as constant data draws less power and so runs faster.  A cold measurement
+reads a buffer beyond the last cache before every repetition.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +17,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
 
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import Fact
 
-if TYPE_CHECKING:
-    import torch
-
-# -- clock -----------------------------------------------------------------------------------------
-# Times code on one device and describes the conditions; torch is imported when called.
-#
-# Device work is asynchronous: on CUDA kernels are timed between two events, and whole steps on the
-# wall between two idle moments of the device.  Data is random, as constant data draws less power
-# and so runs faster.  A cold measurement reads a buffer beyond the last cache before every
-# repetition.
-
 NOISY = 0.25
 """The relative spread from which a fact is noted as noisy."""
 SPIN = 200_000
-"""Clock cycles, about 0.1 ms, that a GPU is kept busy while the host queues what is timed."""
+"""Clock cycles, about 0.1 ms, that a GPU is kept busy while the host queues the timed work."""
 _BLOCK = 2**22
 """The most random numbers that are drawn; longer data repeats them."""
 
 
 class MeasureError(RuntimeError):
-    """This machine cannot be measured as asked."""
+    """This machine cannot be measured."""
 
 
 @dataclass(frozen=True)
@@ -46,32 +44,26 @@ class Bench:
 
     device: torch.device
     budget_s: float  # s, for `repeat`
-    progress: Callable[[str], None]  # is told each fact
+    progress: Callable[[str], None]  # called with each fact
     cores: int = 1  # logical CPUs that the process may use
-    pinned: bool = False  # whether each thread is kept on a core of its own
+    pinned: bool = False  # whether each thread is pinned to a separate core
 
     @property
     def on_cuda(self) -> bool:
         return bool(self.device.type == "cuda")
 
     def conditions(self) -> str:
-        import torch
-
         if self.on_cuda:
             return f"torch {torch.__version__}, CUDA {torch.version.cuda}"
         pinned = " pinned" if self.pinned else ""
         return f"torch {torch.__version__}, {torch.get_num_threads()}{pinned} threads"
 
     def synchronize(self) -> None:
-        import torch
-
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
     def once(self, run: Callable[[], object]) -> float:
         """Device seconds of one `run`: between two events on CUDA, on the wall on a CPU."""
-        import torch
-
         if not self.on_cuda:
             start = time.perf_counter()
             run()
@@ -85,13 +77,13 @@ class Bench:
         return float(before.elapsed_time(after)) / 1e3  # torch gives milliseconds
 
     def cold(self, run: Callable[[], object]) -> float:
-        """Device seconds of one `run`, on caches that hold none of its data."""
-        import torch
+        """Device seconds of one `run`, on cold caches."""
+        from rooftrace.tracer import torch_private
 
         # Reading leaves clean lines: written ones would go back to memory while `run` is timed.
         self._beyond_the_caches.sum()
-        if self.on_cuda and hasattr(torch.cuda, "_sleep"):
-            torch.cuda._sleep(SPIN)  # type: ignore[no-untyped-call]
+        if self.on_cuda and torch_private.has("cuda_sleep"):
+            torch_private.cuda_sleep(SPIN)
         return self.once(run)
 
     def wall(self, run: Callable[[], object]) -> float:
@@ -119,45 +111,37 @@ class Bench:
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Random numbers about 0; the same few million again and again where there are more."""
-        import torch
-
         count = math.prod(shape)
         drawn = self._drawn[: min(count, _BLOCK)].to(dtype or torch.float32)
         return drawn.repeat(-(-count // max(len(drawn), 1)))[:count].view(shape)
 
     def integers(self, below: int, *shape: int) -> torch.Tensor:
         """Random whole numbers from 0 on."""
-        import torch
-
         generator = torch.Generator(self.device).manual_seed(0)
         return torch.randint(below, shape, generator=generator, device=self.device)
 
     @cached_property
     def _drawn(self) -> torch.Tensor:
-        import torch
-
-        with torch.inference_mode(False):  # for whoever comes later
+        with torch.inference_mode(False):  # the cached tensor outlives this call
             generator = torch.Generator(self.device).manual_seed(0)
             return torch.randn(_BLOCK, generator=generator, device=self.device)
 
     @cached_property
     def _beyond_the_caches(self) -> torch.Tensor:
-        """Four times the last cache, as far as it is known, in fp32."""
-        import torch
-
+        """A fp32 buffer of four times the last cache, where its size is known."""
         size = 2**26
         if self.on_cuda:
             properties = torch.cuda.get_device_properties(self.device)
             size = max(4 * int(getattr(properties, "L2_cache_size", 0)), 2**28)
         return self.random(size // 4)
 
-    def fact(self, samples: list[float], unit: str, what: str, note: str = "") -> Fact:
+    def fact(self, samples: list[float], unit: str, case: str, note: str = "") -> Fact:
         """The median of `samples` as a measured fact in `unit`; a wide spread is noted."""
         middle = statistics.median(samples)
         quarters = statistics.quantiles(samples, n=4)
         spread = (quarters[2] - quarters[0]) / middle if middle else 0.0
         source = (
-            f"{what}, median of {len(samples)}, spread {spread * 100:.0f} % (interquartile), "
+            f"{case}, median of {len(samples)}, spread {spread * 100:.0f} % (interquartile), "
             f"{self.conditions()}"
         )
         text = units.write(middle, unit)
@@ -165,15 +149,13 @@ class Bench:
             best = max(samples) if unit.endswith("/s") else min(samples)
             noise = f"noisy, the best was {units.write(best, unit)}: was the machine busy?"
             note = f"{note}; {noise}" if note else noise
-        self.progress(f"{what}: {text}{f' ({note})' if note else ''}")
+        self.progress(f"{case}: {text}{f' ({note})' if note else ''}")
         return Fact.of(text, unit, source, "measured", note)
 
     @staticmethod
     @contextlib.contextmanager
     def float32_precision(setting: str) -> Iterator[None]:
         """ "highest": fp32 products in fp32; "high": in TF32 on CUDA."""
-        import torch
-
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(setting)
         try:
@@ -183,11 +165,11 @@ class Bench:
 
 
 # -- launches --------------------------------------------------------------------------------------
-# Host costs of a launch.  Each function gives a sampler: a call of it measures once [s].
+# Samplers of the host costs of a launch: each call measures once [s].
 
 OPS = 300
-"""Ops in a row for a launch cost: few enough for the queue of a GPU, which holds 1024; the host
-waits at a full one."""
+"""Ops in a row for a launch cost: fewer than the 1024 that fill the queue of a GPU, where the host
+waits."""
 
 
 def host_seconds(bench: Bench, run: Callable[[], object], calls: int) -> Callable[[], float]:
@@ -209,9 +191,6 @@ def eager_dispatch(bench: Bench) -> Callable[[], float]:
 
     Their kernels take next to no time.
     """
-    import torch
-    from torch.nn import functional
-
     width = 8
     weight = torch.ones(width, width, device=bench.device)
     bias, example = weight[0].clone(), weight.clone()
@@ -227,8 +206,6 @@ def eager_dispatch(bench: Bench) -> Callable[[], float]:
 
 def view_dispatch(bench: Bench) -> Callable[[], float]:
     """Seconds per view of a tiny tensor."""
-    import torch
-
     cell = torch.zeros(8, device=bench.device)
 
     def run() -> None:
@@ -240,19 +217,14 @@ def view_dispatch(bench: Bench) -> Callable[[], float]:
 
 
 def module_call(bench: Bench) -> Callable[[], float]:
-    """Seconds per call of a module that hands its input on."""
-    import torch
-    from torch import nn
-
+    """Seconds per call of a module that returns its input."""
     model = nn.Sequential(*(nn.Identity() for _ in range(OPS)))
     cell = torch.zeros(8, device=bench.device)
     return host_seconds(bench, lambda: model(cell), OPS)
 
 
 def direct_dispatch(bench: Bench) -> Callable[[], float]:
-    """Seconds per op called without modules and into a ready output, as generated code calls it."""
-    import torch
-
+    """Seconds per op called without modules and with `out=`, as generated code calls it."""
     left = torch.ones(8, 8, device=bench.device)
     out = torch.empty_like(left)
 
@@ -264,8 +236,8 @@ def direct_dispatch(bench: Bench) -> Callable[[], float]:
 
 
 def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
-    """Device seconds per tiny kernel of a queue that the host filled in time."""
-    import torch
+    """Device seconds per tiny kernel of a queue that the host has filled in advance."""
+    from rooftrace.tracer import torch_private
 
     cell = torch.zeros(8, device=bench.device)
 
@@ -274,8 +246,8 @@ def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
             cell.add_(1)
 
     def once() -> float:
-        if hasattr(torch.cuda, "_sleep"):
-            torch.cuda._sleep(50 * SPIN)  # type: ignore[no-untyped-call]  # the host's head start
+        if torch_private.has("cuda_sleep"):
+            torch_private.cuda_sleep(50 * SPIN)  # the host's head start
         return bench.once(run) / OPS
 
     return once
@@ -283,8 +255,6 @@ def stream_of_tiny_kernels(bench: Bench) -> Callable[[], float]:
 
 def graph_of_tiny_kernels(bench: Bench) -> tuple[Callable[[], float], Callable[[], float]]:
     """Device seconds per tiny kernel, and host seconds per launch, of one captured CUDA graph."""
-    import torch
-
     cell = torch.zeros(8, device=bench.device)
     cell.add_(1)  # loads the kernel before the capture
     bench.synchronize()
@@ -297,18 +267,15 @@ def graph_of_tiny_kernels(bench: Bench) -> tuple[Callable[[], float], Callable[[
 
 
 # -- threads ---------------------------------------------------------------------------------------
-# Keeps the threads of torch's pool on cores of their own while a CPU is measured.
 
 
 @contextlib.contextmanager
 def pinned_threads() -> Iterator[bool]:
-    """Keep each thread of torch's pool on a core of its own, on Linux; yields whether it did.
+    """Pin each thread of torch's pool to a separate core, on Linux; yield whether that worked.
 
-    A scheduler may stack two of them on one core for seconds, where each waits for the other's time
-    slice: a copy was seen to take 1.7 ms or 8 ms by that alone. All masks are restored afterwards.
+    A scheduler may run two of them on one core for seconds: a copy was seen to take 1.7 ms or 8 ms
+    by that alone.  All masks are restored afterwards.
     """
-    import torch
-
     tasks = Path("/proc/self/task")
     if not hasattr(os, "sched_setaffinity") or not tasks.is_dir():
         yield False
@@ -326,7 +293,7 @@ def pinned_threads() -> Iterator[bool]:
         with contextlib.suppress(OSError):  # it may have ended
             before[thread] = os.sched_getaffinity(thread)
     cores = spread_cores(allowed)
-    # The pool's threads are the ones that just worked; others (of a progress bar, say) come last.
+    # The threads of the pool just worked; others (of a progress bar, say) come last.
     others = [thread for thread in before if thread != ours]
     others.sort(key=lambda thread: idle.get(thread, 0) - busy.get(thread, 0))
     workers = [ours, *others]
@@ -342,7 +309,7 @@ def pinned_threads() -> Iterator[bool]:
 
 
 def _processor_ticks(tasks: Path) -> dict[int, int]:
-    """Processor time that each thread of this process has used so far, in clock ticks."""
+    """Processor time of each thread of this process so far, in clock ticks."""
     ticks = {}
     for item in tasks.iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):

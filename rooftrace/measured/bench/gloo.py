@@ -1,6 +1,6 @@
 """Times collectives of gloo between processes of this machine, and writes them as a CSV.
 
-A trial of the whole loop where there is no GPU: on a machine with several, nccl-tests measure.
+A trial of the calibration of collectives without GPUs: on several GPUs, nccl-tests measure.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
 
 from rooftrace._outputs import check_output
 from rooftrace._processes import safe_path
 from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError
 
-if TYPE_CHECKING:
-    import torch
-
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Bytes of a buffer: 1 KiB to 16 MiB."""
 REPEATS = 7
-Row = tuple[str, str, int, int, float]
+GlooRow = tuple[str, str, int, int, float]
 
 
 class GroupMeasureError(RuntimeError):
-    """Processes that should have measured collectives did not come to an end."""
+    """Processes that measure collectives did not end."""
 
 
 def measure_collectives(
@@ -58,10 +59,8 @@ def measure_collectives(
 
 def _run(
     ranks: int, sizes: tuple[int, ...], timeout: float, tell: Callable[[str], None]
-) -> list[Row]:
+) -> list[GlooRow]:
     """Start the processes, and wait for the rows of the first."""
-    import torch.multiprocessing as processes
-
     context = processes.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, safe_path():
         answers: Any = context.Queue()
@@ -83,7 +82,7 @@ def _run(
     return rows
 
 
-def _first_answer(answers: Any, workers: Sequence[Any], end: float) -> list[Row]:
+def _first_answer(answers: Any, workers: Sequence[Any], end: float) -> list[GlooRow]:
     while time.monotonic() < end:
         try:
             answer = answers.get(timeout=0.5)
@@ -106,9 +105,6 @@ def _first_answer(answers: Any, workers: Sequence[Any], end: float) -> list[Row]
 
 def _work(rank: int, ranks: int, store: str, sizes: tuple[int, ...], answers: Any) -> None:
     """One process: joins the group, times every op, and the first of them answers."""
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -122,21 +118,18 @@ def _work(rank: int, ranks: int, store: str, sizes: tuple[int, ...], answers: An
         answers.put(rows)
 
 
-def time_ops(rank: int, ranks: int, sizes: Sequence[int]) -> list[Row]:
-    """(op, dtype, ranks, bytes, seconds) of each op and size, in the group that is there."""
-    import torch
-    import torch.distributed as dist
-
-    rows: list[Row] = []
+def time_ops(rank: int, ranks: int, sizes: Sequence[int]) -> list[GlooRow]:
+    """(op, dtype, ranks, bytes, seconds) of each op and size, in the current process group."""
+    rows: list[GlooRow] = []
     for size in sizes:
         count = max(ranks, size // 4 // ranks * ranks)
-        whole, part = torch.zeros(count), torch.zeros(count // ranks)
-        parts = list(whole.chunk(ranks))
+        buffer, part = torch.zeros(count), torch.zeros(count // ranks)
+        parts = list(buffer.chunk(ranks))
         ops: dict[str, Callable[[], object]] = {
-            "all_reduce": partial(dist.all_reduce, whole),
+            "all_reduce": partial(dist.all_reduce, buffer),
             "all_gather": partial(dist.all_gather, parts, part),
-            "broadcast": partial(dist.broadcast, whole, 0),
-            "send": partial(_pass_on, rank, whole),
+            "broadcast": partial(dist.broadcast, buffer, 0),
+            "send": partial(_pass_on, rank, buffer),
         }
         for op, call in ops.items():
             if op != "send" or ranks > 1:
@@ -144,25 +137,21 @@ def time_ops(rank: int, ranks: int, sizes: Sequence[int]) -> list[Row]:
     return rows
 
 
-def _pass_on(rank: int, whole: torch.Tensor) -> None:
+def _pass_on(rank: int, buffer: torch.Tensor) -> None:
     """The first rank sends to the second."""
-    import torch.distributed as dist
-
     if rank == 0:
-        dist.send(whole, 1)
+        dist.send(buffer, 1)
     elif rank == 1:
-        dist.recv(whole, 0)
+        dist.recv(buffer, 0)
 
 
 def _median(call: Callable[[], object]) -> float:
     """Median seconds of a call, each after a barrier."""
-    import torch.distributed as dist
-
     seconds = []
-    for turn in range(REPEATS + 1):
+    for repeat in range(REPEATS + 1):
         dist.barrier()
         start = time.perf_counter()
         call()
-        if turn:  # the first opens connections
+        if repeat:  # the first opens connections
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)

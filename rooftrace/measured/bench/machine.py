@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import Engine, Fact, Peak
@@ -27,15 +29,9 @@ from rooftrace.measured.bench.clock import (
     view_dispatch,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-# -- chip peaks ------------------------------------------------------------------------------------
-# Measures the machine it runs on, quickly, as a `Chip`; knows no datasheet.
-#
-# Every rate is the median of several repetitions on random data after a warm-up, and its source
-# text says how many, how far they spread, and under which torch. torch is imported only when
-# called.
+# -- the machine as a chip -------------------------------------------------------------------------
+# Every rate is the median of several repetitions on random data after a warm-up; its source text
+# has their number, their spread, and the release of torch.
 
 
 def measure_chip(
@@ -43,11 +39,9 @@ def measure_chip(
 ) -> Chip:
     """Measure `device` ("cpu", "cuda", "cuda:1") in about `budget_s` seconds.
 
-    The result holds sustained rates: price with it as with any chip. A rate that torch does not
-    offer on this device is left out, so that asking for it raises instead of guessing.
+    The result has sustained rates: price with it as with any chip.  A rate that torch does not
+    offer on this device is left out.
     """
-    import torch
-
     if not budget_s > 0:
         raise MeasureError(f"budget_s = {budget_s!r}: expected a number of seconds above 0")
     target = checked_device(device)
@@ -56,27 +50,26 @@ def measure_chip(
         if target.type == "cuda":
             with torch.cuda.device(target):
                 return _measure_cuda(Bench(target, budget_s, report))
-        cores = _cores()  # before each thread is given one
+        cores = _cores()  # before threads are pinned
         with pinned_threads() as pinned:
             return _measure_cpu(Bench(target, budget_s, report, cores, pinned))
 
 
-# Compute
-
-
 def _product(bench: Bench, precision: str, size: int) -> Callable[[], object]:
     """A [size, size] @ [size, size] product in `precision`, ready to run."""
-    import torch
+    from rooftrace.tracer import torch_private
 
     left, right = bench.random(size, size), bench.random(size, size)
     if precision == "fp8":
         unit = torch.ones((), device=bench.device)
         # The fp8 kernels want the right operand column-major.
         a, b = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t().contiguous().t()
-        return lambda: torch._scaled_mm(a, b, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
+        return lambda: torch_private.scaled_mm(
+            a, b, scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16
+        )
     if precision == "int8":
         a, b = (left * 30).to(torch.int8), (right * 30).to(torch.int8).t().contiguous().t()
-        return lambda: torch._int_mm(a, b)
+        return lambda: torch_private.int_mm(a, b)
     types = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = types.get(precision, torch.float32)
     a, b = left.to(dtype), right.to(dtype)
@@ -114,13 +107,8 @@ def _peaks(bench: Bench, wanted: list[tuple[Engine, str, float]], largest: int) 
     return peaks
 
 
-# Memory
-
-
 def _bandwidths(bench: Bench, cache: float, capacity: float, share: float) -> dict[str, Fact]:
     """Copy (read and write) and read-only bandwidth of buffers far beyond the caches."""
-    import torch
-
     elements = stream_size(bench, cache, capacity)
     source = bench.random(elements)
     target = torch.empty_like(source)
@@ -142,9 +130,6 @@ def _bandwidths(bench: Bench, cache: float, capacity: float, share: float) -> di
     }
 
 
-# Host costs
-
-
 def _eager(bench: Bench, share: float) -> dict[str, Fact]:
     """Host seconds of eager PyTorch: per kernel, per view, per call of a module."""
     ways = {
@@ -153,10 +138,10 @@ def _eager(bench: Bench, share: float) -> dict[str, Fact]:
         "module_call": (module_call, f"stack of {OPS} modules that do nothing, per module"),
     }
     facts = {}
-    for name, (sampler, what) in ways.items():
+    for name, (sampler, case) in ways.items():
         note = "a module with options, hooks or checks takes longer" if "module" in name else ""
         samples = bench.repeat(sampler(bench), share / len(ways))
-        facts[name] = bench.fact(samples, "second", what, note)
+        facts[name] = bench.fact(samples, "second", case, note)
     return facts
 
 
@@ -166,17 +151,12 @@ def _dispatch_compiled(bench: Bench, share: float) -> Fact:
     return bench.fact(samples, "second", "8 x 8 matmul into a ready output, per call", note)
 
 
-# CPU
-
-
 def _measure_cpu(bench: Bench) -> Chip:
-    import torch
-
     model = cpu_model()
     capacity = _cpu_memory()
     cache = cpu_cache(Path("/sys/devices/system/cpu"))
-    told = "logical CPUs this process may use, from the OS"
-    cores = Fact.of(str(bench.cores), "count", told, "measured")
+    source = "logical CPUs this process may use, from the OS"
+    cores = Fact.of(str(bench.cores), "count", source, "measured")
     peaks = _peaks(
         bench,
         [
@@ -221,12 +201,12 @@ def _cores() -> int:
 
 
 def _vendor(model: str) -> str:
-    known = ("Intel", "AMD", "Apple", "NVIDIA", "Ampere")
-    return next((name for name in known if name.lower() in model.lower()), "unknown")
+    vendors = ("Intel", "AMD", "Apple", "NVIDIA", "Ampere")
+    return next((name for name in vendors if name.lower() in model.lower()), "unknown")
 
 
 def _cpu_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> Fact:
-    """Physical memory, or the container's share of it where that is less."""
+    """Physical memory, or the limit of the container where that is less."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -241,15 +221,10 @@ def _cpu_memory(limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> Fact:
     return Fact.of(f"{total // 2**20} MiB", "byte", source, "measured")
 
 
-# CUDA
-
-
 def _measure_cuda(bench: Bench) -> Chip:
-    import torch
-
     properties = torch.cuda.get_device_properties(bench.device)
-    told = f"torch.cuda.get_device_properties, torch {torch.__version__}"
-    capacity = Fact.of(f"{properties.total_memory // 2**20} MiB", "byte", told, "measured")
+    source = f"torch.cuda.get_device_properties, torch {torch.__version__}"
+    capacity = Fact.of(f"{properties.total_memory // 2**20} MiB", "byte", source, "measured")
     cache = getattr(properties, "L2_cache_size", 0)
     clock = getattr(properties, "clock_rate", 0)  # kilohertz; newer torch only
     wanted: list[tuple[Engine, str, float]] = [
@@ -274,9 +249,9 @@ def _measure_cuda(bench: Bench) -> Chip:
         peaks=tuple(_peaks(bench, wanted, largest=8192)),
         memory_capacity=capacity,
         memory_bandwidth=bandwidths["copy"],
-        l2_capacity=Fact.of(f"{cache // 2**10} KiB", "byte", told, "measured") if cache else None,
-        sm_count=Fact.of(str(properties.multi_processor_count), "count", told, "measured"),
-        clock=Fact.of(f"{clock // 1000} MHz", "hertz", told, "measured") if clock else None,
+        l2_capacity=Fact.of(f"{cache // 2**10} KiB", "byte", source, "measured") if cache else None,
+        sm_count=Fact.of(str(properties.multi_processor_count), "count", source, "measured"),
+        clock=Fact.of(f"{clock // 1000} MHz", "hertz", source, "measured") if clock else None,
         kernel_gap=gap,
         dispatch_eager=eager["dispatch_eager"],
         dispatch_view=eager["dispatch_view"],
@@ -298,17 +273,14 @@ def _graph(bench: Bench, share: float) -> tuple[Fact, Fact]:
     return gap, launch
 
 
-# -- devices ---------------------------------------------------------------------------------------
-# The devices of this machine: their names, their own facts, and the measuring conditions.
-#
-# torch is imported when a function is called.
+# -- devices and conditions ------------------------------------------------------------------------
 
 _SIZES = {"cpu": 2.0**26, "cuda": 2.0**30}
 """Bytes of a buffer, at least; by the kind of device."""
 _CACHES = 4
 _TIMES, _TIMES_AT_LEAST, _LONG_ENOUGH = 15, 5, 1.0  # copies; seconds of them all
 _SHARE = 1 / 16
-"""Of the memory that is free, a buffer takes no more."""
+"""The largest share of free memory that a buffer takes."""
 _PACKAGES = ("rooftrace", "torch", "transformers", "triton", "numpy")
 IDENTITY = ("type", "name", "memory_bytes", "threads")
 """The facts that tell devices apart: equal in two measurements of one device."""
@@ -316,15 +288,11 @@ IDENTITY = ("type", "name", "memory_bytes", "threads")
 
 def default_device() -> str:
     """cuda where torch sees one, else cpu."""
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def checked_device(device: str) -> torch.device:
     """The torch device of this name.  Raises MeasureError for one that is not there."""
-    import torch
-
     try:
         target = torch.device(device)
     except RuntimeError as problem:
@@ -338,9 +306,7 @@ def checked_device(device: str) -> torch.device:
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
-    """Name, type, memory and what else is known, without anything that names this machine."""
-    import torch
-
+    """Name, type, memory and other facts, none of which identifies this machine."""
     if device.type == "cuda":
         return _cuda_facts(device)
     return {
@@ -353,8 +319,6 @@ def device_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _cuda_facts(device: torch.device) -> dict[str, Any]:
-    import torch
-
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": "cuda",
@@ -368,13 +332,13 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "driver": smi(device, ("driver_version",)),
         "limits": smi(device, ("clocks.max.sm", "clocks.max.mem", "power.limit")),
-        "float32_matmul": _told(torch.get_float32_matmul_precision),
-        "tf32_convolution": _told(lambda: torch.backends.cudnn.allow_tf32),
+        "float32_matmul": _setting(torch.get_float32_matmul_precision),
+        "tf32_convolution": _setting(lambda: torch.backends.cudnn.allow_tf32),
     }
 
 
-def _told(read: Callable[[], Any]) -> Any:
-    """A setting; None if torch raises, because its old and new switches exclude each other."""
+def _setting(read: Callable[[], Any]) -> Any:
+    """A setting; None if torch raises, as its old and new switches exclude each other."""
     try:
         return read()
     except RuntimeError:
@@ -382,14 +346,14 @@ def _told(read: Callable[[], Any]) -> Any:
 
 
 def clocks(device: torch.device) -> str | None:
-    """Clocks, power and temperature now; None where the device does not tell."""
+    """Clocks, power and temperature now; None where the device does not report them."""
     if device.type != "cuda":
         return None
     return smi(device, ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu"))
 
 
 def smi(device: torch.device, names: Sequence[str]) -> str | None:
-    """Values that nvidia-smi reads; None where there is no nvidia-smi.  It changes nothing."""
+    """Values that nvidia-smi reads; None without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -405,9 +369,7 @@ def smi(device: torch.device, names: Sequence[str]) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and the libraries that matter; those that are not there are left out."""
-    import torch
-
+    """Versions of Python and of the installed libraries of `_PACKAGES`."""
     versions_here = {"python": platform.python_version(), "torch": torch.__version__}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -416,7 +378,7 @@ def versions() -> dict[str, str]:
 
 
 def load_note() -> str | None:
-    """How busy the machine is, where the OS tells."""
+    """The load of the machine; None where the OS does not report it."""
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -463,24 +425,19 @@ def cpu_cache(root: Path) -> Fact | None:
 
 
 def stream_size(bench: Bench, cache: float, room: float) -> int:
-    """How many fp32 numbers a buffer has that no cache holds: its bytes are several times those of
-    the last cache, and a small part of the room in memory."""
+    """fp32 numbers in a buffer beyond the caches: several times the bytes of the last one, but a
+    small part of the room in memory."""
     wanted = max(_CACHES * cache, _SIZES[bench.device.type])
     return max(int(min(wanted, room * _SHARE)) // 4, 1)
 
 
 def copy_seconds(bench: Bench) -> tuple[int, tuple[float, ...]]:
-    """The bytes that one copy reads and writes, and the seconds of each of several.
-
-    Where a copy takes long, fewer of them are made: 5 at least.
-    """
-    import torch
-
+    """The bytes that one copy reads and writes, and the seconds of 5 to 15 copies."""
     cache, room = 0.0, float("inf")
     if bench.on_cuda:
         room = float(torch.cuda.mem_get_info(bench.device)[0])
-    elif known := cpu_cache(Path("/sys/devices/system/cpu")):
-        cache = known.value
+    elif last := cpu_cache(Path("/sys/devices/system/cpu")):
+        cache = last.value
     source = bench.random(stream_size(bench, cache, room))
     target = torch.empty_like(source)
     run = lambda: target.copy_(source)  # noqa: E731

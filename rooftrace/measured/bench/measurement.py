@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rooftrace.costmodels.planning import execution_model, plan
+from rooftrace.costmodels.fusion import execution_model, plan
 from rooftrace.errors import RequestError, TargetError
+from rooftrace.graph import OpGraph
 from rooftrace.measured.alignment import KernelTime, kernel_times
-from rooftrace.measured.bench import machine, machine as devices
+from rooftrace.measured.bench import machine
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.replay import Compilations, attributed
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run
@@ -35,11 +36,10 @@ from rooftrace.measured.bench.steps import (
     timed,
 )
 from rooftrace.measured.profiles import read_trace
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer import Request, names, torch_private
 from rooftrace.tracer.inputs import as_before, calls
-from rooftrace.tracer.metacopies import dtype_name
 from rooftrace.tracer.recording import check_not_inside
-from rooftrace.tracer.requests import Request, names
+from rooftrace.tracer.values import dtype_name
 
 WARMUPS = 2
 _PROFILES = 5
@@ -61,14 +61,15 @@ def measure(
 ) -> Run:
     """Time a step of `model`, called with these arguments on its device, and each op of its graph.
 
-    The step is what `rooftrace.trace` captures with the same arguments: forward, prefill, decode
-    (one token after the prompt that is given), or training with an optimizer.  Afterwards tensors
-    of the module and its arguments hold what they held, and random numbers go on as before; a copy
-    of these tensors is on the host meanwhile.
+    The step is that of `rooftrace.trace` with the same arguments: forward, prefill, decode (one
+    token after the prompt that is given), or training with an optimizer.  Afterwards tensors of
+    the module and its arguments, and the state of random generators, are restored from a copy on
+    the host.
 
     compiled: the step is run through torch.compile.  ops: the captured graph is also run op by op,
     eagerly, and the row's `ops` have the ids of `rooftrace.trace(model, ..., phase=phase)`; of a
-    compiled step the row has its `kernels` too, which `rooftrace.fused` sets beside the graph.
+    compiled step the row has its `kernels` too, which `rooftrace.tools.fused` compares with the
+    graph.
     budget_s: about how long the timed repetitions may take.
 
     The result is a run with one row, `run.models[0]`, and with its graph, so that `calibrate(run)`
@@ -95,8 +96,8 @@ def measure(
 
 
 def _stream(bench: Bench) -> MicroRow:
-    """The row of a copy that no cache holds, for the bandwidth that this device sustains now."""
-    size, seconds = devices.copy_seconds(bench)
+    """The row of a copy beyond the caches, for the bandwidth that this device sustains now."""
+    size, seconds = machine.copy_seconds(bench)
     sizes: dict[str, int | str | bool] = {"op": "copy_", "dtype": "fp32"}
     return MicroRow(
         key=f"copy {size // 2**20} MiB", kind="copy", sizes=sizes, seconds=seconds, bytes=size
@@ -179,7 +180,7 @@ def _kernels(
 
     def once() -> tuple[KernelTime, ...]:
         state = step.ready()
-        with profiler(bench) as recorded:
+        with profiler(bench.device) as recorded:
             bench.wall(lambda: step.run(state))
         return _recorded_kernels(recorded, noted, compiled)
 
@@ -191,7 +192,7 @@ def _kernels(
 
 
 def _medians(profiles: Sequence[tuple[KernelTime, ...]]) -> tuple[KernelTime, ...]:
-    """The kernels of the quickest profile, with median seconds of all that have the same ones."""
+    """The kernels of the quickest profile, with their median over profiles of equal kernels."""
     quickest = min(profiles, key=lambda kernels: sum(kernel.seconds for kernel in kernels))
     names = [kernel.name for kernel in quickest]
     equal = [kernels for kernels in profiles if [kernel.name for kernel in kernels] == names]
@@ -234,27 +235,22 @@ def profiled_step(
 
 
 def _profile(bench: Bench, step: RealStep) -> StepProfile:
-    """The profile of one step by op."""
+    """The profile of one step by op; on a CPU the quicker of two, as the profiler warms up."""
 
     def once() -> StepProfile:
         state = step.ready()
         return by_op(profiled(bench, lambda: step.run(state))[0], bench.on_cuda)
 
-    return _quicker(bench, once, lambda profile: profile.seconds)
-
-
-def _quicker(bench: Bench, once: Callable[[], _T], seconds: Callable[[_T], float]) -> _T:
-    """One profile; on a CPU the quicker of two, as the profiler itself needs a warm-up."""
     first = once()
-    return first if bench.on_cuda else min(first, once(), key=seconds)
+    return first if bench.on_cuda else min(first, once(), key=lambda profile: profile.seconds)
 
 
 def run_of(device: torch.device, *rows: ModelRow) -> Run:
     """A run with these rows, on this device, today."""
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return Run(
-        device=devices.device_facts(device),
-        versions=devices.versions(),
+        device=machine.device_facts(device),
+        versions=machine.versions(),
         dates=(today,),
         models=rows,
     )
@@ -290,13 +286,13 @@ def _graph(
     return trace(model, *args, phase=phase, loss=loss, optimizer=optimizer, **kwargs)
 
 
-# -- steps of the user's own -----------------------------------------------------------------------
+# -- steps that the user writes --------------------------------------------------------------------
 
 
 class StepTimer:
     """Times steps that the user writes: each inside `with steps.step():`.
 
-    The first ones warm up; the next is profiled, where that was asked for; the rest are timed.
+    The first ones warm up; the next is profiled, with `profile`; the rest are timed.
     """
 
     def __init__(
@@ -304,7 +300,7 @@ class StepTimer:
     ) -> None:
         self._name, self._profile, self._compiled = name, profile, compiled
         self._graph = graph
-        self._noted: Compilations | None = None  # of modules that were compiled here
+        self._noted: Compilations | None = None  # of modules from `compile`
         self._bench = Bench(torch.device(device), 1.0, lambda line: None)
         self._count = 0
         self._seconds: list[float] = []
@@ -314,8 +310,8 @@ class StepTimer:
     def compile(self, module: Callable[..., _T], **settings: Any) -> Callable[..., _T]:
         """`torch.compile(module, **settings)`, so that the profiled step knows its kernels' ops.
 
-        Without caches of earlier compilations.  Raises RequestError for steps that are not said to
-        be compiled, and for a `mode`: its options do the same.
+        Without caches of earlier compilations.  Raises RequestError without `compiled=True`, and
+        for a `mode`: its options do the same.
         """
         if not self._compiled:
             raise RequestError("steps.compile(...): expected measuring(..., compiled=True)")
@@ -350,7 +346,7 @@ class StepTimer:
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:
-        with profiler(self._bench) as recorded:
+        with profiler(self._bench.device) as recorded:
             yield
             self._bench.synchronize()
         profile = by_op(recorded.events(), self._bench.on_cuda)
@@ -366,7 +362,7 @@ class StepTimer:
             self._profile_fields["kernels"] = kernels
 
     def _unknown(self) -> str:
-        """Why the kernels of a compiled step are not known; "" where they are."""
+        """Why the kernels of a compiled step are unknown; "" where they are known."""
         if not self._profile:
             return "no step was profiled"
         if self._noted is None:
@@ -377,7 +373,7 @@ class StepTimer:
 
     @property
     def run(self) -> Run:
-        """The run with one row.  Raises RequestError before the block has ended."""
+        """The run with one row.  Raises RequestError inside of the block."""
         if self._run is None:
             raise RequestError("the run of measured steps is there after their block has ended")
         return self._run
@@ -419,7 +415,7 @@ def measuring(
     compiled: bool = False,
     graph: OpGraph | None = None,
 ) -> Iterator[StepTimer]:
-    """Time steps of your own: any code, as often as you run it.
+    """Time steps that you write: any code, as often as you run it.
 
         with rooftrace.measuring("fine-tuning") as steps:
             for batch in batches:
@@ -431,23 +427,22 @@ def measuring(
     rest are timed.  device: the device whose work ends a step; default cuda where there is one.
     compiled: whether the run says "compiled" or "eager".  graph: of a compiled step; where the
     module is compiled inside the block, with `model = steps.compile(model)`, the row has the
-    kernels of that step, which `rooftrace.fused` sets beside this graph, and else its `note` says
-    why not.  Raises RequestError at the end where no step was timed, for a graph of a step that is
-    not compiled, and inside of a recording.
+    kernels of that step, which `rooftrace.tools.fused` compares with this graph; else its `note`
+    says why not.  Raises RequestError at the end where no step was timed, for a graph of a step
+    that is not compiled, and inside of a recording.
     """
     check_not_inside("measuring", "measure before it or after it")
     if graph is not None and not compiled:
         raise RequestError("measuring(..., graph=...): expected compiled=True with it")
-    steps = StepTimer(name, device or devices.default_device(), profile, compiled, graph)
+    steps = StepTimer(name, device or machine.default_device(), profile, compiled, graph)
     yield steps
     steps.close()
 
 
-# -- targetruns ------------------------------------------------------------------------------------
-# A run of a target with random weights: each of its phases, kernel by kernel.
+# -- targets ---------------------------------------------------------------------------------------
 
 _SECONDS = 3.0
-"""For the repetitions of one phase."""
+"""Budget for the repetitions of one phase."""
 
 
 def measured_target(
@@ -460,21 +455,17 @@ def measured_target(
 ) -> Run:
     """Time each phase of a target, and each op or compiled kernel of it, on a device.
 
-    phases: by default all that the target has.  device: by default cuda where there is one.
+    phases: by default all of the target.  device: by default cuda where there is one.
     Weights and inputs are random.  Raises TargetError or RequestError for a target, sizes or a
     phase that make no sense, and the errors of the module.
     """
-    import torch
-
     if names.is_script(target):
         raise RequestError(
             f"--run {target!r}: a script is measured into a file, rooftrace measure {target!r} "
             "-o run.json.gz; then calibrate by it: rooftrace calibrate run.json.gz --trust-targets"
         )
     tell = progress or (lambda _: None)
-    for phase in phases or ():
-        if phase not in names.MEASURED:
-            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
+    check_phases(phases)
     bench = Bench(machine.checked_device(device or machine.default_device()), _SECONDS, tell)
     module, args, kwargs = realized(target, bench, request)
     runs: list[Run] = []
@@ -482,7 +473,7 @@ def measured_target(
     for phase in phases or names.MEASURED:
         tell(f"measuring {phase}{', compiled' if compiled else ''}")
         if compiled:
-            torch._dynamo.reset()
+            torch_private.dynamo_reset()
         try:
             runs.append(
                 measure(
@@ -495,13 +486,20 @@ def measured_target(
                     **kwargs,
                 )
             )
-        except RequestError as error:  # a phase that the target has not
+        except RequestError as error:  # a phase that the target lacks
             if phases:
                 raise
             missing = error
     if not runs:
         raise TargetError(f"{target}: no phase of it can be measured: {missing}")
     return reduce(_joined, runs)
+
+
+def check_phases(phases: Sequence[str] | None) -> None:
+    """Raise RequestError for a phase that cannot be measured."""
+    for phase in phases or ():
+        if phase not in names.MEASURED:
+            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
 
 
 def _joined(first: Run, second: Run) -> Run:

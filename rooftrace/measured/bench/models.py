@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.graph import OpGraph
 from rooftrace.measured.bench import nets
 from rooftrace.measured.bench.runfile import ModelRow, RunFileError
-from rooftrace.tracer.graph import OpGraph
 
-SCALES = ("full", "small", "tiny")
 Sizes = Mapping[str, int]
 Settings = Mapping[str, Any]
 
@@ -32,7 +31,7 @@ class SuiteModel:
     # Keyword arguments for these sizes, made by `floats(*shape)` and `ids(below, *shape)`.
     inputs: Callable[[Settings, Sizes, Make], dict[str, Tensor]]
     steps: Mapping[str, Sequence[tuple[str, Sizes]]]  # phase and sizes, by scale, in order of worth
-    library: str = ""  # what it needs beside torch
+    library: str = ""  # that it needs in addition to torch
     channels_last: bool = False
 
     def dtype(self, device: str) -> torch.dtype:
@@ -65,7 +64,7 @@ class Make:
 
     @staticmethod
     def on(device: str, dtype: torch.dtype, channels_last: bool = False) -> Make:
-        """Random tensors; on meta only sizes, except token ids, whose values stay known."""
+        """Random tensors; on meta only sizes, except token ids, which keep their values."""
         layout = torch.channels_last if channels_last else torch.contiguous_format
 
         def floats(*shape: int) -> Tensor:
@@ -96,14 +95,10 @@ def _generators(device: str) -> list[int]:
     return [torch.device(device).index or 0] if device.startswith("cuda") else []
 
 
-# -- models ----------------------------------------------------------------------------------------
-# The models of the measurement suite: their sizes, inputs and phases; nothing is downloaded.
-#
+# -- language models -------------------------------------------------------------------------------
 # A model has up to three scales: full for a GPU, small for a CPU, tiny for a trial.  A row in a
 # run file names model, scale, phase and sizes, so that `traced_model` can capture the same step
 # again, on meta.
-
-# -- language --------------------------------------------------------------------------------------
 
 
 def _steps(*cases: tuple[str, int, int] | tuple[str, int]) -> list[tuple[str, Sizes]]:
@@ -136,7 +131,7 @@ _SHORT = {
     "small": _CACHED["small"],
     "tiny": _CACHED["tiny"],
 }
-_WHOLE = {
+_SEQUENCES = {
     "full": _steps(("forward", 16, 512), ("training", 8, 512), ("forward", 1, 128)),
     "small": _steps(("forward", 2, 128), ("training", 1, 64)),
     "tiny": _steps(("forward", 2, 16), ("training", 2, 16)),
@@ -163,10 +158,6 @@ def _prompt(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
     return {"input_ids": make.ids(below, sizes["batch"], sizes.get("kv") or sizes["seq"])}
 
 
-def _decoder(settings: Settings) -> nn.Module:
-    return nets.Decoder(**settings)
-
-
 def _hugging_face(model: str, config: str) -> Callable[[Settings], nn.Module]:
     def build(settings: Settings) -> nn.Module:
         import transformers
@@ -185,12 +176,11 @@ def _language(
     steps: Mapping[str, Sequence[tuple[str, Sizes]]],
     **scales: Settings,
 ) -> SuiteModel:
-    build = _hugging_face(model, config)
     return SuiteModel(
         name=name,
         kind=kind,
         settings=scales,
-        build=build,
+        build=_hugging_face(model, config),
         inputs=_prompt,
         steps=steps,
         library="transformers",
@@ -198,13 +188,7 @@ def _language(
 
 
 def _llama(
-    width: int,
-    hidden: int,
-    layers: int,
-    heads: int,
-    keys: int,
-    vocabulary: int,
-    **more: Any,
+    width: int, hidden: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any
 ) -> dict[str, Any]:
     return {
         "hidden_size": width,
@@ -216,10 +200,6 @@ def _llama(
         "max_position_embeddings": 8192,
         **more,
     }
-
-
-_TINY_LLAMA = _llama(64, 128, 2, 4, 2, 512)
-_SMALL_LLAMA = _llama(512, 1408, 4, 8, 4, 8192)
 
 
 def _deepseek(
@@ -253,7 +233,7 @@ def _gpt2(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any
     }
 
 
-# -- others ----------------------------------------------------------------------------------------
+# -- other models ----------------------------------------------------------------------------------
 
 
 def _image(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
@@ -283,21 +263,13 @@ def _clicks(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
     }
 
 
-def _recommender(settings: Settings) -> nn.Module:
-    sizes = {name: value for name, value in settings.items() if name != "looked_up"}
-    return nets.Recommender(**sizes)
-
-
 def _words(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
     return {"words": make.ids(settings["vocabulary"], sizes["batch"], sizes["seq"])}
 
 
-def _convolutional(settings: Settings) -> nn.Module:
-    return nets.ConvNet(settings["widths"], settings["depths"], settings.get("inverted", False))
-
-
-def _unet(settings: Settings) -> nn.Module:
-    return nets.UNet(settings["width"], settings["factors"], settings["heads"], settings["context"])
+def _without(size: str, net: Callable[..., nn.Module]) -> Callable[[Settings], nn.Module]:
+    """Builds a net from settings, of which one is a size of its inputs alone."""
+    return lambda settings: net(**{n: value for n, value in settings.items() if n != size})
 
 
 _RESNET: dict[str, Settings] = {
@@ -322,7 +294,7 @@ MODELS: tuple[SuiteModel, ...] = (
             "small": dict(width=512, layers=4, heads=8, key_heads=4, hidden=1408, vocabulary=8192),
             "tiny": dict(width=64, layers=2, heads=4, key_heads=2, hidden=128, vocabulary=512),
         },
-        build=_decoder,
+        build=lambda settings: nets.Decoder(**settings),
         inputs=_prompt,
         steps=_CACHED,
     ),
@@ -330,7 +302,7 @@ MODELS: tuple[SuiteModel, ...] = (
         name="resnet-50",
         kind="convolution",
         settings=_RESNET,
-        build=_convolutional,
+        build=_without("side", nets.ConvNet),
         inputs=_image,
         steps=_IMAGES,
     ),
@@ -366,7 +338,7 @@ MODELS: tuple[SuiteModel, ...] = (
                 width=64, layers=1, heads=4, key_heads=2, hidden=96, vocabulary=256, experts=4
             ),
         },
-        build=_decoder,
+        build=lambda settings: nets.Decoder(**settings),
         inputs=_prompt,
         steps=_SHORT,
     ),
@@ -378,7 +350,7 @@ MODELS: tuple[SuiteModel, ...] = (
             "small": dict(width=64, factors=(1, 2, 4), heads=4, context=128, side=32),
             "tiny": dict(width=16, factors=(1, 2), heads=2, context=16, side=16),
         },
-        build=_unet,
+        build=_without("side", nets.UNet),
         inputs=_noise,
         steps=_PICTURES,
     ),
@@ -392,7 +364,7 @@ MODELS: tuple[SuiteModel, ...] = (
         },
         build=lambda settings: nets.Recurrent(**settings),
         inputs=_words,
-        steps=_WHOLE,
+        steps=_SEQUENCES,
     ),
     _language(
         "llama-1b",
@@ -401,15 +373,15 @@ MODELS: tuple[SuiteModel, ...] = (
         "LlamaConfig",
         _CACHED,
         full=_llama(2048, 8192, 16, 32, 8, 128256),
-        small=_SMALL_LLAMA,
-        tiny=_TINY_LLAMA,
+        small=_llama(512, 1408, 4, 8, 4, 8192),
+        tiny=_llama(64, 128, 2, 4, 2, 512),
     ),
     _language(
         "bert-large",
         "encoder",
         "BertModel",
         "BertConfig",
-        _WHOLE,
+        _SEQUENCES,
         full=dict(
             hidden_size=1024,
             num_hidden_layers=24,
@@ -479,7 +451,7 @@ MODELS: tuple[SuiteModel, ...] = (
         name="mobile",
         kind="convolution",
         settings=_MOBILE,
-        build=_convolutional,
+        build=_without("side", nets.ConvNet),
         inputs=_image,
         steps=_IMAGES,
     ),
@@ -487,7 +459,7 @@ MODELS: tuple[SuiteModel, ...] = (
         name="resnet-50-channels-last",
         kind="convolution",
         settings=_RESNET,
-        build=_convolutional,
+        build=_without("side", nets.ConvNet),
         inputs=_image,
         steps=_IMAGES,
         channels_last=True,
@@ -500,7 +472,7 @@ MODELS: tuple[SuiteModel, ...] = (
             "small": dict(rows=40_000, tables=12, width=64, dense=13, hidden=512, looked_up=10),
             "tiny": dict(rows=100, tables=3, width=8, dense=5, hidden=16, looked_up=2),
         },
-        build=_recommender,
+        build=_without("looked_up", nets.Recommender),
         inputs=_clicks,
         steps=_CLICKS,
     ),
@@ -509,7 +481,7 @@ MODELS: tuple[SuiteModel, ...] = (
         "encoder",
         "T5EncoderModel",
         "T5Config",
-        _WHOLE,
+        _SEQUENCES,
         full=dict(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, d_kv=64, vocab_size=32128),
         small=dict(d_model=256, d_ff=1024, num_layers=4, num_heads=4, d_kv=64, vocab_size=4096),
         tiny=dict(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=512),
@@ -541,7 +513,7 @@ def traced_model(row: ModelRow) -> OpGraph:
     Raises RunFileError for a row of a model that is not of the suite.
     """
     from rooftrace.tracer import trace
-    from rooftrace.tracer.metacopies import torch_dtype
+    from rooftrace.tracer.values import torch_dtype
 
     try:
         model = named(row.model)

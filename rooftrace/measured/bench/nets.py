@@ -1,7 +1,4 @@
-"""Plain torch models of the usual kinds, to measure without a model library.
-
-Each is short and self-contained; their sizes are arguments.  Weights are random.
-"""
+"""Plain torch models of the usual kinds, to measure without a model library."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class Mixture(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a shortcut."""
+    """Attention and feed-forward, each after a norm and with a shortcut."""
 
     def __init__(
         self, width: int, heads: int, key_heads: int, hidden: int, experts: int, chosen: int

@@ -1,7 +1,7 @@
 """Operations that the suite times alone, from products to copies: their cases, sizes and graphs.
 
-A case is data until it is made.  Its flops and bytes predict its time on a device of known speed:
-a slow device leaves out cases that only a fast one can afford.
+A case is data until it is made.  Its flops and bytes predict its time on a device of measured
+speed: a slow device leaves out long cases.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rooftrace.graph import OpGraph
 from rooftrace.measured.bench import clock
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.runfile import MicroRow, RunFileError
-from rooftrace.tracer import capture
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer import capture, torch_private
 
 Call = Callable[[], object]
 
@@ -86,12 +86,8 @@ def measured(case: MicroCase, bench: Bench, seconds: float) -> tuple[float, ...]
         return tuple(bench.repetitions(sampler, seconds, least=5, most=15))
 
 
-# -- micro -----------------------------------------------------------------------------------------
-# Every operation that the suite times alone, and the graph of such an operation from its row.
-
-
 def micro_cases(on_cuda: bool) -> list[MicroCase]:
-    """Every case for a GPU or a CPU, kind by kind, also those too large for a given device."""
+    """Every case for a GPU or a CPU, kind by kind, whatever its size."""
     kinds = (
         _launches,
         matmuls,
@@ -119,8 +115,8 @@ def _launches(on_cuda: bool) -> Iterator[MicroCase]:
         makers["stream kernel"] = clock.stream_of_tiny_kernels
         makers["graph kernel"] = lambda bench: clock.graph_of_tiny_kernels(bench)[0]
         makers["graph launch"] = lambda bench: clock.graph_of_tiny_kernels(bench)[1]
-    for what, make in makers.items():
-        yield MicroCase("launch", {"what": what}, 0.0, 0.0, make, sampler=True)
+    for cost, make in makers.items():
+        yield MicroCase("launch", {"what": cost}, 0.0, 0.0, make, sampler=True)
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -159,7 +155,6 @@ def _cases(on_cuda: bool) -> dict[str, MicroCase]:
 
 
 # -- products --------------------------------------------------------------------------------------
-# Operations of the matrix engine: products, attention and convolutions, with their sizes.
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1000, 1024, 2048, 4096, 8192, 16384)
 _FEW_ROWS = (1, 16, 64, 256, 1000, 4096, 16384)
@@ -224,7 +219,9 @@ def _fp8_product(bench: Bench, m: int, n: int, k: int) -> Call:
     x = bench.random(m, k).to(torch.float8_e4m3fn)
     w = bench.random(n, k).to(torch.float8_e4m3fn)
     unit = torch.ones((), device=bench.device)
-    return lambda: torch._scaled_mm(x, w.t(), scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16)
+    return lambda: torch_private.scaled_mm(
+        x, w.t(), scale_a=unit, scale_b=unit, out_dtype=torch.bfloat16
+    )
 
 
 def batched(on_cuda: bool) -> Iterator[MicroCase]:
@@ -246,8 +243,8 @@ def batched(on_cuda: bool) -> Iterator[MicroCase]:
 def _grouped_runs(on_cuda: bool) -> bool:
     """Whether torch has a kernel of grouped products; torch 2.8 has none for a CPU."""
     keys = ("CUDA" if on_cuda else "CPU", "CompositeExplicitAutograd")
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return hasattr(torch, "_grouped_mm") and any(has_kernel("aten::_grouped_mm", k) for k in keys)
+    kernels = (torch_private.has_kernel("aten::_grouped_mm", key) for key in keys)
+    return torch_private.has("grouped_mm") and any(kernels)
 
 
 def grouped(on_cuda: bool) -> Iterator[MicroCase]:
@@ -266,7 +263,7 @@ def grouped(on_cuda: bool) -> Iterator[MicroCase]:
                 w = bench.random(experts, k, n, dtype=torch.bfloat16)
                 ends = torch.arange(1, experts + 1, device=bench.device, dtype=torch.int32)
                 ends = (ends * (rows // experts)).to(torch.int32)
-                return lambda: torch._grouped_mm(x, w, offs=ends)
+                return lambda: torch_private.grouped_mm(x, w, offs=ends)
 
             moved = 2.0 * (rows * k + experts * k * n + rows * n)
             sizes = {"dtype": "bf16", "experts": experts, "rows": rows, "n": n, "k": k}
@@ -308,7 +305,7 @@ def _attend(
     keys: int,
     causal: bool,
 ) -> MicroCase:
-    """Two products of [queries, d] with [keys, d] a head; a causal one needs keys up to its own."""
+    """Two products of [queries, d] with [keys, d] a head; a causal query has keys up to itself."""
     h, hk, d = heads
 
     def make(bench: Bench) -> Call:
@@ -400,7 +397,6 @@ def _convolution(
 
 
 # -- streams ---------------------------------------------------------------------------------------
-# Operations that move bytes: elementwise, along rows, copies and look-ups, with their sizes.
 
 _ELEMENTS = tuple(2**power for power in (8, 12, 16, 18, 20, 22, 24, 26, 28, 30))
 
@@ -415,7 +411,7 @@ def _streamed(
     call: Callable[[Tensor], object],
     work: float = 1.0,
 ) -> MicroCase:
-    """An op on one tensor: it reads and writes so many bytes an element, and does `work` on it."""
+    """An op on one tensor.  reads, writes: bytes of an element; work: its FLOP."""
 
     def make(bench: Bench) -> Call:
         x = bench.random(*shape, dtype=torch_type(dtype))
@@ -532,8 +528,8 @@ def _lookup(op: str, dtype: str, entries: int, width: int, rows: int) -> MicroCa
         if op == "embedding":
             ids = bench.integers(entries, rows)
             return lambda: F.embedding(ids, table)
-        places = bench.integers(entries, rows, width)
-        return lambda: table.gather(0, places)
+        indices = bench.integers(entries, rows, width)
+        return lambda: table.gather(0, indices)
 
     moved = 2.0 * rows * width * element_size(dtype) + 8.0 * rows * (width if op == "gather" else 1)
     sizes = {"op": op, "dtype": dtype, "entries": entries, "width": width, "rows": rows}

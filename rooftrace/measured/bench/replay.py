@@ -1,4 +1,4 @@
-"""Replays a graph to time each op, and notes which ops Inductor puts into each kernel."""
+"""Replays a graph to time each op, and notes the ops that Inductor puts into each kernel."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from msgspec.structs import replace
 from torch import Tensor, fx
 from torch.profiler import record_function
 
+from rooftrace.graph import OpGraph
 from rooftrace.measured.alignment import compiled, keys
 from rooftrace.measured.bench.clock import Bench, MeasureError
 from rooftrace.measured.bench.runfile import OpTime
 from rooftrace.measured.bench.steps import RANGE, on_device, profiled
-from rooftrace.tracer.graph import Op, OpGraph, to_fx, written
-from rooftrace.tracer.metacopies import torch_dtype
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.lowering import to_fx, written
+from rooftrace.tracer.values import torch_dtype
 
 # -- replay ----------------------------------------------------------------------------------------
-# The measured time of each op of a graph that runs on real tensors, op by op, under a profiler.
-#
 # Every op runs inside a range named after its id, so that all kernels inside belong to it.  The
-# host is slower than in the module's own run; the kernels are the same.
+# host is slower than in a run of the module; the kernels are the same.
 
 _NUMBER = "_op"
-"""The fact of an expanded op that says which op of the short graph it comes from."""
+"""The fact of an expanded op that has the id of its op in the short graph."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def attributed(
 ) -> Attribution:
     """The time of every op of `graph`, by id; an op in a repeat has the sum of all iterations.
 
-    tensors: inputs, parameters and buffers by their names in the graph; what is missing is random
-    (whole numbers: zero).  They are not changed.  An op that launched nothing has no entry.  Raises
+    tensors: inputs, parameters and buffers by their names in the graph; missing ones are random
+    (integers: zero).  They are not changed.  An op that launched nothing has no entry.  Raises
     MeasureError for an op that fails on real tensors.
     """
     numbered = tuple(replace(op, facts={**op.facts, _NUMBER: op.id}) for op in graph.ops)
@@ -57,7 +57,7 @@ def attributed(
     values = _values(bench, flat, tensors or {})
     inputs = [values[_name(flat, index)] for index in flat.inputs]
     module = to_fx(flat, values).to(bench.device)
-    for node in module.graph.nodes:  # what makes a tensor makes it here
+    for node in module.graph.nodes:  # factories make their tensor on this device
         if node.op == "call_function" and _takes_device(node.target):
             node.update_kwarg("device", bench.device)
     runs = []
@@ -66,15 +66,12 @@ def attributed(
         with torch.no_grad():
             events, wall = profiled(bench, lambda: replay.run(*inputs), shapes=False)
         if number:  # the first one warms up
-            runs.append(_Times.of(events, flat, bench.on_cuda, wall))
+            runs.append(_ReplayTimes.of(events, flat, bench.on_cuda, wall))
     return _middle(graph, runs)
 
 
-# -- running ---------------------------------------------------------------------------------------
-
-
 class _Replay(fx.Interpreter):
-    """Runs a rebuilt graph with each op in a range of its own."""
+    """Runs a rebuilt graph with each op in a separate range."""
 
     _now = ""
 
@@ -109,10 +106,7 @@ def _name(graph: OpGraph, index: int) -> str:
 
 
 def _values(bench: Bench, graph: OpGraph, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that no op makes, by name: those in `tensors`, or random ones.
-
-    A tensor that the graph writes is copied.
-    """
+    """External tensors by name: from `tensors`, or random; copied if the graph writes them."""
     changed = {
         graph.values[value].storage
         for op in graph.ops
@@ -146,11 +140,8 @@ def _drawn(bench: Bench, graph: OpGraph, index: int) -> Tensor:
     return empty.copy_(drawn)
 
 
-# -- reading ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class _Times:
+class _ReplayTimes:
     """One replay: seconds and kernels by id in the short graph, and seconds in all."""
 
     seconds: Mapping[int, float]
@@ -158,14 +149,16 @@ class _Times:
     total: float
 
     @staticmethod
-    def of(events: Any, flat: OpGraph, on_cuda: bool, wall: float) -> _Times:
-        from torch._C._autograd import DeviceType
+    def of(events: Any, flat: OpGraph, on_cuda: bool, wall: float) -> _ReplayTimes:
 
         seconds: dict[int, float] = {}
         kernels: dict[int, tuple[str, ...]] = {}
         for event in events:
-            # A GPU has a range of the same name: what ran between its ends, gaps included.
-            if not event.name.startswith(RANGE) or event.device_type != DeviceType.CPU:
+            # A GPU has a range of the same name, gaps between kernels included.
+            if (
+                not event.name.startswith(RANGE)
+                or event.device_type != torch_private.DeviceType.CPU
+            ):
                 continue
             op = flat.ops[int(event.name.removeprefix(RANGE))].facts[_NUMBER]
             launched = list(_launched(event)) if on_cuda else []
@@ -176,7 +169,7 @@ class _Times:
                 names = sorted({str(kernel.name)[:120] for kernel in launched})
                 kernels[op] = tuple(names)
         total = on_device(events) if on_cuda else wall
-        return _Times(seconds, kernels, total)
+        return _ReplayTimes(seconds, kernels, total)
 
 
 def _launched(event: Any) -> Iterator[Any]:
@@ -186,40 +179,35 @@ def _launched(event: Any) -> Iterator[Any]:
         yield from _launched(inner)
 
 
-def _middle(graph: OpGraph, runs: list[_Times]) -> Attribution:
+def _middle(graph: OpGraph, runs: list[_ReplayTimes]) -> Attribution:
     ops = []
     for op in graph.ops:
         times = [run.seconds[op.id] for run in runs if op.id in run.seconds]
         if times:
-            ops.append(_op_time(graph, op, statistics.median(times), runs[-1]))
+            ops.append(
+                OpTime(
+                    target=op.target,
+                    seconds=statistics.median(times),
+                    count=graph.times(op),
+                    id=op.id,
+                    module=op.module,
+                    kernels=runs[-1].kernels.get(op.id, ()),
+                )
+            )
     total = statistics.median(run.total for run in runs)
     rest = statistics.median(run.total - sum(run.seconds.values()) for run in runs)
     return Attribution(tuple(ops), total, max(0.0, rest))
 
 
-def _op_time(graph: OpGraph, op: Op, seconds: float, run: _Times) -> OpTime:
-    kernels = run.kernels.get(op.id, ())
-    return OpTime(
-        target=op.target,
-        seconds=seconds,
-        count=graph.times(op),
-        id=op.id,
-        module=op.module,
-        kernels=kernels,
-    )
-
-
 # -- inductor --------------------------------------------------------------------------------------
-# What Inductor makes of a module: its kernels, and the ops of the program behind each of them.
-#
-# Inductor calls a pass of the user's after it has fused the nodes of a graph, and notes which
-# nodes went into each kernel that it writes.  Both are settings of one `torch.compile`, so
-# nothing changes for anything else in the process.  Every node remembers the op that it was
-# decomposed from, the module that called it, and the number of its autograd node.
+# Inductor calls a pass of the user after it has fused the nodes of a graph, and notes the nodes of
+# each kernel that it writes.  Both are settings of one `torch.compile`, so other compilations in
+# the process stay as they are.  Every node has the op that it was decomposed from, the module that
+# called it, and the number of its autograd node.
 
 _STEP = re.compile(r"[A-Za-z_]\w*|\d+")
 _WRITTEN = "_inductor_triton_kernel_to_post_grad_node_info"
-"""Where Inductor notes the nodes of each kernel, of any backend."""
+"""The attribute in which Inductor notes the nodes of each kernel, of any backend."""
 _TOO_OLD = "this release of torch does not say what went into a kernel"
 _NO_STEP = ("getattr", "_modules")
 
@@ -232,22 +220,21 @@ class Compilations:
     """
 
     trouble: str
-    """Why the kernels are not known; "" where they are."""
+    """Why the kernels are unknown; "" where they are known."""
 
     def __init__(self) -> None:
         self.trouble = "" if hasattr(_debug(), _WRITTEN) else _TOO_OLD
-        self._noted: list[_Noted] = []
+        self._noted: list[_NotedGraph] = []
         self._order: dict[str, int] = {}  # of the nodes of the last graph that Dynamo has made
 
     @property
     def options(self) -> dict[str, Any]:
-        """Settings for `torch.compile(options=...)`: those that this release of torch has.
+        """Settings for `torch.compile(options=...)` that this release of torch has.
 
-        None in a release that does not say what went into a kernel.
+        None in a release that does not note the nodes of a kernel.
         """
         if self.trouble:
             return {}
-        import torch._inductor.config as settings
 
         wanted = {
             "pre_grad_custom_pass": self._first_pass(),
@@ -256,19 +243,18 @@ class Compilations:
             "cpp.enable_kernel_profile": True,
             "fx_graph_cache": False,
         }
-        known = settings.get_config_copy()
-        return {name: value for name, value in wanted.items() if name in known}
+        existing = torch_private.inductor_settings()
+        return {name: value for name, value in wanted.items() if name in existing}
 
     def _first_pass(self) -> Any:
-        """What Inductor calls with a graph as Dynamo has made it, in the order of the program.
+        """A pass that Inductor calls with the graph of Dynamo, in the order of the program.
 
-        Later passes move what is not trained.
+        Later passes move nodes without gradients.
         """
-        from torch._inductor.custom_graph_pass import CustomGraphPass
 
         compilations = self
 
-        class First(CustomGraphPass):
+        class First(torch_private.CustomGraphPass):
             def __call__(self, graph: Any) -> None:
                 compilations._order = {node.name: at for at, node in enumerate(graph.nodes)}
 
@@ -280,8 +266,7 @@ class Compilations:
     def _note(self, scheduled: Any) -> Any:
         """Called by Inductor with the nodes of a graph in launch order, before it writes kernels.
 
-        A release of torch may differ here: the step runs all the same, and `trouble` says why its
-        kernels are not known.
+        A release of torch may differ here: the step still runs, and `trouble` has the error.
         """
         try:
             self._keep(scheduled)
@@ -290,7 +275,7 @@ class Compilations:
         return scheduled
 
     def _keep(self, scheduled: Any) -> None:
-        """What Inductor will write comes into a mapping of its own: we keep this graph's part."""
+        """Keep the part of this graph in the mapping that Inductor writes for all graphs."""
         written = getattr(_debug(), _WRITTEN)
         if self._noted and self._noted[-1].written is written:
             self._noted[-1].until = len(written)
@@ -302,8 +287,8 @@ class Compilations:
             for origin in node.node.get_origins()
         )
         first = next(origins, None)
-        nodes = [] if first is None else [_Node.of(node) for node in first.graph.nodes]
-        self._noted.append(_Noted(nodes, written, len(written), self._order))
+        nodes = [] if first is None else [_CompiledNode.of(node) for node in first.graph.nodes]
+        self._noted.append(_NotedGraph(nodes, written, len(written), self._order))
 
     def graphs(self) -> tuple[compiled.CompiledGraph, ...]:
         """The graphs compiled so far, in that order."""
@@ -311,13 +296,12 @@ class Compilations:
 
 
 def _debug() -> Any:
-    from torch._inductor import debug
 
-    return debug
+    return torch_private.inductor_debug
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _CompiledNode:
     """A node of a graph after decomposition."""
 
     name: str
@@ -325,19 +309,19 @@ class _Node:
     original: str  # the op that it was decomposed from; "" of a node that Inductor has added
     module: str
     backward: bool
-    source: str  # the name of the call in Dynamo's graph; "" where it is not known
+    source: str  # the name of the call in Dynamo's graph; "": unknown
     call: tuple[Any, ...]  # equal for all nodes of one op
 
     @staticmethod
-    def of(node: Any) -> _Node:
+    def of(node: Any) -> _CompiledNode:
         meta = node.meta
         original, backward = meta.get("original_aten"), meta.get("partitioner_tag") == "is_backward"
         stack = meta.get("fwd_nn_module_stack" if backward else "nn_module_stack") or {}
         path = [entry[0] for entry in stack.values()][-1:]
         called: Sequence[Any] = () if backward else meta.get("from_node") or ()
         source = str(getattr(called[0], "name", "")) if called else ""
-        plain = str(node.target) == str(original)  # not taken apart: an op of its own
-        return _Node(
+        plain = str(node.target) == str(original)  # not decomposed: an op by itself
+        return _CompiledNode(
             name=node.name,
             target=str(node.target),
             original="" if original is None or node.op != "call_function" else str(original),
@@ -349,16 +333,16 @@ class _Node:
 
 
 def _module(path: str) -> str:
-    """ "layers.0.norm" of "L['self'].layers[0].norm", as Dynamo writes it in one way or another."""
+    """ "layers.0.norm" of "L['self'].layers[0].norm" and its variants in releases of Dynamo."""
     plain = re.sub(r"L\[['\"]\w+['\"]\]", "", path)
     return ".".join(step for step in _STEP.findall(plain) if step not in _NO_STEP)
 
 
 @dataclass(slots=True)
-class _Noted:
-    """A graph that was compiled; what is written to `written` from `begin` on is of its kernels."""
+class _NotedGraph:
+    """A graph that was compiled; its kernels are the entries of `written` from `begin` on."""
 
-    nodes: Sequence[_Node]
+    nodes: Sequence[_CompiledNode]
     written: Mapping[str, Sequence[str]]
     begin: int
     order: Mapping[str, int]
@@ -384,12 +368,12 @@ class _Noted:
         kernels: list[compiled.CompiledKernel] = []
         for name, parts in listed:
             shown = compiled.call_name(name)
-            if "::" in shown:  # a library's: what stands before it only fed it
-                own = keys.common_name(shown)
+            if "::" in shown:  # a library's: nodes before it only fed it
+                name = keys.common_name(shown)
                 parts = sorted(
                     parts,
                     key=lambda part: (
-                        part in op_of and keys.common_name(ops[op_of[part]].name) == own,
+                        part in op_of and keys.common_name(ops[op_of[part]].name) == name,
                         place.get(part, -1),
                     ),
                 )[-1:]
@@ -397,10 +381,10 @@ class _Noted:
             kernels.append(compiled.CompiledKernel(shown, dict(counts)))
         return compiled.CompiledGraph(tuple(ops), tuple(kernels))
 
-    def _in_order(self) -> list[_Node]:
-        """The nodes of ops in the order of the program.
+    def _in_order(self) -> list[_CompiledNode]:
+        """The nodes of ops in the order of the program; nodes without a source follow the last one.
 
-        One that is not in it stands behind its neighbour.  Graphs with a backward are in order.
+        Graphs with a backward are in order.
         """
         keyed: list[tuple[int, int]] = []
         nodes = [node for node in self.nodes if node.original and "getitem" not in node.target]

@@ -1,8 +1,6 @@
 """Measurements as plain records, and their file; needs no torch.
 
 A file is one `Run`: the measurements of one device, case by case, with every repetition.
-It is written to a temporary file beside the target and then renamed, so that a reader sees the old
-or the new one.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ from typing import Any
 from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace._shown import short, some
 from rooftrace._writing import write_packed
+from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.alignment import KernelTime
-from rooftrace.tracer.graph import OpGraph
 
 SCHEMA = "rooftrace.run/1"
 
 
 class RunFileError(ValueError):
-    """A file holds no measurements, or not those that were asked for; the message quotes it."""
+    """A file holds no measurements, or not the requested ones; the message quotes it."""
 
 
 _KIND = FileKind("run", RunFileError, "measure again with `rooftrace measure --out FILE`")
@@ -43,7 +41,7 @@ class OpTime:
     id: int | None = None  # of the op in its graph; None from the profiler
     module: str = ""  # path of the op's module; "" from the profiler
     shapes: tuple[Any, ...] = ()  # of the inputs, as the profiler writes them
-    kernels: tuple[str, ...] = ()  # names of what ran on the device
+    kernels: tuple[str, ...] = ()  # names of kernels on the device
     total: float | None = None  # s, with the ops inside; None where that is `seconds`
 
     @property
@@ -75,25 +73,23 @@ class ModelRow:
 
     key: str  # the name of the case, unique in a run; see `key_of`
     model: str  # a model of the suite, or a target
-    phase: str  # forward, training, prefill, decode; "step" for a step of the user's own
+    phase: str  # forward, training, prefill, decode; "step" for a step that the user wrote
     mode: str  # eager or compiled
     sizes: Mapping[str, int]  # batch, seq, kv
     seconds: tuple[float, ...]  # s, on the wall from idle device to idle device, every repetition
     kind: str = ""  # the sort of model, of the suite
-    scale: str = ""  # which sizes of a model of the suite
+    scale: str = ""  # of a model of the suite: full, small, tiny
     dtype: str = ""  # of the weights
-    parameters: int | None = None  # how many numbers the weights hold
+    parameters: int | None = None  # numbers in the weights
     # s, all kernels of a step (on a CPU: all ops; of a replay: its wall); None: not all was seen
     device_seconds: float | None = None
     unattributed: float | None = None  # s of `device_seconds` that belong to no op in `ops`
     source: str = ""  # who measured `ops`: "profiler" in the step itself, "replay" op by op
     ops: tuple[OpTime, ...] = ()  # empty where they were not measured
     kernels: tuple[KernelTime, ...] = ()  # of a compiled step, in launch order
-    peak_bytes: int | None = (
-        None  # byte, the most that tensors took; None: the device does not tell
-    )
-    resident_bytes: int | None = None  # byte, what tensors take between steps
-    note: str = ""  # what a reader should know
+    peak_bytes: int | None = None  # byte, the most that tensors took; None: unknown
+    resident_bytes: int | None = None  # byte of tensors between steps
+    note: str = ""  # a remark for readers
 
     @staticmethod
     def key_of(name: str, phase: str, mode: str, sizes: Mapping[str, Any], scale: str = "") -> str:
@@ -118,14 +114,14 @@ class Trouble:
 
     key: str
     reason: str
-    failed: bool = True  # it was tried, and is tried again only when asked; False: left out
+    failed: bool = True  # it was tried, and is not tried again; False: left out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """All that was measured on one device."""
+    """The measurements of one device."""
 
-    device: Mapping[str, Any]  # name, type, memory, clocks and driver, as the device tells them
+    device: Mapping[str, Any]  # name, type, memory, clocks and driver, as the device reports them
     versions: Mapping[str, str]  # of the libraries
     dates: tuple[str, ...] = ()  # YYYY-MM-DD of each start
     settings: Mapping[str, Any] = field(default_factory=dict)  # budget and choices
@@ -133,7 +129,7 @@ class Run:
     models: tuple[ModelRow, ...] = ()  # steps of models
     troubles: tuple[Trouble, ...] = ()  # cases without a row
     notes: tuple[str, ...] = ()  # conditions of the measurement
-    # What was measured, by key of its row: of a run that was measured here, never in a file.
+    # Graphs of the measured steps by key of their row, in the process that measured; not in a file.
     graphs: Mapping[str, OpGraph] = field(default_factory=dict, compare=False)
 
     def __repr__(self) -> str:
@@ -155,6 +151,14 @@ class Run:
         """The cases that were left out."""
         return tuple(trouble for trouble in self.troubles if not trouble.failed)
 
+    @property
+    def counts(self) -> str:
+        """The numbers of rows, errors and left-out cases, in words."""
+        return (
+            f"{len(self.micro)} operations, {len(self.models)} model steps, "
+            f"{len(self.errors)} errors, {len(self.skipped)} left out"
+        )
+
     def done(self) -> set[str]:
         """Keys of the cases that were measured or have failed; they are not tried again."""
         rows = {row.key for row in self.micro} | {row.key for row in self.models}
@@ -175,7 +179,7 @@ class Run:
         return replace(self, troubles=(*troubles, Trouble(key, reason, failed)))
 
     def __enter__(self) -> Run:
-        """`with rooftrace.measure(model, x) as run:` has the whole run in its block."""
+        """`with rooftrace.measure(model, x) as run:` has the run in its block."""
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -25,10 +25,10 @@ from rooftrace.measured.bench import machine
 from rooftrace.measured.bench.clock import Bench, MeasureError
 from rooftrace.measured.bench.operations import NotOfferedError
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run
-from rooftrace.tracer.requests import names
+from rooftrace.tracer import names
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.scripts import RealTurn
+    from rooftrace.scripts.steps import RealTurn
 
 BUDGET_S, QUICK_S = 480.0, 90.0
 """The usual budget of the suite, and of a quick trial [s]."""
@@ -36,15 +36,15 @@ BUDGET_S, QUICK_S = 480.0, 90.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """A plan: which cases to measure, on which device, into which file."""
+    """A plan: the cases to measure, the device and the file."""
 
-    out: Path  # the run; one that is there is gone on with
+    out: Path  # the run; an existing one is continued
     device: str  # "cpu", "cuda", "cuda:1"
     budget_s: float = BUDGET_S  # s to spend
     quick: bool = False  # a trial of everything in about a minute
     # Models of the suite (wildcards too) or targets as `rooftrace report` takes them; none: all.
     names: tuple[str, ...] = ()
-    phases: tuple[str, ...] | None = None  # of a target; None: all that it has
+    phases: tuple[str, ...] | None = None  # of a target; None: every phase
     batch: int | None = None  # of a target
     seq: int | None = None  # of a target
 
@@ -62,8 +62,8 @@ class SuitePlan:
     ) -> SuitePlan:
         """A plan with defaults for arguments that are None.
 
-        out: measurements/DEVICE-DATE.json.gz; where a launcher has started this process as another
-        rank than the first, the file has the rank in its name.  device: cuda where there is one.
+        out: measurements/DEVICE-DATE.json.gz, with the rank in its name where a launcher has
+        started this process as another rank than 0.  device: cuda where there is one.
         budget_s: 480, of a quick trial 90.  Raises MeasureError for a device that does not exist.
         """
         device = device or machine.default_device()
@@ -90,7 +90,7 @@ class SuitePlan:
 
 
 def _of_rank(path: Path) -> Path:
-    """The file of this process: each that a launcher has started has its own."""
+    """The file of this process: each rank of a launcher writes a different one."""
     rank = os.environ.get("RANK", "0")
     if not rank.isdigit() or int(rank) == 0:
         return path
@@ -105,9 +105,6 @@ def _usual_file(device: str) -> Path:
 
 
 # -- session ---------------------------------------------------------------------------------------
-# One measurement session: the plan, the run so far, the time left, how a case is tried.
-#
-# A case that fails, takes too long or hangs is recorded, and the next one runs.
 
 _GRACE_S = 20.0
 """Seconds that a case that cannot be interrupted may run beyond its limit."""
@@ -123,13 +120,13 @@ class DeviceLostError(MeasureError):
 
 Hang = Callable[["Session"], None]
 Clock = Callable[[], float]
-"""A clock such as `time.monotonic`: seconds since some moment."""
+"""A clock such as `time.monotonic`, in seconds."""
 
 
 class Session:
-    """The run so far, the time left, and how a case is tried.
+    """The run so far and the time left.  A case that fails or hangs is recorded; the next one runs.
 
-    deadline: when the budget ends, as `clock` tells time.
+    deadline: the end of the budget by `clock`.
     """
 
     def __init__(
@@ -147,7 +144,7 @@ class Session:
         self._done = run.done()
         self._flushed, self._flush_s = self.now(), 0.0
         self._watch = _Watch(lambda: on_hang(self)) if on_hang is not None else None
-        self._told = self.now()
+        self._reported = self.now()
         settings = {"budget_s": plan.budget_s, "quick": plan.quick, "names": list(plan.names)}
         self.run = replace(run, settings={**run.settings, **settings})
 
@@ -156,14 +153,13 @@ class Session:
         return self.deadline - self.now()
 
     def is_done(self, key: str) -> bool:
-        """Whether the case was measured, or tried in vain."""
+        """Whether the case was measured, or has failed."""
         return key in self._done
 
     def attempt(self, key: str, limit_s: float, work: Callable[[], MicroRow | ModelRow]) -> bool:
         """Try a case; afterwards the run has its row, or the reason why there is none.
 
-        Raises DeviceLostError if the device does not even synchronize any more, and the errors of a
-        target.
+        Raises DeviceLostError if the device does not synchronize, and the errors of a target.
         """
         if self.is_done(key):
             return True
@@ -195,7 +191,7 @@ class Session:
             self.flush()
             raise DeviceLostError(
                 f"the device does not answer after {key!r} ({reason}); {self.plan.out} holds "
-                f"{self.counts()}: the same command goes on after that case"
+                f"{self.run.counts}: the same command goes on after that case"
             )
         return False
 
@@ -211,7 +207,7 @@ class Session:
         self._added()
 
     def add_trouble(self, key: str, reason: str, failed: bool = True) -> None:
-        """Write down why a case gave no row.  failed: it was tried, and is not tried again."""
+        """Record why a case gave no row.  failed: it was tried, and is not tried again."""
         self.run = self.run.with_trouble(key, reason, failed)
         if failed:
             self._done.add(key)
@@ -221,9 +217,9 @@ class Session:
         # A large file takes a while to write: at most a twentieth of the time goes there.
         if self._flush_s < 0.02 or self.now() - self._flushed >= 20 * self._flush_s:
             self.flush()
-        if self.now() - self._told > 10:
-            self._told = self.now()
-            self.bench.progress(f"{self.counts()}, {max(self.left(), 0):.0f} s left")
+        if self.now() - self._reported > 10:
+            self._reported = self.now()
+            self.bench.progress(f"{self.run.counts}, {max(self.left(), 0):.0f} s left")
 
     def flush(self) -> None:
         """Write the run to its file, once there is anything to write."""
@@ -241,17 +237,9 @@ class Session:
             self.run = replace(self.run, notes=(*self.run.notes, text))
 
     def clock(self, when: str) -> None:
-        """Note the device's clocks, where it tells them."""
+        """Note the clocks of the device, where it reports them."""
         read = machine.clocks(self.bench.device)
         self.note(f"clocks, {when}: {read}" if read else None)
-
-    def counts(self) -> str:
-        """The numbers of rows, errors and left-out cases, in words."""
-        run = self.run
-        return (
-            f"{len(run.micro)} operations, {len(run.models)} model steps, "
-            f"{len(run.errors)} errors, {len(run.skipped)} left out"
-        )
 
     def stop_watch(self) -> None:
         """End the watching thread."""
@@ -343,30 +331,31 @@ def start_again(session: Session) -> None:
     os.execve(sys.executable, [sys.executable, *arguments], started_again())
 
 
-# -- scriptruns ------------------------------------------------------------------------------------
-# A script on the device at hand: the times of its steady turns, as rows of a run.
+# -- scripts ---------------------------------------------------------------------------------------
 
 _WARMUPS = 3
-"""Turns of a row that are left out, if there are more."""
+"""Iterations that a row leaves out, if there are more."""
 _MOST = 50
-"""Turns after which a script is ended, if nobody says."""
+"""Iterations after which a script is ended, without --steps."""
 _PHASES = {"training": "training", "inference": "forward"}
 
 
 def script_rows(target: str, bench: Bench) -> list[ModelRow]:
-    """Run a script for the seconds of `bench`, on its device; its steady turns have a row each.
+    """A row for each kind of steady iteration of a script, run for the seconds of `bench`.
 
-    What it prints goes to stderr.  A row's seconds are of whole turns, from idle device to idle
-    device, without what the script waited for data loaders.  Raises TargetError where the script
-    fails, or runs nothing on the device.
+    Its output goes to stderr.  Seconds are of iterations, from idle device to idle device, without
+    waits for data loaders.  Raises TargetError where the script fails, or runs nothing on the
+    device.
     """
-    from rooftrace.tracer.scripts import real_turns
+    from rooftrace.scripts.steps import real_turns
 
-    asked = names.ScriptCommand.of(target)
-    if asked.boundary != names.BOUNDARIES[0]:
-        raise RequestError(f"{target}: --boundary {asked.boundary}: measured turns begin as found")
-    most = asked.steps or _MOST
-    ran = real_turns(asked.words, bench.device, most, bench.budget_s, stdout=sys.stderr)
+    command = names.ScriptCommand.of(target)
+    if command.boundary != names.BOUNDARIES[0]:
+        raise RequestError(
+            f"{target}: --boundary {command.boundary}: measured turns begin as found"
+        )
+    most = command.steps or _MOST
+    ran = real_turns(command.words, bench.device, most, bench.budget_s, stdout=sys.stderr)
     if ran.failure is not None:
         raise TargetError(f"{target}: it failed on {bench.device}: {ran.failure}")
     if ran.code:
@@ -388,11 +377,11 @@ def _of(kind: str, turns: Sequence[RealTurn]) -> list[RealTurn]:
 
 
 def _row(target: str, kind: str, mode: str, turns: Sequence[RealTurn]) -> ModelRow:
-    """The row of the turns of a kind that are most frequent: equal calls of modules."""
-    own = _of(kind, turns)
-    counts = Counter(turn.calls for turn in own)
+    """The row of the most frequent iterations of a kind: those with equal calls of modules."""
+    of_kind = _of(kind, turns)
+    counts = Counter(turn.calls for turn in of_kind)
     most = max(reversed(counts), key=lambda calls: counts[calls])
-    alike = [turn for turn in own if turn.calls == most]
+    alike = [turn for turn in of_kind if turn.calls == most]
     kept = alike[min(_WARMUPS, len(alike) - 1) :]
     peaks = [turn.peak for turn in kept if turn.peak is not None]
     waited = sum(turn.loading for turn in kept) / len(kept)

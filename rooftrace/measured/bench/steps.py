@@ -1,4 +1,4 @@
-"""Steps that really run, on real tensors: built from a target, timed, profiled, with their memory.
+"""Steps on real tensors: built from a target, timed, profiled, with their memory.
 
 They run the steps that the tracer captures: the same phases, the same start of backward, and an
 optimizer that keeps fp32 masters of low-precision weights.
@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.runfile import OpTime
+from rooftrace.tracer import Request, torch_private
 from rooftrace.tracer.inputs import Inputs, call_inputs
-from rooftrace.tracer.metacopies import parameters_of, with_tensors
 from rooftrace.tracer.phases import ModuleCalls, PlainCall, stepping as optimizers
-from rooftrace.tracer.requests import Request
 from rooftrace.tracer.targets import load_target
-from rooftrace.tracer.values import REAL_VALUE
+from rooftrace.tracer.values import REAL_VALUE, parameters_of, with_tensors
 
 _PLAIN = (Tensor, int, float, bool, str, type(None))
 
@@ -32,8 +31,8 @@ _PLAIN = (Tensor, int, float, bool, str, type(None))
 class RealStep:
     """One step of a module on real tensors."""
 
-    ready: Callable[[], Any]  # makes what the step uses up (a cache); not timed
-    run: Callable[[Any], object]  # the step, called with what `ready` made
+    ready: Callable[[], Any]  # makes the state that the step consumes (a cache); not timed
+    run: Callable[[Any], object]  # the step, called with that state
     module: nn.Module
     inputs: Inputs
 
@@ -65,10 +64,10 @@ def real_step(
 ) -> RealStep:
     """The step of `phase`, on the module's device.
 
-    compiled: through torch.compile, with these options of Inductor's.
+    compiled: through torch.compile, with these options of Inductor.
 
-    Raises RequestError (NoCacheError) for a phase that the module does not have, and the module's
-    errors while a decode's prompt runs.
+    Raises RequestError (NoCacheError) for a phase that the module does not have, and the errors of
+    the module while the prompt of a decode runs.
     """
     device = str(next((t.device for t in module.parameters()), torch.device("cpu")))
     call = ModuleCalls(module, inputs, loss, device).plain_call(phase)
@@ -88,8 +87,7 @@ def real_step(
 
 
 def _fresh(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with objects of their own (a cache grows by every call) around the same
-    tensors."""
+    """The arguments as new objects (a cache grows by every call) around the same tensors."""
     return {
         name: item if isinstance(item, _PLAIN) else with_tensors(item, lambda tensor: tensor)
         for name, item in kwargs.items()
@@ -142,12 +140,12 @@ class Stepped:
             with torch.no_grad():
                 if low:
                     wide = [torch.empty_like(master) for master in masters]
-                    torch._foreach_copy_(wide, [p.grad for p in low if p.grad is not None])
+                    torch_private.foreach_copy_(wide, [p.grad for p in low if p.grad is not None])
                     for master, gradient in zip(masters, wide, strict=True):
                         master.grad = gradient
                 self.optimizer.step()
                 if low:
-                    torch._foreach_copy_(list[Tensor](low), masters)
+                    torch_private.foreach_copy_(list[Tensor](low), masters)
         for parameter in trained:
             parameter.grad = None
         for master in self.masters.values():
@@ -170,7 +168,7 @@ class TimedStep:
 
     seconds: tuple[float, ...]  # s, on the wall, every repetition
     peak_bytes: int | None  # byte, the most that tensors took
-    resident_bytes: int | None  # byte, what tensors take between steps
+    resident_bytes: int | None  # byte of tensors between steps
 
 
 def timed(
@@ -202,15 +200,14 @@ def timed(
 
 
 # -- realize ---------------------------------------------------------------------------------------
-# From a target on meta to the same module and inputs with random data on a device.
 
 
 def realized(
     target: str, bench: Bench, request: Request | None = None
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The module of a target, and the arguments of a call.
+    """The module of a target with random data on a device, and the arguments of a call.
 
-    Weights are random and small, whole numbers are known ones or zero.  Raises TargetError or
+    Weights are small; integers have their traced value, or zero.  Raises TargetError or
     RequestError for a target or inputs that make no sense.
     """
     with torch.no_grad():
@@ -219,7 +216,7 @@ def realized(
 
 
 def _filled(tensor: Tensor, bench: Bench) -> Tensor:
-    """A real tensor of the size of one on meta: its known value, small random numbers, or zero."""
+    """A real tensor for one on meta: its traced value, small random numbers, or zero."""
     value = tensor.__dict__.get(REAL_VALUE)
     if value is not None:
         real: Tensor = value.to(bench.device)
@@ -230,27 +227,25 @@ def _filled(tensor: Tensor, bench: Bench) -> Tensor:
 
 
 # -- profiler --------------------------------------------------------------------------------------
-# One step under torch's profiler: the time of each op, on the device or else on the host.
 
 RANGE = "op "
 """A range of the host around one op of a graph is called "op 12"."""
 
 
-def profiler(bench: Bench, shapes: bool = True) -> Any:
+def profiler(device: torch.device, shapes: bool = True) -> Any:
     """A torch profiler for the host and the device."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
-    if bench.on_cuda:
+    if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     # acc_events: torch 2.11 warns that others are cleared, as if there were several cycles.
     return profile(activities=activities, record_shapes=shapes, acc_events=True)
 
 
 def profiled(bench: Bench, run: Callable[[], object], shapes: bool = True) -> tuple[Any, float]:
-    """The events of the profiler during one `run`, and its wall seconds, which the profiler
-    lengthens."""
-    with profiler(bench, shapes) as recorded:
+    """The events of the profiler during one `run`, and its wall seconds, profiler included."""
+    with profiler(bench.device, shapes) as recorded:
         wall = bench.wall(run)
     return recorded.events(), wall
 
@@ -272,8 +267,8 @@ def by_op(events: Any, on_cuda: bool) -> StepProfile:
     """
     groups: dict[tuple[str, str, tuple[str, ...]], list[Any]] = {}
     for event in events:
-        seconds, total, kernels = _own(event, on_cuda)
-        if total <= 0 or (seconds <= 0 and "::" not in event.name):  # a range of the host, no op
+        seconds, total, kernels = _times(event, on_cuda)
+        if total <= 0 or (seconds <= 0 and "::" not in event.name):  # a range of the host
             continue
         shapes = json.dumps(list(event.input_shapes or ()))
         entry = groups.setdefault((event.name, shapes, kernels), [0, 0.0, 0.0])
@@ -297,17 +292,17 @@ def by_op(events: Any, on_cuda: bool) -> StepProfile:
     return StepProfile(tuple(ops), max(total, attributed), max(0.0, total - attributed))
 
 
-def _own(event: Any, on_cuda: bool) -> tuple[float, float, tuple[str, ...]]:
+def _times(event: Any, on_cuda: bool) -> tuple[float, float, tuple[str, ...]]:
     """Seconds of an event without and with the events inside of it, and its kernels' names."""
-    from torch._C._autograd import DeviceType
 
-    if event.device_type != DeviceType.CPU:
+    if event.device_type != torch_private.DeviceType.CPU:
         return 0.0, 0.0, ()
     if on_cuda:
         kernels = event.kernels
         names = tuple(sorted({str(kernel.name)[:120] for kernel in kernels}))
-        own = sum(kernel.duration for kernel in kernels) * 1e-6
-        return own, own + sum(_own(child, True)[1] for child in event.cpu_children), names
+        seconds = sum(kernel.duration for kernel in kernels) * 1e-6
+        inside = sum(_times(child, True)[1] for child in event.cpu_children)
+        return seconds, seconds + inside, names
     if event.is_async or "::" not in event.name:  # a range of Python code, not an op
         return 0.0, 0.0, ()
     return event.self_cpu_time_total * 1e-6, event.cpu_time_total * 1e-6, ()
@@ -315,17 +310,16 @@ def _own(event: Any, on_cuda: bool) -> tuple[float, float, tuple[str, ...]]:
 
 def on_device(events: Any) -> float:
     """Seconds of everything that ran on the device: kernels, copies, fills."""
-    from torch._C._autograd import DeviceType
 
     return sum(
         float(event.time_range.elapsed_us()) * 1e-6
         for event in events
-        if event.device_type != DeviceType.CPU and not _is_range(event)
+        if event.device_type != torch_private.DeviceType.CPU and not _is_range(event)
     )
 
 
 def _is_range(event: Any) -> bool:
-    """Whether a device event only repeats a range of the host and its whole content."""
+    """Whether a device event only repeats a range of the host."""
     named = event.name.startswith((RANGE, "Optimizer.", "ProfilerStep"))
     return named or bool(getattr(event, "is_user_annotation", False))
 

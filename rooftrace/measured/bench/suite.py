@@ -19,15 +19,10 @@ from typing import Any
 import torch
 
 from rooftrace.errors import RequestError, TargetError
-from rooftrace.measured.bench import (
-    machine,
-    models as suite_models,
-    operations,
-    operations as microcases,
-)
+from rooftrace.measured.bench import machine, operations
 from rooftrace.measured.bench.clock import Bench, MeasureError, pinned_threads
-from rooftrace.measured.bench.measurement import measured_row, profiled_step
-from rooftrace.measured.bench.models import Make, Sizes, SuiteModel
+from rooftrace.measured.bench.measurement import check_phases, measured_row, profiled_step
+from rooftrace.measured.bench.models import MODELS, Make, Sizes, SuiteModel
 from rooftrace.measured.bench.operations import MicroCase, NotOfferedError
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run, load_run
 from rooftrace.measured.bench.session import (
@@ -40,8 +35,8 @@ from rooftrace.measured.bench.session import (
     script_rows,
 )
 from rooftrace.measured.bench.steps import realized
-from rooftrace.tracer.metacopies import dtype_name
-from rooftrace.tracer.requests import Request, names
+from rooftrace.tracer import Request, names, torch_private
+from rooftrace.tracer.values import dtype_name
 
 _FULL_FLOPS = 2e13
 """The least FLOP/s of a device that runs models at full size."""
@@ -57,7 +52,7 @@ def measure_suite(
     on_hang: Hang | None = None,
     clock: Clock = time.monotonic,
 ) -> Run:
-    """Measure the cases of `plan` into its file, and return the whole content of that file.
+    """Measure the cases of `plan` into its file, and return the run in that file.
 
     on_hang: called from another thread if a case cannot be interrupted; None waits.  clock: tells
     the time for the budget.  Raises MeasureError for a device that does not exist or was lost, or a
@@ -65,9 +60,7 @@ def measure_suite(
     """
     if not (math.isfinite(plan.budget_s) and plan.budget_s > 0):
         raise MeasureError(f"--budget {plan.budget_s!r}: expected a number of seconds above 0")
-    for phase in plan.phases or ():
-        if phase not in names.MEASURED:
-            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
+    check_phases(plan.phases)
     device = machine.checked_device(plan.device)
     deadline = clock() + plan.budget_s
     targets = _targets(plan)
@@ -86,7 +79,7 @@ def measure_suite(
         if plan.names:
             _named_cases(session, *targets)
         else:
-            _whole_suite(session)
+            _every_case(session)
         session.clock("end")
     return session.run
 
@@ -126,9 +119,9 @@ class Speed:
     memory: float  # byte that may be used
 
     def floor(self, case: MicroCase) -> float:
-        """Seconds that one call takes at least, about; other precisions than the usual are slower.
+        """A lower estimate of the seconds of one call, in the usual precision.
 
-        What is no matrix product runs on slower units.
+        Only matrix products run on the fastest units.
         """
         engine = 1.0 if "matmul" in case.kind or case.kind == "attention_prefill" else 0.2
         return case.flops / (engine * self.flops) + case.bytes / self.bandwidth
@@ -150,7 +143,7 @@ def probed(bench: Bench) -> Speed:
 
 
 def in_order(cases: Iterable[MicroCase], speed: Speed) -> list[MicroCase]:
-    """The cases in order of trial: kinds take turns; in each, every fourth by cost first."""
+    """The cases in order of trial: kinds alternate; in each, every fourth by cost first."""
     kinds: dict[str, list[MicroCase]] = {}
     for case in sorted(cases, key=speed.floor):
         kinds.setdefault(case.kind, []).append(case)
@@ -162,12 +155,12 @@ def in_order(cases: Iterable[MicroCase], speed: Speed) -> list[MicroCase]:
 
 
 def _affordable(session: Session, speed: Speed) -> list[MicroCase]:
-    """The cases whose one call is short enough and whose data fits, in order."""
+    """The cases whose call is short enough and whose data fits, in order of trial."""
     most = 0.002 if session.plan.quick else 0.03
     cases = [
         case
         for case in operations.micro_cases(session.bench.on_cuda)
-        if speed.floor(case) <= most and 2 * microcases.footprint(case) < speed.memory
+        if speed.floor(case) <= most and 2 * operations.footprint(case) < speed.memory
     ]
     ordered = in_order(cases, speed)
     return ordered[:: max(1, len(ordered) // 120)] if session.plan.quick else ordered
@@ -177,7 +170,7 @@ def _operations(session: Session, cases: Sequence[MicroCase], speed: Speed, unti
     """Try cases while more than `until` seconds of the budget are left."""
     repeated = 0.02 if session.plan.quick else 0.1
     for case in cases:
-        expected = 10 * speed.floor(case) + 4 * microcases.footprint(case) / speed.bandwidth + 0.01
+        expected = 10 * speed.floor(case) + 4 * operations.footprint(case) / speed.bandwidth + 0.01
         if session.is_done(case.key):
             continue
         if session.left() - expected < until:
@@ -186,7 +179,7 @@ def _operations(session: Session, cases: Sequence[MicroCase], speed: Speed, unti
 
 
 def _micro_row(session: Session, case: MicroCase, seconds: float) -> MicroRow:
-    times = microcases.measured(case, session.bench, seconds)
+    times = operations.measured(case, session.bench, seconds)
     flops = None if case.sampler else case.flops
     moved = None if case.sampler else case.bytes
     return MicroRow(
@@ -197,23 +190,23 @@ def _micro_row(session: Session, case: MicroCase, seconds: float) -> MicroRow:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def _whole_suite(session: Session) -> None:
+def _every_case(session: Session) -> None:
     """Operations and models in turns, so that a short budget has something of each."""
     total = session.left()
     speed = probed(session.bench)
     session.clock("after a large product and a copy")
     cases = _affordable(session, speed)
     scale = _scale(session, speed)
-    models = [model for model in suite_models.MODELS if scale in model.settings]
-    worth = [model for model in models if model.kind not in _SELDOM_COMPILED]
-    worth = worth[:3] if session.plan.quick else worth  # compiling takes long
+    models = [model for model in MODELS if scale in model.settings]
+    compiling = [model for model in models if model.kind not in _SELDOM_COMPILED]
+    compiling = compiling[:3] if session.plan.quick else compiling  # compiling takes long
     _operations(session, cases, speed, until=0.68 * total)
     _models(session, models, scale, slice(0, 3), False, until=0.32 * total)
-    _models(session, worth, scale, slice(0, 1), True, until=0.1 * total)
+    _models(session, compiling, scale, slice(0, 1), True, until=0.1 * total)
     _operations(session, cases, speed, until=0.0 if session.plan.quick else 0.05 * total)
     _models(session, models, scale, slice(3, None), False, until=0.0)
     _models(session, models, scale, slice(0, 3), False, until=0.0)
-    _models(session, worth, scale, slice(0, 2), True, until=0.0)
+    _models(session, compiling, scale, slice(0, 2), True, until=0.0)
     for case in cases:
         session.leave_out(case.key, "the budget ended")
     session.clock("under load")
@@ -236,13 +229,13 @@ def _models(
     """Try these steps of the models while more than `until` seconds of the budget are left."""
     for model in models:
         steps = model.steps.get(scale, ())[which]
-        if compiled:  # of each model what it is mostly used for
+        if compiled:  # the most usual steps of each model
             steps = [step for step in steps if step[0] != "training"][:2]
         _steps_of(session, model, scale, steps, compiled, until)
 
 
-def _expected(session: Session, scale: str, compiled: bool) -> float:
-    """Seconds that a step is likely to take, its model's making and compiling included."""
+def _expected(scale: str, compiled: bool) -> float:
+    """Expected seconds of a step, with making and compiling its model."""
     usual = {"full": 6.0, "small": 4.0, "tiny": 0.5}[scale]
     return usual + (30.0 if scale == "full" else 15.0) * compiled
 
@@ -265,7 +258,7 @@ def _steps_of(
     for key, (phase, sizes) in zip(keys, steps, strict=True):
         if session.is_done(key):
             continue
-        if session.left() - _expected(session, scale, compiled) < until:
+        if session.left() - _expected(scale, compiled) < until:
             session.leave_out(key, "the budget ended")
             continue
 
@@ -279,8 +272,8 @@ def _steps_of(
         session.attempt(key, 240.0 if compiled else 120.0, work)
     built.clear()
     if steps:
-        if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()
+        if torch_private.DYNAMO in sys.modules:
+            torch_private.dynamo_reset()
         free()
 
 
@@ -307,8 +300,7 @@ def _model_row(
     kwargs = model.inputs(model.settings[scale], sizes, make)
     seconds = {"full": 1.5, "small": 1.5, "tiny": 0.1}[scale]
     times, profile = profiled_step(bench, module, kwargs, phase, compiled, seconds)
-    # The profiler sees no generated kernel of a CPU: what it saw is not all.
-    whole = bench.on_cuda or not compiled
+    complete = bench.on_cuda or not compiled  # the profiler sees no generated kernel of a CPU
     return ModelRow(
         key=key,
         model=model.name,
@@ -320,8 +312,8 @@ def _model_row(
         scale=scale,
         dtype=dtype_name(dtype),
         parameters=sum(p.numel() for p in module.parameters()),
-        device_seconds=profile.seconds if whole else None,
-        unattributed=profile.unattributed if whole else None,
+        device_seconds=profile.seconds if complete else None,
+        unattributed=profile.unattributed if complete else None,
         source="profiler",
         ops=profile.ops,
         peak_bytes=times.peak_bytes,
@@ -329,7 +321,7 @@ def _model_row(
     )
 
 
-# -- what the user names ---------------------------------------------------------------------------
+# -- models and targets by name --------------------------------------------------------------------
 
 
 def _targets(plan: SuitePlan) -> tuple[list[SuiteModel], list[str]]:
@@ -340,12 +332,12 @@ def _targets(plan: SuitePlan) -> tuple[list[SuiteModel], list[str]]:
     models: list[SuiteModel] = []
     others: list[str] = []
     for name in plan.names:
-        matching = [m for m in suite_models.MODELS if fnmatch.fnmatchcase(m.name, name)]
+        matching = [m for m in MODELS if fnmatch.fnmatchcase(m.name, name)]
         models += [model for model in matching if model not in models]
         if matching:
             continue
         if not (_names_a_target(name) or names.is_script(name)):
-            there = ", ".join(model.name for model in suite_models.MODELS)
+            there = ", ".join(model.name for model in MODELS)
             raise TargetError(
                 f"{name!r} is no model of the suite ({there}); a target of your own is "
                 "path/file.py:attr, package.module:attr, a Hugging Face config.json or a script"
@@ -372,7 +364,7 @@ def _named_cases(session: Session, models: Sequence[SuiteModel], others: Sequenc
 
 
 def _script(session: Session, target: str) -> None:
-    """Time the steady turns of a script, each kind in a row of its own."""
+    """Time the steady iterations of a script, a row for each kind."""
     plan = session.plan
     if plan.phases or plan.batch is not None or plan.seq is not None:
         raise RequestError(
@@ -406,7 +398,7 @@ def _target(session: Session, target: str) -> None:
             bench = replace(session.bench, budget_s=2.0)
             try:
                 row = measured_row(bench, module, args, kwargs, phase=phase, name=target)
-            except RequestError as error:  # a phase that it has not
+            except RequestError as error:  # a phase that the target lacks
                 raise NotOfferedError(first_line(error)) from error
             return replace(row, key=key)
 
@@ -418,10 +410,7 @@ def _target(session: Session, target: str) -> None:
 
 def summary(run: Run, path: Path) -> str:
     """A few lines on the contents of a run, with its first errors."""
-    lines = [
-        f"{len(run.micro)} operations, {len(run.models)} model steps, {len(run.errors)} errors, "
-        f"{len(run.skipped)} left out -> {path}"
-    ]
+    lines = [f"{run.counts} -> {path}"]
     lines += [f"  {trouble.key}: {trouble.reason}" for trouble in run.errors[:10]]
     if len(run.errors) > 10:
         lines.append(f"  and {len(run.errors) - 10} more errors")

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rooftrace.costmodels.ops import BYTE_KINDS, ByteFactor, ByteFactors
 from rooftrace.hardware.units import format_traffic
 from rooftrace.measured.fit.kernelbytes import KernelBytes, StepBytes, factors_of
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[np.float64]]
+    from rooftrace._amounts import Array
 
 _PRIOR = 1.5
 """Standard deviation of a factor around 1, before anything is measured: wide."""
@@ -66,8 +66,6 @@ def shared(used: Array, moved: Array) -> Shares:
     the others say are left out: another process ran in between, or their rules do not hold.
     Without any kernel all factors are 1 and as unsure as before.
     """
-    import numpy as np
-
     off = np.log(np.maximum(moved, _SMALLEST) / np.maximum(used.sum(axis=1), _SMALLEST))
     kept = np.zeros(len(off), dtype=bool)
     most = used.argmax(axis=1) if used.size else np.zeros(0, dtype=int)
@@ -92,8 +90,6 @@ def _fitted(used: Array, moved: Array) -> Shares:
     An error is by the residuals of the kernels that bear on a factor (MacKinnon and White 1985,
     HC3); where these are few, by one relative noise that all kernels share.
     """
-    import numpy as np
-
     rows, columns = used.shape
     unit = max(float(used.sum()), 1.0) / max(rows, 1)  # numbers near 1
     x, y = used / unit, moved / unit
@@ -137,8 +133,6 @@ def _fitted(used: Array, moved: Array) -> Shares:
 
 
 def _expected(used: Array, factors: Array) -> Array:
-    import numpy as np
-
     floor = _SMALLEST + 1e-9 * used.sum(axis=1)
     result: Array = np.maximum(used @ factors, floor)
     return result
@@ -158,8 +152,6 @@ def _noise(off: Array, expected: Array, held: Array) -> tuple[float, float]:
 
 def _bearing(parts: Array) -> Array:
     """By column: how many kernels bear on a factor, by the parts of its variance."""
-    import numpy as np
-
     square = parts**2
     result: Array = square.sum(axis=0) ** 2 / np.maximum((square**2).sum(axis=0), _SMALLEST**4)
     return result
@@ -167,7 +159,6 @@ def _bearing(parts: Array) -> Array:
 
 def _widened(free: Array) -> Array:
     """How much wider than a normal distribution Student's is, at 95 %, by degrees of freedom."""
-    import numpy as np
     from scipy.stats import t
 
     result: Array = t.ppf(0.97725, np.maximum(free, 1.0)) / 2
@@ -262,8 +253,6 @@ class _Fit:
         self.shares: Shares = shared(*self._arrays())
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        import numpy as np
-
         used = np.array([[row.get(c, 0.0) for c in self.columns] for row, _ in self.rows])
         moved = np.array([size for _, size in self.rows])
         return used.reshape(len(self.rows), len(self.columns)), moved

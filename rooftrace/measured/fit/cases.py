@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rooftrace._plain import Plain
+from rooftrace.costmodels.fusion import ExecutionModel, Plan, plan
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.planning import ExecutionModel, Plan, plan
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
 from rooftrace.errors import UnusedError
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import (
     Alignment,
@@ -28,12 +31,9 @@ from rooftrace.measured.alignment import (
 from rooftrace.measured.bench import ModelRow, OpTime, Run
 from rooftrace.measured.fit.kernelbytes import SHORTEST, Measured, StepBytes, step_bytes
 from rooftrace.measured.profiles import KernelCounters, MemoryCount, counts_of, source_of
-from rooftrace.tracer.graph import OpGraph
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[np.float64]]
+    from rooftrace._amounts import Array
 
 # -- cases -----------------------------------------------------------------------------------------
 # The cases of a fit: measured times, each with the kernels that took it.
@@ -196,8 +196,6 @@ class _Cases:
 
     def add(self, groups: Sequence[int], place: Sequence[int], seconds: float) -> None:
         """Add a case: these kernels together took so long."""
-        import numpy as np
-
         waits = self.chip.host_waits
         count = sum(self.planned.groups[index].times for index in groups)
         if seconds <= 0 or (waits and seconds < count * SHORTEST):
@@ -229,8 +227,6 @@ def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
 
 def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Errors:
     """How far predictions are off.  Raises CalibrationError without any."""
-    import numpy as np
-
     if not names:
         raise CalibrationError("no predictions to compare with measurements")
     off = np.array(predicted) / np.array(measured) - 1
@@ -251,8 +247,6 @@ class Stack:
     """Many cases as one table, so that a prediction of all is a few operations on arrays."""
 
     def __init__(self, cases: Sequence[Case], knobs: Knobs) -> None:
-        import numpy as np
-
         self.measured = np.array([case.seconds for case in cases])
         self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
         self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
@@ -276,8 +270,6 @@ class Stack:
         return self._last[1] / knobs.pace
 
     def _at_full_pace(self, knobs: Knobs) -> Array:
-        import numpy as np
-
         total = np.zeros(len(self.measured))
         for (layouts, table, owner), known in zip(self.parts, self._terms, strict=True):
             terms = known if knobs.tiling == self._tiling else table.tiles(knobs)
@@ -295,8 +287,6 @@ class Stack:
 
 
 def _joined(tables: Sequence[KernelTable]) -> KernelTable:
-    import numpy as np
-
     data = {name: np.concatenate([t.data[name] for t in tables]) for name in tables[0].data}
     return KernelTable(tables[0].chip, np.concatenate([t.kind for t in tables]), data)
 

@@ -1,4 +1,9 @@
-"""Reads measured collectives, fits the constants of each op, and builds a system with them."""
+"""Reads measured collectives, fits the constants of each op, and builds a system with them.
+
+Inputs: the text that nccl-tests print, or a CSV with a row for each point and the columns op,
+ranks, bytes, seconds and, if needed, dtype and library.  Bytes are of the buffer, like the size of
+nccl-tests.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,6 @@ from rooftrace.hardware.systems import System
 from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES, CollectiveFit
 from rooftrace.hardware.units import listed, plural
 from rooftrace.measured.profiles import tables
-
-# -- reading ---------------------------------------------------------------------------------------
-# Reads measured collectives: the text that nccl-tests print, and a CSV of one row for each point.
-#
-# CSV: the columns op, ranks, bytes, seconds; where they matter dtype and library.  Bytes count the
-# whole buffer, like the size of nccl-tests.
 
 SPELLINGS = {text: kind.name for kind in COLLECTIVES.values() for text in kind.spellings}
 COLUMNS = ("op", "dtype", "ranks", "bytes", "seconds", "library")
@@ -78,21 +77,24 @@ def _csv_points(path: Path) -> Iterator[TimedCollective]:
         raise ProfileError(f"{path}: line {number}: no column {', '.join(missing)}; {EXPECTED}")
     for line, row in table:
         cells = tables.cells(path, line, header, row)
-        ranks = tables.exact(path, line, "ranks", cells["ranks"])
+        ranks = cells["ranks"].exact()
         if ranks < 2:
             raise ProfileError(f"{path}: line {line}: {ranks} ranks: expected 2 or more")
-        library = cells.get("library", "") or "nccl"
+        dtype, library = (
+            cells[name].text if name in cells else "" for name in ("dtype", "library")
+        )
+        library = library or "nccl"
         if library not in LIBRARIES:
             raise ProfileError(
                 f"{path}: line {line}: library {library!r:.60}: expected one of "
                 f"{', '.join(LIBRARIES)}"
             )
         yield TimedCollective(
-            op=_op(path, line, cells["op"]),
+            op=_op(path, line, cells["op"].text),
             ranks=ranks,
-            nbytes=tables.number(path, line, "bytes", cells["bytes"], most=tables.MOST_SIZE),
-            seconds=tables.number(path, line, "seconds", cells["seconds"]),
-            dtype=cells.get("dtype", ""),
+            nbytes=cells["bytes"].number(most=tables.MOST_SIZE),
+            seconds=cells["seconds"].number(),
+            dtype=dtype,
             library=library,
         )
 
@@ -144,19 +146,15 @@ def _printed_point(
     return TimedCollective(
         op=op,
         ranks=ranks,
-        nbytes=tables.number(path, line, "size", row[1], most=tables.MOST_SIZE),
-        seconds=tables.number(path, line, "time", numbers[0], unit=1e-6),
+        nbytes=tables.CsvCell(path, line, "size", row[1]).number(most=tables.MOST_SIZE),
+        seconds=tables.CsvCell(path, line, "time", numbers[0]).number(unit=1e-6),
         dtype=row[3],
         library="nccl",
     )
 
 
 # -- fitting ---------------------------------------------------------------------------------------
-# Fits the constants of a collective to measured times: the form that systems hold.
-#
-# In: points, each with the fixed steps and the wire seconds that the datasheet gives.  Out:
-# constants
-# with the least mean error of the logarithm, which a few slow outliers hardly move.
+# The constants have the least mean error of the logarithm, which a few slow outliers hardly move.
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ class TimedCollective:
 
     op: str
     ranks: int
-    nbytes: float  # the whole buffer, counted like nccl-tests do
+    nbytes: float  # of the buffer, as nccl-tests count it
     seconds: float
     dtype: str = ""
     library: str = "nccl"
@@ -173,7 +171,7 @@ class TimedCollective:
 
 @dataclass(frozen=True, slots=True)
 class FitScore:
-    """How far predictions are from measurements: |predicted / measured - 1|."""
+    """Errors of predictions: |predicted / measured - 1|."""
 
     mean: float
     p90: float
@@ -222,7 +220,7 @@ def fit_constants(
 ) -> tuple[float, ...]:
     """The constants that fit measured seconds best; see `seconds_of`.
 
-    direct: whether the op has a second way for small buffers.  weights: how much each point counts.
+    direct: whether the op has a second way for small buffers.  weights: of the points.
     """
     weights = np.ones(len(seconds)) if weights is None else weights
     weights = weights / weights.sum()
@@ -286,18 +284,13 @@ def rounded(value: float) -> float:
 
 
 # -- calibrating -----------------------------------------------------------------------------------
-# From measured collectives to a system whose constants fit them.
-#
-# In: points of any number of ops, and a system.  Out: the system with the constants of each
-# (library,
-# op) that was measured within one node, and how well they fit.
 
 LEAST_POINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCollective:
-    """Constants of one op, and how far they are from the points they were fitted to."""
+    """Constants of one op, and their errors on the points they were fitted to."""
 
     fit: CollectiveFit
     score: FitScore
@@ -317,11 +310,11 @@ class CollectiveCalibration:
 
     system: System
     fitted: tuple[FittedCollective, ...]
-    notes: tuple[str, ...]  # what was left out, and why
+    notes: tuple[str, ...]  # points that were left out, and why
 
 
 def calibrate_collectives(path: str | os.PathLike[str], system: System) -> CollectiveCalibration:
-    """The system with constants fitted to a file of measured collectives.
+    """The system with constants fitted to a file of collectives measured within one node.
 
     Raises OSError, or ProfileError for a file from which nothing can be fitted.
     """
@@ -345,10 +338,11 @@ def calibrate_collectives(path: str | os.PathLike[str], system: System) -> Colle
         fitted.append(_fitted(system, within, source))
     if not fitted:
         raise ProfileError(f"{path}: nothing can be fitted: {listed(notes)}")
-    keys = {(one_op.fit.library, one_op.fit.op, one_op.fit.level) for one_op in fitted}
+    fits = [each.fit for each in fitted]
+    keys = {(fit.library, fit.op, fit.level) for fit in fits}
     kept = [f for f in system.collectives if (f.library, f.op, f.level) not in keys]
-    fits = (*kept, *(one_op.fit for one_op in fitted))
-    return CollectiveCalibration(replace(system, collectives=fits), tuple(fitted), tuple(notes))
+    calibrated = replace(system, collectives=(*kept, *fits))
+    return CollectiveCalibration(calibrated, tuple(fitted), tuple(notes))
 
 
 def _fitted(system: System, points: Sequence[TimedCollective], source: str) -> FittedCollective:

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.kernels import attention_knobs
-from rooftrace.costmodels.knobs import Knobs, numbers
-from rooftrace.costmodels.knobs.knobs import CLASSES
-from rooftrace.costmodels.knobs.residuals import FITTED, NO_FIT, ONE_FACTOR, Residuals
+import numpy as np
+
+from rooftrace.costmodels.kernels import Knobs, attention_knobs, numbers
+from rooftrace.costmodels.kernels.knobs import CLASSES, FITTED, NO_FIT, ONE_FACTOR, Residuals
 from rooftrace.hardware import Chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors, predict
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, np.dtype[np.float64]]
+    from rooftrace._amounts import Array
 
 # -- free knobs ------------------------------------------------------------------------------------
 # Knobs that a fit may change, as a vector: the logarithm of each over its start.
@@ -103,7 +101,6 @@ class Space:
 
     def solve(self, stack: Stack) -> tuple[Array, Array, Array]:
         """The fitted vector, standard errors of the logarithms, and their covariance."""
-        import numpy as np
         from scipy.optimize import least_squares
 
         if not self.names:
@@ -161,8 +158,6 @@ def _noise(off: Array, free: int) -> float:
     Their mean is of logarithms, as a scale is as likely to be half as twice what is thought.  A fit
     of as many numbers as measurements leaves no residuals, which says nothing of how good it is.
     """
-    import numpy as np
-
     told = max(0, len(off) - free)
     scatter = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
     weight = told / (_NOISE_CASES + told)
@@ -434,16 +429,12 @@ def with_usual_interval(knobs: Knobs, use: str, cases: Sequence[Case], free: int
 
 def spread_of(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Robust standard deviation of the logarithm of predicted over measured, bias included."""
-    import numpy as np
-
     off = np.log(np.array(predicted) / np.array(measured))
     return float(1.4826 * np.median(np.abs(off)))
 
 
 def deviations_of(cases: Sequence[Case], knobs: Knobs) -> list[float]:
     """The standard deviation of the logarithm of each case, as estimates have it."""
-    import numpy as np
-
     spreads = np.array([knobs.share(name).spread or knobs.spread for name in CLASSES])
     shares = _time_shares(cases, knobs)
     deviations: list[float] = np.sqrt(shares @ spreads**2).tolist()
@@ -487,8 +478,6 @@ def _members(cases: Sequence[Case], knobs: Knobs) -> dict[str, list[int]]:
 
 def _time_shares(cases: Sequence[Case], knobs: Knobs) -> Array:
     """The share of device time of each class [cases, classes]."""
-    import numpy as np
-
     rows = np.zeros((len(cases), len(CLASSES)))
     for i, case in enumerate(cases):
         device = case.table.seconds(knobs, case.layouts).device * case.table.data["count"]

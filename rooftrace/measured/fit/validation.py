@@ -17,12 +17,12 @@ from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.kernels import group_class
+from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, Stray
 from rooftrace.measured.fit.cases import Errors, errors
 from rooftrace.measured.fit.misses import Node
 from rooftrace.measured.profiles import Records
-from rooftrace.tracer.graph import pattern_of
 
 LINES: Mapping[str, str] = {
     "prefill": "prefill, forward",
@@ -375,9 +375,9 @@ class Validation(Plain, Shown):
         All files are made beside `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written.
         """
-        from rooftrace import _write
+        from rooftrace import _results
 
-        return _write(self, Path(out), figures)
+        return _results.write(self, Path(out), figures)
 
     def __repr__(self) -> str:
         compared = f"{len(self.steps)} of {self.planned} steps on {self.chip.name}"

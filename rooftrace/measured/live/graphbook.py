@@ -8,18 +8,20 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.errors import RequestError, worded
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook, StepNote, StepPattern
 from rooftrace.tracer import trace
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.metacopies import overrides, tensors_in
+from rooftrace.tracer.recording import overrides
+from rooftrace.tracer.values import tensors_in
 
 # -- prices ----------------------------------------------------------------------------------------
 # What a part of a step costs, in sums that add up over parts and over steps.
@@ -348,8 +350,6 @@ def _fit(
     terms: Sequence[Sequence[float]], known: Sequence[float], tolerance: float
 ) -> float | None:
     """The value at the last point; None where a known one is missed by more than that."""
-    import numpy
-
     if any(value != value for value in known):  # there is no interval
         return float("nan")
     matrix, values = numpy.array(terms), numpy.array(known)

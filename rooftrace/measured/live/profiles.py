@@ -24,6 +24,7 @@ from rooftrace.measured.fit import Validation, validated
 from rooftrace.measured.live.graphbook import GraphBook
 from rooftrace.measured.live.notes import StepNote
 from rooftrace.measured.profiles import Trace, read_trace, records
+from rooftrace.tracer import torch_private
 
 _SECONDS = 8.0
 """For the rates of a CPU."""
@@ -178,7 +179,7 @@ class FewSteps:
     def _start(self) -> bool:
         from torch.profiler import ProfilerActivity, profile
 
-        if torch._C._autograd._profiler_enabled():
+        if torch_private.profiler_enabled():
             self.trouble = "a profiler of the loop's own was running: no step was profiled for this"
             self._left = 0
             return False

@@ -6,30 +6,26 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rooftrace.errors import ProfileError
-from rooftrace.measured.profiles import tables, tables as tabular
-from rooftrace.measured.profiles.tables import KernelCounters
-
-# -- counters --------------------------------------------------------------------------------------
-# What moved between memory and caches in total, as counters of memory controllers tell it.
+from rooftrace.measured.profiles import tables
+from rooftrace.measured.profiles.tables import CsvCell, CsvRow, KernelCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCount:
-    """The DRAM bytes of a region of code, or of a whole command, over all sockets.
+    """The DRAM bytes of a region of code, or of a command, over all sockets.
 
-    Memory controllers count what anybody moves, also other programs on the machine.
+    Memory controllers also count the traffic of other programs on the machine.
     """
 
-    name: str  # of the region; "" for a whole command
-    read: int | None  # byte; None where reads and writes were counted as one
-    written: int | None  # byte; None where reads and writes were counted as one
-    seconds: float | None = None  # s, of all calls; None where the file does not say
-    calls: int | None = None  # how often the region ran; None where the file does not say
+    name: str  # of the region; "" for a command
+    read: int | None = None  # byte; None where reads and writes were counted as one
+    written: int | None = None  # byte; None where reads and writes were counted as one
+    seconds: float | None = None  # s, of all calls; None: unknown
+    calls: int | None = None  # times that the region ran; None: unknown
     together: int | None = None  # byte, read and written, where these were counted as one
 
     @property
@@ -40,40 +36,27 @@ class MemoryCount:
 
 def memory_count(
     name: str,
-    sides: dict[str, float],
+    sides: Mapping[str, float],
     seconds: float | None,
     calls: int | None = None,
 ) -> MemoryCount | None:
-    """The record of the bytes of "read" and "written", or else of "together"; None for neither.
+    """The record of the bytes "read" and "written", or else "together"; None without these.
 
-    sides: bytes by one of these three words.  Reads without writes, or the other way, are no total.
+    Reads without writes, or writes without reads, are no total.
     """
-    if "read" in sides and "written" in sides:
-        return MemoryCount(
-            name=name,
-            read=round(sides["read"]),
-            written=round(sides["written"]),
-            seconds=seconds,
-            calls=calls,
-        )
-    if "together" not in sides:
+    split = "read" in sides and "written" in sides
+    if not split and "together" not in sides:
         return None
-    return MemoryCount(
-        name=name,
-        read=None,
-        written=None,
-        seconds=seconds,
-        calls=calls,
-        together=round(sides["together"]),
-    )
+    kept = ("read", "written") if split else ("together",)
+    sizes = {side: round(sides[side]) for side in kept}
+    return MemoryCount(name=name, seconds=seconds, calls=calls, **sizes)
 
 
 # -- likwid ----------------------------------------------------------------------------------------
-# Reads the CSV of `likwid-perfctr -g MEM`: DRAM bytes of regions, or of a whole command.
-#
-# LIKWID writes tables: a line `TABLE,...` that names the region, the group and the number of
-# lines, a header with the hardware threads, and the lines.  One thread of each socket counts what
-# its memory controllers move, and the others have 0: so the sum over threads is the total.
+# `likwid-perfctr -g MEM` writes tables: a line `TABLE,...` that names the region, the group and the
+# number of lines, a header with the hardware threads, and the lines.  One thread of each socket
+# counts the traffic of its memory controllers, and the others have 0: the sum over threads is the
+# total.
 
 LIKWID = "likwid-perfctr -C 0-3 -g MEM -o FILE.csv ..."
 
@@ -93,13 +76,14 @@ _GBYTE = 1e9
 """LIKWID's formulas of groups multiply by 1.0E-09."""
 _RUNTIME, _REGION_TIME, _CALLS = "Runtime (RDTSC) [s]", "RDTSC Runtime [s]", "call count"
 _INFO = "Region Info"
-"""Begins the lines of a region's time and calls, above its counters."""
+"""The header of a region's time and calls, above its counters."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """A table of metrics, or what is said of a region above its table of counters."""
+class _LikwidTable:
+    """A table of metrics, or the time and calls of a region above its table of counters."""
 
+    path: Path
     line: int
     region: str
     group: int
@@ -108,47 +92,49 @@ class _Table:
     rows: int  # as its first line says
     lines: list[tuple[int, list[str]]] = field(default_factory=list)
 
+    @property
+    def called(self) -> str:
+        """The region in words."""
+        return f"region {self.region!r:.60}" if self.region else "the whole command"
+
+    def refused(self, message: str) -> ProfileError:
+        """The error of this table."""
+        return ProfileError(f"{self.path}: line {self.line}: {message}; make it with `{LIKWID}`")
+
 
 def read_likwid(path: str | os.PathLike[str]) -> tuple[MemoryCount, ...]:
-    """The DRAM bytes of each region in a CSV file of `likwid-perfctr`, or of a whole command.
+    """The DRAM bytes of each region in a CSV file of `likwid-perfctr`, or of a command.
 
-    Raises FileNotFoundError, or ProfileError for another kind of file, a group that does not tell
-    the bytes, and a cell that is no number.
+    Raises FileNotFoundError, or ProfileError for another kind of file, a group without the bytes,
+    and a cell that is no number.
     """
     path = Path(path)
-    tables = tuple(_tables(path))
-    metrics = [table for table in tables if table.kind == "Metric"]
+    listed = tuple(_likwid_tables(path))
+    metrics = [table for table in listed if table.kind == "Metric"]
     if not metrics:
         raise ProfileError(f"{path}: no table of metrics of LIKWID; make it with `{LIKWID}`")
     groups = {table.group: table.name for table in metrics}
     if len(groups) > 1:
         raise ProfileError(
-            f"{path}: {len(groups)} groups ({tabular.named(groups.values())}): LIKWID takes turns, "
+            f"{path}: {len(groups)} groups ({tables.named(groups.values())}): LIKWID takes turns, "
             f"so none counts the whole run; measure one group, as in `{LIKWID}`"
         )
-    infos = {table.region: table for table in tables if table.kind == "Raw"}
+    infos = {table.region: table for table in listed if table.kind == "Raw"}
     first: dict[str, int] = {}
     for table in metrics:
         if table.region in first:
             raise ProfileError(
-                f"{path}: line {table.line}: a second table of {_called(table)}, the first is in "
+                f"{path}: line {table.line}: a second table of {table.called}, the first is in "
                 f"line {first[table.region]}: keep one run in one file"
             )
         first[table.region] = table.line
-    return tuple(_count(path, table, infos.get(table.region)) for table in metrics)
+    return tuple(_count(table, infos.get(table.region)) for table in metrics)
 
 
-def _called(table: _Table) -> str:
-    return f"region {table.region!r:.60}" if table.region else "the whole command"
-
-
-# -- tables ----------------------------------------------------------------------------------------
-
-
-def _tables(path: Path) -> Iterator[_Table]:
-    """The tables that are no statistics; what stands before the first is the program's output."""
+def _likwid_tables(path: Path) -> Iterator[_LikwidTable]:
+    """The tables, without statistics; lines before the first are the program's output."""
     table = None
-    for line, text in tabular.texts(path):
+    for line, text in tables.texts(path):
         if text.startswith("TABLE,"):
             if table is not None:
                 yield table
@@ -163,8 +149,8 @@ def _tables(path: Path) -> Iterator[_Table]:
         yield table
 
 
-def _begun(path: Path, line: int, text: str) -> _Table | None:
-    """The table that a line begins; None for statistics, which repeat what the others say."""
+def _begun(path: Path, line: int, text: str) -> _LikwidTable | None:
+    """The table that a line begins; None for statistics, which repeat the others."""
     match = _TABLE.fullmatch(text)
     if match is None:
         raise ProfileError(
@@ -173,7 +159,8 @@ def _begun(path: Path, line: int, text: str) -> _Table | None:
         )
     if match["stat"]:
         return None
-    return _Table(
+    return _LikwidTable(
+        path=path,
         line=line,
         region=match["region"] or "",
         group=int(match["group"]),
@@ -183,61 +170,57 @@ def _begun(path: Path, line: int, text: str) -> _Table | None:
     )
 
 
-def _values(
-    path: Path, table: _Table, header: str, rows: int
-) -> dict[str, list[tuple[int, str, str]]]:
-    """(line, thread, text) by the name that begins a line, of `rows` lines under a header."""
+def _values(table: _LikwidTable, header: str, rows: int) -> dict[str, list[CsvCell]]:
+    """A cell for each thread, by the name that begins a line, of `rows` lines under a header."""
+    path = table.path
     start = next((i for i, (_, cells) in enumerate(table.lines) if cells[0] == header), None)
     if start is None:
-        raise ProfileError(
-            f"{path}: line {table.line}: no line {header!r} in the table of {_called(table)}; "
-            f"make it with `{LIKWID}`"
-        )
+        raise table.refused(f"no line {header!r} in the table of {table.called}")
     threads = [cell for cell in table.lines[start][1][1:] if cell]
     body = table.lines[start + 1 : start + 1 + rows]
     if len(body) < rows:
         raise ProfileError(
-            f"{path}: line {table.line}: the table of {_called(table)} has {len(body):,} lines of "
+            f"{path}: line {table.line}: the table of {table.called} has {len(body):,} lines of "
             f"the {rows:,} that are announced: the file is cut off or changed; make it again"
         )
-    values: dict[str, list[tuple[int, str, str]]] = {}
-    for line, cells in body:
-        if len(cells) <= len(threads):
+    values: dict[str, list[CsvCell]] = {}
+    for line, (name, *texts) in body:
+        if len(texts) < len(threads):
             raise ProfileError(
-                f"{path}: line {line}: {len(cells)} cells, the header has {len(threads) + 1}: "
-                f"{','.join(cells):.100}"
+                f"{path}: line {line}: {len(texts) + 1} cells, the header has {len(threads) + 1}: "
+                f"{','.join((name, *texts)):.100}"
             )
-        if cells[0] in values:
-            raise ProfileError(f"{path}: line {line}: {cells[0]!r:.60} is there twice")
-        values[cells[0]] = [
-            (line, thread, text) for thread, text in zip(threads, cells[1:], strict=False)
+        if name in values:
+            raise ProfileError(f"{path}: line {line}: {name!r:.60} is there twice")
+        values[name] = [
+            CsvCell(path, line, f"{thread} of {name}", text)
+            for thread, text in zip(threads, texts, strict=False)
         ]
     return values
 
 
-# -- counts ----------------------------------------------------------------------------------------
-
-
-def _count(path: Path, table: _Table, info: _Table | None) -> MemoryCount:
-    metrics = _values(path, table, "Metric", table.rows)
+def _count(table: _LikwidTable, info: _LikwidTable | None) -> MemoryCount:
+    metrics = _values(table, "Metric", table.rows)
     volumes = {name: m for name in metrics if (m := _VOLUME.fullmatch(name)) is not None}
     if not volumes:
-        there = tabular.named(name for name in metrics if "volume" in name.lower())
-        raise ProfileError(
-            f"{path}: line {table.line}: group {table.name!r:.60} tells no DRAM bytes (of volumes "
-            f"it has {there}): expected 'Memory data volume [GBytes]'; make it with `{LIKWID}`"
+        there = tables.named(name for name in metrics if "volume" in name.lower())
+        raise table.refused(
+            f"group {table.name!r:.60} tells no DRAM bytes (of volumes it has {there}): expected "
+            "'Memory data volume [GBytes]'"
         )
     memories: dict[str, dict[str, float]] = defaultdict(dict)
     for name, match in volumes.items():
         side = _SIDES.get(match["side"], "together")
-        cells = _numbers(path, name, metrics[name], _GBYTE, tabular.MOST_SIZE)
-        memories[match["memory"]][side] = sum(cells)
-    seconds, calls = _run(path, metrics, info)
+        memories[match["memory"]][side] = sum(
+            cell.number(positive=False, unit=_GBYTE, most=tables.MOST_SIZE)
+            for cell in metrics[name]
+        )
+    seconds, calls = _time_and_calls(metrics, info)
     count = memory_count(table.region, _sum(memories), seconds, calls)
     if count is None:
         raise ProfileError(
-            f"{path}: line {table.line}: group {table.name!r:.60} tells DRAM bytes of one side "
-            f"only ({tabular.named(volumes)}): measure a group that has both, as in `{LIKWID}`"
+            f"{table.path}: line {table.line}: group {table.name!r:.60} tells DRAM bytes of one "
+            f"side only ({tables.named(volumes)}): measure a group that has both, as in `{LIKWID}`"
         )
     return count
 
@@ -259,36 +242,28 @@ def _sum(memories: dict[str, dict[str, float]]) -> dict[str, float]:
     return sums
 
 
-def _run(
-    path: Path, metrics: dict[str, list[tuple[int, str, str]]], info: _Table | None
+def _time_and_calls(
+    metrics: Mapping[str, Sequence[CsvCell]], info: _LikwidTable | None
 ) -> tuple[float | None, int | None]:
-    """Seconds and calls of the slowest thread; None where the file does not say."""
+    """Seconds and calls of the slowest thread; None: unknown."""
+
+    def largest(cells: Sequence[CsvCell], most: float = float("inf")) -> float | None:
+        return max((cell.number(positive=False, most=most) for cell in cells), default=None)
+
     if info is not None and any(cells[0] == _INFO for _, cells in info.lines):
-        above = _values(path, info, _INFO, rows=2)
-        seconds = _numbers(path, _REGION_TIME, above.get(_REGION_TIME, ()))
-        calls = _numbers(path, _CALLS, above.get(_CALLS, ()), most=2.0**63)
-        return max(seconds, default=None), round(max(calls)) if calls else None
-    return max(_numbers(path, _RUNTIME, metrics.get(_RUNTIME, ())), default=None), None
-
-
-def _numbers(
-    path: Path,
-    name: str,
-    cells: Sequence[tuple[int, str, str]],
-    unit: float = 1.0,
-    most: float = float("inf"),
-) -> list[float]:
-    read = partial(tabular.number, positive=False, unit=unit, most=most)
-    return [read(path, line, f"{thread} of {name}", text) for line, thread, text in cells]
+        above = _values(info, _INFO, rows=2)
+        seconds, calls = (
+            largest(above.get(_REGION_TIME, ())),
+            largest(above.get(_CALLS, ()), 2.0**63),
+        )
+        return seconds, None if calls is None else round(calls)
+    return largest(metrics.get(_RUNTIME, ())), None
 
 
 # -- rocprof ---------------------------------------------------------------------------------------
-# Reads the CSV of AMD's rocprof: the DRAM bytes of each dispatch of a kernel.
-#
 # rocprof and rocprofv2 write a line for each dispatch, with a column for each counter.  rocprofv3
-# writes a line for each counter of each dispatch, into *_counter_collection.csv; the files of
-# several passes may stand in one file, each with its header.  Grids are counted in work items
-# there, and in blocks here.
+# writes a line for each counter of each dispatch, into *_counter_collection.csv; one file may have
+# several passes, each with its header.  Grids are counted in work items there, and in blocks here.
 
 ROCPROF = "rocprofv3 --pmc FETCH_SIZE WRITE_SIZE --output-format csv -- ..."
 
@@ -302,7 +277,7 @@ _COUNTER, _VALUE, _DISPATCH = "Counter_Name", "Counter_Value", "Dispatch_Id"
 """Columns of rocprofv3."""
 
 _KERNEL_ENDINGS = (" [clone .kd]", ".kd")
-"""What rocprof writes after the name of a function: the suffix of its kernel descriptor."""
+"""Suffixes of a kernel descriptor, which rocprof writes after the name of a function."""
 
 # Bytes for each count, as in derived_counters.xml and counter_defs.yaml of ROCprofiler-SDK, where
 # requests of 32 byte (and 128) are among all requests, and the others have 64.  The first formula
@@ -328,30 +303,39 @@ _WRITTEN: tuple[Formula, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class _Dispatch:
-    """One dispatch of a kernel: its cells, and its counters with the line of each."""
+    """A dispatch of a kernel: its first line, and its counters by name."""
 
-    line: int
-    cells: Mapping[str, str]
-    counters: dict[str, tuple[int, str]] = field(default_factory=dict)
+    cells: CsvRow
+    counters: dict[str, CsvCell] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """The file and the first line, for errors."""
+        cell = next(iter(self.cells.values()))
+        return f"{cell.path}: line {cell.line}"
+
+    def cell(self, columns: Sequence[str]) -> CsvCell | None:
+        """The cell of the first of these columns that the file has."""
+        return next((self.cells[column] for column in columns if column in self.cells), None)
 
 
 def read_rocprof(path: str | os.PathLike[str]) -> tuple[KernelCounters, ...]:
     """The dispatches in a CSV file of rocprof, rocprofv2 or rocprofv3, in order.
 
-    Raises FileNotFoundError, or ProfileError for another kind of file, counters that do not tell
-    the bytes, and a cell that is no number.
+    Raises FileNotFoundError, or ProfileError for another kind of file, counters without the bytes,
+    and a cell that is no number.
     """
     path = Path(path)
     rows = tables.lines(path)
     line, header = next(rows, (0, []))
     tables.check_header(path, line, header)
-    name = _first(header, _NAME)
+    name = next((name for name in _NAME if name in header), "")
     if not name:
         raise ProfileError(
             f"{path}: no CSV of rocprof: line {line or 1} has no column {' or '.join(_NAME)}; "
             f"make it with `{ROCPROF}`"
         )
-    table = ((n, tables.cells(path, n, header, row)) for n, row in rows if row != header)
+    table = (tables.cells(path, n, header, row) for n, row in rows if row != header)
     if _COUNTER in header:
         missing = [column for column in (_VALUE, _DISPATCH) if column not in header]
         if missing:
@@ -359,102 +343,87 @@ def read_rocprof(path: str | os.PathLike[str]) -> tuple[KernelCounters, ...]:
                 f"{path}: line {line}: no column {' and '.join(missing)} beside {_COUNTER!r}; "
                 f"make it with `{ROCPROF}`"
             )
-        dispatches = _of_counters(path, name, table)
+        dispatches = _of_counters(name, table)
     else:
-        dispatches = [_Dispatch(n, cells, {c: (n, cells[c]) for c in cells}) for n, cells in table]
+        dispatches = [_Dispatch(cells, dict(cells)) for cells in table]
     if not dispatches:
         raise ProfileError(f"{path}: no kernel after the header in line {line}")
-    return tuple(_kernel(path, i, name, dispatch) for i, dispatch in enumerate(dispatches))
+    return tuple(_kernel(i, dispatch, name) for i, dispatch in enumerate(dispatches))
 
 
-def _first(there: Mapping[str, str] | Sequence[str], names: Sequence[str]) -> str:
-    """The first of these names that is there; "" where none is."""
-    return next((name for name in names if name in there), "")
-
-
-def _of_counters(
-    path: Path, name: str, table: Iterator[tuple[int, Mapping[str, str]]]
-) -> list[_Dispatch]:
+def _of_counters(name: str, table: Iterator[CsvRow]) -> list[_Dispatch]:
     """The dispatches of rocprofv3, which has a line for each counter, in the order of their ids."""
     dispatches: dict[tuple[int, str], _Dispatch] = {}
-    for line, cells in table:
-        number = tables.exact(path, line, _DISPATCH, cells[_DISPATCH])
-        key = (number, cells.get("Agent_Id", ""))
-        dispatch = dispatches.setdefault(key, _Dispatch(line, cells))
+    for cells in table:
+        number, agent = cells[_DISPATCH], cells.get("Agent_Id")
+        key = (number.exact(), "" if agent is None else agent.text)
+        dispatch = dispatches.setdefault(key, _Dispatch(cells))
         first, counter = dispatch.cells[name], cells[_COUNTER]
-        if cells[name] != first:
-            raise ProfileError(
-                f"{path}: line {line}, column {name!r}: {cells[name]!r:.60}: dispatch "
-                f"{cells[_DISPATCH]:.60} is {first!r:.60} in line {dispatch.line}; join only "
-                "passes of one run of one program"
+        if cells[name].text != first.text:
+            raise cells[name].refused(
+                f"{cells[name].text!r:.60}: dispatch {number.text:.60} is {first.text!r:.60} in "
+                f"line {first.line}; join only passes of one run of one program"
             )
-        if counter in dispatch.counters:
-            raise ProfileError(
-                f"{path}: line {line}, column {_COUNTER!r}: {counter!r:.60} of dispatch "
-                f"{cells[_DISPATCH]:.60} is there twice, first in line "
-                f"{dispatch.counters[counter][0]}; join only passes of different counters"
+        if counter.text in dispatch.counters:
+            raise counter.refused(
+                f"{counter.text!r:.60} of dispatch {number.text:.60} is there twice, first in line "
+                f"{dispatch.counters[counter.text].line}; join only passes of different counters"
             )
-        dispatch.counters[counter] = (line, cells[_VALUE])
+        dispatch.counters[counter.text] = replace(cells[_VALUE], column=counter.text)
     return [dispatches[key] for key in sorted(dispatches)]
 
 
-def _kernel(path: Path, index: int, name: str, dispatch: _Dispatch) -> KernelCounters:
-    function = dispatch.cells[name]
+def _kernel(index: int, dispatch: _Dispatch, column: str) -> KernelCounters:
+    function = dispatch.cells[column].text
     for ending in _KERNEL_ENDINGS:
         function = function.removesuffix(ending)
     if not function:
-        raise ProfileError(f"{path}: line {dispatch.line}, column {name!r}: the cell is empty")
-    grid, block = _blocks(path, dispatch)
+        raise dispatch.cells[column].refused("the cell is empty")
+    grid, block = _blocks(dispatch)
+    device = dispatch.cell(_DEVICE)
     return KernelCounters(
         index=index,
         name=function,
-        duration=_duration(path, dispatch),
-        read=_bytes(path, dispatch, "read", _READ),
-        written=_bytes(path, dispatch, "written", _WRITTEN),
+        duration=_duration(dispatch.cells),
+        read=_bytes(dispatch, "read", _READ),
+        written=_bytes(dispatch, "written", _WRITTEN),
         grid=grid,
         block=block,
-        device=dispatch.cells.get(_first(dispatch.cells, _DEVICE), ""),
+        device="" if device is None else device.text,
     )
 
 
-def _bytes(path: Path, dispatch: _Dispatch, side: str, formulas: Sequence[Formula]) -> int:
-    """The bytes of one side by the first formula whose counters are there."""
+def _bytes(dispatch: _Dispatch, side: str, formulas: Sequence[Formula]) -> int:
+    """The bytes of one side by the first formula whose counters the dispatch has."""
     formula = next((f for f in formulas if f.keys() <= dispatch.counters.keys()), None)
     if formula is None:
         wanted = " or ".join(" with ".join(f) for f in formulas)
-        known = {name for f in (*_READ, *_WRITTEN) for name in f}
-        there = tables.named(c for c in dispatch.counters if c in known)
+        of_bytes = {name for f in (*_READ, *_WRITTEN) for name in f}
+        there = tables.named(c for c in dispatch.counters if c in of_bytes)
         raise ProfileError(
-            f"{path}: line {dispatch.line}: no counters of the bytes {side} (of the "
-            f"counters that tell bytes there is {there}): expected {wanted}; make it with "
-            f"`{ROCPROF}`"
+            f"{dispatch.place}: no counters of the bytes {side} (of the counters that tell bytes "
+            f"there is {there}): expected {wanted}; make it with `{ROCPROF}`"
         )
     total = 0.0
     for counter, size in formula.items():
-        line, text = dispatch.counters[counter]
         most = tables.MOST_SIZE / abs(size)
-        total += size * tables.number(path, line, counter, text, positive=False, most=most)
+        total += size * dispatch.counters[counter].number(positive=False, most=most)
     if total < 0:
         raise ProfileError(
-            f"{path}: line {dispatch.line}: {' and '.join(formula)} contradict each other: more "
-            "small requests than requests; count them in one pass"
+            f"{dispatch.place}: {' and '.join(formula)} contradict each other: more small requests "
+            "than requests; count them in one pass"
         )
     return round(total)
 
 
-def _blocks(
-    path: Path, dispatch: _Dispatch
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """How many blocks there are, and how many work items each has; None where it is not said."""
+def _blocks(dispatch: _Dispatch) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The number of blocks, and the work items of each; None: unknown."""
     sizes = []
-    for names in (_GRID, _BLOCK):
-        column = _first(dispatch.cells, names)
-        size = tables.whole_number(path, dispatch.line, column, dispatch.cells.get(column, ""))
-        if size == 0:
-            raise ProfileError(
-                f"{path}: line {dispatch.line}, column {column!r}: '0': expected a number of work "
-                "items above 0"
-            )
+    for columns in (_GRID, _BLOCK):
+        cell = dispatch.cell(columns)
+        size = None if cell is None else cell.whole_number()
+        if cell is not None and size == 0:
+            raise cell.refused("'0': expected a number of work items above 0")
         sizes.append(size)
     items, block = sizes
     if items is None or block is None:
@@ -462,21 +431,21 @@ def _blocks(
     return (-(-items // block),), (block,)
 
 
-def _duration(path: Path, dispatch: _Dispatch) -> float | None:
+def _duration(cells: CsvRow) -> float | None:
     """Seconds of the kernel; None where no times were taken."""
-    cells, line = dispatch.cells, dispatch.line
-    if cells.get(_LENGTH):
-        return tables.number(path, line, _LENGTH, cells[_LENGTH], unit=1e-9)
-    for begin, end in _TIMES:
-        if not (cells.get(begin) and cells.get(end)):
+    length = cells.get(_LENGTH)
+    if length is not None and length.text:
+        return length.number(unit=1e-9)
+    for names in _TIMES:
+        begin, end = (cells.get(name) for name in names)
+        if begin is None or end is None or not (begin.text and end.text):
             continue
-        first, last = (tables.exact(path, line, column, cells[column]) for column in (begin, end))
+        first, last = begin.exact(), end.exact()
         if first == last == 0:
             return None
         if last <= first:
-            raise ProfileError(
-                f"{path}: line {line}, column {end!r}: {cells[end]!r:.60}: expected a time after "
-                f"{begin} ({cells[begin]:.60})"
+            raise end.refused(
+                f"{end.text!r:.60}: expected a time after {begin.column} ({begin.text:.60})"
             )
         return (last - first) * 1e-9
     return None

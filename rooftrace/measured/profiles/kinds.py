@@ -1,6 +1,6 @@
-"""The kinds of files with measurements, told apart by how they begin; names say nothing.
+"""The kinds of files with measurements, told apart by their first bytes, never by their names.
 
-To add a kind: a function that reads it, with @rooftrace.source.
+To add a kind: a function that reads it, with @rooftrace.extend.source.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rooftrace.measured.profiles.records import Trace
 from rooftrace.measured.profiles.tables import KernelCounters, StepTime, read_counters, read_steps
 
 Records: TypeAlias = Literal["run", "trace", "steps", "counters", "totals"]
-"""What a reader returns: a Run, a Trace, or a sequence of StepTime; or DRAM bytes, which stand
-beside these: KernelCounters of each kernel of a step, or MemoryCounts of regions or a command."""
+"""The records of a reader: a Run, a Trace, or StepTimes; or DRAM bytes that complement these:
+KernelCounters of each kernel of a step, or MemoryCounts of regions or a command."""
 
 Measured: TypeAlias = "Run | Trace | Sequence[StepTime]"
 
-_BESIDE: Mapping[str, str] = {
+_USES: Mapping[str, str] = {
     "counters": "it stands beside a trace, as in `rooftrace validate TRACE --counters {path}`",
     "totals": "it counts a whole command or region, for `rooftrace calibrate --counters {path}`",
 }
-"""What records that are no measurement of a step are of use for."""
+"""The use of records that are no measurement of a step."""
 
 Reader = TypeVar("Reader", bound=Callable[..., Any])
 
@@ -44,42 +44,29 @@ class Source:
 
     name: str
     about: str  # in words, for errors: "a run file of `rooftrace measure`"
-    begins: Callable[[bytes], bool]  # of the first 64 KiB, decompressed: whether it is of this kind
+    begins: Callable[[bytes], bool]  # whether the first 64 KiB, decompressed, are of this kind
     gives: Records
     read: Callable[[str], Any]  # from the path of a file to its records
 
     def place(self, path: str) -> str:
-        """Where its records are of use, if they only stand beside measurements; else ""."""
-        return _BESIDE.get(self.gives, "").format(path=path)
+        """The use of its records, if they only complement measurements; else ""."""
+        return _USES.get(self.gives, "").format(path=path)
 
 
 _HEAD = 1 << 16
-"""The number of bytes of a file that are examined."""
+"""Bytes of a file that are examined."""
 _SCHEMA = re.compile(r'"schema"\s*:\s*"(rooftrace\.[\w.]+/[^"]*)"')
 _NCU = re.compile(r'^(==PROF== |"ID",.*"Kernel Name")', re.MULTILINE)
 _LIKWID = re.compile(r"^(STRUCT,Info,|TABLE,(Region|Group) )", re.MULTILINE)
 _TRACE = re.compile(r'"(traceEvents|schemaVersion|deviceProperties|displayTimeUnit|ph)"\s*:')
 
 
-# -- how the kinds of this package begin -----------------------------------------------------------
-
-
 def _text(head: bytes) -> str:
-    """The beginning as text, without what stands before it, cut where the bytes were cut.
+    """The beginning as text, without leading blanks; a character that is cut off is left out.
 
-    Raises UnicodeDecodeError for what is not text in UTF-8.
+    Raises UnicodeDecodeError for bytes that are not UTF-8.
     """
     return codecs.getincrementaldecoder("utf-8")().decode(head).lstrip("\ufeff \t\r\n")
-
-
-def _as_text(begins: Callable[[str], bool]) -> Callable[[bytes], bool]:
-    def of_bytes(head: bytes) -> bool:
-        try:
-            return begins(_text(head))
-        except UnicodeDecodeError:
-            return False
-
-    return of_bytes
 
 
 def _is_json(text: str) -> bool:
@@ -96,7 +83,7 @@ def _is_trace(text: str) -> bool:
 
 
 def _is_counters(text: str) -> bool:
-    """Nsight Compute tells what it does before the table, and so may the program that it runs."""
+    """Messages of Nsight Compute, and of the program that it runs, may stand before the table."""
     return _NCU.search(text) is not None or (not _is_json(text) and "Kernel Name" in text)
 
 
@@ -114,63 +101,35 @@ def _is_table(text: str) -> bool:
     return not _is_json(text) and "," in text.partition("\n")[0]
 
 
+def _text_source(
+    name: str, gives: Records, about: str, begins: Callable[[str], bool], read: Callable[..., Any]
+) -> Source:
+    """A kind of text file, by its first characters."""
+
+    def begins_as_text(head: bytes) -> bool:
+        try:
+            return begins(_text(head))
+        except UnicodeDecodeError:
+            return False
+
+    return Source(name=name, about=about, begins=begins_as_text, gives=gives, read=read)
+
+
 SOURCES = (
-    Source(
-        name="run",
-        about="a run file of `rooftrace measure`",
-        begins=_as_text(_is_run),
-        gives="run",
-        read=load_run,
-    ),
-    Source(
-        name="trace",
-        about="a trace of torch.profiler",
-        begins=_as_text(_is_trace),
-        gives="trace",
-        read=read_trace,
-    ),
-    Source(
-        name="counters",
-        about="a CSV of Nsight Compute",
-        begins=_as_text(_is_counters),
-        gives="counters",
-        read=read_counters,
-    ),
-    Source(
-        name="rocprof",
-        about="a CSV of AMD's rocprof",
-        begins=_as_text(_is_rocprof),
-        gives="counters",
-        read=read_rocprof,
-    ),
-    Source(
-        name="perf",
-        about="counts of `perf stat -x,`",
-        begins=_as_text(is_perf_stat),
-        gives="totals",
-        read=read_perf_stat,
-    ),
-    Source(
-        name="likwid",
-        about="a CSV of likwid-perfctr",
-        begins=_as_text(_is_likwid),
-        gives="totals",
-        read=read_likwid,
-    ),
-    Source(
-        name="steps",
-        about="a CSV of step times (model,batch,ms)",
-        begins=_as_text(_is_table),
-        gives="steps",
-        read=read_steps,
-    ),
+    _text_source("run", "run", "a run file of `rooftrace measure`", _is_run, load_run),
+    _text_source("trace", "trace", "a trace of torch.profiler", _is_trace, read_trace),
+    _text_source("counters", "counters", "a CSV of Nsight Compute", _is_counters, read_counters),
+    _text_source("rocprof", "counters", "a CSV of AMD's rocprof", _is_rocprof, read_rocprof),
+    _text_source("perf", "totals", "counts of `perf stat -x,`", is_perf_stat, read_perf_stat),
+    _text_source("likwid", "totals", "a CSV of likwid-perfctr", _is_likwid, read_likwid),
+    _text_source("steps", "steps", "a CSV of step times (model,batch,ms)", _is_table, read_steps),
 )
-"""The kinds of this package, in the order in which they are tried, after those of users.
+"""The kinds of this package in the order of trial, after those of users.
 
 The last takes any table, so it comes after the CSVs that other programs write.
 """
 
-_OWN: dict[str, Source] = track({})
+_ADDED: dict[str, Source] = track({})
 
 
 def source(
@@ -183,45 +142,44 @@ def source(
 ) -> Callable[[Reader], Reader]:
     """Register the decorated function `read(path)` for a kind of file that holds measurements.
 
-    about: the kind in words, for errors.  begins: says of the first 64 KiB of a file, decompressed
-    where it is gzip, whether it is of this kind; it is asked before the kinds of rooftrace.  gives:
-    what the function returns: "steps" (a sequence of StepTime), "run" (a Run) or "trace" (a Trace).
+    about: the kind in words, for errors.  begins: whether the first 64 KiB of a file, decompressed
+    where it is gzip, are of this kind; it is tried before the kinds of rooftrace.  gives: the
+    result of the function: "steps" (a sequence of StepTime), "run" (a Run) or "trace" (a Trace).
     A second source of one name raises ValueError, unless override=True or it is the same function
-    defined again; so does the name of one of rooftrace's own, and another word in `gives`.
+    defined again; so does the name of a kind of rooftrace, and another word in `gives`.
     """
-    if gives in _BESIDE or gives not in get_args(Records):
+    if gives in _USES or gives not in get_args(Records):
         raise ValueError(f'source({name!r}): gives={gives!r}; expected "steps", "run" or "trace"')
     if any(name == ours.name for ours in SOURCES):
         raise ValueError(f"{name!r} is a source of rooftrace's own; use another name")
 
     def register(read: Reader) -> Reader:
-        old = _OWN.get(name)
+        old = _ADDED.get(name)
         refuse_second(
             f"{name!r} already is a source",
             old.read if old is not None else None,
             read,
             override=override,
         )
-        _OWN[name] = Source(name=name, about=about, begins=begins, gives=gives, read=read)
+        _ADDED[name] = Source(name=name, about=about, begins=begins, gives=gives, read=read)
         return read
 
     return register
 
 
 def sources() -> tuple[Source, ...]:
-    """Every kind of file, in the order in which they are tried: those of users come first."""
+    """Every kind of file in the order of trial: kinds of users come first."""
     load("rooftrace.sources")
-    return (*_OWN.values(), *SOURCES)
+    return (*_ADDED.values(), *SOURCES)
 
 
 # -- a file ----------------------------------------------------------------------------------------
 
 
 def source_of(path: str | os.PathLike[str]) -> Source:
-    """The kind of a file, plain or gzip, from how it begins.
+    """The kind of a file, plain or gzip, from its first bytes.
 
-    The reader of that kind checks the rest.  Raises OSError, or ProfileError for a file that begins
-    like no kind.
+    The reader of that kind checks the rest.  Raises OSError, or ProfileError for a file of no kind.
     """
     try:
         head = beginning(path, _HEAD)
@@ -240,10 +198,9 @@ def counts_of(path: str, gives: Literal["counters"]) -> tuple[KernelCounters, ..
 @overload
 def counts_of(path: str, gives: Literal["totals"]) -> tuple[MemoryCount, ...]: ...
 def counts_of(path: str, gives: Literal["counters", "totals"]) -> Any:
-    """The DRAM bytes in a file: of each kernel of a step, or of regions or a whole command.
+    """The DRAM bytes in a file: of each kernel of a step, or of regions or a command.
 
-    Raises OSError, or ProfileError for a file that gives something else, or that its reader
-    refuses.
+    Raises OSError, or ProfileError for a file of another kind, or that its reader refuses.
     """
     kind = source_of(path)
     if kind.gives != gives:
@@ -258,7 +215,7 @@ def counts_of(path: str, gives: Literal["counters", "totals"]) -> Any:
 def records_of(kind: Source, path: str) -> Measured:
     """The measurements in a file of a kind that gives a run, a trace or steps.
 
-    Raises what its reader raises, and ProfileError where that returned something else.
+    Raises the errors of its reader, and ProfileError where that returned something else.
     """
     records: Measured = kind.read(path)
     if kind.gives == "steps":
@@ -275,7 +232,7 @@ def records_of(kind: Source, path: str) -> Measured:
 
 
 def _no_kind(head: bytes) -> str:
-    """How a file of no kind begins."""
+    """The beginning of a file of no kind, for errors."""
     try:
         text = _text(head)
     except UnicodeDecodeError as error:
@@ -289,6 +246,6 @@ def _no_kind(head: bytes) -> str:
 
 
 def _expected() -> str:
-    *first, last = (kind.about for kind in (*SOURCES, *_OWN.values()))
+    *first, last = (kind.about for kind in (*SOURCES, *_ADDED.values()))
     expected = f"expected {', '.join(first)} or {last}"
     return "; ".join((expected, *failures("rooftrace.sources")))

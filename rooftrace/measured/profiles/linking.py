@@ -17,6 +17,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy
+
 from rooftrace.errors import ProfileError
 from rooftrace.measured.profiles.records import (
     DEVICE,
@@ -203,8 +205,6 @@ def by_time(
     start: array[float], duration: array[float], thread: array[int] | None = None
 ) -> array[int]:
     """Indices by thread, then by start; of those that start together the longest first."""
-    import numpy
-
     keys = [-numpy.frombuffer(duration), numpy.frombuffer(start)]
     if thread is not None:
         keys.append(numpy.frombuffer(thread, dtype=numpy.intc))

@@ -1,7 +1,7 @@
-"""Reads what `perf stat -x,` writes: DRAM bytes of a command by counters of memory controllers.
+"""Reads the output of `perf stat -x,`: DRAM bytes of a command by counters of memory controllers.
 
 A line is: value, unit, event, and more that is not read.  Before the value may stand "summary", a
-time in seconds (of `-I`), and a socket, die, core, node or CPU with how many of them were added.
+time in seconds (of `-I`), and a socket, die, core, node or CPU with the number that were added.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _NUMBER = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+)?")
 _LIKE_NUMBER = re.compile(r"[\d.,]+([eE][+-]?\d+)?")
 _PLACE = re.compile(r"S\d+(-[A-Z]+\d+)*|N\d+|CPU\d+")
 _RAN = re.compile(r"([,;|\t])\d+\1\d{1,3}\.\d\d(\1|$)")
-"""For how long an event was counted, and which share of the time."""
+"""The time that an event was counted, and its share of the run."""
 _BYTES = {"bytes": 1.0, "b": 1.0, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 _BYTES |= {"kb": 1e3, "mb": 1e6, "gb": 1e9}
 _SECONDS = {"": 1e-9, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "msec": 1e-3, "s": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _PerfLine:
     """One line of perf."""
 
     line: int
@@ -64,22 +64,22 @@ def read_perf_stat(path: str | os.PathLike[str]) -> tuple[MemoryCount, ...]:
     if seconds is None:
         lengths = [_seconds(path, reading) for reading in readings if reading.event == _TIME]
         seconds = max(lengths, default=None)
-    known = [(r, event) for r in readings if (event := memory_event(r.event)) is not None]
-    if not known:
+    counted = [(r, event) for r in readings if (event := memory_event(r.event)) is not None]
+    if not counted:
         raise ProfileError(
             f"{path}: no event tells DRAM bytes: it has {tables.named(r.event for r in readings)};"
             f" expected {EXPECTED}; make it with `{COMMAND}`"
         )
-    _check_families(path, known)
+    _check_families(path, counted)
     sides: dict[str, float] = defaultdict(float)
-    for reading, event in known:
+    for reading, event in counted:
         sides[event.side] += _bytes(path, reading, event)
     count = memory_count("", sides, seconds)
     if count is None:
         (side,) = sides
         other = "written" if side == "read" else "read"
         raise ProfileError(
-            f"{path}: only bytes {side} are counted ({tables.named(r.event for r, _ in known)}): "
+            f"{path}: only bytes {side} are counted ({tables.named(r.event for r, _ in counted)}): "
             f"count those {other} in the same run, as in `{COMMAND}`"
         )
     return (count,)
@@ -101,10 +101,10 @@ def is_perf_stat(text: str) -> bool:
 # -- lines -----------------------------------------------------------------------------------------
 
 
-def _readings(path: Path) -> list[_Reading]:
+def _readings(path: Path) -> list[_PerfLine]:
     """The lines that have an event."""
     separator, started = "", 0
-    readings: list[_Reading] = []
+    readings: list[_PerfLine] = []
     for line, text in tables.texts(path):
         if text.startswith("#"):
             started += text.startswith(_STARTED)
@@ -128,7 +128,7 @@ def _readings(path: Path) -> list[_Reading]:
     return readings
 
 
-def _parsed(line: int, text: str, separator: str) -> _Reading | None:
+def _parsed(line: int, text: str, separator: str) -> _PerfLine | None:
     """A line cut at a separator; None where it is no line of perf."""
     cells = [cell.strip() for cell in text.split(separator)]
     cells += [""] * 6
@@ -147,9 +147,10 @@ def _parsed(line: int, text: str, separator: str) -> _Reading | None:
     while separator == "," and event.count("/") == 1 and any(more):  # perf quotes no comma
         event += f",{more.pop(0)}"
     if not event and not value:  # a metric alone, unless the line is cut off
-        whole = any(more) or not (time or place)
-        return _Reading(line, time, place, value, unit, event) if whole else None
-    return _Reading(line, time, place, value, unit, event) if _is_value(value) and event else None
+        is_line = any(more) or not (time or place)
+    else:
+        is_line = _is_value(value) and bool(event)
+    return _PerfLine(line, time, place, value, unit, event) if is_line else None
 
 
 def _is_value(text: str) -> bool:
@@ -159,11 +160,11 @@ def _is_value(text: str) -> bool:
 # -- values ----------------------------------------------------------------------------------------
 
 
-def _check_families(path: Path, known: Sequence[tuple[_Reading, MemoryEvent]]) -> None:
+def _check_families(path: Path, counted: Sequence[tuple[_PerfLine, MemoryEvent]]) -> None:
     """Raise ProfileError where events count the same bytes twice."""
-    first, family = known[0][0], known[0][1].family
-    seen: dict[tuple[float | None, str, str], _Reading] = {}
-    for reading, event in known:
+    first, family = counted[0][0], counted[0][1].family
+    seen: dict[tuple[float | None, str, str], _PerfLine] = {}
+    for reading, event in counted:
         if event.family != family:
             raise ProfileError(
                 f"{path}: line {reading.line}: {reading.event!r:.60} counts what "
@@ -178,7 +179,7 @@ def _check_families(path: Path, known: Sequence[tuple[_Reading, MemoryEvent]]) -
         seen[key] = reading
 
 
-def _bytes(path: Path, reading: _Reading, event: MemoryEvent) -> float:
+def _bytes(path: Path, reading: _PerfLine, event: MemoryEvent) -> float:
     """The bytes of one line: in its unit, or in counts of the event where it has none."""
     size = float(event.size) if not reading.unit else _BYTES.get(reading.unit.lower())
     if size is None:
@@ -189,7 +190,7 @@ def _bytes(path: Path, reading: _Reading, event: MemoryEvent) -> float:
     return _value(path, reading) * size
 
 
-def _seconds(path: Path, reading: _Reading) -> float:
+def _seconds(path: Path, reading: _PerfLine) -> float:
     """Seconds of the event duration_time."""
     unit = _SECONDS.get(reading.unit.lower())
     if unit is None:
@@ -199,7 +200,7 @@ def _seconds(path: Path, reading: _Reading) -> float:
     return _value(path, reading, positive=True) * unit
 
 
-def _value(path: Path, reading: _Reading, positive: bool = False) -> float:
+def _value(path: Path, reading: _PerfLine, positive: bool = False) -> float:
     where = f"{path}: line {reading.line}, value of {reading.event!r:.60}"
     if reading.value in _NOTHING:
         raise ProfileError(
@@ -210,23 +211,16 @@ def _value(path: Path, reading: _Reading, positive: bool = False) -> float:
         raise ProfileError(
             f"{where}: {reading.value!r:.60}: expected digits and one dot; run perf with LC_ALL=C"
         )
-    return tables.number(
-        path,
-        reading.line,
-        reading.event,
-        reading.value,
-        positive=positive,
-        most=tables.MOST_SIZE / 2**30,
-    )
+    cell = tables.CsvCell(path, reading.line, reading.event, reading.value)
+    return cell.number(positive=positive, most=tables.MOST_SIZE / 2**30)
 
 
-# -- perfevents ------------------------------------------------------------------------------------
-# Which events of Linux perf count DRAM traffic, and how many bytes one count is.
+# -- events ----------------------------------------------------------------------------------------
+# Events of Linux perf that count DRAM traffic, and the bytes of one count.
 #
 # Sources: PMU drivers of Linux (sysfs events with their units), tools/perf/pmu-events for Intel and
-# AMD, and Documentation/admin-guide/perf for Alibaba.  Linux does not say how many bytes one count
-# of other chips is, so flux_rd of HiSilicon and cmem_rd_data of NVIDIA Grace are not here.
-
+# AMD, and Documentation/admin-guide/perf for Alibaba.  Linux does not say the bytes of one count of
+# other chips, so flux_rd of HiSilicon and cmem_rd_data of NVIDIA Grace are not here.
 
 Side = Literal["read", "written", "together"]
 
@@ -271,24 +265,24 @@ EXPECTED = (
     "uncore_imc/cas_count_read/ and cas_count_write (Intel servers), "
     "uncore_imc_free_running/data_read/ and data_write (Intel PCs), umc_cas_cmd.rd and .wr (AMD)"
 )
-"""The events to ask for, for errors."""
+"""The events to count, for errors."""
 
 _MODIFIERS = re.compile(r"( \[[^\]]*\])|(?<=/)[a-z]+$|:[a-zA-Z]+$")
-"""What perf writes behind the name of an event: a PMU in brackets, and modifiers such as :u."""
+"""Suffixes of the name of an event: a PMU in brackets, and modifiers such as :u."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEvent:
-    """What an event of perf counts."""
+    """The DRAM traffic that an event of perf counts."""
 
     family: str  # events that may be added; two families count the same bytes
     side: Side
-    box: str  # of which controller or channel; "" for all of them
+    box: str  # number of its controller or channel; "" for all of them
     size: int  # byte of one count
 
 
 def memory_event(name: str) -> MemoryEvent | None:
-    """What an event counts by its name; None where it counts no DRAM traffic that is known."""
+    """The traffic that an event counts, by its name; None where that is no DRAM traffic."""
     plain = _MODIFIERS.sub("", name.strip()).strip().lower()
     for family, pattern in _PATTERNS:
         match = pattern.fullmatch(plain)

@@ -1,4 +1,4 @@
-"""Reads CSV tables so that errors name line and column: step times and Nsight Compute counters."""
+"""CSV tables whose errors name line and column: step times, and counters of Nsight Compute."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rooftrace._escapes import from_cell
 from rooftrace._reading import WHOLE, FileKind, text_of
@@ -21,7 +22,59 @@ _KIND = FileKind("CSV file", ProfileError)
 MOST_SIZE = float(1 << 63)
 """Bytes that a count of a run may reach: 9 EB."""
 _NAMED = 6
-"""How many of many names an error shows."""
+"""Names that an error shows of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class CsvCell:
+    """A cell of a table, and where it stands."""
+
+    path: Path
+    line: int
+    column: str
+    text: str
+
+    def refused(self, message: str) -> ProfileError:
+        """The error of this cell."""
+        return ProfileError(f"{self.path}: line {self.line}, column {self.column!r:.60}: {message}")
+
+    def number(self, *, positive: bool = True, unit: float = 1.0, most: float = math.inf) -> float:
+        """A finite number times `unit`; above 0, or at least 0 where `positive` is false.
+
+        most: the largest accepted result.
+        """
+        wanted = "expected a number above 0" if positive else "expected a number of at least 0"
+        if not self.text:
+            raise self.refused(f"the cell is empty; {wanted}")
+        shown = f"{self.text!r:.60}"
+        try:
+            value = float(self.text.replace(",", "")) * unit
+        except ValueError:
+            raise self.refused(f"{shown}: {wanted}") from None
+        if most < value and most != math.inf:
+            raise self.refused(f"{shown}: expected a number of at most {most / unit:.3g}")
+        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+            raise self.refused(f"{shown}: {wanted}")
+        return value
+
+    def exact(self) -> int:
+        """A whole number of 64 bits at most, with every digit: a time in nanoseconds."""
+        if not re.fullmatch(r"[0-9]{1,20}", self.text) or int(self.text) not in WHOLE:
+            raise self.refused(f"{self.text!r:.60}: expected a whole number")
+        return int(self.text)
+
+    def whole_number(self) -> int | None:
+        """A whole number of 64 bits at most; None for an empty cell."""
+        if not self.text:
+            return None
+        value = self.number(positive=False)
+        if value != int(value) or int(value) not in WHOLE:
+            raise self.refused(f"{self.text!r:.60}: expected a whole number")
+        return int(value)
+
+
+CsvRow = Mapping[str, CsvCell]
+"""The cells of a line by the name of their column."""
 
 
 def texts(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
@@ -37,7 +90,7 @@ def texts(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
 
 
 def named(names: Iterable[str]) -> str:
-    """The first few different names, and how many others there are; "nothing" for none."""
+    """The first few different names and the number of others; "nothing" for none."""
     shown = [f"{name:.60}" for name in dict.fromkeys(names)]
     if len(shown) > _NAMED:
         shown[_NAMED:] = [f"{len(shown) - _NAMED:,} others"]
@@ -70,73 +123,23 @@ def check_header(path: Path, line: int, header: Sequence[str]) -> None:
         )
 
 
-def cells(path: Path, line: int, header: Sequence[str], row: Sequence[str]) -> Mapping[str, str]:
-    """A row by column name; ProfileError where it has more or fewer cells than the header."""
+def cells(path: Path, line: int, header: Sequence[str], row: Sequence[str]) -> CsvRow:
+    """A line by column name; ProfileError where it has more or fewer cells than the header."""
     if len(row) != len(header):
         raise ProfileError(
             f"{path}: line {line}: {len(row)} cells, the header has {len(header)}: "
             f"{','.join(row):.100}"
         )
-    return dict(zip(header, row, strict=True))
+    columns = zip(header, row, strict=True)
+    return {column: CsvCell(path, line, column, text) for column, text in columns}
 
 
-def number(
-    path: Path,
-    line: int,
-    column: str,
-    text: str,
-    *,
-    positive: bool = True,
-    unit: float = 1.0,
-    most: float = math.inf,
-) -> float:
-    """A finite number in a cell, times `unit`; above 0, or not below where `positive` is false.
-
-    most: the largest result that is read, where there is one.
-    """
-    where = f"{path}: line {line}, column {column!r:.60}"
-    wanted = "expected a number above 0" if positive else "expected a number of at least 0"
-    if not text:
-        raise ProfileError(f"{where}: the cell is empty; {wanted}")
-    try:
-        value = float(text.replace(",", "")) * unit
-    except ValueError:
-        raise ProfileError(f"{where}: {text!r:.60}: {wanted}") from None
-    if most < value and most != math.inf:
-        raise ProfileError(f"{where}: {text!r:.60}: expected a number of at most {most / unit:.3g}")
-    if not math.isfinite(value) or value < 0 or (positive and value == 0):
-        raise ProfileError(f"{where}: {text!r:.60}: {wanted}")
-    return value
-
-
-def exact(path: Path, line: int, column: str, text: str) -> int:
-    """A whole number in a cell, of 64 bits at most, with every digit: a time in nanoseconds."""
-    if not re.fullmatch(r"[0-9]{1,20}", text) or int(text) not in WHOLE:
-        raise ProfileError(
-            f"{path}: line {line}, column {column!r:.60}: {text!r:.60}: expected a whole number"
-        )
-    return int(text)
-
-
-def whole_number(path: Path, line: int, column: str, text: str) -> int | None:
-    """A whole number in a cell, of 64 bits at most; None for an empty cell."""
-    if not text:
-        return None
-    value = number(path, line, column, text, positive=False)
-    if value != int(value) or int(value) not in WHOLE:
-        raise ProfileError(
-            f"{path}: line {line}, column {column!r:.60}: {text!r:.60}: expected a whole number"
-        )
-    return int(value)
-
-
-# -- steptimes -------------------------------------------------------------------------------------
-# Step times from a table: a plain CSV with one measured step in each line.
+# -- step times ------------------------------------------------------------------------------------
+# One measured step in each line.  Columns may come in any order and case; a prefix "infer_" or
+# "train_" is dropped, so that tables of timm's benchmark read as they are.  Spaces and dashes count
+# as underscores.
 #
-# Columns may come in any order and case; a prefix "infer_" or "train_" is dropped, so that tables
-# of timm's benchmark read as they are.  Spaces and dashes count as underscores.
-#
-#   target      model, target, name                        what ran; required
+#   target      model, target, name                        the model; required
 #   time        ms | step_ms | latency_ms | step_time_ms | step_time (ms, as timm writes it)
 #               us | step_us | latency_us,  s | seconds | step_s | step_seconds
 #               samples_per_sec | items_per_s (with batch)   one of these is required
@@ -157,7 +160,7 @@ _TEXT = {
     "execution": ("execution", "mode", "backend"),
     "chip": ("chip", "device", "gpu"),
 }
-_WHOLE = {
+_SIZES = {
     "batch": ("batch", "batch_size", "bs"),
     "seq": ("seq", "seq_len", "sequence", "isl"),
     "kv": ("kv", "kv_len", "cache"),
@@ -175,9 +178,9 @@ _PREFIXES = {"infer_": "forward", "train_": "training"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """One measured step of a table.  A field that the table does not have is None."""
+    """One measured step of a table.  None: the table has no such column."""
 
-    target: str  # what ran, as the table names it
+    target: str  # the model, as the table names it
     seconds: float  # s, of one step
     batch: int | None = None
     seq: int | None = None
@@ -195,8 +198,8 @@ class StepTime:
 class _Columns:
     """The columns of the header by their meaning."""
 
-    text: Mapping[str, str]
-    whole: Mapping[str, str]
+    text: Mapping[str, str]  # by field of StepTime
+    sizes: Mapping[str, str]  # of whole numbers, by field of StepTime
     time: str
     unit: float | None  # seconds; None where the column holds items per second
     phase: str | None
@@ -218,10 +221,8 @@ def read_steps(path: str | os.PathLike[str], skip_empty: bool = False) -> tuple[
     line, header = first
     check_header(path, line, header)
     columns = _columns(path, line, header)
-    table = ((n, cells(path, n, header, row)) for n, row in rows)
-    steps = tuple(
-        _step(path, n, row, columns) for n, row in table if row[columns.time] or not skip_empty
-    )
+    table = (cells(path, n, header, row) for n, row in rows)
+    steps = tuple(_step(row, columns) for row in table if row[columns.time].text or not skip_empty)
     if not steps:
         raise ProfileError(f"{path}: no steps after the header in line {line}")
     return steps
@@ -252,7 +253,7 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
         return columns[0] if columns else None
 
     text = {key: column for key, names in _TEXT.items() if (column := pick(key, names))}
-    whole = {key: column for key, names in _WHOLE.items() if (column := pick(key, names))}
+    sizes = {key: column for key, names in _SIZES.items() if (column := pick(key, names))}
     if "target" not in text:
         raise ProfileError(
             f"{path}: line {line}: no column for what ran (model, target or name) among "
@@ -262,67 +263,50 @@ def _columns(path: Path, line: int, header: Sequence[str]) -> _Columns:
     time = pick("the time", tuple(units))
     if time is not None:
         unit = next(units[s] for s in units if plain.get(s) == time)
-        return _Columns(text, whole, time, unit, phase)
+        return _Columns(text, sizes, time, unit, phase)
     rate = pick("the rate", _RATES)
     if rate is None:
         raise ProfileError(
             f"{path}: line {line}: no column for the time (ms, us, s, seconds, step_ms, "
             f"samples_per_sec ...) among {', '.join(header):.300}"
         )
-    if "batch" not in whole:
+    if "batch" not in sizes:
         raise ProfileError(
             f"{path}: line {line}: {rate!r:.60} gives a step time only with a column batch"
         )
-    return _Columns(text, whole, rate, None, phase)
+    return _Columns(text, sizes, rate, None, phase)
 
 
-def _step(path: Path, line: int, row: Mapping[str, str], columns: _Columns) -> StepTime:
-    text = {key: row[name] or None for key, name in columns.text.items()}
-    if not text["target"]:
-        raise ProfileError(
-            f"{path}: line {line}, column {columns.text['target']!r:.60}: the cell is empty; "
-            "expected what ran"
+def _step(row: CsvRow, columns: _Columns) -> StepTime:
+    fields: dict[str, Any] = {key: row[name].text or None for key, name in columns.text.items()}
+    if not fields["target"]:
+        raise row[columns.text["target"]].refused("the cell is empty; expected what ran")
+    fields |= {key: row[name].whole_number() for key, name in columns.sizes.items()}
+    time = row[columns.time]
+    if not time.text:
+        raise time.refused(
+            "the cell is empty; expected a number above 0 (read_steps(..., skip_empty=True) leaves "
+            "out runs that failed)"
         )
-    whole = {key: whole_number(path, line, name, row[name]) for key, name in columns.whole.items()}
-    if not row[columns.time]:
-        raise ProfileError(
-            f"{path}: line {line}, column {columns.time!r:.60}: the cell is empty; expected a "
-            "number above 0 (read_steps(..., skip_empty=True) leaves out runs that failed)"
-        )
-    unit = 1.0 if columns.unit is None else columns.unit
-    seconds = number(path, line, columns.time, row[columns.time], unit=unit)
+    seconds = time.number(unit=1.0 if columns.unit is None else columns.unit)
     if columns.unit is None:
-        batch = whole["batch"]
+        batch, cell = fields["batch"], row[columns.sizes["batch"]]
         if not batch or not 0 < batch / seconds < math.inf:
-            column = columns.whole["batch"]
-            state = f"{row[column]!r:.60}" if row[column] else "the cell is empty"
-            raise ProfileError(
-                f"{path}: line {line}, column {column!r:.60}: {state}, and {columns.time!r:.60} "
-                "gives a step time only with a batch"
+            state = f"{cell.text!r:.60}" if cell.text else "the cell is empty"
+            raise cell.refused(
+                f"{state}, and {time.column!r:.60} gives a step time only with a batch"
             )
         seconds = batch / seconds
-    used = {*columns.text.values(), *columns.whole.values(), columns.time}
-    return StepTime(
-        target=str(text["target"]),
-        seconds=seconds,
-        batch=whole.get("batch"),
-        seq=whole.get("seq"),
-        kv=whole.get("kv"),
-        image_size=whole.get("image_size"),
-        phase=text.get("phase") or columns.phase,
-        dtype=text.get("dtype"),
-        execution=text.get("execution"),
-        chip=text.get("chip"),
-        line=line,
-        extra={name: cell for name, cell in row.items() if name not in used},
-    )
+    fields["phase"] = fields.get("phase") or columns.phase
+    used = {*columns.text.values(), *columns.sizes.values(), columns.time}
+    extra = {name: cell.text for name, cell in row.items() if name not in used}
+    return StepTime(**fields, seconds=seconds, line=time.line, extra=extra)
 
 
 # -- ncu -------------------------------------------------------------------------------------------
-# Reads the CSV of Nsight Compute, `--page raw` or `--page details`: counters by kernel.
-#
-# The raw page has a column for each metric and a second line with the units; the details page has
-# a line for each metric.  Lines that ncu prints before the table ("==PROF== ...") are skipped.
+# The CSV of Nsight Compute: `--page raw` has a column for each metric and a second line with the
+# units; `--page details` has a line for each metric.  Lines that ncu prints before the table
+# ("==PROF== ...") are skipped.
 
 TIME, READ, WRITTEN = "gpu__time_duration.sum", "dram__bytes_read.sum", "dram__bytes_write.sum"
 _DURATION = "Duration"
@@ -349,10 +333,10 @@ class KernelCounters:
     duration: float | None  # s; None without times; ncu sets clocks (by default locked to base)
     read: int  # byte, through DRAM
     written: int  # byte, through DRAM
-    grid: tuple[int, ...] | None = None  # blocks; None where the file does not say
-    block: tuple[int, ...] | None = None  # threads of a block; None where the file does not say
+    grid: tuple[int, ...] | None = None  # blocks; None: unknown
+    block: tuple[int, ...] | None = None  # threads of a block; None: unknown
     device: str = ""
-    capability: str = ""  # compute capability of the device, "9.0"; "" where it is not said
+    capability: str = ""  # compute capability of the device, "9.0"; "": unknown
 
     @property
     def bytes(self) -> int:
@@ -394,37 +378,40 @@ def _raw(
 ) -> Iterator[KernelCounters]:
     """A line for each launch."""
     _check_metrics(path, set(header), (TIME, READ, WRITTEN))
-    place = next(rows, None)
-    if place is None:
+    second = next(rows, None)
+    if second is None:
         return
-    line, second = place
-    units = cells(path, line, header, second)
-    if units["Kernel Name"]:
+    units = cells(path, second[0], header, second[1])
+    if units["Kernel Name"].text:
         raise ProfileError(
-            f"{path}: line {line}: expected the line of units that ncu writes under the header, "
-            f"found a kernel ({units['Kernel Name'][:60]})"
+            f"{path}: line {second[0]}: expected the line of units that ncu writes under the "
+            f"header, found a kernel ({units['Kernel Name'].text[:60]})"
         )
     for index, (line, row) in enumerate(rows):
         entry = cells(path, line, header, row)
-        metrics = {name: (line, entry[name], units[name]) for name in (TIME, READ, WRITTEN)}
-        yield _kernel(path, index, entry, metrics, TIME)
+        metrics = {name: (entry[name], units[name].text) for name in (TIME, READ, WRITTEN)}
+        yield _kernel(index, entry, metrics, TIME)
 
 
 def _details(
     path: Path, line: int, header: Sequence[str], rows: Iterator[tuple[int, list[str]]]
 ) -> Iterator[KernelCounters]:
     """A line for each metric of each launch."""
-    launches: dict[str, tuple[Mapping[str, str], dict[str, tuple[int, str, str]]]] = {}
+    launches: dict[str, tuple[CsvRow, dict[str, tuple[CsvCell, str]]]] = {}
     for line, row in rows:
         entry = cells(path, line, header, row)
-        _, metrics = launches.setdefault(entry.get("ID", ""), (entry, {}))
-        metrics.setdefault(
-            entry["Metric Name"], (line, entry["Metric Value"], entry.get("Metric Unit", ""))
-        )
+        _, metrics = launches.setdefault(_text(entry, "ID"), (entry, {}))
+        name = entry["Metric Name"].text
+        value = replace(entry["Metric Value"], column=name)
+        metrics.setdefault(name, (value, _text(entry, "Metric Unit")))
     for index, (entry, metrics) in enumerate(launches.values()):
         time = TIME if TIME in metrics else _DURATION
         _check_metrics(path, set(metrics), (time, READ, WRITTEN))
-        yield _kernel(path, index, entry, metrics, time)
+        yield _kernel(index, entry, metrics, time)
+
+
+def _text(row: CsvRow, column: str) -> str:
+    return row[column].text if column in row else ""
 
 
 def _check_metrics(path: Path, have: set[str], wanted: Sequence[str]) -> None:
@@ -434,36 +421,30 @@ def _check_metrics(path: Path, have: set[str], wanted: Sequence[str]) -> None:
 
 
 def _kernel(
-    path: Path,
-    index: int,
-    entry: Mapping[str, str],
-    metrics: Mapping[str, tuple[int, str, str]],
-    time: str,
+    index: int, row: CsvRow, metrics: Mapping[str, tuple[CsvCell, str]], time: str
 ) -> KernelCounters:
-    def value(name: str, units: Mapping[str, float], positive: bool) -> float:
-        line, text, unit = metrics[name]
+    def value(name: str, units: Mapping[str, float], positive: bool = False) -> float:
+        cell, unit = metrics[name]
         factor = units.get(unit.lower())
         if factor is None:
             raise ProfileError(
-                f"{path}: line {line}, metric {name:.60}: unit {unit!r:.60}: expected one of "
-                f"{', '.join(units)}"
+                f"{cell.path}: line {cell.line}, metric {name:.60}: unit {unit!r:.60}: expected "
+                f"one of {', '.join(units)}"
             )
-        return number(path, line, name, text, positive=positive, unit=factor)
+        return cell.number(positive=positive, unit=factor)
 
     def size(*names: str) -> tuple[int, ...] | None:
-        text = next((entry[name] for name in names if entry.get(name)), "")
-        numbers = tuple(int(n) for n in re.findall(r"\d{1,18}", text.replace(",", " ")))
-        return numbers or None
+        text = next(filter(None, (_text(row, name) for name in names)), "")
+        return tuple(int(n) for n in re.findall(r"\d{1,18}", text.replace(",", " "))) or None
 
-    count: Callable[[str], int] = lambda name: round(value(name, _BYTES, False))  # noqa: E731
     return KernelCounters(
         index=index,
-        name=entry["Kernel Name"],
-        duration=value(time, _SECONDS, True),
-        read=count(READ),
-        written=count(WRITTEN),
+        name=row["Kernel Name"].text,
+        duration=value(time, _SECONDS, positive=True),
+        read=round(value(READ, _BYTES)),
+        written=round(value(WRITTEN, _BYTES)),
         grid=size("Grid Size", "launch__grid_size"),
         block=size("Block Size", "launch__block_size"),
-        device=entry.get("Device", ""),
-        capability=entry.get("CC", ""),
+        device=_text(row, "Device"),
+        capability=_text(row, "CC"),
     )

@@ -13,7 +13,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -23,49 +23,76 @@ from rooftrace.reporting.cli.device_commands import calibrate, chips, measure, s
 from rooftrace.reporting.cli.diff_command import diff, inventory
 from rooftrace.reporting.cli.gate_commands import check, lock
 from rooftrace.reporting.cli.model_commands import compare, report, trace
-from rooftrace.reporting.cli.output import (
-    StdoutError,
-    check_outputs,
-    checked_stdout,
-    complain,
-    offer_traceback,
-)
+from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
 from rooftrace.reporting.cli.run_command import run_script
 from rooftrace.reporting.cli.step_commands import (
     breaks,
-    census,
     explain,
-    explore,
-    nodes,
     roofline,
     sensitivity,
     solve,
     sweep,
 )
-from rooftrace.reporting.requests.calls import CALLS
+from rooftrace.reporting.commands.calls import CALLS
 
 __all__ = ["cli", "main", "run"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+_COMMANDS: Mapping[str, Sequence[click.Command]] = {
+    "Price a step": (report, run_script, roofline, sweep, trace),
+    "Compare": (diff, compare),
+    "Decide": (explain, sensitivity, solve, breaks),
+    "Measure": (measure, calibrate, validate),
+    "Gate a repository": (lock, check),
+    "Look up": (chips, systems, inventory),
+}
+"""Commands by the question that they answer."""
+_FORMER = {
+    "nodes": ("report", "--table", "nodes"),
+    "census": ("report", "--table", "census"),
+    "explore": ("solve", "--find", "critical-batch"),
+}
+"""Commands of the last release, and their forms today."""
+
+
+class _Commands(click.Group):
+    """All commands, by question on the first screen; former ones go on to their new form."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, *others = args
+        if name in _FORMER:
+            form = " ".join(_FORMER[name])
+            if not ctx.resilient_parsing:  # a shell that completes a line
+                complain(f"`rooftrace {name}` is now `rooftrace {form}`; the next release ends it")
+            args = [*_FORMER[name], *others]
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for title, commands in _COMMANDS.items():
+            rows = [(f"{c.name or '':{width}}", c.get_short_help_str(200)) for c in commands]
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="rooftrace", message="rooftrace %(version)s")
 def cli() -> None:
-    """What a training, prefill or decode step of any nn.Module costs on a chip, and what limits it.
+    """Price a training, prefill or decode step of any nn.Module on a chip; say what limits it.
 
-    No GPU, no weights and no per-model adapter needed.  Start with:
+    It needs no GPU, no weights and no adapter for a model.  Start with:
 
         rooftrace report gpt2 --batch 8 --seq 255 --chip h200-sxm
     """
 
 
-_COMMANDS = (
-    report, run_script, explain, census, nodes, breaks, roofline, trace, sweep, solve, sensitivity,
-    explore, diff, compare, lock, check, inventory, chips, systems, measure, calibrate, validate,
-)  # fmt: skip
-for _command in _COMMANDS:
-    offer_traceback(_command)
+for _command in (each for commands in _COMMANDS.values() for each in commands):
     cli.add_command(_command)
-check_outputs(cli)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

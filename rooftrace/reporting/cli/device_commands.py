@@ -16,7 +16,13 @@ from rooftrace._formats import FIGURES, names
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, Commas, asks, timeline_option
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Command,
+    Commas,
+    call_options,
+    timeline_option,
+)
 from rooftrace.reporting.cli.output import Output, say
 from rooftrace.reporting.cli.shared import (
     Written,
@@ -27,19 +33,15 @@ from rooftrace.reporting.cli.shared import (
     write_result,
     write_timeline,
 )
-from rooftrace.reporting.requests.calls import ASKED
+from rooftrace.reporting.commands.calls import ASKED
 
-_HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
+_CHIP = "The chip that the steps were measured on."
+_EXECUTION = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@asks(
-    "measure_suite",
-    phases="Phases of a TARGET; default: all that it has.",
-    batch="Batch size of a TARGET.",
-    seq="Sequence (prompt) length of a TARGET.",
-)
+@call_options("measure_suite", phases="Phases of a TARGET; default: all that it has.")
 @click.option(
     "-o",
     "--out",
@@ -49,23 +51,23 @@ _HOW = "How the steps were run: eager, compiled, efficient (one CUDA graph), ser
     "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "
     "--collectives a CSV (default collectives.csv).",
 )
-def measure(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> None:
-    """Measure this device: operations alone, then whole models, into one file.
+def measure(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]) -> None:
+    """Measure this device: single operations, then whole models.
 
     TARGET: measure only these: models of the suite (wildcards too), or targets as for the other
     commands.
     """
-    if asked.keys() & {"collectives", "ranks"}:
-        measure_groups(targets, asked, out)
+    if arguments.keys() & {"collectives", "ranks"}:
+        measure_groups(targets, arguments, out)
         return
     if out not in (None, "-"):
         check_output(Path(str(out)), table=False)
-    if asked.pop("chip_only", False):
-        _measure_chip(targets, asked.get("device"), asked.get("budget_s", 20.0), out)
+    if arguments.pop("chip_only", False):
+        _measure_chip(targets, arguments.get("device"), arguments.get("budget_s", 20.0), out)
         return
     from rooftrace.measured.bench import SuitePlan, measure_suite, start_again, summary
 
-    plan = SuitePlan.of(targets, out=out, **asked)
+    plan = SuitePlan.of(targets, out=out, **arguments)
     with progress():
         run = measure_suite(plan, tell, start_again)
     say(summary(run, plan.out))
@@ -80,7 +82,7 @@ def _measure_chip(
     from rooftrace._writing import write_bytes
     from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import machine, measure_chip
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     with progress():
         chip = measure_chip(device or machine.default_device(), budget, progress=tell)
@@ -92,7 +94,7 @@ def _measure_chip(
     say(f"\nwritten to {out}; use it as --chip {out}")
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("measured", required=False)
 @click.option(
     "--run",
@@ -100,10 +102,11 @@ def _measure_chip(
     metavar="TARGET",
     help="Measure this target here and now, with random weights, and calibrate by it.",
 )
-@asks(
+@call_options(
     "calibrate",
-    chip="The chip that the steps were measured on; default with --run: this device, measured now.",
-    execution=f"{_HOW}  Default: eager.",
+    defaults={"chip": "with --run: this device, measured now"},
+    chip=_CHIP,
+    execution=_EXECUTION,
     counters="DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, LIKWID.",
     system="With --collectives: the system that they were measured on.",
 )
@@ -125,32 +128,32 @@ def calibrate(
     running: str | None,
     collectives: str | None,
     out: str,
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
-    """Fit knobs to measurements, for --knobs of the other commands.
+    """Fit knobs to measurements, for --knobs of other commands.
 
     MEASURED is a run file of `rooftrace measure`; a CSV of step times, one step per line, with the
     columns model,batch,ms and where they matter seq, kv, phase, dtype, image_size; or a trace of
     torch.profiler, with --target and the sizes that were run.  Its contents tell which.  With --run
     a target is measured instead.
 
-    --collectives FILE --system NAME fits what many chips need: the constants of collectives, and
-    writes the system with them.
+    With --collectives FILE and --system NAME it fits the constants of collectives and writes the
+    system with them.
     """
-    from rooftrace.costmodels.knobs import dump_knobs
+    from rooftrace.costmodels.kernels import dump_knobs
 
-    if collectives is not None or "system" in asked:
-        calibrate_groups(collectives, asked.get("system"), out)
+    if collectives is not None or "system" in arguments:
+        calibrate_groups(collectives, arguments.get("system"), out)
         return
     if (measured is None) == (running is None):
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
-    if running is None and "chip" not in asked:
+    if running is None and "chip" not in arguments:
         raise click.UsageError("--chip: say which chip the steps were measured on")
     with progress():
         made: Any = measured
         if running is not None:
-            made, asked = _measured_now(running, asked)
-        result = rt.calibrate(made, **asked)
+            made, arguments = _measured_now(running, arguments)
+        result = rt.calibrate(made, **arguments)
     if out == "-":
         click.echo(dump_knobs(result.knobs), nl=False)
         return
@@ -159,34 +162,30 @@ def calibrate(
     say(f"\nwritten to {out}; use it as --knobs {out}")
 
 
-def _measured_now(target: str, asked: dict[str, Any]) -> tuple[rt.Run, dict[str, Any]]:
-    """The run of a target at the sizes that are asked for, and what else is asked."""
+def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run, dict[str, Any]]:
+    """The run of a target at the sizes of the arguments, and the other arguments."""
     from rooftrace.measured.bench import measured_target
 
-    if "target" in asked:
+    if "target" in arguments:
         raise click.UsageError("--run measures its own target: leave out --target")
-    job = {name: value for name, value in asked.items() if name in ASKED}
+    job = {name: value for name, value in arguments.items() if name in ASKED}
     left = [name for name in job if name not in ("batch", "seq", "kv", "phases")]
     if left:
         raise click.UsageError(
             f"--run measures the target as it is: leave out {', '.join(left)}; it takes --batch, "
             "--seq, --kv and --phase"
         )
-    sizes = rt.Request(job.get("batch"), job.get("seq"), job.get("kv"))
-    model = rt.execution_model(*asked.get("execution", ("eager",)))
+    sizes = rt.types.Request(job.get("batch"), job.get("seq"), job.get("kv"))
+    model = rt.tools.execution_model(*arguments.get("execution", ("eager",)))
     run = measured_target(
         target, sizes, job.get("phases"), model.dispatch != "eager", progress=tell
     )
-    return run, {name: value for name, value in asked.items() if name not in job}
+    return run, {name: value for name, value in arguments.items() if name not in job}
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("measured")
-@asks(
-    "validate",
-    chip="The chip that the steps were measured on.",
-    execution=f"{_HOW}  Default: eager.",
-)
+@call_options("validate", chip=_CHIP, execution=_EXECUTION)
 @click.option(
     "--format",
     "form",
@@ -213,15 +212,15 @@ def validate(
     out: str | None,
     figures: tuple[str, ...] | None,
     timeline: str | None,
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
-    """Predicted against measured: steps, kernels, bytes.
+    """Set predicted steps, kernels and bytes beside measured ones.
 
     MEASURED is a run file of `rooftrace measure`; a trace of torch.profiler, with --target and the
     sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
     which.
     """
-    from rooftrace.reporting.reportfolder import check_folder, check_formats
+    from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
     folder = None if out in (None, "-") else Path(str(out))
     if figures is not None and folder is None:
@@ -231,7 +230,7 @@ def validate(
     if folder is not None:
         check_folder(folder)
     with once():
-        result = rt.validate(measured, **asked)
+        result = rt.validate(measured, **arguments)
         written = result.write(folder, drawn) if folder is not None else []
     write_result(result, form, None)
     if timeline is not None and result.estimate is None:
@@ -249,11 +248,11 @@ def validate(
 # What `measure --collectives` and `calibrate --collectives` do.
 
 
-def measure_groups(targets: tuple[str, ...], asked: dict[str, Any], out: str | None) -> None:
+def measure_groups(targets: tuple[str, ...], arguments: dict[str, Any], out: str | None) -> None:
     """Time collectives of gloo between processes of this machine, into a CSV."""
     from rooftrace.measured.bench import measure_collectives
 
-    if "collectives" not in asked:
+    if "collectives" not in arguments:
         raise click.UsageError("--ranks: say --collectives, too")
     if targets:
         raise click.UsageError(f"--collectives measures no model: leave out {' '.join(targets)}")
@@ -262,7 +261,7 @@ def measure_groups(targets: tuple[str, ...], asked: dict[str, Any], out: str | N
     )
     path = out or "collectives.csv"
     with progress():
-        rows = measure_collectives(asked.get("ranks", 2), path, tell=tell)
+        rows = measure_collectives(arguments.get("ranks", 2), path, tell=tell)
     say(f"{rows} rows written to {path}; use it as rooftrace calibrate --collectives {path}")
 
 
@@ -327,11 +326,12 @@ def _group(
     """The commands of a kind.  helps: of the group, and of list, show and lint."""
     about, listing, showing, linting = helps
     group = click.Group(kind, help=about)
+    group.command_class = Command
 
     @group.command("list", help=listing)
     @results()
     def list_all(written: Written) -> None:
-        from rooftrace.reporting.text import list_of
+        from rooftrace.reporting.views import list_of
 
         written.write(list_of(kind))
 
@@ -363,13 +363,13 @@ def _group(
 
 
 chips = _group("chips", _chips, (
-    "The chips that come with rooftrace: list, show, lint.",
+    "List, show and lint chips.",
     "Every chip with its dense peaks, memory and ridge point.",
     "Every fact of one chip (a name or a TOML path) with its source and kind.",
     "Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings.",
 ))  # fmt: skip
 systems = _group("systems", _systems, (
-    "The systems of many chips that come with rooftrace: list, show, lint.",
+    "List, show and lint systems of many chips.",
     "Every system with its chip and what joins them.",
     "Every fact and fitted constant of one system (a name or a TOML path) with its source.",
     "Check system files (default: those of rooftrace); exit 1 on errors or warnings.",

@@ -11,35 +11,37 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, Commas, asks, made, typed
+from rooftrace.reporting.cli.options import TARGET_HELP, Command, Commas, call_options, made, typed
 from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import Written, once, progress, results
-from rooftrace.reporting.requests.calls import CALLS
-from rooftrace.reporting.requests.options import Option
+from rooftrace.reporting.commands.calls import CALLS
+from rooftrace.reporting.commands.options import Option
 
 _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or torch.save,
 the index.json of a sharded one, or a folder with one."""
 
 
-@click.command(epilog=_HELP)
+@click.command(cls=Command, epilog=_HELP)
 @click.argument("target")
-@asks("inventory")
+@call_options("inventory")
 @click.option(
     "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
 )
 @results("data", plot="Draw a histogram of each tensor; reads the values.")
-def inventory(target: str, against: str | None, written: Written, asked: dict[str, Any]) -> None:
-    """What TARGET consists of: parameters, memory, a row for each tensor, statistics of weights."""
-    if against is not None and ("weights" in asked or written.plot):
+def inventory(
+    target: str, against: str | None, written: Written, arguments: dict[str, Any]
+) -> None:
+    """List the tensors of TARGET: parameters, memory, statistics."""
+    if against is not None and ("weights" in arguments or written.plot):
         raise RequestError(
             "--against compares numbers of parameters: leave --weights and --plot out, or compare "
             "the values of two checkpoints with `rooftrace diff`"
         )
     result: Any
     with progress():
-        result = rt.inventory(target, plot=written.plot, **asked)
+        result = rt.inventory(target, plot=written.plot, **arguments)
         if against is not None:
-            result = rt.diff(result, rt.inventory(against, weights=False, **asked))
+            result = rt.diff(result, rt.inventory(against, weights=False, **arguments))
     written.write(result, drawn="weights drawn")
 
 
@@ -48,7 +50,7 @@ _OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceba
 
 def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     """Raise the error of an option of `rooftrace diff` that does not fit two checkpoints."""
-    from rooftrace.tracer.inventory import CheckpointDiff
+    from rooftrace.weights import CheckpointDiff
 
     context = click.get_current_context()
     unused = [
@@ -70,7 +72,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
 # The command diff: two targets, two revisions of one, or one target with different options.
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("words", nargs=-1, metavar="BEFORE [AFTER]")
 @click.option(
     "--git",
@@ -110,11 +112,12 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     help='With --git: find the first commit at which a metric is beyond it, as in "time>5%", and '
     "show the diff of that commit.",
 )
-@asks(
+@call_options(
     "diff",
-    chip="A chip by name or TOML path; default: h200-sxm, of measured runs their device.",
-    execution="The execution model to compare under; default: efficient, of measured runs how "
-    "they ran.",
+    defaults={
+        "chip": "h200-sxm; of measured runs their device",
+        "execution": "efficient; of measured runs the one that they ran under",
+    },
 )
 @click.option(
     "--names",
@@ -151,16 +154,16 @@ def diff(
     targets: tuple[str, ...] | None,
     written: Written,
     fail_on: tuple[str, ...],
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
-    """What changed in cost from BEFORE to AFTER: targets, saved graphs, or revisions of a target.
+    """Show the change in cost, measured time or weights.
 
     One target is enough with --git, or with an option that differs from side to side.  Or what
     changed in time: traces of torch.profiler, or run files of `rooftrace measure`.  Or in weights:
     checkpoints of safetensors or torch.save.
     """
-    from rooftrace.measured.rundiffs import is_measured
-    from rooftrace.tracer.weights.filenames import are_weights
+    from rooftrace.diffs.runs import is_measured
+    from rooftrace.tracer.targets.filenames import are_weights
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):
@@ -178,7 +181,7 @@ def diff(
             after=_side("after", after, pythons),
             names=names,
             **graphs,
-            **asked,
+            **arguments,
         )
     written.write(result)
     broken = result.violations(fail_on)
@@ -192,8 +195,8 @@ def _check(
     measured: bool, targets: Sequence[str] | None, limits: Sequence[str], written: Written
 ) -> None:
     """Raise the error of an option that does not fit two graphs, or two measured runs."""
-    from rooftrace.costmodels.diffs import Diff
-    from rooftrace.measured.rundiffs import RunDiff
+    from rooftrace.diffs.costs import Diff
+    from rooftrace.diffs.runs import RunDiff
 
     (RunDiff if measured else Diff).limits(limits)
     if measured and written.timeline is not None:
@@ -221,7 +224,7 @@ def _targets(
         if len(words) > 2:
             raise click.UsageError(f"expected one target or two, got {len(words)}")
         return (words[0], words[1] if len(words) == 2 else None), None
-    from rooftrace.tracer.requests import names
+    from rooftrace.tracer import names
 
     script = next((place for place, word in enumerate(everything) if names.is_script(word)), None)
     if script is not None and script + 1 < len(everything):  # the rest is the script's
@@ -240,8 +243,8 @@ def _targets(
 
 def _is_target(word: str) -> bool:
     """Whether a word names a target and no revision: git allows no colon in the name of one."""
-    from rooftrace.tracer.graph import looks_saved
-    from rooftrace.tracer.requests import names
+    from rooftrace.graph import looks_saved
+    from rooftrace.tracer import names
 
     return names.names_code(word) or names.is_config(word) or looks_saved(word) or ":" in word
 

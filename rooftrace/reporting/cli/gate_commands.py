@@ -15,26 +15,20 @@ from rooftrace._escapes import visible
 from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
-from rooftrace.reporting.cli.options import TARGET_HELP, asks, load_rules
+from rooftrace.reporting.cli.options import TARGET_HELP, Command, call_options, load_rules
 from rooftrace.reporting.cli.output import Output, say
 from rooftrace.reporting.cli.shared import progress, write_result
-from rooftrace.reporting.requests.pricing import PricingOptions
+from rooftrace.reporting.commands.pricing import PricingOptions
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.locks.files import Settings
+    from rooftrace.reporting.gates.lockfile import Settings
 
 FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@asks(
-    "lock",
-    run_rules=False,
-    chip="Chips by name or TOML path.  Default: that of --knobs, else h200-sxm.",
-    execution="naive, eager, compiled, efficient, serving ...  Default: efficient; of a script, "
-    "mixed.",
-)
+@call_options("lock", run_rules=False, defaults={"execution": "efficient; of a script: mixed"})
 @click.option(
     "-o",
     "--out",
@@ -42,23 +36,22 @@ FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form !=
     metavar="FILE",
     help="The lock; - is stdout.  Default: costs.lock.",
 )
-def lock(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> None:
-    """Write down what each TARGET costs, for review; `rooftrace check` holds it.
+def lock(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]) -> None:
+    """Write the costs of each TARGET to a file, for review.
 
     Without TARGET: the targets of [tool.rooftrace] in pyproject.toml, at their sizes there.
     """
-    from rooftrace.reporting.gates import locked, size_words
-    from rooftrace.reporting.locks import files
-    from rooftrace.reporting.locks.files import load_settings
+    from rooftrace.reporting.gates import locked, lockfile, size_words
+    from rooftrace.reporting.gates.lockfile import load_settings
 
-    settings = _changed(load_settings(Path.cwd()), asked)
-    settings = _named(settings, targets, asked)
+    settings = _changed(load_settings(Path.cwd()), arguments)
+    settings = _named(settings, targets, arguments)
     if out is None:
         settings.check_place()
     elif out != "-":
         settings = _at(settings, str(out))
     code = settings.code()
-    if "dry_run" in asked:
+    if "dry_run" in arguments:
         return _list(settings, code)
     if out != "-":
         check_output(settings.path)
@@ -66,9 +59,9 @@ def lock(targets: tuple[str, ...], out: str | None, asked: dict[str, Any]) -> No
     with progress():
         made = locked(settings)
     if out == "-":
-        click.echo(files.lock_text(made), nl=False)
+        click.echo(lockfile.lock_text(made), nl=False)
         return
-    files.write_lock(settings.path, made)
+    lockfile.write_lock(settings.path, made)
     say(f"{_shown(settings)}: {size_words(made)}")
 
 
@@ -85,31 +78,31 @@ def _shown(settings: Settings) -> str:
     return os.path.relpath(settings.path)
 
 
-def _changed(settings: Settings, asked: Mapping[str, Any]) -> Settings:
+def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    from rooftrace.reporting.requests.calls import PRICED, said
+    from rooftrace.reporting.commands.calls import PRICED, said
 
-    pricing, _ = PricingOptions.parted(asked)
+    pricing, _ = PricingOptions.parted(arguments)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
-    own = {fields_of[name]: value for name, value in asked.items() if name in fields_of}
+    own = {fields_of[name]: value for name, value in arguments.items() if name in fields_of}
     for name in ("chip", "execution"):
-        if asked.get(name) == ():
+        if arguments.get(name) == ():
             raise click.UsageError(f"--{name}: expected at least one")
-    typed = {**asked, **({"factors": pricing.factors} if pricing.factors else {})}
+    typed = {**arguments, **({"factors": pricing.factors} if pricing.factors else {})}
     changed = {name: typed[name] for name in PRICED if name in typed}
     return replace(settings, **own, pricing=said({**settings.pricing, **changed}))
 
 
-def _named(settings: Settings, targets: tuple[str, ...], asked: Mapping[str, Any]) -> Settings:
+def _named(settings: Settings, targets: tuple[str, ...], arguments: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.reporting.requests.calls import ASKED, said
+    from rooftrace.reporting.commands.calls import ASKED, said
 
-    if (targets or "rules" in asked) and settings.folder != Path.cwd().resolve():
-        what = f"TARGET {targets[0]!r}" if targets else f"--rules {asked['rules'][0]!r}"
+    if (targets or "rules" in arguments) and settings.folder != Path.cwd().resolve():
+        what = f"TARGET {targets[0]!r}" if targets else f"--rules {arguments['rules'][0]!r}"
         raise click.UsageError(
             f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
         )
-    _, others = PricingOptions.parted(asked)
+    _, others = PricingOptions.parted(arguments)
     request = {name: others[name] for name in ASKED if name in others}
     if not targets:
         for name in sorted(request):
@@ -128,7 +121,7 @@ def _at(settings: Settings, path: str) -> Settings:
     return replace(settings, lock=os.path.relpath(path, settings.folder))
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--lock",
     "path",
@@ -136,7 +129,7 @@ def _at(settings: Settings, path: str) -> Settings:
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
-@asks("check")
+@call_options("check")
 @click.option(
     "--format",
     "form",
@@ -151,17 +144,23 @@ def _at(settings: Settings, path: str) -> Settings:
     metavar="FILE",
     help="Write there instead of the terminal; - is stdout.",
 )
-def check(path: str | None, form: str, out: str | None, asked: dict[str, Any]) -> None:
-    """Hold costs.lock against what the code costs now: exit 1 when a budget is passed.
+def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any]) -> None:
+    """Compare costs.lock with the costs now; exit 1 over a budget.
 
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
     targets there, those of the lock are checked, and no total may grow.
     """
-    from rooftrace.reporting.gates import causes_since, former, locked, size_words
-    from rooftrace.reporting.locks import checking, files
-    from rooftrace.reporting.locks.files import load_settings
+    from rooftrace.reporting.gates import (
+        causes_since,
+        checking,
+        former,
+        locked,
+        lockfile,
+        size_words,
+    )
+    from rooftrace.reporting.gates.lockfile import load_settings
 
-    settings, update = load_settings(Path.cwd()), "update" in asked
+    settings, update = load_settings(Path.cwd()), "update" in arguments
     if path is not None:
         settings = replace(_at(settings, path), targets={})
     settings.check_place()
@@ -171,24 +170,24 @@ def check(path: str | None, form: str, out: str | None, asked: dict[str, Any]) -
     if before is not None:
         settings = settings.as_locked(before)
     code = settings.code(before)
-    if "dry_run" in asked:
+    if "dry_run" in arguments:
         return _list(settings, code)
     load_rules([str(settings.folder / rules) for rules in settings.rules])
     with progress():
         after = locked(settings)
     if before is None:
-        files.write_lock(settings.path, after)
+        lockfile.write_lock(settings.path, after)
         say(f"{_shown(settings)}: {size_words(after)}")
         return
     with progress():
         cause = None if update else causes_since(settings, before)
         result = checking.compare_locks(
-            before, after, settings, strict="strict" in asked, cause=cause
+            before, after, settings, strict="strict" in arguments, cause=cause
         )
     write_result(result, form, out)
     if update:
         if before != after:
-            files.write_lock(settings.path, after)
+            lockfile.write_lock(settings.path, after)
         say(f"{_shown(settings)}: {'written' if before != after else 'nothing to update'}")
     elif result.failed:
         sys.exit(1)

@@ -12,9 +12,17 @@ import click
 
 import rooftrace as rt
 from rooftrace._formats import FIGURES, TEXTS
+from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, Commas, asks, style_option, timeline_option
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Command,
+    Commas,
+    call_options,
+    style_option,
+    timeline_option,
+)
 from rooftrace.reporting.cli.output import Output, complain, say
 from rooftrace.reporting.cli.shared import (
     Written,
@@ -28,10 +36,11 @@ from rooftrace.reporting.cli.shared import (
 )
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@asks("report", chip="Chips by name or TOML path; times are those of the first.")
+@call_options("report", chip="Chips by name or TOML path; times are those of the first.")
 @click.option(
+    "-o",
     "--out",
     type=Output(folder=True, table=True),
     metavar="DIR|FILE",
@@ -44,8 +53,8 @@ from rooftrace.reporting.cli.shared import (
     type=Commas(),
     help="Which files: html (a page to explore), md, json, csv, png (default: these five), svg and "
     "pdf (figures to print), tex (LaTeX: the report, and a file for each table), trace (a "
-    "timeline for Perfetto), "
-    "chakra (execution traces for simulators of networks, of this process; chakra-all of all).",
+    "timeline for Perfetto), chakra (execution traces for simulators of networks, of this process; "
+    "chakra-all of all).  With --table: one of terminal, md, html, tex, json, csv.",
 )
 @style_option
 @timeline_option()
@@ -54,6 +63,19 @@ from rooftrace.reporting.cli.shared import (
     is_flag=True,
     help="Find the largest batch that fits each chip, by tracing at other batches.",
 )
+@click.option(
+    "--table",
+    type=click.Choice(["nodes", "census"]),
+    help="In place of the report, one table of one phase.  nodes: each kernel with the bytes of "
+    "weights, inputs and outputs that it moves.  census: matrix products by M, N, K.",
+)
+@click.option(
+    "--align",
+    type=click.IntRange(min=1),
+    metavar="BYTES",
+    help="With --table census: a size is odd if its rows in memory are no multiple of so many "
+    "bytes; default: 16.",
+)
 def report(
     targets: tuple[str, ...],
     out: str | None,
@@ -61,14 +83,25 @@ def report(
     style: str,
     timeline: str | None,
     max_batch: bool,
-    asked: dict[str, Any],
+    table: str | None,
+    align: int | None,
+    arguments: dict[str, Any],
 ) -> None:
-    """Cost of each phase of TARGET: one screen, and a folder of files with --out.
+    """Price each phase of TARGET: one screen, or a folder of files.
 
-    Several TARGETs have a folder each inside of --out, and one table and roofline with all.
+    --out writes the folder.  Several TARGETs have a folder each inside of it, and one table and
+    roofline with all.
     """
-    from rooftrace.reporting.reportfolder import check_folder, check_formats
+    from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
+    if align is not None and table != "census":
+        raise RequestError(f"--align {align}: it is for --table census")
+    if table is not None:
+        if max_batch or len(targets) > 1:
+            other = "--max-batch" if max_batch else f"{len(targets)} TARGETs"
+            raise RequestError(f"--table {table} is of one step: {other} is for a report")
+        _write_table(targets[0], table, align, formats, out, style, timeline, arguments)
+        return
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
         check_formats(formats)
@@ -80,12 +113,12 @@ def report(
         )
     if out not in (None, "-") and not single and not many:
         check_folder(Path(str(out)), **how)
-    asked = {"max_batch": max_batch, **asked}
+    arguments = {"max_batch": max_batch, **arguments}
     if many:
-        report_many(targets, out, formats, style, timeline, asked)
+        report_many(targets, out, formats, style, timeline, arguments)
         return
     with once():
-        result = rt.report(targets[0], **asked)
+        result = rt.report(targets[0], **arguments)
     if out == "-":
         write_result(result, (formats or ("json",))[0], out, style=style)
         write_timeline(timeline, result, quiet=True)
@@ -94,9 +127,38 @@ def report(
     write_timeline(timeline, result)
 
 
+def _write_table(
+    target: str,
+    table: str,
+    align: int | None,
+    formats: Sequence[str] | None,
+    out: str | None,
+    style: str,
+    timeline: str | None,
+    arguments: dict[str, Any],
+) -> None:
+    """Write the nodes or the census of one step.  Raises RequestError for options that clash."""
+    if formats is not None and (len(formats) != 1 or formats[0] not in ("terminal", *TEXTS)):
+        raise RequestError(
+            f"--format {','.join(formats)}: --table {table} takes one of terminal, "
+            f"{', '.join(TEXTS)}"
+        )
+    written = Written(
+        form=None if formats is None else formats[0], out=out, style=style, timeline=timeline
+    )
+    if style != "screen" and written.format != "tex":
+        raise RequestError(f"--style {style}: with --table it is of LaTeX: add --format tex")
+    if out not in (None, "-"):
+        check_output(Path(str(out)))
+    with once():
+        estimate = rt.estimate(target, **arguments)
+    rows = estimate.by_node() if table == "nodes" else estimate.census(align or 16)
+    written.write(rows, of=estimate)
+
+
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     written: Sequence[Path] = ()
     if out is not None and single:
@@ -126,9 +188,9 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     Raises UsageError or RequestError where --out, --format and --style do not go together.
     """
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
-        asked = f" --format {','.join(formats)}" if formats else ""
+        option = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
-            f"--out -{asked}: stdout takes one format: --format json, md, csv, html or tex"
+            f"--out -{option}: stdout takes one format: --format json, md, csv, html or tex"
         )
     ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
     single = ending in TEXTS
@@ -148,9 +210,9 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     return ending
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("target")
-@asks("priced_graphs")
+@call_options("priced_graphs")
 @click.option(
     "-o",
     "--out",
@@ -159,15 +221,17 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     metavar="FILE",
     help="graph.json or graph.json.gz; - is stdout.",
 )
-def trace(target: str, out: str, asked: dict[str, Any]) -> None:
-    """Capture TARGET and save its operator graphs, one per phase."""
+def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
+    """Save the operator graphs of TARGET, one for each phase.
+
+    Every command takes the file in place of TARGET, and does not run the model again."""
     with once():
-        graphs = rt.priced_graphs(target, **asked)
+        graphs = rt.tools.priced_graphs(target, **arguments)
         if out != "-":
             tell(f"writing {out}")
             rt.save(graphs, out)
     if out == "-":
-        from rooftrace.tracer.graph import graphs_bytes
+        from rooftrace.graph import graphs_bytes
 
         sys.stdout.buffer.write(graphs_bytes(graphs))
         return
@@ -176,9 +240,9 @@ def trace(target: str, out: str, asked: dict[str, Any]) -> None:
     say(f"{out}: {counts}")
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("target")
-@asks("compare")
+@call_options("compare")
 @click.option(
     "--with",
     "peers",
@@ -188,21 +252,23 @@ def trace(target: str, out: str, asked: dict[str, Any]) -> None:
     help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
 )
 @results("data")
-def compare(target: str, peers: tuple[str, ...], written: Written, asked: dict[str, Any]) -> None:
-    """FLOPs of TARGET by other counters too, each difference itemised.
+def compare(
+    target: str, peers: tuple[str, ...], written: Written, arguments: dict[str, Any]
+) -> None:
+    """Count FLOPs of TARGET by other counters, and explain gaps.
 
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting.text import comparisons_view
-    from rooftrace.tracer.graph import looks_saved
+    from rooftrace.graph import looks_saved
+    from rooftrace.reporting.views import comparisons_view
 
     if looks_saved(target):
         raise click.UsageError(
             f"{target}: other counters have to run the module; pass the target it was traced from"
         )
     with once():
-        comparisons = rt.compare(target, peers=peers, **asked)
+        comparisons = rt.compare(target, peers=peers, **arguments)
     written.write(
         comparisons_view(target, comparisons),
         document=lambda: {"target": target, "comparisons": [c.to_dict() for c in comparisons]},
@@ -219,13 +285,13 @@ def report_many(
     formats: Sequence[str] | None,
     style: str,
     timeline: str | None,
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     with progress():
-        result = rt.reports(targets, out=out, formats=formats, style=style, **asked)
+        result = rt.tools.reports(targets, out=out, formats=formats, style=style, **arguments)
     if result.reports:
         console().print(told(lambda: shown(result, "rich")))
     if out is not None and result.reports:

@@ -3,21 +3,90 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, format_exception
+from types import MappingProxyType
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from rooftrace._formats import FIGURES
-from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.output import Output
-from rooftrace.reporting.requests.calls import CALLS, USUAL, TakenArguments
-from rooftrace.reporting.requests.options import Option
-from rooftrace.tracer.requests import names
+from rooftrace.reporting.cli.output import Output, checked_outputs, complain
+from rooftrace.reporting.commands.calls import CALLS, USUAL
+from rooftrace.reporting.commands.options import Option, options_of
+from rooftrace.reporting.commands.pricing import (
+    ExecutionOptions,
+    LengthOptions,
+    PrecisionOptions,
+    Workload,
+)
+from rooftrace.tracer import names
+
+
+class Command(click.Command):
+    """A command with --traceback; if it writes files, --force, and a check of them at its start."""
+
+    def __init__(self, *arguments: Any, **how: Any) -> None:
+        super().__init__(*arguments, **how)
+        self.outputs = {p.name or "": p.type for p in self.params if isinstance(p.type, Output)}
+        self.params.append(_TRACEBACK)
+        if self.outputs:
+            self.params.append(_FORCE)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        options = ctx.params
+        traceback, force = options.pop("traceback"), options.pop("force", False)
+        with checked_outputs(self.outputs, options, force) if self.outputs else nullcontext():
+            try:
+                return super().invoke(ctx)
+            except (ValueError, LookupError, RuntimeError, OSError) as error:
+                for line in format_exception(error.__cause__ or error) if traceback else ():
+                    complain(line.removesuffix("\n"), who="")
+                raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS)}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None and isinstance(option, click.Option):
+                sections[_section(option)].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+_TRACEBACK = click.Option(
+    ["--traceback"],
+    is_flag=True,
+    help="If the command fails, print the calls that led to the error, in all processes.",
+)
+_FORCE = click.Option(
+    ["--force"], is_flag=True, help="Replace a file that rooftrace did not write."
+)
+SECTIONS: Mapping[str, Collection[str]] = {
+    "Workload": {each.name for record in (Workload, LengthOptions) for each in options_of(record)},
+    "Pricing": {
+        "rules",
+        *(o.name for record in (PrecisionOptions, ExecutionOptions) for o in options_of(record)),
+    },
+    "Output": ("force", "form", "formats", "style", "table", "align", "figures"),
+    "Help": ("traceback",),
+}
+"""Sections of a command's help after its own options: the names of the options in each."""
+
+
+def _section(option: click.Parameter) -> str:
+    if isinstance(option.type, Output):
+        return "Output"
+    if "--help" in option.opts:
+        return "Help"
+    return next((title for title, names in SECTIONS.items() if option.name in names), "Options")
+
 
 RULES = Option(
     name="rules",
@@ -27,35 +96,51 @@ RULES = Option(
 )
 
 
-def asks(
-    function: str, *, run_rules: bool = True, **helps: str
+def call_options(
+    *functions: str,
+    run_rules: bool = True,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    **helps: str,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A command with the options of a function of ours, and --rules where these may matter.
+    """Give a command the options of public functions, and --rules where rules may matter.
 
-    The command is called with `asked`: the arguments that were typed, by name, as the function
-    takes them.  Files of --rules have run then, unless it runs them itself.  helps: what an option
-    means here, by its name.
+    The command is called with `arguments`: those that the user typed, by name, as the functions
+    take them.  run_rules: run the files of --rules first.  defaults, helps: the default and the
+    help of an option that this command says otherwise, by name.
     """
-    call = CALLS[function]
-    told = {each.name: each for each in _worded(call, helps)}
-    if call.has_rules:
-        told["rules"] = RULES
+    options: dict[str, Option] = {}
+    for function in functions:
+        for option in _options(function, defaults, helps):
+            options.setdefault(option.name, option)
 
     def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def called(*args: Any, **values: Any) -> Any:
-            asked = typed(click.get_current_context(), told)
+            arguments = typed(click.get_current_context(), options)
             if run_rules:
-                load_rules(asked.pop("rules", ()))
-            others = {name: value for name, value in values.items() if name not in told}
-            return command(*args, asked=asked, **others)
+                load_rules(arguments.pop("rules", ()))
+            others = {name: value for name, value in values.items() if name not in options}
+            return command(*args, arguments=arguments, **others)
 
-        # As click.option does: options of a function are noted from the last to the first.
-        noted = vars(called).setdefault("__click_params__", [])
-        noted += [made(each) for each in reversed(told.values())]
+        # click lists the options of a function from the last to the first.
+        listed = vars(called).setdefault("__click_params__", [])
+        listed += [made(each) for each in reversed(options.values())]
         return called
 
     return decorated
+
+
+def _options(
+    function: str, defaults: Mapping[str, str], helps: Mapping[str, str]
+) -> Iterator[Option]:
+    call = CALLS[function]
+    usual = ",".join("efficient" if name == USUAL else name for name in call.usual)
+    shown = {"execution": usual, **{name: f"({text})" for name, text in defaults.items()}}
+    for each in call.options():
+        help, default = helps.get(each.name, each.help), shown.get(each.name, each.shown)
+        yield replace(each, help=help, shown=default)
+    if call.has_rules:
+        yield RULES
 
 
 def typed(context: click.Context, options: Mapping[str, Option]) -> dict[str, Any]:
@@ -87,20 +172,6 @@ def made(option: Option) -> click.Option:
     elif option.shown:
         how |= {"default": how.get("default", option.shown), "show_default": True}
     return click.Option([*option.spelled.split(" "), option.name], **how)
-
-
-def _worded(call: TakenArguments, helps: Mapping[str, str]) -> list[Option]:
-    """The options of a call, with its usual execution and the help that it has for some."""
-    usual = ",".join("efficient" if name == USUAL else name for name in call.usual)
-    options = []
-    for each in call.options():
-        if each.name == "execution":
-            each = replace(each, shown=usual)
-        if each.name in helps:
-            told = "default" in helps[each.name].lower()
-            each = replace(each, help=helps[each.name], shown="" if told else each.shown)
-        options.append(each)
-    return options
 
 
 class RulesFileError(ValueError):
@@ -149,41 +220,21 @@ class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
         return tuple(part.strip() for part in str(value).split(",") if part.strip())
 
 
-class FigureFile(Output):
-    """The path of a figure: PNG, SVG or PDF by its ending, which is checked before any work."""
-
-    name = "FILE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        path = str(value)
-        if not path.lower().endswith(tuple(f".{form}" for form in FIGURES)):
-            option = param.opts[0] if param is not None else "--plot"
-            raise RequestError(f"{option} {path}: expected a file that ends in .png, .svg or .pdf")
-        return path
-
-
-class TimelineFile(Output):
-    """The path of a timeline, which is checked before any work."""
-
-    name = "FILE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        path = str(value)
-        if not path.endswith((".json", ".json.gz")):
-            raise RequestError(f"--timeline {path}: expected a file that ends in .json or .json.gz")
-        return path
-
-
 def timeline_option(help: str | bool = True) -> Callable[..., Any]:
     """--timeline: the steps of the result."""
     usual = "Write the predicted timeline of the steps there; it opens in ui.perfetto.dev."
-    told = help if isinstance(help, str) else usual
-    return click.option("--timeline", type=TimelineFile(), metavar="FILE.json.gz", help=told)
+    return click.option(
+        "--timeline",
+        type=Output(endings=(".json", ".json.gz")),
+        metavar="FILE.json.gz",
+        help=help if isinstance(help, str) else usual,
+    )
 
 
 def plot_option(help: str) -> Callable[..., Any]:
     """--plot: a figure of the result."""
-    return click.option("--plot", type=FigureFile(), metavar="FILE.png|svg|pdf", help=help)
+    kind = Output(endings=[f".{form}" for form in FIGURES])
+    return click.option("--plot", type=kind, metavar="FILE.png|svg|pdf", help=help)
 
 
 style_option = click.option(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from traceback import format_exception
 from typing import Any
 
 import click
@@ -25,12 +23,12 @@ from rooftrace.errors import RequestError
 
 
 class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
-    """The path of what a command writes; "-" is stdout.
+    """The path of a file that a command writes; "-" is stdout.
 
-    folder: it may be one; its files are checked where they are known.  early: False for what the
-    command checks by itself: a folder, or a file that it reads, too.  table: it may be a CSV.
-    usual: the command has a file of its own where none is named.
-    forms: formats that the command has, where the ending of the path says which.
+    folder: a folder may stand there; its files are checked when their names are known.  early:
+    False where the command checks the path itself: a folder, or a file that it also reads.  table:
+    the file may be a CSV.  usual: the command has a default file.  forms: formats of the command,
+    chosen by the ending of the path.  endings: the only endings that the file may have.
     """
 
     name = "FILE"
@@ -42,12 +40,20 @@ class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer cli
         table: bool = False,
         usual: bool = False,
         forms: Sequence[str] = (),
+        endings: Sequence[str] = (),
     ) -> None:
-        self.folder, self.early, self.forms = folder, early, forms
+        self.folder, self.early, self.forms, self.endings = folder, early, forms, endings
         self.table, self.usual = table or "csv" in forms, usual
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(value)
+        path = str(value)
+        if self.endings and not path.lower().endswith(tuple(self.endings)):
+            option = param.opts[0] if param is not None else ""
+            *others, last = self.endings
+            raise RequestError(
+                f"{option} {path}: expected a file that ends in {', '.join(others)} or {last}"
+            )
+        return path
 
 
 def form_by_ending(path: str) -> str:
@@ -56,34 +62,25 @@ def form_by_ending(path: str) -> str:
     return ending if ending in TEXTS else "md"
 
 
-def check_outputs(command: click.Command) -> None:
-    """Give a command that writes, and those of a group, the check of outputs and --force."""
-    if isinstance(command, click.Group):
-        for inner in command.commands.values():
-            check_outputs(inner)
-    outputs = {p.name or "": p.type for p in command.params if isinstance(p.type, Output)}
-    work = command.callback
-    if work is None or not outputs:
-        return
+@contextlib.contextmanager
+def checked_outputs(
+    outputs: Mapping[str, Output], options: Mapping[str, Any], force: bool
+) -> Iterator[None]:
+    """Check the outputs of a command before its work; hold later ones against its other words.
 
-    @functools.wraps(work)
-    def checked(*arguments: Any, force: bool, **options: Any) -> Any:
-        written = [
-            name
-            for name, kind in outputs.items()
-            if options[name] != "-" and (options[name] is not None or kind.usual)
-        ]
-        if force and not written:
-            raise RequestError("--force: nothing is written that it could replace; leave it out")
-        others = [value for name, value in options.items() if name not in outputs]
-        with outputs_of_command(_named(others), force):
-            _check(outputs, options)
-            return work(*arguments, **options)
-
-    command.callback = checked
-    command.params.append(
-        click.Option(["--force"], is_flag=True, help="Replace a file that rooftrace did not write.")
-    )
+    outputs: the types of options that name outputs.  force: replace any plain file.
+    """
+    written = [
+        name
+        for name, kind in outputs.items()
+        if options[name] != "-" and (options[name] is not None or kind.usual)
+    ]
+    if force and not written:
+        raise RequestError("--force: nothing is written that it could replace; leave it out")
+    others = [value for name, value in options.items() if name not in outputs]
+    with outputs_of_command(_named(others), force):
+        _check(outputs, options)
+        yield
 
 
 def _check(outputs: Mapping[str, Output], options: Mapping[str, Any]) -> None:
@@ -186,35 +183,6 @@ def say(text: str) -> None:
     click.echo(visible(text, lines=True))
 
 
-def offer_traceback(command: click.Command) -> None:
-    """Give a command, if it is no group of others, the option --traceback."""
-    work = command.callback
-    if work is None or isinstance(command, click.Group):
-        return
-
-    @functools.wraps(work)
-    def told(*arguments: Any, **options: Any) -> Any:
-        try:
-            return work(*arguments, **options)
-        except (ValueError, LookupError, RuntimeError, OSError) as error:
-            if click.get_current_context().meta[_TRACEBACK]:
-                for line in format_exception(error.__cause__ or error):
-                    complain(line.removesuffix("\n"), who="")
-            raise
-
-    command.callback = told
-    command.params.append(
-        click.Option(
-            ["--traceback"],
-            is_flag=True,
-            expose_value=False,
-            callback=lambda context, _, asked: context.meta.update({_TRACEBACK: asked}),
-            help="Where it fails, print all calls that led to the error, also in its processes.",
-        )
-    )
-
-
-_TRACEBACK = f"{__name__}.traceback"
 _LONGEST = 4000
 """Letters of a message."""
 

@@ -8,7 +8,7 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError, hint
-from rooftrace.reporting.cli.options import asks
+from rooftrace.reporting.cli.options import Command, call_options
 from rooftrace.reporting.cli.output import Output, say
 from rooftrace.reporting.cli.shared import Written, once, results
 
@@ -24,11 +24,12 @@ is read is a stated assumption.  What it does on the host is real: data, logging
 
 @click.command(
     name="run",
+    cls=Command,
     epilog=_HELP,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.argument("command", metavar="SCRIPT [ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
-@asks("run", execution="naive, eager, compiled, mixed, efficient, serving; default: mixed.")
+@call_options("run", defaults={"execution": "mixed"})
 @click.option("--to-end", is_flag=True, help="Run the script to its own end.")
 @click.option(
     "--save",
@@ -46,9 +47,9 @@ def run_script(
     to_end: bool,
     save: str | None,
     written: Written,
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> None:
-    """Run SCRIPT, unmodified, on a GPU that is not there: what its steps cost, and why.
+    """Run SCRIPT, unmodified, on a GPU that is not there.
 
     Options of rooftrace stand before SCRIPT; all that follows it is the script's.  A script that
     exits with another code than 0 gives it to the command.
@@ -61,7 +62,7 @@ def run_script(
             "stand before the script, and those of the script after it"
         )
     with once():
-        result = rt.run(list(command), **{**asked, **({"steps": None} if to_end else {})})
+        result = rt.run(list(command), **{**arguments, **({"steps": None} if to_end else {})})
     if save is not None:
         graphs = result.script.by_phase()
         if not graphs:
@@ -74,7 +75,7 @@ def run_script(
         raise SystemExit(result.script.code)
 
 
-def _document(result: rt.ScriptCost) -> dict[str, Any]:
+def _document(result: rt.types.ScriptCost) -> dict[str, Any]:
     """The run; of each row also the fields that a report has of a step.  `peak` is in bytes."""
     from rooftrace.reporting.sections import document
 

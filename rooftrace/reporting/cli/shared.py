@@ -49,7 +49,7 @@ def write_result(
     default that of its rows.  style: what tables of tex are as wide as.  document: what json has;
     default that of `to_dict`.
     """
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     form = form_of(form, out)
     if form == "terminal" and out in (None, "-"):
@@ -68,12 +68,13 @@ def write_result(
 def write_timeline(path: str | None, result: Any, quiet: bool = False, **how: Any) -> None:
     """The timeline of a result, where --timeline names a file.
 
-    quiet: stdout holds a document, in which nothing else may stand.  how: of `rt.save_timeline`.
+    quiet: stdout holds a document, in which nothing else may stand.  how: of
+    `rt.tools.save_timeline`.
     """
     if path is None:
         return
     with progress():
-        rt.save_timeline(result, path, **how)
+        rt.tools.save_timeline(result, path, **how)
     if not quiet:
         say(f"\ntimeline written to {path}; open it in ui.perfetto.dev")
 
@@ -108,7 +109,7 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
         return text.startswith(WARNING) or (kept is not None and kept.fullmatch(text) is not None)
 
     if not console.is_terminal:
-        with rt.telling(lambda text: complain(text, who="") if is_kept(text) else None):
+        with rt.tools.telling(lambda text: complain(text, who="") if is_kept(text) else None):
             yield
         return
 
@@ -131,7 +132,7 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
         else:
             status.update(Doing(text))
 
-    with console.status(Doing("starting")) as status, rt.telling(show):
+    with console.status(Doing("starting")) as status, rt.tools.telling(show):
         yield
 
 
@@ -164,7 +165,7 @@ def once() -> Iterator[None]:
 
     Each collection would go through all that was made, for seconds where that is much.
     """
-    from rooftrace.tracer.sources import collector_paused
+    from rooftrace.tracer.phases import collector_paused
 
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     click.get_current_context().with_resource(collector_paused(keep=True))
@@ -205,7 +206,7 @@ class Written:
         """Write a result, say what was drawn, and write its timeline; whether it is on a terminal.
 
         document: what JSON has, where that is not `to_dict`.  of: what the timeline is of; default
-        the result.  how: of `rt.save_timeline`.
+        the result.  how: of `rt.tools.save_timeline`.
         """
         shown = write_result(result, self.form, self.out, style=self.style, document=document)
         if shown and self.plot is not None:

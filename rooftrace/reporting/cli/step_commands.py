@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,53 +13,21 @@ import click
 import rooftrace as rt
 from rooftrace._formats import TEXTS
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, asks, plot_option, timeline_option
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    Command,
+    call_options,
+    plot_option,
+    timeline_option,
+)
 from rooftrace.reporting.cli.output import Output, complain, say
 from rooftrace.reporting.cli.shared import (
     Written,
-    once,
     progress,
     results,
     write_result,
     write_timeline,
 )
-
-
-@click.command(epilog=TARGET_HELP)
-@click.argument("target")
-@click.option(
-    "--align",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    metavar="BYTES",
-    help="Sizes are odd whose rows in memory are no multiple of so many bytes.",
-)
-@asks("estimate")
-@results("data", "rows", timeline=True)
-def census(target: str, align: int, written: Written, asked: dict[str, Any]) -> None:
-    """Matrix products of TARGET by M, N, K: FLOPs, time, how they fill tiles, odd sizes.
-
-    The products and the attention kernels add up to the matrix FLOPs of the step.
-    """
-    with once():
-        estimate = rt.estimate(target, **asked)
-    written.write(estimate.census(align), of=estimate)
-
-
-@click.command(epilog=TARGET_HELP)
-@click.argument("target")
-@asks("estimate")
-@results("data", "rows", timeline=True)
-def nodes(target: str, written: Written, asked: dict[str, Any]) -> None:
-    """Kernels of TARGET with the weights, inputs and outputs that each moves.
-
-    They add up to the HBM bytes and the FLOPs of the step.
-    """
-    with once():
-        estimate = rt.estimate(target, **asked)
-    written.write(estimate.by_node(), of=estimate)
-
 
 _BREAKS = f"""{TARGET_HELP}
 
@@ -67,32 +35,31 @@ Dynamo, the front end of torch.compile, runs on the module without a compiler an
 weights; the result says what each line costs at which it ends a graph."""
 
 
-@click.command(epilog=_BREAKS)
+@click.command(cls=Command, epilog=_BREAKS)
 @click.argument("target")
-@asks("graph_breaks")
+@call_options("graph_breaks")
 @results("data", "rows")
-def breaks(target: str, written: Written, asked: dict[str, Any]) -> None:
-    """Graph breaks of torch.compile on TARGET: line, reason, how often, and what each costs."""
+def breaks(target: str, written: Written, arguments: dict[str, Any]) -> None:
+    """List the graph breaks of torch.compile, and price each."""
     with progress():
-        result = rt.graph_breaks(target, **asked)
+        result = rt.graph_breaks(target, **arguments)
     written.write(result)
 
 
-@click.command(epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP)
 @click.argument("target")
-@asks(
-    "explain",
-    chip="Chips by name or TOML path; the first is explained, the sweep has all.",
+@call_options(
+    "explain", chip="Chips by name or TOML path; the first is explained, the sweep has all."
 )
 @results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True)
-def explain(target: str, written: Written, asked: dict[str, Any]) -> None:
-    """FLOPs and bytes of TARGET as formulas, what limits it, and tests that would confirm that.
+def explain(target: str, written: Written, arguments: dict[str, Any]) -> None:
+    """Give FLOPs and bytes of TARGET as formulas, and its limits.
 
     Formulas are in the sizes of the step: batch, and seq or kv.  Without --op the whole step is a
     worked example, with the least batch that computing limits and a sweep.
     """
     with progress():
-        result = rt.explain(target, plot=written.plot, **asked)
+        result = rt.explain(target, plot=written.plot, **arguments)
     written.write(result, drawn="sweep drawn")
 
 
@@ -101,41 +68,21 @@ _ROOFLINE = f"""{TARGET_HELP}
 --batch, --seq and --kv take several values of one of them (1,2,4,8); a line joins their points."""
 
 
-@click.command(epilog=_ROOFLINE)
+@click.command(cls=Command, epilog=_ROOFLINE)
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@asks(
-    "roofline",
-    chip="Chips by name or TOML path; each has its roof, and a point for each step.",
-)
+@call_options("roofline")
 @results("data", "rows", plot="Draw all of it on one roofline.", style=True, timeline=True)
-def roofline(targets: tuple[str, ...], written: Written, asked: dict[str, Any]) -> None:
-    """Steps of several TARGETs under the roofs of several chips: a table, and one figure."""
+def roofline(targets: tuple[str, ...], written: Written, arguments: dict[str, Any]) -> None:
+    """Place steps of several TARGETs under the roofs of chips."""
     if written.style != "screen" and written.plot is None and written.format != "tex":
         raise RequestError(
             f"--style {written.style}: it is of figures and LaTeX: add --plot FILE.pdf or "
             "--format tex"
         )
     with progress():
-        result = rt.roofline(list(targets), **asked)
+        result = rt.roofline(list(targets), **arguments)
         if written.plot is not None:
-            rt.plot_roofline(result, written.plot, style=written.style)
-    written.write(result)
-
-
-_EXPLORE = f"""{TARGET_HELP}  Or a form over batch and kv that `rooftrace sweep --save-form` wrote.
-
-Each device brings its own batch and holds a share of the routed experts; everything else is on all
-of them.  Computing, HBM and link overlap perfectly at the rates of the datasheet: a lower bound."""
-
-
-@click.command(epilog=_EXPLORE)
-@click.argument("target")
-@asks("explore")
-@results("data", "rows", plot="Draw the least batches.")
-def explore(target: str, written: Written, asked: dict[str, Any]) -> None:
-    """The least batch at which computing limits decode, over devices and lengths of the cache."""
-    with progress():
-        result = rt.explore(target, plot=written.plot, **asked)
+            rt.tools.plot_roofline(result, written.plot, style=written.style)
     written.write(result)
 
 
@@ -148,9 +95,9 @@ chip.matrix.bf16, chip.link.intra.bandwidth; chip.matrix is all of them) or a kn
 factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 
 
-@click.command(epilog=_SENSITIVITY)
+@click.command(cls=Command, epilog=_SENSITIVITY)
 @click.argument("target")
-@asks("sensitivity")
+@call_options("sensitivity")
 @click.option(
     "--points",
     type=Output(table=True),
@@ -158,26 +105,28 @@ factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
     help="With --grid: write every point there.",
 )
 @results("data", "rows", plot="Draw a tornado.", timeline=True)
-def sensitivity(target: str, points: str | None, written: Written, asked: dict[str, Any]) -> None:
-    """What moves a step of TARGET most: its sizes, facts of the chip, knobs; or factors of a grid.
+def sensitivity(
+    target: str, points: str | None, written: Written, arguments: dict[str, Any]
+) -> None:
+    """Rank the sizes, chip facts and knobs that move a step most.
 
     Without --grid: elasticities of FLOPs, bytes, memory and time, ranked, and finite steps that
     show cliffs.  With it: main effects and interactions of pairs, as shares of the variance.
     """
     from rooftrace._writing import write_bytes
 
-    if points is not None and "grid" not in asked:
+    if points is not None and "grid" not in arguments:
         raise RequestError(f"--points {points}: it is of a grid; name some factors with --grid")
-    if written.timeline is not None and "grid" in asked:
+    if written.timeline is not None and "grid" in arguments:
         raise RequestError(
             f"--timeline {written.timeline}: a grid is many steps; leave --grid out for the "
             "timeline of one"
         )
     with progress():
-        result: Any = rt.sensitivity(target, plot=written.plot, **asked)
+        result: Any = rt.sensitivity(target, plot=written.plot, **arguments)
     if points is not None:
         write_bytes(Path(points), result.frame().to_csv(index=False).encode())
-    step = {name: value for name, value in asked.items() if name not in _OF_NUMBERS}
+    step = {name: value for name, value in arguments.items() if name not in _OF_NUMBERS}
     if written.write(result, source=target, **step) and points is not None:
         say(f"\npoints written to {points}")
 
@@ -192,51 +141,74 @@ limits.  cheapest, energy, throughput, latency: the best deployment within them.
 bandwidth, FLOP rate and link at which computing would limit.  passing: the length at which
 attention takes longer than the MLP.  chips: how many by capacity.  mesh: which mesh of --chips
 chips of a --system has most items per chip of those that fit (sizes of the axes that --mesh names).
-scaling: the step on 1 to 1,024 chips, with the batch of a chip kept and with that of all."""
+scaling: the step on 1 to 1,024 chips, with the batch of a chip kept and with that of all.
+critical-batch: the least batch of a device at which computing limits decode, for devices=1,2,64
+(default: 1..64:x2), kv=2048..16384:x2 and batch=... of --over.  Each device brings its own batch
+and holds a share of the routed experts; everything else is on all of them.  Computing, HBM and
+link overlap perfectly at the rates of the datasheet: a lower bound."""
 
 
-@click.command(epilog=_SOLVE)
+@click.command(cls=Command, epilog=_SOLVE)
 @click.argument("target")
-@asks(
+@call_options(
     "solve",
-    chip="Chips by name or TOML path; default: h200-sxm, for cheapest all with a price.",
-    execution="naive, eager, compiled, mixed, efficient, serving, seed-naive, seed-efficient; "
-    "default: serving for prefill and decode, else efficient.",
+    "explore",
+    defaults={
+        "chip": "h200-sxm; for cheapest all with a price",
+        "execution": "serving for prefill and decode, else efficient",
+    },
 )
-@results("data", plot="Draw speed of a user against speed of a chip.", timeline=True)
-def solve(target: str, written: Written, asked: dict[str, Any]) -> None:
-    """The largest batch, the cheapest chips, the rate or the length that holds: with margins."""
-    find = asked.get("find", "batch")
+@results(
+    "data",
+    "rows",
+    plot="Draw speed of a user against speed of a chip; of critical-batch the least batches.",
+    timeline=True,
+)
+def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
+    """Find the batch, length, chips or mesh that meets limits."""
+    find = arguments.get("find", "batch")
     if written.timeline is not None and find in _WITHOUT_STEP:
         raise RequestError(
             f"--timeline {written.timeline} with --find {find}: its answer is no step that a "
             "timeline could show; leave it out"
         )
+    if written.format == "csv" and find != "critical-batch":
+        raise RequestError(f"csv with --find {find}: only critical-batch has rows; name json")
+    for name in _UNUSED.get(find, ("link", "alpha")):
+        if name in arguments:
+            option = "--phase" if name == "phases" else f"--{name.replace('_', '-')}"
+            raise RequestError(f"{option} with --find {find}: it has no use for it; leave it out")
+    if find == "mesh" and "chips" not in arguments:
+        raise RequestError("--find mesh: say how many chips, as --chips 64")
     with progress():
-        if find in _MESHES:
-            result = getattr(rt, _MESHES[find])(target, **_meshed(find, asked))
+        if find == "critical-batch":
+            result: Any = rt.tools.explore(target, plot=written.plot, **_without_find(arguments))
+        elif find in _MESHES:
+            result = getattr(rt.tools, _MESHES[find])(target, **_without_find(arguments))
         else:
-            result = rt.solve(target, **asked)
-        if written.plot is not None:
-            rt.plot_answer(result, written.plot)
+            result = rt.solve(target, **arguments)
+        if written.plot is not None and find != "critical-batch":
+            rt.tools.plot_answer(result, written.plot)
     written.write(result)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
 
 
-_WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling")
+_WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling", "critical-batch")
 _MESHES = {"mesh": "best_mesh", "scaling": "scaling"}
-_FOR_SERVICE = ("ttft", "mix", "apart", "power")
+_SERVICE = ("ttft", "mix", "apart", "power")
+_UNUSED: Mapping[str, Sequence[str]] = {
+    "mesh": (*_SERVICE, "link", "alpha"),
+    "scaling": (*_SERVICE, "over", "step", "tpot", "link", "alpha"),
+    "critical-batch": (
+        *_SERVICE, "step", "tpot", "chips", "price", "kept_free", "phases", "batch", "kv",
+    ),
+}  # fmt: skip
+"""Options that a question has no use for; of every other one --link and --alpha."""
 
 
-def _meshed(find: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Options as `rt.best_mesh` and `rt.scaling` take them.  Raises RequestError for others."""
-    for name in (*_FOR_SERVICE, *(("over", "step", "tpot") if find == "scaling" else ())):
-        if name in asked:
-            raise RequestError(f"--{name} with --find {find}: it has no use for it; leave it out")
-    if find == "mesh" and "chips" not in asked:
-        raise RequestError("--find mesh: say how many chips, as --chips 64")
-    return {name: value for name, value in asked.items() if name != "find"}
+def _without_find(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name != "find"}
 
 
 # -- sweep commands --------------------------------------------------------------------------------
@@ -249,9 +221,9 @@ alone for its usual range.  NAME: batch, seq, kv, a number of the config (config
 keyword of the function that TARGET names, or a name in the shape of an --input."""
 
 
-@click.command(epilog=_HELP)
+@click.command(cls=Command, epilog=_HELP)
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@asks("sweep")
+@call_options("sweep")
 @click.option(
     "-o",
     "--out",
@@ -282,28 +254,31 @@ keyword of the function that TARGET names, or a name in the shape of an --input.
 )
 def sweep(
     targets: tuple[str, ...], out: str | None, plot: str | None, timeline: str | None,
-    save_form: str | None, scheduler: str | None, form: str, asked: dict[str, Any],
+    save_form: str | None, scheduler: str | None, form: str, arguments: dict[str, Any],
 ) -> None:  # fmt: skip
-    """What a step of TARGET costs over ranges of its sizes: best, limits, cliffs, a table."""
+    """Price a step of TARGET over ranges of its sizes.
+
+    The result has the best point, the sizes at which a limit or a kernel changes, and a table.
+    """
     if len(targets) > 1 or scheduler is not None:
         single = {"--plot": plot, "--save-form": save_form, "--timeline": timeline}
-        _fleet(targets, asked, form, out, scheduler, single)
+        _fleet(targets, arguments, form, out, scheduler, single)
         return
-    if save_form is not None and "vary" in asked:
+    if save_form is not None and "vary" in arguments:
         raise RequestError(
             "--save-form with --vary: each value has a form of its own; leave one out"
         )
     with progress(kept=_FIRST):
         try:
-            result = rt.sweep(targets[0], out=out, **asked)
+            result = rt.sweep(targets[0], out=out, **arguments)
         except KeyboardInterrupt:
             if out is not None:
                 complain(f"stopped; what is done is in {out}.parts, the same command goes on")
             sys.exit(130)
         if save_form is not None:
-            rt.save_form(result.cases[0].form, save_form)
+            rt.tools.save_form(result.cases[0].form, save_form)
         if plot is not None:
-            rt.plot_sweep(result, plot)
+            rt.tools.plot_sweep(result, plot)
     _say(result, form)
     if form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
@@ -318,13 +293,13 @@ def _say(result: Any, form: str) -> None:
 
 def _fleet(
     targets: Sequence[str],
-    asked: dict[str, Any],
+    arguments: dict[str, Any],
     form: str,
     out: str | None,
     scheduler: str | None,
     single: dict[str, str | None],
 ) -> None:
-    """Several targets, or work for a scheduler: results land in a folder as they come."""
+    """Price a step of TARGET over ranges of its sizes."""
     several = f"{len(targets)} TARGETs" if len(targets) > 1 else "--scheduler"
     for option, value in single.items():
         if value is not None:
@@ -336,7 +311,9 @@ def _fleet(
     rules = click.get_current_context().params["rules"]
     with progress(kept=_ENDED):
         try:
-            result = rt.sweep_fleet(targets, out=out, scheduler=scheduler, rules=rules, **asked)
+            result = rt.tools.sweep_fleet(
+                targets, out=out, scheduler=scheduler, rules=rules, **arguments
+            )
         except KeyboardInterrupt as stop:
             complain(str(stop) or "stopped")
             sys.exit(130)

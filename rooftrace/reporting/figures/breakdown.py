@@ -1,7 +1,7 @@
-"""Stacked bars: whose bytes move, where the time goes, what fills the memory.
+"""Stacked bars: bytes by role, time by family and by limit, memory by role.
 
-Phases differ by orders of magnitude, so each has a scale of its own: the longest bar of a phase is
-its largest total, and every bar says its total in words.
+Phases differ by orders of magnitude, so each has its scale: the longest bar of a phase is its
+largest total.  Every bar has its total in words.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
     from rooftrace.reporting.sections import Results
 
-MOST_PARTS = 9  # families with a colour of their own; the rest is one part
+MOST_PARTS = 9  # families with a colour each; the rest is one part
 NAMES, TOTALS = 1.86, 1.86  # inches before the longest bar and behind it, on a screen
 ROW, GROUP = 0.36, 0.5  # inches of a bar; bars between groups
 WAITING = "waiting for the host"
 EXCHANGES = "communication"
-LEAST_BESIDE = 0.005  # of t_est: what kernels overlap by before it is shown
+LEAST_OVERLAP = 0.005  # of t_est: kernels that overlap by less are drawn in turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,8 @@ def byte_bars(report: Results) -> list[Bar]:
     bars = []
     for phase, execution, estimate in report.of_first_chip():
         parts = {role: float(size) for role, size in estimate.bytes.to_dict().items() if size}
-        bars.append(
-            Bar(
-                phase,
-                execution,
-                parts,
-                format_traffic(estimate.bytes_hbm),
-                float(estimate.bytes_compulsory),
-            )
-        )
+        total, floor = format_traffic(estimate.bytes_hbm), float(estimate.bytes_compulsory)
+        bars.append(Bar(phase, execution, parts, total, floor))
     return bars
 
 
@@ -77,16 +70,16 @@ def family_bars(report: Results) -> list[Bar]:
         if estimate.times.t_launch > 0:
             parts[WAITING] = estimate.times.t_launch
         total, end = format_time(estimate.t_est), None
-        beside = sum(parts.values()) - estimate.t_est
-        if beside > LEAST_BESIDE * estimate.t_est:
-            parts |= {EXCHANGES: parts.pop(EXCHANGES, 0.0)}  # last: what runs beside the others
-            total, end = f"{total} + {format_time(beside)}", estimate.t_est
+        overlap = sum(parts.values()) - estimate.t_est
+        if overlap > LEAST_OVERLAP * estimate.t_est:
+            parts |= {EXCHANGES: parts.pop(EXCHANGES, 0.0)}  # last: they overlap the others
+            total, end = f"{total} + {format_time(overlap)}", estimate.t_est
         bars.append(Bar(phase, execution, parts, total, end))
     return bars
 
 
 def regime_bars(report: Results) -> list[Bar]:
-    """Seconds of t_est by what limits them."""
+    """Seconds of t_est by their limit."""
     return [
         Bar(
             phase,
@@ -148,7 +141,7 @@ def byte_figure(report: Results, medium: Medium = SCREEN) -> Figure:
 def time_figure(report: Results, medium: Medium = SCREEN) -> Figure:
     """Estimated time of every phase and execution, by family and by regime."""
     families = family_bars(report)
-    beside = any(bar.mark is not None for bar in families)
+    overlaps = any(bar.mark is not None for bar in families)
     names = [*_ranking(report), "others", WAITING]
     tones = style.colours(
         names, {**style.FAMILIES, "others": "#c8c8c8", WAITING: style.REGIMES["launch"]}
@@ -160,7 +153,7 @@ def time_figure(report: Results, medium: Medium = SCREEN) -> Figure:
         (
             memoryplot.of_report(report),
             "kernels in turn, host included; the longest bar of each phase is its own scale"
-            + ("; a line ends the step: + is what runs beside the rest" if beside else ""),
+            + ("; a line ends the step: + is what runs beside the rest" if overlaps else ""),
         ),
         [
             ("by family", families, tones, format_time),
@@ -177,7 +170,7 @@ def _kind(report: Results) -> str:
 
 
 def peak_figure(report: Results, medium: Medium = SCREEN) -> Figure:
-    """Peak memory of every phase beside the capacity of one chip."""
+    """Peak memory of every phase, with the capacity of one chip."""
     chip = report.chips[0]
     return _figure(
         f"Peak memory of a step: {report.model.get('name') or 'model'}",
@@ -221,7 +214,7 @@ def _figure(
 class Frame:
     """The place of a panel in inches: before its bars, of its longest bar, of its keys.
 
-    stacked: the name of a group stands above its bars, where there is no room beside them.
+    stacked: the name of a group stands above its bars, where there is no room at their left.
     """
 
     left: float
@@ -234,7 +227,7 @@ class Frame:
 
     @classmethod
     def of(cls, panel: Panel, mark: str, medium: Medium) -> Frame:
-        """What the bars and keys of a panel take on a medium."""
+        """The room of the bars and keys of a panel on a medium."""
         name, bars, _, _ = panel
         stacked = medium.is_narrow
         left, right = NAMES, TOTALS

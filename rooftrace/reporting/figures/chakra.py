@@ -12,10 +12,10 @@ from rooftrace._escapes import file_part, to_json
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.estimates import Estimate, Following, kernels_in_order
 from rooftrace.errors import RequestError
+from rooftrace.graph import Collective, Group, OpGraph
 from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.reporting.renderers import words
 from rooftrace.reporting.sections import Results
-from rooftrace.tracer.graph import Collective, Group, OpGraph
 
 # -- schema ----------------------------------------------------------------------------------------
 # Messages of MLCommons Chakra's execution traces (et_def.proto) as bytes of protocol buffers.
@@ -220,7 +220,7 @@ def _check_peers(graph: OpGraph, kernels: Sequence[Following], ranks: Sequence[i
     if two and len(ranks) > 1:
         raise RequestError(
             f"every_rank: the step has a {two} to a single process, so others do not do the same: "
-            "write the traced rank alone, and trace others by rt.fake_mesh(sizes, rank=...)"
+            "write the traced rank alone, and trace others by rt.tools.fake_mesh(sizes, rank=...)"
         )
 
 
@@ -334,7 +334,7 @@ def _moved(name: str, group: Group, mesh: Mapping[str, int], rank: int) -> tuple
         raise RequestError(
             f"the group {name!r} of ranks {', '.join(map(str, group.ranks))} lies along no axis of "
             f"the mesh, so that of rank {rank} is not known: write the traced rank alone, and "
-            f"trace others by rt.fake_mesh(sizes, rank={rank})"
+            f"trace others by rt.tools.fake_mesh(sizes, rank={rank})"
         )
     return tuple(moved)
 

@@ -1,4 +1,4 @@
-"""Which figures a report has, the names of their files, and how they are written."""
+"""The figures of a report, their file names, and their drawing into a folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rooftrace.reporting.figures.printing import SCREEN, Medium, medium_of, save
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rooftrace.reporting import rooflinesteps
+    from rooftrace.reporting.commands import rooflinesteps
     from rooftrace.reporting.sections import Results
 
 
 def figures(report: Results, medium: Medium = SCREEN) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """(name of the file without its ending, how to draw it) in the order of the report."""
+    """(name of the file without its ending, function that draws it) in the order of the report."""
     from rooftrace.reporting.figures import breakdown, memoryplot, roofline
 
     yield "roofline", lambda: roofline.roofline(report, medium)
@@ -40,7 +40,7 @@ def write_figures(
 ) -> list[str]:
     """Draw every figure into `folder`, in each of these formats; the names of the files.
 
-    style: what it is printed on, one of `printing.MEDIA`.
+    style: one of `printing.MEDIA`.
     """
     medium = medium_of(style)
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""A figure of the bytes alive over a step by role, and captions that say what a figure is of."""
+"""A figure of the bytes alive over a step by role, and the captions of figures."""
 
 from __future__ import annotations
 
@@ -47,12 +47,11 @@ def _precision(report: Results, phase: str) -> str:
     return f"{dtype}, KV cache {cached}" if cached and cached != dtype else dtype
 
 
-# -- memoryplot ------------------------------------------------------------------------------------
-# Memory over a step: bytes alive by role, as op after op runs, with the peak and the capacity.
+# -- memory over a step ----------------------------------------------------------------------------
 
 MOMENTS = 1200  # about as many as the figure has pixels for
 BODY, TOP, BOTTOM = 3.45, 0.30, 0.62  # inches: the axes, the room above and below them
-LEFT, RIGHT = 1.02, 0.24  # inches beside the axes
+LEFT, RIGHT = 1.02, 0.24  # inches at the sides of the axes
 SPIKE, LEAST_SPIKE = 0.006, 0.02  # of the step, and of the height: narrower and as high is marked
 PAPER: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
 NAMES = {"saved": "saved for backward", "kv": "KV"}
@@ -67,7 +66,7 @@ ORDER = (
     "temporary",
     "optimizer temporaries",
 )
-"""From the bottom up: what stays first, what comes and goes last."""
+"""From the bottom up: lasting bytes first, short-lived ones last."""
 
 
 def memory_figure(report: Results, phase: str, medium: Medium = SCREEN) -> Figure:
@@ -136,7 +135,7 @@ def _areas(axes: Axes, moments: Sequence[Moment]) -> Sequence[Any]:
 
 
 def spikes(moments: Sequence[Moment], height: float) -> list[Moment]:
-    """Moments that stand out of what is alive just before and just after: thinner than a line."""
+    """Moments that rise above those just before and just after: thinner than a line."""
     near = SPIKE * moments[-1].time
     thin = []
     for place, moment in enumerate(moments):
@@ -154,23 +153,16 @@ def _within(moments: Iterable[Moment], middle: Moment, near: float) -> Iterator[
 
 
 def _spikes(axes: Axes, need: Memory, moments: Sequence[Moment]) -> None:
-    """A small mark above each spike, and the size beside the highest that is not the peak."""
+    """A small mark above each spike, and the size of the highest that is not the peak."""
     peak = _fullest(moments)
     rest = [spike for spike in spikes(moments, axes.get_ylim()[1]) if spike is not peak]
     for spike in rest:
-        axes.annotate(
-            "\u25be", (spike.time, spike.total), xytext=(0, -1), textcoords="offset points",
-            fontsize=9, ha="center", va="bottom", color=style.FAINT,
-        )  # fmt: skip
+        style.note(axes, "\u25be", (spike.time, spike.total), (0, -1), "center")
     far = [spike for spike in rest if abs(spike.time - peak.time) > 0.2 * moments[-1].time]
     if far:
         most = max(far, key=lambda spike: spike.total)
-        right = most.time > 0.75 * moments[-1].time
-        axes.annotate(
-            format_capacity(most.total), (most.time, most.total),
-            xytext=(-6 if right else 6, 4), textcoords="offset points", fontsize=9,
-            ha="right" if right else "left", va="bottom", color=style.FAINT,
-        )  # fmt: skip
+        away, side = (-6, "right") if most.time > 0.75 * moments[-1].time else (6, "left")
+        style.note(axes, format_capacity(most.total), (most.time, most.total), (away, 4), side)
 
 
 def _frame(axes: Axes, need: Memory, moments: Sequence[Moment], capacity: float) -> None:
@@ -191,17 +183,11 @@ def _frame(axes: Axes, need: Memory, moments: Sequence[Moment], capacity: float)
         axes.axhline(capacity, color="white", linewidth=3.6)  # stands out from any area
         axes.axhline(capacity, color=style.INK, linewidth=1.6, linestyle=(0, (5, 3)))
         left = _fullest(moments).time > 0.5 * moments[-1].time
-        axes.annotate(
-            "capacity of one chip",
-            (0 if left else 1, capacity),
-            xycoords=("axes fraction", "data"),
-            xytext=(6 if left else -6, 5),
-            textcoords="offset points",
-            fontsize=9,
-            ha="left" if left else "right",
-            color=style.INK,
-            bbox={**PAPER, "alpha": 0.85},
-        )
+        x, away, side = (0, 6, "left") if left else (1, -6, "right")
+        style.note(
+            axes, "capacity of one chip", (x, capacity), (away, 5), side, colour=style.INK,
+            va="baseline", xycoords=("axes fraction", "data"), bbox={**PAPER, "alpha": 0.85},
+        )  # fmt: skip
 
 
 def _fullest(moments: Sequence[Moment]) -> Moment:
@@ -230,36 +216,16 @@ def _parts(axes: Axes, need: Memory, span: float) -> None:
         if not roomy and (stop != end or left < taken + 0.1):
             continue
         taken = left + wide
-        axes.annotate(
-            name,
-            ((start + stop) / 2 if roomy else stop, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=10,
-            ha="center" if roomy else "right",
-            va="bottom",
-            color=style.FAINT,
-        )
+        x, side = ((start + stop) / 2, "center") if roomy else (stop, "right")
+        style.note(axes, name, (x, 1), (0, 3), side, 10, xycoords=("data", "axes fraction"))
 
 
 def _peak(axes: Axes, need: Memory, moments: Sequence[Moment]) -> None:
-    """A mark at the fullest moment, its size beside it."""
+    """A mark at the fullest moment, and its size."""
     most = _fullest(moments)
-    right = most.time > 0.75 * moments[-1].time
-    axes.annotate(  # its tip is at the peak, so that a thin one stays in sight below it
-        "\u25bc", (most.time, most.total), xytext=(0, -1), textcoords="offset points",
-        fontsize=10, ha="center", va="bottom", color=style.INK,
-    )  # fmt: skip
-    axes.annotate(
-        f"peak {format_capacity(need.peak)}",
-        (most.time, most.total),
-        xytext=(-9 if right else 9, 1),
-        textcoords="offset points",
-        fontsize=10,
-        fontweight="bold",
-        ha="right" if right else "left",
-        va="bottom",
-        color=style.INK,
-        bbox=PAPER,
-    )
+    at = (most.time, most.total)
+    # The tip of the mark is at the peak, so that a thin peak stays in sight below it.
+    style.note(axes, "\u25bc", at, (0, -1), "center", 10, style.INK)
+    away, side = (-9, "right") if most.time > 0.75 * moments[-1].time else (9, "left")
+    text = f"peak {format_capacity(need.peak)}"
+    style.note(axes, text, at, (away, 1), side, 10, style.INK, fontweight="bold", bbox=PAPER)

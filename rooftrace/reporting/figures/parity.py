@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.fit import Node, StepCheck, Validation, misses
 from rooftrace.reporting.figures import style
-from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.renderers import words
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 LABELLED = 8
 _LEAST_SHOWN = 1e-3
 """Kernels with less than this share of the time are no points."""
-GROUPS = 9  # colours in the legend; what is left is "other"
-BESIDE = 18  # letters of a group's name that leave room for its numbers in one line
+GROUPS = 9  # colours in the legend; the rest is "other"
+SHORT_NAME = 18  # letters of a group's name that leave room for its numbers in one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ def kernel_points(nodes: Sequence[Node]) -> list[ParityPoint]:
 
 
 def parity_points(result: Validation) -> tuple[list[ParityPoint], str]:
-    """By kernel for a trace, else by step, coloured by phase; and what is left out, in words."""
+    """By kernel for a trace, else by step, coloured by phase; and a note on those left out."""
     if result.kind == "trace":
         points = kernel_points([check.node for check in result.alike])
         least = _LEAST_SHOWN * sum(point.weight for point in points)
@@ -84,9 +83,9 @@ def parity_points(result: Validation) -> tuple[list[ParityPoint], str]:
 
 
 def short_label(step: StepCheck) -> str:
-    """The label without what the heading above it says."""
-    said = {step.phase, "eager", "compiled"}
-    rest = [word for word in step.label.split() if word not in said]
+    """The label without the words of the heading above it."""
+    heading = {step.phase, "eager", "compiled"}
+    rest = [word for word in step.label.split() if word not in heading]
     return " ".join(rest) or step.label
 
 
@@ -107,12 +106,7 @@ def parity_figure(
     figure = style.sheet(8.6, title, subtitle)
     axes = figure.add_axes((0.085, 0.105, 0.665, 0.795))
     low, high = _limits(points)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
-    style.plain_axes(axes)
-    axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
+    style.log_axes(axes, (low, high), (low, high))
     axes.tick_params(which="minor", length=2.5, color=style.GREY)
     for axis in (axes.xaxis, axes.yaxis):
         style.log_ticks(axis, style.bare_words(format_time))
@@ -182,7 +176,7 @@ def _tones(points: Sequence[ParityPoint]) -> dict[str, str]:
 
 
 def _legend(figure: Figure, points: Sequence[ParityPoint], tones: dict[str, str]) -> None:
-    """Groups at the right, each with how many points it has and its median error."""
+    """Groups at the right, each with its median error and the number of its points."""
     groups: dict[str, list[float]] = {}
     for point in points:
         name = point.group if point.group in tones else "other groups"
@@ -191,9 +185,9 @@ def _legend(figure: Figure, points: Sequence[ParityPoint], tones: dict[str, str]
         0.772, 0.885, "median |error|, points", fontsize=9.5, color=style.FAINT, va="center"
     )
     order = [*(name for name in tones if name in groups), *(groups.keys() - tones.keys())]
-    below = max(map(len, order)) > BESIDE
-    for place_, name in enumerate(order):
-        y = 0.85 - (0.055 if below else 0.043) * place_
+    below = max(map(len, order)) > SHORT_NAME
+    for number, name in enumerate(order):
+        y = 0.85 - (0.055 if below else 0.043) * number
         errors = groups[name]
         tone = tones.get(name, style.GREY)
         figure.text(0.772, y, "\u25cf", fontsize=13, color=tone, va="center")
@@ -222,49 +216,26 @@ def _names(
     tones: dict[str, str],
     largest: float,
 ) -> None:
-    """Names beside the points that are furthest off, by their weight."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patheffects import withStroke
-
+    """The names of the points that are furthest off, by their weight."""
     off = [p for p in points if abs(p.error) > misses.CLOSE]
     off.sort(key=lambda p: (-p.weight * abs(math.log(p.predicted / p.measured)), p.label))
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
-    frame, to_pixels = axes.get_window_extent(), axes.transData.transform
-    to_sheet = figure.transFigure.inverted()
-    labels, texts = [], []
-    for point in off[:LABELLED]:
-        factor = point.measured / point.predicted
-        text = figure.text(
-            0, 0, f"{point.label}  {factor:.2g}x", fontsize=9, zorder=7,
-            color=style.ink_of(tones.get(point.group, style.GREY)), va="bottom", ha="left",
-            path_effects=halo,
-        )  # fmt: skip
-        extent = style.extent(text, renderer)
-        x, y = to_pixels((point.predicted, point.measured))
-        labels.append(Label(float(x), float(y), float(extent.width) + 4, float(extent.height) + 2))
-        texts.append(text)
-    marks = []
-    for point in points:
-        x, y = to_pixels((point.predicted, point.measured))
-        half = (0.5 * _size(point, largest) + 2) * style.DPI / 72
-        marks.append(Box(float(x) - half, float(y) - half, float(x) + half, float(y) + half))
+    texts = [
+        style.PlotText(
+            point.predicted,
+            point.measured,
+            f"{point.label}  {point.measured / point.predicted:.2g}x",
+            style.ink_of(tones.get(point.group, style.GREY)),
+        )
+        for point in off[:LABELLED]
+    ]
+    marks = [style.mark_box(axes, p.predicted, p.measured, _size(p, largest)) for p in points]
     # Of many marks the large ones are kept clear; the placing is quadratic.
     marks.sort(key=lambda box: box.x0 - box.x1)
-    inside = Box(frame.x0 + 4, frame.y0 + 4, frame.x1 - 4, frame.y1 - 4)
+    frame = axes.get_window_extent()
     diagonal = [
         (frame.x0 + frame.width * i / 150, frame.y0 + frame.height * i / 150) for i in range(151)
     ]
-    boxes = place(labels, inside, points=marks[:150], line=diagonal)
-    for text, label, box in zip(texts, labels, boxes, strict=True):
-        x, y = to_sheet.transform((box.x0 + 2, box.y0 + 1))
-        text.set_position((float(x), float(y)))
+    for text, label, box in style.place_texts(figure, axes, texts, marks[:150], diagonal):
         x, y = box.nearest(label.x, label.y)
         if math.hypot(x - label.x, y - label.y) > 16:
-            ends = to_sheet.transform([(label.x, label.y), (x, y)])
-            figure.add_artist(
-                Line2D(
-                    ends[:, 0], ends[:, 1], color=text.get_color(), linewidth=0.9, alpha=0.8,
-                    zorder=4,
-                )
-            )  # fmt: skip
+            style.join(figure, (label.x, label.y), (x, y), text.colour)

@@ -21,14 +21,13 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 # -- palette ---------------------------------------------------------------------------------------
-# Colours that mean the same on every output: what limits, phases, families of ops, kinds of bytes.
-#
-# The four never share a tone: limiters have the strong tones of Okabe and Ito's palette, families
-# the muted and kinds the light ones of Paul Tol's.  All stay apart for colour-blind readers.
+# Limits, phases, families of ops and kinds of bytes never share a tone: limits have the strong
+# tones of Okabe and Ito's palette, families the muted and kinds the light ones of Paul Tol's.  All
+# stay apart for colour-blind readers.
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 GREY = "#999999"
-LEAST_LIGHT = 120  # of 255: what a tone needs to be seen on a dark page
+LEAST_LIGHT = 120  # of 255: the least of a tone on a dark page
 
 LIMITS: Mapping[str, str] = {"compute": GREEN, "hbm": BLUE, "network": PINK, "launch": ORANGE}
 PHASES: Mapping[str, str] = {
@@ -61,7 +60,7 @@ ROLES: Mapping[str, str] = {
     "constants": "#CCCCCC",
 }
 KINDS: Mapping[str, str] = {**ROLES, "saved": "#44BB99", "optimizer temporaries": "#AAAA00"}
-"""Roles, with what is saved for backward and what an optimizer drops apart."""
+"""Roles; activations saved for backward and temporaries of an optimizer apart."""
 
 
 def on_dark(colour: str) -> str:
@@ -73,12 +72,9 @@ def on_dark(colour: str) -> str:
 
 
 # -- printing --------------------------------------------------------------------------------------
-# What figures are printed on: the sheet of a screen or of a paper, and the files PNG, SVG and PDF.
-#
 # A figure is laid out in inches, with type of 9 to 11 points, on the sheet of a `Medium`; the file
 # has it at the scale of that medium.  So one layout serves a screen, a page and a column, and type
-# of a paper has 7 to 9 points at its real size.  Equal figures give equal files: no date is in
-# them.
+# on paper has 7 to 9 points.  Equal figures give equal files: they have no date.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +93,7 @@ class Medium:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether texts that stand side by side on a screen do not fit beside each other."""
+        """Whether texts that are side by side on a screen have to stand above each other."""
         return self.width < 7.0
 
 
@@ -145,11 +141,11 @@ def wrapped(text: str, size: float, room: float, bold: bool = False) -> list[str
 
 
 def save(draw: Callable[[], Figure], *paths: Path, medium: Medium = SCREEN) -> None:
-    """Draw a figure once and write it as PNG, SVG or PDF, as each file ends; the same every time.
+    """Draw a figure once and write it as PNG, SVG or PDF, by the ending of each file.
 
-    matplotlib's settings are its defaults meanwhile: a `matplotlibrc` may lie in the working
-    folder, and with `text.usetex` names would be programs of TeX.  SVG and PDF hold text as text, a
-    PDF with the fonts (TrueType) in it.  Raises RequestError for another ending.
+    matplotlib has its default settings meanwhile: a `matplotlibrc` may lie in the working folder,
+    and with `text.usetex` names would be programs of TeX.  SVG and PDF hold text as text, a PDF
+    with the fonts (TrueType) in it.  Raises RequestError for another ending.
     """
     from matplotlib import rc_context, rcParams, rcParamsDefault
 
@@ -183,7 +179,7 @@ def _write(figure: Figure, path: Path, medium: Medium) -> None:
 
 
 def take_literally(text: Text) -> None:
-    """A name in a text may hold anything: "$" begins no formula, and ESC is seen."""
+    """Show a name as it is: "$" begins no formula, and control characters become escapes."""
     text.set_parse_math(False)
     text.set_text(visible(text.get_text(), lines=True))
 

@@ -18,7 +18,7 @@ from rooftrace.reporting.sections import tally
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rooftrace.reporting import rooflinesteps
+    from rooftrace.reporting.commands import rooflinesteps
     from rooftrace.reporting.sections import Results
 
 FAMILIES_SHOWN = 8
@@ -56,12 +56,10 @@ def roofs_of(estimates: Mapping[str, Sequence[Estimate]]) -> list[Roof]:
 
 
 def _rates(estimate: Estimate) -> dict[str, float]:
-    """The matrix rates that the work of an estimate runs at, and the vector rate beside them."""
-    rates = (
-        {"vector fp32": estimate.chip.peak("vector", "fp32")}
-        if estimate.chip.has_peak("vector", "fp32")
-        else {}
-    )
+    """The matrix rates of the work of an estimate, and the vector rate of the chip."""
+    rates: dict[str, float] = {}
+    if estimate.chip.has_peak("vector", "fp32"):
+        rates["vector fp32"] = estimate.chip.peak("vector", "fp32")
     for work, flop in estimate.plan.total.work.items():
         if flop and (work.operation in MATRIX or not rates):
             engine, precision = engines.engine_of(work, estimate.chip, estimate.execution)
@@ -74,7 +72,7 @@ def _rates(estimate: Estimate) -> dict[str, float]:
 def phase_points(report: Results) -> list[Point]:
     """One point per phase and execution on the first chip, and per phase on the others.
 
-    What computes or moves nothing has no point.
+    A step that computes or moves nothing has no point.
     """
     tones = style.colours(report.phases, style.PHASES)
     points = []
@@ -167,7 +165,7 @@ def family_roofline(report: Results, phase: str, medium: Medium = SCREEN) -> Fig
 
 
 def _others(report: Results) -> int:
-    """How many executions beside the main one the points of all phases leave room for."""
+    """The number of executions, besides the main one, that the points of all phases show."""
     return 2 if len(report.chips) == 1 else 1
 
 
@@ -182,20 +180,19 @@ def _legend_words(report: Results, others: int) -> str:
     return f"filled {report.main}" + (f", hollow {words.listed(names)}" if names else "")
 
 
-# -- manymodels ------------------------------------------------------------------------------------
-# Several models, chips and sizes on one roofline: a line of points for each model and phase.
+# -- many models -----------------------------------------------------------------------------------
 
 MODELS = ("#D55E00", "#6A3D9A", "#C2185B", "#8C6D31", "#332288", "#117733", "#661100", "#5C5C5C")
 """Tones of models: none is that of a limit."""
-LEAST_CAP = 0.999  # of the roof: a limit of its own that is not below it is not shown
+LEAST_CAP = 0.999  # of the roof: a limit of a step is shown below this
 
 
 def roofline_figure(result: rooflinesteps.Rooflines, medium: Medium = SCREEN) -> Figure:
     """FLOP/s over FLOP/byte of every step, log-log, under the roofs of the chips.
 
     A line joins the sizes of one model, phase and chip.  Colours are models, or phases where there
-    is one model; shapes are chips.  Short marks are the limits that are no roof of the chip: what
-    the host can launch, and what the network can carry.
+    is one model; shapes are chips.  Short marks are limits other than roofs: the launches of the
+    host, and the network.
     """
     by_chip = {
         chip: [row.estimate for row in result.rows if row.chip == chip] for chip in result.chips
@@ -258,7 +255,7 @@ def _caps(row: rooflinesteps.RooflineRow) -> tuple[tuple[str, float], ...]:
 def _label(
     result: rooflinesteps.Rooflines, line: Sequence[rooflinesteps.RooflineRow], place: int
 ) -> str:
-    """Of the last point its whole name, of the others the size that differs."""
+    """The full name of the last point; of the first, the size."""
     row = line[place]
     size = f"{result.over} {row.sizes[result.over]:,}" if result.over else ""
     if place < len(line) - 1:

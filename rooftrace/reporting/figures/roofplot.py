@@ -1,4 +1,4 @@
-"""Draws a roofline: roofs, points, and every text clear of the others.  Knows no report."""
+"""Draws a roofline: roofs, points, and texts that keep clear of each other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity
 from rooftrace.reporting.figures import printing, style
-from rooftrace.reporting.figures.labels import Box, Label, place
 from rooftrace.reporting.figures.printing import SCREEN, Medium
+from rooftrace.reporting.figures.style import Box, Label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,16 +41,16 @@ class Roof:
         return self.ceilings[0][1]
 
     def at(self, intensity: float) -> float:
-        """FLOP/s that no work of this intensity exceeds."""
+        """The most FLOP/s at this intensity."""
         return min(self.top, self.bandwidth * intensity)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """FLOP/byte, FLOP/s, what it is, and how it is drawn; size is the marker's in points.
+    """FLOP/byte and FLOP/s of a mark, its label and its look; size is the marker's in points.
 
-    line: points of one line are joined in their order; "" is none.  caps: further limits of its
-    own, as a colour and FLOP/s.
+    line: points of one line are joined in their order; "" is none.  caps: further limits of this
+    point, as a colour and FLOP/s.
     """
 
     x: float
@@ -71,7 +71,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What stands above and below a roofline."""
+    """The texts above and below a roofline."""
 
     title: str
     subtitles: tuple[str, ...] = ()
@@ -98,13 +98,8 @@ def draw(
             (body - bottom - TOP) / height,
         )
     )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
     left, right, low, high = _limits(chips, points)
-    axes.set_xlim(left, right)
-    axes.set_ylim(low, high)
-    style.plain_axes(axes)
-    axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
+    style.log_axes(axes, (left, right), (low, high))
     axes.tick_params(which="minor", length=2.5, color=style.GREY)
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
     axes.set_title(
@@ -130,9 +125,9 @@ RIM = 2.5  # points of a mark that stay in sight beside one that lies on it
 
 
 def apart(points: Sequence[Point], axes: Axes) -> list[Point]:
-    """The points from the top one down; one that another would hide is drawn as a ring around it.
+    """The points from the top down; a point that another would hide becomes a ring around it.
 
-    The smaller of two lies above, so both are seen unless they are nearly equal.
+    The smaller of two lies above.
     """
     seen: list[tuple[float, float, Point]] = []
     for point in sorted(points, key=lambda p: (p.across, p.x, p.y, p.label)):
@@ -252,55 +247,40 @@ def _draw_roof(axes: Axes, roof: Roof, left: float, right: float, *, main: bool)
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """A text of the plot and the point (in data) that it belongs to."""
-
-    x: float
-    y: float
-    text: str
-    colour: str
-    size: float
-    weight: str = "normal"
-    slide: float = 0.0
-    first: bool = False
-    leader: bool = False
-
-
-def _notes(
+def _texts(
     chips: Sequence[Roof], points: Sequence[Point], right: float, low: float, *, brief: bool
-) -> list[_Note]:
-    """Every text: of points, of ceilings at their right end, of ridges and of the two regions.
+) -> list[style.PlotText]:
+    """The texts of points, of ceilings at their right end, of ridges and of the two regions.
 
-    brief: of points the first word, since fill and shape say the rest; no regions.
+    brief: of points the first word, since fill and shape tell the rest; no regions.
     """
     notes = [
-        _Note(
+        style.PlotText(
             point.x,
             point.y,
             point.label.partition("\n")[0].partition(",")[0] if brief else point.label,
             style.ink_of(point.colour),
             9.5,
             "bold" if point.filled else "normal",
-            leader=True,
         )
         for point in sorted(points, key=lambda p: (p.x, -p.y, p.label))
         if point.label
     ]
+    on_line: dict[str, Any] = {"slide": SLIDE, "first": True, "leader": False}
     for roof in chips:
         for name, rate in roof.ceilings:
             text = f"{name}  {format_flop_rate(rate)}"
             text = text if brief and len(chips) == 1 else f"{roof.chip.name} {text}"
-            notes.append(_Note(right, rate, text, roof.colour, 9, slide=SLIDE, first=True))
+            notes.append(style.PlotText(right, rate, text, roof.colour, **on_line))
             if name.startswith("matrix") or rate == roof.top:
                 ridge = rate / roof.bandwidth
                 text = format_intensity(ridge) if brief else f"ridge {format_intensity(ridge)}"
-                notes.append(_Note(ridge, rate, text, roof.colour, 9, first=True, leader=True))
+                notes.append(style.PlotText(ridge, rate, text, roof.colour, first=True))
     ridge = chips[0].top / chips[0].bandwidth
     where = f" on {chips[0].chip.name}" if len(chips) > 1 else ""
     regions = () if brief else ((ridge, "memory-bound"), (right, "compute-bound"))
     for x, text in regions:
-        notes.append(_Note(x, low, f"{text}{where}  ", style.FAINT, 9.5, slide=SLIDE, first=True))
+        notes.append(style.PlotText(x, low, f"{text}{where}  ", style.FAINT, 9.5, **on_line))
     return notes
 
 
@@ -313,45 +293,17 @@ def _write(
     *,
     brief: bool,
 ) -> None:
-    """Place every text of the plot clear of the others, of the points and of the roofs."""
-    from matplotlib.patheffects import withStroke
-
-    halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
-    frame = _box(axes.get_window_extent())
-    to_pixels, to_sheet = axes.transData.transform, figure.transFigure.inverted()
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    notes = _notes(chips, points, right, axes.get_ylim()[0], brief=brief)
-    texts, labels = [], []
-    for note in notes:
-        text = figure.text(
-            0, 0, note.text, fontsize=note.size, color=note.colour, fontweight=note.weight,
-            zorder=7, linespacing=1.15, va="bottom", ha="left",
-            path_effects=halo,
-        )  # fmt: skip
-        extent = style.extent(text, renderer)
-        x, y = to_pixels((note.x, note.y))
-        width, height = float(extent.width) + 4, float(extent.height) + 2
-        inset = 5 if note.slide else 0
-        labels.append(Label(float(x) - inset, float(y), width, height, note.slide, note.first))
-        texts.append(text)
-    marks = []
-    for point in points:
-        x, y = to_pixels((point.x, point.y))
-        marks.append(_around(x, y, (0.5 * point.across + 2) * style.DPI / 72))
+    """Write every text of the plot clear of the others, of the points and of the roofs."""
+    texts = _texts(chips, points, right, axes.get_ylim()[0], brief=brief)
+    marks = [style.mark_box(axes, point.x, point.y, point.across) for point in points]
     line = [spot for chain in _chains(axes, chips, points) for spot in _trace(axes, chain)]
-    inside = Box(frame.x0 + 4, frame.y0 + 4, frame.x1 - 4, frame.y1 - 4)
-    boxes = place(labels, inside, points=marks, line=line)
-    for note, text, label, box in zip(notes, texts, labels, boxes, strict=True):
-        x, y = to_sheet.transform((box.x0 + 2, box.y0 + 1))
-        text.set_position((float(x), float(y)))
-        if note.leader:
-            _leader(figure, marks, label, box, note.colour)
+    for text, label, box in style.place_texts(figure, axes, texts, marks, line):
+        if text.leader:
+            _leader(figure, marks, label, box, text.colour)
 
 
 def _leader(figure: Figure, marks: Sequence[Box], label: Label, box: Box, colour: str) -> None:
     """A line from the edge of the mark to its label, where they are not side by side."""
-    from matplotlib.lines import Line2D
-
     x, y = box.nearest(label.x, label.y)
     around = [(mark.x1 - mark.x0) / 2 for mark in marks if mark.contains(label.x, label.y)]
     radius = max(around, default=8.0)
@@ -360,17 +312,7 @@ def _leader(figure: Figure, marks: Sequence[Box], label: Label, box: Box, colour
         return
     start = radius / length * 0.8
     begin = (label.x + (x - label.x) * start, label.y + (y - label.y) * start)
-    ends = figure.transFigure.inverted().transform([begin, (x, y)])
-    figure.add_artist(
-        Line2D(
-            ends[:, 0],
-            ends[:, 1],
-            color=colour,
-            linewidth=0.9,
-            alpha=0.8,
-            zorder=4,
-        )
-    )
+    style.join(figure, begin, (x, y), colour)
 
 
 Chain = Sequence[tuple[float, float]]
@@ -378,7 +320,7 @@ Chain = Sequence[tuple[float, float]]
 
 
 def _chains(axes: Axes, chips: Sequence[Roof], points: Sequence[Point]) -> Iterator[Chain]:
-    """Every line for labels to keep off: roofs, ceilings, and points that are joined."""
+    """The lines that labels keep off: roofs, ceilings, and points that are joined."""
     left, right = axes.get_xlim()
     for roof in chips:
         ridge = roof.top / roof.bandwidth
@@ -396,11 +338,3 @@ def _trace(axes: Axes, chain: Chain) -> Iterator[tuple[float, float]]:
         steps = max(1, int(max(abs(x1 - x0), abs(y1 - y0)) / 8))
         for i in range(steps + 1):
             yield x0 + (x1 - x0) * i / steps, y0 + (y1 - y0) * i / steps
-
-
-def _around(x: float, y: float, half: float) -> Box:
-    return Box(float(x) - half, float(y) - half, float(x) + half, float(y) + half)
-
-
-def _box(extent: object) -> Box:
-    return Box(*(float(getattr(extent, side)) for side in ("x0", "y0", "x1", "y1")))

@@ -1,14 +1,15 @@
-"""Colours, sizes and the blank sheet that every figure shares.  Knows no numbers.
+"""The kit of all figures: colours, sheets, axes, ticks, legends, and texts that keep clear.
 
-Colours that mean something are those of `figures.palette`, the same on every output.  Figures are
-made with matplotlib's objects alone: nothing global stays set, nothing needs a display.
+Colours with a meaning are those of the palette in `printing`, the same on every output.  Figures
+are made with matplotlib's objects alone: no global settings, no display.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rooftrace.reporting.figures import printing
 from rooftrace.reporting.figures.printing import SCREEN, Medium
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import XAxis, YAxis
     from matplotlib.figure import Figure
-    from matplotlib.text import Text
-    from matplotlib.transforms import Bbox
 
 DPI = 150  # of the canvas that labels are placed on
 MARGIN = 0.144  # inches left and right of a title
@@ -79,10 +78,9 @@ def sheet(height: float, title: str, subtitle: str = "") -> Figure:
 def headed(
     medium: Medium, body: float, title: str, subtitles: Sequence[str] = ()
 ) -> tuple[Figure, float]:
-    """A blank figure with its title at the top left, and so many inches free below it.
+    """A blank figure with its title at the top left and `body` inches below it, and its height.
 
-    Texts take as many lines as they need; each subtitle begins a new one.  Returns the figure and
-    the height of all of it.
+    Texts take as many lines as they need; each subtitle begins a new one.
     """
     room = medium.width - 2 * MARGIN
     heads = printing.wrapped(title, medium.title, room, bold=True)
@@ -114,13 +112,31 @@ def _blank(medium: Medium, height: float) -> Figure:
 
 
 def plain_axes(axes: Axes) -> None:
-    """Take away the frame and soften what is left."""
+    """Hide the top and right spine; soften the others and the ticks."""
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(GREY)
     axes.tick_params(colors=FAINT, labelsize=10)
     axes.set_axisbelow(True)
+
+
+def grid_axes(axes: Axes) -> None:
+    """A grid behind the marks; no top and right spine."""
+    axes.grid(color=GRID)
+    axes.set_axisbelow(True)
+    for spine in ("top", "right"):
+        axes.spines[spine].set_visible(False)
+
+
+def log_axes(axes: Axes, x: tuple[float, float], y: tuple[float, float]) -> None:
+    """Log-log axes between these limits, with a grid of decades."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(*x)
+    axes.set_ylim(*y)
+    plain_axes(axes)
+    axes.grid(True, which="major", color=GRID, linewidth=0.8)
 
 
 def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None) -> None:
@@ -136,20 +152,20 @@ def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None
     long, each = (size.width, 95) if axis.axis_name == "x" else (size.height, 30)
     stride = max(1, math.ceil((last - first + 1) * each / long))
     between = range(2, 10) if stride == 1 else ()
-    places = [10.0**n for n in range(first, last + 1) if n % stride == 0]
+    major = [10.0**n for n in range(first, last + 1) if n % stride == 0]
     minor = [k * 10.0**n for n in range(first - 1, last + 1) for k in between or (1,)]
-    if len(places) < 3 and stride == 1:
-        places = [k * 10.0**n for n in range(first - 1, last + 1) for k in (1, 2, 5)]
-    axis.set_major_locator(ticker.FixedLocator([v for v in places if low <= v <= high]))
+    if len(major) < 3 and stride == 1:
+        major = [k * 10.0**n for n in range(first - 1, last + 1) for k in (1, 2, 5)]
+    axis.set_major_locator(ticker.FixedLocator([v for v in major if low <= v <= high]))
     axis.set_minor_locator(
-        ticker.FixedLocator([v for v in minor if low <= v <= high and v not in places])
+        ticker.FixedLocator([v for v in minor if low <= v <= high and v not in major])
     )
     axis.set_major_formatter(lambda value, _: (wording or decade_words)(value))
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
 def decade_words(value: float) -> str:
-    """ "0.1", "1", "1,000"; a power of ten that is not read easily as such: 10 with an exponent."""
+    """ "0.1", "1", "1,000"; very large and small ones as 10 with an exponent."""
     if 1e-4 < value < 1e6:
         return f"{value:,.6g}"
     power = math.floor(math.log10(value) + 1e-9)
@@ -172,27 +188,27 @@ LEGEND_LINE = 0.20
 
 
 def legend_columns(labels: Sequence[str], room: float) -> int:
-    """How many keys stand side by side in so many inches; columns are as wide as their widest."""
+    """The number of columns of keys in so many inches; a column is as wide as its widest key."""
     widths = [printing.width_of(label, 9) + 0.38 for label in labels]
     for lines in range(1, len(labels)):
         columns = math.ceil(len(labels) / lines)
         longer = len(labels) % columns  # as matplotlib shares keys out: the first have one more
-        sizes = [len(labels) // columns + (place < longer) for place in range(columns)]
-        starts = [sum(sizes[:place]) for place in range(columns)]
+        sizes = [len(labels) // columns + (column < longer) for column in range(columns)]
+        starts = [sum(sizes[:column]) for column in range(columns)]
         if sum(max(widths[a : a + n]) for a, n in zip(starts, sizes, strict=True)) <= room:
             return columns
     return 1
 
 
 def legend_height(labels: Sequence[str], room: float) -> float:
-    """Inches that keys of these names take, in as many lines as they need."""
+    """The inches of keys of these names, in as many lines as they need."""
     return LEGEND_LINE * math.ceil(len(labels) / legend_columns(labels, room)) if labels else 0.0
 
 
 def row_legend(
     axes: Axes, handles: Sequence[Any], at: tuple[float, float], pad: float, room: float
 ) -> None:
-    """Keys whose lower left corner is at this place of the axes, in lines of so many inches."""
+    """Keys with their lower left corner at this place of the axes, in lines of `room` inches."""
     axes.legend(
         handles=handles,
         loc="lower left",
@@ -211,7 +227,258 @@ def row_legend(
     )
 
 
-def extent(text: Text, renderer: Any) -> Bbox:
-    """The place that a text takes, in pixels."""
-    printing.take_literally(text)
-    return text.get_window_extent(renderer)
+def side_legend(axes: Axes) -> None:
+    """Keys at the right of the axes, one below another."""
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9, labelspacing=0.9
+    )
+
+
+# -- texts -----------------------------------------------------------------------------------------
+
+
+def note(
+    axes: Axes,
+    text: str,
+    at: tuple[float, float],
+    shift: tuple[float, float],
+    side: str = "left",
+    size: float = 9,
+    colour: str = FAINT,
+    **more: Any,
+) -> None:
+    """A text at a place in data, shifted by some points; `side` of it is at the place."""
+    how = {"va": "bottom", "fontsize": size, "ha": side, "color": colour, **more}
+    axes.annotate(text, at, xytext=shift, textcoords="offset points", **how)
+
+
+def halo() -> list[Any]:
+    """The path effects of a text over lines: a white outline."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
+
+
+@dataclass(frozen=True, slots=True)
+class PlotText:
+    """A text of a plot and the point (in data) that it belongs to.
+
+    slide: pixels that it may move to the left, along a horizontal line.  first: placed before the
+    others.  leader: a line joins it to its point.
+    """
+
+    x: float
+    y: float
+    text: str
+    colour: str
+    size: float = 9
+    weight: str = "normal"
+    slide: float = 0.0
+    first: bool = False
+    leader: bool = True
+
+
+def mark_box(axes: Axes, x: float, y: float, size: float) -> Box:
+    """The pixels of a mark at a point in data, and 2 points around it.  size: in points."""
+    middle_x, middle_y = map(float, axes.transData.transform((x, y)))
+    side = 2 * (0.5 * size + 2) * DPI / 72
+    return Box.around(middle_x, middle_y, side, side)
+
+
+def place_texts(
+    figure: Figure,
+    axes: Axes,
+    texts: Sequence[PlotText],
+    marks: Sequence[Box],
+    line: Sequence[tuple[float, float]],
+) -> list[tuple[PlotText, Label, Box]]:
+    """Write texts clear of each other, of marks and of a sampled line; the place of each."""
+    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    labels, written = [], []
+    for text in texts:
+        drawn = figure.text(
+            0, 0, text.text, fontsize=text.size, color=text.colour, fontweight=text.weight,
+            zorder=7, linespacing=1.15, va="bottom", ha="left", path_effects=halo(),
+        )  # fmt: skip
+        printing.take_literally(drawn)
+        extent = drawn.get_window_extent(renderer)
+        x, y = map(float, axes.transData.transform((text.x, text.y)))
+        width, height = float(extent.width) + 4, float(extent.height) + 2
+        inset = 5 if text.slide else 0
+        labels.append(Label(x - inset, y, width, height, text.slide, text.first))
+        written.append(drawn)
+    frame = axes.get_window_extent()
+    inside = Box(frame.x0 + 4, frame.y0 + 4, frame.x1 - 4, frame.y1 - 4)
+    boxes = place(labels, inside, points=marks, line=line)
+    to_sheet = figure.transFigure.inverted()
+    for drawn, box in zip(written, boxes, strict=True):
+        x, y = map(float, to_sheet.transform((box.x0 + 2, box.y0 + 1)))
+        drawn.set_position((x, y))
+    return list(zip(texts, labels, boxes, strict=True))
+
+
+def join(figure: Figure, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+    """A thin line from pixel to pixel."""
+    from matplotlib.lines import Line2D
+
+    ends = figure.transFigure.inverted().transform([start, end])
+    figure.add_artist(
+        Line2D(ends[:, 0], ends[:, 1], color=colour, linewidth=0.9, alpha=0.8, zorder=4)
+    )
+
+
+# -- Places labels so that none covers another, a point or a line.  Pixels in, pixels out ----------
+
+REACHES = (7, 14, 24, 38, 56, 80, 110, 150, 200, 260, 330)  # pixels between anchor and label
+DIRECTIONS = 16
+PASSES = 4
+# The cost of faults of a place, in pixels of distance.
+OVER_LABEL, OUTSIDE, OVER_POINT, CROSSING, OVER_LINE = 1e7, 1e7, 1e6, 2000.0, 250.0
+
+
+class Box(NamedTuple):
+    """A rectangle."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+
+    @classmethod
+    def around(cls, x: float, y: float, width: float, height: float) -> Box:
+        """The box with this middle and size."""
+        return cls(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+
+    def overlaps(self, other: Box, gap: float = 0.0) -> bool:
+        """Whether the two come closer than `gap`."""
+        return (
+            self.x0 < other.x1 + gap
+            and other.x0 < self.x1 + gap
+            and self.y0 < other.y1 + gap
+            and other.y0 < self.y1 + gap
+        )
+
+    def contains(self, x: float, y: float) -> bool:
+        """Whether the point lies inside."""
+        return self.x0 < x < self.x1 and self.y0 < y < self.y1
+
+    def nearest(self, x: float, y: float) -> tuple[float, float]:
+        """The point of the box that is nearest to (x, y)."""
+        return min(max(x, self.x0), self.x1), min(max(y, self.y0), self.y1)
+
+
+class Label(NamedTuple):
+    """A label to place: the point it belongs to, and its size.
+
+    slide: pixels to the left of the point that are as good, for the label of a horizontal line.
+    first: placed before the others, and not moved again.
+    """
+
+    x: float
+    y: float
+    width: float
+    height: float
+    slide: float = 0.0
+    first: bool = False
+
+
+def place(
+    labels: Sequence[Label],
+    frame: Box,
+    *,
+    taken: Sequence[Box] = (),
+    points: Sequence[Box] = (),
+    line: Sequence[tuple[float, float]] = (),
+) -> list[Box]:
+    """A box inside `frame` for each label.
+
+    No box overlaps another or one that is `taken` as long as any candidate is free; boxes keep off
+    `points`, leaders off boxes, and both off the sampled `line` where that is possible.
+    """
+    order = sorted(range(len(labels)), key=lambda i: (not labels[i].first, not labels[i].slide))
+    placed: dict[int, Box] = {}
+    for _ in range(PASSES):
+        before = dict(placed)
+        for i in order:
+            if labels[i].first and i in placed:
+                continue
+            others = [box for j, box in placed.items() if j != i]
+            leaders = [list(leader(labels[j], box)) for j, box in placed.items() if j != i]
+            best, price = placed.get(i), math.inf
+            for reach, box in candidates(labels[i]):
+                cost = _cost(
+                    labels[i], box, reach, frame, [*taken, *others], points, line, leaders, price
+                )
+                if cost < price:
+                    best, price = box, cost
+            if best is not None:
+                placed[i] = best
+        if placed == before:
+            break
+    return [placed[i] for i in range(len(labels))]
+
+
+def candidates(label: Label) -> Iterator[tuple[float, Box]]:
+    """(distance, box) around the anchor, nearest first, the right-hand side before the others; for
+    a label that may slide, above and below its line."""
+    if label.slide:
+        for shift in range(0, int(label.slide), 20):
+            for gap in (5, 24):
+                for y0 in (label.y + gap, label.y - gap - label.height):
+                    x0 = label.x - shift - label.width
+                    yield gap + shift / 20, Box(x0, y0, x0 + label.width, y0 + label.height)
+        return
+    for reach in REACHES:
+        for step in range(DIRECTIONS):
+            # 0, 1, -1, 2, -2 ... sixteenths of a turn, starting up and to the right
+            turn = (step + 1) // 2 * (1 if step % 2 else -1)
+            angle = math.pi / 8 * (0.5 + turn)
+            x = label.x + math.cos(angle) * reach + math.cos(angle) * label.width / 2
+            y = label.y + math.sin(angle) * reach + math.sin(angle) * label.height / 2
+            yield reach, Box.around(x, y, label.width, label.height)
+
+
+def leader(label: Label, box: Box) -> Iterator[tuple[float, float]]:
+    """Points along the line from the anchor to its box."""
+    if label.slide:
+        return
+    x, y = box.nearest(label.x, label.y)
+    steps = max(1, int(math.hypot(x - label.x, y - label.y) / 4))
+    for i in range(1, steps):
+        yield label.x + (x - label.x) * i / steps, label.y + (y - label.y) * i / steps
+
+
+def _cost(
+    label: Label,
+    box: Box,
+    reach: float,
+    frame: Box,
+    boxes: Sequence[Box],
+    points: Sequence[Box],
+    line: Sequence[tuple[float, float]],
+    leaders: Sequence[Sequence[tuple[float, float]]],
+    limit: float,
+) -> float:
+    x, y = box.nearest(label.x, label.y)
+    cost = reach if label.slide else math.hypot(x - label.x, y - label.y) + reach * 0.2
+    if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1:
+        cost += OUTSIDE
+    if cost >= limit:
+        return cost
+    cost += OVER_LABEL * sum(box.overlaps(other, 4) for other in boxes)
+    cost += OVER_POINT * sum(box.overlaps(point, 2) for point in points)
+    if cost >= limit:
+        return cost
+    around = Box(box.x0 - 3, box.y0 - 3, box.x1 + 3, box.y1 + 3)
+    cost += OVER_LINE * min(10, sum(around.contains(*spot) for spot in line))
+    if cost >= limit:
+        return cost
+    cost += CROSSING * sum(any(box.contains(*spot) for spot in other) for other in leaders)
+    if cost >= limit:
+        return cost
+    spots = list(leader(label, box))
+    foreign = [point for point in points if not point.contains(label.x, label.y)]
+    cost += CROSSING * sum(
+        any(other.contains(*spot) for spot in spots) for other in (*boxes, *foreign)
+    )
+    return cost

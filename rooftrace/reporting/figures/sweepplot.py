@@ -6,31 +6,30 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.explaining import steps
-from rooftrace.costmodels.sweeps import Sweep
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.renderers import words
+from rooftrace.studies.explaining import steps
+from rooftrace.studies.sweeps import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rooftrace.costmodels.solving import MeshRow, ScalingAnswer
+    from rooftrace.studies.solving import MeshRow, ScalingAnswer
 
 
 # -- rooflines -------------------------------------------------------------------------------------
-# A step over the values of one size, as points along the roofline of each chip.
 
 _ROOM = 2.0
-"""How far the axes go beyond what they show, as a factor."""
+"""Room of the axes beyond their points, as a factor."""
 
 
 def sweep_roofline(sweep: steps.SizeSweep, chips: Sequence[Chip]) -> Figure:
     """FLOP/s of the step over its FLOP/byte, log-log; a point for each value, joined in order.
 
-    Roofs are the bandwidth and the engine that computes most; points are coloured by what limits.
+    Roofs are the bandwidth and the engine that computes most; points are coloured by their limit.
     """
     others = ", ".join(f"{name} {size:,}" for name, size in sweep.others.items())
     figure = style.sheet(
@@ -39,13 +38,8 @@ def sweep_roofline(sweep: steps.SizeSweep, chips: Sequence[Chip]) -> Figure:
         f"{others + '; ' if others else ''}{sweep.execution}; FLOP per second of the expected time",
     )
     axes = figure.add_axes((0.100, 0.105, 0.880, 0.775))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    style.plain_axes(axes)
-    axes.grid(True, which="major", color=style.GRID, linewidth=0.8)
     left, right, low, high = _limits(sweep, chips)
-    axes.set_xlim(left, right)
-    axes.set_ylim(low, high)
+    style.log_axes(axes, (left, right), (low, high))
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
     style.log_ticks(axes.xaxis)
     style.log_ticks(axes.yaxis, style.bare_words(format_flop_rate))
@@ -71,21 +65,16 @@ def _limits(sweep: steps.SizeSweep, chips: Sequence[Chip]) -> tuple[float, float
 def _draw(
     axes: Axes, sweep: steps.SizeSweep, chip: Chip, place: int, span: tuple[float, float]
 ) -> None:
-    """A chip's roof, and its points with the values of the size beside them."""
-    from matplotlib.patheffects import withStroke
-
-    halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.85)]
+    """A chip's roof, and its points with the values of the size."""
+    over: dict[str, Any] = {"va": "baseline", "path_effects": style.halo(), "zorder": 5}
     colour = style.CHIPS[place % len(style.CHIPS)]
     peak, bandwidth = sweep.peaks[chip.name], chip.memory_bandwidth.value
     ridge = peak / bandwidth
     axes.plot(
         [span[0], ridge, span[1]], [bandwidth * span[0], peak, peak], color=colour, linewidth=1.8
     )
-    axes.annotate(
-        f"{chip.name}  {format_flop_rate(peak)}, ridge {format_intensity(ridge)}",
-        (span[1], peak), xytext=(-4, 4), textcoords="offset points", ha="right",
-        fontsize=9.5, color=colour, path_effects=halo, zorder=5,
-    )  # fmt: skip
+    text = f"{chip.name}  {format_flop_rate(peak)}, ridge {format_intensity(ridge)}"
+    style.note(axes, text, (span[1], peak), (-4, 4), "right", 9.5, colour, **over)
     rows = [row for row in sweep.rows if row.chip == chip.name and row.bytes and row.flops]
     xs, ys = [row.intensity for row in rows], [row.rate for row in rows]
     axes.plot(xs, ys, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), zorder=3)
@@ -98,18 +87,16 @@ def _draw(
             markersize=11 if marked else 7, markerfacecolor=style.REGIMES[row.regime],
             markeredgecolor=style.INK if marked else "white", markeredgewidth=1.2,
         )  # fmt: skip
-        # Values are the same on all chips: they stand beside the points of the first.
+        # Values are the same on all chips: only the points of the first have them.
         if place == 0 and (marked or not any(_near(row, other, span) for other in crowd)):
-            axes.annotate(
-                f"{row.value:,}" + (" = B_crit" if marked else ""),
-                (row.intensity, row.rate), xytext=(8, -14), textcoords="offset points",
-                fontsize=9.5, color=style.INK, fontweight="bold" if marked else "normal",
-                path_effects=halo, zorder=5,
-            )  # fmt: skip
+            text = f"{row.value:,}" + (" = B_crit" if marked else "")
+            at, weight = (row.intensity, row.rate), "bold" if marked else "normal"
+            over["fontweight"] = weight
+            style.note(axes, text, at, (8, -14), "left", 9.5, style.INK, **over)
 
 
 def _near(row: steps.SweepRow, other: steps.SweepRow, span: tuple[float, float]) -> bool:
-    """Whether a point is too close to another one for a text at each."""
+    """Whether two points are too close for a text at each."""
     apart = abs(math.log(row.intensity / other.intensity))
     return row is not other and apart < 0.02 * math.log(span[1] / span[0])
 
@@ -132,11 +119,10 @@ def _legend(axes: Axes, sweep: steps.SizeSweep, chips: Sequence[Chip]) -> None:
     axes.legend(handles=handles, loc="upper left", frameon=False, fontsize=10)
 
 
-# -- sweepplot -------------------------------------------------------------------------------------
-# A sweep as lines: time over its first size, with the intervals and the crossings of limiters.
+# -- sweeps ----------------------------------------------------------------------------------------
 
 _LINES = 8
-"""Lines that one figure holds; more are not told apart."""
+"""Lines of a figure at most."""
 _LABELS = 12
 """Crossings that are named."""
 
@@ -160,10 +146,7 @@ def sweep_plot(result: Sweep, size: str | None = None) -> Figure:
     axes.set_yscale("log")
     axes.set_xlabel(name, color=style.INK)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.grid(color=style.GRID)
-    axes.set_axisbelow(True)
-    for spine in ("top", "right"):
-        axes.spines[spine].set_visible(False)
+    style.grid_axes(axes)
     for number, (label, lines) in enumerate(drawn):
         colour = style.MANY[number % len(style.MANY)]
         x, c = result.columns[name][lines], result.columns
@@ -172,9 +155,7 @@ def sweep_plot(result: Sweep, size: str | None = None) -> Figure:
                           linewidth=0)  # fmt: skip
     style.log_ticks(axes.yaxis, style.bare_words(format_time))
     _mark(axes, result, name, {label: i for i, (label, _) in enumerate(drawn)})
-    axes.legend(
-        loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9, labelspacing=0.9
-    )
+    style.side_legend(axes)
     return figure
 
 
@@ -188,10 +169,8 @@ def _mark(axes: Axes, result: Sweep, name: str, places: dict[str, int]) -> None:
         axes.plot([crossing.size], [crossing.t_est], "o", color=colour, markersize=5)
         place = math.log2(crossing.size), math.log2(crossing.t_est)
         if len(named) < _LABELS and all(_apart(place, other) for other in named):
-            axes.annotate(
-                f"{crossing.size:,}: {crossing.after}", (crossing.size, crossing.t_est),
-                xytext=(4, -11), textcoords="offset points", fontsize=8, color=style.INK,
-            )  # fmt: skip
+            text, at = f"{crossing.size:,}: {crossing.after}", (crossing.size, crossing.t_est)
+            style.note(axes, text, at, (4, -11), size=8, colour=style.INK, va="baseline")
             named.append(place)
 
 
@@ -215,13 +194,12 @@ def _all_lines(result: Sweep, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _label(result: Sweep, labels: Any, chip: str, at: Any) -> str:
-    several = [n for n in labels if len({str(c.labels.get(n)) for c in result.cases}) > 1]
-    words = [str(labels[n]) for n in several] + [f"{n} {v:,}" for n, v in at.items()]
-    return ", ".join([*words, chip])
+    several = words.differing([case.labels for case in result.cases])
+    parts = [str(labels[n]) for n in several] + [f"{n} {v:,}" for n, v in at.items()]
+    return ", ".join([*parts, chip])
 
 
-# -- scalingplot -----------------------------------------------------------------------------------
-# How a step scales: items per second of all chips over their number.
+# -- scaling ---------------------------------------------------------------------------------------
 
 
 def scaling_plot(result: ScalingAnswer) -> Figure:
@@ -277,7 +255,4 @@ def _axis(axes: Any, chips: list[int]) -> None:
     axes.set_xticks(chips)
     axes.set_xticklabels([f"{count:,}" for count in chips])
     axes.set_xlabel("chips", color=style.INK)
-    axes.grid(color=style.GRID)
-    axes.set_axisbelow(True)
-    for spine in ("top", "right"):
-        axes.spines[spine].set_visible(False)
+    style.grid_axes(axes)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.explaining import decode_forms
-from rooftrace.costmodels.solving import serving
-from rooftrace.costmodels.sweeps import Elasticities, Elasticity, MainEffect
 from rooftrace.hardware.units import format_bandwidth, format_flop_rate, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.renderers import words
+from rooftrace.studies.explaining import decode_forms
+from rooftrace.studies.sensitivity import Elasticities, Elasticity, MainEffect
+from rooftrace.studies.solving import serving
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 # -- tornado ---------------------------------------------------------------------------------------
-# Main effects as a tornado: a bar for each factor, from its lowest to its highest mean.
 
 LEFT, SPAN = 0.235, 0.545  # of the page: before the bars, and the bars
 ROOM = 0.30  # of the longest bar, kept free at both ends for words
@@ -52,7 +51,7 @@ def tornado(
 
 @dataclass(frozen=True, slots=True)
 class TornadoBar:
-    """A bar from `low` to `high`, each a label and a value; `right` stands beside it."""
+    """A bar from `low` to `high`, each a label and a value, and the text at its right."""
 
     name: str
     low: tuple[Any, float]
@@ -68,7 +67,7 @@ def bars_around(
 ) -> Figure:
     """Bars around a middle, the widest on top.
 
-    texts: title, subtitle, what stands below the middle, and what is at the right.
+    texts: title, subtitle, the text below the middle, and the head of those at the right.
     """
     ranked = sorted(bars, key=lambda bar: bar.low[1] - bar.high[1])
     title, subtitle, about, right = texts
@@ -110,12 +109,13 @@ def _bar(
     axes.text((0.988 - LEFT) / SPAN, y, bar.right, fontsize=10, color=style.INK, ha="right", **at)
     ends = ((bar.low, style.BLUE, "right", -5), (bar.high, style.ORANGE, "left", 5))
     if bar.low[1] == bar.high[1]:
-        _note(axes, "no effect", (middle, y), style.FAINT, "left", 5)
+        style.note(axes, "no effect", (middle, y), (5, 0), size=9.5, va="center")
         return
     for (level, value), colour, across, away in ends:
         axes.barh(y, value - middle, left=middle, height=0.66, color=colour)
         text = f"{short_text(str(level))}: {wording(value)}"
-        _note(axes, text, (value, y), style.ink_of(colour), across, away)
+        ink = style.ink_of(colour)
+        style.note(axes, text, (value, y), (away, 0), across, 9.5, ink, va="center")
 
 
 def short_text(text: str, most: int = 16) -> str:
@@ -123,16 +123,7 @@ def short_text(text: str, most: int = 16) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
-def _note(
-    axes: Axes, text: str, at: tuple[float, float], colour: str, across: str, away: int
-) -> None:
-    """Words beside a place, some points away from it."""
-    how: dict[str, Any] = {"textcoords": "offset points", "fontsize": 9.5, "va": "center"}
-    axes.annotate(text, at, xytext=(away, 0), color=colour, ha=across, **how)
-
-
-# -- elasticplot -----------------------------------------------------------------------------------
-# Elasticities as a tornado: the time of a step after each number is halved, and doubled.
+# -- elasticities ----------------------------------------------------------------------------------
 
 MOST = 16
 """Bars; numbers with less effect are left out."""
@@ -170,18 +161,17 @@ def _elasticity_bar(row: Elasticity, seconds: float) -> TornadoBar | None:
     return TornadoBar(name, low, high, f"{row.t_est or 0:+.2f}")
 
 
-# -- exploreplot -----------------------------------------------------------------------------------
-# Where a decode step is limited by computing: a field of devices by cache length.
+# -- explorations ----------------------------------------------------------------------------------
 
 _ROW = 0.5
 """Inches of a row."""
 
 
 def exploration_plot(result: decode_forms.Exploration) -> Figure:
-    """A field for each number of devices and length: the least batch of all devices together.
+    """A field for each number of devices and cache length: the least batch of all devices.
 
-    The colour says what limits there: blue where computing can, orange where HBM, the cache or the
-    network stands in the way of every batch.
+    Blue where computing can limit the decode step, orange where HBM, the cache or the network
+    limits it at every batch.
     """
     from matplotlib.patches import Rectangle
 
@@ -215,8 +205,7 @@ def exploration_plot(result: decode_forms.Exploration) -> Figure:
     return figure
 
 
-# -- frontplot -------------------------------------------------------------------------------------
-# Tokens per second of a chip over those of a user: every configuration, and what none beats.
+# -- Pareto fronts ---------------------------------------------------------------------------------
 
 _LINES = 11
 _MARKED = 6
@@ -224,7 +213,7 @@ _MARKED = 6
 
 
 def front_plot(result: serving.ServingAnswer) -> Figure:
-    """A line for each configuration over the size that is left open; the front is drawn thick.
+    """Tokens/s of a chip over tokens/s of a user: a line for each configuration, the front thick.
 
     A ring marks the best within the limits; a dashed line is the limit of the time per token.
     """
@@ -247,31 +236,21 @@ def front_plot(result: serving.ServingAnswer) -> Figure:
         axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axis.set_minor_formatter(ticker.NullFormatter())
-    axes.grid(color=style.GRID)
-    axes.set_axisbelow(True)
-    for spine in ("top", "right"):
-        axes.spines[spine].set_visible(False)
+    style.grid_axes(axes)
     front = result.front
     axes.plot(
         [point.per_user for point in front], [point.per_chip for point in front],
         color=style.GREY, linewidth=7, alpha=0.35, solid_capstyle="round",
     )  # fmt: skip
-    several = _several(result)
+    several = words.differing([curve.labels for curve in result.curves])
     for number, curve in enumerate(curves):
         colour = style.MANY[number % len(style.MANY)]
         label, fits = _label(curve, several), curve.fits
         speeds = curve.per_user[fits], curve.per_chip[fits]
         axes.plot(*speeds, color=colour, linewidth=1.6, label=label)
     _mark(axes, result)
-    axes.legend(
-        loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=9, labelspacing=0.9
-    )
+    style.side_legend(axes)
     return figure
-
-
-def _several(result: serving.ServingAnswer) -> list[str]:
-    labels = [curve.labels for curve in result.curves]
-    return [n for n in labels[0] if len({str(x.get(n)) for x in labels}) > 1] if labels else []
 
 
 def _label(row: Any, several: list[str]) -> str:
@@ -282,13 +261,11 @@ def _label(row: Any, several: list[str]) -> str:
 def _mark(axes: Axes, result: serving.ServingAnswer) -> None:
     if result.limits.tpot is not None:
         axes.axvline(1 / result.limits.tpot, color=style.INK, linestyle="--", linewidth=1)
-    places = np.unique(np.linspace(0, len(result.front) - 1, _MARKED).astype(int))
-    for place in places if len(result.front) else []:
-        point = result.front[place]
-        axes.annotate(
-            f"{result.name} {point.sizes[result.name]:,}", (point.per_user, point.per_chip),
-            xytext=(5, 6), textcoords="offset points", fontsize=8, color=style.INK,
-        )  # fmt: skip
+    marked = np.unique(np.linspace(0, len(result.front) - 1, _MARKED).astype(int))
+    for number in marked if len(result.front) else []:
+        point = result.front[number]
+        text, at = f"{result.name} {point.sizes[result.name]:,}", (point.per_user, point.per_chip)
+        style.note(axes, text, at, (5, 6), size=8, colour=style.INK, va="baseline")
     if result.best is not None:
         axes.plot(
             [result.best.per_user], [result.best.per_chip], "o", markersize=11,

@@ -1,4 +1,4 @@
-"""The gate of a repository: locks made and checked, what a check says, comments that carry it."""
+"""Locked costs and the gate of a repository: their file, budgets, comments, the pytest plugin."""
 
 from rooftrace._face import face
 

@@ -11,24 +11,24 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from rooftrace._progress import tell
-from rooftrace.costmodels.diffs import Diff, changes
 from rooftrace.costmodels.estimates import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.fusion import ExecutionModel, plan, usual_execution
 from rooftrace.costmodels.ops import own_rules
-from rooftrace.costmodels.planning import ExecutionModel, plan, usual_execution
-from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.costmodels.rewrites import check_precisions
+from rooftrace.diffs.costs import Diff, changes
+from rooftrace.diffs.git import RevisionError, repositories
+from rooftrace.diffs.git.repositories import Commit
 from rooftrace.errors import RequestError, UnusedError, is_ours, naming
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
-from rooftrace.reporting import diff, in_precisions, priced
-from rooftrace.reporting.locks import files, files as gate, records
-from rooftrace.reporting.locks.checking import Shift
-from rooftrace.reporting.requests.calls import Kept
-from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.requests import Job, names
-from rooftrace.tracer.revisions import RevisionError, repositories
-from rooftrace.tracer.revisions.repositories import Commit
-from rooftrace.tracer.sources.apart import Traced, trace_each_apart
+from rooftrace.reporting.commands import diff, in_precisions, priced
+from rooftrace.reporting.commands.calls import Kept
+from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
+from rooftrace.reporting.gates import lock as records, lockfile, lockfile as gate
+from rooftrace.reporting.gates.checking import Shift
+from rooftrace.tracer import Job, names
+from rooftrace.tracer.phases.apart import Traced, trace_each_apart
 
 # -- causes ----------------------------------------------------------------------------------------
 # Why costs moved since a lock was written: the revision that wrote it is built from git.
@@ -145,7 +145,7 @@ def former(settings: gate.Settings, *, update: bool = False) -> records.Lock | N
     Raises LockError where it is needed: to be checked, or for its targets.
     """
     try:
-        return files.load_lock(settings.path)
+        return lockfile.load_lock(settings.path)
     except records.LockError:
         if update and settings.targets:
             return None

@@ -1,4 +1,4 @@
-from rooftrace.reporting.renderers import model as model, units as units, words as words
+from rooftrace.reporting.renderers import units as units, view as view, words as words
 from rooftrace.reporting.renderers.escaping import runs as runs
 from rooftrace.reporting.renderers.latex import as_latex as as_latex, table_files as table_files
 from rooftrace.reporting.renderers.markdown import as_page as as_page

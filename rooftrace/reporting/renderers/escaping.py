@@ -1,4 +1,4 @@
-"""Text on a GitHub-flavoured page: code spans and emphasis of builders work, what a name says not.
+"""Text on a GitHub-flavoured page: code spans and emphasis of builders work, those in names do not.
 
 Raw HTML, links, images, definitions of links and fences are escaped, because no builder writes
 any; they can only come from names.  So is a line that would make the one before it the head of a
@@ -75,7 +75,7 @@ def runs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _inside(code: str) -> str:
-    """What stands between the backticks of a code span, as CommonMark reads it."""
+    """The text between the backticks of a code span, as CommonMark reads it."""
     fence = len(code) - len(code.lstrip("`"))
     inner = code[fence : len(code) - fence]
     padded = inner.startswith(" ") and inner.endswith(" ") and inner.strip()
@@ -98,7 +98,7 @@ def fenced(code: str, language: str) -> list[str]:
 
 
 def code_span(text: str) -> str:
-    """A name as a code span, whatever backticks it has; "" for no name."""
+    """A name as a code span, also where it has backticks; "" for no name."""
     if not text:
         return ""
     longest = max((len(run) for run in _RUNS.findall(text)), default=0)

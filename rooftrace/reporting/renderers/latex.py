@@ -16,7 +16,7 @@ from rooftrace.reporting.renderers.latex_columns import (
     pieces,
     plain,
 )
-from rooftrace.reporting.renderers.model import Image, Note, Part, Section, Table, View
+from rooftrace.reporting.renderers.view import Image, Note, Part, Section, Table, View
 
 PREAMBLE = r"""% made_by: rooftrace
 % Tables of rooftrace.  They need \usepackage{array,booktabs} and nothing else.
@@ -41,10 +41,10 @@ _LEADS = 60
 def as_latex(view: View, figures: Collection[str] = (), style: str = "screen") -> str:
     """The whole view as a document of its own.
 
-    figures: names of the files that it may show.  style: what its tables are as wide as
-    ("screen", "paper", "paper-column").
+    figures: names of the files that it may show.  style: the width of its tables ("screen",
+    "paper", "paper-column").
     """
-    writer = _Writer(view.title, figures, style)
+    writer = _LatexWriter(view.title, figures, style)
     lines = [rf"\section*{{{latex(view.title)}}}", ""] if view.title else []
     for section in view.sections:
         lines += writer.section(section, 0, "")
@@ -55,7 +55,7 @@ def as_latex(view: View, figures: Collection[str] = (), style: str = "screen") -
 
 def table_files(view: View, style: str = "screen") -> dict[str, str]:
     """Each table as a file that a paper takes in with \\input, by the name of the file."""
-    writer = _Writer(view.title, (), style)
+    writer = _LatexWriter(view.title, (), style)
     for section in view.sections:
         for _ in writer.section(section, 0, ""):
             pass
@@ -63,7 +63,7 @@ def table_files(view: View, style: str = "screen") -> dict[str, str]:
     return {f"table-{made.name}.tex": f"{need}{made.text}" for made in writer.floats}
 
 
-class _Writer:
+class _LatexWriter:
     """Writes sections, and keeps the floats that it made."""
 
     def __init__(self, title: str, figures: Collection[str], style: str) -> None:
@@ -84,7 +84,7 @@ class _Writer:
 
     def _parts(self, section: Section, level: int, named: str) -> Iterator[str]:
         listing = ""
-        lead = ""  # a note that announces the table behind it: "On l4:"
+        lead = ""  # of a note that announces the table below it: "On l4:"
         for part in section.parts:
             kind = _kind_of(part)
             if listing and kind != listing:
@@ -113,15 +113,14 @@ class _Writer:
             yield from _note(part)
 
     def _figure(self, image: Image) -> Iterator[str]:
-        stem = image.name.removesuffix(".png")
-        shown = next((f"{stem}{end}" for end in _DRAWN if f"{stem}{end}" in self._figures), None)
-        if shown is not None:
+        file = image.file(_DRAWN, self._figures)
+        if file is not None:
             size = r"width=\linewidth,height=0.85\textheight,keepaspectratio"
             yield rf"""
 \begin{{figure}}[H]
 \centering
-\includegraphics[{size}]{{{shown}}}
-\caption{{{latex(image.about or stem)}}}
+\includegraphics[{size}]{{{file}}}
+\caption{{{latex(image.caption)}}}
 \end{{figure}}
 """
 
@@ -135,18 +134,14 @@ def _kind_of(part: Part) -> str:
 
 def _note(note: Note) -> Iterator[str]:
     if note.code == "mermaid":
-        yield from (
-            "",
-            "The Mermaid diagram stands in the Markdown and the HTML of this result.",
-            "",
-        )
+        text = "The Mermaid diagram stands in the Markdown and the HTML of this result."
+        yield from ("", text, "")
         return
     if note.code:
         lines = note.text.split("\n")
         yield from (r"\begin{flushleft}\footnotesize", *map(_code_line, lines), r"\end{flushleft}")
         return
-    lines = note.text.split("\n") if note.lines else [note.text]
-    text = "\\\\\n".join(latex(line.strip()) for line in lines if line.strip())
+    text = "\\\\\n".join(latex(line.strip()) for line in note.text_lines if line.strip())
     if not text:
         return
     text = rf"\textbf{{{text}}}" if note.mark in _BOLD else text
@@ -164,7 +159,7 @@ def _code_line(line: str) -> str:
 
 
 def _lead(part: Part) -> str:
-    """What a short note says of the table that it announces: ", on l4" of "On l4:"."""
+    """The caption that a short note gives to the table below it: ", on l4" of "On l4:"."""
     if not isinstance(part, Note) or part.on == "screen" or len(part.text) > _LEADS:
         return ""
     return f", {_lowered(part.text[:-1])}" if part.text.endswith(":") else ""
@@ -177,8 +172,6 @@ def _lowered(text: str) -> str:
 
 
 # -- floats ----------------------------------------------------------------------------------------
-# Tables as floats of a paper: booktabs rules, a caption and a label each, at most a page long.
-
 
 MOST_LINES = 46
 """Lines of the body of a float; a longer table has several."""
@@ -187,7 +180,7 @@ _APART = re.compile(r"[^a-z0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What tables are printed on: points of their width, and the environment of a float."""
+    """The paper of tables: points of their width, and the environment of a float."""
 
     width: float
     float: str = "table"
@@ -220,7 +213,7 @@ class Float:
 
 @dataclass(slots=True)
 class Floats:
-    """Makes the floats of a result, each with a name of its own.  of: whose tables these are."""
+    """Makes the floats of a result, each with a unique name.  of: the title of the result."""
 
     sheet: Sheet
     of: str = ""
@@ -262,9 +255,8 @@ class Floats:
         name = _APART.sub("-", words.lower()).strip("-")[:64].strip("-") or "table"
         self._names[name] += 1
         number = self._names[name]
-        return name if number == 1 else self._name_of(name, number)
-
-    def _name_of(self, name: str, number: int) -> str:
+        if number == 1:
+            return name
         while self._names[f"{name}-{number}"]:
             number += 1
         self._names[f"{name}-{number}"] = 1

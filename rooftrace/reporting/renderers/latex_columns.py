@@ -17,10 +17,9 @@ from typing import NamedTuple
 from rooftrace._escapes import visible
 from rooftrace.hardware.units import CAPACITY_STEPS, COUNT_STEPS, DECIMAL_STEPS, MISSING, TIME_STEPS
 from rooftrace.reporting.renderers.escaping import runs
-from rooftrace.reporting.renderers.model import Cell, Column, Table
+from rooftrace.reporting.renderers.view import Cell, Column, Table
 
 # -- text ------------------------------------------------------------------------------------------
-# Text for LaTeX: what builders emphasise is set so, and no name is ever a command.
 
 _ASCII = {
     "\\": r"\textbackslash{}",
@@ -87,12 +86,8 @@ _SYMBOLS = {
     "µ": r"$\mu$",
 }
 
-_GREEK = (
-    *("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"),
-    *("lambda", "mu", "nu", "xi", ".", "pi", "rho", ".", "sigma", "tau", "upsilon", "phi", "chi"),
-    *("psi", "omega"),
-)
-_CAPITALS = {"Γ", "Δ", "Θ", "Λ", "Ξ", "Π", "Σ", "Υ", "Φ", "Ψ", "Ω"}
+_GREEK = frozenset("αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΥΦΨΩ")
+"""Letters that LaTeX has commands for: other capitals look like Latin ones."""
 _ACCENTS = {
     "\u0300": "`",
     "\u0301": "'",
@@ -145,7 +140,7 @@ def _word(word: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text as LaTeX sets it, whatever it holds."""
+    """Text with every character escaped for LaTeX."""
     return "".join(map(_letter, visible(text)))
 
 
@@ -159,24 +154,24 @@ def width_of(text: str) -> int:
 def _letter(letter: str) -> str:
     if letter.isascii():
         return _ASCII.get(letter, letter)
-    known = _SYMBOLS.get(letter) or _greek(letter) or _script(letter) or _accented(letter)
-    return known or "".join(_ASCII.get(c, c) for c in _unset(letter))
+    return _command(letter) or "".join(_ASCII.get(c, c) for c in _unset(letter))
+
+
+def _command(letter: str) -> str:
+    """The LaTeX for a letter outside of ASCII; "" where there is none."""
+    return _SYMBOLS.get(letter) or _greek(letter) or _script(letter) or _accented(letter)
 
 
 def _unset(letter: str) -> str:
-    r"""What stands for a letter that is not set: `\u4e2d`; "" for one that is."""
-    if _SYMBOLS.get(letter) or _greek(letter) or _script(letter) or _accented(letter):
-        return ""
-    return letter.encode("ascii", "backslashreplace").decode()
+    r"""The escape for a letter that LaTeX cannot set: `\u4e2d`; "" for one that it can."""
+    return "" if _command(letter) else letter.encode("ascii", "backslashreplace").decode()
 
 
 def _greek(letter: str) -> str:
-    if letter in _CAPITALS:
-        name = unicodedata.name(letter).rpartition(" ")[2].replace("LAMDA", "LAMBDA")
-        return rf"$\{name.capitalize()}$"
-    place = ord(letter) - ord("α")
-    name = _GREEK[place] if 0 <= place < len(_GREEK) else "."
-    return "" if name == "." else rf"$\{name}$"
+    if letter not in _GREEK:
+        return ""
+    name = unicodedata.name(letter).rpartition(" ")[2].replace("LAMDA", "LAMBDA")
+    return rf"$\{name.capitalize() if letter.isupper() else name.lower()}$"
 
 
 def _script(letter: str) -> str:
@@ -197,9 +192,8 @@ def _accented(letter: str) -> str:
 
 
 # -- aligning --------------------------------------------------------------------------------------
-# Cells of a column as numbers of one unit, which then stands in the head; points stand in line.
-#
-# It works on the texts that every other page prints, so the digits are the same.
+# Cells of a column in one unit, which moves into the head; decimal points line up.  Works on the
+# texts that other pages print, so the digits are the same.
 
 _NUMBER = r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?"
 _UNIT = r"[A-Za-z%][A-Za-z/%]*"
@@ -225,7 +219,7 @@ _FAMILIES: tuple[Mapping[str, Decimal], ...] = (
     _steps(DECIMAL_STEPS, "B/s"),
     _COUNTS,
 )
-"""Units that go into each other, and what one of each is worth."""
+"""Units that convert into each other, and the value of one of each."""
 _POWERS = {"K": "$10^3$", "M": "$10^6$", "B": "$10^9$", "T": "$10^{12}$"}
 _LARGEST = 10**6
 """Numbers of a column are below this, else each keeps its own unit."""
@@ -248,7 +242,7 @@ class _Quantity:
 def aligned(texts: Sequence[str], symbol: str = "") -> InOneUnit | None:
     """Cells of a column in one unit; None where they are no numbers, or of too different sizes.
 
-    symbol: what the numbers are as they are stored ("byte", "s"), since "B" is billions too.
+    symbol: the unit of the stored numbers ("byte", "s"), since "B" is billions too.
     """
     quantities = [_quantity(text) for text in texts]
     numbers = [item for item in quantities if item is not None]
@@ -319,12 +313,12 @@ def _common(used: set[str], family: Mapping[str, Decimal], sizes: Sequence[Decim
 
 def _in(part: tuple[Decimal, str], unit: str, family: Mapping[str, Decimal]) -> str:
     """A number in another unit, with as many digits as it has."""
-    number, own = part
+    number, before = part
     if not number:
         return "0"
-    if own == unit:
+    if before == unit:
         return f"{number:,}"
-    factor = family[own] / family[unit]
+    factor = family[before] / family[unit]
     digits = len(number.as_tuple().digits)
     changed = number * factor
     places = max(0, digits - 1 - changed.adjusted())
@@ -339,7 +333,6 @@ def _shown(unit: str) -> str:
 
 
 # -- columns ---------------------------------------------------------------------------------------
-# Columns of a table as LaTeX: their heads with units, their cells, and the width of each.
 
 _BOLD = ("strong", "bad")
 LETTER = 4.3
@@ -354,7 +347,7 @@ _NARROW = 14
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """A column as it is set: width in letters; `wraps` where its lines may break."""
+    """A typeset column: width in letters; `wraps` where its lines may break."""
 
     head: tuple[str, ...]  # lines
     cells: tuple[str, ...]
@@ -401,7 +394,7 @@ def _set(column: Column, rows: Sequence[object]) -> Set:
 
 
 def _symbol(column: Column, rows: Sequence[object]) -> str:
-    """What the numbers of a column are as they are stored."""
+    """The unit of the stored numbers of a column."""
     values = (column.read(row) for row in rows)
     units = {v.unit.symbol for v in values if isinstance(v, Cell) and v.unit is not None}
     return next(iter(units)) if len(units) == 1 else column.unit.symbol
@@ -413,7 +406,7 @@ def _number(text: str, lacks: int) -> str:
 
 
 def _head(name: str, unit: str, body: int) -> tuple[tuple[str, ...], list[str]]:
-    """The lines of a head with the unit of its numbers, and about what they look like."""
+    """The lines of a head with the unit of its numbers, as LaTeX and about as they look."""
     bare = "".join(c for c in unit if c.isalnum() or c in "/%")
     if unit and bare.endswith(name) and name.isupper():  # FLOP in GFLOP
         name = ""
@@ -464,7 +457,7 @@ def _points(columns: Sequence[Set], wrapped: int = _WRAPPED) -> float:
 
 
 def fitted(columns: Sequence[Set], width: float) -> list[Set]:
-    """The columns with what room is left shared among those whose lines break."""
+    """The columns, with the remaining room shared among those whose lines break."""
     wrapped = _WRAPPED if _points(columns) <= width else _NARROW
     room = width - _points(columns, wrapped)
     made = []

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rooftrace.reporting.renderers.escaping import fenced, inline
-from rooftrace.reporting.renderers.model import Column, Image, Note, Part, Section, Table, View
+from rooftrace.reporting.renderers.view import Column, Image, Note, Part, Section, Table, View
 
 _BOLD = ("strong", "bad")
 _SHOWN = (".png", ".svg")
@@ -62,10 +62,8 @@ def _linked(title: str) -> str:
 
 
 def _anchors(view: View) -> dict[int, str]:
-    """Where links to each section lead, by the section's identity, as GitHub names headings.
-
-    Of headings that would be named alike, the second has "-1" behind its name, and so on.
-    """
+    """The anchor of each section by its identity, as GitHub names headings: repeated names get
+    "-1", "-2" ... appended."""
     anchors: dict[int, str] = {}
     names: Counter[str] = Counter()
 
@@ -97,15 +95,13 @@ def _part(part: Part, level: int, figures: Collection[str]) -> Iterator[str]:
     elif isinstance(part, Table):
         yield from _table(part)
     elif isinstance(part, Image):
-        stem = part.name.removesuffix(".png")
-        shown = next((f"{stem}{end}" for end in _SHOWN if f"{stem}{end}" in figures), None)
-        if shown is not None:
-            yield f"![{part.about or stem}]({shown})"
+        file = part.file(_SHOWN, figures)
+        if file is not None:
+            yield f"![{part.caption}]({file})"
     elif isinstance(part, Note) and part.code:
         yield from fenced(part.text, part.code)
     elif isinstance(part, Note):
-        lines = part.text.split("\n") if part.lines else [part.text]
-        text = "\n".join(map(inline, lines))
+        text = "\n".join(map(inline, part.text_lines))
         text = f"**{text}**" if part.mark in _BOLD else text
         if part.bullet:
             text = f"{'  ' * (part.bullet - 1)}- {text}"

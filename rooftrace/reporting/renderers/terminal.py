@@ -1,7 +1,4 @@
-"""A view on a screen, in colours where the terminal has them.
-
-Here, and nowhere else, characters that are not seen get visible escapes.
-"""
+"""A view on a screen, in colours where the terminal has them; unseen characters are escaped."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import visible
-from rooftrace.reporting.renderers.model import Column, Note, Section, Table, View
+from rooftrace.reporting.renderers.view import Column, Note, Section, Table, View
 from rooftrace.reporting.renderers.words import short_module
 
 if TYPE_CHECKING:
@@ -40,7 +37,7 @@ STYLES: Mapping[str, str] = {
 
 
 def as_screen(view: View) -> RenderableType:
-    """What rich prints.  Sections stand by their places, with blank lines between the places."""
+    """A renderable for rich.  Sections go by their places, with blank lines between places."""
     _rich_imported()
     from rich.console import Group
     from rich.text import Text
@@ -113,15 +110,13 @@ def _cell(column: Column, row: object) -> Text:
 
 
 # -- grids -----------------------------------------------------------------------------------------
-# A table that leaves out its least important columns where the terminal is narrow.
-
 
 LEAST = 16  # letters that a flexible or folded cell keeps before another column is dropped
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of cells, one space between columns, no lines; a rich renderable."""
+    """A table for rich that drops its least important columns on a narrow terminal."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Text, ...], ...]
@@ -173,8 +168,7 @@ class Grid:
 
     @staticmethod
     def _shared(room: int, widths: Sequence[int], needed: dict[int, int]) -> dict[int, int]:
-        """What each column that is cut gets of the room: what it needs, then the first what it
-        wants."""
+        """The room of each column that is cut: its need; more for the first that want it."""
         left = room - sum(needed.values())
         shared = {}
         for i, least in needed.items():

@@ -13,6 +13,7 @@ from rooftrace.hardware.units import (
     MISSING,
     format_capacity,
     format_count,
+    format_flop_rate,
     format_flops,
     format_intensity,
     format_share,
@@ -25,7 +26,7 @@ from rooftrace.reporting.renderers.escaping import code_span
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What the numbers of a column are and how they are written.  Text is a unit too."""
+    """The unit of a column's numbers, and their text.  Words are a unit too."""
 
     symbol: str  # of the numbers as they are stored: "s", "byte"
     type: str  # "integer", "number" or "string"
@@ -75,12 +76,15 @@ CODE = Unit("", "string", code_span, str, left="both")
 MODULE = Unit("", "string", lambda p: code_span(p or "(root)"), lambda p: p or "(root)", "both")
 KERNEL = Unit("", "string", lambda name: code_span(words.kernel_name(name)), _kernel, "both")
 COUNT = Unit("", "integer", _count)
+EXACT = Unit("", "integer", lambda number: f"{number:,}")
+"""A whole number of any size: COUNT rounds beyond 53 bits, and also takes means."""
 INDEX = Unit("", "integer", str)
 FLOP = Unit("FLOP", "integer", format_flops, lambda n: words.bare(format_flops(n), "FLOP"))
 BYTE = Unit("byte", "integer", format_traffic)
 CAPACITY = Unit("byte", "integer", format_capacity)
 SECOND = Unit("s", "number", format_time)
 RATE = Unit("1/s", "number", format_count)
+FLOP_RATE = Unit("FLOP/s", "number", format_flop_rate)
 NUMBER = Unit("", "number", format_count)
 SHARE = Unit("", "number", format_share, words.percent)
 ERROR = Unit("", "number", lambda error: f"{error:+.1%}")

@@ -1,7 +1,4 @@
-"""The sentences and short cells that every report shares; knows wording, knows no layout.
-
-Each function is data in, text out, so that the terminal and the markdown page say the same thing.
-"""
+"""Sentences and short cells that reports share: data in, text out, no layout."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.costmodels.timing.timings import ranked
+from rooftrace.graph import pattern_of
 from rooftrace.hardware import units
 from rooftrace.hardware.units import (
     MISSING,
@@ -23,15 +21,14 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.costmodels.fusion import Coverage
     from rooftrace.costmodels.memory import Held, LargestBatch, Memory
-    from rooftrace.costmodels.planning import Coverage
     from rooftrace.costmodels.timing.timings import StepTimes
+    from rooftrace.graph import Assumption
     from rooftrace.hardware import Chip
-    from rooftrace.tracer.graph import Assumption
 
 UNSUPPORTED_ON_A_SCREEN = 3
 """How many ops without a rule are named."""
@@ -71,7 +68,7 @@ def bare(text: str, unit: str) -> str:
 
 
 def time_word(estimates: Iterable[Estimate]) -> str:
-    """What the times of estimates are: "expected", "bound", or "time" where some are of each."""
+    """The kind of the times of estimates: "expected", "bound", or "time" where both occur."""
     kinds = {estimate.expected for estimate in estimates}
     if len(kinds) > 1:
         return "time"
@@ -114,16 +111,16 @@ def model_words(model: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
 
 
 def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
-    """What one step of a phase runs: "8 x 255 tokens, adamw", "8 x 1 token, KV 4096", "batch 8".
+    """The inputs of one step: "8 x 255 tokens, adamw", "8 x 1 token, KV 4096", "batch 8".
 
     Of a pipeline: "16 microbatches of 1 x 255 tokens, adamw".
     """
     item = str(workload.get("item") or "sample")
     parts = []
     batch, items, kv = workload.get("batch"), workload.get("items"), workload.get("kv")
-    told = [f"as torch {workload['torch']} runs it"] if workload.get("torch") else []
+    release = [f"as torch {workload['torch']} runs it"] if workload.get("torch") else []
     if workload.get("requests"):
-        return ", ".join((_requests_words(workload["requests"]), *told))
+        return ", ".join((_requests_words(workload["requests"]), *release))
     if batch and items and item == "token" and items % batch == 0:
         parts.append(f"{batch} x {plural(items // batch, item)}")
     elif batch:
@@ -138,7 +135,7 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
     if phase == "training" and workload.get("optimizer"):
         optimizer = workload["optimizer"]
         parts.append("no optimizer" if optimizer == "none" else str(optimizer))
-    return ", ".join((*parts, *told))
+    return ", ".join((*parts, *release))
 
 
 _FEW = 3
@@ -202,11 +199,8 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip, processes: int = 1) -> t
     if weights > chip.memory_capacity.value:
         cause = f"{format_traffic(weights)} of weights do not fit {chip_name}"
     else:
-        cause = (
-            f"{listed(misfits)} does not fit {chip_name}"
-            if len(misfits) == 1
-            else (f"{listed(misfits)} do not fit {chip_name}")
-        )
+        verb = "does" if len(misfits) == 1 else "do"
+        cause = f"{listed(misfits)} {verb} not fit {chip_name}"
     by_count: dict[int, list[str]] = {}
     for phase in misfits:
         by_count.setdefault(memory[phase].chips_needed(chip), []).append(phase)
@@ -224,7 +218,7 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip, processes: int = 1) -> t
 
 
 def held_words(held: Held) -> str:
-    """ "weight", "weight.exp_avg", "mm, backward", "input_ids": what a tensor at the peak is."""
+    """A tensor at the peak: "weight", "weight.exp_avg", "mm, backward", "input_ids"."""
     if held.op and not held.name:
         return f"{kernel_name(held.op)}, {held.part}"
     name = held.name
@@ -243,7 +237,7 @@ def batch_words(batch: LargestBatch) -> str:
 
 
 def alive(memory: Memory) -> dict[str, int]:
-    """What the peak consists of, summing to it; temporaries are all that is not listed."""
+    """The peak by kind of tensor, summing to it; temporaries are all that is not listed."""
     lasting = {"weights": "weights", "kv": "KV", "gradients": "gradients", "optimizer": "optimizer"}
     sizes = {name: memory.at_peak.get(role, 0) for role, name in lasting.items()}
     if memory.gathered or memory.buffers:
@@ -257,9 +251,9 @@ def alive(memory: Memory) -> dict[str, int]:
 def coverage_words(
     coverages: Iterable[Coverage], unrecorded: Sequence[Assumption] = ()
 ) -> tuple[bool, str]:
-    """Whether the totals are complete, and the line that must stand beside every total.
+    """Whether the totals are complete, and the line that must accompany every total.
 
-    unrecorded: what ran out of sight of the traces.
+    unrecorded: ops that ran out of sight of the traces.
     """
     ops = with_rule = size = size_with_rule = 0
     for coverage in coverages:
@@ -272,25 +266,25 @@ def coverage_words(
     sentence = f"{with_rule:,} of {ops:,} ops have a rule, {shown} of bytes"
     if not unrecorded:
         return with_rule == ops, sentence
-    what = "; ".join(dict.fromkeys(item.text for item in unrecorded))
+    gaps = "; ".join(dict.fromkeys(item.text for item in unrecorded))
     return False, (
         f"{with_rule:,} of {ops:,} recorded ops have a rule, but not everything was recorded: "
-        f"totals are a lower bound ({what})"
+        f"totals are a lower bound ({gaps})"
     )
 
 
 def coverage_lines(estimates: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """How much of these steps was counted, and ops that have no rule; each line with its look."""
+    """(line, mark): how much of these steps was counted, and the ops without a rule."""
     gaps = [gap for estimate in estimates for gap in estimate.graph.unrecorded]
-    whole, sentence = coverage_words((e.coverage for e in estimates), gaps)
+    complete, sentence = coverage_words((e.coverage for e in estimates), gaps)
     missing = [(line, "bad") for line in missing_rules(estimates)]
-    return [(f"coverage: {sentence}", "" if whole else "bad"), *missing]
+    return [(f"coverage: {sentence}", "" if complete else "bad"), *missing]
 
 
 def attention_again(parts: Sequence[tuple[Estimate, int]]) -> list[str]:
-    """The products of attention's backward that the FLOP of a step leave out, where there are any.
+    """The recomputed products of attention's backward, which the FLOP of a step leave out.
 
-    parts: what the step consists of, and how often each runs.
+    parts: the pieces of the step, and how often each runs.
     """
     again = sum(
         times * step.graph.times(op) * cost.flops(MATRIX, ("recompute",))
@@ -328,13 +322,8 @@ def assumption_words(assumptions: Iterable[Assumption]) -> str:
     """Assumptions by kind, one that several phases make counted once: "2 branch, 1 loss"."""
     distinct = {(a.kind, pattern_of(a.where), a.text) for a in assumptions}
     kinds = Counter(kind for kind, _, _ in distinct)
-    return (
-        ", ".join(
-            f"{count} {kind}"
-            for kind, count in sorted(kinds.items(), key=lambda entry: (-entry[1], entry[0]))
-        )
-        or "none"
-    )
+    ranked_kinds = sorted(kinds.items(), key=lambda entry: (-entry[1], entry[0]))
+    return ", ".join(f"{count} {kind}" for kind, count in ranked_kinds) or "none"
 
 
 _OF_WEIGHTS = ("config", "precision", "quantization", "unbuilt")
@@ -348,7 +337,7 @@ def of_weights(assumptions: Iterable[Assumption]) -> list[str]:
 HOST_FACTS = frozenset(
     {"dispatch_eager", "dispatch_view", "module_call", "dispatch_compiled", "graph_launch"}
 )
-"""Facts of a chip that are about the host beside it."""
+"""Facts of a chip that are about its host."""
 
 
 def guess_words(chip: Chip) -> str:
@@ -368,8 +357,14 @@ def guess_words(chip: Chip) -> str:
     return ", ".join(names) or "none"
 
 
+def differing(labels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of labels that do not have the same value in all of these mappings."""
+    first = labels[0] if labels else {}
+    return [name for name in first if len({str(each.get(name)) for each in labels}) > 1]
+
+
 def short_module(path: str, width: int) -> str:
-    """A module path cut from the left, where paths differ least, at a dot: "…mlp.experts"."""
+    """A module path cut from the left, at a dot, where paths differ least: "…mlp.experts"."""
     if len(path) <= width:
         return path
     tail = path[len(path) - width + 1 :]

@@ -1,4 +1,4 @@
-"""What the model is made of, as its traced graph shows it: modules, attention, kernels, wiring."""
+"""The section on the structure of a model: modules, attention, kinds of kernels, wiring."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace._escapes import visible
 from rooftrace.hardware.units import format_count, format_share, plural
-from rooftrace.reporting.renderers import model as view, units
+from rooftrace.reporting.renderers import units, view
 from rooftrace.reporting.sections.results import ratio
 from rooftrace.reporting.sections.trust import routed
 
@@ -29,11 +29,11 @@ def architecture(results: Results) -> view.Section:
     phase = results.phases[0]
     estimate = results.estimate(phase)
     made = anatomy(estimate)
-    about = (
+    source = (
         f"Read from the graph of {phase}, as {estimate.execution.name} runs it; a star stands for "
         "the number of a module in a stack."
     )
-    parts: list[view.Part] = [view.Note(about), *_modules(made), *_attention(made), *_kinds(made)]
+    parts: list[view.Part] = [view.Note(source), *_modules(made), *_attention(made), *_kinds(made)]
     if absent := _absent(results):
         parts.append(view.Note(f"Not in this report: {'; '.join(absent)}."))
     parts += [diagram(wiring) for wiring in made.wirings]
@@ -125,7 +125,7 @@ def _kinds(made: Anatomy) -> Iterator[view.Part]:
 
 
 def diagram(wiring: Wiring) -> view.Section:
-    """A flowchart in Mermaid, which GitHub, GitLab and many editors draw."""
+    """A flowchart of a block in Mermaid, which GitHub, GitLab and many editors draw."""
     name = f" of {units.MODULE.page(wiring.path)}" if wiring.path else ""
     times = f", which stands for {wiring.count:,} that are alike" if wiring.count > 1 else ""
     lines = ["flowchart TD"]
@@ -139,7 +139,7 @@ def diagram(wiring: Wiring) -> view.Section:
 
 
 def _shape(place: int, node: WiredNode, wiring: Wiring) -> str:
-    """A node with its label: ops of a block's own code are round, modules are boxes."""
+    """A node with its label: ops are round, modules are boxes."""
     lines = [_label(node.named(wiring.path))]
     if node.kind:
         lines.append(_label(node.kind + (f" x {node.count:,}" if node.count > 1 else "")))
@@ -152,7 +152,7 @@ def _shape(place: int, node: WiredNode, wiring: Wiring) -> str:
 
 
 def _label(text: str) -> str:
-    """Text that is only text in a label, whatever a name in it says."""
+    """Text escaped for a label, and cut."""
     text = visible(text)
     text = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
     return _SPECIAL.sub(lambda mark: f"#{ord(mark[0])};", text)

@@ -1,11 +1,12 @@
-"""Which sections a report has, in the order of its page; a new one is one function, added here.
+"""The sections of a report, in the order of its page; a new one is a function in these lists.
 
-Anybody can add a section without a change here:
+Users add a section without a change here:
 
-    @rt.section("energy")
+    @rt.extend.section("energy")
     def energy(results):
         rows = [{"phase": e.phase, "joule": 700 * e.t_est} for e in results.broken_down()]
-        return rt.Section(title="Energy", parts=[rt.Table(columns=(PHASE, JOULE), rows=rows)])
+        table = rt.extend.Table(columns=(PHASE, JOULE), rows=rows)
+        return rt.extend.Section(title="Energy", parts=[table])
 
 It then stands on the screen, in report.md and, under `sections`, in report.json.
 """
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from rooftrace._extensions import failures, load, owner, refuse_second, track
 from rooftrace.errors import hint, worded
 from rooftrace.hardware.units import format_traffic
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.architecture import architecture
 from rooftrace.reporting.sections.heads import head, pipelines, title, verdict
 from rooftrace.reporting.sections.memory import fit, network
@@ -41,15 +42,13 @@ from rooftrace.reporting.sections.trust import (
     routing,
     trust,
 )
-from rooftrace.reporting.text import factor_columns, factor_rows, factor_sentence
+from rooftrace.reporting.views import factor_columns, factor_rows, factor_sentence
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
     from rooftrace.reporting.sections.results import Results
 
 # -- glossary --------------------------------------------------------------------------------------
-# The fixed part of report.md: definitions that hold for every report.
-
 
 RULES = (
     "One multiply-add is 2 FLOP. Traffic and bandwidth are decimal (1 GB = 10^9 byte), capacity is "
@@ -87,22 +86,17 @@ ORDER = (
 
 
 def glossary(results: Results) -> view.Section:
-    """How to read a report."""
+    """The fixed part of report.md: definitions that hold for every report."""
     columns = [
-        view.Column("word", units.TEXT, "Word"),
-        view.Column("meaning", units.TEXT, "Meaning"),
+        view.Column("word", units.TEXT, "Word", of=lambda item: item[0]),
+        view.Column("meaning", units.TEXT, "Meaning", of=lambda item: item[1]),
     ]
-    rows = [{"word": word, "meaning": meaning} for word, meaning in WORDS.items()]
-    table = view.Table(columns=columns, rows=rows, padded=False)
+    table = view.Table(columns=columns, rows=list(WORDS.items()), padded=False)
     parts: list[view.Part] = [view.Note(RULES), table, view.Note(ORDER)]
     return view.Section(title="How to read this report", parts=parts)
 
 
-# -- builders --------------------------------------------------------------------------------------
-
-
-# -- calibrated ------------------------------------------------------------------------------------
-# What a run measured of bytes, beside what rules count: factors, causes, and the floor.
+# -- calibrated bytes ------------------------------------------------------------------------------
 
 
 def calibrated(results: Results) -> view.Section:
@@ -121,11 +115,7 @@ def calibrated(results: Results) -> view.Section:
             "those we detect. Rates hold for these bytes.",
             on="page",
         ),
-        view.Table(
-            columns=factor_columns,
-            rows=factor_rows(traffic.factors),
-            on="page",
-        ),
+        view.Table(columns=factor_columns, rows=factor_rows(traffic.factors), on="page"),
     ]
     parts += [view.Note(_floor(e), on="page", bullet=1) for e in estimates]
     return view.Section(title="Calibrated bytes", parts=parts)
@@ -136,7 +126,7 @@ def _where(measured: str) -> str:
 
 
 def _floor(estimate: Estimate) -> str:
-    """Bytes of a step as calibrated, beside those by rule and the compulsory ones."""
+    """Bytes of a step as calibrated, by rule, and the compulsory ones."""
     by_rule = estimate.plan.by_rules.bytes.total
     return (
         f"{estimate.phase}, {estimate.execution.name}: {format_traffic(estimate.bytes_hbm)} as "
@@ -153,7 +143,7 @@ Builder: TypeAlias = "Callable[[Results], view.Section]"
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A builder, and the output that its section stands on."""
+    """A builder, and the output of its section."""
 
     build: Builder
     on: view.Output = "both"
@@ -161,7 +151,7 @@ class Listed:
 
 
 def contents(results: Results) -> view.Section:
-    """Links to what comes after."""
+    """Links to the sections after it."""
     return view.Section(title="Contents", contents=True)
 
 
@@ -224,7 +214,7 @@ def section(
 
 
 def added_sections(results: Results) -> dict[str, view.Section]:
-    """The sections that users and third-party packages added, by key."""
+    """The sections that users and other packages added, by key."""
     load("rooftrace.sections")
     return {key: replace(added.build(results), key=key) for key, added in _ADDED.items()}
 
@@ -236,7 +226,7 @@ def not_loaded(results: Results) -> view.Section:
 
 
 def report_view(results: Results, output: view.Output) -> view.View:
-    """Everything that stands on an output, in the order of the page."""
+    """All sections of an output, in the order of the page."""
     sections = []
     for listed in _listed(results):
         if listed.on not in ("both", output):
@@ -259,8 +249,7 @@ def _listed(results: Results) -> Iterator[Listed]:
     yield from LAST
 
 
-# -- checking --------------------------------------------------------------------------------------
-# Checks of a section that a user or a third-party package adds, before anything prints it.
+# -- checks of added sections ----------------------------------------------------------------------
 
 
 OUTPUTS = get_args(view.Output)
@@ -269,19 +258,18 @@ NUMBERS = ("integer", "number")
 
 
 class SectionError(ValueError):
-    """A section of a user's own that cannot be shown: names it, its function, and the column."""
+    """An added section that cannot be shown: names it, its function, and the column."""
 
 
 def built(key: str, build: Callable[..., object], results: object) -> view.Section:
     """The section that a user's function returns.  Raises SectionError."""
-    about = f"section {key!r} ({owner(build)}): "
     try:
         section = build(results)
         if not isinstance(section, view.Section):
-            raise ValueError(f"it returned {section!r:.60}; expected a rooftrace.Section")
+            raise ValueError(f"it returned {section!r:.60}; expected a rooftrace.extend.Section")
         _check(section)
     except Exception as error:  # whatever the code of a user may raise
-        raise SectionError(f"{about}{worded(error)}") from error
+        raise SectionError(f"section {key!r} ({owner(build)}): {worded(error)}") from error
     return section
 
 
@@ -311,7 +299,7 @@ def _check_table(table: view.Table, name: str) -> None:
         raise ValueError(f"{name}: rows={table.rows!r:.60}: expected a list of rows")
     for column in table.columns:
         if not isinstance(column, view.Column):
-            raise ValueError(f"{name}: column {column!r:.60}: expected a rooftrace.Column")
+            raise ValueError(f"{name}: column {column!r:.60}: expected a rooftrace.extend.Column")
         check_output(column.on)
         for number, row in enumerate(table.rows):
             try:

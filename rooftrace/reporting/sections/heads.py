@@ -1,4 +1,4 @@
-"""Opening sections of a report: what is priced, the verdict, and pipelines of stages."""
+"""Opening sections of a report: the model and its chips, the verdict, pipelines of stages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from rooftrace._plain import Positive
 from rooftrace.costmodels.timing import Pipe, StageCost
+from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import (
     format_count,
     format_flops,
@@ -16,10 +17,9 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import is_whole
 from rooftrace.reporting.sections.results import tally
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 # -- pipelines -------------------------------------------------------------------------------------
-# Pipelines: the step that the stages of a phase make together, and what each process holds.
 
 
 def piped(results: Results) -> list[Pipe]:
@@ -46,9 +45,9 @@ def piped(results: Results) -> list[Pipe]:
 
 
 def held(results: Results) -> dict[str, Memory]:
-    """What each phase takes at its peak on the first chip, by phase.
+    """The memory of each phase at its peak on the first chip, by phase.
 
-    Of a pipeline that is the fullest process, with all microbatches that are alive there.
+    Of a pipeline it is that of the fullest process, with all microbatches that are alive there.
     """
     needs = {
         phase: need for phase, need in results.memory.items() if is_whole(results.estimate(phase))
@@ -162,11 +161,10 @@ def pipelines(results: Results) -> view.Section:
 
 
 # -- heads -----------------------------------------------------------------------------------------
-# What is priced and where, and the verdict: whether it fits, how long it takes, what limits it.
 
 
 def head(results: Results) -> view.Section:
-    """Model, chip and workload.  What does not fit is said before anything else."""
+    """Model, chip and workload; before all else, phases that do not fit."""
     workloads = {
         graph.phase: words.workload_words(graph.phase, graph.workload)
         for graph in results.graphs.values()
@@ -213,8 +211,8 @@ def verdict(results: Results) -> view.Section:
     pipes = [_piped(pipe) for pipe in piped(results)[:1]]
     steps = "; ".join(_limited(results.estimate(phase)) for phase in results.phases)
     steps = "".join([*pipes, steps])
-    about = f" {sentence}" if fits else ""
-    notes.append(view.Note(f"{steps[0].upper()}{steps[1:]}.{about}"))
+    fit = f" {sentence}" if fits else ""
+    notes.append(view.Note(f"{steps[0].upper()}{steps[1:]}.{fit}"))
     lines = [_phase_sentence(results.estimate(phase)) for phase in results.phases]
     if len(results.executions) > 1:
         lines.append(_speed_sentence(results))
@@ -255,8 +253,8 @@ def _limited(estimate: Estimate) -> str:
     )
 
 
-def _where(estimate: Estimate) -> str:
-    """The kernels in which most time goes by, and how far the step is from its roof."""
+def _longest(estimate: Estimate) -> str:
+    """The kernel with most time, and the time of the step over its bound."""
     text = ""
     computing = [row for row in estimate.rows if not row.bytes_net]
     kernels = tally(computing, lambda row: (row.name, pattern_of(row.module)))
@@ -297,7 +295,7 @@ def _phase_sentence(estimate: Estimate) -> str:
         f"{_time_words(estimate)} on {_many(estimate)} {estimate.chip.title}{speed}; "
         f"limited by {words.regime_words(estimate.times)}; "
         f"{format_flops(estimate.flops)} and {format_traffic(estimate.bytes_hbm)} of HBM traffic"
-        f"{largest}.{most}{_where(estimate)}"
+        f"{largest}.{most}{_longest(estimate)}"
     )
 
 

@@ -10,7 +10,7 @@ from rooftrace._plain import Plain, Positive
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.estimates.rows import Exchanged
 from rooftrace.hardware.units import format_capacity, format_count
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.results import ratio
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rooftrace.hardware import Chip
     from rooftrace.reporting.sections.results import Results
 
-SHOWN = 10  # modules, and kinds of tensors, of what a peak is made of
+SHOWN = 10  # modules, and kinds of tensors, at a peak
 
 
 SHORT = {"optimizer temporaries": "opt. temp"}
@@ -32,7 +32,7 @@ def fit_cell(need: Memory, chip: Chip, yes: str = "yes") -> view.Cell:
 
 
 def fit(results: Results) -> view.Section:
-    """What is alive at the peak of each phase, whether it fits each chip, and the largest batch."""
+    """The memory alive at the peak of each phase, its fit on each chip, and the largest batch."""
     if not results.memory:
         return view.Section()
     parts: list[view.Part] = [
@@ -75,7 +75,7 @@ ALLOCATED = (
 
 
 def _allocated(results: Results) -> list[view.Part]:
-    """What PyTorch's allocator makes of each phase on the first chip; nothing of a CPU."""
+    """The memory of each phase by PyTorch's allocator on the first chip; nothing for a CPU."""
     chip = results.chips[0]
     handed_out = {
         phase: held
@@ -103,26 +103,26 @@ def _allocated(results: Results) -> list[view.Part]:
     )
     context = format_capacity(next(iter(handed_out.values())).context)
     unsure = [phase for phase, held in handed_out.items() if held.allocated_least < held.allocated]
-    about = (
+    note = (
         f"On {chip.name}, by the rules of PyTorch's caching allocator, run over some steps: sizes "
         "in blocks, workspaces of libraries, segments that it keeps. Fragmentation is the share of "
         "what is reserved that no tensor has at the fullest moment. The context is of a process "
         "and outside of the allocator: a guess. Collective libraries take more, not counted."
     )
     if unsure:
-        about += (
+        note += (
             f" Convolutions may take less than that workspace ({', '.join(unsure)}): which "
             "algorithm runs is the library's choice."
         )
     return [
         view.Note(f"allocator: {'; '.join(sizes)}; {context} of context beside", on="screen"),
         view.Table(columns=ALLOCATED, rows=rows, on="page", leading=1),
-        view.Note(about, on="page"),
+        view.Note(note, on="page"),
     ]
 
 
 def _of_stages(results: Results) -> list[view.Part]:
-    """Of a pipeline: what its peaks leave out."""
+    """A note on a pipeline, whose peaks are those of single microbatches."""
     if all("stages" not in graph.workload for graph in results.graphs.values()):
         return []
     text = "stages hold one microbatch here; peaks with all that are alive stand with the pipeline"
@@ -130,17 +130,17 @@ def _of_stages(results: Results) -> list[view.Part]:
 
 
 def _on_page(results: Results) -> tuple[view.Table, view.Table]:
-    """The peak beside each chip; then what it is made of, a column for each kind of memory."""
+    """Peaks with their fit on each chip; peaks by kind of memory."""
     kinds = list(words.alive(next(iter(results.memory.values()))))
     columns = [
         view.Column("phase", units.TEXT, "Phase"),
         view.Column("peak", units.CAPACITY, "Peak", mark="strong"),
     ]
-    beside = list(columns)
+    fits = list(columns)
     columns += [view.Column(kind, units.CAPACITY, kind[0].upper() + kind[1:]) for kind in kinds]
     for chip in results.chips:
         size = format_capacity(chip.memory_capacity.value)
-        beside.append(view.Column(f"on {chip.name}", units.WORDS, f"{chip.name} ({size})"))
+        fits.append(view.Column(f"on {chip.name}", units.WORDS, f"{chip.name} ({size})"))
     rows = [
         {
             "phase": phase,
@@ -151,7 +151,7 @@ def _on_page(results: Results) -> tuple[view.Table, view.Table]:
         for phase, need in results.memory.items()
     ]
     return (
-        view.Table(columns=beside, rows=rows, on="page", leading=2),
+        view.Table(columns=fits, rows=rows, on="page", leading=2),
         view.Table(columns=columns, rows=rows, on="page", leading=2),
     )
 
@@ -188,7 +188,7 @@ def _on_screen(results: Results) -> view.Table:
 
 
 def memory_at_peak(need: Memory) -> view.Section:
-    """What the peak of a phase is made of: by module, and the tensors with most bytes."""
+    """The peak of a phase by module, and its largest tensors."""
     if not need.tensors:
         return view.Section()
     groups, held = need.by_block(), need.tensors
@@ -235,7 +235,7 @@ def memory_at_peak(need: Memory) -> view.Section:
 
 
 def _rest(noun: str, sizes: Sequence[int]) -> list[view.Part]:
-    """A line on what the table before it leaves out."""
+    """A note on the rows that the table before it leaves out."""
     rest = sizes[SHOWN:]
     if not rest:
         return []
@@ -244,7 +244,6 @@ def _rest(noun: str, sizes: Sequence[int]) -> list[view.Part]:
 
 
 # -- network ---------------------------------------------------------------------------------------
-# Many chips: what a step exchanges with other processes, and what all of them reach together.
 
 
 def meshed(results: Results) -> list[Estimate]:
@@ -289,7 +288,7 @@ class Reached(TypedDict):
 
 
 def reached(estimate: Estimate) -> Reached:
-    """What all processes reach together, and how much of the step is exchange."""
+    """Rates of all processes together, and the share of the step in exchanges."""
     times = estimate.times
     total = sum(row.seconds for row in estimate.communication)
     per_chip = estimate.items_per_s_per_chip
@@ -360,7 +359,7 @@ EXCHANGED = (
 
 
 def network(results: Results) -> view.Section:
-    """What the processes of a mesh reach together, and what each exchanges along each axis."""
+    """Rates of the processes of a mesh together, and the exchanges along each axis."""
     estimates = meshed(results)
     if not estimates:
         return view.Section()
@@ -380,10 +379,10 @@ def network(results: Results) -> view.Section:
     if any(estimate.chip.system is None for estimate in estimates):
         text = "no system was named: collectives take the link of the chip, not fitted (--system)"
         parts.append(view.Note(text))
-    asked = {name: v for e in estimates for name, v in e.execution.disturbances.asked.items()}
-    if asked:
-        told = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in asked.items())
-        parts.append(view.Note(f"what if: {told}"))
+    changes = {name: v for e in estimates for name, v in e.execution.disturbances.asked.items()}
+    if changes:
+        text = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in changes.items())
+        parts.append(view.Note(f"what if: {text}"))
     parts.append(
         view.Note(
             "Bytes are whole buffers, as nccl-tests counts them, of one process. Exposed: seconds "

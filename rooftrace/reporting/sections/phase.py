@@ -1,4 +1,4 @@
-"""One phase in detail: whose bytes, which families, parts, modules and kernels."""
+"""One phase in detail: bytes by role; families, parts, modules and kernels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import file_part
 from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Work
+from rooftrace.graph import ROLES, pattern_of
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
@@ -18,17 +19,16 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import memory_at_peak
 from rooftrace.reporting.sections.results import ratio, tally
 from rooftrace.reporting.sections.steps import kernels_of
-from rooftrace.tracer.graph import ROLES, pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.advice import Headroom, Saving
     from rooftrace.costmodels.estimates import Estimate, Row
     from rooftrace.hardware import Chip
     from rooftrace.reporting.sections.results import Results
+    from rooftrace.studies.advice import Headroom, Saving
 
 MODULES_SHOWN = 25
 SUMS = (
@@ -131,7 +131,7 @@ def _families(estimates: Sequence[Estimate]) -> view.Section:
 
 
 def _sums(entry: Mapping[str, Any], estimate: Estimate) -> dict[str, Any]:
-    """An entry of `by_part` or `by_pattern`, with its share of the step and what limits it."""
+    """An entry of `by_part` or `by_pattern`, with its share of the step and its limit."""
     share = ratio(entry["t_device"], estimate.t_est)
     return {**entry, "share_of_t_est": share, "limit": words.LIMITS[entry["regime"]]}
 
@@ -178,7 +178,6 @@ def _modules(estimate: Estimate, params: Mapping[str, int]) -> view.Section:
 
 
 # -- fusing ----------------------------------------------------------------------------------------
-# What fusing saves in a phase, group by group, and what larger kernels could save beyond that.
 
 
 FUSED_SHOWN, LEFT_SHOWN, NAMES_SHOWN = 10, 5, 6
@@ -194,16 +193,11 @@ SHARE = view.Column("share", units.SHARE, "Share of step")
 SUMMED = ("count", "launches", "bytes", "seconds")
 
 
-def _columns(estimate: Estimate) -> tuple[view.Column, ...]:
-    return (*COLUMNS, view.Column("seconds", units.SECOND, _less(estimate)), SHARE)
-
-
-def _less(estimate: Estimate) -> str:
-    return "Expected time less" if estimate.expected else "Bound less"
-
-
 def fusing(headroom: Headroom) -> view.Section:
-    """Savings, most time first: of the groups, then beyond them; empty where there are none."""
+    """Savings by fusing, most time first: of the groups, then of larger kernels beyond them.
+
+    Empty where there are none.
+    """
     before, after, beyond = headroom.before, headroom.after, headroom.beyond
     parts: list[view.Part] = []
     if headroom.fused:
@@ -249,7 +243,9 @@ def _table(savings: Sequence[Saving], shown: int, estimate: Estimate) -> view.Ta
         sums: dict[str, Any] = {key: sum(getattr(s, key) for s in rest) for key in SUMMED}
         name = view.Cell(f"{len(rest):,} more", "plain")
         rows.append({"name": name, "share": ratio(sums["seconds"], t_est), **sums})
-    return view.Table(columns=_columns(estimate), rows=rows)
+    less = "Expected time less" if estimate.expected else "Bound less"
+    columns = (*COLUMNS, view.Column("seconds", units.SECOND, less), SHARE)
+    return view.Table(columns=columns, rows=rows)
 
 
 def _ops(ops: Sequence[str]) -> str:
@@ -261,7 +257,6 @@ def _ops(ops: Sequence[str]) -> str:
 
 
 # -- indicators ------------------------------------------------------------------------------------
-# The indicators of a step with their formulas, and one kernel's numbers worked out by hand.
 
 
 _Formula = tuple[str, str, Callable[["Estimate"], Any], Callable[[Any], str]]
@@ -353,14 +348,14 @@ def worked_example(estimate: Estimate) -> view.Section:
     if not rows:
         return view.Section()
     row = max(rows, key=lambda row: row.timing.t_device)
-    lines = [_what(estimate, row), _work(estimate, row), _bytes(row)]
+    lines = [_kernel(estimate, row), _work(estimate, row), _bytes(row)]
     lines += _bound(estimate, row)
     lines.append(_expected(estimate, row))
     notes = [view.Note(text, number=place) for place, text in enumerate(lines, 1)]
     return view.Section(title="Worked example", parts=notes)
 
 
-def _what(estimate: Estimate, row: Row) -> str:
+def _kernel(estimate: Estimate, row: Row) -> str:
     op = lead_op(estimate.plan, estimate.plan.groups[row.index])
     values = estimate.graph.values
     made = ", ".join(str(values[index]) for index in op.outputs[:2]) or "nothing"
@@ -413,7 +408,7 @@ def _bytes(row: Row) -> str:
 
 
 def _bound(estimate: Estimate, row: Row) -> list[str]:
-    """What the datasheet says of one kernel: two quotients, and which is the larger."""
+    """The bounds of one kernel by the datasheet: time of its bytes, and of its FLOP."""
     chip: Chip = estimate.chip
     bandwidth = chip.memory_bandwidth.value
     seconds = row.bytes / row.count / bandwidth
@@ -434,7 +429,7 @@ def _bound(estimate: Estimate, row: Row) -> list[str]:
 
 
 def _expected(estimate: Estimate, row: Row) -> str:
-    """What the model of kernels makes of it, and its share of the step."""
+    """The time of one kernel by its rates, and its share of the step."""
     timing = row.timing
     each = format_time(timing.t_device / row.count)
     terms = ", ".join(

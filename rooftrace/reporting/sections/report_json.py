@@ -1,7 +1,6 @@
 """report.json: a report as a record of records; report.schema.json is made from their types.
 
-Plain values in SI units; null stands for what is not modelled.  Nothing in it depends on when or
-where it was made.
+Plain values in SI units; null is "not modelled".  Equal inputs give equal bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypedDict
 
 from rooftrace._plain import Plain, Share, keys_of
-from rooftrace.costmodels.advice import Guidance
 from rooftrace.costmodels.estimates import Estimate, Island, islands
-from rooftrace.costmodels.planning import SUMMARIES, Coverage, Unsupported
+from rooftrace.costmodels.fusion import SUMMARIES, Coverage, Unsupported
+from rooftrace.graph import Assumption
 from rooftrace.hardware import Chip
-from rooftrace.reporting.renderers import model as view
+from rooftrace.reporting.renderers import view
 from rooftrace.reporting.sections.builders import added_sections
 from rooftrace.reporting.sections.heads import Piped, rows_of
 from rooftrace.reporting.sections.memory import (
@@ -35,7 +34,7 @@ from rooftrace.reporting.sections.memory import (
 from rooftrace.reporting.sections.results import Results
 from rooftrace.reporting.sections.step_json import Costs, PhaseMemory, PhaseStep, Savings
 from rooftrace.reporting.sections.trust import Routed, routed
-from rooftrace.tracer.graph import Assumption
+from rooftrace.studies.advice import Guidance
 
 SCHEMA = "rooftrace.report/1"
 ABOUT = {
@@ -326,11 +325,8 @@ def report_schema() -> str:
 
 
 # -- schema ----------------------------------------------------------------------------------------
-# The JSON schema of a record: of its keys, by what they read.
-#
-# The type of a key is that of its field or property, and its description what stands beside the
-# field in a comment, or the first sentence of the property's docstring.  Numbers are 0 at least,
-# unless they are `Annotated` with something else.
+# The type of a key is that of its field or property, and its description the comment of the field,
+# or the first sentence of the property's docstring.  Numbers are at least 0 unless `Annotated`.
 #
 #     schema_of(Saving, {})   # {"type": "object", "properties": {"kind": {"type": "string"}, ...
 
@@ -411,7 +407,7 @@ def _properties(record: Any, keys: str, definitions: Schema) -> dict[str, tuple[
 
 
 def _member(record: Any, path: str) -> tuple[Any, str]:
-    """The type of an attribute, or of one of a part, and what is said of it."""
+    """The type and the description of an attribute, or of one of a part."""
     kind, about = record, ""
     for name in path.split("."):
         inside = typing.get_args(kind)
@@ -428,19 +424,14 @@ def _attribute(record: Any, name: str) -> tuple[Any, str]:
     if isinstance(member, cached_property) or inspect.isfunction(function or member):
         function = function or member
         about = (inspect.getdoc(function) or "").partition(".")[0].replace("\n", " ")
-        return _resolved(function)["return"], about
+        return _hints(function)["return"], about
     hints = _hints(record)
     if name not in hints:
         return typing.Literal[member], ""
     return hints[name], next(_comments(record, name), "")
 
 
-def _hints(record: Any) -> dict[str, Any]:
-    """The types of the fields of a record."""
-    return _resolved(record)
-
-
-def _resolved(thing: Any) -> dict[str, Any]:
+def _hints(thing: Any) -> dict[str, Any]:
     """The annotations of a class or a function; names that only a checker imports are Any."""
     unknown: dict[str, Any] = {}
     while True:
@@ -451,7 +442,7 @@ def _resolved(thing: Any) -> dict[str, Any]:
 
 
 def _comments(record: Any, name: str) -> Iterator[str]:
-    """What stands beside a field in the source of its class."""
+    """The comment of a field in the source of its class."""
     for each in inspect.getmro(record) if inspect.isclass(record) else ():
         if name in inspect.get_annotations(each):
             yield from re.findall(rf"^    {name}: .*?  # (.+)$", inspect.getsource(each), re.M)

@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates import Row, rows as estimate_rows
+from rooftrace.graph import Assumption, OpGraph, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time
-from rooftrace.tracer.graph import Assumption, OpGraph, pattern_of
 
 if TYPE_CHECKING:
     import pandas
 
-    from rooftrace.costmodels.advice import Guidance, Headroom
     from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.costmodels.fusion import Unsupported
     from rooftrace.costmodels.memory import LargestBatch, Memory, Reserved
-    from rooftrace.costmodels.planning import Unsupported
+    from rooftrace.studies.advice import Guidance, Headroom
 
 
 # -- tallies ---------------------------------------------------------------------------------------
-# Sums over the kernels of an estimate by any key; knows sums, knows no layout.
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -51,7 +50,7 @@ class Tally(Generic[Key]):
 
 
 def tally(rows: Iterable[Row], key: Callable[[Row], Key]) -> list[Tally[Key]]:
-    """One Tally per key, most seconds first; ties by key, so that the order never changes."""
+    """Sums of kernels by any key, most seconds first; ties by key, so the order is stable."""
     sums: dict[Key, list[float]] = {}
     for row in rows:
         entry = sums.setdefault(key(row), [0, 0, 0, 0, 0.0])
@@ -67,16 +66,15 @@ def tally(rows: Iterable[Row], key: Callable[[Row], Key]) -> list[Tally[Key]]:
     return sorted(tallies, key=lambda entry: (-entry.seconds, str(entry.key)))
 
 
-def ratio(part: float, whole: float) -> float | None:
-    """A part of a whole; None where there is no whole."""
-    return part / whole if whole else None
+def ratio(part: float, total: float) -> float | None:
+    """A part of a total; None where that is 0."""
+    return part / total if total else None
 
 
 # -- results ---------------------------------------------------------------------------------------
-# What a report is about: estimates by phase, execution and chip, with memory and graphs.
 
 COUNTS = ("params", "params_trainable")
-"""What a graph says of its model in numbers that add up over stages."""
+"""Counts of a model that add up over the stages of a pipeline."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,7 +87,7 @@ class Results(Shown):
     estimates: Mapping[str, Mapping[str, Mapping[str, Estimate]]]
     memory: Mapping[str, Memory]  # by phase
     graphs: Mapping[str, OpGraph]  # by phase
-    # The largest batch that fits, by phase and chip, where that was asked for.
+    # The largest batch that fits, by phase and chip, if requested.
     largest: Mapping[str, Mapping[str, LargestBatch]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -125,7 +123,7 @@ class Results(Shown):
         return tuple(estimate.chip for estimate in by_chip.values())
 
     def reserved(self, phase: str, chip: Chip) -> Reserved | None:
-        """What an allocator makes of a phase as the main execution runs it; None on a CPU."""
+        """The allocator's memory of a phase under the main execution; None on a CPU."""
         return self.estimates[phase][self.main][chip.name].reserved
 
     @property
@@ -144,7 +142,7 @@ class Results(Shown):
 
     @property
     def workload(self) -> dict[str, Any]:
-        """What all phases share; a key whose value differs between phases is left out."""
+        """The workload that all phases share; keys whose values differ are left out."""
         shared: dict[str, Any] = {}
         differing = set()
         for graph in self.graphs.values():
@@ -168,21 +166,21 @@ class Results(Shown):
         )
 
     def _borrowed(self, phase: str) -> Iterator[Assumption]:
-        """That times of a phase have constants that were measured on other chips."""
-        told = {
+        """Assumptions for times of a phase by constants that were measured on other chips."""
+        borrowed = {
             estimate.borrowed: estimate.knobs
             for by_chip in self.estimates[phase].values()
             for estimate in by_chip.values()
             if estimate.borrowed
         }
         first = len(self.graphs[phase].assumptions)
-        for number, (text, knobs) in enumerate(told.items(), start=first):
+        for number, (text, knobs) in enumerate(borrowed.items(), start=first):
             of = ", ".join(knobs.fitted_on) if knobs is not None else ""
             yield Assumption(id=number, kind="knobs", where="", text=text, value=of)
 
     @property
     def unrecorded(self) -> list[Assumption]:
-        """What ran out of sight of the traces, of every phase."""
+        """Ops of every phase that ran out of sight of the traces."""
         return [item for graph in self.graphs.values() for item in graph.unrecorded]
 
     def resting_share(self, phase: str, assumption: int) -> float:
@@ -213,14 +211,14 @@ class Results(Shown):
 
     @cached_property
     def guidance(self) -> Mapping[str, Guidance]:
-        """What would help each phase, in order: main execution, first chip."""
-        from rooftrace.costmodels.advice import guidance
+        """Suggestions for each phase, best first: main execution, first chip."""
+        from rooftrace.studies.advice import guidance
 
         return {phase: guidance(self.estimate(phase)) for phase in self.phases}
 
     @cached_property
     def headroom(self) -> Mapping[str, Headroom]:
-        """What fusing saves by phase: main execution, first chip."""
+        """Savings by fusing, by phase: main execution, first chip."""
         return {phase: self.estimate(phase).headroom() for phase in self.phases}
 
     def of_first_chip(self) -> Iterator[tuple[str, str, Estimate]]:

@@ -1,4 +1,4 @@
-"""What report.json says of a step: its costs and times, what fusing saves, what is in memory."""
+"""The records of a step in report.json: costs and times, savings by fusing, memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from rooftrace._plain import Plain, Share
-from rooftrace.costmodels.advice import Headroom, Saving
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.estimates.rows import BreakdownRow
 from rooftrace.costmodels.memory import LargestBatch, Memory, Reserved
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.reporting.sections.results import Results
+from rooftrace.studies.advice import Headroom, Saving
 
 SAVINGS = 10
-"""How many savings of each kind report.json lists: those that save most time."""
+"""Savings of each kind in report.json: those that save most time."""
 
 Regime: TypeAlias = Annotated[str, ("enum", REGIMES)]
 
@@ -138,7 +138,7 @@ class PhaseStep(Plain):
         return {name: Times(step) for name, step in self.by_chip.items()}
 
 
-# -- what fusing saves -----------------------------------------------------------------------------
+# -- savings by fusing -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

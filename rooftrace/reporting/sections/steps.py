@@ -6,21 +6,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.planning import SUMMARIES
+from rooftrace.costmodels.fusion import SUMMARIES
+from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_capacity, format_share, format_time
-from rooftrace.reporting.renderers import model as view, units, words
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import fit_cell
 from rooftrace.reporting.sections.results import ratio, tally
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.advice import Guidance, WhatIf
     from rooftrace.costmodels.estimates import Estimate
-    from rooftrace.costmodels.planning import ExecutionModel
+    from rooftrace.costmodels.fusion import ExecutionModel
     from rooftrace.reporting.sections.results import Results
+    from rooftrace.studies.advice import Guidance, WhatIf
 
 ON_A_PAGE = 15  # kernels of each phase
-KERNELS_ON_A_SCREEN = 9  # over all phases: what keeps a report of three phases on one screen
+KERNELS_ON_A_SCREEN = 9  # over all phases: a report of three phases fits one screen
 LEAST_WAITING = 0.005  # of t_est: less time in which the device waits has no row
 
 NAME = view.Column("kernel", units.KERNEL, "Kernel")
@@ -47,12 +47,12 @@ def kernels_on_screen(results: Results) -> view.Section:
     lines = max(3, KERNELS_ON_A_SCREEN // len(results.phases))
     rows: list[dict[str, Any]] = []
     for estimate in results.broken_down():
-        mine, rest = _rows(estimate, lines, spare=1)
+        kernels, rest = _rows(estimate, lines, spare=1)
         if rest:
-            mine.append({key: rest[key] for key in ("kernel", "calls", "seconds", "share")})
+            kernels.append({key: rest[key] for key in ("kernel", "calls", "seconds", "share")})
         waiting = estimate.times.t_launch
         if waiting > LEAST_WAITING * estimate.t_est:
-            mine.append(
+            kernels.append(
                 {
                     "kernel": view.Cell("waiting for the host", "plain"),
                     "limit": view.Cell(words.LIMITS["launch"], "launch"),
@@ -60,7 +60,7 @@ def kernels_on_screen(results: Results) -> view.Section:
                     "share": ratio(waiting, estimate.t_est),
                 }
             )
-        rows += [{"phase": estimate.step, **row} for row in mine]
+        rows += [{"phase": estimate.step, **row} for row in kernels]
     name = replace(NAME, short=f"kernels, {results.main}")
     table = view.Table(
         columns=(
@@ -90,10 +90,10 @@ def kernels_of(estimate: Estimate) -> view.Section:
 def _rows(
     estimate: Estimate, most: int, spare: int = 0
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Kernels by name, module pattern and regime, so that one operator that is compute-bound here
-    and memory-bound there has two rows; and the sums of those beyond `most`.
+    """Kernels by name, module pattern and regime (an operator that is compute-bound here and
+    memory-bound there has two rows), and the sums of those beyond `most`.
 
-    spare: how many more may be shown instead of a row that sums them up.
+    spare: so many more are shown in place of a row that sums them up.
     """
     keys = tally(estimate.rows, lambda row: (row.name, row.timing.regime, pattern_of(row.module)))
     shown = keys[:most] if len(keys) > most + spare else keys
@@ -126,7 +126,6 @@ def _rows(
 
 
 # -- steps -----------------------------------------------------------------------------------------
-# What every step costs, side by side, and on every chip.
 
 FIGURES = ("roofline.png", "time.png", "bytes.png")
 
@@ -196,11 +195,11 @@ WORK = (
     view.Column("t_comp", units.SECOND, "t_comp", of=lambda e: e.times.t_comp),
     view.Column("t_hbm", units.SECOND, "t_hbm", of=lambda e: e.times.t_hbm),
 )
-"""On a page, what a step does; a row is an estimate."""
+"""Work of a step, on a page; a row is an estimate."""
 
 
 def _rates(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
-    """How long it takes, what limits it, and how much it gets done."""
+    """Time, limit, utilization and rate."""
     return (
         *_times(estimates),
         view.Column("regime", units.LIMITS, "Limited by", short="limited by", of=_regime),
@@ -211,7 +210,7 @@ def _rates(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
 
 
 def _on_screen(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, ...]:
-    """Some of both; lower bounds are marked."""
+    """Columns of work and rates for a screen; lower bounds are marked."""
     return (
         EXECUTION,
         view.Column("flops_least", units.FLOP, "FLOP", of=lambda e: _least(e.flops, e)),
@@ -222,13 +221,13 @@ def _on_screen(item: str, estimates: Sequence[Estimate]) -> tuple[view.Column, .
 
 
 def item_of(results: Results) -> str:
-    """What all steps process: token or sample; "item" where they differ."""
+    """The item of all steps: token or sample; "item" where they differ."""
     items = {estimate.item for _, _, estimate in results.of_first_chip()}
     return items.pop() if len(items) == 1 else "item"
 
 
 def _changed(model: ExecutionModel) -> str:
-    """ ", with weight_residency.moe=2": what is not as its preset has it."""
+    """ ", with weight_residency.moe=2": the changes to a preset."""
     changed = [f"{name}={value}" for name, value in model.factors_changed.items()]
     return f", with {', '.join(changed)}" if changed else ""
 
@@ -241,10 +240,10 @@ def steps(results: Results) -> view.Section:
     parts: list[view.Part] = [
         view.Table(columns=columns, rows=shown, group=lambda e: e.step, on="screen")
     ]
-    models = {asked: estimate.execution for _, asked, estimate in results.of_first_chip()}
-    told = [f"{name}{text}" for name, model in models.items() if (text := _changed(model))]
-    if told:
-        parts.append(view.Note("; ".join(told), on="screen"))
+    models = {name: estimate.execution for _, name, estimate in results.of_first_chip()}
+    changed = [f"{name}{text}" for name, model in models.items() if (text := _changed(model))]
+    if changed:
+        parts.append(view.Note("; ".join(changed), on="screen"))
     for chip in results.chips:
         rows = [
             results.estimate(phase, execution, chip.name)
@@ -269,9 +268,9 @@ def steps(results: Results) -> view.Section:
 
 
 def chips_beside(results: Results) -> view.Section:
-    """Each phase on each chip under the execution that is broken down, and whether it fits there.
+    """Each phase on each chip under the main execution, and its fit there.
 
-    times: how often the time on the first chip.
+    times: over the time on the first chip.
     """
     head = words.time_word(
         results.estimate(phase, chip=chip.name)
@@ -312,8 +311,7 @@ def chips_beside(results: Results) -> view.Section:
     return view.Section(place=4, parts=[table])
 
 
-# -- helping ---------------------------------------------------------------------------------------
-# What would help each step, in order: every line is a what-if that was priced.
+# -- suggestions -----------------------------------------------------------------------------------
 
 ON_A_SCREEN, LEAST, MOST = 9, 2, 4  # lines over all phases; of a phase
 NOTHING = "nothing that is modelled would save 1 %"
@@ -324,7 +322,7 @@ EACH_ALONE = (
 
 
 def helping(results: Results) -> view.Section:
-    """A numbered list for each phase: what to do, the time it saves, and on what that rests."""
+    """A numbered list of priced what-ifs for each phase: the action, its gain, its grounds."""
     parts: list[view.Part] = [view.Note(EACH_ALONE)]
     for phase, guidance in results.guidance.items():
         parts += _phase(phase, guidance)
@@ -345,7 +343,7 @@ def _phase(phase: str, guidance: Guidance) -> list[view.Part]:
 
 
 def _line(what_if: WhatIf) -> str:
-    """What to do, then, the gain, on what it acts, what it needs, and how to ask for the same."""
+    """The action, its gain, the limit it acts on, its needs, and the option that prices it."""
     most = "at most " if what_if.at_most else ""
     parts = [
         f"**{what_if.action}**: {most}{format_time(what_if.gain)} less "
@@ -375,7 +373,7 @@ def fit_words(what_if: WhatIf) -> str:
 
 def helping_on_screen(results: Results) -> view.Section:
     """The first few of each phase, and all together; nothing for an estimate without a report."""
-    if not results.memory or not any(told.options for told in results.guidance.values()):
+    if not results.memory or not any(guide.options for guide in results.guidance.values()):
         return view.Section()
     most = min(MOST, max(LEAST, ON_A_SCREEN // len(results.phases)))
     rows: list[dict[str, Any]] = []
@@ -395,7 +393,7 @@ def helping_on_screen(results: Results) -> view.Section:
 
 
 def _whatif_rows(guidance: Guidance, most: int) -> Iterator[dict[str, Any]]:
-    """The first what-ifs, and in the last place those that go together."""
+    """The first what-ifs, and last those that go together."""
     alone = guidance.options[: most - (guidance.together is not None)]
     for number, what_if in enumerate(alone, 1):
         yield _row(what_if, f"{number}. {what_if.action}")

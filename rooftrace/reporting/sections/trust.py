@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._plain import Plain, Positive
 from rooftrace.costmodels.estimates import Island, islands
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.kernels import Knobs
+from rooftrace.graph import LOWER_BOUND, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     few,
@@ -20,18 +21,16 @@ from rooftrace.hardware.units import (
     format_share,
     format_traffic,
 )
-from rooftrace.reporting.renderers import model as view, units, words
-from rooftrace.tracer.graph import LOWER_BOUND, pattern_of
+from rooftrace.reporting.renderers import units, view, words
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
-    from rooftrace.costmodels.planning import Unsupported
+    from rooftrace.costmodels.fusion import Unsupported
+    from rooftrace.graph import Op, OpGraph
     from rooftrace.reporting.sections.results import Results
-    from rooftrace.tracer.graph import Op, OpGraph
 
 
 # -- routing ---------------------------------------------------------------------------------------
-# Experts: how many a layer reaches, and how many tokens each of those has, by the policy.
 
 _FACTS = {
     "rows": "tokens",
@@ -44,7 +43,7 @@ _FACTS = {
 }
 """The facts of an assumption on routing, and their names here."""
 _KERNEL = "rooftrace.route_experts"
-"""The op that stands for a router's choice where one kernel makes it."""
+"""The op of a router's choice where one kernel makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +104,7 @@ def _of_graph(phase: str, graph: OpGraph) -> Iterator[Routed]:
 
 
 def _of_all(facts: Mapping[str, Any]) -> tuple[int, int, int]:
-    """The rows of one process, what each chooses, and of how many in all processes."""
+    """(rows of one process, experts that each chooses, experts of all processes)."""
     processes = facts["processes"]
     return facts["rows"] // processes, facts["chosen_each"], facts["classes"] * processes
 
@@ -114,8 +113,8 @@ def _choice(op: Op, graph: OpGraph) -> tuple[int, Mapping[str, Any]]:
     """The assumption on the choice that a forward op makes, and its facts; empty without one."""
     for number in op.assumptions if op.part == "forward" else ():
         made = graph.assumptions[number]
-        known = made.facts.keys() >= _FACTS.keys() - {"counted"}
-        if op.name in (made.op, _KERNEL) and known and made.facts["distinct"] > 0:
+        is_routing = made.facts.keys() >= _FACTS.keys() - {"counted"}
+        if op.name in (made.op, _KERNEL) and is_routing and made.facts["distinct"] > 0:
             return number, made.facts
     return -1, {}
 
@@ -165,14 +164,9 @@ def routing_words(results: Results) -> str:
 
 
 # -- trust -----------------------------------------------------------------------------------------
-# What the numbers rest on: coverage, assumptions, precisions, and the facts of the chips.
 
 ASSUMPTIONS_SHOWN = 40
 ISLANDS_SHOWN = 20
-
-
-def _code(path: str) -> str:
-    return units.MODULE.page(path)
 
 
 def _shown(rows: Sequence[Any], most: int) -> list[view.Part]:
@@ -192,7 +186,7 @@ def assumptions(results: Results) -> view.Section:
         key = (item.kind, item.text, "" if item.value is None else str(item.value))
         phases, places = merged.setdefault(key, ({}, {}))
         phases[phase] = phases.get(phase, 0.0) + results.resting_share(phase, item.id)
-        places[_code(pattern_of(item.where))] = None
+        places[units.MODULE.page(pattern_of(item.where))] = None
     if not merged:
         return view.Section(title=title, parts=[view.Note("None: nothing had to be assumed.")])
     heads = {
@@ -235,7 +229,7 @@ def _shares(phases: Mapping[str, float]) -> str:
 
 
 def islands_of(results: Results) -> view.Section:
-    """What stays in another floating precision than the one that the step is priced in."""
+    """Tensors that stay in another floating precision than the priced one."""
     merged: dict[tuple[str, str], dict[str, Island]] = {}
     for phase, graph in results.graphs.items():
         for island in islands(graph):
@@ -251,11 +245,11 @@ def islands_of(results: Results) -> view.Section:
     for (where, precision), by_phase in merged.items():
         row: dict[str, Any] = {"where": where, "precision": precision}
         for phase in results.graphs:
-            here = by_phase.get(phase)
-            row[f"in {phase}"] = here and f"{format_traffic(here.bytes)} in {here.tensors:,}"
+            made = by_phase.get(phase)
+            row[f"in {phase}"] = made and f"{format_traffic(made.bytes)} in {made.tensors:,}"
         rows.append(row)
-    own = results.model.get("priced_dtype") or results.model.get("dtype")
-    text = f"Priced in {own}; these tensors are explicitly in another precision and stay so."
+    dtype = results.model.get("priced_dtype") or results.model.get("dtype")
+    text = f"Priced in {dtype}; these tensors are explicitly in another precision and stay so."
     table = view.Table(columns=columns, rows=rows[:ISLANDS_SHOWN])
     parts = [view.Note(text), table, *_shown(rows, ISLANDS_SHOWN)]
     return view.Section(title="Islands of another precision", parts=parts)
@@ -283,25 +277,25 @@ UNSUPPORTED = (
 
 
 def coverage(results: Results) -> view.Section:
-    """Ops and bytes with a rule, what was out of sight, and each op without a rule."""
+    """Ops and bytes with a rule, ops out of sight of the trace, and each op without a rule."""
     rows = []
     for phase, execution, estimate in results.of_first_chip():
         of = estimate.coverage
-        whole = of.bytes == of.bytes_with_rule
+        share = format_share(of.bytes_with_rule_share)
         rows.append(
             {
                 "phase": phase,
                 "execution": execution,
                 "ops": of.ops,
                 "ops_with_rule": of.ops_with_rule,
-                "bytes_with_rule": "100 %" if whole else format_share(of.bytes_with_rule_share),
+                "bytes_with_rule": "100 %" if of.bytes == of.bytes_with_rule else share,
             }
         )
     parts: list[view.Part] = [view.Table(columns=COVERAGE, rows=rows)]
     if results.unrecorded:
         text = "Not everything was recorded: all totals are a lower bound."
         parts.append(view.Note(text, "strong"))
-        texts = [f"{_code(item.where)}: {item.text}." for item in results.unrecorded]
+        texts = [f"{units.MODULE.page(gap.where)}: {gap.text}." for gap in results.unrecorded]
         parts += [view.Note(text, bullet=1) for text in dict.fromkeys(texts)]
     missing = results.unsupported_ops()
     if missing:
@@ -310,12 +304,12 @@ def coverage(results: Results) -> view.Section:
 
 
 def _without_a_rule(missing: Sequence[tuple[str, Unsupported]]) -> list[view.Part]:
-    """The ops, what of them is counted, and a rule for each to fill in."""
+    """The ops, the bounds of their bytes, and a rule for each to fill in."""
     keys = ("target", "shapes", "count", "bytes", "bytes_least", "most")
     rows = [
         {
             "phase": phase,
-            "where": few([_code(module) for module in entry.modules]),
+            "where": few([units.MODULE.page(module) for module in entry.modules]),
             **{key: getattr(entry, key) for key in keys},
         }
         for phase, entry in missing
@@ -338,13 +332,13 @@ def _without_a_rule(missing: Sequence[tuple[str, Unsupported]]) -> list[view.Par
 
 
 def trust(results: Results) -> view.Section:
-    """What a screen says below the numbers: coverage, assumptions, guesses, floors and knobs."""
+    """Notes below the numbers of a screen: coverage, assumptions, guesses, floors and knobs."""
     estimates = [estimate for _, _, estimate in results.of_first_chip()]
     gaps = [item for _, item in results.assumptions if item.kind in LOWER_BOUND]
-    whole, sentence = words.coverage_words((e.coverage for e in results.broken_down()), gaps)
+    complete, sentence = words.coverage_words((e.coverage for e in results.broken_down()), gaps)
     assumed = words.assumption_words(assumption for _, assumption in results.assumptions)
     guesses = words.guess_words(results.chips[0])
-    notes = [view.Note(f"coverage: {sentence}", "" if whole else "bad")]
+    notes = [view.Note(f"coverage: {sentence}", "" if complete else "bad")]
     notes += [view.Note(line, "bad") for line in words.missing_rules(estimates)]
     notes += [view.Note(note) for note in dict.fromkeys(n for e in estimates for n in e.own_notes)]
     notes.append(view.Note(f"assumptions: {assumed}; guessed chip facts: {guesses}"))
@@ -367,12 +361,12 @@ def trust(results: Results) -> view.Section:
     ]
     borrowed = {e.borrowed: isinstance(e.execution.knobs, Knobs) for e in estimates if e.borrowed}
     notes += [view.Note(text, "warn" if fitted else "") for text, fitted in borrowed.items()]
-    notes.append(view.Note(what_times_are(estimates)))
+    notes.append(view.Note(grounds_of_times(estimates)))
     return view.Section(place=6, parts=notes)
 
 
-def what_times_are(estimates: Sequence[Estimate]) -> str:
-    """What the times of estimates rest on, in a sentence or two."""
+def grounds_of_times(estimates: Sequence[Estimate]) -> str:
+    """The grounds of the times of estimates, in a sentence or two."""
     by_knobs = dict.fromkeys(e.knobs.title for e in estimates if e.knobs is not None)
     texts = []
     if by_knobs:
@@ -388,9 +382,9 @@ def what_times_are(estimates: Sequence[Estimate]) -> str:
 
 
 def _few_residuals(knobs: Knobs) -> str:
-    """That an interval rests on few steps; "" where it does not."""
-    known = knobs.residuals.get(knobs.use)
-    return f"interval by {known.told}" if known is not None and known.few else ""
+    """A note on an interval that rests on few steps; "" where it does not."""
+    residuals = knobs.residuals.get(knobs.use)
+    return f"interval by {residuals.told}" if residuals is not None and residuals.few else ""
 
 
 # -- chips -----------------------------------------------------------------------------------------
@@ -408,8 +402,8 @@ def _chip(results: Results, chip: Chip) -> view.Section:
         {"fact": name, **{key: getattr(fact, key) for key in heads if key != "fact"}}
         for name, fact in chip.facts()
     ]
-    here = [results.estimate(phase, chip=chip.name) for phase in results.phases]
-    used = sorted({(e.peak_precision, e.peak, e.ridge) for e in here})
+    estimates = [results.estimate(phase, chip=chip.name) for phase in results.phases]
+    used = sorted({(e.peak_precision, e.peak, e.ridge) for e in estimates})
     bandwidth = format_bandwidth(chip.memory_bandwidth.value)
     lines = [
         f"Bandwidth {bandwidth} and {format_flop_rate(peak)} {precision} meet at "

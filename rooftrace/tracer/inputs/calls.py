@@ -19,10 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import GraphError
-from rooftrace.tracer.metacopies import (
+from rooftrace.graph import GraphError
+from rooftrace.tracer import RequestLengths
+from rooftrace.tracer.recording import overrides
+from rooftrace.tracer.torch_private import unsafe_preserve_version_counter
+from rooftrace.tracer.values import (
+    META,
+    REAL_VALUE,
+    Values,
     inputs_on_meta,
-    overrides,
+    masks,
     own_tensors,
     parameters_of,
     tensors_in,
@@ -31,8 +37,6 @@ from rooftrace.tracer.metacopies import (
     twin,
     with_tensors,
 )
-from rooftrace.tracer.requests import RequestLengths
-from rooftrace.tracer.values import META, REAL_VALUE, Values, masks
 
 # -- restoring -------------------------------------------------------------------------------------
 # Puts back whatever a traced call changes in the user's own objects.
@@ -87,8 +91,7 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]
     marks = [(t, dict(t.__dict__)) for t in tensors]
     counted = tuple(t for t in tensors if type(t) in trees.ORDINARY and not t.is_inference())
-    autograd: Any = torch.autograd
-    preserved = autograd._unsafe_preserve_version_counter(counted)  # as the content is
+    preserved = unsafe_preserve_version_counter(counted)  # as the content is
     with preserved, overrides.draws_undone(devices=True):
         for leaf, _ in leaves:
             leaf.grad = None

@@ -15,21 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.inputs import calls
-from rooftrace.tracer.metacopies import (
-    Twins,
-    copies as closures,
-    original_of,
-    own_tensors,
-    replaced,
-    tensors_in,
-    trees,
+from rooftrace.tracer.recording import Recorder, original_of, replaced
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    disable_current_modes,
+    tree_map_only,
 )
-from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.values import Twins, copies as closures, own_tensors, tensors_in, trees
 
 
 def is_real(modules: Sequence[nn.Module]) -> bool:
@@ -63,9 +58,9 @@ def unseen(recorder: Recorder) -> Iterator[None]:
     """What runs inside is no work of the step: twins are made."""
     with (
         torch.no_grad(),
-        torch._C.DisableTorchFunction(),
+        DisableTorchFunction(),
         recorder.paused(),
-        _disable_current_modes(),
+        disable_current_modes(),
     ):
         yield
 

@@ -19,14 +19,14 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import bytes_per_element
-from rooftrace.tracer.metacopies import original_of, replaced, trees
-from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.values import META
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.recording import Recorder, original_of, replaced
+from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
+from rooftrace.tracer.values import META, trees
 
 _LEARNING_RATE = 1e-3
 """Any: a step costs the same."""
@@ -70,7 +70,9 @@ def run_optimizer(
         for optimizer in optimizers:
             optimizer.step()
         if low:
-            torch._foreach_copy_([_shard(p) for p, _ in low], [_shard(master) for _, master in low])
+            torch_private.foreach_copy_(
+                [_shard(p) for p, _ in low], [_shard(master) for _, master in low]
+            )
     recorder.here.function = ""
     return wide
 
@@ -79,7 +81,7 @@ def functions_unseen(parameters: Iterable[Tensor]) -> contextlib.AbstractContext
     """Inside, modes see the ops of an optimizer alone; also its functions, where a gradient is
     sparse, which it makes by functions that PyTorch has on no meta device."""
     sparse = any(p.grad is not None and trees.is_sparse(p.grad) for p in parameters)
-    return contextlib.nullcontext() if sparse else torch._C.DisableTorchFunction()
+    return contextlib.nullcontext() if sparse else DisableTorchFunction()
 
 
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS"})
@@ -241,7 +243,7 @@ def _cast_gradients(
 ) -> dict[int, str]:
     """Give each fp32 master the gradient of its weight, cast up; returns their names by storage."""
     wide = [torch.empty_like(master) for _, master in low]
-    torch._foreach_copy_(
+    torch_private.foreach_copy_(
         [*map(_shard, wide)], [_shard(_placed(p)) for p, _ in low if p.grad is not None]
     )
     names = {}
@@ -353,7 +355,7 @@ def foreach_on_meta() -> Iterator[None]:
 def on_meta() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Modules and their functions by which `foreach_on_meta` holds."""
     name = "_get_foreach_kernels_supported_devices"
-    for module in ("torch.utils._foreach_utils", Optimizer.__module__):
+    for module in (torch_private.FOREACH, Optimizer.__module__):
         home = sys.modules[module]
         if hasattr(home, name):
             yield home, {name: functools.partial(_also_meta, original_of(home, name))}
@@ -377,7 +379,7 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
     if not closure and not any(optimizer.state.get(p) for p in parameters):
         with torch.no_grad(), functions_unseen(parameters), recorder.paused():
             try:
-                with _disable_current_modes():
+                with disable_current_modes():
                     optimizer.step()
             except RuntimeError:  # it asks for values, which only the recorder follows
                 optimizer.state.clear()

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from rooftrace._processes import Shared
-from rooftrace.tracer.metacopies import Scope, original_of, replaced, trees
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
+from rooftrace.tracer.torch_private import (
+    DisableAutocast,
+    has_kernel,
+    is_key_included,
+    len_torch_dispatch_stack,
+    set_key_included,
+)
+from rooftrace.tracer.values import trees
 
 _KEY = "AutocastIPU"
 _DEVICE = "ipu"
@@ -23,7 +31,6 @@ _DEVICE = "ipu"
 _MODEL = "AutocastCUDA"
 """The key whose kernels ours are like."""
 _aten: Any = torch.ops.aten
-_torch_c: Any = torch._C
 
 # What at::autocast does with each op (ATen/autocast_mode.h): `test_autocast.py` asks it.
 _LOWER = """
@@ -204,7 +211,7 @@ def _here() -> Autocast | None:
 def _listed(names: str) -> Iterator[tuple[str, Any]]:
     """The ops of a list that this version's autocast handles: rms_norm is new in torch 2.12."""
     for name, op in _overloads(names):
-        if _torch_c._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _MODEL):
+        if has_kernel(f"aten::{name}", _MODEL):
             yield name, op
 
 
@@ -227,12 +234,12 @@ def _eligible_in(tree: Any, tensors: list[Tensor]) -> None:
 
 def _recorded() -> bool:
     """False where the recorder itself runs an op: its inputs have been cast."""
-    return bool(_torch_c._len_torch_dispatch_stack())
+    return bool(len_torch_dispatch_stack())
 
 
 def _wrapped(op: Any, policy: Callable[[Autocast, Any, Any], Any]) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _torch_c._DisableAutocast():
+        with DisableAutocast():
             autocast = _here()
             if autocast is not None and _recorded():
                 args, kwargs = policy(autocast, args, kwargs)
@@ -247,7 +254,7 @@ def _norm(name: str, count: int) -> Kernel:
     wide = _aten.norm.ScalarOpt_dtype if count == 1 else _aten.norm.ScalarOpt_dim_dtype
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with _torch_c._DisableAutocast():
+        with DisableAutocast():
             if _here() is None or not (_eligible(args[0]) and _recorded()):
                 return plain(*args, **kwargs)
             values = (*args, *kwargs.values())
@@ -289,13 +296,13 @@ def followed() -> Iterator[None]:
 @contextlib.contextmanager
 def carried_here() -> Iterator[None]:
     """Inside, meta tensors carry the key of our kernels in this thread."""
-    included, dtype = _torch_c._dispatch_tls_is_dispatch_key_included(_KEY), _dtype_of(_DEVICE)
+    included, dtype = is_key_included(_KEY), _dtype_of(_DEVICE)
     torch.set_autocast_dtype(_DEVICE, _dtype_of("cuda"))
-    _torch_c._dispatch_tls_set_dispatch_key_included(_KEY, True)
+    set_key_included(_KEY, True)
     try:
         yield
     finally:
-        _torch_c._dispatch_tls_set_dispatch_key_included(_KEY, included)
+        set_key_included(_KEY, included)
         torch.set_autocast_dtype(_DEVICE, dtype)
 
 

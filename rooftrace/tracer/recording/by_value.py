@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 
-from rooftrace.tracer.metacopies import trees
+from rooftrace.tracer import source as lines
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.requests import source as lines
-from rooftrace.tracer.values import META, Values, masks
+from rooftrace.tracer.torch_private import disable_current_modes, tree_map_only
+from rooftrace.tracer.values import META, Values, masks, trees
 
 # -- quantised modules -----------------------------------------------------------------------------
 # Quantised modules of torch.ao: weights packed into objects of TorchScript, integers behind them.
@@ -72,7 +70,7 @@ def _unpacked(tape: Tape, packed: Any) -> list[Tensor]:
     """Meta tensors of a packed weight's integers and its bias; always the same tensors."""
     known = tape.packed.get(id(packed))
     if known is None:
-        with torch.utils._python_dispatch._disable_current_modes():
+        with disable_current_modes():
             inside = packed.unpack()
             tensors = inside if isinstance(inside, tuple) else (inside,)
             tensors = tuple(t for t in tensors if isinstance(t, Tensor))
@@ -101,7 +99,7 @@ def _result(name: str, args: Any, parts: Mapping[int, list[Tensor]]) -> Tensor |
     kind = name.removeprefix("quantized.")
     weight = next(iter(parts.values()))[0] if parts else None
     tensors = [a for a in args if isinstance(a, Tensor)]
-    with torch.utils._python_dispatch._disable_current_modes():
+    with disable_current_modes():
         if kind.startswith("linear") and weight is not None:
             x = tensors[0]
             return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=META)
@@ -289,7 +287,7 @@ def _checked(tape: Tape, call: Call) -> Any:
     functional = call.name == _FUNCTIONAL_ASSERT
     if entry is not None and not entry.taint:
         rest = [item for item in args[1:] if not isinstance(item, Tensor)]
-        with _disable_current_modes():
+        with disable_current_modes():
             check = _ASSERT if functional else call.func
             check(entry.value, *rest, **call.kwargs)
     return args[2] if functional else None
@@ -314,7 +312,7 @@ def _checked_inside(tape: Tape, call: Call) -> None:
         values.assume("branch", text, False)
     elif all(e is not None and not e.taint and masks.small(e.value) for e in entries):
         args = tree_map_only(Tensor, lambda t: exact[id(t)], tuple(call.args))
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             call.func(*args, **call.kwargs)
 
 

@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.graph import UNRECORDED, marks
-from rooftrace.tracer.metacopies import own_tensors, tensors_in, trees
+from rooftrace.graph import UNRECORDED, marks
 from rooftrace.tracer.recording.taperecords import (
     KEPT,
     META_KEY,
@@ -29,7 +27,8 @@ from rooftrace.tracer.recording.taperecords import (
     picked_in,
 )
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.values import Values, masks
+from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
+from rooftrace.tracer.values import Values, masks, own_tensors, tensors_in, trees
 
 # -- standing --------------------------------------------------------------------------------------
 # Tensors that stand from before a recording: they take memory until the code lets go of them.
@@ -483,7 +482,7 @@ class Leaves:
             self.tensors.pop(node, None)
         elif node.users:
             before = self.tensors[node][0]
-            with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
                 same = before.shape == tensor.shape and torch.equal(before, tensor)
             if same:
                 return

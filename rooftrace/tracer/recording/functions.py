@@ -11,15 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
 from rooftrace._processes import Shared
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
-from rooftrace.tracer.metacopies.trees import OURS
-from rooftrace.tracer.recording import taperecords
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.recording import overrides, taperecords
 from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.values import META, masks
+from rooftrace.tracer.torch_private import (
+    device_constructors,
+    pack_padded_sequence,
+    parse_to,
+    set_grad_enabled,
+    swap_tensor_impl,
+)
+from rooftrace.tracer.values import META, masks, trees
+from rooftrace.tracer.values.trees import OURS
 
 # -- module calls ----------------------------------------------------------------------------------
 # One pair of hooks on the calls of all modules, for all recordings of the process.
@@ -103,8 +110,8 @@ def uncompiled() -> Iterator[None]:
 
     `records.compiling` is where Dynamo would compile: the callback that it is given stays here.
     """
-    import torch._dynamo.eval_frame as frames
 
+    frames = torch_private.eval_frame
     stance = original_of(frames, "_callback_from_stance")
     if not callable(stance):
         with torch.compiler.set_stance("force_eager"):
@@ -130,7 +137,7 @@ def uncompiled() -> Iterator[None]:
     def by_stance(callback: Any) -> Any:
         if isinstance(callback, taperecords.CompiledCall) or not callable(callback):
             return callback
-        return None if frames._stance.stance == "force_eager" else callback
+        return None if torch_private.stance.stance == "force_eager" else callback
 
     stand_ins: dict[str, Any] = {
         "set_eval_frame": set_callback,
@@ -145,9 +152,8 @@ def uncompiled() -> Iterator[None]:
             return 0 if frames == 0 else max(counter(frames), 1)
 
         stand_ins[_COUNTER] = count
-    autograd: Any = torch._C._dynamo.compiled_autograd
     none = {"set_autograd_compiler": lambda compiler, dynamic: (None, False)}
-    with replaced(frames, stand_ins), replaced(autograd, none):
+    with replaced(frames, stand_ins), replaced(torch_private.compiled_autograd, none):
         yield
 
 
@@ -196,13 +202,8 @@ _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _LIKE = frozenset({Tensor.new_tensor, Tensor.new})
 """Constructors that take precision and device from a tensor."""
-_PACK = torch._VF._pack_padded_sequence
-_SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
-"""What every change of the grad mode calls."""
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 """What `item()` calls: the op that stands for the host's wait for a value."""
-PARSE_TO: Any = torch._C._nn._parse_to
-"""Says what `Module.to` was asked for: the device that the module's tensors are told next."""
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Functions that never name an op: attribute access, and backward, whose ops have other names."""
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -258,16 +259,16 @@ class Functions(TorchFunctionMode):
             func, args, kwargs = Tensor.to, (args[0], META), {}
         elif func is Tensor.to:
             args = tuple([_placed(item) for item in args])
-        elif func is _PACK:
+        elif func is pack_padded_sequence:
             entry = tape.values.known(args[1])  # the lengths must be on the host
             args = (args[0], args[1] if entry is None else entry.value, *args[2:])
-        elif func is _SET_GRAD_ENABLED:
+        elif func is set_grad_enabled:
             tape.origins.recomputation.switched(bool(args[0]))
             return func(*args, **kwargs)
         elif func in _BACKWARD:
             with self._in_backward(), _gradients_wanted(tape):
                 return func(*args, **kwargs)
-        if "device" in kwargs and func is not PARSE_TO:
+        if "device" in kwargs and func is not parse_to:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
         outer = tape.here.function
         if not outer:
@@ -411,8 +412,7 @@ def _become(tensor: Tensor, other: Tensor) -> None:
             setattr(other, name, hooks)
     if tensor.is_leaf and tensor.requires_grad:
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved_since)
-    exchange: Any = torch._C._swap_tensor_impl
-    exchange(tensor, other)
+    swap_tensor_impl(tensor, other)
     vars(tensor).clear()
     vars(tensor).update(vars(other))
     vars(tensor).update(own)
@@ -442,7 +442,7 @@ def backward_kept(tape: Tape) -> Iterator[None]:
 
 def _makers() -> Any:
     """The functions that make tensors on the default device."""
-    return _device_constructors()
+    return device_constructors()
 
 
 def _holds_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from rooftrace.graph import Collective, Group
 from rooftrace.hardware.systems.records import COLLECTIVES
-from rooftrace.tracer.graph import Collective, Group
-from rooftrace.tracer.metacopies import dtype_name
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.values import dtype_name
 
 _WRITTEN = frozenset(("output", "outputs", "output_tensor", "output_tensors", "output_lists"))
 _BOTH = frozenset(("tensors",))
@@ -167,10 +168,7 @@ def _ranks(group: Any) -> tuple[str, tuple[int, ...]] | None:
         return None
     try:
         if isinstance(group, str):
-            from torch._C import _distributed_c10d
-
-            resolve: Any = _distributed_c10d._resolve_process_group
-            group = resolve(group)
+            group = torch_private.resolve_process_group(group)
         elif not isinstance(group, dist.ProcessGroup):  # as TorchScript sees it
             group = dist.ProcessGroup.unbox(group)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):

@@ -10,27 +10,28 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import (
-    flex_attention as flex_forward,
-    flex_attention_backward as flex_backward,
-)
-from torch._higher_order_ops.scan import generic_scan
-from torch._ops import HigherOrderOperator
 from torch.nn.attention import flex_attention as flex
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_map_only
 
 from rooftrace._processes import Shared
-from rooftrace.tracer.composite import define, library
-from rooftrace.tracer.metacopies import (
-    Scope,
-    original_of,
-    overrides,
-    replaced,
-    trees,
-)
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.recording import library, overrides
+from rooftrace.tracer.recording.library import define
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.values import META, Values
+from rooftrace.tracer.torch_private import (
+    AutoDispatchBelowAutograd,
+    DisableTorchFunction,
+    DispatchKey,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    flex_attention,
+    flex_attention_backward,
+    flex_identity,
+    generic_scan,
+    get_current_dispatch_mode,
+    tree_map_only,
+)
+from rooftrace.tracer.values import META, Values, trees
 
 # -- flex attention --------------------------------------------------------------------------------
 # FlexAttention on meta tensors: one op, with the number of pairs that its block mask shows.
@@ -39,7 +40,7 @@ from rooftrace.tracer.values import META, Values
 # `flex_whole` is active, `rooftrace.flex_attention` replaces it.  The visible pairs come from calls
 # of its mask function; they are exact where the mask depends on known values only.
 
-_KERNEL: Any = flex_forward
+_KERNEL: Any = flex_attention
 _OUTPUTS = len(get_args(get_type_hints(type(_KERNEL).__call__).get("return"))) or 3
 """What torch's kernel returns: the output, the log-sum-exp and, since 2.9, the largest scores."""
 
@@ -168,7 +169,7 @@ def _whole(tape: Tape, original: Any) -> Callable[..., Any]:
     ) -> Any:
         if not trees.on_meta(query):
             return original(query, key, value, score_mod, block_mask, scale, options, *captured)
-        if _name(score_mod) != flex._identity.__name__:
+        if _name(score_mod) != flex_identity.__name__:
             tape.values.assume(
                 "score-mod",
                 "the work of flex_attention's score_mod, and gradients to what it reads, are not "
@@ -209,7 +210,7 @@ class _Shown:
             public, arguments = self._forward, (query, key, value, self._score_mod, *self._rest)
         else:
             grad_out, query, key, value, out, logsumexp, *_ = args
-            public = flex_backward
+            public = flex_attention_backward
             graphs = (self._score_mod, None)
             arguments = (query, key, value, out, logsumexp, grad_out, None, *graphs, *self._rest)
 
@@ -220,7 +221,7 @@ class _Shown:
             return (*made, *[library.unrecorded() for _ in range(_OUTPUTS - len(made))])
 
         # Autograd would trace a backward of its own; torch functions have been called before.
-        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction():
+        with AutoDispatchBelowAutograd(), DisableTorchFunction():
             made = library.show(public, run, *arguments)
         if made is NotImplemented:  # by a mode that takes no higher-order op
             return op(*args)
@@ -277,9 +278,9 @@ def higher_order_dispatched() -> Iterator[None]:
     original = original_of(HigherOrderOperator, "dispatch")
 
     def dispatch(op: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        mode: Any = _get_current_dispatch_mode()
+        mode: Any = get_current_dispatch_mode()
         takes = getattr(mode, "supports_higher_order_operators", False)
-        if key != torch._C.DispatchKey.Python or not takes or type(mode) in op.python_key_table:
+        if key != DispatchKey.Python or not takes or type(mode) in op.python_key_table:
             return original(op, key, *args, **kwargs)
         overrides.pop(mode)
         try:
@@ -324,7 +325,7 @@ def _with_wide_sums(op: Any, dtype: torch.dtype, *args: Any) -> Any:
     tensors = trees.listed(args)
     small_integers = all(t.dtype == torch.int8 for t in tensors)
     if op is torch.ops.aten.mm.default and dtype == torch.int32 and small_integers:
-        return torch._int_mm(*args)
+        return torch_private.int_mm(*args)
     return op(*tree_map_only(Tensor, lambda t: t.to(dtype), args))
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import groups
+from rooftrace.tracer.torch_private import DispatchKey, OpOverload
+from rooftrace.tracer.values import trees
 
 # -- traits ----------------------------------------------------------------------------------------
 # What torch says of an op that decides whether its values can be known: tags, schema, name.
@@ -135,7 +136,7 @@ HIDDEN_VIEWS = frozenset(
     }
 )
 """Ops that share memory though their schema does not say so."""
-COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+COMPOSITE = DispatchKey.CompositeImplicitAutograd
 """The dispatch key of ops that PyTorch takes apart into other ops on any device."""
 
 
@@ -197,14 +198,14 @@ def info_of(func: Any) -> OpInfo:
             answers=answers and not groups.is_collective(func),  # that returns a handle to wait for
             composite=func.namespace != "prim"  # of which the dispatcher knows nothing
             and func.has_kernel_for_dispatch_key(COMPOSITE)
-            and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU),
+            and not func.has_kernel_for_dispatch_key(DispatchKey.CPU),
         )
     return info
 
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes whose tensors the op of a node writes in place; [] for a node that is no op."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     info = info_of(node.target)
     return info.written_nodes(node) if info.mutated else []

@@ -10,16 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import ops as traits, taperecords
 from rooftrace.tracer.recording.ops import written_nodes
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.recording.taperecords import META_KEY
 from rooftrace.tracer.repeats import RepeatedCall
+from rooftrace.tracer.torch_private import (
+    DisableAutocast,
+    DisableTorchFunction,
+    OpOverload,
+    disable_current_modes,
+    peek_interpreter_stack,
+    tree_map_only,
+)
+from rooftrace.tracer.values import trees
 
 # -- finite numbers --------------------------------------------------------------------------------
 # The result of a test for inf and nan on finite numbers, from the ops that compute it.
@@ -65,7 +71,7 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
     None where a recorded op is not part of such a test.
     """
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not node.args or not depth:
+    if not isinstance(target, OpOverload) or not node.args or not depth:
         return None
     name = f"{target.namespace}.{target._opname}"
     first, second = node.args[0], node.args[1] if len(node.args) > 1 else None
@@ -164,7 +170,7 @@ class RealData:
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of a recorded tensor; None where it cannot be computed."""
         made = self._tape.tags.made_by(tensor)
-        if made is None or not self._leaves or torch._C._functorch.peek_interpreter_stack():
+        if made is None or not self._leaves or peek_interpreter_stack():
             return None
         node, index, spec = made
         try:
@@ -174,7 +180,7 @@ class RealData:
         result = result if index is None else result[index]
         if tuple(result.shape) != spec.shape or result.dtype != spec.dtype:
             return None
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with disable_current_modes(), DisableTorchFunction():
             return result.detach().clone()  # type: ignore[no-any-return]
 
     def _of(self, node: fx.Node) -> Any:
@@ -292,9 +298,9 @@ class RealData:
 
     def _run(self, order: Sequence[fx.Node]) -> None:
         with (
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
-            torch._C._DisableAutocast(),
+            disable_current_modes(),
+            DisableTorchFunction(),
+            DisableAutocast(),
             torch.no_grad(),
         ):
             for node in order:

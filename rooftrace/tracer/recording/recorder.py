@@ -18,19 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-)
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.composite import kept_whole, library
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
-from rooftrace.tracer.recording import realdata, taperecords, threads
+from rooftrace.graph import assumptions as asked
+from rooftrace.tracer import source
+from rooftrace.tracer.recording import library, overrides, realdata, taperecords, threads
 from rooftrace.tracer.recording.autocast import followed
+from rooftrace.tracer.recording.entry_points import kept_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept, calls_watched, uncompiled
 from rooftrace.tracer.recording.higher_order import (
     flex_whole,
@@ -38,6 +32,7 @@ from rooftrace.tracer.recording.higher_order import (
     run_higher_order,
 )
 from rooftrace.tracer.recording.ops import info_of
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.realdata import RealData
 from rooftrace.tracer.recording.releases import Release
 from rooftrace.tracer.recording.running import Runner
@@ -52,9 +47,17 @@ from rooftrace.tracer.recording.threads import (
     warnings_quiet,
 )
 from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin
-from rooftrace.tracer.requests import assumptions as asked, source
 from rooftrace.tracer.sharding import ddp, fsdp
-from rooftrace.tracer.values import META, Values
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    disable_current_modes,
+    get_current_dispatch_mode,
+    get_current_dispatch_mode_stack,
+    get_tracing_state,
+)
+from rooftrace.tracer.values import META, Values, trees
 
 
 class Recorder(TorchDispatchMode, Tape):
@@ -175,7 +178,7 @@ class Recorder(TorchDispatchMode, Tape):
         try:
             if whole:
                 return run_higher_order(self, self.again, func, args, kwargs)
-            with torch._C.DisableTorchFunction():  # what is called from here on is nobody's call
+            with DisableTorchFunction():  # what is called from here on is nobody's call
                 return self._runner.run(func, args, kwargs)
         except Exception as error:
             if self.failed_op is None or self.failed_op[0] is not error:
@@ -207,7 +210,7 @@ class Recorder(TorchDispatchMode, Tape):
             return
         here = self.here
         if not self.here_recorded():
-            if not self.paths.is_named(module) or _get_current_dispatch_mode() is not None:
+            if not self.paths.is_named(module) or get_current_dispatch_mode() is not None:
                 return  # a thread of somebody else
             leave = self._followers.enter_here(META, self.threads.leader)
             if leave is None:
@@ -287,7 +290,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def end_graph(self) -> None:
         """The graph is done, though the recorder is on: what is alive now survives it."""
-        with _disable_current_modes():
+        with disable_current_modes():
             self._of_graph.close()
         self.tags.end()
 
@@ -295,7 +298,7 @@ class Recorder(TorchDispatchMode, Tape):
         """From here on another graph is recorded, if `record`, once `prepare` has been called."""
         self.begin(record)
         prepare()
-        with _disable_current_modes():
+        with disable_current_modes():
             self._enter_graph()
 
     def __exit__(self, *exception: Any) -> Any:
@@ -311,7 +314,7 @@ class Recorder(TorchDispatchMode, Tape):
 
 def _noted_as(func: Any) -> Any:
     """What torch.jit.trace notes in place of an op, which it does not see below a mode."""
-    traced = func is torch.ops.aten.convolution.default and torch._C._get_tracing_state()
+    traced = func is torch.ops.aten.convolution.default and get_tracing_state()
     return _convolution if traced else None
 
 
@@ -322,7 +325,7 @@ def _convolution(*args: Any) -> Any:
 
 def check_not_inside(what: str, instead: str) -> None:
     """Raise RequestError in a thread that a recording follows.  instead: what to do."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = get_current_dispatch_mode_stack()
     if any(isinstance(mode, Recorder | threads.Follower) for mode in modes):
         raise RequestError(
             f"{what} inside of another recording (a capture, a trace, a script that is run), whose "

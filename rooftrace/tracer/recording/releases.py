@@ -21,8 +21,10 @@ def registered_ops(library: str) -> frozenset[str]:
     torch = sys.modules.get("torch")
     if torch is None:
         return frozenset()
+    from rooftrace.tracer.torch_private import all_op_names
+
     names = set()
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in all_op_names():
         namespace, _, op = name.partition("::")
         if namespace == library:
             plain, _, overload = op.partition(".")

@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._prims_common import suggest_memory_format
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.composite import whole_entry
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import assumptions
 from rooftrace.tracer.recording import groups, ops, taperecords
 from rooftrace.tracer.recording.by_value import by_value
+from rooftrace.tracer.recording.entry_points import whole_entry
 from rooftrace.tracer.recording.exchanged import (
     after_exchange,
     before_exchange,
@@ -34,9 +31,13 @@ from rooftrace.tracer.recording.ops import Call, info_of
 from rooftrace.tracer.recording.sparse import run_sparse
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.requests import assumptions
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.values import Values, masks
+from rooftrace.tracer.torch_private import (
+    disable_current_modes,
+    suggest_memory_format,
+    tree_map_only,
+)
+from rooftrace.tracer.values import Values, masks, trees
 
 _LIFT = torch.ops.aten.lift_fresh.default
 """The op by which numbers of Python, or of numpy, become a tensor."""
@@ -249,7 +250,7 @@ def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -
     args, kwargs = tree_map_only(
         Tensor, lambda t: exact[id(t)], (tuple(call.args), dict(call.kwargs))
     )
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         try:
             if tape.generators is not None and ops.is_random(call.func):
                 results = tape.generators.run(call.func, args, kwargs)

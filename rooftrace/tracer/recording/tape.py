@@ -11,10 +11,9 @@ from typing import Any, Protocol
 import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.graph import Collective, Group, marks, pattern_of
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import Collective, Group, marks, pattern_of
+from rooftrace.tracer import source_line
 from rooftrace.tracer.recording.entries import Entries
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.taperecords import (
@@ -35,9 +34,13 @@ from rooftrace.tracer.recording.taperecords import (
     compiling,
     running_node,
 )
-from rooftrace.tracer.requests import source_line
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.values import META, Values, masks
+from rooftrace.tracer.torch_private import (
+    current_autograd_node,
+    disable_current_modes,
+    get_sequence_nr,
+)
+from rooftrace.tracer.values import META, Values, masks, trees
 
 # -- origins ---------------------------------------------------------------------------------------
 # Where an op comes from: its module, the part of the step, the function and the source line.
@@ -121,7 +124,7 @@ class Origins:
         The autograd node of an op exists before the op runs and has the newest number.
         Later ops without a node (integers, a kernel's inner ops) see the same number.
         """
-        self._by_number.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
+        self._by_number.setdefault(get_sequence_nr() - 1, origin)
 
     def name(self, number: int, path: str) -> None:
         """What the autograd node of this number does belongs to the module at `path`."""
@@ -141,7 +144,7 @@ class Origins:
         here = self._here
         if here.part != "forward":
             return here.part
-        if torch._C._current_autograd_node() is not None:
+        if current_autograd_node() is not None:
             return "backward"
         # Clipping, scaling and averaging stand between backward and step, outside of modules.
         # So do exchanges of weights that each process has stepped a part of.
@@ -154,7 +157,7 @@ class Origins:
 
         compiled: the call of a compiled callable that runs now, which a hook may have begun.
         """
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is None:
             return Origin("", 0, "backward", self._here.function, compiled=compiled)
         name = node.name()
@@ -288,7 +291,7 @@ class Tape:
         plain = type(data) in trees.ORDINARY and data.layout is torch.strided
         if data.device.type != "cpu" or not plain:
             return data
-        with _disable_current_modes():
+        with disable_current_modes():
             empty = torch.empty_like(data, device=META, requires_grad=False)
         return self.entries.brought(data, empty)
 

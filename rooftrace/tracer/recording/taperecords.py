@@ -20,10 +20,10 @@ from msgspec import Struct, field
 from torch import Tensor, fx, nn
 from torch.autograd import grad_mode
 
-from rooftrace.tracer.graph import Collective, Group, Tensor as Value
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import Collective, Group, Tensor as Value
 from rooftrace.tracer.recording.ops import Call
-from rooftrace.tracer.values import Values
+from rooftrace.tracer.torch_private import current_autograd_node
+from rooftrace.tracer.values import Values, trees
 
 # -- loops -----------------------------------------------------------------------------------------
 # The interface of a watcher of the code's loops; this default does nothing.
@@ -342,9 +342,6 @@ def _bytes_read(tensor: Tensor) -> Any:
 # is on (gradients of gradients).  What runs inside, with gradients off too (the forward of an
 # `autograd.Function`, a `no_grad` block), belongs to it.
 
-SET_GRAD_ENABLED: Any = torch._C._set_grad_enabled
-"""What every change of the grad mode calls; a function mode sees it."""
-
 _FILE = grad_mode.__file__
 _LEAVING = ("__exit__", "__call__")
 """Methods of torch's grad-mode contexts that set the mode back."""
@@ -357,7 +354,7 @@ Node = tuple[str, int]
 
 def running_node() -> Node | None:
     """The autograd node whose backward runs now; None outside of the engine."""
-    node: Any = torch._C._current_autograd_node()
+    node: Any = current_autograd_node()
     return None if node is None else (node.name(), node._sequence_nr())
 
 

@@ -14,16 +14,22 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.nested._internal import nested_tensor, sdpa
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rooftrace._processes import Shared
-from rooftrace.tracer.graph import UNRECORDED
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
+from rooftrace.graph import UNRECORDED
+from rooftrace.tracer import source_line, spec_after, torch_private
+from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.requests import source_line, spec_after
+from rooftrace.tracer.torch_private import (
+    TorchDispatchMode,
+    disable_current_modes,
+    is_multithreading_enabled,
+    set_multithreading_enabled,
+)
+from rooftrace.tracer.values import trees
 
 # -- stand-ins -------------------------------------------------------------------------------------
 # Stand-ins for functions and classes of torch that need a device, during a trace.
@@ -60,8 +66,8 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
 def plain_imports() -> Iterator[None]:
     """Inside, a module that is imported for the first time is not part of what is traced."""
     finder: Any = _PlainImports()
-    with _disable_current_modes():  # it imports what it needs the first time
-        nested_tensor._nt_view_dummy()  # torch makes it in the first nested tensor of a process
+    with disable_current_modes():  # it imports what it needs the first time
+        torch_private.nt_view_dummy()  # torch makes it in the first nested tensor of a process
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -142,7 +148,7 @@ def jagged_attention_fused() -> Iterator[None]:
 
     PyTorch asks the device, and does so itself where a FlopCounterMode looks on.
     """
-    home: Any = sdpa
+    home: Any = torch_private.nested_attention
     name = "_is_computing_meta_flops"
     original = getattr(home, name, None)
     if original is None:
@@ -425,9 +431,9 @@ class Threads:
         follower = Follower(tape, self._dispatch)
         overrides.push(follower)
         undo.callback(overrides.pop, follower)
-        multithreading = torch._C._is_multithreading_enabled()
-        torch._C._set_multithreading_enabled(False)
-        undo.callback(torch._C._set_multithreading_enabled, multithreading)
+        multithreading = is_multithreading_enabled()
+        set_multithreading_enabled(False)
+        undo.callback(set_multithreading_enabled, multithreading)
         here = tape.here
         here.device = device
 

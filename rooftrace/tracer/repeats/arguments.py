@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
-from rooftrace.tracer.metacopies import own_tensors, trees
+from rooftrace.tracer import source_line
 from rooftrace.tracer.recording import Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.blocks import RecordedCall
-from rooftrace.tracer.requests import source_line
-from rooftrace.tracer.values import masks
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    disable_current_modes,
+    get_sequence_nr,
+    tree_flatten,
+)
+from rooftrace.tracer.values import masks, own_tensors, trees
 
 # -- alike modules ---------------------------------------------------------------------------------
 # Whether two modules are the same to their code: it could not tell their calls apart.
@@ -284,7 +287,7 @@ class Beginning:
         self._storages = tape.tags.storages
         self._assumptions = len(tape.values.assumptions)
         self._source = source_line(4)
-        self.number = torch._C._autograd._get_sequence_nr()  # of the next autograd node
+        self.number = get_sequence_nr()  # of the next autograd node
         self._outside = self._now()
 
     def _now(self) -> Any:
@@ -377,7 +380,7 @@ class Beginning:
 
 
 def _content(tensor: Tensor) -> Any:
-    with _disable_current_modes():
+    with disable_current_modes():
         plain = tensor.detach().resolve_conj().resolve_neg()
         plain = plain.clone(memory_format=torch.contiguous_format)  # one element may have stride 0
         return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))
@@ -385,7 +388,7 @@ def _content(tensor: Tensor) -> Any:
 
 def _random_states(tape: Tape) -> Any:
     """The states of the random number generators that Python code draws from."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with disable_current_modes(), DisableTorchFunction():
         if tape.generators is not None:
             return tape.generators.states()
         drawn = torch.default_generator.get_state().numpy().tobytes()

@@ -37,12 +37,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rooftrace.tracer.metacopies import original_of, replaced, trees
-from rooftrace.tracer.recording import Tape, taperecords
+from rooftrace.tracer import source_line
+from rooftrace.tracer.recording import Tape, original_of, replaced, taperecords
 from rooftrace.tracer.repeats.arguments import (
     Arguments,
     Beginning,
@@ -66,7 +63,19 @@ from rooftrace.tracer.repeats.gradients import (
     made_by,
 )
 from rooftrace.tracer.repeats.outside import Outside, Watch, include, note
-from rooftrace.tracer.requests import source_line
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    current_autograd_node,
+    disable_current_modes,
+    forward_hooks,
+    forward_pre_hooks,
+    get_sequence_nr,
+    get_tracing_state,
+    peek_interpreter_stack,
+    tree_flatten,
+    tree_unflatten,
+)
+from rooftrace.tracer.values import trees
 
 _ATTEMPTS = 3
 """The most calls of equal look that are recorded in vain: the first may fill a cache."""
@@ -114,7 +123,7 @@ class CallReplay:
         if group is None or not self._looks(trained):
             return original(module, *args, **kwargs)
         layers: Layers | None = None
-        with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
+        with DisableTorchFunction():  # to look at a tensor is no call of its own
             call = Arguments(tape, module, args, kwargs)
             compiled = tape.origins.compiled_here()
             key = (id(group[0]), call.look, tape.recording, compiled, *_modes())
@@ -147,10 +156,10 @@ class CallReplay:
         return (
             (self.stacks.open or not trained)
             and self._tape.here.part == "forward"
-            and (torch._C._current_autograd_node() or torch._C._get_tracing_state()) is None
+            and (current_autograd_node() or get_tracing_state()) is None
             and _global_hooks() == self._watchers
             and self._tape.threads.own()
-            and torch._C._functorch.peek_interpreter_stack() is None
+            and peek_interpreter_stack() is None
         )
 
     # -- recording ---------------------------------------------------------------------------------
@@ -164,14 +173,14 @@ class CallReplay:
         call: Arguments,
     ) -> tuple[Any, Recording | None]:
         """Run the call; returns its result, and its record if later calls can repeat it."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside(watches_draws=self._tape.generators is not None)
         with Watch(module, watched) as watch, self.stacks.whole(torch.is_grad_enabled()):
             with outside:
                 output = original(module, *args, **kwargs)
             unchanged = outside.unchanged()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
             if not unchanged:
                 return output, None
@@ -215,7 +224,7 @@ class CallReplay:
             differentiable=[isinstance(t, Tensor) and t.requires_grad for t in returned],
             values=values,
             structure=structure,
-            numbers=range(start.number, torch._C._autograd._get_sequence_nr()),
+            numbers=range(start.number, get_sequence_nr()),
             roots=frozenset(node._sequence_nr() for node in made_by(call.tensors)),
         )
 
@@ -354,8 +363,7 @@ def _modes() -> tuple[Any, ...]:
 
 def _global_hooks() -> tuple[int, int]:
     """How many hooks watch the calls of all modules."""
-    hooks: Any = nn_module
-    return len(hooks._global_forward_pre_hooks), len(hooks._global_forward_hooks)
+    return len(forward_pre_hooks), len(forward_hooks)
 
 
 def _copies(
@@ -373,7 +381,7 @@ def _copies(
     if known is not None:
         entries = [known(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         contents = [None if entry is None else entry[:2] for entry in entries]
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with disable_current_modes(), DisableTorchFunction():
         for tensor in tensors:
             if id(tensor) not in made:
                 key, device = trees.bytes_of(tensor), tensor.device

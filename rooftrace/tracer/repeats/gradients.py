@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.arguments import Arguments
@@ -39,11 +38,13 @@ from rooftrace.tracer.repeats.blocks import (
     repeat_node,
 )
 from rooftrace.tracer.repeats.last_layer import LastLayer, Likeness, Noted, is_below, ops_of
+from rooftrace.tracer.torch_private import DisableTorchFunction, saved_tensors_hooks
+from rooftrace.tracer.values import trees
 
 
 def has_hooks_on(tensors: Iterable[Tensor]) -> bool:
     """Whether somebody watches what autograd does with these tensors, or what it saves now."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if saved_tensors_hooks(True) is not None:
         return True
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     hooks = [
@@ -226,7 +227,7 @@ class Layers:
             if not likeness.alike(first.block.nodes, last.block.nodes):
                 raise UnlikeLayersError(self.path, "the last layer has run other ops")
             self._closing = LastLayer(self._tape, call, last, likeness, self.path)
-            with torch._C.DisableTorchFunction():  # to look at a tensor is no call of its own
+            with DisableTorchFunction():  # to look at a tensor is no call of its own
                 self._closing.watch(call, returned)
         except UnlikeLayersError as error:  # not here, where code of the user's may catch it
             self._unlike = error
@@ -378,7 +379,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise UnlikeLayersError("", "gradients of gradients")
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return (None, None, *ctx.gradients_of(gradients))
 
 

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
-from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.arguments import Arguments
 from rooftrace.tracer.repeats.blocks import RecordedCall, Recording, RepeatedCall, UnlikeLayersError
-from rooftrace.tracer.values import META
+from rooftrace.tracer.torch_private import disable_current_modes
+from rooftrace.tracer.values import META, trees
 
 
 class Noted(partial[None]):
@@ -222,7 +221,7 @@ class LastLayer:
         for index, (place, gradient) in enumerate(self._made.items()):
             spec = gradient.spec
             storage = call.storage(call.block.results[index][2])
-            with _disable_current_modes():
+            with disable_current_modes():
                 if storage not in memory:
                     bare = torch.empty(gradient.size, dtype=torch.uint8, device=META)
                     memory[storage] = bare.untyped_storage()

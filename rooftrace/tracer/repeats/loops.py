@@ -54,12 +54,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-from rooftrace.tracer.metacopies import Scope
-from rooftrace.tracer.recording import Call, LoopWatch, Tape
-from rooftrace.tracer.repeats.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
-from rooftrace.tracer.repeats.turns import (
+from rooftrace.tracer import source_line
+from rooftrace.tracer.recording import Call, LoopWatch, Scope, Tape
+from rooftrace.tracer.repeats.iterations import (
     RUN,
     SELECT,
     SLICE,
@@ -73,7 +71,14 @@ from rooftrace.tracer.repeats.turns import (
     wiring,
     written,
 )
-from rooftrace.tracer.requests import source_line
+from rooftrace.tracer.repeats.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
+from rooftrace.tracer.torch_private import (
+    DisableTorchFunction,
+    current_autograd_node,
+    disable_current_modes,
+    get_sequence_nr,
+    peek_interpreter_stack,
+)
 from rooftrace.tracer.values import META
 
 MIN_TURNS = 8
@@ -151,7 +156,7 @@ class _Shortened:
         """Whether, after this turn, the loop may still be cut short."""
         if number == 0:
             return True
-        with torch._C.DisableTorchFunction(), contextlib.suppress(Refused):
+        with DisableTorchFunction(), contextlib.suppress(Refused):
             names = FrameNames(self.frame)
             try:
                 if self.turns[-1].plain and fits(self.body, names):
@@ -199,7 +204,7 @@ class _Shortened:
             made = tensor.detach()
             self.rolling.detached[id(made)] = made
             return [made] * count
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with DisableTorchFunction(), disable_current_modes():
             if self.tape.recording:
                 self.tape.node_of(tensor)
             separate: Any = _StandIns.apply(tensor, count)  # type: ignore[no-untyped-call]
@@ -249,12 +254,12 @@ class Rolling(LoopWatch):
             known = [output for output in outputs if values.known(output) is not None]
             self.turn.saw(call, outputs, known)
         elif self._unread and (func is SELECT or func is SLICE):
-            node: Any = torch._C._current_autograd_node()
+            node: Any = current_autograd_node()
             return node is None or call.args[2] not in self._unread.get(node._sequence_nr(), ())
         elif self.detached and (func is _STACK or func is _CAT) and torch.is_grad_enabled():
             starts = self._starts(func, *call.args)
             if starts:
-                self._unread[torch._C._autograd._get_sequence_nr() - 1] = starts
+                self._unread[get_sequence_nr() - 1] = starts
         return True
 
     def _starts(self, func: Any, tensors: Sequence[Tensor], dimension: int = 0) -> frozenset[int]:
@@ -328,7 +333,7 @@ _NOT_USERS = frozenset({"builtins", "torch", "rooftrace"})
 
 def _transformed() -> bool:
     """Whether a transform of torch.func runs: its tensors are not what they look like."""
-    inside: Any = torch._C._functorch.peek_interpreter_stack()
+    inside: Any = peek_interpreter_stack()
     return inside is not None
 
 

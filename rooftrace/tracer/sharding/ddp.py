@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rooftrace.tracer.metacopies import put
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.recording import put
+from rooftrace.tracer.torch_private import execution_engine
 
 HOOKED = (
     "a hook of the user's exchanges the gradients of DistributedDataParallel: they are counted as "
@@ -173,7 +175,7 @@ def share_buffers(module: nn.Module, how: Replication) -> None:
             dist.broadcast(flat, 0, group=how.group)
             sizes = [buffer.numel() for buffer in alike]
             parts: Any = torch.split(flat, sizes)
-            torch._foreach_copy_(
+            torch_private.foreach_copy_(
                 alike, [part.view_as(b) for part, b in zip(parts, alike, strict=True)]
             )
 
@@ -222,8 +224,7 @@ class _Exchange(_NoReducer):
         if not self._running:
             self._running = True
             self._reducer.begin()
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._finish)
+            execution_engine.queue_callback(self._finish)
         self._reducer.ready(parameter)
 
     def _finish(self) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import marks
-from rooftrace.tracer.metacopies import original_of, replaced, trees
+from rooftrace.graph import marks
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.recording import original_of, replaced
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
+from rooftrace.tracer.torch_private import disable_current_modes
+from rooftrace.tracer.values import trees
 
 # -- streams ---------------------------------------------------------------------------------------
 # Streams of a device that is not there: which one work is put on, and which waits for which.
@@ -176,7 +178,6 @@ class DeviceModule:
 # They keep their own hooks, order of prefetches and streams.  What is replaced while they are
 # recorded is the device that they ask for, and the check that refuses weights on meta.
 
-_HOME = "torch.distributed.fsdp._fully_shard"
 _META = torch.device("meta")
 
 
@@ -208,7 +209,7 @@ def fully_sharded(
 
 def _states(roots: Iterable[nn.Module]) -> list[Any]:
     """The FSDP2 states of modules, each once."""
-    home = sys.modules.get(f"{_HOME}._fsdp_state")
+    home = sys.modules.get(f"{torch_private.FULLY_SHARD}._fsdp_state")
     if home is None:
         return []
     states = (home._get_module_fsdp_state(m) for root in roots for m in root.modules())
@@ -226,7 +227,7 @@ def is_real(root: nn.Module) -> bool:
 
 def _modules(*names: str) -> Iterator[ModuleType]:
     for name in names:
-        module = sys.modules.get(f"{_HOME}.{name}")
+        module = sys.modules.get(f"{torch_private.FULLY_SHARD}.{name}")
         if module is not None:
             yield module
 
@@ -338,14 +339,13 @@ def begin_group(init: Callable[..., Any], world: int, rank: int, **options: Any)
     init: torch's own `init_process_group`.  options: further ones of it.
     """
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     shown = sys.excepthook
-    init(_BACKENDS, store=FakeStore(), rank=rank, world_size=world, **options)
+    init(_BACKENDS, store=torch_private.FakeStore(), rank=rank, world_size=world, **options)
     sys.excepthook = shown  # torch's own names a rank before every error, to the end of the process
     # A group finds its backend where it is asked for hooks; else torch warns at the end.
     kind = dist.ProcessGroup.BackendType.CUSTOM
-    dist.distributed_c10d._get_default_group()._set_default_backend(kind)
+    torch_private.get_default_group()._set_default_backend(kind)
 
 
 running: list[Mapping[str, int]] = []
@@ -413,16 +413,14 @@ axes: dict[str, str] = {}
 
 # -- how torch finds the sizes of results of sharded tensors ---------------------------------------
 
-_MESH_HOME = "torch.distributed.tensor._sharding_prop"
 _NAME = "_propagate_tensor_meta_non_cached"
-_SCHEMA = "torch.distributed.tensor._op_schema"
 _FAKE = "_rebuild_tensor_from_dtensor_meta"
 
 
 @contextlib.contextmanager
 def sizes_unseen() -> Iterator[None]:
     """Inside, sizes of whole tensors are found outside of any mode of the code and of ours."""
-    home = sys.modules.get(_MESH_HOME)
+    home = sys.modules.get(torch_private.SHARDING_PROP)
     propagator: Any = getattr(home, "ShardingPropagator", None)
     if propagator is None or not hasattr(propagator, _NAME):
         yield
@@ -430,12 +428,12 @@ def sizes_unseen() -> Iterator[None]:
     original = original_of(propagator, _NAME)
 
     def sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
+        with disable_current_modes():
             return original(self, *args, **kwargs)
 
     with contextlib.ExitStack() as undo:
         undo.enter_context(replaced(propagator, {_NAME: sizes}))
-        schema = sys.modules[_SCHEMA]
+        schema = sys.modules[torch_private.OP_SCHEMA]
         if hasattr(schema, _FAKE):
             undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
         yield

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError, TargetError, hint
-from rooftrace.tracer.requests.callables import named_class, program_module
+from rooftrace.tracer.callables import named_class, program_module
 from rooftrace.tracer.targets.ptfile import Dimensions, ProgramInput
+from rooftrace.tracer.torch_private import tree_unflatten
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.requests import Request
+    from rooftrace.tracer import Request
 
 
 def load_program(
@@ -46,7 +47,6 @@ def load_program(
         module, entries, dimensions = read_onnx(path)
         module.__class__ = named_class(type(module), path.stem)
         return module, tuple(tensors_of(target, entries, dimensions, request)), {}
-    from torch.utils import _pytree as pytree
 
     from rooftrace.tracer.targets.ptfile import read_program
 
@@ -54,7 +54,7 @@ def load_program(
     entries, others, dimensions = _entries(program)
     made = iter(tensors_of(target, entries, dimensions, request))
     flat = [next(made) if other is None else other[0] for other in others]
-    args, kwargs = pytree.tree_unflatten(flat, program.call_spec.in_spec)
+    args, kwargs = tree_unflatten(flat, program.call_spec.in_spec)
     return program_module(program), tuple(args), dict(kwargs)
 
 

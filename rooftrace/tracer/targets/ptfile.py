@@ -20,6 +20,8 @@ from torch import Tensor
 
 from rooftrace._reading import MOST_BYTES, FileKind, json_of
 from rooftrace.errors import TargetError
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.torch_private import HigherOrderOperator, OpOverload
 
 # -- inputs ----------------------------------------------------------------------------------------
 # The inputs of a program: which sizes are fixed, and which may change.
@@ -189,8 +191,6 @@ def _is_there(target: str) -> bool:
         except (AttributeError, RuntimeError):
             return False
     if base == "torch" and parts[0] == "ops":
-        from torch._ops import HigherOrderOperator, OpOverload
-
         return isinstance(item, (OpOverload, HigherOrderOperator))
     return callable(item)
 
@@ -258,10 +258,10 @@ def _stored(
 
 def _tensor(meta: Mapping[str, Any]) -> Tensor:
     """A tensor on meta of the sizes and strides that a graph has for one."""
-    from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE as DTYPES
 
     sizes, strides = ([_size(size) for size in meta[key]] for key in ("sizes", "strides"))
-    return torch.empty_strided(sizes, strides, dtype=DTYPES[meta["dtype"]], device="meta")
+    dtype = torch_private.SERIALIZED_DTYPES[meta["dtype"]]
+    return torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
 
 
 def _size(size: Mapping[str, Any]) -> int:
@@ -294,14 +294,11 @@ def _read(
 
 def _built(document: dict[str, Any], held: Mapping[str, dict[str, Tensor]], where: str) -> Any:
     """The program of a checked document."""
-    from torch._export.serde import schema
-    from torch._export.serde.serialize import ExportedProgramDeserializer, _bytes_to_dataclass
-
+    read = torch_private.bytes_to_dataclass
+    build = torch_private.ExportedProgramDeserializer
     try:
-        record = _bytes_to_dataclass(schema.ExportedProgram, json.dumps(document).encode())
-        return ExportedProgramDeserializer().deserialize(
-            record, held["state"], held["constants"], None
-        )
+        record = read(torch_private.ExportedProgram, json.dumps(document).encode())
+        return build().deserialize(record, held["state"], held["constants"], None)
     except Exception as problem:  # whatever torch says of a document that does not hold together
         raise KIND.unreadable(where, f"torch {torch.__version__}: {problem}") from None
 

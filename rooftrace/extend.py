@@ -1,0 +1,5 @@
+"""What a rule, a join, a section, a source or a phase of your own is made of."""
+
+from rooftrace._public import public
+
+__getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -1,5 +1,0 @@
-"""Locked costs: what models cost, in a file that a person reviews, and what may grow."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)
