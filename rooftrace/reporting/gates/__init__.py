@@ -1,4 +1,4 @@
-"""The gate of a repository: locks made and checked, what a check says, comments that carry it."""
+"""The gate of a repository: making and checking locks, reports of checks, and comments."""
 
 from rooftrace._face import face
 

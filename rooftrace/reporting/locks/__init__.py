@@ -1,4 +1,4 @@
-"""Locked costs: what models cost, in a file that a person reviews, and what may grow."""
+"""Locked costs: the costs of models in a file that a person reviews, and budgets for growth."""
 
 from rooftrace._face import face
 
