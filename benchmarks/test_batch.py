@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.planning import Plan
-from rooftrace.costmodels.sweeps import evaluated
+from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.timing.steps import time_plan
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 
 SIZES = [(256, 1000), (256, 3000), (512, 1000), (512, 3000)]
 CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4")

@@ -12,9 +12,9 @@ import torch
 
 import rooftrace as rt
 from rooftrace.tracer.inputs.calls import Inputs
+from rooftrace.tracer.phases import collector_paused
 from rooftrace.tracer.phases.running import trace_phases
-from rooftrace.tracer.requests.request import Request
-from rooftrace.tracer.sources import collector_paused
+from rooftrace.tracer.request import Request
 from rooftrace.tracer.targets.target import load_target
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "configs"

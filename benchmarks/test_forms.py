@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import Form, evaluated
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import Form, evaluated
 
 CHIPS = ("h200-sxm", "h100-sxm", "a100-sxm-80", "l4")
 RANGES = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.text import as_markdown
+from rooftrace.reporting.views import as_markdown
 
 
 class Norm(nn.Module):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.reporting.text import as_markdown, comparisons_view
+from rooftrace.reporting.views import as_markdown, comparisons_view
 
 
 class Tagger(nn.Module):

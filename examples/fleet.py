@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from rooftrace.reporting.fleets import FleetResult, Task, run_fleet
+from rooftrace.reporting.commands import FleetResult, Task, run_fleet
 
 # Widths stay as they are: on meta a wide layer takes no longer than a narrow one.
 DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")

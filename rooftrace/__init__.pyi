@@ -1,11 +1,11 @@
 from rooftrace import extend as extend, tools as tools, types as types
+from rooftrace.costmodels.fusion import plan as plan
 from rooftrace.costmodels.memory import memory as memory
-from rooftrace.costmodels.planning import plan as plan
 from rooftrace.hardware import available_chips as available_chips, load_chip as load_chip
 from rooftrace.measured.bench import measure as measure, measuring as measuring
 from rooftrace.measured.live import live as live
-from rooftrace.reporting.habits import capture as capture
-from rooftrace.reporting.inventories import inventory as inventory
+from rooftrace.reporting.commands.compat import capture as capture
+from rooftrace.reporting.commands.inventories import inventory as inventory
 from rooftrace.reporting.signed import (
     calibrate as calibrate,
     compare as compare,

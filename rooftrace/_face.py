@@ -3,8 +3,8 @@
 The stub beside a package's `__init__.py` says each name once, for readers, for type checkers and
 for this file:
 
-    # rooftrace/tracer/graph/__init__.pyi
-    from rooftrace.tracer.graph.graph import Op as Op, OpGraph as OpGraph
+    # rooftrace/graph/__init__.pyi
+    from rooftrace.graph.graph import Op as Op, OpGraph as OpGraph
 
 So importing a package loads nothing that is slow, and packages that need each other's names at
 run time do not wait for each other while they load.  This is SPEC 1 of Scientific Python; its

@@ -8,26 +8,26 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from rooftrace.costmodels.advice import Headroom
     from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.studies.advice import Headroom
 
 
 def render(result: Any, form: str, **how: Any) -> Any:
     """A result for print ("text"), rich ("rich") or a notebook ("cell"); made by reporting."""
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     return shown(result, form, **how)
 
 
 def headroom(estimate: Estimate) -> Headroom:
     """The result of `estimate.headroom()`: advice imports estimates, not the other way round."""
-    from rooftrace.costmodels.advice import headroom
+    from rooftrace.studies.advice import headroom
 
     return headroom(estimate)
 
 
 def write(result: Any, out: Path, figures: Sequence[str]) -> list[Path]:
     """Write the files of a validation into a folder; only reporting knows how."""
-    from rooftrace.reporting.reportfolder import write_validation
+    from rooftrace.reporting.commands.reportfolder import write_validation
 
     return write_validation(result, out, figures)

@@ -15,4 +15,4 @@ from rooftrace.reporting.renderers.view import (
     Table as Table,
 )
 from rooftrace.reporting.sections import section as section
-from rooftrace.tracer.requests.names import phase as phase
+from rooftrace.tracer.names import phase as phase

@@ -1,20 +1,22 @@
 from rooftrace._progress import telling as telling
-from rooftrace.costmodels.advice import guidance as guidance, headroom as headroom
-from rooftrace.costmodels.planning import execution_model as execution_model
-from rooftrace.costmodels.rewriting import reprice as reprice
-from rooftrace.costmodels.solving import disaggregated as disaggregated
+from rooftrace.costmodels.fusion import execution_model as execution_model
+from rooftrace.costmodels.rewrites import reprice as reprice
 from rooftrace.measured.alignment import fused as fused
 from rooftrace.measured.bench import load_run as load_run
 from rooftrace.measured.live import (
     lightning_callback as lightning_callback,
     trainer_callback as trainer_callback,
 )
-from rooftrace.reporting.figures import save_chakra as save_chakra
-from rooftrace.reporting.habits import (
+from rooftrace.reporting.commands.compat import (
     dump_model_info as dump_model_info,
     flop_count_table as flop_count_table,
 )
-from rooftrace.reporting.rooflines import plot_roofline as plot_roofline
+from rooftrace.reporting.commands.rooflines import plot_roofline as plot_roofline
+from rooftrace.reporting.commands.solving import plot_answer as plot_answer
+from rooftrace.reporting.commands.stepforms import load_form as load_form, save_form as save_form
+from rooftrace.reporting.commands.sweeps import plot_sweep as plot_sweep
+from rooftrace.reporting.commands.timelines import save_timeline as save_timeline
+from rooftrace.reporting.figures import save_chakra as save_chakra
 from rooftrace.reporting.signed import (
     best_mesh as best_mesh,
     explore as explore,
@@ -24,9 +26,7 @@ from rooftrace.reporting.signed import (
     scaling as scaling,
     sweep_fleet as sweep_fleet,
 )
-from rooftrace.reporting.solving import plot_answer as plot_answer
-from rooftrace.reporting.stepforms import load_form as load_form, save_form as save_form
-from rooftrace.reporting.sweeps import plot_sweep as plot_sweep
-from rooftrace.reporting.timelines import save_timeline as save_timeline
+from rooftrace.studies.advice import guidance as guidance, headroom as headroom
+from rooftrace.studies.solving import disaggregated as disaggregated
 from rooftrace.tracer import trace_target as trace_target
 from rooftrace.tracer.sharding import fake_mesh as fake_mesh

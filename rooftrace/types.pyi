@@ -1,11 +1,3 @@
-from rooftrace.costmodels.advice import (
-    GraphBreaks as GraphBreaks,
-    Guidance as Guidance,
-    Headroom as Headroom,
-    Saving as Saving,
-    WhatIf as WhatIf,
-)
-from rooftrace.costmodels.diffs import Diff as Diff
 from rooftrace.costmodels.estimates import (
     Comparison as Comparison,
     Estimate as Estimate,
@@ -14,33 +6,22 @@ from rooftrace.costmodels.estimates import (
 )
 from rooftrace.costmodels.estimates.moduletree import Summary as Summary
 from rooftrace.costmodels.estimates.rows import Breakdown as Breakdown
-from rooftrace.costmodels.explaining import Explanation as Explanation
-from rooftrace.costmodels.explaining.decode_forms import Exploration as Exploration
-from rooftrace.costmodels.knobs import Knobs as Knobs
-from rooftrace.costmodels.knobs.numbers import KnobsError as KnobsError
-from rooftrace.costmodels.memory import LargestBatch as LargestBatch, Memory as Memory
-from rooftrace.costmodels.planning import (
+from rooftrace.costmodels.fusion import (
     ExecutionError as ExecutionError,
     ExecutionModel as ExecutionModel,
     Plan as Plan,
 )
-from rooftrace.costmodels.solving import (
-    Disaggregated as Disaggregated,
-    MeshAnswer as MeshAnswer,
-    ScalingAnswer as ScalingAnswer,
-)
-from rooftrace.costmodels.solving.rates import (
-    PassingAnswer as PassingAnswer,
-    RatesAnswer as RatesAnswer,
-)
-from rooftrace.costmodels.solving.serving import ServingAnswer as ServingAnswer
-from rooftrace.costmodels.solving.workloads import CapacityAnswer as CapacityAnswer
-from rooftrace.costmodels.sweeps import Elasticities as Elasticities, Form as Form, Sweep as Sweep
+from rooftrace.costmodels.kernels import Knobs as Knobs
+from rooftrace.costmodels.kernels.numbers import KnobsError as KnobsError
+from rooftrace.costmodels.memory import LargestBatch as LargestBatch, Memory as Memory
+from rooftrace.diffs.costs import Diff as Diff
+from rooftrace.diffs.runs import RunDiff as RunDiff
 from rooftrace.errors import (
     ProfileError as ProfileError,
     RequestError as RequestError,
     TargetError as TargetError,
 )
+from rooftrace.graph import GraphFileError as GraphFileError, OpGraph as OpGraph
 from rooftrace.hardware import Chip as Chip
 from rooftrace.hardware.chip import (
     MissingPeakError as MissingPeakError,
@@ -54,15 +35,32 @@ from rooftrace.measured.fit import (
     Validation as Validation,
 )
 from rooftrace.measured.fit.cases import CalibrationError as CalibrationError
-from rooftrace.measured.rundiffs import RunDiff as RunDiff
-from rooftrace.reporting.fleets import SweepFleet as SweepFleet
-from rooftrace.reporting.habits import Captured as Captured, Profile as Profile
-from rooftrace.reporting.reportfolder import Report as Report
-from rooftrace.reporting.rooflinesteps import Reports as Reports, Rooflines as Rooflines
-from rooftrace.tracer.graph import GraphFileError as GraphFileError, OpGraph as OpGraph
-from rooftrace.tracer.inventory import (
-    CheckpointDiff as CheckpointDiff,
-    ParameterDiff as ParameterDiff,
+from rooftrace.reporting.commands import SweepFleet as SweepFleet
+from rooftrace.reporting.commands.compat import Captured as Captured, Profile as Profile
+from rooftrace.reporting.commands.reportfolder import Report as Report
+from rooftrace.reporting.commands.rooflinesteps import Reports as Reports, Rooflines as Rooflines
+from rooftrace.studies.advice import (
+    GraphBreaks as GraphBreaks,
+    Guidance as Guidance,
+    Headroom as Headroom,
+    Saving as Saving,
+    WhatIf as WhatIf,
 )
-from rooftrace.tracer.inventory.records import ModelInfo as ModelInfo
-from rooftrace.tracer.requests import Request as Request, TraceError as TraceError
+from rooftrace.studies.explaining import Explanation as Explanation
+from rooftrace.studies.explaining.decode_forms import Exploration as Exploration
+from rooftrace.studies.sensitivity import Elasticities as Elasticities
+from rooftrace.studies.solving import (
+    Disaggregated as Disaggregated,
+    MeshAnswer as MeshAnswer,
+    ScalingAnswer as ScalingAnswer,
+)
+from rooftrace.studies.solving.serving import ServingAnswer as ServingAnswer
+from rooftrace.studies.solving.workloads import (
+    CapacityAnswer as CapacityAnswer,
+    PassingAnswer as PassingAnswer,
+    RatesAnswer as RatesAnswer,
+)
+from rooftrace.studies.sweeps import Form as Form, Sweep as Sweep
+from rooftrace.tracer import Request as Request, TraceError as TraceError
+from rooftrace.weights import CheckpointDiff as CheckpointDiff, ParameterDiff as ParameterDiff
+from rooftrace.weights.inventory import ModelInfo as ModelInfo

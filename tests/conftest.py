@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would run in a process of its own runs in this one, unless the test is about that."""
     if request.node.get_closest_marker("subprocess") is None:
-        monkeypatch.setattr("rooftrace.tracer.sources.apart.PROCESSES", False)
+        monkeypatch.setattr("rooftrace.tracer.phases.apart.PROCESSES", False)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim.optimizer import Optimizer
 from torch.utils import _device, _foreach_utils, _python_dispatch
 
-from rooftrace.tracer.metacopies import overrides
+from rooftrace.tracer.recording import overrides
 
 import torch._dynamo.eval_frame as frames  # isort: skip
 

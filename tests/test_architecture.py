@@ -23,7 +23,24 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "rooftrace"
 # Imports run to the left, only.
-LAYERS = ("hardware", "tracer", "costmodels", "measured", "reporting")
+LAYERS = (
+    "hardware",
+    "graph",
+    "tracer",
+    "scripts",
+    "costmodels",
+    "studies",
+    "measured",
+    "diffs",
+    "weights",
+    "reporting",
+)
+MOST_ROOMS = 8
+"""Rooms of a package: a person draws six to eight boxes."""
+MOST_ARROWS = 125
+"""Pairs of rooms of one package of which one imports the other, in all packages together."""
+MOST_FILES = 465
+MOST_FOLDERS = 60
 FACE = "the public face"  # rooftrace/__init__.py: stands above every layer
 # What every layer may use: they know of no layer.
 FILES_BELOW = (
@@ -49,10 +66,13 @@ CLI = "rooftrace.reporting.cli"
 LIBRARIES = {
     "torch": {
         "tracer",
+        "scripts",
+        "studies.breaks",
         "measured.bench",
         "measured.live",
+        "weights",
     },
-    "transformers": {"tracer", "measured.live", "measured.bench"},
+    "transformers": {"tracer", "scripts", "measured.live", "measured.bench"},
     "fvcore": {"tracer"},
     "onnx": {"tracer"},
     "gguf": {"tracer.targets"},
@@ -60,17 +80,26 @@ LIBRARIES = {
     "rich": {"reporting"},
     "click": {"reporting"},
     "matplotlib": {"reporting"},
-    "pandas": {"costmodels", "measured", "reporting"},
-    "numpy": {"tracer", "costmodels", "measured", "reporting"},
-    "scipy": {"tracer", "costmodels", "measured.fit"},
+    "pandas": {"costmodels", "studies", "measured", "diffs", "reporting"},
+    "numpy": {
+        "graph",
+        "tracer",
+        "costmodels",
+        "studies",
+        "measured",
+        "diffs",
+        "weights",
+        "reporting",
+    },
+    "scipy": {"graph", "tracer", "costmodels", "studies", "measured.fit"},
     "ijson": {"measured.profiles"},
     "rapidfuzz": {"measured.alignment"},
     "tomli": set(),  # of files: rooftrace._reading
-    "cloudpickle": {"reporting.fleets"},
-    "dask": {"reporting.fleets"},
-    "distributed": {"reporting.fleets"},
-    "pyarrow": {"reporting.fleets"},
-    "msgspec": {"tracer", "costmodels", "measured", "reporting"},
+    "cloudpickle": {"reporting.commands"},
+    "dask": {"reporting.commands"},
+    "distributed": {"reporting.commands"},
+    "pyarrow": {"reporting.commands"},
+    "msgspec": set(LAYERS) - {"hardware"},
     "PIL": {"reporting"},
     "pytest": {"reporting.gates"},  # its plugin, which only pytest loads
 }
@@ -96,6 +125,13 @@ SLOW_TO_LOAD = {
 
 # Imports against the direction, each with its reason. One that is gone must go from here too.
 AGAINST_THE_DIRECTION = {
+    **{
+        (
+            "rooftrace.tracer.phases.tracing",
+            f"rooftrace.scripts.steps.{name}",
+        ): "a target may be a script"
+        for name in ("ScriptError", "ScriptRequest")
+    },
     ("rooftrace._shown", "rooftrace._results"): "print(estimate) is reporting's table",
     (
         "rooftrace.costmodels.estimates.estimates",
@@ -131,7 +167,7 @@ def module_name(path: Path) -> str:
 
 
 def layer_of(module: str) -> str:
-    """The layer of "rooftrace.tracer.graph.graph"; FACE for the root package and its names."""
+    """The layer of "rooftrace.graph.graph"; FACE for the root package and its names."""
     if module.startswith(FILES_BELOW):
         return BELOW
     second = [*module.split("."), ""][1]
@@ -202,7 +238,7 @@ def listed(bad: list[Import]) -> str:
     [
         ("import torch.fx", [("torch.fx", False)]),
         ("from torch import nn, fx", [("torch.nn", False), ("torch.fx", False)]),
-        ("from .graph import Op", [("rooftrace.tracer.graph.Op", False)]),
+        ("from .names import Op", [("rooftrace.tracer.names.Op", False)]),
         ("from ..hardware import Chip", [("rooftrace.hardware.Chip", False)]),
         ("from .. import reporting", [("rooftrace.reporting", False)]),
         ("def f():\n    import torch", [("torch", True)]),
@@ -211,7 +247,7 @@ def listed(bad: list[Import]) -> str:
         ("if TYPE_CHECKING:\n    import torch", [("torch", True)]),
         ("if TYPE_CHECKING: ...\nelse:\n    import torch", [("torch", False)]),
         ("importlib.import_module('torch')", [("torch", False)]),
-        ("importlib.import_module('.graph')", [("rooftrace.tracer.graph", False)]),
+        ("importlib.import_module('.names')", [("rooftrace.tracer.names", False)]),
     ],
 )
 def test_the_reader_of_imports_sees(source: str, expected: list[tuple[str, bool]]) -> None:
@@ -236,7 +272,7 @@ def test_imports_run_one_way() -> None:
 
 
 def room_of(path: Path) -> str:
-    """The package that a file stands in: "rooftrace.tracer.graph"."""
+    """The package that a file stands in: "rooftrace.tracer.values"."""
     return ".".join(path.parent.relative_to(ROOT).parts)
 
 
@@ -331,6 +367,24 @@ def test_a_face_is_small_beside_what_stands_behind_it() -> None:
         if len(given) > max(6, lines[room] / 50) and room.count(".") > 1
     }
     assert not wide
+
+
+def test_a_package_can_be_drawn() -> None:
+    rooms = {room_of(path) for path in sources()} - {"rooftrace"}
+    packages = {room.split(".")[1] for room in rooms}
+    assert packages == set(LAYERS)
+    inside = Counter(room.split(".")[1] for room in rooms if room.count(".") == 2)
+    assert max(inside.values()) <= MOST_ROOMS, inside
+    arrows = set()
+    for one in all_imports():
+        read = file_of(one.target) if one.library == "rooftrace" else None
+        if read is not None:
+            here, there = room_of(modules()[one.importer]), room_of(modules()[read])
+            if here != there and here.split(".")[1:2] == there.split(".")[1:2]:
+                arrows.add((here, there))
+    assert len(arrows) <= MOST_ARROWS, len(arrows)
+    assert len(sources()) <= MOST_FILES
+    assert len(rooms) <= MOST_FOLDERS
 
 
 def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
@@ -535,16 +589,17 @@ assert "TARGET" in said.getvalue()
 loaded = {"torch", "transformers", "pandas", "matplotlib", "rich", "numpy"} & set(sys.modules)
 assert not loaded, f"help loads {sorted(loaded)}"
 
-import rooftrace.reporting.reportfolder, rooftrace.reporting.text.results
+import rooftrace.reporting.commands.reportfolder, rooftrace.reporting.views.results
 import rooftrace.reporting.figures.roofline, rooftrace.reporting.sections.report_json
-import rooftrace.reporting.reportfolder
+import rooftrace.reporting.commands.reportfolder
 
 loaded = {"torch", "transformers", "pandas", "matplotlib", "rich", "numpy"} & set(sys.modules)
 assert not loaded, f"importing the report loads {sorted(loaded)}"
 
 sys.modules["torch"] = sys.modules["transformers"] = None  # from here on, importing it raises
-measured = ("profiles", "alignment", "fit", "rundiffs")
-for name in ("hardware", "costmodels", *(f"measured.{room}" for room in measured), "reporting"):
+rooms = ("measured.profiles", "measured.alignment", "measured.fit", "studies.sweeps")
+rooms += ("studies.solving", "studies.explaining", "studies.advice", "studies.sensitivity")
+for name in ("hardware", "graph", "costmodels", "diffs", *rooms, "reporting"):
     package = __import__(f"rooftrace.{name}", fromlist=["*"])
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         __import__(module.name)

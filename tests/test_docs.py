@@ -11,14 +11,25 @@ from pathlib import Path
 import pytest
 from torch.utils.flop_counter import flop_registry
 
+from rooftrace.costmodels.fusion.executions import ExecutionModel
 from rooftrace.costmodels.fusion.joins import JOINS
-from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.costmodels.planning.executions import ExecutionModel
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-LAYERS = ("hardware", "tracer", "costmodels", "measured", "reporting")
+LAYERS = (
+    "hardware",
+    "graph",
+    "tracer",
+    "scripts",
+    "costmodels",
+    "studies",
+    "measured",
+    "diffs",
+    "weights",
+    "reporting",
+)
 CODE = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from rooftrace.costmodels.sweeps import factorial
+from rooftrace.studies.sensitivity import factorial
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "seed"
 PHASES = ("training", "prefill", "decode")

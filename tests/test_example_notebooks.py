@@ -16,7 +16,7 @@ pytest.importorskip("jupytext")
 pytest.importorskip("IPython")
 
 from docsite import notebooks
-from rooftrace.reporting.text.results import as_markdown
+from rooftrace.reporting.views.results import as_markdown
 from tests.test_examples import no_ops_stay as no_ops_stay
 
 SCRIPTS = notebooks.scripts()

@@ -11,9 +11,9 @@ from torch import nn
 import rooftrace as rt
 from rooftrace import _extensions
 from rooftrace.costmodels.ops.rulebook import find_rule, own_rules
+from rooftrace.graph.records import Ref
 from rooftrace.hardware.chipfile import reading
-from rooftrace.reporting.text.results import as_markdown
-from rooftrace.tracer.graph.records import Ref
+from rooftrace.reporting.views.results import as_markdown
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import made_report
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.requests import TraceError
+from rooftrace.tracer import TraceError
 
 
 class Stateful(nn.Module):

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import ExecutionModel, Utilization
 from rooftrace.costmodels.kernels.seconds import peak_seconds
 from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.costmodels.ops.cost import Cost, Work
-from rooftrace.costmodels.planning.executions import ExecutionModel, Utilization
-from rooftrace.costmodels.sweeps import factorial
 from rooftrace.hardware.units import format_capacity, format_traffic
-from rooftrace.reporting.reportfolder import build_report
+from rooftrace.reporting.commands.reportfolder import build_report
+from rooftrace.studies.sensitivity import factorial
 from tests.releases import with_transformers_5
 
 pytestmark = pytest.mark.quick

@@ -29,7 +29,7 @@ from rows import NO_ATTENTION, columns, table
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels.attention import attention_knobs, products_of
-from rooftrace.costmodels.knobs.knobs import Knobs, Share
+from rooftrace.costmodels.kernels.knobs import Knobs, Share
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, errors, predict

@@ -33,9 +33,17 @@ import own
 import timm_steps
 from points import read_points
 
-from rooftrace.costmodels.knobs.knobs import Knobs, dump_knobs
-from rooftrace.costmodels.knobs.residuals import FITTED, LEVEL, NO_FIT, ONE_FACTOR, USES, Residuals
-from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.kernels.knobs import (
+    FITTED,
+    LEVEL,
+    NO_FIT,
+    ONE_FACTOR,
+    USES,
+    Knobs,
+    Residuals,
+    dump_knobs,
+)
 from rooftrace.measured.fit.calibrating import ONE, usual_start
 from rooftrace.measured.fit.cases import Case, predict
 from rooftrace.measured.fit.fitting import FEW, Starts, deviations_of, fitted, group_of

@@ -30,7 +30,7 @@ from rows import table
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels.engines import unit_of
-from rooftrace.costmodels.knobs.knobs import Knobs, Tiling
+from rooftrace.costmodels.kernels.knobs import Knobs, Tiling
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict
 from rooftrace.measured.fit.fitting import fit

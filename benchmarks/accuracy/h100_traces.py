@@ -24,7 +24,7 @@ import numpy as np
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.measured.fit.fitting import FEW
 
 CHIP = "h100-sxm"

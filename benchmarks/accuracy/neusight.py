@@ -36,12 +36,12 @@ from points import Point, write_points
 from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion import Plan, plan
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.planning import Plan, plan
+from rooftrace.graph import OpGraph
 from rooftrace.measured.fit.cases import Case, predict
 from rooftrace.measured.fit.fitting import FEW
-from rooftrace.tracer.graph import OpGraph
 
 CHIPS = {"NVIDIA_A100_80GB_PCIe": "a100-pcie-80", "NVIDIA_A100-PCIE-40GB": "a100-pcie-40"}
 

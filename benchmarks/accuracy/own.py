@@ -19,9 +19,9 @@ from pathlib import Path
 from points import Point, write_points
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs.knobs import Knobs
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import plan
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.alignment.pairing import steps_of_run
 from rooftrace.measured.fit.calibrating import usual_start

@@ -8,8 +8,8 @@ import numpy as np
 
 from rooftrace.costmodels.kernels.attention import COLUMNS
 from rooftrace.costmodels.kernels.engines import SIZES
+from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import KernelTable
-from rooftrace.costmodels.knobs.knobs import CLASSES
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 

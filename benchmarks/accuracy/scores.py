@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.measured.fit.cases import Case, errors
 from rooftrace.measured.fit.fitting import FEW, fit
 

@@ -32,7 +32,7 @@ from points import Point, write_points
 from timm_models import PLAIN, Counts, Zoo, graph_of
 
 import rooftrace as rt
-from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case

@@ -27,8 +27,8 @@ os.environ.setdefault("ROOFTRACE_CACHE", "off")
 import numpy as np
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import Form, evaluated
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import Form, evaluated
 
 CHIPS = ("h200-sxm", "l4")
 NEAR = 1e-9

@@ -18,9 +18,9 @@ import numpy as np
 from exact import Row, asked_of, rows_of
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import Form, evaluated
 from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import Form, evaluated
 
 CHIPS = ("h100-sxm", "h200-sxm", "a100-sxm-80", "b200-sxm", "mi300x", "t4", "l4", "rtx-4090")
 EXECUTIONS = ("eager", "compiled", "efficient", "serving")

@@ -20,14 +20,14 @@ from torch._higher_order_ops.flex_attention import flex_attention, flex_attentio
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from rooftrace.costmodels.estimates.counters import AS_CALLED, unread_gradients
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import MATRIX
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op
 from rooftrace.tracer.inputs.calls import Inputs
 from rooftrace.tracer.phases import attempts, running as phases_running
 from rooftrace.tracer.recording import recorder, running
-from rooftrace.tracer.requests.request import Options
+from rooftrace.tracer.request import Options
 
 Counts = dict[str, Any]
 """What `compared` says of one phase; all FLOPs are of matrix products and convolutions.

@@ -47,8 +47,8 @@ def count_inputs(module: Any, inputs: Any) -> Result:
     from counted import compared
 
     from rooftrace.errors import RequestError
-    from rooftrace.tracer.requests.source import TraceError
-    from rooftrace.tracer.sources import collector_paused
+    from rooftrace.tracer.phases import collector_paused
+    from rooftrace.tracer.source import TraceError
 
     phases: dict[str, Any] = {}
     failure = error_text = ""

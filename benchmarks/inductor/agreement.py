@@ -5,10 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 import rooftrace as rt
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.rewrites import rewrite
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.rewrites.rewrites import rewrite
+from rooftrace.graph.graph import OpGraph
 
 
 def compiled_graph(case: tuple, phase: str = "forward") -> OpGraph:

@@ -22,9 +22,9 @@ import inductor
 import models
 from agreement import compiled_graph, our_groups
 
+from rooftrace.graph.graph import OpGraph
 from rooftrace.measured.alignment.compiled import is_launched
 from rooftrace.measured.alignment.compiled_steps import Agreement
-from rooftrace.tracer.graph.graph import OpGraph
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "inductor"
 

@@ -32,9 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.metacopies.trees import torch_dtype
+from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.values.trees import torch_dtype
 
 CUDA = torch.device("cuda", 0)
 

@@ -21,7 +21,7 @@ import measured
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
 from rooftrace.measured.alignment.compiled_steps import Agreement
 from rooftrace.measured.bench import Bench, models

@@ -140,7 +140,7 @@ def _varlen(sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 def ops() -> Any:
     """Ops of rooftrace, which its tracer defines."""
-    import rooftrace.tracer.composite.serving  # noqa: F401
+    import rooftrace.tracer.recording.serving  # noqa: F401
 
     return torch.ops.rooftrace
 

@@ -14,7 +14,7 @@ from typing import Any
 from cases import documents, pairs
 
 from rooftrace.costmodels.kernels.attention import products_of
-from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.fit.cases import Case, predict

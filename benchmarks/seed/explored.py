@@ -8,9 +8,9 @@ import formulas
 from traced import ABSORBED, CHIP, Point, repriced
 
 import rooftrace as rt
-from rooftrace.costmodels.explaining import DecodeStep, Rates, RoutedExperts, explore
-from rooftrace.costmodels.explaining.critical_batch import Explored
-from rooftrace.costmodels.planning.executions import WeightResidency
+from rooftrace.costmodels.fusion.executions import WeightResidency
+from rooftrace.studies.explaining import DecodeStep, Rates, RoutedExperts, explore
+from rooftrace.studies.explaining.critical_batch import Explored
 
 DEVICES, KV = (1, 2, 4, 8, 16, 32, 64), (2048, 4096, 8192, 16384)
 FAR = 50e9  # byte/s in one direction of a 400 Gb/s network card

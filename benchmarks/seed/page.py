@@ -19,7 +19,7 @@ import formulas
 from bridges import LEAST, REASONS, Bridge, Compared, compare
 from traced import Point
 
-from rooftrace.costmodels.sweeps import Factorial, factorial, grid_of
+from rooftrace.studies.sensitivity import Factorial, factorial, grid_of
 
 HERE = Path(__file__).parent
 WAYS = (("naive", False), ("efficient", False), ("efficient", True))

@@ -30,7 +30,7 @@ def compare_one(name: str, depth: int | None = None) -> Result:
     from models import load
 
     from rooftrace.errors import RequestError
-    from rooftrace.tracer.requests.source import TraceError
+    from rooftrace.tracer.source import TraceError
 
     result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
     try:
@@ -57,8 +57,8 @@ def compare_one(name: str, depth: int | None = None) -> Result:
 def _differing(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> str:
     """What differs between a graph and itself, in words; "" where nothing does."""
     import rooftrace as rt
+    from rooftrace.tracer.phases import collector_paused
     from rooftrace.tracer.phases.running import trace_phases
-    from rooftrace.tracer.sources import collector_paused
 
     with collector_paused():
         graph = trace_phases(module, inputs, (phase,))[phase]
@@ -81,7 +81,7 @@ def _differing(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> 
 
 def _words(estimate: Any, other: Any) -> tuple[float, str]:
     """How long a comparison takes, and what differs in words; "" where nothing does."""
-    from rooftrace.costmodels.diffs.differences import diff_estimates
+    from rooftrace.diffs.costs.differences import diff_estimates
 
     started = time.perf_counter()
     diff = diff_estimates({estimate.phase: estimate}, {estimate.phase: other})

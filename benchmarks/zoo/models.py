@@ -22,11 +22,11 @@ from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.inputs.calls import Inputs, call_inputs
 from rooftrace.tracer.inputs.huggingface import model_inputs
 from rooftrace.tracer.inputs.modalities import Sizes, required
-from rooftrace.tracer.metacopies.trees import tensors_in
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.target import built, load_target
 from rooftrace.tracer.values.masks import REAL_VALUE
+from rooftrace.tracer.values.trees import tensors_in
 
 BATCH, LENGTH = 1, 64
 HEAD_BATCH, HEAD_LENGTH, HEAD_DEPTH = 2, 16, 2

@@ -79,11 +79,11 @@ def _phases(module: Any, inputs: Any, phases: dict[str, Any], asked: Sequence[st
 
 
 def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Result:
-    from rooftrace.costmodels.planning.plans import plan
+    from rooftrace.costmodels.fusion.plans import plan
     from rooftrace.errors import RequestError
+    from rooftrace.tracer.phases import collector_paused
     from rooftrace.tracer.phases.running import trace_phases
-    from rooftrace.tracer.requests.source import TraceError
-    from rooftrace.tracer.sources import collector_paused
+    from rooftrace.tracer.source import TraceError
 
     started = time.perf_counter()
     try:

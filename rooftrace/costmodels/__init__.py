@@ -1,1 +1,1 @@
-"""Theory: what an operator graph costs in FLOP, bytes and seconds.  Never imports torch."""
+"""What an operator graph costs in FLOPs, bytes and seconds.  Never imports torch."""

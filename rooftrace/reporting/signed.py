@@ -11,31 +11,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._face import names
-from rooftrace.reporting.requests.calls import takes
+from rooftrace.reporting.commands.calls import takes
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.differences import compare as compare, diff as diff
-    from rooftrace.reporting.estimates import estimate as estimate, priced_graphs as priced_graphs
-    from rooftrace.reporting.explaining import (
+    from rooftrace.reporting.commands import sweep_fleet as sweep_fleet
+    from rooftrace.reporting.commands.compat import profile as profile, summary as summary
+    from rooftrace.reporting.commands.differences import compare as compare, diff as diff
+    from rooftrace.reporting.commands.estimates import (
+        estimate as estimate,
+        priced_graphs as priced_graphs,
+    )
+    from rooftrace.reporting.commands.explaining import (
         explain as explain,
         explore as explore,
         graph_breaks as graph_breaks,
     )
-    from rooftrace.reporting.fleets import sweep_fleet as sweep_fleet
-    from rooftrace.reporting.habits import profile as profile, summary as summary
-    from rooftrace.reporting.measurements import calibrate as calibrate, validate as validate
-    from rooftrace.reporting.meshes import best_mesh as best_mesh, scaling as scaling
-    from rooftrace.reporting.reports import (
+    from rooftrace.reporting.commands.measurements import (
+        calibrate as calibrate,
+        validate as validate,
+    )
+    from rooftrace.reporting.commands.meshes import best_mesh as best_mesh, scaling as scaling
+    from rooftrace.reporting.commands.reports import (
         largest_batch as largest_batch,
         report as report,
         reports as reports,
     )
-    from rooftrace.reporting.rooflines import roofline as roofline
-    from rooftrace.reporting.scripts import run as run
-    from rooftrace.reporting.sensitivity import sensitivity as sensitivity
-    from rooftrace.reporting.solving import solve as solve
-    from rooftrace.reporting.stepforms import form as form
-    from rooftrace.reporting.sweeps import sweep as sweep
+    from rooftrace.reporting.commands.rooflines import roofline as roofline
+    from rooftrace.reporting.commands.scripts import run as run
+    from rooftrace.reporting.commands.sensitivity import sensitivity as sensitivity
+    from rooftrace.reporting.commands.solving import solve as solve
+    from rooftrace.reporting.commands.stepforms import form as form
+    from rooftrace.reporting.commands.sweeps import sweep as sweep
     from rooftrace.tracer import trace as trace
 
 WHERE = {

@@ -7,30 +7,160 @@ from typing import Any, overload
 
 from torch import nn
 
-from rooftrace.costmodels.advice import GraphBreaks
-from rooftrace.costmodels.diffs import Diff
 from rooftrace.costmodels.estimates import Comparison, Estimate, ScriptCost, moduletree
-from rooftrace.costmodels.explaining import Explanation, decode_forms
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.fusion import ExecutionModel
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.memory import LargestBatch
-from rooftrace.costmodels.planning import (
-    ExecutionModel,
-)
-from rooftrace.costmodels.solving import MeshAnswer, ScalingAnswer, workloads
-from rooftrace.costmodels.sweeps import Elasticities, Form, Sweep, grids
+from rooftrace.diffs.costs import Diff
+from rooftrace.diffs.runs import RunDiff
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System
 from rooftrace.measured.fit import Calibration, Validation
-from rooftrace.measured.rundiffs import RunDiff
-from rooftrace.reporting.estimates import Module, Source
-from rooftrace.reporting.fleets.sweeps import SweepFleet
-from rooftrace.reporting.habits import Profile
-from rooftrace.reporting.reportfolder import Report
-from rooftrace.reporting.rooflinesteps import Reports, Rooflines
-from rooftrace.reporting.solving import Answer
+from rooftrace.reporting.commands.compat import Profile
+from rooftrace.reporting.commands.estimates import Module, Source
+from rooftrace.reporting.commands.fleet_sweeps import SweepFleet
+from rooftrace.reporting.commands.reportfolder import Report
+from rooftrace.reporting.commands.rooflinesteps import Reports, Rooflines
+from rooftrace.reporting.commands.solving import Answer
+from rooftrace.studies.advice import GraphBreaks
+from rooftrace.studies.explaining import Explanation, decode_forms
+from rooftrace.studies.sensitivity import Elasticities
+from rooftrace.studies.solving import MeshAnswer, ScalingAnswer, workloads
+from rooftrace.studies.sweeps import Form, Sweep, grids
 from rooftrace.tracer.api import PathLike
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.inventory import CheckpointDiff, ParameterDiff
+from rooftrace.weights import CheckpointDiff, ParameterDiff
+
+def sweep_fleet(
+    targets: Iterable[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str],
+    over: Mapping[str, Any] | Sequence[str],
+    vary: Mapping[str, Sequence[Any]] | None = ...,
+    rules: Sequence[str | os.PathLike[str]] = ...,
+    scheduler: str | None = ...,
+    workers: int | None = ...,
+    retries: int = ...,
+    progress: Callable[[str], None] | None = ...,
+    most: int = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **options: Any,
+) -> SweepFleet:
+    """Sweep many targets on the workers of Dask; the table of each lands in a folder when it ends.
+
+    targets: names of targets, or files of forms; each with each combination of `vary` is a task.
+    out: the folder, with a parquet file for each task.  A task whose file is there is not run, so
+    the same call goes on after a stop; where the files of a target, the request or a release have
+    changed, it is run.  Files of other requests move to `out/_earlier`, and back when asked for.
+    over, vary and other options: those of `sweep`.  rules: Python files whose rules workers
+    use, too.
+
+    scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one after
+    the other; None: processes of this machine, where there is more than one task.  workers: how
+    many of them.  retries: how often a task runs again whose worker died.
+
+    A target that fails stops no other: see `.failures` of the result.  Raises RequestError for a
+    request that makes no sense, and what `run_fleet` raises: FleetError where the scheduler goes
+    away, FleetStopped (a KeyboardInterrupt) for Ctrl-C.  What is done stays.
+    """
+
+def profile(
+    model: Module,
+    inputs: Sequence[Any] = ...,
+    *,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    **kwargs: Any,
+) -> Profile:
+    """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
+
+def summary(
+    model: Source,
+    input_size: Sequence[Any] | None = ...,
+    *,
+    input_data: Any = ...,
+    dtypes: Any = ...,
+    depth: int = ...,
+    col_names: Sequence[str] = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    schedule: str | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> moduletree.Summary:
+    """An estimate of one forward pass that prints as a tree of modules, as torchinfo's does.
+
+    Give `input_size` (one shape, or a list of shapes) or `input_data` (a tensor, a tuple, or a dict
+    of keyword arguments); for a target, a graph or a Hugging Face model sizes may stand in their
+    place (batch=8), as for `estimate`.  dtypes: of the inputs that input_size makes, one for all or
+    one for each, as torch.long or "int64"; by default the precision of the model's own floats.
+    depth: how far down modules are printed.  col_names: some of input_size, output_size,
+    num_params, params_percent, kernel_size, mult_adds, trainable, and of flops, bytes, time.
+
+    Raises RequestError for a column or a dtype that there is not, and what `estimate` raises.
+    """
 
 def compare(
     model: Source,
@@ -339,137 +469,6 @@ def graph_breaks(
 
     Raises DynamoError, which names the line, where the run fails; RequestError for a source without
     a module; and what `trace` raises.
-    """
-
-def sweep_fleet(
-    targets: Iterable[str | os.PathLike[str]],
-    *,
-    out: str | os.PathLike[str],
-    over: Mapping[str, Any] | Sequence[str],
-    vary: Mapping[str, Sequence[Any]] | None = ...,
-    rules: Sequence[str | os.PathLike[str]] = ...,
-    scheduler: str | None = ...,
-    workers: int | None = ...,
-    retries: int = ...,
-    progress: Callable[[str], None] | None = ...,
-    most: int = ...,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
-    **options: Any,
-) -> SweepFleet:
-    """Sweep many targets on the workers of Dask; the table of each lands in a folder when it ends.
-
-    targets: names of targets, or files of forms; each with each combination of `vary` is a task.
-    out: the folder, with a parquet file for each task.  A task whose file is there is not run, so
-    the same call goes on after a stop; where the files of a target, the request or a release have
-    changed, it is run.  Files of other requests move to `out/_earlier`, and back when asked for.
-    over, vary and other options: those of `sweep`.  rules: Python files whose rules workers
-    use, too.
-
-    scheduler: the address of a Dask scheduler, "tcp://HOST:PORT"; "none": this process, one after
-    the other; None: processes of this machine, where there is more than one task.  workers: how
-    many of them.  retries: how often a task runs again whose worker died.
-
-    A target that fails stops no other: see `.failures` of the result.  Raises RequestError for a
-    request that makes no sense, and what `run_fleet` raises: FleetError where the scheduler goes
-    away, FleetStopped (a KeyboardInterrupt) for Ctrl-C.  What is done stays.
-    """
-
-def profile(
-    model: Module,
-    inputs: Sequence[Any] = ...,
-    *,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    **kwargs: Any,
-) -> Profile:
-    """FLOPs, MACs and parameters of one forward pass of `model(*inputs, **kwargs)`."""
-
-def summary(
-    model: Source,
-    input_size: Sequence[Any] | None = ...,
-    *,
-    input_data: Any = ...,
-    dtypes: Any = ...,
-    depth: int = ...,
-    col_names: Sequence[str] = ...,
-    phases: Sequence[str] | None = ...,
-    batch: int | None = ...,
-    seq: int | None = ...,
-    kv: int | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    schedule: str | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
-    **kwargs: Any,
-) -> moduletree.Summary:
-    """An estimate of one forward pass that prints as a tree of modules, as torchinfo's does.
-
-    Give `input_size` (one shape, or a list of shapes) or `input_data` (a tensor, a tuple, or a dict
-    of keyword arguments); for a target, a graph or a Hugging Face model sizes may stand in their
-    place (batch=8), as for `estimate`.  dtypes: of the inputs that input_size makes, one for all or
-    one for each, as torch.long or "int64"; by default the precision of the model's own floats.
-    depth: how far down modules are printed.  col_names: some of input_size, output_size,
-    num_params, params_percent, kernel_size, mult_adds, trainable, and of flops, bytes, time.
-
-    Raises RequestError for a column or a dtype that there is not, and what `estimate` raises.
     """
 
 def calibrate(

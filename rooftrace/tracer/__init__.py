@@ -1,4 +1,4 @@
-"""Structure: modules become operator graphs.  The only package that imports torch, and lazily."""
+"""Any code on meta tensors becomes an operator graph.  Imports torch."""
 
 from rooftrace._face import face
 

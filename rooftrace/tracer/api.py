@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._progress import telling
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import GraphFileError, OpGraph, load_graphs, save_graphs
+from rooftrace.graph import GraphFileError, OpGraph, load_graphs, save_graphs
 
 if TYPE_CHECKING:
     from torch import nn
 
     from rooftrace.tracer.phases.steps import Capture
-    from rooftrace.tracer.requests import Options, Request
+    from rooftrace.tracer.request import Options, Request
 
 PathLike = os.PathLike[str]
 
@@ -61,8 +61,8 @@ def trace(
     Raises TraceError where the model's code fails.  Raises RequestError for a phase that the model
     does not have, and for an argument that neither the model nor rooftrace takes.
     """
-    from rooftrace.tracer.requests import Job
-    from rooftrace.tracer.sources import traced
+    from rooftrace.tracer.job import Job
+    from rooftrace.tracer.phases import traced
 
     how = {
         "loss": loss,
@@ -97,7 +97,7 @@ def capture(*modules: nn.Module, assume: Mapping[str, Any] | None = None) -> Cap
     Tensors made inside are on meta.  Raises RequestError for a module that cannot move there.
     """
     from rooftrace.tracer.phases import steps
-    from rooftrace.tracer.requests import Options
+    from rooftrace.tracer.request import Options
 
     return steps.Capture(modules, Options(assume=dict(assume or {})))
 
@@ -117,8 +117,8 @@ def trace_target(
     or their fields by name: batch, seq, kv, inputs, optimizer, assume and the like.  progress: a
     function that is called with a line of text at each step of the work.
     """
-    from rooftrace.tracer.requests import Job
-    from rooftrace.tracer.sources import traced
+    from rooftrace.tracer.job import Job
+    from rooftrace.tracer.phases import traced
 
     whole = {"phases": phases, "request": request, "options": options}
     job = Job.of(trace_target, target, (), kwargs, **whole)

@@ -1,4 +1,4 @@
-// Makes rooftrace/reporting/hypertext/page.js and page.css of the sources here.
+// Makes rooftrace/reporting/html/page.js and page.css of the sources here.
 //
 // The script begins with the digest of its sources, by which a test sees that it was made of them.
 
@@ -6,7 +6,7 @@ import { build } from "esbuild";
 import { createHash } from "node:crypto";
 import { readdir, readFile, writeFile } from "node:fs/promises";
 
-const OUT = "../../rooftrace/reporting/hypertext";
+const OUT = "../../rooftrace/reporting/html";
 
 async function digest() {
   const names = (await readdir("src")).sort();
@@ -57,7 +57,7 @@ const holders = new Set(
     return `${name.startsWith("d3-") ? "d3" : name} (${license}): ${holder}`;
   }),
 );
-const head = `/*! rooftrace page (MIT), of sources ${await digest()}\nWith parts of ${[...holders].join("\n")}\nTheir licences stand in rooftrace/reporting/hypertext/NOTICE. */\n`;
+const head = `/*! rooftrace page (MIT), of sources ${await digest()}\nWith parts of ${[...holders].join("\n")}\nTheir licences stand in rooftrace/reporting/html/NOTICE. */\n`;
 await writeFile(`${OUT}/page.js`, head + script.text);
 await writeFile(`${OUT}/page.css`, styles.text);
 await writeFile(

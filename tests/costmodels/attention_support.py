@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 
 B, H, KV, S, E = 2, 4, 2, 6, 8
 CAP, SCALE = 5.0, 0.37

@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn import functional
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import Launch, Plan
 from rooftrace.costmodels.kernels.works import KernelAmounts, SizedKernel, Works, kernels_of
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import Launch, Plan
 from rooftrace.costmodels.timing.steps import Part, StepAmounts, step_of, times_of
 from rooftrace.costmodels.timing.streams import Walk
 from rooftrace.costmodels.timing.timings import EntrySeconds, Headline, StepTimes, Timing
+from rooftrace.graph.graph import OpGraph
 from rooftrace.hardware.chip import Chip
-from rooftrace.tracer.graph.graph import OpGraph
 
 WIDTH, HEADS, KV_HEADS = 64, 4, 2
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 TEXT = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_attention_heads=4,

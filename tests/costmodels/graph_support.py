@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op, Ref, Tensor, refs
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op, Ref, Tensor, refs
 
 
 class Builder:

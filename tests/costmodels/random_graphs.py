@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Ref
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 ROWS, WIDTH = 6, 8

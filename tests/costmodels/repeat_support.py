@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rooftrace.costmodels.planning.plans import Plan
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Neighbour, Ref, Repeat
+from rooftrace.costmodels.fusion.plans import Plan
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Neighbour, Ref, Repeat
 from tests.costmodels.graph_support import Builder
 
 ROWS, WIDTH = 6, 8

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.rewriting.rewrites import rewrite
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.rewrites.rewrites import rewrite
+from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.lowering.rebuild import to_fx
 
 TOKENS, BATCH, LENGTH = 60, 2, 6
 

@@ -1,11 +1,11 @@
 """What the structure of decode says: weights that are multiplied with the whole cache."""
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.execution_advice import cache_products
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.advice import cache_products
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Ref
 from rooftrace.hardware.units import format_flops
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 from tests.releases import with_transformers_5
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.solving.serving import undominated
-from rooftrace.costmodels.solving.workloads import Limits, Mix, RequestKind
 from rooftrace.errors import RequestError
+from rooftrace.studies.solving.serving import undominated
+from rooftrace.studies.solving.workloads import Limits, Mix, RequestKind
 
 WIDTH, LAYERS, HEADS = 128, 3, 4
 BATCHES, CACHES = range(1, 65), range(16, 3001)

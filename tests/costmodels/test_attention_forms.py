@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import MATRIX
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.attention_kernels import flash_from_products
-from rooftrace.costmodels.rewriting.attention_products import materialise_attention
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.costmodels.rewrites.attention_kernels import flash_from_products
+from rooftrace.costmodels.rewrites.attention_products import materialise_attention
+from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.lowering.rebuild import to_fx
 
 pytestmark = pytest.mark.quick
 

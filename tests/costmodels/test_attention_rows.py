@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import ATTENTION_LIBRARIES, execution_model
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.attention import (
     AMPERE,
     COLUMNS,
@@ -21,8 +23,7 @@ from rooftrace.costmodels.kernels.attention import (
     library_on,
     products_of,
 )
-from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
-from rooftrace.costmodels.knobs.knobs import (
+from rooftrace.costmodels.kernels.knobs import (
     CLASSES,
     AttentionKnobs,
     Knobs,
@@ -30,8 +31,7 @@ from rooftrace.costmodels.knobs.knobs import (
     dump_knobs,
     load_knobs,
 )
-from rooftrace.costmodels.planning.executions import ATTENTION_LIBRARIES, execution_model
-from rooftrace.costmodels.planning.plans import plan
+from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case

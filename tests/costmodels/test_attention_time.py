@@ -28,7 +28,7 @@ from rooftrace.costmodels.kernels.attention import (
     attention_seconds,
     library_on,
 )
-from rooftrace.costmodels.knobs.knobs import AttentionKnobs
+from rooftrace.costmodels.kernels.knobs import AttentionKnobs
 from rooftrace.hardware.chipfile import load_chip
 
 pytestmark = pytest.mark.quick

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import Launch
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import Launch
 from rooftrace.costmodels.timing.queue import host_seconds, schedule
 from rooftrace.hardware.chipfile import load_chip
 from tests.costmodels.batch_support import bare_step

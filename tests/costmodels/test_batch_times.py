@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import PRESETS, execution_model
+from rooftrace.costmodels.fusion.plans import Launch, Plan
 from rooftrace.costmodels.kernels.engines import group_class
+from rooftrace.costmodels.kernels.knobs import Knobs, Share, Tiling
 from rooftrace.costmodels.kernels.works import Works
-from rooftrace.costmodels.knobs.knobs import Knobs, Share, Tiling
 from rooftrace.costmodels.ops.cost import Work
-from rooftrace.costmodels.planning.executions import PRESETS, execution_model
-from rooftrace.costmodels.planning.plans import Launch, Plan
 from rooftrace.costmodels.timing.steps import PlanTimes, time_plan, time_step
 from rooftrace.costmodels.timing.timings import REGIMES, TimesOverPoints
+from rooftrace.graph.graph import OpGraph
 from rooftrace.hardware.chip import Chip, MissingPeakError
-from rooftrace.tracer.graph.graph import OpGraph
 from tests.conftest import in_turn, mostly_heavy
 from tests.costmodels.batch_support import bare_step, decode, images, planned, stack
 

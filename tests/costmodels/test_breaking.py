@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rooftrace.costmodels.estimates.estimates import estimate
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.partition import beyond
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import Launch, Plan, plan
+from rooftrace.costmodels.fusion.plans import Launch, Plan, plan
 from rooftrace.costmodels.timing.queue import HostSeconds
+from rooftrace.graph import marks
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op
 from rooftrace.hardware.chip import GRAPH_ENTRY, Fact
 from rooftrace.hardware.chipfile.reading import load_chip
-from rooftrace.tracer.graph import marks
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

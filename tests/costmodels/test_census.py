@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.costmodels.estimates import Product
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.reporting.text.results import as_markdown
+from rooftrace.reporting.views.results import as_markdown
 from tests.conftest import in_turn
 from tests.costmodels.conftest import language_model
 

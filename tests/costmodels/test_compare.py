@@ -17,7 +17,7 @@ import rooftrace as rt
 from rooftrace.costmodels.estimates import compare, flop_counts
 from rooftrace.costmodels.estimates.counters import EVERYWHERE
 from rooftrace.errors import RequestError
-from rooftrace.reporting.text.moduletrees import notes
+from rooftrace.reporting.views.moduletrees import notes
 from rooftrace.tracer.inputs.calls import call_inputs
 from rooftrace.tracer.phases.counters import PeerCount, count_with
 from tests.releases import TORCH, needs_torch

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.costmodels.ops.cost import MATRIX
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.rewriting.smallruns import SmallRun, SmallTensor
-from rooftrace.tracer.composite.serving import own_ops
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.costmodels.rewrites.smallruns import SmallRun, SmallTensor
+from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.recording.serving import own_ops
 from tests.costmodels import recurrence_support as written
 from tests.costmodels.recurrence_support import HEADS, KEY, VALUE, Recurrence
 from tests.costmodels.serving_support import BATCH, TOKENS, Caches, changed, filled, run, traced

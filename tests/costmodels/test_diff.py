@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.diffs.changes import Diff
-from rooftrace.costmodels.diffs.differences import diff_estimates
-from rooftrace.tracer.inventory import Change, Limit
-from rooftrace.tracer.inventory.changes import TOTALS, FailOnError
+from rooftrace.diffs import Change, Limit
+from rooftrace.diffs.changes import TOTALS, FailOnError
+from rooftrace.diffs.costs.changes import Diff
+from rooftrace.diffs.costs.differences import diff_estimates
 
 WIDTH, ROWS = 32, 64
 

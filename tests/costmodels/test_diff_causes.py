@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.diffs.changes import PhaseDiff
-from rooftrace.costmodels.diffs.differences import diff_estimates
+from rooftrace.diffs.costs.changes import PhaseDiff
+from rooftrace.diffs.costs.differences import diff_estimates
 from tests.conftest import in_turn
 from tests.costmodels.diff_cases import CASES, UNCHANGED, Case
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import ExecutionError
+from rooftrace.costmodels.fusion import ExecutionError
 from rooftrace.costmodels.timing.streams import slowest_of
 from tests.tracer.sharded_models import WAYS, Net
 

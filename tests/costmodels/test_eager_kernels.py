@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planning.executions import ExecutionError
-from rooftrace.costmodels.rewriting.eager_kernels import EAGER_FORMS, is_in_order
-from rooftrace.tracer.graph.records import Tensor as Value
+from rooftrace.costmodels.fusion.executions import ExecutionError
+from rooftrace.costmodels.rewrites.eager_kernels import EAGER_FORMS, is_in_order
+from rooftrace.graph.records import Tensor as Value
 
 pytestmark = pytest.mark.quick
 

@@ -13,16 +13,17 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.advice import NamedNumbers, UnknownNumberError
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.planforms.kernelforms import Amount
-from rooftrace.costmodels.sweeps import Elasticities, elasticities, grids
-from rooftrace.costmodels.sweeps.elasticity import watched
-from rooftrace.costmodels.sweeps.slopes import SLOPES, dual_of
 from rooftrace.costmodels.timing.steps import time_plan
+from rooftrace.graph.formulas import Formula, leaves
+from rooftrace.graph.formulas.polynomials import expected_distinct
 from rooftrace.hardware.chip import MissingPeakError
-from rooftrace.tracer.formulas import Formula, leaves
-from rooftrace.tracer.formulas.polynomials import expected_distinct
+from rooftrace.studies.advice import NamedNumbers, UnknownNumberError
+from rooftrace.studies.forms import Conditions
+from rooftrace.studies.forms.kernelforms import Amount
+from rooftrace.studies.sensitivity import Elasticities, elasticities
+from rooftrace.studies.sensitivity.elasticity import watched
+from rooftrace.studies.sensitivity.slopes import SLOPES, dual_of
+from rooftrace.studies.sweeps import grids
 from tests.conftest import in_turn
 
 WIDTH = 256

@@ -10,14 +10,14 @@ from msgspec import structs
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, Utilization
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.costmodels.planning.executions import PRESETS, ExecutionModel, Utilization
+from rooftrace.graph.file import load_graphs, save_graphs
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op, Ref, Tensor
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.graph.file import load_graphs, save_graphs
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op, Ref, Tensor
 from tests.conftest import in_turn
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rooftrace.costmodels.planning.executions import (
+from rooftrace.costmodels.fusion.executions import (
     PRESETS,
     SUMMARIES,
     ExecutionError,

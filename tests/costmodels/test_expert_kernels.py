@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import rooftrace as rt
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.rewriting.rewrites import reprice
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.costmodels.rewrites.rewrites import reprice
+from rooftrace.graph.graph import OpGraph
 from tests.costmodels.serving_support import (
     BATCH,
     LENGTH,

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.advice import Study
-from rooftrace.costmodels.explaining import explained
-from rooftrace.costmodels.explaining.steps import variants
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.tracer.formulas.polynomials import FUNCTIONS
+from rooftrace.graph.formulas.polynomials import FUNCTIONS
+from rooftrace.studies.advice import Study
+from rooftrace.studies.explaining import explained
+from rooftrace.studies.explaining.steps import variants
+from rooftrace.studies.forms import Conditions
 from tests.conftest import mostly_heavy
 from tests.costmodels.batch_support import Decoder
 

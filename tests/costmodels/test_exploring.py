@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.costmodels.explaining import DecodeStep, ExploreError, Rates, RoutedExperts, explore
+from rooftrace.studies.explaining import DecodeStep, ExploreError, Rates, RoutedExperts, explore
 
 pytestmark = pytest.mark.quick
 

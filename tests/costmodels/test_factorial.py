@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rooftrace.costmodels.sweeps import FactorialError, factorial, grid_of
+from rooftrace.studies.sensitivity import FactorialError, factorial, grid_of
 
 pytestmark = pytest.mark.quick
 

@@ -14,6 +14,7 @@ from rooftrace.costmodels.fusion import (
     kernels,
     partition,
 )
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.index_space import (
     FEW_ROWS,
@@ -23,12 +24,11 @@ from rooftrace.costmodels.fusion.index_space import (
 )
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, SMALL
 from rooftrace.costmodels.fusion.partition import FusionGroup
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.rulebook import find_rule
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.rewrites import rewrite
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op, Ref
+from rooftrace.costmodels.rewrites.rewrites import rewrite
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op, Ref
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

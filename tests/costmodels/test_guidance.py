@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.advice.whatifs import ACTIONS, LEAST, LEVERS, WhatIf
+from rooftrace.costmodels.fusion.executions import REWRITES
 from rooftrace.costmodels.kernels.engines import matrix_engine
-from rooftrace.costmodels.planning.executions import REWRITES
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
+from rooftrace.studies.advice.whatifs import ACTIONS, LEAST, LEVERS, WhatIf
 from tests.costmodels.tile_support import tile_efficiency
 
 CHIP = "h200-sxm"

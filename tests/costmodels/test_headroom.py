@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 
 import rooftrace as rt
-from rooftrace.costmodels.advice.savings import ATTENTION, CHAIN, EPILOGUE, Headroom, headroom
-from rooftrace.costmodels.planning.plans import plan
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.studies.advice.savings import ATTENTION, CHAIN, EPILOGUE, Headroom, headroom
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 from tests.costmodels.serving_support import (
     BATCH,
     LENGTH,

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import joins as table, partition
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.joins import JOINS, DuplicateJoinError
 from rooftrace.costmodels.fusion.partition import FusionGroup, Merge
 from rooftrace.costmodels.ops.rulebook import own_rules
-from rooftrace.costmodels.planning.executions import execution_model
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 from tests.costmodels.test_fuse import check

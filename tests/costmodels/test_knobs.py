@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.knobs.knobs import (
+from rooftrace.costmodels.fusion.executions import ExecutionModel, execution_model
+from rooftrace.costmodels.kernels.knobs import (
     CLASSES,
     Knobs,
     KnobsError,
@@ -16,7 +17,6 @@ from rooftrace.costmodels.knobs.knobs import (
     load_knobs,
     shipped_knobs,
 )
-from rooftrace.costmodels.planning.executions import ExecutionModel, execution_model
 
 pytestmark = pytest.mark.quick
 

@@ -13,7 +13,7 @@ from rooftrace.costmodels.memory.footprint import memory
 from rooftrace.costmodels.memory.reserving import MOST, largest
 from rooftrace.errors import RequestError
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.requests.request import Options, Request
+from rooftrace.tracer.request import Options, Request
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 

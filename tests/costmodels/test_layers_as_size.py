@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import evaluated
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 from tests.conftest import mostly_heavy
 
 DEPTHS = range(8, 16)

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import Plan, plan
 from rooftrace.costmodels.fusion.traffic import keeps_channels_last
 from rooftrace.costmodels.kernels.engines import op_class
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
-from rooftrace.costmodels.knobs.knobs import CLASSES, LAST, load_knobs
-from rooftrace.costmodels.planning.plans import Plan, plan
 from rooftrace.hardware.chipfile import load_chip
 
 pytestmark = pytest.mark.quick

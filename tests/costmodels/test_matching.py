@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.diffs.differences import diff_estimates
-from rooftrace.costmodels.diffs.sides import Flow, match
 from rooftrace.costmodels.estimates.estimates import estimate
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.diffs.costs.differences import diff_estimates
+from rooftrace.diffs.costs.sides import Flow, match
+from rooftrace.graph.graph import OpGraph
 from tests.costmodels.random_graphs import programs
 
 

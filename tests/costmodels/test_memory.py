@@ -9,8 +9,8 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.memory.footprint import memory
+from rooftrace.graph.records import ROLES, Ref
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.tracer.graph.records import ROLES, Ref
 from tests.conftest import in_turn
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.memory_models import MODELS, allocated_peak, built, loss_of, tracked_peak

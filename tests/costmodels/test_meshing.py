@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.solving import MeshAnswer, MeshRow, ScalingAnswer, meshes_of
+from rooftrace.studies.solving import MeshAnswer, MeshRow, ScalingAnswer, meshes_of
 
 pytestmark = pytest.mark.quick
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.engines import ACCESS, LONG, SPLITS, TILES, misaligned, tile_terms
+from rooftrace.costmodels.kernels.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
-from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
 
 H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.explaining.steps import critical_of
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.sweeps import evaluated
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.systems import load_system
+from rooftrace.studies.explaining.steps import critical_of
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 from tests.tracer.expert_models import MIXTRAL, needs_plans
 
 pytestmark = pytest.mark.slow  # each traces a step several times

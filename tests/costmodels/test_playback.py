@@ -7,7 +7,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.costmodels.estimates import play
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 from tests.measured.profiles_support import Stack
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops import rulebook
 from rooftrace.costmodels.ops.cost import Access, Cost, Work
 from rooftrace.costmodels.ops.opview import OpView
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.tracer.graph.records import Ref
+from rooftrace.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick

@@ -10,16 +10,16 @@ from hypothesis import example, given, settings, strategies as st
 from msgspec.structs import replace
 
 import rooftrace as rt
-from rooftrace.costmodels.diffs.differences import diff_estimates
 from rooftrace.costmodels.estimates.estimates import Estimate, estimate
 from rooftrace.costmodels.estimates.moduletree import islands
+from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel
+from rooftrace.costmodels.fusion.plans import Launch, plan
 from rooftrace.costmodels.memory.footprint import KINDS, memory
-from rooftrace.costmodels.planning.executions import PRESETS, ExecutionModel
-from rooftrace.costmodels.planning.plans import Launch, plan
-from rooftrace.costmodels.rewriting.editing import without_dead_ops
+from rooftrace.costmodels.rewrites.editing import without_dead_ops
 from rooftrace.costmodels.timing.queue import HostSeconds, schedule
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Ref, Repeat, pattern_of
+from rooftrace.diffs.costs.differences import diff_estimates
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Ref, Repeat, pattern_of
 from rooftrace.tracer.lowering.stacks import roll_stacks
 from tests.conftest import in_turn
 from tests.costmodels.conftest import DEEPSEEK, TEXT, language_model

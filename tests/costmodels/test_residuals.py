@@ -9,10 +9,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs.knobs import Knobs, KnobsError, dump_knobs, load_knobs
-from rooftrace.costmodels.knobs.residuals import LEVELS, Residuals, ResidualsError, normal_ends
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.sweeps.evaluating import SECONDS
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.kernels.knobs import (
+    LEVELS,
+    Knobs,
+    KnobsError,
+    Residuals,
+    ResidualsError,
+    dump_knobs,
+    load_knobs,
+    normal_ends,
+)
+from rooftrace.studies.sweeps.evaluating import SECONDS
 
 
 def skewed(draw: random.Random) -> float:

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from rooftrace.costmodels.fusion.plans import Plan, plan
 from rooftrace.costmodels.kernels.works import warm_bytes, warm_columns, warm_parts
 from rooftrace.costmodels.ops.cost import Access, Cost
-from rooftrace.costmodels.planning.plans import Plan, plan
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.lowering.stacks import roll_stacks
 from tests.conftest import in_turn
 from tests.costmodels.batch_support import decode

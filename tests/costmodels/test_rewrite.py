@@ -6,19 +6,19 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import Access
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.rewrites import (
+from rooftrace.costmodels.rewrites.rewrites import (
     append_in_place,
     check_precisions,
     reprice,
     rewrite,
     without_dead_ops,
 )
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Ref
 from rooftrace.hardware.precisions import PrecisionError
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick

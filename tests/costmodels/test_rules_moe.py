@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 from tests.conftest import in_turn
 from tests.releases import EXPERTS_HAVE_IMPLEMENTATIONS
 

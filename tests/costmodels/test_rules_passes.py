@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftrace as rt
-import rooftrace.tracer.composite.entries
+import rooftrace.tracer.recording.entry_points
 from rooftrace.costmodels.estimates import estimate
+from rooftrace.costmodels.fusion import plan
 from rooftrace.costmodels.ops import Cost
-from rooftrace.costmodels.planning import plan
 from rooftrace.tracer import trace
 from tests.costmodels.rules_support import cost, meta
 

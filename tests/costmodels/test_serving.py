@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.memory.footprint import memory
-from rooftrace.costmodels.ops.cost import MATRIX
-from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.executions import (
+from rooftrace.costmodels.fusion.executions import (
     KERNELS,
     REWRITES as NAMES,
     ExecutionError,
     ExecutionModel,
     execution_model,
 )
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.fused_products import joined_name
-from rooftrace.costmodels.rewriting.rewrites import REWRITES, reprice, rewrite
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.memory.footprint import memory
+from rooftrace.costmodels.ops.cost import MATRIX
+from rooftrace.costmodels.ops.price import price_ops
+from rooftrace.costmodels.rewrites.fused_products import joined_name
+from rooftrace.costmodels.rewrites.rewrites import REWRITES, reprice, rewrite
+from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.lowering.stacks import roll_stacks
 from tests.costmodels.conftest import DEEPSEEK, TEXT
 from tests.costmodels.serving_support import (

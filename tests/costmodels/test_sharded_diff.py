@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.reporting.text.results import as_markdown, as_text
-from rooftrace.tracer.graph import Group
+from rooftrace.graph import Group
+from rooftrace.reporting.views.results import as_markdown, as_text
 from tests.tracer.sharded_models import BATCH, SEQ, Net, ddp, fsdp, sp, tp
 
 SPREADS = {"tp": tp, "sp": sp, "dp": fsdp, "ddp": ddp}

@@ -10,7 +10,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.estimates import play
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.graph import OpGraph
 from tests.conftest import mostly_heavy
 
 SMALL = {

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import KERNELS, execution_model
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.executions import KERNELS, execution_model
-from rooftrace.costmodels.rewriting.indexing import SumAxis
-from rooftrace.costmodels.rewriting.rewrites import rewrite
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op
+from rooftrace.costmodels.rewrites.indexing import SumAxis
+from rooftrace.costmodels.rewrites.rewrites import rewrite
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op
 from tests.costmodels import scan_support as layers
 from tests.costmodels.serving_support import changed, differences, filled, traced
 from tests.releases import with_transformers_5

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.kernels.engines import matrix_engine, stored_widths
-from rooftrace.costmodels.knobs.knobs import load_knobs
+from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.costmodels.ops.cost import Work
-from rooftrace.costmodels.planning.executions import ExecutionModel, execution_model
+from rooftrace.graph.graph import OpGraph
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import available_chips, load_chip
-from rooftrace.tracer.graph.graph import OpGraph
 from tests.conftest import in_turn
 from tests.costmodels.tile_support import tile_efficiency
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import SweepCase, evaluated
 from rooftrace.errors import RequestError
 from rooftrace.hardware import units
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import SweepCase, evaluated
 from tests.costmodels.conftest import TEXT, example
 
 transformers = pytest.importorskip("transformers")

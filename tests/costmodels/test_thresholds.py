@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.fusion import index_space, kernels
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import index_space, kernels, plan
 from rooftrace.costmodels.rules import norm, reduction
 
 OPS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from rooftrace.costmodels.fusion.executions import ExecutionModel, Utilization
+from rooftrace.costmodels.fusion.plans import Launch
 from rooftrace.costmodels.kernels.engines import engine_of
 from rooftrace.costmodels.kernels.seconds import peak_seconds
 from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.costmodels.ops.cost import Cost
-from rooftrace.costmodels.planning.executions import ExecutionModel, Utilization
-from rooftrace.costmodels.planning.plans import Launch
 from rooftrace.costmodels.timing.queue import HostSeconds, schedule
 from rooftrace.costmodels.timing.timings import Timing
 from rooftrace.hardware.chip import Chip, MissingPeakError

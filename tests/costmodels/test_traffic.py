@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
+from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, WeightResidency
 from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.partition import FusionGroup
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.fusion.traffic import bytes_by_role, compulsory_bytes, group_costs
 from rooftrace.costmodels.ops.cost import MATRIX, Access, Cost
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.executions import PRESETS, ExecutionModel, WeightResidency
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import ROLES, Ref, Repeat
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import ROLES, Ref, Repeat
 from tests.conftest import mostly_heavy
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs

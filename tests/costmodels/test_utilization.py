@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import ExecutionError, ExecutionModel, Utilization
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.kernels.attention import COLUMNS
 from rooftrace.costmodels.kernels.engines import (
@@ -19,9 +20,8 @@ from rooftrace.costmodels.kernels.engines import (
     matrix_engine,
     tile_shares,
 )
+from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs
 from rooftrace.costmodels.kernels.seconds import KernelTable
-from rooftrace.costmodels.knobs.knobs import CLASSES, Knobs
-from rooftrace.costmodels.planning.executions import ExecutionError, ExecutionModel, Utilization
 from rooftrace.hardware.chipfile import load_chip
 from tests.costmodels.tile_support import tile_efficiency
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions, Points
-from rooftrace.costmodels.sweeps import evaluated
 from rooftrace.errors import RequestError
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps import evaluated
 
 
 def wide(batch: int = 2) -> tuple[nn.Module, torch.Tensor]:

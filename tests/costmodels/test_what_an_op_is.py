@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.kernels.engines import op_class
-from rooftrace.costmodels.knobs.knobs import load_knobs
+from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.costmodels.ops.rulebook import RULES, find_rule
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.tracer.graph.records import Ref
+from rooftrace.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 
 pytestmark = pytest.mark.quick

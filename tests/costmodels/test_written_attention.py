@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import MATRIX
 from rooftrace.costmodels.ops.price import price_ops
-from rooftrace.costmodels.planning.plans import plan
-from rooftrace.costmodels.rewriting.attention_kernels import (
+from rooftrace.costmodels.rewrites.attention_kernels import (
     attention_kernels,
     flash_from_products,
     masks_as_numbers,
     share_heads,
 )
-from rooftrace.costmodels.rewriting.attention_products import materialise_attention
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.costmodels.rewrites.attention_products import materialise_attention
+from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.lowering.rebuild import to_fx
 from tests.costmodels.attention_support import CAP, KV, SCALE, B, E, H, S, Written, shown, told
 from tests.costmodels.serving_support import Latent, changed, differences, filled, traced
 

@@ -21,8 +21,8 @@ import rooftrace as rt
 from rooftrace import _reading
 from rooftrace._reading import FileKind, JsonStream
 from rooftrace.costmodels.estimates import play
-from rooftrace.tracer.graph import GraphError, OpGraph, load_graphs, save_graphs
-from rooftrace.tracer.graph.file import bounded
+from rooftrace.graph import GraphError, OpGraph, load_graphs, save_graphs
+from rooftrace.graph.file import bounded
 from tests.costmodels.repeat_support import nests
 from tests.fuzz.test_fuzz_files import CORPUS
 
@@ -65,11 +65,11 @@ import resource, sys, time
 from pathlib import Path
 import msgspec, ijson, numpy
 import rooftrace
-from rooftrace.costmodels.knobs.knobs import load_knobs
+from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench import load_run
 from rooftrace.measured.profiles import read_trace
-from rooftrace.tracer.graph import load_graphs
+from rooftrace.graph import load_graphs
 
 readers = {"trace": read_trace, "graph": load_graphs, "run": load_run, "knobs": load_knobs,
            "chip": load_chip}

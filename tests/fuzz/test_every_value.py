@@ -29,8 +29,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs.knobs import load_knobs
+from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.errors import is_ours
+from rooftrace.graph import load_graphs, save_graphs
+from rooftrace.graph.assumptions import policy_of
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.hardware.systems import load_system
 from rooftrace.measured.bench import load_run
@@ -43,17 +45,15 @@ from rooftrace.measured.profiles import (
     read_trace,
 )
 from rooftrace.reporting.cli import cli
-from rooftrace.reporting.fleets.tasks import load_fleet, part_bytes, read_part
-from rooftrace.reporting.locks.files import load_lock, load_settings
-from rooftrace.reporting.sensitivity import number_of_config
+from rooftrace.reporting.commands.fleet_tasks import load_fleet, part_bytes, read_part
+from rooftrace.reporting.commands.sensitivity import number_of_config
+from rooftrace.reporting.gates.lockfile import load_lock, load_settings
+from rooftrace.tracer import Job
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.formulas.sizing import TraceCache
-from rooftrace.tracer.graph import load_graphs, save_graphs
-from rooftrace.tracer.requests import Job
-from rooftrace.tracer.requests.assumptions import policy_of
+from rooftrace.tracer.phases.sizing import TraceCache
+from rooftrace.tracer.targets import open_checkpoint
 from rooftrace.tracer.targets.onnxfile import read_onnx
 from rooftrace.tracer.targets.ptfile import read_program
-from rooftrace.tracer.weights import open_checkpoint
 from tests.fuzz.test_fuzz_files import GOOD, spots
 from tests.tracer.test_onnx import cnn
 from tests.tracer.test_sharded import sharded

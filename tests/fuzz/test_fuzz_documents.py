@@ -21,13 +21,12 @@ import pytest
 from rooftrace.costmodels.estimates.structure import WiredNode, Wiring
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.breakdown import Bar
-from rooftrace.reporting.figures.inline import bar_svg, point_svg
+from rooftrace.reporting.figures.notebooks import bar_svg, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
-from rooftrace.reporting.gates import reports
-from rooftrace.reporting.hypertext import result_page
-from rooftrace.reporting.hypertext.document import as_cell
-from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.locks.checking import GateOutcome, Shift
+from rooftrace.reporting.gates import lock as records, lockfile, reports
+from rooftrace.reporting.gates.checking import GateOutcome, Shift
+from rooftrace.reporting.html import result_page
+from rooftrace.reporting.html.document import as_cell
 from rooftrace.reporting.renderers import as_latex
 from rooftrace.reporting.renderers.view import Note
 from rooftrace.reporting.sections import architecture
@@ -242,7 +241,7 @@ def test_no_name_is_an_element_of_a_check(seconds: float) -> None:
 
 def test_a_lock_keeps_every_name(seconds: float) -> None:
     for name in names(seconds):
-        table = tomllib.loads(files.lock_text(outcome(name).before))
+        table = tomllib.loads(lockfile.lock_text(outcome(name).before))
         (target,) = table["targets"]
         assert target == name.replace("\udcff", "\\udcff")
         assert set(table) == {"format", "made_from", "steps", "targets"}, name

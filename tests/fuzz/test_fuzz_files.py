@@ -20,9 +20,10 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.estimates import play
-from rooftrace.costmodels.knobs.knobs import dump_knobs, load_knobs
-from rooftrace.costmodels.planning import execution_model
+from rooftrace.costmodels.fusion import execution_model
+from rooftrace.costmodels.kernels.knobs import dump_knobs, load_knobs
 from rooftrace.errors import is_ours
+from rooftrace.graph import load_graphs
 from rooftrace.hardware.chipfile import dump_chip, lint_chip, load_chip
 from rooftrace.measured.bench import load_run
 from rooftrace.measured.profiles import (
@@ -36,7 +37,6 @@ from rooftrace.measured.profiles import (
     source_of,
 )
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.graph import load_graphs
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.fleets import load_fleet
+from rooftrace.reporting.commands import load_fleet
 
 PACKAGE = Path(rt.__file__).parents[1]
 MINE = {"thesis.parquet": None, "notes.txt": b"mine", "_earlier/thesis.parquet": None}

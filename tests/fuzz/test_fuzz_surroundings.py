@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.fleets.sweeps import FleetSource
-from rooftrace.tracer.formulas.sizing import TraceCache
+from rooftrace.reporting.commands.fleet_sweeps import FleetSource
+from rooftrace.tracer.phases.sizing import TraceCache
 from tests.fuzz.watch import unasked, watching
 
 PACKAGE = Path(rt.__file__).parents[1]

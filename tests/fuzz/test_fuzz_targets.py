@@ -194,7 +194,7 @@ def test_other_files_run_nothing(folder: Path, run: Run, seconds: float, root: P
     )
     assert run("trace", "model.py:build", "--phase", "forward", "-o", "graph.json").code == 0
     graph = json.loads((folder / "graph.json").read_text())
-    knobs = (root / "rooftrace/costmodels/knobs/fitted/typical-eager.toml").read_text()
+    knobs = (root / "rooftrace/costmodels/kernels/fitted/typical-eager.toml").read_text()
     chip = (root / "rooftrace/hardware/chips/l4.toml").read_text()
     for rng in attacks(seconds):
         files = {

@@ -91,7 +91,7 @@ def test_fp8_is_twice_bf16_and_half_precision_is_there(name):
 
 def test_chips_have_the_precisions_of_their_generation_and_no_others():
     """As NVIDIA's tables of tensor cores by compute capability have them."""
-    from rooftrace.tracer.fake_cuda import Device
+    from rooftrace.scripts.fake_cuda import Device
 
     known = {
         (7, 0): {"fp16"},

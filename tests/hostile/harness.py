@@ -387,7 +387,7 @@ def process_state() -> dict[str, Any]:
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    from rooftrace.tracer.metacopies import overrides
+    from rooftrace.tracer.recording import overrides
 
     state: dict[str, Any] = {
         "dispatch modes": list(_get_current_dispatch_mode_stack()),

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from rooftrace.graph.graph import OpGraph
 from rooftrace.measured.alignment.keys import written_out
-from rooftrace.tracer.graph.graph import OpGraph
 
 
 class Block(nn.Module):

@@ -8,11 +8,11 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import ProfileError
+from rooftrace.graph.graph import OpGraph
 from rooftrace.measured.alignment import keys as module
 from rooftrace.measured.alignment.aligning import align
 from rooftrace.measured.alignment.keys import common, key_of_call, written_out
 from rooftrace.measured.profiles.kineto import read_trace
-from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 
 pytestmark = pytest.mark.quick

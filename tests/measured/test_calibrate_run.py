@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs import Knobs, load_knobs
+from rooftrace.costmodels.fusion import execution_model
+from rooftrace.costmodels.kernels import Knobs, load_knobs
 from rooftrace.costmodels.ops import bytes_by_kind, kinds_of
-from rooftrace.costmodels.planning import execution_model
 from rooftrace.errors import ProfileError, RequestError, UnusedError
 from rooftrace.measured.alignment import KernelTime, steps_of
 from rooftrace.measured.bench import MicroRow, ModelRow, load_run

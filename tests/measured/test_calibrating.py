@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs.knobs import Knobs, load_knobs
-from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.kernels.knobs import Knobs, load_knobs
 from rooftrace.measured.alignment.pairing import MeasuredRequestError
 from rooftrace.measured.profiles.tables import StepTime
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from tests.measured.profiles_support import run_on_cpu
 from tests.reporting.conftest import Run
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.fusion import Plan
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.ops import BYTE_KINDS, bytes_by_kind, kinds_of
-from rooftrace.costmodels.planning import Plan
 from rooftrace.measured.fit import Measured, StepBytes, byte_factors, step_bytes
 from rooftrace.measured.fit.byfactors import shared
 
@@ -231,7 +231,7 @@ def test_the_factors_take_part_in_a_step_and_its_floor_stays_visible(tmp_path):
 
 
 def test_a_knob_file_keeps_the_factors(tmp_path):
-    from rooftrace.costmodels.knobs import dump_knobs, load_knobs
+    from rooftrace.costmodels.kernels import dump_knobs, load_knobs
 
     plan = planned()
     found = factors_of(plan, Measured(counted=made_up(plan, drawn(1), 0.05, 3), flushed=True))

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.kernels import numbers
 from rooftrace.costmodels.kernels.engines import group_class, op_class, p_norm
+from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs, Residuals, Share
 from rooftrace.costmodels.kernels.seconds import kernel_table
-from rooftrace.costmodels.knobs import numbers
-from rooftrace.costmodels.knobs.knobs import CLASSES, Knobs, Share
-from rooftrace.costmodels.knobs.residuals import Residuals
-from rooftrace.costmodels.planning.executions import execution_model
-from rooftrace.costmodels.planning.plans import plan
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime
 from rooftrace.measured.fit.calibrating import choose, is_better, usual_start

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
 from rooftrace.measured.alignment.compiled import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.errors import ProfileError, RequestError
 from rooftrace.measured.alignment import FusedStep, KernelTime, kernel_times
 from rooftrace.measured.alignment.compiled import family, is_launched, kernel_family, operands

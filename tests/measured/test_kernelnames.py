@@ -2,7 +2,7 @@
 
 import pytest
 
-from rooftrace.measured.rundiffs.rundiff import family_of_kernel, is_communication, kernel_key
+from rooftrace.diffs.runs.rundiff import family_of_kernel, is_communication, kernel_key
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.hardware import load_chip
 from rooftrace.measured.live import LiveSession, profiles, session
-from rooftrace.reporting.text.results import as_markdown
+from rooftrace.reporting.views.results import as_markdown
 from tests.measured.live_support import Net, Ticks, batch, made, matrix_flops
 
 CHIP = "l4"

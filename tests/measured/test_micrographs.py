@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import MATRIX
-from rooftrace.costmodels.planning.plans import plan
 from rooftrace.measured.bench.operations import micro_cases, traced_micro as traced
 from rooftrace.measured.bench.runfile import MicroRow, RunFileError
 

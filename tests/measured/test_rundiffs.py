@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
+from rooftrace.diffs.changes import FailOnError
+from rooftrace.diffs.runs.comparing import noise_of
+from rooftrace.diffs.runs.diffing import diff_runs
+from rooftrace.diffs.runs.rundiff import PARTS, KernelChange, RunDiff, StepDiff
+from rooftrace.diffs.runs.traceside import module_paths
 from rooftrace.errors import ProfileError, RequestError, UnusedError
-from rooftrace.measured.rundiffs.comparing import noise_of
-from rooftrace.measured.rundiffs.diffing import diff_runs
-from rooftrace.measured.rundiffs.rundiff import PARTS, KernelChange, RunDiff, StepDiff
-from rooftrace.measured.rundiffs.traceside import module_paths
-from rooftrace.tracer.inventory.changes import FailOnError
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.measured.rundiffs_support import (
     COPY,

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.diffs.runs.comparing import chip_for
+from rooftrace.diffs.runs.diffing import RunQuestion, diff_runs
+from rooftrace.graph.graph import OpGraph
 from rooftrace.measured.alignment import MeasuredRequestError
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, OpTime, Run, load_run
-from rooftrace.measured.rundiffs.diffing import RunQuestion, diff_runs
-from rooftrace.measured.rundiffs.predicting import chip_for
-from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.conftest import Run as RunCommand
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rooftrace.graph.file import SCHEMA as GRAPH_SCHEMA
 from rooftrace.measured.bench.runfile import (
     SCHEMA,
     MicroRow,
@@ -21,7 +22,6 @@ from rooftrace.measured.bench.runfile import (
     load_run,
     save_run,
 )
-from rooftrace.tracer.graph.file import SCHEMA as GRAPH_SCHEMA
 
 pytestmark = pytest.mark.quick
 

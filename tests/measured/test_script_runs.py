@@ -12,7 +12,7 @@ from rooftrace.measured.bench.session import script_rows
 from rooftrace.reporting.cli import main
 
 CLOCK = """
-from rooftrace.tracer.scripts import realturns, watching
+from rooftrace.scripts.steps import real_steps as realturns, watching
 now = [0.0]
 def add(seconds): now[0] += seconds
 for home in (realturns, watching):

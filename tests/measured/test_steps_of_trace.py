@@ -10,11 +10,11 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import ProfileError
+from rooftrace.graph.graph import OpGraph
 from rooftrace.measured.alignment.aligning import Period, align, periods
 from rooftrace.measured.alignment.keys import key_of_call, looser, paired
 from rooftrace.measured.profiles.kineto import read_trace
 from rooftrace.measured.profiles.records import DEVICE, EARLIER, LAUNCH, ORDER, OUTSIDE, Trace
-from rooftrace.tracer.graph.graph import OpGraph
 from tests.measured.profiles_support import GpuTrace, Stack
 
 pytestmark = pytest.mark.quick

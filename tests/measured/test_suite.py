@@ -60,7 +60,7 @@ from rooftrace.measured.bench.steps import (
     timed,
 )
 from rooftrace.measured.bench.suite import measure_suite
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from tests.conftest import in_turn, mostly_heavy
 from tests.releases import CPU_ATTENTION_TAKES_GROUPS
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs.knobs import Knobs
+from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.ops.rulebook import own_rules
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment.keys import base_name, written_out

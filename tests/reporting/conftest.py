@@ -11,9 +11,9 @@ from typing import NamedTuple
 import pytest
 
 from rooftrace.reporting.cli import main
-from rooftrace.tracer.formulas.sizing import TraceCache
-from rooftrace.tracer.sources.apart import Traced
-from rooftrace.tracer.sources.tracing import TargetSource
+from rooftrace.tracer.phases.apart import Traced
+from rooftrace.tracer.phases.sizing import TraceCache
+from rooftrace.tracer.phases.tracing import TargetSource
 from rooftrace.tracer.targets import isolation
 
 

@@ -6,18 +6,18 @@ Kernels are given as (name, module, family, part, count, matmul FLOP, vector FLO
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from rooftrace.costmodels.advice.whatifs import Guidance
 from rooftrace.costmodels.estimates.estimates import estimate
+from rooftrace.costmodels.fusion.executions import PRESETS
 from rooftrace.costmodels.fusion.partition import FusionGroup
+from rooftrace.costmodels.fusion.plans import Coverage, Launch, Plan, Unsupported
 from rooftrace.costmodels.memory.footprint import Memory
 from rooftrace.costmodels.ops.cost import Access, Cost, Work
-from rooftrace.costmodels.planning.executions import PRESETS
-from rooftrace.costmodels.planning.plans import Coverage, Launch, Plan, Unsupported
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import ROLES, Assumption, Op, Tensor
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.reporting.reportfolder import Report
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import ROLES, Assumption, Op, Tensor
+from rooftrace.reporting.commands.reportfolder import Report
+from rooftrace.studies.advice.whatifs import Guidance
 
 Kernel = tuple[str, str, str, str, int, int, int, Mapping[str, int]]
 

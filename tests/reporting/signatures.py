@@ -11,11 +11,11 @@ from importlib import import_module
 from pathlib import Path
 
 from rooftrace.reporting import signed
-from rooftrace.reporting.requests import options, pricing, questions
+from rooftrace.reporting.commands import arguments, options, pricing
 
 STUB = Path(signed.__file__).with_suffix(".pyi")
 _NOTE = '"""Made by `python -m tests.reporting.signatures`; see signed.py."""\n\n'
-_RECORDS = (pricing, pricing, options, questions)
+_RECORDS = (pricing, pricing, options, arguments)
 
 
 def stub() -> str:

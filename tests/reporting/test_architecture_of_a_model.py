@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.hypertext.document import as_hypertext
+from rooftrace.reporting.html.document import as_hypertext
 from rooftrace.reporting.renderers.markdown import as_page
 from rooftrace.reporting.renderers.view import Section, View
 from rooftrace.reporting.sections.architecture import architecture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.costmodels.knobs import load_knobs
+from rooftrace.costmodels.kernels import load_knobs
 from tests.reporting.conftest import Run
 
 MODEL = """

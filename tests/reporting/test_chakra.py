@@ -16,7 +16,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import Collective, Group, OpGraph
+from rooftrace.graph import Collective, Group, OpGraph
 from tests.conftest import mostly_heavy
 from tests.reporting.test_sharded_timeline import estimated
 from tests.tracer.sharded_models import WAYS

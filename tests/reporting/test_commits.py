@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.diffs.changes import Diff
-from rooftrace.tracer.graph.records import pattern_of
+from rooftrace.diffs.costs.changes import Diff
+from rooftrace.graph.records import pattern_of
 from tests.reporting.conftest import Run
 
 FIRST = {

@@ -16,8 +16,8 @@ from torch import nn
 import rooftrace as rt
 from rooftrace._escapes import to_csv
 from rooftrace.measured.profiles import StepTime, read_steps
-from rooftrace.reporting import Report
 from rooftrace.reporting.cli.shared import progress
+from rooftrace.reporting.commands import Report
 from rooftrace.reporting.figures import breakdown, roofline, style
 from rooftrace.reporting.renderers import as_page, as_screen, units
 from rooftrace.reporting.renderers.escaping import code_span, fenced, inline

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.planning import ExecutionError
+from rooftrace.costmodels.fusion import ExecutionError
+from rooftrace.costmodels.kernels import Knobs
 from tests.reporting.conftest import run
 
 __all__ = ["run"]

@@ -19,12 +19,12 @@ import pytest
 from pandas.testing import assert_frame_equal
 
 import rooftrace as rt
-from rooftrace.reporting.fleets import (
+from rooftrace.reporting.commands import (
     FleetStopped,
     Task,
+    fleet_tasks as fleet_parts,
     load_fleet,
     run_fleet,
-    tasks as fleet_parts,
 )
 from tests.reporting.conftest import Run
 
@@ -214,12 +214,12 @@ def test_one_target_that_fails_stops_no_other(run: Run, here: Path) -> None:
 def test_a_config_and_a_form_travel_to_a_worker_without_their_disk(
     here: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rooftrace.reporting.fleets import sweeps
+    from rooftrace.reporting.commands import fleet_sweeps
 
     rt.tools.save_form(rt.tools.form("t.py:small", over=OVER), "small.form.json")
     alone = single("small.form.json", over=OVER)
-    source = sweeps.FleetSource.of("small.form.json").carried()
-    code = sweeps.FleetSource.of("t.py:small").carried()
+    source = fleet_sweeps.FleetSource.of("small.form.json").carried()
+    code = fleet_sweeps.FleetSource.of("t.py:small").carried()
     elsewhere = here / "elsewhere"
     elsewhere.mkdir()
     (here / "small.form.json").rename(elsewhere / "moved.json")
@@ -296,7 +296,7 @@ def test_the_command_says_what_is_for_one_target(run: Run, here: Path) -> None:
 def test_a_scheduler_that_is_not_there(
     run: Run, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rooftrace.reporting.fleets.running._ANSWERS", 0.2)
+    monkeypatch.setattr("rooftrace.reporting.commands.fleets._ANSWERS", 0.2)
     asked = ("sweep", "t.py:wide", "--over", "batch=1..2", "-o", "out", "--scheduler")
     ran = run(*asked, "tcp://127.0.0.1:9")
     assert ran.code == 2
@@ -361,7 +361,8 @@ def test_a_stop_keeps_what_is_done_and_the_next_call_goes_on() -> None:
 
 def test_a_worker_of_another_release_says_so(monkeypatch: pytest.MonkeyPatch, cluster: Any) -> None:
     monkeypatch.setattr(
-        "rooftrace.reporting.fleets.tasks.releases", lambda: {"rooftrace": "0.0", "torch": "9"}
+        "rooftrace.reporting.commands.fleet_tasks.releases",
+        lambda: {"rooftrace": "0.0", "torch": "9"},
     )
     result = run_fleet(tasks(1, 2), "out", scheduler=cluster.scheduler_address)
     assert {f.error.partition(", the caller")[0] for f in result.failures} == {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from rooftrace.reporting.renderers import units, view
-from rooftrace.reporting.text.folding import Folding, span
+from rooftrace.reporting.views.folding import Folding, span
 
 
 @dataclass

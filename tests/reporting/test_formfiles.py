@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.planforms import Conditions
-from rooftrace.costmodels.sweeps import evaluated, points_of
 from rooftrace.errors import RequestError
-from rooftrace.reporting import sweeps
-from rooftrace.tracer.graph import GraphFileError
+from rooftrace.graph import GraphFileError
+from rooftrace.reporting.commands import sweeps
+from rooftrace.studies.forms import Conditions
+from rooftrace.studies.sweeps import evaluated, points_of
 
 OVER = {"batch": range(1, 65), "0.1": range(8, 65, 8)}
 
@@ -181,7 +181,9 @@ def test_numbers_that_disagree_are_refused_whatever_the_digest_says(
 ) -> None:
     data = json.loads(saved.read_bytes())
     change(next(r for r in data["regimes"] if r["formulas"]))
-    monkeypatch.setattr("rooftrace.reporting.stepforms._digest", lambda *parts: data["digest"])
+    monkeypatch.setattr(
+        "rooftrace.reporting.commands.stepforms._digest", lambda *parts: data["digest"]
+    )
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(GraphFileError, match=r"wrong\.json: regimes"):
         rt.tools.load_form(tmp_path / "wrong.json")

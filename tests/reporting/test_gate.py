@@ -16,8 +16,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.locks.files import load_settings
+from rooftrace.reporting.gates import lock as records, lockfile
+from rooftrace.reporting.gates.lockfile import load_settings
 from tests.reporting.conftest import Ran, Run
 from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 
@@ -58,7 +58,7 @@ def budgets(folder: Path, lines: str, settings: str = SETTINGS) -> None:
 
 def test_a_lock_says_what_torch_counts(repo: Path) -> None:
     """FLOPs by torch's own counter, parameters and the bytes of weights by the modules."""
-    lock = files.load_lock(repo / "costs.lock")
+    lock = lockfile.load_lock(repo / "costs.lock")
     names: dict[str, object] = {}
     exec((repo / "models.py").read_text(), names)
     for target, locked in lock.targets.items():
@@ -74,7 +74,7 @@ def test_a_lock_says_what_torch_counts(repo: Path) -> None:
 
 def test_modules_add_up_to_the_totals(repo: Path) -> None:
     """In decimals, digit by digit: rounding leaves nothing over."""
-    for costs in files.load_lock(repo / "costs.lock").places().values():
+    for costs in lockfile.load_lock(repo / "costs.lock").places().values():
         for metric in ("flops", "bytes", "kernels"):
             assert sum(getattr(m, metric) for m in costs.modules.values()) == getattr(costs, metric)
         number, unit = costs.time.split()
@@ -97,8 +97,8 @@ def test_a_lock_is_toml_with_what_it_was_made_from(repo: Path) -> None:
 
 
 def test_a_lock_reads_back_as_it_was_written(repo: Path) -> None:
-    lock = files.load_lock(repo / "costs.lock")
-    assert files.lock_text(lock) == (repo / "costs.lock").read_text()
+    lock = lockfile.load_lock(repo / "costs.lock")
+    assert lockfile.lock_text(lock) == (repo / "costs.lock").read_text()
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-13, 7.381234567e-4, 0.9999999999, 12.5, 3e9])
@@ -424,7 +424,7 @@ def test_a_lock_that_is_cut_off_anywhere_is_refused(repo: Path) -> None:
         if "".join(lines[kept:]).strip():
             cut.write_text(text)
             with pytest.raises(records.LockError):
-                files.load_lock(cut)
+                lockfile.load_lock(cut)
 
 
 @pytest.mark.parametrize(

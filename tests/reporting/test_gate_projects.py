@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.locks.files import ProjectError, load_settings, project_of
+from rooftrace.reporting.gates import lock as records, lockfile
+from rooftrace.reporting.gates.lockfile import ProjectError, load_settings, project_of
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import MODELS, SETTINGS, repository
 
@@ -41,7 +41,7 @@ def write_lock(path: Path, target: str, **asked: object) -> None:
         sources={},
         phases={"forward": phase},
     )
-    path.write_text(files.lock_text(records.Lock(made_from=made, targets={"net": each})))
+    path.write_text(lockfile.lock_text(records.Lock(made_from=made, targets={"net": each})))
 
 
 def refused(ran: object, *words: str) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.habits import _WITHOUT_USE
-from rooftrace.reporting.inventories import MOST, distributions
-from rooftrace.reporting.text.results import as_markdown
+from rooftrace.reporting.commands.compat import _WITHOUT_USE
+from rooftrace.reporting.commands.inventories import MOST, distributions
+from rooftrace.reporting.views.results import as_markdown
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")

@@ -16,7 +16,7 @@ from rooftrace.reporting.renderers import as_latex, table_files, units
 from rooftrace.reporting.renderers.escaping import code_span
 from rooftrace.reporting.renderers.latex_columns import aligned
 from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
-from rooftrace.reporting.text import latex_tables, shown
+from rooftrace.reporting.views import latex_tables, shown
 from tests.conftest import in_turn
 from tests.reporting.conftest import Run
 from tests.reporting.report_support import made_report

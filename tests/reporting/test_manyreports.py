@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.rooflinesteps import names_of
+from rooftrace.reporting.commands.rooflinesteps import names_of
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")

@@ -13,9 +13,9 @@ import rooftrace as rt
 from rooftrace.costmodels.memory import Moment
 from rooftrace.costmodels.memory.footprint import KINDS, SAVED
 from rooftrace.hardware.units import format_capacity
+from rooftrace.reporting.commands.reportfolder import Report
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.memoryplot import NAMES, ORDER, memory_figure, spikes
-from rooftrace.reporting.reportfolder import Report
 
 
 @pytest.fixture(scope="module")

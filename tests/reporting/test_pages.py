@@ -14,7 +14,7 @@ import rooftrace as rt
 from rooftrace.reporting.renderers import as_page, units
 from rooftrace.reporting.renderers.markdown import MOST_COLUMNS
 from rooftrace.reporting.renderers.view import Column, Note, Section, Table, View
-from rooftrace.reporting.text.results import as_markdown
+from rooftrace.reporting.views.results import as_markdown
 from tests.reporting.report_support import made_report
 
 pytestmark = pytest.mark.quick

@@ -12,8 +12,9 @@ import pytest
 
 from rooftrace._formats import USUAL
 from rooftrace.costmodels.estimates.estimates import estimate
-from rooftrace.reporting import reportfolder
-from rooftrace.reporting.reportfolder import (
+from rooftrace.graph.records import ROLES
+from rooftrace.reporting.commands import reportfolder
+from rooftrace.reporting.commands.reportfolder import (
     FigureError,
     Report,
     ReportFolderError,
@@ -21,8 +22,7 @@ from rooftrace.reporting.reportfolder import (
     check_folder,
 )
 from rooftrace.reporting.sections.step_json import Times
-from rooftrace.reporting.text.results import as_markdown, as_text
-from rooftrace.tracer.graph.records import ROLES
+from rooftrace.reporting.views.results import as_markdown, as_text
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory
 
@@ -190,8 +190,8 @@ def test_below_the_floor_is_said(schema):
 
 def test_fitted_knobs_are_named_and_give_an_interval(schema):
 
-    from rooftrace.costmodels.knobs.knobs import Knobs
-    from rooftrace.costmodels.planning.executions import execution_model
+    from rooftrace.costmodels.fusion.executions import execution_model
+    from rooftrace.costmodels.kernels.knobs import Knobs
 
     b = Builder()
     graph = b.graph(b.mm(b.input(64, 64), b.weight(64, 64)))
@@ -309,7 +309,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_failure_half_way_leaves_nothing(report, tmp_path, monkeypatch):
-    monkeypatch.setattr("rooftrace.reporting.text.results.as_page", lambda *_: 1 / 0)
+    monkeypatch.setattr("rooftrace.reporting.views.results.as_page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         report.write(tmp_path / "a" / "out", formats=("json", "md"))
     assert list(tmp_path.iterdir()) == []

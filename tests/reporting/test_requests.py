@@ -11,21 +11,21 @@ import click
 import pytest
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import TYPICAL, execution_model
+from rooftrace.costmodels.fusion import TYPICAL, execution_model
 from rooftrace.reporting import signed
 from rooftrace.reporting.cli import cli
-from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.requests import calls
-from rooftrace.reporting.requests.calls import CALLS
-from rooftrace.reporting.requests.options import options_of
-from rooftrace.reporting.requests.pricing import (
+from rooftrace.reporting.commands import calls
+from rooftrace.reporting.commands.calls import CALLS
+from rooftrace.reporting.commands.options import options_of
+from rooftrace.reporting.commands.pricing import (
     ExecutionOptions,
     LengthOptions,
     PrecisionOptions,
     PricingOptions,
     Workload,
 )
-from rooftrace.tracer.requests import Job
+from rooftrace.reporting.gates import lock as records, lockfile
+from rooftrace.tracer import Job
 from tests.reporting.conftest import Run
 from tests.reporting.signatures import STUB, stub
 
@@ -104,8 +104,8 @@ def test_a_lock_keeps_every_option_as_it_was_typed(tmp_path: Path) -> None:
     made = records.MadeFrom(rooftrace="0", torch="0", pricing=prices)
     target = records.LockedTarget(asked=asked, sources={"gpt2": "0"})
     lock = records.Lock(made_from=made, targets={"gpt2": target})
-    files.write_lock(tmp_path / "costs.lock", lock)
-    assert files.load_lock(tmp_path / "costs.lock") == lock
+    lockfile.write_lock(tmp_path / "costs.lock", lock)
+    assert lockfile.load_lock(tmp_path / "costs.lock") == lock
 
 
 def test_what_is_asked_of_prices_changes_every_execution() -> None:

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import pytest
 
 import rooftrace as rt
+from rooftrace.diffs.git import RevisionError, repositories
+from rooftrace.diffs.git.repositories import repository_at
 from rooftrace.errors import TargetError
-from rooftrace.reporting import revisions
-from rooftrace.tracer.requests import Job
-from rooftrace.tracer.revisions import RevisionError, repositories
-from rooftrace.tracer.revisions.repositories import repository_at
-from rooftrace.tracer.sources.apart import Outcome, ProcessPlace, run_apart
+from rooftrace.reporting.commands import revisions
+from rooftrace.tracer import Job
+from rooftrace.tracer.phases.apart import Outcome, ProcessPlace, run_apart
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 from tests.repositories import git

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from rooftrace.reporting.figures import breakdown, labels, roofline, roofplot, style
+from rooftrace.reporting.figures import breakdown, roofline, roofplot, style
 from rooftrace.reporting.figures.folder import figures
-from rooftrace.reporting.figures.labels import Box, Label
+from rooftrace.reporting.figures.style import Box, Label
 from tests.conftest import mostly_heavy
 from tests.reporting.report_support import made_report
 
@@ -49,7 +49,7 @@ def drawn(report, monkeypatch):
     seen = []
 
     def spy(wanted, frame, **others):
-        boxes = labels.place(wanted, frame, **others)
+        boxes = style.place(wanted, frame, **others)
         seen.append((boxes, others["points"], frame))
         return boxes
 
@@ -87,20 +87,20 @@ def test_place_is_deterministic_and_keeps_labels_apart():
     chance = random.Random(7)
     frame = Box(0, 0, 1600, 900)
     wanted = [Label(chance.uniform(700, 900), chance.uniform(400, 500), 180, 40) for _ in range(20)]
-    boxes = labels.place(wanted, frame)
-    assert boxes == labels.place(wanted, frame)
+    boxes = style.place(wanted, frame)
+    assert boxes == style.place(wanted, frame)
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
 def test_place_keeps_a_lone_label_next_to_its_point():
-    (box,) = labels.place([Label(100, 100, 50, 10)], Box(0, 0, 500, 500))
+    (box,) = style.place([Label(100, 100, 50, 10)], Box(0, 0, 500, 500))
     x, y = box.nearest(100, 100)
-    assert math.hypot(x - 100, y - 100) <= labels.REACHES[0]
+    assert math.hypot(x - 100, y - 100) <= style.REACHES[0]
     assert box.x0 > 100
 
 
 def test_a_sliding_label_stays_on_its_line():
-    (box,) = labels.place(
+    (box,) = style.place(
         [Label(400, 100, 80, 10, slide=300)], Box(0, 0, 500, 500), points=[Box(330, 90, 400, 120)]
     )
     assert box.x1 <= 330
@@ -136,7 +136,7 @@ def test_every_figure_is_drawn_1800_wide(report, tmp_path):
 
 def test_every_role_and_regime_has_a_colour():
     from rooftrace.costmodels.timing.timings import REGIMES
-    from rooftrace.tracer.graph.records import ROLES
+    from rooftrace.graph.records import ROLES
 
     assert set(style.ROLES) == set(ROLES)
     assert set(style.REGIMES) == set(REGIMES)

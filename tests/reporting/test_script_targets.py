@@ -8,14 +8,14 @@ import pytest
 import torch
 
 import rooftrace as rt
+from rooftrace.diffs.git import repositories
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.measured.alignment.pairing import MeasuredRequestError, template_of
 from rooftrace.reporting.cli import main
 from rooftrace.reporting.cli.diff_command import _targets
-from rooftrace.tracer.requests import names
-from rooftrace.tracer.requests.names import ScriptCommand, is_script
-from rooftrace.tracer.revisions import repositories
-from rooftrace.tracer.scripts import ScriptError
+from rooftrace.scripts.steps import ScriptError
+from rooftrace.tracer import names
+from rooftrace.tracer.names import ScriptCommand, is_script
 
 pytestmark = pytest.mark.quick
 

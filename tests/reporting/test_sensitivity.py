@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.explaining import ExploreError, decode_forms
-from rooftrace.costmodels.planforms import Conditions
+from rooftrace.studies.explaining import ExploreError, decode_forms
+from rooftrace.studies.forms import Conditions
 from tests.reporting.conftest import Run
 
 MODEL = """

@@ -12,7 +12,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting import stepforms, sweeps
+from rooftrace.reporting.commands import stepforms, sweeps
 
 pytestmark = pytest.mark.quick
 

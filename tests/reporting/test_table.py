@@ -6,7 +6,7 @@ import pytest
 
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.renderers import words
-from rooftrace.reporting.text.results import as_text, renderable
+from rooftrace.reporting.views.results import as_text, renderable
 from tests.costmodels.batch_support import times_of_kernels
 from tests.reporting.report_support import ROPE, made_report
 

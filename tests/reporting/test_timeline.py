@@ -15,8 +15,8 @@ from rooftrace.measured.fit.misses import nodes
 from rooftrace.measured.profiles.kineto import read_trace
 from rooftrace.reporting.figures.parity import ParityPoint, kernel_points, parity_figure
 from rooftrace.reporting.figures.timeline import timeline, write_timeline
-from rooftrace.reporting.text.results import as_markdown, as_text
-from rooftrace.reporting.text.validations import matched_words, miss_rows, misses_view
+from rooftrace.reporting.views.results import as_markdown, as_text
+from rooftrace.reporting.views.validations import matched_words, miss_rows, misses_view
 from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.report_support import made_report
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
-from rooftrace.reporting.timelines import steps_of
+from rooftrace.reporting.commands.timelines import steps_of
 from tests.reporting.conftest import Run
 
 NET = """

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from matplotlib.patches import Rectangle
 
-from rooftrace.costmodels.sweeps import factorial
 from rooftrace.reporting.figures import style, tornado
+from rooftrace.studies.sensitivity import factorial
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Tabl
 from rooftrace.reporting.sections.builders import SectionError
 from rooftrace.reporting.sections.report_json import report_schema, schema_of
 from rooftrace.reporting.sections.results import Results
-from rooftrace.reporting.text.results import VIEWS, as_markdown, as_text, view_of
+from rooftrace.reporting.views.results import VIEWS, as_markdown, as_text, view_of
 from tests.reporting.report_support import made_report
 
 JOULE = units.Unit("J", "number", lambda energy: f"{energy:.1f} J")

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.reporting.hypertext import (
+from rooftrace.reporting.html import (
     contents as contents_module,
     contents as kernelgroups,
     report_page,
     result_page,
 )
-from rooftrace.reporting.hypertext.contents import contents
+from rooftrace.reporting.html.contents import contents
 from rooftrace.reporting.renderers import units, view
 from rooftrace.reporting.sections import report_view
 

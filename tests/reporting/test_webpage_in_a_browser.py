@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.hardware.units import format_capacity, format_time
-from rooftrace.reporting.hypertext import report_page, result_page
+from rooftrace.reporting.html import report_page, result_page
 from rooftrace.reporting.renderers import units, view
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")

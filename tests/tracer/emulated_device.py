@@ -10,9 +10,9 @@ import torch
 from torch import overrides
 
 from rooftrace.hardware import load_chip
-from rooftrace.tracer.fake_cuda import Device, emulate
-from rooftrace.tracer.fake_cuda.entering import _forget_answers
-from rooftrace.tracer.metacopies import overrides as replacing
+from rooftrace.scripts.fake_cuda import Device, emulate
+from rooftrace.scripts.fake_cuda.entering import _forget_answers
+from rooftrace.tracer.recording import overrides as replacing
 from rooftrace.tracer.sharding import fsdp
 
 

@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rooftrace.tracer.launch import Ended, Ranks, call_apart, launched, understood
+from rooftrace.scripts.launch import Ended, Ranks, launched, understood
+from rooftrace.tracer.phases import call_apart
 from rooftrace.tracer.recording import Recorder
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.tracer.inputs.calls import floating_input
-from rooftrace.tracer.sources import collector_paused
+from rooftrace.tracer.phases import collector_paused
 
 
 def test_what_a_trace_made_can_be_freed(model: Callable[..., Any]) -> None:

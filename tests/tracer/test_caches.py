@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.tracer.inputs.calls import call_inputs
-from rooftrace.tracer.metacopies import tensors_in
 from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.values import tensors_in
 
 IDS = torch.randint(0, 16, (2, 5))
 

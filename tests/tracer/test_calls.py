@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.inputs.calls import call_inputs
 from rooftrace.tracer.phases.running import trace_phases
 from rooftrace.tracer.phases.steps import trace_step
-from rooftrace.tracer.requests.request import Options, Request
+from rooftrace.tracer.request import Options, Request
 from rooftrace.tracer.targets.target import load_target
 from tests.tracer.conftest import TEXT, config
 

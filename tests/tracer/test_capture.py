@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.tracer.graph.records import Op
+from rooftrace.graph.records import Op
 from tests.releases import TORCH
 
 X = torch.ones(2, 8)

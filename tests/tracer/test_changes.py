@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 import rooftrace as rt
-from rooftrace.costmodels.diffs import Diff
-from rooftrace.measured.rundiffs import RunDiff
-from rooftrace.tracer.inventory import Change, CheckpointDiff, Limit
-from rooftrace.tracer.inventory.changes import TOTALS, Pairing, union
+from rooftrace.diffs import Change, Limit
+from rooftrace.diffs.changes import TOTALS, Pairing, union
+from rooftrace.diffs.costs import Diff
+from rooftrace.diffs.runs import RunDiff
+from rooftrace.weights import CheckpointDiff
 
 
 def test_a_change_of_nothing_has_no_relative_one():

@@ -14,9 +14,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import rooftrace as rt
-from rooftrace.tracer.inventory import CheckpointDiff, compare_checkpoints
-from rooftrace.tracer.weights import CheckpointError
-from rooftrace.tracer.weights.torchfile import SLICE, Stored
+from rooftrace.tracer.targets import CheckpointError
+from rooftrace.tracer.targets.checkpoints import SLICE, Stored
+from rooftrace.weights import CheckpointDiff, compare_checkpoints
 
 pytestmark = pytest.mark.quick
 

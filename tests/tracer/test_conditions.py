@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rooftrace.tracer.requests.conditions import answer_that_goes_on, number_that_goes_on
+from rooftrace.tracer.conditions import answer_that_goes_on, number_that_goes_on
 
 CODE = """
 import sys

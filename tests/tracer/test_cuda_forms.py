@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.job import Job
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.phases.apart import ProcessPlace, _told, job_told
 from rooftrace.tracer.recording.releases import Release, installed_release, read_release
-from rooftrace.tracer.requests.job import Job
-from rooftrace.tracer.sources.apart import ProcessPlace, _told, job_told
 
 pytestmark = pytest.mark.quick
 

@@ -19,19 +19,19 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.breaks import records
-from rooftrace.tracer.breaks.functions import (
+from rooftrace.graph.graph import OpGraph
+from rooftrace.studies.breaks import placing
+from rooftrace.studies.breaks.functions import (
     UNKNOWN,
     DynamoFunctions,
     guard_words,
     hints_of,
     plain_reason,
 )
-from rooftrace.tracer.breaks.placing import PlacedStep, placed
-from rooftrace.tracer.breaks.running import traced_with_dynamo
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.metacopies import tensors_in
-from rooftrace.tracer.requests.job import Job
+from rooftrace.studies.breaks.placing import PlacedStep, placed
+from rooftrace.studies.breaks.running import traced_with_dynamo
+from rooftrace.tracer.job import Job
+from rooftrace.tracer.values import tensors_in
 from tests.conftest import mostly_heavy
 from tests.releases import needs_torch
 from tests.tracer import broken_models as models
@@ -132,7 +132,7 @@ def test_a_break_in_a_layer_is_one_cause_as_often_as_the_layer_is_called(
     _, run = run_of(models.Stack(kind, 5), x())
     (cause,) = run.causes
     assert cause.times == 5
-    assert cause.kind == records.BREAK
+    assert cause.kind == placing.BREAK
     assert cause.module == "layers.*"
     assert cause.source.startswith("tests/tracer/broken_models.py:")
     assert run.graphs == explained(models.Stack(kind, 5), x())[0]
@@ -209,7 +209,7 @@ def test_backward_is_cut_where_forward_is() -> None:
     assert flops_of_stretches(placement, "backward") == backward
     assert placement.shared == 0
     marked, whole = placement.marked(
-        records.without(run.stretches), records.without(run.stretches, [0])
+        placing.without(run.stretches), placing.without(run.stretches, [0])
     )
     assert not any("graph_break" in op.target for op in whole.ops)
     cuts = Counter(op.part for op in marked.ops if "graph_break" in op.target)
@@ -219,8 +219,8 @@ def test_backward_is_cut_where_forward_is() -> None:
 def test_equal_layers_stay_one_where_all_are_cut_alike() -> None:
     graph, run = ran("Stack of Printing")
     placement = placed(graph, run)
-    (short,) = placement.marked(records.without(run.stretches))
-    (flat,) = placement.marked(records.without(run.stretches), folded=False)
+    (short,) = placement.marked(placing.without(run.stretches))
+    (flat,) = placement.marked(placing.without(run.stretches), folded=False)
     assert short.repeats
     assert not flat.repeats
     targets = [op.target for op in short.expand().ops]
@@ -233,15 +233,15 @@ def test_equal_layers_stay_one_where_all_are_cut_alike() -> None:
 
 def test_an_op_that_no_line_places_is_counted() -> None:
     graph = rt.trace(models.Printing(), x())
-    stretches = (records.Stretch(0, -1), records.Stretch(1, 0))
-    cause = records.Cause(records.BREAK, "why", "a.py:1")
+    stretches = (placing.Stretch(0, -1), placing.Stretch(1, 0))
+    cause = placing.Cause(placing.BREAK, "why", "a.py:1")
     some = [op for op in graph.ops if op.kind == "kernel"]
     first, last = some[0], some[-1]
     ops = (
-        records.RanOp(first.name, first.source, 0),
-        records.RanOp(last.name, last.source, 1),
+        placing.RanOp(first.name, first.source, 0),
+        placing.RanOp(last.name, last.source, 1),
     )
-    run = records.DynamoRun(causes=(cause,), stretches=stretches, ops=ops, graphs=2, graph_breaks=1)
+    run = placing.DynamoRun(causes=(cause,), stretches=stretches, ops=ops, graphs=2, graph_breaks=1)
     placement = placed(graph, run)
     (between,) = [op for op in some if op.source not in (first.source, last.source)]
     assert placement.unplaced == 1
@@ -252,30 +252,30 @@ def test_an_op_that_no_line_places_is_counted() -> None:
 
 
 def test_without_a_cause_what_it_parts_is_one_graph() -> None:
-    eager, S = -1, records.Stretch
+    eager, S = -1, placing.Stretch
     stretches = (S(0, -1), S(eager, 0), S(1, 0), S(2, 1))
-    assert records.without(stretches).stretches == stretches
-    assert records.without(stretches, [0]) == records.Joined((S(0, -1), S(2, 1)), (0, 0, 0, 1))
-    assert records.without(stretches, [1]).place_of == (0, 1, 2, 2)
-    assert records.without(stretches, [0, 1]).place_of == (0, 0, 0, 0)
+    assert placing.without(stretches).stretches == stretches
+    assert placing.without(stretches, [0]) == placing.Joined((S(0, -1), S(2, 1)), (0, 0, 0, 1))
+    assert placing.without(stretches, [1]).place_of == (0, 1, 2, 2)
+    assert placing.without(stretches, [0, 1]).place_of == (0, 0, 0, 0)
 
 
 def test_behind_code_in_python_a_graph_stays_one_of_its_own() -> None:
-    eager, S = -1, records.Stretch
-    joined = records.without((S(eager, 0), S(3, 1), S(4, 0)), [1])
+    eager, S = -1, placing.Stretch
+    joined = placing.without((S(eager, 0), S(3, 1), S(4, 0)), [1])
     assert joined.stretches == (S(eager, 0), S(3, 0), S(4, 0))
 
 
 def test_what_is_compiled_too_often_goes_with_the_break_that_parts_it() -> None:
     _, run = ran("Numbers")
     kinds = [cause.kind for cause in run.causes]
-    assert sorted(kinds) == [records.BREAK, records.LIMIT]
-    asked, limit = kinds.index(records.BREAK), kinds.index(records.LIMIT)
+    assert sorted(kinds) == [placing.BREAK, placing.LIMIT]
+    asked, limit = kinds.index(placing.BREAK), kinds.index(placing.LIMIT)
     assert run.causes[limit].times == 12 - 8  # torch._dynamo.config.recompile_limit
     assert run.causes[asked].times == 8
-    left = records.without(run.stretches, [asked]).stretches
+    left = placing.without(run.stretches, [asked]).stretches
     assert not any(stretch.eager for stretch in left)
-    assert any(s.eager for s in records.without(run.stretches, [limit]).stretches) is False
+    assert any(s.eager for s in placing.without(run.stretches, [limit]).stretches) is False
     (again,) = run.recompiled
     assert again.times == 8
     assert "number" in again.reason
@@ -291,7 +291,7 @@ def test_a_function_that_is_left_out_without_a_reason_is_a_cause() -> None:
     functions._left.add(outer.__code__)
     assert [outer(), outer()] == [(0, -1), (0, -1)]
     (cause,) = functions.told()
-    assert (cause.kind, cause.reason, cause.times) == (records.SKIP, UNKNOWN, 2)
+    assert (cause.kind, cause.reason, cause.times) == (placing.SKIP, UNKNOWN, 2)
     assert cause.source == f"tests/tracer/test_dynamo.py:{outer.__code__.co_firstlineno}"
 
 
@@ -347,7 +347,7 @@ def test_two_runs_say_the_same() -> None:
 
 
 def test_an_error_of_dynamo_names_the_line() -> None:
-    with pytest.raises(records.DynamoError, match=r"broken_models\.py:\d+"):
+    with pytest.raises(placing.DynamoError, match=r"broken_models\.py:\d+"):
         run_of(models.Refuses(), x())
     assert not list(tensors_in(torch._dynamo.utils.graph_break_reasons))
 

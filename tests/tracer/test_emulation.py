@@ -9,7 +9,7 @@ import torch
 
 from rooftrace.errors import RequestError
 from rooftrace.hardware import available_chips, load_chip
-from rooftrace.tracer.fake_cuda import Device, DeviceError
+from rooftrace.scripts.fake_cuda import Device, DeviceError
 from tests.tracer.emulated_device import h100
 
 pytestmark = pytest.mark.quick

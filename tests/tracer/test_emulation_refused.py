@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rooftrace.tracer.fake_cuda import DeviceError
+from rooftrace.scripts.fake_cuda import DeviceError
 from tests.tracer.emulated_device import h100
 
 pytestmark = pytest.mark.quick

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from rooftrace.tracer.fake_cuda import DeviceError
-from rooftrace.tracer.metacopies import overrides
+from rooftrace.scripts.fake_cuda import DeviceError
+from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.recording.recorder import Recorder
 from tests.tracer.emulated_device import Emulation, h100
 from tests.tracer.script_oracle import its_own_garbage

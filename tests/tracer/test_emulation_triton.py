@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._triton import has_triton, has_triton_package
 
-from rooftrace.tracer.fake_cuda import DeviceError
+from rooftrace.scripts.fake_cuda import DeviceError
 from tests.tracer.emulated_device import h100
 
 pytestmark = pytest.mark.quick

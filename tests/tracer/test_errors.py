@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.requests.source import TraceError
+from rooftrace.tracer.source import TraceError
 
 pytestmark = pytest.mark.quick
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.requests.assumptions import FALLBACK
+from rooftrace.graph.assumptions import FALLBACK
+from rooftrace.graph.graph import OpGraph
 
 logger = logging.getLogger(__name__)
 SAYS = "`squares` is falling back to plain PyTorch because `fastsquares` is not installed"

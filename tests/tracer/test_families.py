@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import FAMILIES
-from rooftrace.costmodels.planning.plans import plan
 from tests.releases import TRANSFORMERS, with_implementations
 
 # Transformers 4 gives the parts of its ViT other names.

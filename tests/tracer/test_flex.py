@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import Op
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Op
 
 pytestmark = pytest.mark.quick
 

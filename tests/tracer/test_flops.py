@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.metacopies.trees import tensors_in
+from rooftrace.tracer.values.trees import tensors_in
 from tests.conftest import in_turn
 
 EVERY = (

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.tracer.formulas import Fitter, Formula, FormulaError, Guard, Track, polynomials
+from rooftrace.graph.formulas import Fitter, Formula, FormulaError, Guard, Track, polynomials
 
 SIZES = st.integers(1, 1 << 40)
 SMALL = st.integers(-50, 50)

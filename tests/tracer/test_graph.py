@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.records import GraphError, Op, Ref, Repeat, Tensor, pattern_of, refs
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import GraphError, Op, Ref, Repeat, Tensor, pattern_of, refs
 
 pytestmark = pytest.mark.quick
 

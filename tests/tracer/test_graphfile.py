@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.graph.file import SCHEMA, GraphFileError, load_graphs, looks_saved
+from rooftrace.graph.records import Assumption
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.graph.file import SCHEMA, GraphFileError, load_graphs, looks_saved
-from rooftrace.tracer.graph.records import Assumption
 
 
 @pytest.fixture

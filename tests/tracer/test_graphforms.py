@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.formulas import GraphForm, StructureError, Survey
-from rooftrace.tracer.formulas.forms import RecordForm
+from rooftrace.graph.formulas import GraphForm, StructureError, Survey
+from rooftrace.graph.formulas.forms import RecordForm
 from tests.tracer.conftest import DEEPSEEK, TEXT, config
 
 PLACES = {

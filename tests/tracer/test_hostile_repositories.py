@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.tracer.revisions import RevisionError, origins, repositories
-from rooftrace.tracer.revisions.repositories import Repository, repository_at
+from rooftrace.diffs.git import RevisionError, origins, repositories
+from rooftrace.diffs.git.repositories import Repository, repository_at
 from tests.repositories import git
 
 HOOKS = (

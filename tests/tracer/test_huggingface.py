@@ -11,11 +11,11 @@ from torch import Tensor
 
 import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
+from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.graph.graph import OpGraph
 from rooftrace.tracer.inputs.huggingface import model_inputs
 from rooftrace.tracer.phases.running import trace_phases
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from rooftrace.tracer.targets.target import load_target
 from rooftrace.tracer.values.masks import REAL_VALUE
 from tests.releases import TRANSFORMERS, with_transformers_5

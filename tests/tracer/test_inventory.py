@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.inventory.records import merged
-from rooftrace.tracer.inventory.taking import statistics_of
+from rooftrace.weights.inventory import merged
+from rooftrace.weights.taking import statistics_of
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ import pytest
 
 from rooftrace.errors import TargetError
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from rooftrace.tracer.targets.isolation import Kept, keeping
 
 Write = Callable[..., None]

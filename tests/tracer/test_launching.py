@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launch import Ended, Ranks, understood
-from rooftrace.tracer.launch.records import CommandLine
+from rooftrace.scripts.launch import Ended, Ranks, understood
+from rooftrace.scripts.launch.records import CommandLine
 from tests.tracer.launched_here import ended_of, stopped_at
 
 pytestmark = pytest.mark.quick

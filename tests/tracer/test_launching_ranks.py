@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launch import Ended, Ranks
+from rooftrace.scripts.launch import Ended, Ranks
 from tests.tracer.launched_here import recorded_of
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.lowering.rebuild import to_fx
 from rooftrace.tracer.recording.recorder import Recorder
 from rooftrace.tracer.repeats.gradients import Layers
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.graph import Op, OpGraph
 from rooftrace.tracer.values import masks
 from rooftrace.tracer.values.implicit import Implicit
 from rooftrace.tracer.values.intervals import NoPatternError, shown_pairs

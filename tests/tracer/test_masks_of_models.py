@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.graph import OpGraph
 
 SIZES = (512, 1_000, 2_047, 2_048, 2_049, 4_096, 5_000, 8_193, 16_384, 32_768, 65_537, 131_072)
 SMALL = dict(

@@ -17,9 +17,9 @@ import pytest
 import rooftrace as rt
 from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import GraphFileError
-from rooftrace.tracer.launch import call_apart
-from rooftrace.tracer.scripts import records
+from rooftrace.graph import GraphFileError
+from rooftrace.scripts.steps import records
+from rooftrace.tracer.phases import call_apart
 from tests.conftest import ctrl_c_works
 
 pytestmark = pytest.mark.quick

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion import plan
 from rooftrace.costmodels.ops import MATRIX
-from rooftrace.costmodels.planning import plan
-from rooftrace.tracer.graph import load_graphs, save_graphs
+from rooftrace.graph import load_graphs, save_graphs
 
 try:
     from torch.nn.attention.varlen import varlen_attn

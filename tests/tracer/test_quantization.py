@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 
 import rooftrace as rt
-from rooftrace.tracer.graph import save_graphs
-from rooftrace.tracer.metacopies import dtype_name
+from rooftrace.graph import save_graphs
 from rooftrace.tracer.targets.declared import METHODS
+from rooftrace.tracer.values import dtype_name
 
 VOCAB, WIDTH, INNER, LAYERS, KEYS = 512, 256, 512, 2, 64
 BASE = {

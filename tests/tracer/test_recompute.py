@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
+from rooftrace.graph.graph import OpGraph
 from tests.tracer.conftest import config
 
 S, D = 16, 32

@@ -16,12 +16,12 @@ from msgspec import structs
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.graph.records import Repeat
+from rooftrace.graph.graph import OpGraph
+from rooftrace.graph.records import Repeat
 from rooftrace.tracer.inputs.calls import call_inputs
+from rooftrace.tracer.lowering.rebuild import to_fx
 from rooftrace.tracer.phases.running import trace_phases
-from rooftrace.tracer.requests.request import Options, Request
+from rooftrace.tracer.request import Options, Request
 from rooftrace.tracer.targets.target import load_target
 from tests.conftest import in_turn
 from tests.releases import LIFETIMES_ARE_EXACT

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftrace as rt
-from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.graph.records import GraphError
-from rooftrace.tracer.metacopies.trees import tensors_in
+from rooftrace.graph.records import GraphError
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.values.trees import tensors_in
 from tests.conftest import in_turn
 
 IN_EVAL = (

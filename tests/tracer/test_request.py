@@ -9,9 +9,9 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.graph.assumptions import ASSUMABLE, parse_assumption
 from rooftrace.tracer.inputs.calls import call_inputs, last_token, parsed_inputs, random_tokens
-from rooftrace.tracer.requests.assumptions import ASSUMABLE, parse_assumption
-from rooftrace.tracer.requests.request import Options, Request
+from rooftrace.tracer.request import Options, Request
 from rooftrace.tracer.values import REAL_VALUE
 
 pytestmark = pytest.mark.quick

@@ -12,11 +12,11 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.rewriting import rewrite
+from rooftrace.costmodels.rewrites import rewrite
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import to_fx
-from rooftrace.tracer.requests import RequestLengths
-from rooftrace.tracer.requests.request import read_lengths
+from rooftrace.tracer import RequestLengths
+from rooftrace.tracer.lowering import to_fx
+from rooftrace.tracer.request import read_lengths
 from tests.conftest import in_turn
 
 transformers = pytest.importorskip("transformers")

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.tracer.revisions import first_bad
-from rooftrace.tracer.revisions.origins import DiffOrigins, SideOrigin
-from rooftrace.tracer.revisions.repositories import State
-from rooftrace.tracer.sources.apart import ProcessPlace
-from rooftrace.tracer.sources.starting import MovedFinder, Moves
+from rooftrace.diffs.git import first_bad
+from rooftrace.diffs.git.origins import DiffOrigins, SideOrigin
+from rooftrace.diffs.git.repositories import State
+from rooftrace.tracer.phases.apart import ProcessPlace
+from rooftrace.tracer.phases.starting import MovedFinder, Moves
 
 pytestmark = pytest.mark.quick
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.composite.entries import RMS_NORM_IS_ONE_KERNEL
-from rooftrace.tracer.graph.rebuild import to_fx
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.recording.entry_points import RMS_NORM_IS_ONE_KERNEL
 
 pytestmark = [
     pytest.mark.skipif(not RMS_NORM_IS_ONE_KERNEL, reason="before torch 2.9"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.graph.records import Tensor as Value
+from rooftrace.graph.records import Tensor as Value
 from tests.releases import with_transformers_5
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.requests.assumptions import MOST_EXPONENT, Policy, decided, policy_of
+from rooftrace.graph.assumptions import MOST_EXPONENT, Policy, decided, policy_of
 from rooftrace.tracer.values.choices import Choices, chosen, expected_distinct, shares_of
 
 pytestmark = pytest.mark.quick

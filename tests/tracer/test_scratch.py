@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.launch import call_apart, launched, scratch as landlock, understood
-from rooftrace.tracer.launch.records import Ended
-from rooftrace.tracer.launch.scratch import UNGUARDED, refusal
-from rooftrace.tracer.scripts import Script, ScriptError
-from rooftrace.tracer.scripts.records import Failure
+from rooftrace.scripts.launch import launched, scratch as landlock, understood
+from rooftrace.scripts.launch.records import Ended
+from rooftrace.scripts.launch.scratch import UNGUARDED, refusal
+from rooftrace.scripts.steps import Script, ScriptError
+from rooftrace.scripts.steps.records import Failure
+from rooftrace.tracer.phases import call_apart
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="a guarded process is forked"),
@@ -344,7 +345,7 @@ def _import_all() -> None:
     for name in (
         *("dbm.dumb", "shelve", "multiprocessing.shared_memory", "tarfile", "safetensors.numpy"),
         *("safetensors.torch", "sqlite3", "torch.distributed.launcher.api", "torch.cuda.nvtx"),
-        *("rooftrace.tracer.launch.scratch", "multiprocessing.resource_tracker"),
+        *("rooftrace.scripts.launch.scratch", "multiprocessing.resource_tracker"),
         *("encodings.cp437", "encodings.latin_1", "encodings.ascii"),
     ):
         importlib.import_module(name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.tracer.scripts import ScriptError
+from rooftrace.scripts.steps import ScriptError
 from tests.tracer.script_oracle import matrix_flops, ours, really, trained, training
 
 if torch.cuda.is_available():

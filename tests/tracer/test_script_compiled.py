@@ -7,9 +7,9 @@ import torch
 
 import rooftrace as rt
 from rooftrace.costmodels.estimates import Estimate, ScriptCost
-from rooftrace.costmodels.planning import usual_execution
+from rooftrace.costmodels.fusion import usual_execution
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import marks
+from rooftrace.graph import marks
 
 if torch.cuda.is_available():
     pytest.skip("a GPU answers for itself", allow_module_level=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rooftrace.costmodels.estimates.scripts import ScriptCost
-from rooftrace.costmodels.planning.executions import execution_model
+from rooftrace.costmodels.fusion.executions import execution_model
 from tests.conftest import mostly_heavy
 from tests.tracer.script_memory import alive_while_run
 from tests.tracer.script_oracle import ours

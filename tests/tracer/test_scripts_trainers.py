@@ -10,7 +10,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.costmodels.estimates import ScriptCost, TurnCost
-from rooftrace.tracer.scripts.presenting import Shapes
+from rooftrace.scripts.steps.presenting import Shapes
 from tests.tracer.script_oracle import held, matrix_flops, training
 
 if torch.cuda.is_available():

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.tracer.graph import GraphError, OpGraph, marks
-from rooftrace.tracer.graph.rebuild import to_fx
-from rooftrace.tracer.metacopies import torch_dtype
+from rooftrace.graph import GraphError, OpGraph, marks
+from rooftrace.tracer.lowering.rebuild import to_fx
+from rooftrace.tracer.values import torch_dtype
 from tests.conftest import mostly_heavy
 from tests.tracer.test_sharded import WAYS, sharded
 

@@ -11,9 +11,9 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.stepforms import level_values, levels_of
-from rooftrace.tracer.formulas import SizedSource
-from rooftrace.tracer.requests import Job
+from rooftrace.reporting.commands.stepforms import level_values, levels_of
+from rooftrace.tracer import Job
+from rooftrace.tracer.phases import SizedSource
 
 pytestmark = pytest.mark.quick
 
@@ -192,8 +192,8 @@ def test_a_trace_beside_the_files_of_another_is_made_again(code: Path, cache: Pa
 def test_writers_at_the_same_time_leave_whole_files(code: Path, cache: Path) -> None:
     source = sized(code, "width")
     job = source.job_at((16,))
-    from rooftrace.tracer.formulas.sizing import TraceCache
-    from rooftrace.tracer.sources import traced
+    from rooftrace.tracer.phases import traced
+    from rooftrace.tracer.phases.sizing import TraceCache
 
     made, kept = traced(job), TraceCache.usual()
     threads = [threading.Thread(target=kept.put, args=(job, made)) for _ in range(8)]

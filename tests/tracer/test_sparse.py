@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.costmodels.ops import price_ops
-from rooftrace.tracer.graph import to_fx
+from rooftrace.tracer.lowering import to_fx
 from tests.tracer.sparse_programs import (
     DENSE_BAGS,
     IDS,

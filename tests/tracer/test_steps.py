@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.api import capture
-from rooftrace.tracer.graph.graph import OpGraph
-from rooftrace.tracer.requests.source import TraceError
+from rooftrace.tracer.source import TraceError
 from tests.conftest import in_turn
 
 X = torch.ones(3, 8)

@@ -8,7 +8,7 @@ import pytest
 
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.api import trace_target
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from rooftrace.tracer.targets.target import load_target
 from rooftrace.tracer.values.masks import REAL_VALUE
 

@@ -24,9 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.composite import entries, kept_whole
-from rooftrace.tracer.metacopies import scopes
 from rooftrace.tracer.phases.counters import _ForwardTracker
+from rooftrace.tracer.recording import entry_points, kept_whole, overrides
 from rooftrace.tracer.recording.recorder import Recorder
 
 from .. import process_state
@@ -240,7 +239,7 @@ _ON_THEIR_WAY = """
 import sys, threading, time
 import torch
 from torch.nn import functional as F
-from rooftrace.tracer.composite import kept_whole
+from rooftrace.tracer.recording import kept_whole
 
 sys.setswitchinterval(1e-6)  # seconds: a thread waits for the interpreter wherever it can
 x = torch.empty(1, 2, 4, 4, device="meta", requires_grad=True)
@@ -267,7 +266,7 @@ print(len(calls) >= 3 and all(calls))
 
 _COLLECTED = """
 import gc, threading
-from rooftrace.tracer.metacopies import scopes as shared
+from rooftrace.tracer.recording import overrides as shared
 
 class Held:
     pass
@@ -296,9 +295,9 @@ def test_a_kernel_that_cannot_be_held_stays_while_others_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Older releases of torch have nothing to hold a kernel with."""
-    monkeypatch.setattr(entries, "_kernel_of", None)
+    monkeypatch.setattr(entry_points, "_kernel_of", None)
     for others in (False, True, True, False):
-        monkeypatch.setattr(scopes, "alone", lambda others=others: not others)
+        monkeypatch.setattr(overrides, "alone", lambda others=others: not others)
         with kept_whole():
             assert _has_attention()
         assert _has_attention() is others
@@ -323,7 +322,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["alone", "beside"])
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both ways of drawing random numbers: in a process of one thread, and of several."""
-    monkeypatch.setattr(scopes, "alone", lambda: request.param)
+    monkeypatch.setattr(overrides, "alone", lambda: request.param)
     alone_traced()  # what is loaded at first use is loaded
     yield
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.planning import plan
+from rooftrace.costmodels.fusion import plan
 from rooftrace.tracer.inputs import calls
 from rooftrace.tracer.recording import by_value, higher_order, realdata, substitutes
 from rooftrace.tracer.repeats import outside

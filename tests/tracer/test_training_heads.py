@@ -20,7 +20,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.inputs.labels import labels_of
-from rooftrace.tracer.requests.request import Request
+from rooftrace.tracer.request import Request
 from rooftrace.tracer.targets.target import load_target
 
 transformers = pytest.importorskip("transformers")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.metacopies.copies import inputs_on_meta, on_meta
-from rooftrace.tracer.metacopies.trees import tensors_in
-from rooftrace.tracer.requests.source import TraceError
+from rooftrace.tracer.source import TraceError
+from rooftrace.tracer.values.copies import inputs_on_meta, on_meta
 from rooftrace.tracer.values.masks import REAL
+from rooftrace.tracer.values.trees import tensors_in
 
 
 class Stateful(nn.Module):

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.tracer.metacopies.trees import bytes_of
 from rooftrace.tracer.recording.recorder import Recorder
+from rooftrace.tracer.values.trees import bytes_of
 
 pytestmark = pytest.mark.quick
 
@@ -415,7 +415,7 @@ def test_a_result_that_nothing_recorded_made_is_said(forward: Any, module: Made)
 
 def test_a_report_says_that_its_totals_are_a_lower_bound(module: Made) -> None:
     from rooftrace.reporting.sections import document
-    from rooftrace.reporting.text.results import as_markdown
+    from rooftrace.reporting.views.results import as_markdown
 
     report = rt.report(module(out_of_sight), X, chip="h100-sxm")
     assert document(report)["coverage"]["lower_bound"] is True

@@ -10,15 +10,13 @@ from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates.nodes import BYTES, Aligned, aligned, with_shape
 from rooftrace.costmodels.estimates.rows import Row
-from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.kernels import engines
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.fusion import Plan, runs
+from rooftrace.costmodels.kernels import Knobs, engines
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Cost, Work, find_rule
-from rooftrace.costmodels.planning import Plan
+from rooftrace.graph import Op, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import format_flops
-from rooftrace.tracer.graph import Op, pattern_of
 
 if TYPE_CHECKING:
     import pandas

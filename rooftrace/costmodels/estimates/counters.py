@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import short
-from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.fusion import Plan, execution_model, plan, runs
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Cost
-from rooftrace.costmodels.planning import Plan, execution_model, plan
+from rooftrace.graph import Op, OpGraph, pattern_of
 from rooftrace.hardware.units import format_flops
-from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.tracer.phases import PeerCount

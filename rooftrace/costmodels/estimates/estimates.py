@@ -12,19 +12,17 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates.census import Census, census
 from rooftrace.costmodels.estimates.nodes import NodeTable, node_table
 from rooftrace.costmodels.estimates.rows import Breakdowns, Row, Together, frame_of, row_of
-from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.knobs.residuals import LEVEL
+from rooftrace.costmodels.fusion import Coverage, ExecutionModel, Plan, Unsupported, plan, runs
+from rooftrace.costmodels.kernels import Knobs
+from rooftrace.costmodels.kernels.knobs import LEVEL
 from rooftrace.costmodels.memory import Memory, Reserved, reserve
 from rooftrace.costmodels.ops import COMPUTED, MATRIX
-from rooftrace.costmodels.planning import Coverage, ExecutionModel, Plan, Unsupported, plan
 from rooftrace.costmodels.timing.queue import Communication
 from rooftrace.costmodels.timing.timings import StepTimes
+from rooftrace.graph import Assumption, OpGraph, assumptions as asked
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic
-from rooftrace.tracer.graph import Assumption, OpGraph
-from rooftrace.tracer.requests import assumptions as asked
 
 if TYPE_CHECKING:
     import pandas

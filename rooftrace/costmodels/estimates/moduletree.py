@@ -11,8 +11,8 @@ from rooftrace._plain import Positive
 from rooftrace.costmodels.estimates.estimates import Estimate
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.errors import RequestError, hint
+from rooftrace.graph import Op, OpGraph, Ref, Tensor, pattern_of
 from rooftrace.hardware.precisions import precision
-from rooftrace.tracer.graph import Op, OpGraph, Ref, Tensor, pattern_of
 
 # -- precision islands -----------------------------------------------------------------------------
 # Where a step computes in another floating precision than the one that it is priced in.

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates.rows import Row
+from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import Access, Cost, Work
-from rooftrace.costmodels.planning import Plan
+from rooftrace.graph import Op, OpGraph, pattern_of
 from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import format_traffic
-from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 if TYPE_CHECKING:
     import pandas

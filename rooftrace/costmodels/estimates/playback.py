@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from rooftrace.costmodels.estimates.estimates import Estimate, estimate as estimate_of
 from rooftrace.costmodels.estimates.rows import Row
-from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.planning import Launch, plan
+from rooftrace.costmodels.fusion import Launch, plan, runs
 from rooftrace.costmodels.timing import streams
 from rooftrace.costmodels.timing.queue import Communication, Queue, host_seconds
-from rooftrace.tracer.graph import REVERSED, Collective, Op, OpGraph, marks, pattern_of
+from rooftrace.graph import REVERSED, Collective, Op, OpGraph, marks, pattern_of
 
 # -- waiting ---------------------------------------------------------------------------------------
 # A step written out kernel by kernel, each with the kernels that it waits for.

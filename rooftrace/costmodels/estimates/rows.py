@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 from rooftrace._escapes import visible
 from rooftrace._plain import Plain, Positive
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.fusion import FusionGroup, bytes_by_role, runs
+from rooftrace.costmodels.fusion import FusionGroup, Plan, bytes_by_role, runs
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import MATRIX, Cost
-from rooftrace.costmodels.planning import Plan
 from rooftrace.costmodels.timing import timings
 from rooftrace.costmodels.timing.queue import Communication
 from rooftrace.costmodels.timing.timings import StepTimes, Timing
+from rooftrace.graph import ROLES, Op, OpGraph, pattern_of, replicas_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flops, format_time, format_traffic
-from rooftrace.tracer.graph import ROLES, Op, OpGraph, pattern_of, replicas_of
 
 if TYPE_CHECKING:
     import pandas

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates.estimates import Estimate, estimate
+from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.ops import MATRIX
-from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.graph import marks
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time, plural
-from rooftrace.tracer.graph import marks
-from rooftrace.tracer.scripts import Script, Turns
-from rooftrace.tracer.sources import collector_paused
+from rooftrace.scripts.steps import Script, Turns
+from rooftrace.tracer.phases import collector_paused
 
 if TYPE_CHECKING:
     import pandas

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from rooftrace.costmodels.estimates.estimates import Estimate
+from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.planning import Plan
-from rooftrace.tracer.graph import Op, OpGraph, Tensor, pattern_of
+from rooftrace.graph import Op, OpGraph, Tensor, pattern_of
 
 ATTENTION = "attention"
 """The kind of kernels that compute scores and weigh values with them."""

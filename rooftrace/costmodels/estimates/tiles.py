@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rooftrace.costmodels.kernels import engines, seconds, works
+from rooftrace.costmodels.fusion import ExecutionModel, Plan
+from rooftrace.costmodels.kernels import Knobs, engines, seconds, works
 from rooftrace.costmodels.kernels.engines import TileUse
-from rooftrace.costmodels.knobs import Knobs
 from rooftrace.costmodels.ops import MATRIX, Cost, Work
-from rooftrace.costmodels.planning import ExecutionModel, Plan
 from rooftrace.hardware import Chip
 
 

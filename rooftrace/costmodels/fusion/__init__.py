@@ -1,4 +1,4 @@
-"""Ops that are one kernel, the named joins that made it so, and its bytes through HBM."""
+"""Kernels of a plan: ops grouped by the table of joins, their HBM bytes; execution models."""
 
 from rooftrace._face import face
 

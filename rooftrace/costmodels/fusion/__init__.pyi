@@ -1,8 +1,24 @@
 from rooftrace.costmodels.fusion import runs as runs, traffic as traffic
+from rooftrace.costmodels.fusion.execution_advice import usual_execution as usual_execution
+from rooftrace.costmodels.fusion.executions import (
+    REWRITES as REWRITES,
+    SUMMARIES as SUMMARIES,
+    TYPICAL as TYPICAL,
+    ExecutionError as ExecutionError,
+    ExecutionModel as ExecutionModel,
+    execution_model as execution_model,
+)
 from rooftrace.costmodels.fusion.grouping import fuse as fuse
 from rooftrace.costmodels.fusion.joins import fusion as fusion
 from rooftrace.costmodels.fusion.kernels import KernelView as KernelView
 from rooftrace.costmodels.fusion.partition import FusionGroup as FusionGroup, beyond as beyond
+from rooftrace.costmodels.fusion.plans import (
+    Coverage as Coverage,
+    Launch as Launch,
+    Plan as Plan,
+    Unsupported as Unsupported,
+    plan as plan,
+)
 from rooftrace.costmodels.fusion.traffic import (
     bytes_by_role as bytes_by_role,
     storage_sizes as storage_sizes,

@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from itertools import takewhile
 
 from rooftrace.costmodels.fusion import traffic
+from rooftrace.costmodels.fusion.executions import ExecutionModel
 from rooftrace.costmodels.fusion.index_space import (
     goes_down,
     is_split,
@@ -48,8 +49,7 @@ from rooftrace.costmodels.fusion.partition import (
 )
 from rooftrace.costmodels.fusion.runs import Neighbourhood
 from rooftrace.costmodels.ops import Cost, price_ops
-from rooftrace.costmodels.planning import ExecutionModel
-from rooftrace.tracer.graph import Op, OpGraph, marks
+from rooftrace.graph import Op, OpGraph, marks
 
 
 def fuse(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from rooftrace.costmodels.fusion.runs import copies
 from rooftrace.costmodels.ops import find_rule
+from rooftrace.graph import GraphError, Op, OpGraph, Ref, marks, references
 from rooftrace.hardware.precisions import precision
-from rooftrace.tracer.graph import GraphError, Op, OpGraph, Ref, marks, references
 
 # -- stored wide -----------------------------------------------------------------------------------
 # What Inductor writes in place of an op's result: the fp32 value that the op is computed from.

@@ -21,7 +21,7 @@ from rooftrace.costmodels.fusion.index_space import (
 )
 from rooftrace.costmodels.fusion.runs import listed
 from rooftrace.costmodels.ops import MATRIX, Cost, find_rule, op_cost
-from rooftrace.tracer.graph import Op, OpGraph, Tensor, marks
+from rooftrace.graph import Op, OpGraph, Tensor, marks
 
 MAX_GROUP = 64
 """The most ops that one kernel holds (Inductor's own limit, config.max_fusion_size)."""

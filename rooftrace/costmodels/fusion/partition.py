@@ -13,7 +13,7 @@ from rooftrace.costmodels.fusion.kernels import MAX_GROUP, Facts, KernelView
 from rooftrace.costmodels.fusion.runs import Neighbourhood
 from rooftrace.costmodels.ops import Cost, find_rule
 from rooftrace.costmodels.ops.cost import LIBRARY
-from rooftrace.tracer.graph import Op, OpGraph, marks
+from rooftrace.graph import Op, OpGraph, marks
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rooftrace.tracer.graph import REVERSED, Op, OpGraph
+from rooftrace.graph import REVERSED, Op, OpGraph
 
 
 @dataclass(frozen=True, slots=True)

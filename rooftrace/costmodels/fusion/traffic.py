@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.fusion.executions import ExecutionModel
 from rooftrace.costmodels.fusion.index_space import widths
 from rooftrace.costmodels.ops import Access, Cost, Work, find_rule, kinds_of
-from rooftrace.costmodels.planning import ExecutionModel
-from rooftrace.tracer.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
+from rooftrace.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
 
 # -- channels last ---------------------------------------------------------------------------------
 # In which memory layout convolutions run: with channels last where a compiler chooses that.

@@ -1,4 +1,4 @@
-"""Amounts of kernels, and their seconds on a chip by its peaks or by calibrated constants."""
+"""Amounts of kernels, fitted constants, and seconds on a chip by peaks or constants."""
 
 from rooftrace._face import face
 

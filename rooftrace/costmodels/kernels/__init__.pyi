@@ -1,3 +1,14 @@
-from rooftrace.costmodels.kernels import engines as engines, seconds as seconds, works as works
+from rooftrace.costmodels.kernels import (
+    engines as engines,
+    knobs as knobs,
+    numbers as numbers,
+    seconds as seconds,
+    works as works,
+)
 from rooftrace.costmodels.kernels.attention import attention_knobs as attention_knobs
 from rooftrace.costmodels.kernels.engines import group_class as group_class
+from rooftrace.costmodels.kernels.knobs import (
+    Knobs as Knobs,
+    dump_knobs as dump_knobs,
+    load_knobs as load_knobs,
+)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels.engines import TILED, engine_of, p_norm
-from rooftrace.costmodels.knobs import AttentionKnobs, Knobs
+from rooftrace.costmodels.kernels.knobs import Knobs
+from rooftrace.costmodels.kernels.numbers import AttentionKnobs
 from rooftrace.costmodels.ops import AttentionSizes
-from rooftrace.costmodels.planning import ExecutionModel
 from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import precision
 

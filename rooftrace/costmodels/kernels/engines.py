@@ -9,16 +9,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import smaller
-from rooftrace.costmodels.fusion import traffic
-from rooftrace.costmodels.knobs.knobs import CLASSES, LAST, UNITS
-from rooftrace.costmodels.knobs.numbers import Tiling
+from rooftrace.costmodels.fusion import ExecutionModel, traffic
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS
+from rooftrace.costmodels.kernels.numbers import Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
-from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.graph import Op, OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family, precision
 from rooftrace.hardware.units import format_traffic
-from rooftrace.tracer.graph import Op, OpGraph
 
 if TYPE_CHECKING:
     import numpy as np

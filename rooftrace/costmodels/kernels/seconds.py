@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels import attention, engines
 from rooftrace.costmodels.kernels.attention import attention_engine
 from rooftrace.costmodels.kernels.engines import (
@@ -23,16 +24,14 @@ from rooftrace.costmodels.kernels.engines import (
     tile_shares,
     tile_terms,
 )
+from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.knobs.knobs import CLASSES, UNITS
 from rooftrace.costmodels.ops import MATRIX
-from rooftrace.costmodels.planning import ExecutionModel
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array, Places
-    from rooftrace.costmodels.planning import Plan
+    from rooftrace.costmodels.fusion import Plan
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace._amounts import larger, smaller
+from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.kernels.engines import group_class
-from rooftrace.costmodels.knobs.knobs import CLASSES, LAST
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
 from rooftrace.costmodels.memory import Visits
 from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
-from rooftrace.costmodels.planning import Plan
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:

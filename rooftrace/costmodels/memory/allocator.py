@@ -12,8 +12,8 @@ from typing import Literal
 from rooftrace.costmodels.fusion import storage_sizes, traffic
 from rooftrace.costmodels.memory.lives import EDGE, Lives, Visits, bytes_of_weights, lifetimes
 from rooftrace.costmodels.ops import find_rule
+from rooftrace.graph import PARTS, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import storage_bytes
-from rooftrace.tracer.graph import PARTS, Op, OpGraph, Ref, Tensor
 
 # -- allocator -------------------------------------------------------------------------------------
 # PyTorch's CUDA caching allocator, as its rules say (c10/cuda/CUDACachingAllocator.cpp).

@@ -11,9 +11,9 @@ from rooftrace._plain import Plain, Positive
 from rooftrace._shown import short, some
 from rooftrace.costmodels.fusion import storage_sizes
 from rooftrace.costmodels.memory.lives import Lives, Visit, Visits, bytes_of_weights, lifetimes
+from rooftrace.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_capacity
-from rooftrace.tracer.graph import PARTS, ROLES, Op, OpGraph, Tensor, pattern_of
 
 if TYPE_CHECKING:
     import pandas

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, product
 
 from rooftrace.costmodels.fusion import runs
-from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, Ref, Tensor, marks
+from rooftrace.graph import REVERSED, Neighbour, Op, OpGraph, Ref, Tensor, marks
 
 
 def _values(op: Op) -> Iterator[int]:

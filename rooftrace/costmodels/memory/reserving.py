@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.memory.allocator import CachingAllocator, program
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_capacity
-from rooftrace.tracer.graph import OpGraph
 
 # -- largest batch ---------------------------------------------------------------------------------
 # The largest batch whose peak memory fits: a search that asks for the peak at some batch sizes.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from rooftrace.costmodels.ops.cost import Access, Cost
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.graph import OpGraph
 
 # -- kinds -----------------------------------------------------------------------------------------
 # The kinds of bytes that a run can tell apart: roles, with weights by the family that reads them.

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.rulebook import find_rule
-from rooftrace.tracer.graph import Op, OpGraph
+from rooftrace.graph import Op, OpGraph
 
 UNDECIDED = "other"
 """The family of a traced op before `with_families` decides it."""

@@ -14,8 +14,8 @@ from rooftrace.costmodels.ops.cost import Access, Cost, Work
 from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView
 from rooftrace.costmodels.ops.rulebook import find_rule
 from rooftrace.errors import is_ours
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, references, refs
 from rooftrace.hardware.precisions import precision, storage_bytes
-from rooftrace.tracer.graph import Argument, Op, OpGraph, Ref, Tensor, references, refs
 
 _MOST = 4096
 """Prices of ops that are kept: the graphs of a script, and those of other lengths, share most."""

@@ -13,7 +13,7 @@ from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
 from rooftrace.costmodels.rules.matmul import product
 from rooftrace.costmodels.rules.norm import standardise_flop
 from rooftrace.hardware.precisions import precision as format_of
-from rooftrace.tracer.requests import RequestLengths
+from rooftrace.tracer import RequestLengths
 
 # -- bands -----------------------------------------------------------------------------------------
 # Sequences that one attention kernel runs together: pairs that a band lets through, and lengths.

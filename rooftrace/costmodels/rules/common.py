@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from rooftrace.costmodels.ops import Access, Cost, OpView, TensorView
+from rooftrace.graph.formulas import polynomials
 from rooftrace.hardware.precisions import PRECISIONS, precision, widest
-from rooftrace.tracer.formulas import polynomials
 
 
 def is_complex(tensor: TensorView) -> bool:

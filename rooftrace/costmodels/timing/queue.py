@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from rooftrace._amounts import larger, smaller
-from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.planning import ExecutionModel, Launch, Plan
+from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs
 from rooftrace.costmodels.timing.collectives import (
     CollectiveTime,
     collective_seconds,
@@ -19,10 +18,10 @@ from rooftrace.costmodels.timing.collectives import (
     link_seconds,
     per_rank_link_bytes,
 )
+from rooftrace.graph import Group, OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.systems import System
-from rooftrace.tracer.graph import Group, OpGraph
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Places

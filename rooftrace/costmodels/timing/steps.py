@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.kernels import engines, group_class
+from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan
+from rooftrace.costmodels.kernels import Knobs, engines, group_class
+from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import peak_seconds, seconds_by_knobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, plan_kernels
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.knobs.knobs import CLASSES
 from rooftrace.costmodels.ops import MATRIX, Work
-from rooftrace.costmodels.planning import ExecutionModel, Launch, Plan
 from rooftrace.costmodels.timing.queue import (
     Communication,
     ExchangeSeconds,

@@ -15,10 +15,9 @@ from statistics import NormalDist
 from typing import Any, TypeAlias
 
 from rooftrace._amounts import larger, smaller
-from rooftrace.costmodels.fusion import runs
-from rooftrace.costmodels.planning import Launch, Plan
+from rooftrace.costmodels.fusion import Launch, Plan, runs
 from rooftrace.costmodels.timing.queue import HostSeconds
-from rooftrace.tracer.graph import REVERSED, Neighbour, Op, OpGraph, marks
+from rooftrace.graph import REVERSED, Neighbour, Op, OpGraph, marks
 
 MAIN = ""
 """The stream that computes."""

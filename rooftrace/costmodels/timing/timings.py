@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import larger
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.knobs.residuals import LEVEL
+from rooftrace.costmodels.kernels import Knobs
+from rooftrace.costmodels.kernels.knobs import LEVEL
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Array, Places

@@ -25,6 +25,7 @@ from itertools import pairwise
 import numpy
 
 from rooftrace.errors import ProfileError
+from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_share
 from rooftrace.measured.alignment.alignment import Alignment, Sums
 from rooftrace.measured.alignment.keys import (
@@ -38,7 +39,6 @@ from rooftrace.measured.alignment.keys import (
     written_out,
 )
 from rooftrace.measured.profiles import Trace, TraceStep, records
-from rooftrace.tracer.graph import OpGraph
 
 
 def align(trace: Trace, graph: OpGraph, minimum: float = 0.5) -> Alignment:

@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from rooftrace.errors import ProfileError
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import units
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.alignment.keys import Key, OpCall, base_name, common
 from rooftrace.measured.profiles import KernelCounters, Trace, TraceStep, records
-from rooftrace.tracer.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rooftrace.costmodels.ops import find_rule
+from rooftrace.graph import Op, OpGraph
 from rooftrace.measured.alignment import keys
 from rooftrace.measured.profiles import records
-from rooftrace.tracer.graph import Op, OpGraph
 
 
 @dataclass(frozen=True, slots=True)

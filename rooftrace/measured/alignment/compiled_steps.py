@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 from rooftrace._shown import short
-from rooftrace.costmodels.fusion import FusionGroup, bytes_by_role
-from rooftrace.costmodels.planning import Plan, execution_model, plan
+from rooftrace.costmodels.fusion import FusionGroup, Plan, bytes_by_role, execution_model, plan
 from rooftrace.errors import ProfileError
+from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_share, format_time, format_traffic, plural
 from rooftrace.measured.alignment import keys
 from rooftrace.measured.alignment.compiled import KernelTime, is_launched
 from rooftrace.measured.alignment.naming import times_by_names
 from rooftrace.measured.profiles import KernelCounters, Trace, read_trace
-from rooftrace.tracer.graph import OpGraph
 
 _BY = {"provenance": "as the compiler noted", "names": "inferred by the names of kernels"}
 """How the ops of each kernel are known, in words."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.ops import find_rule
+from rooftrace.graph import Op, OpGraph
 from rooftrace.measured.profiles import Trace, TraceStep, records
-from rooftrace.tracer.graph import Op, OpGraph
 
 Key = tuple[str, tuple[records.Shape, ...]]
 """The key of a call or an op: its name, and the shapes of its tensors with dimensions."""

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.planning import Plan
 from rooftrace.errors import ProfileError
+from rooftrace.graph import OpGraph
 from rooftrace.measured.alignment import compiled, keys
 from rooftrace.measured.alignment.compiled import Dataflow, KernelTime, Windows
 from rooftrace.measured.alignment.stepcalls import (
@@ -31,7 +32,6 @@ from rooftrace.measured.alignment.stepcalls import (
     words_of,
 )
 from rooftrace.measured.profiles import Trace, TraceStep
-from rooftrace.tracer.graph import OpGraph
 
 _PRODUCTS = frozenset({"aten.mm", "aten.bmm"})
 """Products that a library also makes with a sum: "aten::addmm"."""

@@ -9,17 +9,17 @@ from functools import partial
 from typing import Any
 
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.planning import ExecutionModel, execution_model
-from rooftrace.costmodels.rewriting import reprice
+from rooftrace.costmodels.fusion import ExecutionModel, execution_model
+from rooftrace.costmodels.rewrites import reprice
 from rooftrace.errors import ProfileError, UnusedError
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip, units
 from rooftrace.measured.alignment.aligning import align
 from rooftrace.measured.alignment.alignment import Alignment
 from rooftrace.measured.alignment.compiled_steps import FusedStep, fused
 from rooftrace.measured.bench import ModelRow, Run
 from rooftrace.measured.profiles import Measured, StepTime, Trace, records_of, source_of
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.requests import names
+from rooftrace.tracer import names
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +240,7 @@ def _source(target: str | Graphs | None, trust_targets: bool) -> TargetTemplate 
 
 
 def _graph_of_step(step: StepTime, source: TargetTemplate | Graphs | None) -> OpGraph:
-    from rooftrace.tracer import trace_target
-    from rooftrace.tracer.requests import Options, Request
+    from rooftrace.tracer import Options, Request, trace_target
 
     if source is None:
         raise not_run(step.target)
@@ -280,8 +279,7 @@ def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph
     then have these sizes.
     """
     from rooftrace.errors import RequestError, TargetError
-    from rooftrace.tracer import trace_target
-    from rooftrace.tracer.requests import Request
+    from rooftrace.tracer import Request, trace_target
 
     batch, seq, kv = (sizes[size] for size in ("batch", "seq", "kv"))
     first: Exception | None = None

@@ -10,6 +10,7 @@ from functools import cache
 
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.errors import ProfileError
+from rooftrace.graph import Op, OpGraph
 from rooftrace.measured.alignment import keys
 from rooftrace.measured.alignment.compiled import (
     CompiledGraph,
@@ -19,7 +20,6 @@ from rooftrace.measured.alignment.compiled import (
     matched,
 )
 from rooftrace.measured.profiles import Trace, TraceStep, records
-from rooftrace.tracer.graph import Op, OpGraph
 
 # -- words -----------------------------------------------------------------------------------------
 # The words in the name of a kernel, and those under which an op of our graph stands in one.

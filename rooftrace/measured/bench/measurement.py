@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rooftrace.costmodels.planning import execution_model, plan
+from rooftrace.costmodels.fusion import execution_model, plan
 from rooftrace.errors import RequestError, TargetError
+from rooftrace.graph import OpGraph
 from rooftrace.measured.alignment import KernelTime, kernel_times
 from rooftrace.measured.bench import machine
 from rooftrace.measured.bench.clock import Bench
@@ -35,12 +36,10 @@ from rooftrace.measured.bench.steps import (
     timed,
 )
 from rooftrace.measured.profiles import read_trace
-from rooftrace.tracer import torch_private
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer import Request, names, torch_private
 from rooftrace.tracer.inputs import as_before, calls
-from rooftrace.tracer.metacopies import dtype_name
 from rooftrace.tracer.recording import check_not_inside
-from rooftrace.tracer.requests import Request, names
+from rooftrace.tracer.values import dtype_name
 
 WARMUPS = 2
 _PROFILES = 5

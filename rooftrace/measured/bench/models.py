@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.graph import OpGraph
 from rooftrace.measured.bench import nets
 from rooftrace.measured.bench.runfile import ModelRow, RunFileError
-from rooftrace.tracer.graph import OpGraph
 
 Sizes = Mapping[str, int]
 Settings = Mapping[str, Any]
@@ -513,7 +513,7 @@ def traced_model(row: ModelRow) -> OpGraph:
     Raises RunFileError for a row of a model that is not of the suite.
     """
     from rooftrace.tracer import trace
-    from rooftrace.tracer.metacopies import torch_dtype
+    from rooftrace.tracer.values import torch_dtype
 
     try:
         model = named(row.model)

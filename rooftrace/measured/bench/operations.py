@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rooftrace.graph import OpGraph
 from rooftrace.measured.bench import clock
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.runfile import MicroRow, RunFileError
 from rooftrace.tracer import capture, torch_private
-from rooftrace.tracer.graph import OpGraph
 
 Call = Callable[[], object]
 

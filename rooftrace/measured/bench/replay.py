@@ -14,13 +14,14 @@ from msgspec.structs import replace
 from torch import Tensor, fx
 from torch.profiler import record_function
 
+from rooftrace.graph import OpGraph
 from rooftrace.measured.alignment import compiled, keys
 from rooftrace.measured.bench.clock import Bench, MeasureError
 from rooftrace.measured.bench.runfile import OpTime
 from rooftrace.measured.bench.steps import RANGE, on_device, profiled
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.graph import OpGraph, to_fx, written
-from rooftrace.tracer.metacopies import torch_dtype
+from rooftrace.tracer.lowering import to_fx, written
+from rooftrace.tracer.values import torch_dtype
 
 # -- replay ----------------------------------------------------------------------------------------
 # Every op runs inside a range named after its id, so that all kernels inside belong to it.  The

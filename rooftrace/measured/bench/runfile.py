@@ -17,9 +17,9 @@ from typing import Any
 from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace._shown import short, some
 from rooftrace._writing import write_packed
+from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.alignment import KernelTime
-from rooftrace.tracer.graph import OpGraph
 
 SCHEMA = "rooftrace.run/1"
 

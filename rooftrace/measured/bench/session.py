@@ -25,10 +25,10 @@ from rooftrace.measured.bench import machine
 from rooftrace.measured.bench.clock import Bench, MeasureError
 from rooftrace.measured.bench.operations import NotOfferedError
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run
-from rooftrace.tracer.requests import names
+from rooftrace.tracer import names
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.scripts import RealTurn
+    from rooftrace.scripts.steps import RealTurn
 
 BUDGET_S, QUICK_S = 480.0, 90.0
 """The usual budget of the suite, and of a quick trial [s]."""
@@ -347,7 +347,7 @@ def script_rows(target: str, bench: Bench) -> list[ModelRow]:
     waits for data loaders.  Raises TargetError where the script fails, or runs nothing on the
     device.
     """
-    from rooftrace.tracer.scripts import real_turns
+    from rooftrace.scripts.steps import real_turns
 
     command = names.ScriptCommand.of(target)
     if command.boundary != names.BOUNDARIES[0]:

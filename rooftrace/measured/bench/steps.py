@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.measured.bench.clock import Bench
 from rooftrace.measured.bench.runfile import OpTime
-from rooftrace.tracer import torch_private
+from rooftrace.tracer import Request, torch_private
 from rooftrace.tracer.inputs import Inputs, call_inputs
-from rooftrace.tracer.metacopies import parameters_of, with_tensors
 from rooftrace.tracer.phases import ModuleCalls, PlainCall, stepping as optimizers
-from rooftrace.tracer.requests import Request
 from rooftrace.tracer.targets import load_target
-from rooftrace.tracer.values import REAL_VALUE
+from rooftrace.tracer.values import REAL_VALUE, parameters_of, with_tensors
 
 _PLAIN = (Tensor, int, float, bool, str, type(None))
 

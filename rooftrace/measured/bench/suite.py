@@ -35,9 +35,8 @@ from rooftrace.measured.bench.session import (
     script_rows,
 )
 from rooftrace.measured.bench.steps import realized
-from rooftrace.tracer import torch_private
-from rooftrace.tracer.metacopies import dtype_name
-from rooftrace.tracer.requests import Request, names
+from rooftrace.tracer import Request, names, torch_private
+from rooftrace.tracer.values import dtype_name
 
 _FULL_FLOPS = 2e13
 """The least FLOP/s of a device that runs models at full size."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rooftrace._shown import Shown, short
-from rooftrace.costmodels.knobs import Knobs, dump_knobs, load_knobs
-from rooftrace.costmodels.knobs.residuals import student
-from rooftrace.costmodels.planning import TYPICAL, ExecutionModel, Plan, plan
+from rooftrace.costmodels.fusion import TYPICAL, ExecutionModel, Plan, plan
+from rooftrace.costmodels.kernels import Knobs, dump_knobs, load_knobs
+from rooftrace.costmodels.kernels.knobs import student
 from rooftrace.errors import UnusedError
+from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import (
     Graphs,
@@ -59,7 +60,6 @@ from rooftrace.measured.fit.fitting import (
 )
 from rooftrace.measured.fit.kernelbytes import StepBytes
 from rooftrace.measured.profiles import StepTime, Trace
-from rooftrace.tracer.graph import pattern_of
 
 ONE = ("pace",)
 """One factor on the whole step."""

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace._plain import Plain
+from rooftrace.costmodels.fusion import ExecutionModel, Plan, plan
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.planning import ExecutionModel, Plan, plan
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
 from rooftrace.errors import UnusedError
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import (
     Alignment,
@@ -30,7 +31,6 @@ from rooftrace.measured.alignment import (
 from rooftrace.measured.bench import ModelRow, OpTime, Run
 from rooftrace.measured.fit.kernelbytes import SHORTEST, Measured, StepBytes, step_bytes
 from rooftrace.measured.profiles import KernelCounters, MemoryCount, counts_of, source_of
-from rooftrace.tracer.graph import OpGraph
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Array

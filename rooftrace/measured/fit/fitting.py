@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.kernels import attention_knobs
-from rooftrace.costmodels.knobs import Knobs, numbers
-from rooftrace.costmodels.knobs.knobs import CLASSES
-from rooftrace.costmodels.knobs.residuals import FITTED, NO_FIT, ONE_FACTOR, Residuals
+from rooftrace.costmodels.kernels import Knobs, attention_knobs, numbers
+from rooftrace.costmodels.kernels.knobs import CLASSES, FITTED, NO_FIT, ONE_FACTOR, Residuals
 from rooftrace.hardware import Chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors, predict
 

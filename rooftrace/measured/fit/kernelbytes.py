@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rooftrace.costmodels.fusion import Plan
+from rooftrace.costmodels.kernels import Knobs
+from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.kernels.works import warm_accesses
-from rooftrace.costmodels.knobs import Knobs
-from rooftrace.costmodels.knobs.knobs import CLASSES
 from rooftrace.costmodels.ops import MATRIX, Access, Cost, bytes_by_kind, kinds_of
-from rooftrace.costmodels.planning import Plan
+from rooftrace.graph import Op, OpGraph, pattern_of
 from rooftrace.hardware import Chip
-from rooftrace.tracer.graph import Op, OpGraph, pattern_of
 
 # -- causes ----------------------------------------------------------------------------------------
 # Why a step reads fewer bytes of its weights than it uses: what rules know of it.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.planning import TYPICAL, ExecutionModel
+from rooftrace.costmodels.fusion import TYPICAL, ExecutionModel
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip, units
 from rooftrace.hardware.units import format_share, format_traffic, plural
 from rooftrace.measured.alignment import (
@@ -37,7 +38,6 @@ from rooftrace.measured.fit.validation import (
     step_check,
 )
 from rooftrace.measured.profiles import StepTime, Trace, counts_of
-from rooftrace.tracer.graph import OpGraph
 
 Tell = Callable[[str], None]
 

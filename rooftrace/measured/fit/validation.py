@@ -17,12 +17,12 @@ from rooftrace._plain import Plain, plain_record
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.kernels import group_class
+from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, Stray
 from rooftrace.measured.fit.cases import Errors, errors
 from rooftrace.measured.fit.misses import Node
 from rooftrace.measured.profiles import Records
-from rooftrace.tracer.graph import pattern_of
 
 LINES: Mapping[str, str] = {
     "prefill": "prefill, forward",

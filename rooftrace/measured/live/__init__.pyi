@@ -1,4 +1,3 @@
-from rooftrace.measured.live.lightnings import lightning_callback as lightning_callback
 from rooftrace.measured.live.notes import CallNote as CallNote
 from rooftrace.measured.live.results import (
     Figures as Figures,
@@ -6,4 +5,7 @@ from rooftrace.measured.live.results import (
     OffKernel as OffKernel,
 )
 from rooftrace.measured.live.session import LiveSession as LiveSession, live as live
-from rooftrace.measured.live.trainers import trainer_callback as trainer_callback
+from rooftrace.measured.live.trainers import (
+    lightning_callback as lightning_callback,
+    trainer_callback as trainer_callback,
+)

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.planning import ExecutionModel
+from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.errors import RequestError, worded
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.measured.live.notes import CallArguments, CallNote, Notebook, StepNote, StepPattern
 from rooftrace.tracer import trace
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.metacopies import overrides, tensors_in
+from rooftrace.tracer.recording import overrides
+from rooftrace.tracer.values import tensors_in
 
 # -- prices ----------------------------------------------------------------------------------------
 # What a part of a step costs, in sums that add up over parts and over steps.

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rooftrace.tracer.metacopies import inputs_on_meta, tensors_in
 from rooftrace.tracer.torch_private import tree_leaves
-from rooftrace.tracer.values import masks
+from rooftrace.tracer.values import inputs_on_meta, masks, tensors_in
 
 _PLAIN = (int, float, bool, str, type(None))
 _NO_SIZE = frozenset(("num_items_in_batch",))

@@ -17,8 +17,9 @@ from torch import nn
 
 from rooftrace._shown import short
 from rooftrace.costmodels.estimates import Row
-from rooftrace.costmodels.planning import ExecutionModel, execution_model
+from rooftrace.costmodels.fusion import ExecutionModel, execution_model
 from rooftrace.errors import RequestError
+from rooftrace.graph import OpGraph, pattern_of
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.measured.bench import machine
 from rooftrace.measured.fit import NodeCheck, Validation
@@ -34,7 +35,6 @@ from rooftrace.measured.live.profiles import (
     remarks,
 )
 from rooftrace.measured.live.results import Figures, LiveResult, OffKernel
-from rooftrace.tracer.graph import OpGraph, pattern_of
 
 _LAST = 1000
 """So many times are kept for the median."""

@@ -33,7 +33,7 @@ from rooftrace.reporting.cli.step_commands import (
     solve,
     sweep,
 )
-from rooftrace.reporting.requests.calls import CALLS
+from rooftrace.reporting.commands.calls import CALLS
 
 __all__ = ["cli", "main", "run"]
 

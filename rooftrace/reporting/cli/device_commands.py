@@ -33,7 +33,7 @@ from rooftrace.reporting.cli.shared import (
     write_result,
     write_timeline,
 )
-from rooftrace.reporting.requests.calls import ASKED
+from rooftrace.reporting.commands.calls import ASKED
 
 _CHIP = "The chip that the steps were measured on."
 _EXECUTION = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
@@ -82,7 +82,7 @@ def _measure_chip(
     from rooftrace._writing import write_bytes
     from rooftrace.hardware.chipfile import dump_chip
     from rooftrace.measured.bench import machine, measure_chip
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     with progress():
         chip = measure_chip(device or machine.default_device(), budget, progress=tell)
@@ -140,7 +140,7 @@ def calibrate(
     With --collectives FILE and --system NAME it fits the constants of collectives and writes the
     system with them.
     """
-    from rooftrace.costmodels.knobs import dump_knobs
+    from rooftrace.costmodels.kernels import dump_knobs
 
     if collectives is not None or "system" in arguments:
         calibrate_groups(collectives, arguments.get("system"), out)
@@ -220,7 +220,7 @@ def validate(
     sizes that were run; or a CSV of step times as for `rooftrace calibrate`.  Its contents tell
     which.
     """
-    from rooftrace.reporting.reportfolder import check_folder, check_formats
+    from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
     folder = None if out in (None, "-") else Path(str(out))
     if figures is not None and folder is None:
@@ -331,7 +331,7 @@ def _group(
     @group.command("list", help=listing)
     @results()
     def list_all(written: Written) -> None:
-        from rooftrace.reporting.text import list_of
+        from rooftrace.reporting.views import list_of
 
         written.write(list_of(kind))
 

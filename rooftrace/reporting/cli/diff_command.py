@@ -14,8 +14,8 @@ from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import TARGET_HELP, Command, Commas, call_options, made, typed
 from rooftrace.reporting.cli.output import complain
 from rooftrace.reporting.cli.shared import Written, once, progress, results
-from rooftrace.reporting.requests.calls import CALLS
-from rooftrace.reporting.requests.options import Option
+from rooftrace.reporting.commands.calls import CALLS
+from rooftrace.reporting.commands.options import Option
 
 _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or torch.save,
 the index.json of a sharded one, or a folder with one."""
@@ -50,7 +50,7 @@ _OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceba
 
 def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     """Raise the error of an option of `rooftrace diff` that does not fit two checkpoints."""
-    from rooftrace.tracer.inventory import CheckpointDiff
+    from rooftrace.weights import CheckpointDiff
 
     context = click.get_current_context()
     unused = [
@@ -162,8 +162,8 @@ def diff(
     changed in time: traces of torch.profiler, or run files of `rooftrace measure`.  Or in weights:
     checkpoints of safetensors or torch.save.
     """
-    from rooftrace.measured.rundiffs import is_measured
-    from rooftrace.tracer.weights.filenames import are_weights
+    from rooftrace.diffs.runs import is_measured
+    from rooftrace.tracer.targets.filenames import are_weights
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):
@@ -195,8 +195,8 @@ def _check(
     measured: bool, targets: Sequence[str] | None, limits: Sequence[str], written: Written
 ) -> None:
     """Raise the error of an option that does not fit two graphs, or two measured runs."""
-    from rooftrace.costmodels.diffs import Diff
-    from rooftrace.measured.rundiffs import RunDiff
+    from rooftrace.diffs.costs import Diff
+    from rooftrace.diffs.runs import RunDiff
 
     (RunDiff if measured else Diff).limits(limits)
     if measured and written.timeline is not None:
@@ -224,7 +224,7 @@ def _targets(
         if len(words) > 2:
             raise click.UsageError(f"expected one target or two, got {len(words)}")
         return (words[0], words[1] if len(words) == 2 else None), None
-    from rooftrace.tracer.requests import names
+    from rooftrace.tracer import names
 
     script = next((place for place, word in enumerate(everything) if names.is_script(word)), None)
     if script is not None and script + 1 < len(everything):  # the rest is the script's
@@ -243,8 +243,8 @@ def _targets(
 
 def _is_target(word: str) -> bool:
     """Whether a word names a target and no revision: git allows no colon in the name of one."""
-    from rooftrace.tracer.graph import looks_saved
-    from rooftrace.tracer.requests import names
+    from rooftrace.graph import looks_saved
+    from rooftrace.tracer import names
 
     return names.names_code(word) or names.is_config(word) or looks_saved(word) or ":" in word
 

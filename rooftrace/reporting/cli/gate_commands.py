@@ -18,10 +18,10 @@ from rooftrace.errors import UnusedError
 from rooftrace.reporting.cli.options import TARGET_HELP, Command, call_options, load_rules
 from rooftrace.reporting.cli.output import Output, say
 from rooftrace.reporting.cli.shared import progress, write_result
-from rooftrace.reporting.requests.pricing import PricingOptions
+from rooftrace.reporting.commands.pricing import PricingOptions
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.locks.files import Settings
+    from rooftrace.reporting.gates.lockfile import Settings
 
 FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
 
@@ -41,9 +41,8 @@ def lock(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]) -
 
     Without TARGET: the targets of [tool.rooftrace] in pyproject.toml, at their sizes there.
     """
-    from rooftrace.reporting.gates import locked, size_words
-    from rooftrace.reporting.locks import files
-    from rooftrace.reporting.locks.files import load_settings
+    from rooftrace.reporting.gates import locked, lockfile, size_words
+    from rooftrace.reporting.gates.lockfile import load_settings
 
     settings = _changed(load_settings(Path.cwd()), arguments)
     settings = _named(settings, targets, arguments)
@@ -60,9 +59,9 @@ def lock(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]) -
     with progress():
         made = locked(settings)
     if out == "-":
-        click.echo(files.lock_text(made), nl=False)
+        click.echo(lockfile.lock_text(made), nl=False)
         return
-    files.write_lock(settings.path, made)
+    lockfile.write_lock(settings.path, made)
     say(f"{_shown(settings)}: {size_words(made)}")
 
 
@@ -81,7 +80,7 @@ def _shown(settings: Settings) -> str:
 
 def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    from rooftrace.reporting.requests.calls import PRICED, said
+    from rooftrace.reporting.commands.calls import PRICED, said
 
     pricing, _ = PricingOptions.parted(arguments)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
@@ -96,7 +95,7 @@ def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
 
 def _named(settings: Settings, targets: tuple[str, ...], arguments: Mapping[str, Any]) -> Settings:
     """Settings with the targets of the command line, at its sizes, in place of their own."""
-    from rooftrace.reporting.requests.calls import ASKED, said
+    from rooftrace.reporting.commands.calls import ASKED, said
 
     if (targets or "rules" in arguments) and settings.folder != Path.cwd().resolve():
         what = f"TARGET {targets[0]!r}" if targets else f"--rules {arguments['rules'][0]!r}"
@@ -151,9 +150,15 @@ def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
     targets there, those of the lock are checked, and no total may grow.
     """
-    from rooftrace.reporting.gates import causes_since, former, locked, size_words
-    from rooftrace.reporting.locks import checking, files
-    from rooftrace.reporting.locks.files import load_settings
+    from rooftrace.reporting.gates import (
+        causes_since,
+        checking,
+        former,
+        locked,
+        lockfile,
+        size_words,
+    )
+    from rooftrace.reporting.gates.lockfile import load_settings
 
     settings, update = load_settings(Path.cwd()), "update" in arguments
     if path is not None:
@@ -171,7 +176,7 @@ def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any
     with progress():
         after = locked(settings)
     if before is None:
-        files.write_lock(settings.path, after)
+        lockfile.write_lock(settings.path, after)
         say(f"{_shown(settings)}: {size_words(after)}")
         return
     with progress():
@@ -182,7 +187,7 @@ def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any
     write_result(result, form, out)
     if update:
         if before != after:
-            files.write_lock(settings.path, after)
+            lockfile.write_lock(settings.path, after)
         say(f"{_shown(settings)}: {'written' if before != after else 'nothing to update'}")
     elif result.failed:
         sys.exit(1)

@@ -92,7 +92,7 @@ def report(
     --out writes the folder.  Several TARGETs have a folder each inside of it, and one table and
     roofline with all.
     """
-    from rooftrace.reporting.reportfolder import check_folder, check_formats
+    from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
     if align is not None and table != "census":
         raise RequestError(f"--align {align}: it is for --table census")
@@ -158,7 +158,7 @@ def _write_table(
 
 def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     written: Sequence[Path] = ()
     if out is not None and single:
@@ -231,7 +231,7 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
             tell(f"writing {out}")
             rt.save(graphs, out)
     if out == "-":
-        from rooftrace.tracer.graph import graphs_bytes
+        from rooftrace.graph import graphs_bytes
 
         sys.stdout.buffer.write(graphs_bytes(graphs))
         return
@@ -260,8 +260,8 @@ def compare(
     They run the same module on the same inputs; what they do not count stands with its module, its
     op and the reason.
     """
-    from rooftrace.reporting.text import comparisons_view
-    from rooftrace.tracer.graph import looks_saved
+    from rooftrace.graph import looks_saved
+    from rooftrace.reporting.views import comparisons_view
 
     if looks_saved(target):
         raise click.UsageError(
@@ -288,7 +288,7 @@ def report_many(
     arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     with progress():
         result = rt.tools.reports(targets, out=out, formats=formats, style=style, **arguments)

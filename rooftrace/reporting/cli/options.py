@@ -16,15 +16,15 @@ from click.core import ParameterSource
 
 from rooftrace._formats import FIGURES
 from rooftrace.reporting.cli.output import Output, checked_outputs, complain
-from rooftrace.reporting.requests.calls import CALLS, USUAL
-from rooftrace.reporting.requests.options import Option, options_of
-from rooftrace.reporting.requests.pricing import (
+from rooftrace.reporting.commands.calls import CALLS, USUAL
+from rooftrace.reporting.commands.options import Option, options_of
+from rooftrace.reporting.commands.pricing import (
     ExecutionOptions,
     LengthOptions,
     PrecisionOptions,
     Workload,
 )
-from rooftrace.tracer.requests import names
+from rooftrace.tracer import names
 
 
 class Command(click.Command):

@@ -49,7 +49,7 @@ def write_result(
     default that of its rows.  style: what tables of tex are as wide as.  document: what json has;
     default that of `to_dict`.
     """
-    from rooftrace.reporting.text import shown
+    from rooftrace.reporting.views import shown
 
     form = form_of(form, out)
     if form == "terminal" and out in (None, "-"):
@@ -165,7 +165,7 @@ def once() -> Iterator[None]:
 
     Each collection would go through all that was made, for seconds where that is much.
     """
-    from rooftrace.tracer.sources import collector_paused
+    from rooftrace.tracer.phases import collector_paused
 
     atexit.register(gc.unfreeze)  # objects that `keep` set aside are freed at the end too
     click.get_current_context().with_resource(collector_paused(keep=True))

@@ -12,10 +12,10 @@ from rooftrace._escapes import file_part, to_json
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.estimates import Estimate, Following, kernels_in_order
 from rooftrace.errors import RequestError
+from rooftrace.graph import Collective, Group, OpGraph
 from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.reporting.renderers import words
 from rooftrace.reporting.sections import Results
-from rooftrace.tracer.graph import Collective, Group, OpGraph
 
 # -- schema ----------------------------------------------------------------------------------------
 # Messages of MLCommons Chakra's execution traces (et_def.proto) as bytes of protocol buffers.

@@ -13,7 +13,7 @@ from rooftrace.reporting.figures.printing import SCREEN, Medium, medium_of, save
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rooftrace.reporting import rooflinesteps
+    from rooftrace.reporting.commands import rooflinesteps
     from rooftrace.reporting.sections import Results
 
 

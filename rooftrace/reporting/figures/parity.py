@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.fit import Node, StepCheck, Validation, misses
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.renderers import words
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from rooftrace.reporting.sections import tally
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from rooftrace.reporting import rooflinesteps
+    from rooftrace.reporting.commands import rooflinesteps
     from rooftrace.reporting.sections import Results
 
 FAMILIES_SHOWN = 8

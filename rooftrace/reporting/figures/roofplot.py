@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity
 from rooftrace.reporting.figures import printing, style
-from rooftrace.reporting.figures.labels import Box, Label
 from rooftrace.reporting.figures.printing import SCREEN, Medium
+from rooftrace.reporting.figures.style import Box, Label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,18 +6,18 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.explaining import steps
-from rooftrace.costmodels.sweeps import Sweep
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_flop_rate, format_intensity, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.renderers import words
+from rooftrace.studies.explaining import steps
+from rooftrace.studies.sweeps import Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from rooftrace.costmodels.solving import MeshRow, ScalingAnswer
+    from rooftrace.studies.solving import MeshRow, ScalingAnswer
 
 
 # -- rooflines -------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from rooftrace._outputs import MADE_BY
 from rooftrace._writing import write_packed
 from rooftrace.costmodels.estimates import Folded, Playback, Played, ScriptCost, TurnCost, play
 from rooftrace.costmodels.timing import streams
+from rooftrace.graph import pattern_of
 from rooftrace.reporting.renderers import words
-from rooftrace.tracer.graph import pattern_of
-from rooftrace.tracer.scripts import Turns
+from rooftrace.scripts.steps import Turns
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate, Row

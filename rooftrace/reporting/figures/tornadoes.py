@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rooftrace.costmodels.explaining import decode_forms
-from rooftrace.costmodels.solving import serving
-from rooftrace.costmodels.sweeps import Elasticities, Elasticity, MainEffect
 from rooftrace.hardware.units import format_bandwidth, format_flop_rate, format_time
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.renderers import words
+from rooftrace.studies.explaining import decode_forms
+from rooftrace.studies.sensitivity import Elasticities, Elasticity, MainEffect
+from rooftrace.studies.solving import serving
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

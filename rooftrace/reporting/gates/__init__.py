@@ -1,4 +1,4 @@
-"""The gate of a repository: making and checking locks, reports of checks, and comments."""
+"""Locked costs and the gate of a repository: their file, budgets, comments, the pytest plugin."""
 
 from rooftrace._face import face
 

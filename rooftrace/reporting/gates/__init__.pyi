@@ -1,4 +1,9 @@
-from rooftrace.reporting.gates import reports as reports
+from rooftrace.reporting.gates import (
+    checking as checking,
+    lock as lock,
+    lockfile as lockfile,
+    reports as reports,
+)
 from rooftrace.reporting.gates.making import (
     causes_since as causes_since,
     former as former,

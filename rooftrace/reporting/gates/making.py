@@ -12,24 +12,24 @@ from typing import Any
 
 from rooftrace._processes import processors
 from rooftrace._progress import tell
-from rooftrace.costmodels.diffs import Diff, changes
 from rooftrace.costmodels.estimates import estimate
+from rooftrace.costmodels.fusion import ExecutionModel, plan, usual_execution
 from rooftrace.costmodels.ops import own_rules
-from rooftrace.costmodels.planning import ExecutionModel, plan, usual_execution
-from rooftrace.costmodels.rewriting import check_precisions
+from rooftrace.costmodels.rewrites import check_precisions
+from rooftrace.diffs.costs import Diff, changes
+from rooftrace.diffs.git import RevisionError, repositories
+from rooftrace.diffs.git.repositories import Commit
 from rooftrace.errors import RequestError, UnusedError, is_ours, naming
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
-from rooftrace.reporting import diff, in_precisions, priced
-from rooftrace.reporting.locks import files, records
-from rooftrace.reporting.locks.checking import Shift
-from rooftrace.reporting.requests.calls import Kept
-from rooftrace.reporting.requests.pricing import PricingOptions, check_groups
-from rooftrace.tracer.graph import OpGraph
-from rooftrace.tracer.requests import Job, names
-from rooftrace.tracer.revisions import RevisionError, repositories
-from rooftrace.tracer.revisions.repositories import Commit
-from rooftrace.tracer.sources.apart import Traced, trace_each_apart
+from rooftrace.reporting.commands import diff, in_precisions, priced
+from rooftrace.reporting.commands.calls import Kept
+from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
+from rooftrace.reporting.gates import lock as records, lockfile
+from rooftrace.reporting.gates.checking import Shift
+from rooftrace.tracer import Job, names
+from rooftrace.tracer.phases.apart import Traced, trace_each_apart
 
 # -- causes ----------------------------------------------------------------------------------------
 
@@ -38,7 +38,7 @@ _MOST = 2
 
 
 def causes_since(
-    settings: files.Settings, lock: records.Lock
+    settings: lockfile.Settings, lock: records.Lock
 ) -> Callable[[Shift], Sequence[str]] | None:
     """A function that gives the causes of a shift since `lock` was committed, in sentences.
 
@@ -59,7 +59,7 @@ def causes_since(
 class _History:
     """Diffs of targets between the commit of a lock and now, each made once."""
 
-    def __init__(self, settings: files.Settings, lock: records.Lock, commit: Commit) -> None:
+    def __init__(self, settings: lockfile.Settings, lock: records.Lock, commit: Commit) -> None:
         self.settings, self.lock, self.commit = settings, lock, commit
         self._made: dict[tuple[str, str, str], Diff | str] = {}
 
@@ -110,7 +110,7 @@ _MEMORY = 2 << 30
 _IMPORTED = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
 
-def locked(settings: files.Settings) -> records.Lock:
+def locked(settings: lockfile.Settings) -> records.Lock:
     """The costs of the targets of some settings now, each traced once and priced for every chip.
 
     Each target runs in a separate process, as many at once as processors and memory allow.
@@ -132,19 +132,19 @@ def locked(settings: files.Settings) -> records.Lock:
         return builder.lock()
 
 
-def chips_of(settings: files.Settings) -> list[Chip]:
+def chips_of(settings: lockfile.Settings) -> list[Chip]:
     """The chips of settings; where they name none, that of their knobs, else h200-sxm."""
     options = _options(settings, execution=usual_execution())
     return options.chips(options.executions())
 
 
-def former(settings: files.Settings, *, update: bool = False) -> records.Lock | None:
+def former(settings: lockfile.Settings, *, update: bool = False) -> records.Lock | None:
     """The lock that settings name; None for an unreadable one that is to be written anew.
 
     Raises LockError where its costs or its targets are needed.
     """
     try:
-        return files.load_lock(settings.path)
+        return lockfile.load_lock(settings.path)
     except records.LockError:
         if update and settings.targets:
             return None
@@ -156,13 +156,13 @@ def size_words(lock: records.Lock) -> str:
     return f"{plural(len(lock.targets), 'target')}, {plural(len(lock.places()), 'step')}"
 
 
-def model_of(name: str, settings: files.Settings) -> ExecutionModel:
+def model_of(name: str, settings: lockfile.Settings) -> ExecutionModel:
     """An execution model, with the changes of the settings."""
     (model,) = _options(settings, execution=name).executions()
     return model
 
 
-def _options(settings: files.Settings, **how: Any) -> PricingOptions:
+def _options(settings: lockfile.Settings, **how: Any) -> PricingOptions:
     """The pricing options of settings."""
     options = {name: value for name, value in settings.pricing.items() if name != "rules"}
     return PricingOptions(chip=settings.chips, **{**options, **how})
@@ -203,7 +203,7 @@ def _at_once() -> int:
 class _LockBuilder:
     """Puts the costs of targets together, one target after another."""
 
-    def __init__(self, settings: files.Settings, chips: Sequence[Chip]) -> None:
+    def __init__(self, settings: lockfile.Settings, chips: Sequence[Chip]) -> None:
         self.settings, self.chips = settings, chips
         self.targets: dict[str, records.LockedTarget] = {}
         self.constants: dict[str, str] = {}

@@ -20,7 +20,7 @@ import pytest
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
-    from rooftrace.tracer.inventory import Limit
+    from rooftrace.diffs import Limit
 
 _MARKER = (
     "costs(flops=, bytes=, time=, memory=, params=, kernels=, chip=, phase=, ...): the most that "
@@ -41,7 +41,7 @@ class StepCosts:
     estimate: Estimate = field(compare=False)  # which prints as a table
 
     def __repr__(self) -> str:
-        from rooftrace.tracer.inventory.changes import TOTALS
+        from rooftrace.diffs.changes import TOTALS
 
         result = self.estimate
         costs = ", ".join(f"{n} {metric.write(getattr(self, n))}" for n, metric in TOTALS.items())
@@ -77,7 +77,7 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
     called: list[StepCosts] = []
 
     def call(model: Any, *args: Any, **named: Any) -> StepCosts:
-        from rooftrace.reporting import estimate
+        from rooftrace.reporting.commands import estimate
 
         made = estimate(model, *args, **{**usual, **named})
         totals: dict[str, Any] = made.totals
@@ -93,10 +93,10 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
 
 def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
+    from rooftrace.diffs.changes import TOTALS
     from rooftrace.errors import hint
-    from rooftrace.reporting.locks.records import BudgetError, most
-    from rooftrace.reporting.requests.calls import CALLS
-    from rooftrace.tracer.inventory.changes import TOTALS
+    from rooftrace.reporting.commands.calls import CALLS
+    from rooftrace.reporting.gates.lock import BudgetError, most
 
     how = ("phase", *(each.name for each in CALLS["estimate"].options() if each.name != "phases"))
     limits: dict[str, Limit] = {}
@@ -124,7 +124,7 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
 
 def _hold(costs: StepCosts, limits: Mapping[str, Limit]) -> None:
     """Fail the test if a cost is over its limit."""
-    from rooftrace.reporting.locks.records import in_full
+    from rooftrace.reporting.gates.lock import in_full
 
     lines = [
         f"{name} is {in_full(name, getattr(costs, name))}, expected {limit.text}"

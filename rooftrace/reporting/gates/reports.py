@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 
 from rooftrace._escapes import toml_key, visible
 from rooftrace.hardware.units import listed, plural
-from rooftrace.reporting.locks.records import WAITING
+from rooftrace.reporting.gates.lock import WAITING
 from rooftrace.reporting.renderers import as_page, units, view
 
 if TYPE_CHECKING:
-    from rooftrace.reporting.locks.checking import GateOutcome, ModuleShift, Shift
+    from rooftrace.reporting.gates.checking import GateOutcome, ModuleShift, Shift
 
 _MODULES = 4
 """Modules that are named for an exceeded budget."""
@@ -304,9 +304,9 @@ def _where(shift: Shift) -> str:
 
 def _line(result: GateOutcome, head: str) -> int:
     """The line of a table in the lock, 1 where it has none."""
-    from rooftrace.reporting.locks import files
+    from rooftrace.reporting.gates import lockfile
 
-    lines = files.lock_text(result.before).split("\n")
+    lines = lockfile.lock_text(result.before).split("\n")
     return lines.index(head) + 1 if head in lines else 1
 
 

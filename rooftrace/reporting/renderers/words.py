@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.costmodels.timing.timings import ranked
+from rooftrace.graph import pattern_of
 from rooftrace.hardware import units
 from rooftrace.hardware.units import (
     MISSING,
@@ -20,15 +21,14 @@ from rooftrace.hardware.units import (
     format_time,
     format_traffic,
 )
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.costmodels.fusion import Coverage
     from rooftrace.costmodels.memory import Held, LargestBatch, Memory
-    from rooftrace.costmodels.planning import Coverage
     from rooftrace.costmodels.timing.timings import StepTimes
+    from rooftrace.graph import Assumption
     from rooftrace.hardware import Chip
-    from rooftrace.tracer.graph import Assumption
 
 UNSUPPORTED_ON_A_SCREEN = 3
 """How many ops without a rule are named."""

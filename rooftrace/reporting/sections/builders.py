@@ -42,7 +42,7 @@ from rooftrace.reporting.sections.trust import (
     routing,
     trust,
 )
-from rooftrace.reporting.text import factor_columns, factor_rows, factor_sentence
+from rooftrace.reporting.views import factor_columns, factor_rows, factor_sentence
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from rooftrace._plain import Positive
 from rooftrace.costmodels.timing import Pipe, StageCost
+from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import (
     format_count,
     format_flops,
@@ -19,7 +20,6 @@ from rooftrace.hardware.units import (
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import is_whole
 from rooftrace.reporting.sections.results import tally
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate

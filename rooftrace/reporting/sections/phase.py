@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._escapes import file_part
 from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Work
+from rooftrace.graph import ROLES, pattern_of
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_flop_rate,
@@ -22,13 +23,12 @@ from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import memory_at_peak
 from rooftrace.reporting.sections.results import ratio, tally
 from rooftrace.reporting.sections.steps import kernels_of
-from rooftrace.tracer.graph import ROLES, pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.advice import Headroom, Saving
     from rooftrace.costmodels.estimates import Estimate, Row
     from rooftrace.hardware import Chip
     from rooftrace.reporting.sections.results import Results
+    from rooftrace.studies.advice import Headroom, Saving
 
 MODULES_SHOWN = 25
 SUMS = (

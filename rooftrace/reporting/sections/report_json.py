@@ -16,9 +16,9 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeAlias, TypedDict
 
 from rooftrace._plain import Plain, Share, keys_of
-from rooftrace.costmodels.advice import Guidance
 from rooftrace.costmodels.estimates import Estimate, Island, islands
-from rooftrace.costmodels.planning import SUMMARIES, Coverage, Unsupported
+from rooftrace.costmodels.fusion import SUMMARIES, Coverage, Unsupported
+from rooftrace.graph import Assumption
 from rooftrace.hardware import Chip
 from rooftrace.reporting.renderers import view
 from rooftrace.reporting.sections.builders import added_sections
@@ -34,7 +34,7 @@ from rooftrace.reporting.sections.memory import (
 from rooftrace.reporting.sections.results import Results
 from rooftrace.reporting.sections.step_json import Costs, PhaseMemory, PhaseStep, Savings
 from rooftrace.reporting.sections.trust import Routed, routed
-from rooftrace.tracer.graph import Assumption
+from rooftrace.studies.advice import Guidance
 
 SCHEMA = "rooftrace.report/1"
 ABOUT = {

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates import Row, rows as estimate_rows
+from rooftrace.graph import Assumption, OpGraph, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time
-from rooftrace.tracer.graph import Assumption, OpGraph, pattern_of
 
 if TYPE_CHECKING:
     import pandas
 
-    from rooftrace.costmodels.advice import Guidance, Headroom
     from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.costmodels.fusion import Unsupported
     from rooftrace.costmodels.memory import LargestBatch, Memory, Reserved
-    from rooftrace.costmodels.planning import Unsupported
+    from rooftrace.studies.advice import Guidance, Headroom
 
 
 # -- tallies ---------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Results(Shown):
     @cached_property
     def guidance(self) -> Mapping[str, Guidance]:
         """Suggestions for each phase, best first: main execution, first chip."""
-        from rooftrace.costmodels.advice import guidance
+        from rooftrace.studies.advice import guidance
 
         return {phase: guidance(self.estimate(phase)) for phase in self.phases}
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, TypedDict
 
 from rooftrace._plain import Plain, Share
-from rooftrace.costmodels.advice import Headroom, Saving
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.estimates.rows import BreakdownRow
 from rooftrace.costmodels.memory import LargestBatch, Memory, Reserved
 from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.reporting.sections.results import Results
+from rooftrace.studies.advice import Headroom, Saving
 
 SAVINGS = 10
 """Savings of each kind in report.json: those that save most time."""

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.planning import SUMMARIES
+from rooftrace.costmodels.fusion import SUMMARIES
+from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_capacity, format_share, format_time
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import fit_cell
 from rooftrace.reporting.sections.results import ratio, tally
-from rooftrace.tracer.graph import pattern_of
 
 if TYPE_CHECKING:
-    from rooftrace.costmodels.advice import Guidance, WhatIf
     from rooftrace.costmodels.estimates import Estimate
-    from rooftrace.costmodels.planning import ExecutionModel
+    from rooftrace.costmodels.fusion import ExecutionModel
     from rooftrace.reporting.sections.results import Results
+    from rooftrace.studies.advice import Guidance, WhatIf
 
 ON_A_PAGE = 15  # kernels of each phase
 KERNELS_ON_A_SCREEN = 9  # over all phases: a report of three phases fits one screen

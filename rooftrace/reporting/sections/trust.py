@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._plain import Plain, Positive
 from rooftrace.costmodels.estimates import Island, islands
-from rooftrace.costmodels.knobs import Knobs
+from rooftrace.costmodels.kernels import Knobs
+from rooftrace.graph import LOWER_BOUND, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     few,
@@ -21,13 +22,12 @@ from rooftrace.hardware.units import (
     format_traffic,
 )
 from rooftrace.reporting.renderers import units, view, words
-from rooftrace.tracer.graph import LOWER_BOUND, pattern_of
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.estimates import Estimate
-    from rooftrace.costmodels.planning import Unsupported
+    from rooftrace.costmodels.fusion import Unsupported
+    from rooftrace.graph import Op, OpGraph
     from rooftrace.reporting.sections.results import Results
-    from rooftrace.tracer.graph import Op, OpGraph
 
 
 # -- routing ---------------------------------------------------------------------------------------

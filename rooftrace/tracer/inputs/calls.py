@@ -19,10 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import GraphError
-from rooftrace.tracer.metacopies import (
+from rooftrace.graph import GraphError
+from rooftrace.tracer import RequestLengths
+from rooftrace.tracer.recording import overrides
+from rooftrace.tracer.torch_private import unsafe_preserve_version_counter
+from rooftrace.tracer.values import (
+    META,
+    REAL_VALUE,
+    Values,
     inputs_on_meta,
-    overrides,
+    masks,
     own_tensors,
     parameters_of,
     tensors_in,
@@ -31,9 +37,6 @@ from rooftrace.tracer.metacopies import (
     twin,
     with_tensors,
 )
-from rooftrace.tracer.requests import RequestLengths
-from rooftrace.tracer.torch_private import unsafe_preserve_version_counter
-from rooftrace.tracer.values import META, REAL_VALUE, Values, masks
 
 # -- restoring -------------------------------------------------------------------------------------
 # Puts back whatever a traced call changes in the user's own objects.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer import Request, RequestLengths
 from rooftrace.tracer.inputs.calls import (
     Inputs,
     cache_arguments,
@@ -31,9 +32,7 @@ from rooftrace.tracer.inputs.modalities import (
     placeholders,
     required,
 )
-from rooftrace.tracer.metacopies import dtype_name, inputs_on_meta, parameters_of, twin
-from rooftrace.tracer.requests import Request, RequestLengths
-from rooftrace.tracer.values import REAL_VALUE
+from rooftrace.tracer.values import REAL_VALUE, dtype_name, inputs_on_meta, parameters_of, twin
 
 # -- hugging face models ---------------------------------------------------------------------------
 # Inputs of Hugging Face models, by the names of their parameters and their configs.

@@ -25,8 +25,7 @@ from rooftrace.tracer.inputs.modalities import (
     outcome,
     whole,
 )
-from rooftrace.tracer.metacopies import parameters_of
-from rooftrace.tracer.values import REAL_VALUE
+from rooftrace.tracer.values import REAL_VALUE, parameters_of
 
 OBJECTS = 7
 """Objects in an image, as many as an image of COCO has on average (860,001 in 118,287)."""

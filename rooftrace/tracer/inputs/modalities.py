@@ -18,9 +18,16 @@ from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.inputs.calls import MOST_DRAWN, as_before, learn, sized
-from rooftrace.tracer.metacopies import own_tensors, parameters_of, tensors_in, twin
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.values import META, REAL_VALUE, Values
+from rooftrace.tracer.values import (
+    META,
+    REAL_VALUE,
+    Values,
+    own_tensors,
+    parameters_of,
+    tensors_in,
+    twin,
+)
 
 MAX_TRIALS = 48
 _SIDE = 24

@@ -1,4 +1,4 @@
-"""From the recorded torch.fx.Graph to plain records."""
+"""From the recorded torch.fx graph to plain records, and back."""
 
 from rooftrace._face import face
 

@@ -4,3 +4,4 @@ from rooftrace.tracer.lowering.lowering import (
     with_fallbacks as with_fallbacks,
     without_asides as without_asides,
 )
+from rooftrace.tracer.lowering.rebuild import to_fx as to_fx, written as written

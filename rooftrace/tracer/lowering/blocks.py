@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.graph import (
+from rooftrace.graph import (
     REVERSED,
     Argument,
     Neighbour,

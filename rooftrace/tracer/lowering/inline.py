@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.graph import Argument, Neighbour, Op, OpGraph, Ref, Tensor, in_order, refs
+from rooftrace.graph import Argument, Neighbour, Op, OpGraph, Ref, Tensor, in_order, refs
 from rooftrace.tracer.lowering.blocks import NotAlikeError
 from rooftrace.tracer.recording import ops as traits
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor as TorchTensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.graph import (
+from rooftrace.graph import (
     Argument,
     Assumption,
     Group,
@@ -22,6 +22,7 @@ from rooftrace.tracer.graph import (
     OpGraph,
     Ref,
     Tensor,
+    assumptions as asked,
     axis_of,
     in_order,
     marks,
@@ -38,11 +39,10 @@ from rooftrace.tracer.lowering.inline import (
     with_filled_roles,
 )
 from rooftrace.tracer.lowering.stacks import roll_loops, roll_stacks
-from rooftrace.tracer.metacopies import dtype_name, trees
 from rooftrace.tracer.recording import META_KEY, Entry, Recorded, Recorder, ops, taperecords
 from rooftrace.tracer.repeats import RecordedCall, RepeatedCall, Twin, repeated
-from rooftrace.tracer.requests import assumptions as asked
 from rooftrace.tracer.sharding import fsdp
+from rooftrace.tracer.values import dtype_name, trees
 
 # -- assumptions -----------------------------------------------------------------------------------
 # Assumptions of a graph as a whole: those made beside the step, and those on fallbacks, which say

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from rooftrace.tracer.graph import REVERSED, Op, OpGraph, Ref, Repeat, split
+from rooftrace.graph import REVERSED, Op, OpGraph, Ref, Repeat, split
 from rooftrace.tracer.lowering.blocks import Blocks, Collapse, NotAlikeError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Phases of a step, steps of the user, optimizers, and what other counters say of a call."""
+"""From a job to its graphs: sources, and forward, prefill, decode, training or a user's step."""
 
 from rooftrace._face import face
 

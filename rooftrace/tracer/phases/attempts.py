@@ -15,17 +15,24 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.errors import RequestError
+from rooftrace.graph import OpGraph, assumptions
 from rooftrace.hardware.precisions import precision, storage_bytes
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.tracer import Options, TraceError, names, users_traceback
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lowering import NotAlikeError, lower, with_fallbacks, without_asides
-from rooftrace.tracer.metacopies import dtype_name, own_tensors, tensors_in, trees
 from rooftrace.tracer.recording import META_KEY, Entry, Recorder, Tape, installed_release
 from rooftrace.tracer.repeats import UnlikeLayersError
-from rooftrace.tracer.requests import Options, TraceError, assumptions, names, users_traceback
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.torch_private import FakeTensor
-from rooftrace.tracer.values import UnknownValueError, Values, masks
+from rooftrace.tracer.values import (
+    UnknownValueError,
+    Values,
+    dtype_name,
+    masks,
+    own_tensors,
+    tensors_in,
+    trees,
+)
 
 # -- refusals --------------------------------------------------------------------------------------
 # Modules that cannot be traced, each refused with its reason and what to do.

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.tracer import names
 from rooftrace.tracer.inputs import Inputs, calls as arguments
-from rooftrace.tracer.metacopies import parameters_of, tensors_in, trees, with_tensors
-from rooftrace.tracer.requests import names
-from rooftrace.tracer.values import META, REAL_VALUE
+from rooftrace.tracer.values import META, REAL_VALUE, parameters_of, tensors_in, trees, with_tensors
 
 
 class EncoderOutputs(tuple[Any, ...]):

@@ -18,16 +18,16 @@ from torch.utils.module_tracker import ModuleTracker
 
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.graph import OpGraph
+from rooftrace.tracer import Job, Options, names
 from rooftrace.tracer.inputs import Inputs, Loaded, as_before
-from rooftrace.tracer.metacopies import overrides, own_tensors, tensors_in, with_tensors
 from rooftrace.tracer.phases.calls import ModuleCalls, PlainCall
 from rooftrace.tracer.phases.running import trace_phases
-from rooftrace.tracer.requests import Job, Options, names
-from rooftrace.tracer.sources import loaded
+from rooftrace.tracer.phases.tracing import loaded
+from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.targets import isolation
 from rooftrace.tracer.torch_private import TorchDispatchMode
-from rooftrace.tracer.values import META, REAL_VALUE
+from rooftrace.tracer.values import META, REAL_VALUE, own_tensors, tensors_in, with_tensors
 
 
 @dataclass(frozen=True)

@@ -18,21 +18,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from rooftrace.errors import RequestError
 from rooftrace.tracer.inputs import calls
-from rooftrace.tracer.metacopies import (
-    Twins,
-    copies as closures,
-    original_of,
-    own_tensors,
-    replaced,
-    tensors_in,
-    trees,
-)
-from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.recording import Recorder, original_of, replaced
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
     disable_current_modes,
     tree_map_only,
 )
+from rooftrace.tracer.values import Twins, copies as closures, own_tensors, tensors_in, trees
 
 
 def is_real(modules: Sequence[nn.Module]) -> bool:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import NoCacheError, RequestError
-from rooftrace.tracer.composite import attend
-from rooftrace.tracer.metacopies import parameters_of, tensors_in, twin, with_tensors
+from rooftrace.tracer import RequestLengths
 from rooftrace.tracer.phases.calls import ModuleCalls
-from rooftrace.tracer.requests import RequestLengths
-from rooftrace.tracer.values import Values
+from rooftrace.tracer.recording import attend
+from rooftrace.tracer.values import Values, parameters_of, tensors_in, twin, with_tensors
 
 _INTERFACE = "rooftrace_packed"
 """Under which transformers finds our attention."""

@@ -13,9 +13,9 @@ from torch import nn
 
 from rooftrace._progress import tell
 from rooftrace.errors import NoCacheError, RequestError
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.graph import OpGraph, assumptions
+from rooftrace.tracer import Options, TraceError, names
 from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
-from rooftrace.tracer.metacopies import copies, on_meta, overrides, own_tensors, tensors_in, trees
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.phases.attempts import (
     Step,
@@ -28,11 +28,18 @@ from rooftrace.tracer.phases.attempts import (
 from rooftrace.tracer.phases.calls import ModuleCalls
 from rooftrace.tracer.phases.requests import check_lengths, joined_state, packed, step_inputs
 from rooftrace.tracer.phases.stepping import optimizer_class, run_optimizer
-from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.requests import Options, TraceError, assumptions, names
+from rooftrace.tracer.recording import Recorder, overrides
 from rooftrace.tracer.sharding import ddp
 from rooftrace.tracer.torch_private import run_backward
-from rooftrace.tracer.values import META, REAL_VALUE
+from rooftrace.tracer.values import (
+    META,
+    REAL_VALUE,
+    copies,
+    on_meta,
+    own_tensors,
+    tensors_in,
+    trees,
+)
 
 
 def trace_phases(

@@ -24,10 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import bytes_per_element
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.metacopies import original_of, replaced, trees
-from rooftrace.tracer.recording import Recorder
+from rooftrace.tracer.recording import Recorder, original_of, replaced
 from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
-from rooftrace.tracer.values import META
+from rooftrace.tracer.values import META, trees
 
 _LEARNING_RATE = 1e-3
 """Any: a step costs the same."""

@@ -22,9 +22,9 @@ from torch.optim.optimizer import (
 )
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import Op, OpGraph, Ref, in_order
+from rooftrace.graph import Op, OpGraph, Ref, assumptions, in_order
+from rooftrace.tracer import Options, TraceError
 from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
-from rooftrace.tracer.metacopies import Twins, copies, overrides, own_tensors, tensors_in, trees
 from rooftrace.tracer.phases import lending, stepping
 from rooftrace.tracer.phases.attempts import (
     OwnBackwardError as OwnBackwardError,
@@ -38,9 +38,8 @@ from rooftrace.tracer.phases.attempts import (
 from rooftrace.tracer.phases.calls import drained
 from rooftrace.tracer.phases.running import check_request
 from rooftrace.tracer.phases.stepping import copy_optimizers, optimizers_in
-from rooftrace.tracer.recording import META_KEY, Recorded, Recorder, check_not_inside
-from rooftrace.tracer.requests import Options, TraceError, assumptions
-from rooftrace.tracer.values import META, Values
+from rooftrace.tracer.recording import META_KEY, Recorded, Recorder, check_not_inside, overrides
+from rooftrace.tracer.values import META, Twins, Values, copies, own_tensors, tensors_in, trees
 
 
 class Capture:

@@ -1,4 +1,4 @@
-"""Runs code under a dispatch mode, and records every op on a tape: a torch.fx.Graph."""
+"""Runs code under a dispatch mode and records every op; composite ops stay one op."""
 
 from rooftrace._face import face
 

@@ -1,14 +1,23 @@
 from rooftrace.tracer.recording import (
     functions as functions,
     groups as groups,
+    library as library,
     ops as ops,
+    overrides as overrides,
     taperecords as taperecords,
 )
 from rooftrace.tracer.recording.autocast import followed as followed
+from rooftrace.tracer.recording.entry_points import kept_whole as kept_whole
 from rooftrace.tracer.recording.ops import (
     Call as Call,
     info_of as info_of,
     written_nodes as written_nodes,
+)
+from rooftrace.tracer.recording.overrides import (
+    Scope as Scope,
+    original_of as original_of,
+    put as put,
+    replaced as replaced,
 )
 from rooftrace.tracer.recording.recorder import (
     Recorder as Recorder,
@@ -21,6 +30,7 @@ from rooftrace.tracer.recording.releases import (
     registered_ops as registered_ops,
 )
 from rooftrace.tracer.recording.running import Runner as Runner
+from rooftrace.tracer.recording.serving import attend as attend, own_ops as own_ops
 from rooftrace.tracer.recording.tape import Tape as Tape
 from rooftrace.tracer.recording.taperecords import (
     META_KEY as META_KEY,

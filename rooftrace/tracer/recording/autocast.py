@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rooftrace._processes import Shared
-from rooftrace.tracer.metacopies import Scope, original_of, replaced, trees
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.torch_private import (
     DisableAutocast,
     has_kernel,
@@ -23,6 +23,7 @@ from rooftrace.tracer.torch_private import (
     len_torch_dispatch_stack,
     set_key_included,
 )
+from rooftrace.tracer.values import trees
 
 _KEY = "AutocastIPU"
 _DEVICE = "ipu"

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rooftrace.tracer.metacopies import trees
+from rooftrace.tracer import source as lines
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.requests import source as lines
 from rooftrace.tracer.torch_private import disable_current_modes, tree_map_only
-from rooftrace.tracer.values import META, Values, masks
+from rooftrace.tracer.values import META, Values, masks, trees
 
 # -- quantised modules -----------------------------------------------------------------------------
 # Quantised modules of torch.ao: weights packed into objects of TorchScript, integers behind them.

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.graph import UNRECORDED, marks
-from rooftrace.tracer.metacopies import own_tensors, tensors_in, trees
+from rooftrace.graph import UNRECORDED, marks
 from rooftrace.tracer.recording.taperecords import (
     KEPT,
     META_KEY,
@@ -29,7 +28,7 @@ from rooftrace.tracer.recording.taperecords import (
 )
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
-from rooftrace.tracer.values import Values, masks
+from rooftrace.tracer.values import Values, masks, own_tensors, tensors_in, trees
 
 # -- standing --------------------------------------------------------------------------------------
 # Tensors that stand from before a recording: they take memory until the code lets go of them.

@@ -10,16 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.formulas import polynomials
-from rooftrace.tracer.graph import Collective, Group
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import Collective, Group, assumptions as asked
+from rooftrace.graph.formulas import polynomials
 from rooftrace.tracer.recording import groups, taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.recording.taperecords import META_KEY
-from rooftrace.tracer.requests import assumptions as asked
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.values import choices as distinct
+from rooftrace.tracer.values import choices as distinct, trees
 from rooftrace.tracer.values.masks import Known, small
 
 # -- exchanged counts ------------------------------------------------------------------------------

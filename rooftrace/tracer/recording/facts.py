@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import Scope, trees
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.recording.ops import Call
-from rooftrace.tracer.values import Values, choices
+from rooftrace.tracer.recording.overrides import Scope
+from rooftrace.tracer.values import Values, choices, trees
 
 _SOFTMAX = ("aten._softmax", "aten._safe_softmax")
 

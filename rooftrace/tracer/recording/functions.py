@@ -14,10 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from rooftrace._processes import Shared
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
-from rooftrace.tracer.metacopies.trees import OURS
-from rooftrace.tracer.recording import taperecords
+from rooftrace.tracer.recording import overrides, taperecords
 from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.torch_private import (
     device_constructors,
@@ -26,7 +25,8 @@ from rooftrace.tracer.torch_private import (
     set_grad_enabled,
     swap_tensor_impl,
 )
-from rooftrace.tracer.values import META, masks
+from rooftrace.tracer.values import META, masks, trees
+from rooftrace.tracer.values.trees import OURS
 
 # -- module calls ----------------------------------------------------------------------------------
 # One pair of hooks on the calls of all modules, for all recordings of the process.

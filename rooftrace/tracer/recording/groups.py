@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from rooftrace.graph import Collective, Group
 from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.graph import Collective, Group
-from rooftrace.tracer.metacopies import dtype_name
+from rooftrace.tracer.values import dtype_name
 
 _WRITTEN = frozenset(("output", "outputs", "output_tensor", "output_tensors", "output_lists"))
 _BOTH = frozenset(("tensors",))

@@ -14,14 +14,9 @@ from torch.nn.attention import flex_attention as flex
 
 from rooftrace._processes import Shared
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.composite import define, library
-from rooftrace.tracer.metacopies import (
-    Scope,
-    original_of,
-    overrides,
-    replaced,
-    trees,
-)
+from rooftrace.tracer.recording import library, overrides
+from rooftrace.tracer.recording.library import define
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.torch_private import (
     AutoDispatchBelowAutograd,
@@ -36,7 +31,7 @@ from rooftrace.tracer.torch_private import (
     get_current_dispatch_mode,
     tree_map_only,
 )
-from rooftrace.tracer.values import META, Values
+from rooftrace.tracer.values import META, Values, trees
 
 # -- flex attention --------------------------------------------------------------------------------
 # FlexAttention on meta tensors: one op, with the number of pairs that its block mask shows.

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording.by_value import is_mask
 from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.values import trees
 
 _SHORT = (torch.float16, torch.bfloat16)
 _SCALAR_TYPE = "expected scalar type {0} but found {1}"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import groups
 from rooftrace.tracer.torch_private import DispatchKey, OpOverload
+from rooftrace.tracer.values import trees
 
 # -- traits ----------------------------------------------------------------------------------------
 # What torch says of an op that decides whether its values can be known: tags, schema, name.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import ops as traits, taperecords
 from rooftrace.tracer.recording.ops import written_nodes
 from rooftrace.tracer.recording.tape import Tape
@@ -26,6 +25,7 @@ from rooftrace.tracer.torch_private import (
     peek_interpreter_stack,
     tree_map_only,
 )
+from rooftrace.tracer.values import trees
 
 # -- finite numbers --------------------------------------------------------------------------------
 # The result of a test for inf and nan on finite numbers, from the ops that compute it.

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.composite import kept_whole, library
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
-from rooftrace.tracer.recording import realdata, taperecords, threads
+from rooftrace.graph import assumptions as asked
+from rooftrace.tracer import source
+from rooftrace.tracer.recording import library, overrides, realdata, taperecords, threads
 from rooftrace.tracer.recording.autocast import followed
+from rooftrace.tracer.recording.entry_points import kept_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept, calls_watched, uncompiled
 from rooftrace.tracer.recording.higher_order import (
     flex_whole,
@@ -31,6 +32,7 @@ from rooftrace.tracer.recording.higher_order import (
     run_higher_order,
 )
 from rooftrace.tracer.recording.ops import info_of
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.realdata import RealData
 from rooftrace.tracer.recording.releases import Release
 from rooftrace.tracer.recording.running import Runner
@@ -45,7 +47,6 @@ from rooftrace.tracer.recording.threads import (
     warnings_quiet,
 )
 from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin
-from rooftrace.tracer.requests import assumptions as asked, source
 from rooftrace.tracer.sharding import ddp, fsdp
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
@@ -56,7 +57,7 @@ from rooftrace.tracer.torch_private import (
     get_current_dispatch_mode_stack,
     get_tracing_state,
 )
-from rooftrace.tracer.values import META, Values
+from rooftrace.tracer.values import META, Values, trees
 
 
 class Recorder(TorchDispatchMode, Tape):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.tracer.composite import whole_entry
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import assumptions
 from rooftrace.tracer.recording import groups, ops, taperecords
 from rooftrace.tracer.recording.by_value import by_value
+from rooftrace.tracer.recording.entry_points import whole_entry
 from rooftrace.tracer.recording.exchanged import (
     after_exchange,
     before_exchange,
@@ -31,14 +31,13 @@ from rooftrace.tracer.recording.ops import Call, info_of
 from rooftrace.tracer.recording.sparse import run_sparse
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.requests import assumptions
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.torch_private import (
     disable_current_modes,
     suggest_memory_format,
     tree_map_only,
 )
-from rooftrace.tracer.values import Values, masks
+from rooftrace.tracer.values import Values, masks, trees
 
 _LIFT = torch.ops.aten.lift_fresh.default
 """The op by which numbers of Python, or of numpy, become a tensor."""

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.composite import own_ops
-from rooftrace.tracer.formulas import polynomials
-from rooftrace.tracer.graph import Tensor as Value
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import Tensor as Value
+from rooftrace.graph.formulas import polynomials
 from rooftrace.tracer.recording.ops import COMPOSITE, Call
+from rooftrace.tracer.recording.serving import own_ops
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.torch_private import (
     AutoDispatchBelowAutograd,
     DispatchKey,
     current_autograd_node,
 )
+from rooftrace.tracer.values import trees
 
 _aten: Any = torch.ops.aten
 _JOIN = _aten._sparse_coo_tensor_unsafe.default

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from rooftrace._processes import alone
-from rooftrace.tracer.metacopies import original_of, overrides, replaced, trees
+from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.overrides import original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.torch_private import tree_map_only
-from rooftrace.tracer.values import META, masks
+from rooftrace.tracer.values import META, masks, trees
 
 # -- random numbers --------------------------------------------------------------------------------
 # Random numbers that the traced code draws on the host: the same in every trace.

@@ -12,8 +12,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.graph import Collective, Group, marks, pattern_of
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import Collective, Group, marks, pattern_of
+from rooftrace.tracer import source_line
 from rooftrace.tracer.recording.entries import Entries
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.taperecords import (
@@ -34,14 +34,13 @@ from rooftrace.tracer.recording.taperecords import (
     compiling,
     running_node,
 )
-from rooftrace.tracer.requests import source_line
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.torch_private import (
     current_autograd_node,
     disable_current_modes,
     get_sequence_nr,
 )
-from rooftrace.tracer.values import META, Values, masks
+from rooftrace.tracer.values import META, Values, masks, trees
 
 # -- origins ---------------------------------------------------------------------------------------
 # Where an op comes from: its module, the part of the step, the function and the source line.

@@ -20,11 +20,10 @@ from msgspec import Struct, field
 from torch import Tensor, fx, nn
 from torch.autograd import grad_mode
 
-from rooftrace.tracer.graph import Collective, Group, Tensor as Value
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import Collective, Group, Tensor as Value
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.torch_private import current_autograd_node
-from rooftrace.tracer.values import Values
+from rooftrace.tracer.values import Values, trees
 
 # -- loops -----------------------------------------------------------------------------------------
 # The interface of a watcher of the code's loops; this default does nothing.

@@ -16,19 +16,20 @@ from typing import Any
 import torch
 
 from rooftrace._processes import Shared
-from rooftrace.tracer import torch_private
-from rooftrace.tracer.graph import UNRECORDED
-from rooftrace.tracer.metacopies import Scope, original_of, overrides, replaced, trees
+from rooftrace.graph import UNRECORDED
+from rooftrace.tracer import source_line, spec_after, torch_private
+from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
+from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.requests import source_line, spec_after
 from rooftrace.tracer.torch_private import (
     TorchDispatchMode,
     disable_current_modes,
     is_multithreading_enabled,
     set_multithreading_enabled,
 )
+from rooftrace.tracer.values import trees
 
 # -- stand-ins -------------------------------------------------------------------------------------
 # Stand-ins for functions and classes of torch that need a device, during a trace.

@@ -14,18 +14,17 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.metacopies import own_tensors, trees
+from rooftrace.tracer import source_line
 from rooftrace.tracer.recording import Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.blocks import RecordedCall
-from rooftrace.tracer.requests import source_line
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
     disable_current_modes,
     get_sequence_nr,
     tree_flatten,
 )
-from rooftrace.tracer.values import masks
+from rooftrace.tracer.values import masks, own_tensors, trees
 
 # -- alike modules ---------------------------------------------------------------------------------
 # Whether two modules are the same to their code: it could not tell their calls apart.

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import fx, nn
 
-from rooftrace.tracer.graph import pattern_of
+from rooftrace.graph import pattern_of
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords, written_nodes
 from rooftrace.tracer.repeats.outside import Outside
 

@@ -38,8 +38,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.metacopies import original_of, replaced, trees
-from rooftrace.tracer.recording import Tape, taperecords
+from rooftrace.tracer import source_line
+from rooftrace.tracer.recording import Tape, original_of, replaced, taperecords
 from rooftrace.tracer.repeats.arguments import (
     Arguments,
     Beginning,
@@ -63,7 +63,6 @@ from rooftrace.tracer.repeats.gradients import (
     made_by,
 )
 from rooftrace.tracer.repeats.outside import Outside, Watch, include, note
-from rooftrace.tracer.requests import source_line
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
     current_autograd_node,
@@ -76,6 +75,7 @@ from rooftrace.tracer.torch_private import (
     tree_flatten,
     tree_unflatten,
 )
+from rooftrace.tracer.values import trees
 
 _ATTEMPTS = 3
 """The most calls of equal look that are recorded in vain: the first may fill a cache."""

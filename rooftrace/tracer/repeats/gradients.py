@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.arguments import Arguments
@@ -40,6 +39,7 @@ from rooftrace.tracer.repeats.blocks import (
 )
 from rooftrace.tracer.repeats.last_layer import LastLayer, Likeness, Noted, is_below, ops_of
 from rooftrace.tracer.torch_private import DisableTorchFunction, saved_tensors_hooks
+from rooftrace.tracer.values import trees
 
 
 def has_hooks_on(tensors: Iterable[Tensor]) -> bool:

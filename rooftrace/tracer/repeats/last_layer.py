@@ -16,13 +16,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.arguments import Arguments
 from rooftrace.tracer.repeats.blocks import RecordedCall, Recording, RepeatedCall, UnlikeLayersError
 from rooftrace.tracer.torch_private import disable_current_modes
-from rooftrace.tracer.values import META
+from rooftrace.tracer.values import META, trees
 
 
 class Noted(partial[None]):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import get_testing_overrides
 
-from rooftrace.tracer.metacopies import trees
+from rooftrace.tracer.values import trees
 
 PLAIN: tuple[type, ...] = (*trees.PLAIN, type(...))
 _HIDDEN = frozenset(

@@ -55,10 +55,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer.metacopies import Scope
-from rooftrace.tracer.recording import Call, LoopWatch, Tape
-from rooftrace.tracer.repeats.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
-from rooftrace.tracer.repeats.turns import (
+from rooftrace.tracer import source_line
+from rooftrace.tracer.recording import Call, LoopWatch, Scope, Tape
+from rooftrace.tracer.repeats.iterations import (
     RUN,
     SELECT,
     SLICE,
@@ -72,7 +71,7 @@ from rooftrace.tracer.repeats.turns import (
     wiring,
     written,
 )
-from rooftrace.tracer.requests import source_line
+from rooftrace.tracer.repeats.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
     current_autograd_node,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace._processes import collector_off
-from rooftrace.tracer.metacopies import trees
+from rooftrace.tracer.values import trees
 
 # -- attributes ------------------------------------------------------------------------------------
 # Watches reads of attributes of modules, in one thread, without a change that others notice.

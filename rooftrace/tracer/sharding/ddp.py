@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.metacopies import put
+from rooftrace.tracer.recording import put
 from rooftrace.tracer.torch_private import execution_engine
 
 HOOKED = (

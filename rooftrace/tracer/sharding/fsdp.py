@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
+from rooftrace.graph import marks
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.graph import marks
-from rooftrace.tracer.metacopies import original_of, replaced, trees
+from rooftrace.tracer.recording import original_of, replaced
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
 from rooftrace.tracer.torch_private import disable_current_modes
+from rooftrace.tracer.values import trees
 
 # -- streams ---------------------------------------------------------------------------------------
 # Streams of a device that is not there: which one work is put on, and which waits for which.

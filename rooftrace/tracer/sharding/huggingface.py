@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.requests import TraceError
+from rooftrace.tracer import TraceError
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
 
 _SHARDED = ("dp", "fsdp", "dp_shard")

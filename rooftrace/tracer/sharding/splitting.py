@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer.graph import OpGraph
+from rooftrace.graph import OpGraph
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""From the name of a target to a module on meta and its arguments."""
+"""From a target's name to a module on meta: code, configs, programs, files of weights."""
 
 from rooftrace._face import face
 

@@ -16,10 +16,10 @@ from rooftrace._reading import FileKind, json_of, text_of
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.hardware.precisions import storage_bytes
 from rooftrace.hardware.units import format_count, format_traffic
-from rooftrace.tracer.metacopies import dtype_name
+from rooftrace.tracer.targets.checkpoints import CheckpointError, open_checkpoint
 from rooftrace.tracer.targets.declared import Declared
 from rooftrace.tracer.targets.quantized_weights import forms_of_copy
-from rooftrace.tracer.weights import CheckpointError, open_checkpoint
+from rooftrace.tracer.values import dtype_name
 
 # -- precision -------------------------------------------------------------------------------------
 # The precision that a model of a config computes in, and where that stands.

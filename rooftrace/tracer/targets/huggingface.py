@@ -15,10 +15,9 @@ from torch import nn
 
 from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace.errors import RequestError, TargetError, hint
+from rooftrace.tracer import Request
 from rooftrace.tracer.inputs import Loaded, module_inputs
-from rooftrace.tracer.metacopies import own_tensors
 from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.requests import Request
 from rooftrace.tracer.targets import quantized_weights
 from rooftrace.tracer.targets.configs import (
     ComputeDtype,
@@ -31,7 +30,7 @@ from rooftrace.tracer.targets.configs import (
 )
 from rooftrace.tracer.targets.declared import Declared, declared_in
 from rooftrace.tracer.targets.quantized_weights import Marked, marked
-from rooftrace.tracer.values import META, REAL_VALUE, Values
+from rooftrace.tracer.values import META, REAL_VALUE, Values, own_tensors
 
 _CONFIG = FileKind("JSON file", TargetError)
 _ENCODER_DECODER = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING")

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 from rooftrace.errors import TargetError
+from rooftrace.tracer import users_traceback
 from rooftrace.tracer.recording import followed
-from rooftrace.tracer.requests import users_traceback
 from rooftrace.tracer.targets.isolation import from_source, imported, place_of, prepare
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rooftrace.tracer.requests import spec_after
+from rooftrace.tracer import spec_after
 
 _LOCK = threading.RLock()
 _OWN = frozenset({"rooftrace", "torch"})

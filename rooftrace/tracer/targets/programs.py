@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError, TargetError, hint
-from rooftrace.tracer.requests.callables import named_class, program_module
+from rooftrace.tracer.callables import named_class, program_module
 from rooftrace.tracer.targets.ptfile import Dimensions, ProgramInput
 from rooftrace.tracer.torch_private import tree_unflatten
 
 if TYPE_CHECKING:
-    from rooftrace.tracer.requests import Request
+    from rooftrace.tracer import Request
 
 
 def load_program(

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError, TargetError, hint
+from rooftrace.tracer import Request, names
 from rooftrace.tracer.inputs import Inputs, Loaded, call_inputs, module_inputs
-from rooftrace.tracer.metacopies import overrides
-from rooftrace.tracer.recording import Recorder
-from rooftrace.tracer.requests import Request, names
+from rooftrace.tracer.recording import Recorder, overrides
 from rooftrace.tracer.targets import huggingface
 from rooftrace.tracer.targets.configs import CHECKPOINTS
 from rooftrace.tracer.targets.imports import failed, import_file, import_module

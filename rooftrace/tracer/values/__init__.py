@@ -1,4 +1,4 @@
-"""Known values of meta tensors, and assumptions about unknown ones."""
+"""Values of tensors on meta, and assumptions about them; copies on meta; nested tensors."""
 
 from rooftrace._face import face
 

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.metacopies import trees
 from rooftrace.tracer.recording import Call, groups, ops
-from rooftrace.tracer.values import implicit as implying, intervals, masks
+from rooftrace.tracer.values import implicit as implying, intervals, masks, trees
 from rooftrace.tracer.values.implicit import Implicit
 from rooftrace.tracer.values.masks import IMPLICIT, KNOWN, REAL_VALUE, Known, LearntValue, small
 

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.graph import Assumption
-from rooftrace.tracer.metacopies import trees
+from rooftrace.graph import Assumption, assumptions as asked
+from rooftrace.tracer import deciding_line, source as lines
 from rooftrace.tracer.recording import Call, groups, ops
-from rooftrace.tracer.requests import assumptions as asked, deciding_line, source as lines
 from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
-from rooftrace.tracer.values import masks
-from rooftrace.tracer.values.choices import EXPECTED, chosen, in_order
+from rooftrace.tracer.values import masks, trees
+from rooftrace.tracer.values.choices import EXPECTED, UniformDraws, chosen, in_order
 from rooftrace.tracer.values.known import KnownTensors, ResultMemo
 from rooftrace.tracer.values.masks import (
     MAX_ASSUMED,
@@ -31,7 +30,6 @@ from rooftrace.tracer.values.masks import (
     fits_chosen,
     small,
 )
-from rooftrace.tracer.values.uniform import UniformDraws
 
 # -- assumptions -----------------------------------------------------------------------------------
 # Assumptions about unknown values: by policy, or as the user decided.

@@ -1,4 +1,4 @@
-// What a report's page is drawn from: the fields of rooftrace/reporting/hypertext/contents.py.
+// What a report's page is drawn from: the fields of rooftrace/reporting/html/contents.py.
 // Quantities are FLOP, byte, second and FLOP/byte; a text is a place in `texts`.
 
 export interface Ceiling {

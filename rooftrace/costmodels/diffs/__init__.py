@@ -1,5 +1,0 @@
-"""Two estimates compared: kernels matched, and rows of changes with their causes."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,516 @@
+"""Plans of a step: priced and grouped ops, launches and syncs of the host, and rule coverage."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, takewhile
+from typing import Any
+
+from rooftrace._extensions import failures
+from rooftrace._plain import Share
+from rooftrace._shown import short
+from rooftrace.costmodels.fusion import traffic as layouts, traffic as moved
+from rooftrace.costmodels.fusion.execution_advice import (
+    as_written,
+    attention_apart,
+    cache_products,
+    given_formulas,
+    joined_by_users,
+    rules_of_no_op,
+    unknown_groups,
+    usual_execution,
+)
+from rooftrace.costmodels.fusion.executions import ExecutionModel, execution_model
+from rooftrace.costmodels.fusion.grouping import fuse
+from rooftrace.costmodels.fusion.partition import FusionGroup
+from rooftrace.costmodels.fusion.traffic import bytes_by_role
+from rooftrace.costmodels.memory import Memory, memory
+from rooftrace.costmodels.ops import MATRIX, Cost, price_ops, unknown_bytes, with_families
+from rooftrace.costmodels.rewrites import reprice, rewrite
+from rooftrace.graph import PARTS, ROLES, Op, OpGraph, marks, pattern_of
+from rooftrace.hardware.units import format_flops, format_traffic
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the host does next, once in every iteration of `repeats`."""
+
+    dispatches: int  # things that the host enqueues
+    on_device: bool  # whether the last of them is a kernel group
+    sync: bool = False  # whether the host then waits for the device
+    repeats: tuple[int, ...] = ()
+    views: int = 0  # views that the host makes beside them
+    calls: int = 0  # modules that Python calls beside them
+    singles: int = 0  # ops between compiled graphs, which Python enqueues one by one
+    entries: int = 0  # compiled graphs that the host enters behind another one
+
+
+def launches_of(
+    graph: OpGraph, groups: Sequence[FusionGroup], execution: ExecutionModel
+) -> tuple[Launch, ...]:
+    """The launches of a step in order: the host enqueues groups, and waits at syncs.
+
+    Under eager dispatch the host enqueues every kernel of the graph, makes every view and calls
+    every module; under compiled it enqueues every group; under graph everything up to the next
+    wait or graph break at once.  A wait or a break stands before the first group with an op that
+    comes after it.
+    """
+    return _Host(graph, execution).launches_of(groups)
+
+
+class _Host:
+    """What the host does, group after group."""
+
+    def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
+        self.graph, self.dispatch = graph, execution.dispatch
+        eager = self.dispatch == "eager"
+        self.alone = range(len(graph.ops)) if eager else marks.eager_ops(graph.ops)
+        # Ops that are enqueued one by one, and were not yet.
+        self.singles = deque(
+            op for op in graph.ops if op.id in self.alone and op.name != marks.GRAPH_BREAK
+        )
+        self.stops = deque(op for op in graph.ops if op.kind == "sync" or self._breaks(op))
+        self.calls = calls_before(graph) if self.singles else ()
+        self.launches: list[Launch] = []
+
+    def _breaks(self, op: Op) -> bool:
+        return op.name == marks.GRAPH_BREAK and self.dispatch != "eager"
+
+    def launches_of(self, groups: Sequence[FusionGroup]) -> tuple[Launch, ...]:
+        """The launches for these groups."""
+        for group in groups:
+            while self.stops and self.stops[0].id < group.ops[-1]:
+                self._stop()
+            before = self._enqueue(group.ops[-1], group.repeats)
+            self.launches.append(replace(before, on_device=True, repeats=group.repeats))
+        while self.stops:
+            self._stop()
+        if self.singles:
+            self._one_by_one(len(self.graph.ops) - 1, None)
+        return tuple(self.launches)
+
+    def _enqueue(self, last: int, repeats: tuple[int, ...]) -> Launch:
+        """What the host does for what is next; in other repeats that is launches of their own."""
+        if last in self.alone:
+            return self._one_by_one(last, repeats)
+        if self.dispatch in ("compiled", "mixed"):
+            return Launch(1, on_device=False)
+        launches = self.launches
+        if repeats and not launches:
+            launches.append(Launch(1, on_device=False))
+        return Launch(1 if not launches or launches[-1].sync else 0, on_device=False)
+
+    def _one_by_one(self, last: int, repeats: tuple[int, ...] | None) -> Launch:
+        ops: list[Op] = []
+        while self.singles and self.singles[0].id <= last:
+            ops.append(self.singles.popleft())
+        for inside, members in groupby(ops, lambda op: op.repeats):
+            launch = _eager(list(members), self.calls, inside)
+            if self.dispatch != "eager":
+                launch = replace(launch, dispatches=0, singles=launch.dispatches)
+            self.launches.append(launch)
+        if ops and ops[-1].repeats == repeats:
+            return self.launches.pop()
+        return Launch(0, on_device=False)
+
+    def _stop(self) -> None:
+        """Wait for the device, or go on with another compiled graph or with code in Python."""
+        stop = self.stops.popleft()
+        before = Launch(0, on_device=False)
+        if self.singles and self.singles[0].id <= stop.id:
+            before = self._one_by_one(stop.id, stop.repeats)
+        if stop.kind == "sync":
+            self.launches.append(replace(before, sync=True, repeats=stop.repeats))
+            return
+        if marks.is_eager(stop):
+            self.launches.append(replace(before, repeats=stop.repeats))
+            return
+        graph = 1 if self.dispatch == "graph" else 0  # captured on its own, and launched on its own
+        self.launches.append(replace(before, dispatches=graph, entries=1, repeats=stop.repeats))
+
+
+def _eager(ops: Sequence[Op], calls: Sequence[int], repeats: tuple[int, ...]) -> Launch:
+    """The launch that stands for these ops in eager mode."""
+    views = sum(op.kind == "view" for op in ops)
+    return Launch(
+        len(ops) - views,
+        on_device=False,
+        repeats=repeats,
+        views=views,
+        calls=sum(calls[op.id] for op in ops),
+    )
+
+
+_PYTHON = frozenset({PARTS[0], PARTS[2]})
+"""Parts whose ops Python code of modules calls; autograd runs backward without it."""
+_NOT_CALLED = frozenset({"ModuleList", "ModuleDict"})
+
+
+def calls_before(graph: OpGraph) -> tuple[int, ...]:
+    """How many modules are called between each op and the one before it."""
+    counts = []
+    path: list[str] = []
+    call = 0
+    for op in graph.ops:
+        if op.part not in _PYTHON:
+            counts.append(0)
+            continue
+        here = op.module.split(".") if op.module else []
+        pairs = zip(path, here, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if here == path and op.call != call:
+            shared -= 1
+        entered = (".".join(here[: depth + 1]) for depth in range(max(0, shared), len(here)))
+        counts.append(sum(graph.modules.get(name, "") not in _NOT_CALLED for name in entered))
+        path, call = here, op.call
+    return tuple(counts)
+
+
+# -- coverage --------------------------------------------------------------------------------------
+# How much of a plan's totals rests on rules, and which ops have none.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsupported:
+    """An op without a rule: no FLOP of it is counted."""
+
+    target: str
+    count: int
+    bytes: int  # the bytes in the totals, see `price.without_rule`
+    shapes: str  # "bf16[8, 2048], int64[8]"
+    modules: tuple[str, ...]
+    bytes_least: int = 0  # bounds, if it touches no byte twice: see `price.unknown_bytes`
+    bytes_most: int | None = None
+
+    @property
+    def most(self) -> int:
+        """The upper bound; `bytes` where none is known."""
+        return self.bytes if self.bytes_most is None else self.bytes_most
+
+    @property
+    def stub(self) -> str:
+        """A rule to paste and fill in."""
+        name = self.target.rsplit(".", 1)[0]
+        function = name.replace(".", "_").strip("_")
+        return (
+            f'@rooftrace.extend.rule("{name}")\ndef {function}(op):\n'
+            f"    return rooftrace.extend.Cost.of(vector=...) + op.streamed()"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """How much of a total rests on explicit rules."""
+
+    ops: int
+    ops_with_rule: int
+    bytes: int
+    bytes_with_rule: int
+    unsupported: tuple[Unsupported, ...]
+
+    @property
+    def bytes_with_rule_share(self) -> Share:
+        """Share of the priced bytes that a rule accounts for (1 when nothing moves)."""
+        return self.bytes_with_rule / self.bytes if self.bytes else 1.0
+
+
+def coverage_of(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> Coverage:
+    """The coverage of a graph.  costs, known: the cost of each op, and whether it has a rule."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    least: Counter[str] = Counter()
+    most: Counter[str] = Counter()
+    where: dict[str, dict[str, None]] = defaultdict(dict)
+    shapes: dict[str, str] = {}
+    ops = total = 0
+    for op, cost, has_rule in zip(graph.ops, costs, known, strict=True):
+        if op.kind != "kernel":
+            continue
+        times = graph.times(op)
+        size = times * (cost.bytes() + cost.bytes("link"))
+        ops += times
+        total += size
+        if not has_rule:
+            counts[op.target] += times
+            sizes[op.target] += size
+            low, high = unknown_bytes(graph, op)
+            least[op.target] += times * low
+            most[op.target] += times * high
+            where[op.target][pattern_of(op.module)] = None
+            shapes.setdefault(op.target, _shapes(graph, op.inputs[:3]))
+    unsupported = tuple(
+        Unsupported(
+            target=target,
+            count=counts[target],
+            bytes=sizes[target],
+            shapes=shapes[target],
+            modules=tuple(where[target]),
+            bytes_least=least[target],
+            bytes_most=most[target],
+        )
+        for target in sorted(counts, key=lambda t: (-sizes[t], t))
+    )
+    return Coverage(
+        ops=ops,
+        ops_with_rule=ops - counts.total(),
+        bytes=total,
+        bytes_with_rule=total - sizes.total(),
+        unsupported=unsupported,
+    )
+
+
+def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
+    """The types and shapes of values as text: "bf16[8, 2048], int64[8]"."""
+    tensors = (graph.values[i] for i in inputs)
+    return ", ".join(f"{t.dtype}[{', '.join(map(str, t.shape))}]" for t in tensors)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+# From an op graph to a plan: price every op, group, add up traffic; still without a chip.
+#
+# A plan is made once per execution model; `estimate` puts it on chips.
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes through HBM in one step, by role (see rooftrace.graph.ROLES)."""
+
+    weights: int = 0
+    activations: int = 0
+    kv: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    temporary: int = 0
+    constants: int = 0
+
+    @property
+    def total(self) -> int:
+        """All roles together: bytes_hbm."""
+        return sum(self.to_dict().values())
+
+    def to_dict(self) -> dict[str, int]:
+        """Bytes by role name."""
+        return {role: getattr(self, role) for role in ROLES}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A graph priced under one execution model; still without a chip."""
+
+    source: OpGraph  # as captured
+    graph: OpGraph  # after rewriting: naive attention stands as its matrix products
+    execution: ExecutionModel
+    op_costs: tuple[Cost, ...]  # one per op of `graph`, bound to storages
+    groups: tuple[FusionGroup, ...]  # kernels in launch order
+    costs: tuple[Cost, ...]  # what each of them costs, once
+    launches: tuple[Launch, ...]  # what the host does
+    coverage: Coverage
+    compulsory: int  # bytes that any execution moves
+    notes: tuple[str, ...] = ()  # what was rewritten or is worth knowing, a sentence each
+    own_notes: tuple[str, ...] = ()  # those of them on rules and joins that users and packages add
+
+    def __repr__(self) -> str:
+        return short(
+            self,
+            f"{self.source.title}, {self.execution.name}: {sum(g.times for g in self.groups):,} "
+            f"kernels, {format_flops(self.total.flops())}, {format_traffic(self.bytes.total)} "
+            "of HBM; no chip yet",
+        )
+
+    @staticmethod
+    def each(
+        graph: OpGraph, executions: Sequence[str | ExecutionModel], *, savings: bool = True
+    ) -> list[Plan]:
+        """A plan under each execution model, as `plan` makes it; what they share is priced once.
+
+        savings: whether the notes on rewrites say what these save.
+        """
+        OpGraph.check(graph, "plan")
+        written = [as_written(graph, execution_model(execution)) for execution in executions]
+        priced = {}
+        for marked, _ in written:
+            if id(marked) not in priced:
+                costs = price_ops(marked)
+                priced[id(marked)] = with_families(marked, costs[0]), costs
+        plans = []
+        for marked, model in written:
+            classified, costs = priced[id(marked)]
+            plans.append(_planned(graph, classified, costs, model, savings))
+        return plans
+
+    @cached_property
+    def total(self) -> Cost:
+        """Work and traffic of all groups."""
+        work: Counter[Any] = Counter()
+        traffic: Counter[Any] = Counter()
+        for group, cost in zip(self.groups, self.costs, strict=True):
+            for sums, amounts in ((work, cost.work), (traffic, cost.traffic)):
+                for key, amount in amounts.items():
+                    sums[key] += group.times * amount
+        return Cost(work, traffic)
+
+    def why(self, kernel: int) -> str:
+        """Why the ops of a kernel are one: a line for each step by which it grew.
+
+        kernel: its place in `groups`, which is the `index` of its row in an Estimate.
+        """
+        return self.groups[kernel].why(self.graph)
+
+    @cached_property
+    def bytes(self) -> Bytes:
+        """HBM bytes by role."""
+        return Bytes(**bytes_by_role(self.graph, self.total))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes alive over the step as it is run: what stays inside of a kernel takes none."""
+        return memory(self.graph, self.unmade)
+
+    @cached_property
+    def unmade(self) -> frozenset[int]:
+        """Storages that stay inside of the kernels that write them, and so never are in memory."""
+        return _unmade(self)
+
+    @cached_property
+    def channels_last(self) -> bool:
+        """Whether a compiler lays out images with channels last."""
+        return self.execution.fusion == "detected" and layouts.keeps_channels_last(self.graph)
+
+    @cached_property
+    def eager(self) -> frozenset[int]:
+        """The kernels of a mixed step that run outside of what is compiled, by their places."""
+        if self.execution.dispatch != "mixed":
+            return frozenset()
+        ops = marks.eager_ops(self.graph.ops)
+        return frozenset(n for n, group in enumerate(self.groups) if group.ops[0] in ops)
+
+    def lays_out(self, kernel: int) -> bool:
+        """Whether the compiler that writes a kernel lays out images with channels last."""
+        return self.channels_last and kernel not in self.eager
+
+    @property
+    def copies_layouts(self) -> bool:
+        """Whether convolutions copy what they read and write into another memory layout.
+
+        They do where channels come first, as in eager mode; a compiler chooses a layout once.
+        """
+        return not self.channels_last and self.execution.fusion != "factor"
+
+    @cached_property
+    def precision(self) -> str:
+        """The precision that most matrix FLOPs compute in ("fp32" where there are none)."""
+        flops: Counter[str] = Counter()
+        for work, flop in self.total.work.items():
+            if work.operation in MATRIX:
+                flops[work.precision] += flop
+        return flops.most_common(1)[0][0] if flops else "fp32"
+
+    @cached_property
+    def unfused(self) -> Plan:
+        """The plan of this step with a kernel for each op."""
+        none = fuse(self.graph, replace(self.execution, fusion="none"), self.op_costs)
+        return self.regrouped(none, generated=False)
+
+    @property
+    def by_rules(self) -> Plan:
+        """The plan with bytes as rules count them: without measured factors."""
+        return self.as_run(self.execution.by_rules)
+
+    def as_run(self, execution: ExecutionModel) -> Plan:
+        """The plan in the same kernels, with the knobs and dispatch of another execution model."""
+        if execution is self.execution:
+            return self
+        return replace(self, execution=execution).regrouped(self.groups)
+
+    def regrouped(self, groups: tuple[FusionGroup, ...], generated: bool = True) -> Plan:
+        """The plan of this step with other groups, given in an order that every dependency allows.
+
+        generated: whether a compiler writes their kernels, if it does in this plan.
+        """
+        costing = self.execution if generated else replace(self.execution, fusion="none")
+        return replace(
+            self,
+            groups=groups,
+            costs=moved.group_costs(self.graph, groups, self.op_costs, costing),
+            launches=launches_of(self.graph, groups, self.execution),
+        )
+
+
+def plan(graph: OpGraph, execution: str | ExecutionModel | None = None) -> Plan:
+    """Price `graph` under an execution model: rewrite, price each op, fuse, add up traffic.
+
+    execution: default mixed for the step of a script, else efficient.  Weights and caches have the
+    precision that the graph was priced in, else the declared one.
+    Raises ExecutionError for a preset that does not exist.
+    """
+    OpGraph.check(graph, "plan")
+    model = usual_execution(graph) if execution is None else execution
+    return Plan.each(reprice(graph), [model])[0]
+
+
+def _planned(
+    graph: OpGraph,
+    classified: OpGraph,
+    priced: tuple[tuple[Cost, ...], tuple[bool, ...]],
+    model: ExecutionModel,
+    savings: bool,
+) -> Plan:
+    """classified: the graph with the family of each op.  priced: the costs of its ops."""
+    op_costs, known = priced
+    last: tuple[OpGraph, tuple[Cost, ...]] = classified, op_costs
+
+    def costs_of(other: OpGraph) -> tuple[Cost, ...]:
+        nonlocal last
+        if last[0] is not other:
+            last = other, price_ops(other)[0]
+        return last[1]
+
+    rewritten, notes = rewrite(classified, model, costs_of if savings else None)
+    if rewritten is not classified:
+        op_costs, known = price_ops(rewritten)
+    groups = fuse(rewritten, model, op_costs)
+    costs = moved.group_costs(rewritten, groups, op_costs, model)
+    own_notes = (
+        *rules_of_no_op(rewritten),
+        *joined_by_users(groups),
+        *failures("rooftrace.rules", "rooftrace.joins"),
+    )
+    return Plan(
+        source=graph,
+        graph=rewritten,
+        execution=model,
+        op_costs=op_costs,
+        groups=groups,
+        costs=costs,
+        launches=launches_of(rewritten, groups, model),
+        coverage=coverage_of(rewritten, op_costs, known),
+        compulsory=moved.compulsory_bytes(rewritten, op_costs),
+        notes=(
+            *notes,
+            *attention_apart(rewritten),
+            *given_formulas(rewritten),
+            *unknown_groups(rewritten, op_costs),
+            *cache_products(rewritten, op_costs),
+            *own_notes,
+        ),
+        own_notes=own_notes,
+    )
+
+
+def _unmade(planned: Plan) -> frozenset[int]:
+    """Storages that stay inside of the kernels that write them, and so never are in memory."""
+    graph = planned.graph
+    inside = {
+        access.storage
+        for group in planned.groups
+        if len(group.ops) > 1
+        for op in group.ops
+        for access in planned.op_costs[op].traffic
+        if access.write
+    }
+    outside = {access.storage for cost in planned.costs for access in cost.traffic}
+    kept = {graph.values[i].storage for i in (*graph.outputs, *graph.external)}
+    return frozenset(inside - outside - kept)

@@ -1,0 +1,6 @@
+from rooftrace.costmodels.rewrites.rewrites import (
+    applicable as applicable,
+    check_precisions as check_precisions,
+    reprice as reprice,
+    rewrite as rewrite,
+)

@@ -1,0 +1,412 @@
+"""The kernels of eager PyTorch on CUDA, where one op launches more than one.
+
+A meta tensor shows none of it: the kernel of an op copies an input that is not contiguous, or works
+in several steps.  A compiler writes its own kernels, which read any strides, so these passes are
+for executions without fusion.  They are for pricing: bytes, kernels and memory are those of the
+library, and the numbers that come out need not be.
+
+Facts are from ATen's sources (aten/src/ATen/native), named at each op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from msgspec.structs import replace
+
+from rooftrace.costmodels.fusion.traffic import has_channels_last
+from rooftrace.costmodels.ops.cost import BESIDE
+from rooftrace.costmodels.rewrites.editing import Editor
+from rooftrace.costmodels.rewrites.places import same_strides
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, in_order, marks, refs
+from rooftrace.hardware.precisions import storage_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerForm:
+    """The kernels of some ops on CUDA.
+
+    apply: writes them into an Editor; False, with nothing written, where there is only one.
+    """
+
+    noun: str  # of the note, in the singular: "12 kernels read a copy in order ..."
+    verb: str
+    rest: str
+    apply: Callable[[Editor, Op], bool]
+    names: frozenset[str]
+
+
+def with_form(form: EagerForm, mixed: bool, graph: OpGraph) -> tuple[OpGraph, int]:
+    """The graph with the kernels of this form, and how often they run.
+
+    mixed: only ops between compiled graphs have them.
+    """
+    if form.names.isdisjoint([op.name for op in graph.ops]):
+        return graph, 0
+    edit, count = Editor(graph), 0
+    eager = marks.eager_ops(graph.ops) if mixed else range(len(graph.ops))
+    outputs = {graph.values[i].storage for i in graph.outputs}
+    for op in graph.ops:
+        first = len(edit.ops)
+        applies = op.id in eager and op.kind == "kernel" and op.name in form.names
+        if applies and form.apply(edit, op):
+            edit.ops[-1] = _holding(edit, edit.ops[first:], outputs)
+            count += graph.times(op)
+        else:
+            edit.ops.append(op)
+    return (edit.done(), count) if count else (graph, 0)
+
+
+def _holding(edit: Editor, kernels: Sequence[Op], outputs: Collection[int]) -> Op:
+    """The last kernel of an op, which holds the operands and results of the others.
+
+    outputs: storages of the outputs of the graph, which live anyhow.
+    """
+    *others, last = kernels
+    alive = {edit.values[i].storage for i in (*last.inputs, *last.outputs)}.union(outputs)
+    held = (ref for op in others for ref in (*op.reads, *map(Ref, op.outputs)))
+    held = (ref for ref in held if edit.values[ref.id].storage not in alive)
+    return replace(last, holds=in_order((*last.holds, *held)))
+
+
+def _extra(edit: Editor, op: Op, target: str, arguments: Mapping[str, Argument], out: int) -> None:
+    """A kernel besides that of the op itself."""
+    edit.emit(op, target, arguments, (out,), facts={BESIDE: op.name})
+
+
+def _temporary(
+    edit: Editor, op: Op, target: str, arguments: Mapping[str, Argument], shape: tuple[int, ...],
+    dtype: str, stride: tuple[int, ...] | None = None,
+) -> Ref:  # fmt: skip
+    """The temporary that an extra kernel makes."""
+    out = edit.value(shape, dtype, "temporary", op.repeats, stride=stride)
+    _extra(edit, op, target, arguments, out)
+    return Ref(out)
+
+
+def _last(edit: Editor, op: Op, arguments: Mapping[str, Argument]) -> None:
+    """The op itself, with other arguments."""
+    edit.ops.append(replace(op, arguments=dict(arguments), inputs=tuple(refs(arguments))))
+
+
+# -- copies in order -------------------------------------------------------------------------------
+
+_ANY_ORDER = {
+    # cuda/layer_norm_kernel.cu: `expect_contiguous` of the input, and of its gradient.
+    "aten.native_layer_norm": ("input",),
+    "aten.native_layer_norm_backward": ("grad_out", "input"),
+    "rooftrace.rms_norm": ("input",),
+    "rooftrace.rms_norm_backward": ("grad_out", "input"),
+    # cuda/SoftMax.cu: host_softmax and host_softmax_backward.
+    "aten._softmax": ("self",),
+    "aten._log_softmax": ("self",),
+    "aten._softmax_backward_data": ("output",),
+    "aten._log_softmax_backward_data": ("grad_output", "output"),
+    # cuda/ScanUtils.cuh: scan_dim and scan_dim_with_indices.
+    "aten.cumsum": ("self",),
+    "aten.cumprod": ("self",),
+    "aten.cummax": ("self",),
+    "aten.cummin": ("self",),
+    "aten.logcumsumexp": ("self",),
+    # cuda/TensorTransformations.cu: roll_cuda.  cuda/TensorTopK.cpp: topk_out_with_sort.
+    "aten.roll": ("self",),
+    "aten.topk": ("self",),
+}
+"""Operands that must be contiguous, by op."""
+_IMAGES = {
+    # Convolution.cpp: `input.contiguous(backend_memory_format)`, and the gradient's.
+    "aten.convolution": ("input",),
+    "aten.convolution_backward": ("grad_output", "input"),
+    # cuda/DilatedMaxPool2d.cu, AveragePool2d.cu, AdaptiveAveragePooling.cu.
+    "aten.max_pool2d_with_indices": ("self",),
+    "aten.avg_pool2d": ("self",),
+    "aten._adaptive_avg_pool2d": ("self",),
+    # cuda/UpSampleBilinear2d.cu, UpSampleNearest2d.cu.
+    "aten.upsample_bilinear2d": ("input", "self"),
+    "aten.upsample_nearest2d": ("input", "self"),
+}
+"""Operands that must be contiguous, with channels first or last."""
+
+
+def _copied_in_order(edit: Editor, op: Op) -> bool:
+    """Copies of operands that the kernel reads contiguous only."""
+    strict = op.name in _ANY_ORDER
+    fits = is_in_order if strict else _in_either_order
+    names = _ANY_ORDER[op.name] if strict else _IMAGES[op.name]
+    copies: dict[str, Argument] = {}
+    for name in names:
+        item = op.arguments.get(name)
+        if isinstance(item, Ref) and not fits(edit.values[item.id]):
+            value = edit.values[item.id]
+            clone = {"self": item, "memory_format": "memory_format:torch.contiguous_format"}
+            copies[name] = _temporary(
+                edit, op, "aten.clone.default", clone, value.shape, value.dtype
+            )
+    if not copies:
+        return False
+    _last(edit, op, {**op.arguments, **copies})
+    return True
+
+
+def is_in_order(value: Tensor) -> bool:
+    """Whether a tensor is contiguous."""
+    if not value.elements:
+        return True
+    return same_strides(value.shape, value.stride, Tensor.contiguous(value.shape))
+
+
+def _in_either_order(value: Tensor) -> bool:
+    """Whether an image is contiguous with its channels first, or last."""
+    if is_in_order(value) or not value.elements:
+        return True
+    if not has_channels_last(value):
+        return False
+    n, channels, *space = value.shape
+    last = Tensor.contiguous((n, *space, channels))
+    return same_strides(value.shape, value.stride, (last[0], last[-1], *last[1:-1]))
+
+
+# -- another precision first -------------------------------------------------------------------
+
+_SUMS = frozenset({"aten.sum", "aten.nansum", "aten.prod", "aten.mean", "aten.linalg_vector_norm"})
+_SCANS = frozenset({"aten.cumsum", "aten.cumprod"})
+_HALVES = ("fp16", "bf16")
+
+
+def _cast_first(edit: Editor, op: Op) -> bool:
+    """A copy in the precision of the result.
+
+    ReduceOpsUtils.h, make_reduction_from_ty: `self.to(in_dtype)`, where in_dtype is that of the
+    result unless a half is summed to fp32.  ReduceOps.cpp, impl_func_cum_ops: scans always.
+    """
+    item = op.arguments.get("self")
+    if not isinstance(item, Ref):
+        return False
+    value, dtype = edit.values[item.id], edit.values[op.outputs[0]].dtype
+    fused = op.name in _SUMS and value.dtype in _HALVES and dtype == "fp32"
+    if value.dtype == dtype or fused or value.dtype.startswith("complex"):
+        return False
+    dense = value.nbytes == storage_bytes(value.dtype, value.elements)
+    stride = value.stride if dense else None
+    cast = {"self": item, "dtype": f"dtype:{dtype}"}
+    copy = _temporary(edit, op, "aten._to_copy.default", cast, value.shape, dtype, stride)
+    _last(edit, op, {**op.arguments, "self": copy})
+    return True
+
+
+# -- several kernels for one op --------------------------------------------------------------------
+
+
+def _rolled(edit: Editor, op: Op) -> bool:
+    """cuda/TensorTransformations.cu, roll_common: one dimension after the other."""
+    item, shifts, dims = (op.arguments.get(name) for name in ("self", "shifts", "dims"))
+    if not isinstance(item, Ref) or not isinstance(dims, tuple) or len(dims) < 2:
+        return False
+    if not isinstance(shifts, tuple) or len(shifts) != len(dims):
+        return False
+    value = edit.values[op.outputs[0]]
+    for shift, dim in zip(shifts[:-1], dims[:-1], strict=True):
+        roll = {"self": item, "shifts": (shift,), "dims": (dim,)}
+        item = _temporary(edit, op, "aten.roll.default", roll, value.shape, value.dtype)
+    _last(edit, op, {"self": item, "shifts": shifts[-1:], "dims": dims[-1:]})
+    return True
+
+
+def _biased(edit: Editor, op: Op) -> bool:
+    """Convolution.cpp: cuDNN's result, then `add_` of the bias.
+
+    The kernel that ATen has for depthwise convolutions with channels first adds it itself.
+    """
+    bias, weight = op.arguments.get("bias"), op.arguments.get("weight")
+    x = op.arguments.get("input")
+    if not (isinstance(bias, Ref) and isinstance(weight, Ref) and isinstance(x, Ref)):
+        return False
+    image, filters = edit.values[x.id], edit.values[weight.id]
+    depthwise = op.arguments.get("groups", 1) > 1 and filters.shape[1] == 1
+    if depthwise and not has_channels_last(image):
+        return False
+    out = op.outputs[0]
+    value = edit.values[out]
+    plain = edit.view(Ref(out), value.shape, value.stride, op.repeats)
+    rest = {name: item for name, item in op.arguments.items() if name != "bias"}
+    edit.ops.append(
+        replace(op, arguments=rest, inputs=tuple(refs(rest)), outputs=(plain,), flops_torch=None)
+    )
+    wide = (-1, *(1 for _ in value.shape[2:]))
+    channels = edit.values[bias.id].elements
+    column = edit.viewed(op, bias, (channels, *wide[1:]))
+    _extra(edit, op, "aten.add_.Tensor", {"self": Ref(plain), "other": column}, out)
+    return True
+
+
+def _gradients(edit: Editor, op: Op) -> bool:
+    """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
+
+    Each of the first two is a kernel of cuDNN's that reads the gradient of the result, and so does
+    the sum for the bias.
+    """
+    grad, mask = op.arguments.get("grad_output"), op.arguments.get("output_mask")
+    if not isinstance(grad, Ref) or not isinstance(mask, tuple) or sum(mask) < 2:
+        return False
+    positions = [position for position, wanted in enumerate(mask) if wanted]
+    if len(positions) != len(op.outputs):
+        return False
+    for position, out in zip(positions, op.outputs, strict=True):
+        if position == _BIAS:
+            dims = tuple(d for d in range(len(edit.values[grad.id].shape)) if d != 1)
+            _extra(edit, op, "aten.sum.dim_IntList", {"self": grad, "dim": dims}, out)
+            continue
+        alone = tuple(other == position for other in range(len(mask)))
+        edit.emit(op, op.target, {**op.arguments, "output_mask": alone}, (out,), facts=op.facts)
+    return True
+
+
+_BIAS = 2
+"""The position of the bias among the gradients of a convolution."""
+
+
+def _softmax_gradient(edit: Editor, op: Op) -> bool:
+    """cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output is a tensor of its own."""
+    grad, output = op.arguments.get("grad_output"), op.arguments.get("output")
+    if not (isinstance(grad, Ref) and isinstance(output, Ref)):
+        return False
+    value = edit.values[output.id]
+    factors = {"self": grad, "other": output}
+    dtype = edit.values[grad.id].dtype
+    product = _temporary(edit, op, "aten.mul.Tensor", factors, value.shape, dtype)
+    _last(edit, op, {**op.arguments, "grad_output": product})
+    return True
+
+
+def _safe_softmax(edit: Editor, op: Op) -> bool:
+    """SoftMax.cpp, _safe_softmax: a softmax, and zeros in the rows that are -inf throughout."""
+    item, dim = op.arguments.get("self"), op.arguments.get("dim", -1)
+    if not isinstance(item, Ref):
+        return False
+    scores, out = edit.values[item.id], edit.values[op.outputs[0]]
+    last = dim % len(scores.shape)
+    rows = (*scores.shape[:last], 1, *scores.shape[last + 1 :])
+
+    def made(shape: tuple[int, ...], dtype: str) -> int:
+        return edit.value(shape, dtype, "temporary", op.repeats)
+
+    hidden = made(scores.shape, "bool")
+    plain = edit.view(Ref(op.outputs[0]), out.shape, out.stride, op.repeats)
+    empty, zero = made(rows, "bool"), made((), out.dtype)
+    softmax = {"self": item, "dim": dim, "half_to_float": False}
+    _extra(edit, op, "aten._softmax.default", softmax, plain)
+    _extra(edit, op, "aten.isneginf.default", {"self": item}, hidden)
+    reduced = {"self": Ref(hidden), "dim": dim, "keepdim": True}
+    _extra(edit, op, "aten.all.dim", reduced, empty)
+    _extra(edit, op, "aten.scalar_tensor.default", {"s": 0.0}, zero)
+    chosen = {"condition": Ref(empty), "self": Ref(zero), "other": Ref(plain)}
+    edit.emit(op, "aten.where.self", chosen, op.outputs, facts=op.facts)
+    return True
+
+
+_TERMS_APART = frozenset({"aten.mse_loss", "aten.smooth_l1_loss", "aten.huber_loss"})
+"""Losses that write their terms into a tensor of their own."""
+_TERMS_KEPT = frozenset(
+    {"aten.mse_loss", "aten.smooth_l1_loss", "aten.binary_cross_entropy", "aten.soft_margin_loss"}
+)
+"""Losses whose result keeps the bytes of all its terms.
+
+Loss.cpp and cuda/Loss.cu: the result is made for all terms, and resized, which frees nothing.
+"""
+
+
+def _reduced_loss(edit: Editor, op: Op) -> bool:
+    """Loss.cpp, cuda/Loss.cu: a kernel for the terms, and their mean or sum."""
+    x, target = op.arguments.get("self"), op.arguments.get("target")
+    reduction = op.arguments.get("reduction", 1)
+    if not (isinstance(x, Ref) and isinstance(target, Ref)) or reduction not in (1, 2):
+        return False
+    out = op.outputs[0]
+    shape = _broadcast(edit.values[x.id].shape, edit.values[target.id].shape)
+    if not shape:
+        return False
+    result = None
+    if op.name in _TERMS_KEPT:
+        result = edit.view(Ref(out), shape, Tensor.contiguous(shape), op.repeats)
+    if result is None or op.name in _TERMS_APART:
+        terms = edit.value(shape, edit.values[out].dtype, "temporary", op.repeats)
+    else:
+        terms = result
+    if result not in (None, terms):
+        made: dict[str, Argument] = {"size": shape}
+        edit.emit(op, "aten.empty.memory_format", made, (result,), kind="view")
+    alone = {**op.arguments, "reduction": 0}
+    edit.ops.append(replace(op, arguments=alone, outputs=(terms,), flops_torch=None))
+    name = "mean" if reduction == 1 else "sum"
+    _extra(edit, op, f"aten.{name}.default", {"self": Ref(terms)}, out)
+    return True
+
+
+def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape to which two shapes broadcast."""
+    pairs = zip_longest(reversed(first), reversed(second), fillvalue=1)
+    return tuple(b if a == 1 else a for a, b in pairs)[::-1]
+
+
+EAGER_FORMS = (
+    EagerForm(
+        noun="roll",
+        verb="run",
+        rest="as one kernel for each dimension",
+        apply=_rolled,
+        names=frozenset({"aten.roll"}),
+    ),
+    EagerForm(
+        noun="safe softmax",
+        verb="run",
+        rest="as a softmax, a search for rows without a key, and a choice",
+        apply=_safe_softmax,
+        names=frozenset({"aten._safe_softmax"}),
+    ),
+    EagerForm(
+        noun="convolution",
+        verb="add",
+        rest="the bias in a kernel of its own",
+        apply=_biased,
+        names=frozenset({"aten.convolution"}),
+    ),
+    EagerForm(
+        noun="softmax gradient",
+        verb="run",
+        rest="after a product with the probabilities, a kernel of its own",
+        apply=_softmax_gradient,
+        names=frozenset({"aten._softmax_backward_data"}),
+    ),
+    EagerForm(
+        noun="loss",
+        verb="write",
+        rest="all its terms first, and reduce them in a kernel of its own",
+        apply=_reduced_loss,
+        names=_TERMS_APART | _TERMS_KEPT,
+    ),
+    EagerForm(
+        noun="sum or scan",
+        verb="read",
+        rest="a copy of its input in the precision of the result",
+        apply=_cast_first,
+        names=_SUMS | _SCANS,
+    ),
+    EagerForm(
+        noun="kernel",
+        verb="read",
+        rest="a copy in order of an input that is not contiguous",
+        apply=_copied_in_order,
+        names=frozenset({*_ANY_ORDER, *_IMAGES}),
+    ),
+    EagerForm(
+        noun="convolution",
+        verb="make",
+        rest="each gradient in a kernel of its own",
+        apply=_gradients,
+        names=frozenset({"aten.convolution_backward"}),
+    ),
+)
+"""In the order of application: an added kernel may copy its input, and the gradients of a
+convolution share such a copy."""

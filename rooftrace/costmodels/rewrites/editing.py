@@ -1,0 +1,387 @@
+"""Graph edits: an editor, the replacement of matches by new ops, and the removal of dead ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from rooftrace.costmodels.rewrites.places import ValueFlow
+from rooftrace.graph import Argument, GraphError, Op, OpGraph, Ref, Tensor, assumptions, marks, refs
+
+Match = TypeVar("Match")
+
+ATTENTION = "rooftrace.attention.default"
+ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
+LATENT_ATTENTION = "rooftrace.latent_attention.default"
+PACKED_ATTENTION = "rooftrace.packed_attention.default"
+PACKED_LATENT_ATTENTION = "rooftrace.packed_latent_attention.default"
+
+
+class Editor:
+    """A graph being rebuilt: new values are appended, ops go to a new list and are renumbered."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+        self.values = list(graph.values)
+        self.ops: list[Op] = []
+        self.repeats = list(graph.repeats)
+        self.replaced: dict[int, int] = {}
+        """Inputs and outputs of the step -> the values in their place."""
+        self.moved: dict[int, int] = {}
+        """Storages -> the storages that their values move to."""
+        self._masks: dict[str, int] = {}
+
+    @cached_property
+    def flow(self) -> ValueFlow:
+        """The dataflow of the graph before the edits."""
+        return ValueFlow(self.graph)
+
+    def value(
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        role: str,
+        repeats: tuple[int, ...],
+        name: str = "",
+        stride: tuple[int, ...] | None = None,
+    ) -> int:
+        """A new value, contiguous by default."""
+        index = len(self.values)
+        stride = Tensor.contiguous(shape) if stride is None else stride
+        self.values.append(Tensor(shape, dtype, stride, role, index, name=name, repeats=repeats))
+        return index
+
+    def view(
+        self, of: Ref, shape: tuple[int, ...], stride: tuple[int, ...], repeats: tuple[int, ...]
+    ) -> int:
+        """A new value in the storage of another one."""
+        index, source = len(self.values), self.values[of.id]
+        then = source.then if source.then and source.then.repeat in repeats else None
+        if of.then is not None:
+            then = replace(of.then, value=self.values[of.then.value].storage)
+        self.values.append(
+            replace(source, shape=shape, stride=stride, name="", repeats=repeats, then=then)
+        )
+        return index
+
+    def named_like(
+        self, value: int, parts: Sequence[int], join: Callable[[list[str]], str]
+    ) -> None:
+        """Name a value in each iteration by the names of its parts there."""
+        for position, repeat in enumerate(self.repeats):
+            if all(part in repeat.names for part in parts):
+                columns = zip(*(repeat.names[part] for part in parts), strict=True)
+                names = {**repeat.names, value: tuple(join(list(column)) for column in columns)}
+                self.repeats[position] = replace(repeat, names=names)
+
+    def kernel_for(self, op: Op) -> Op:
+        """The op as a library's kernel: without the assumption that it is a fallback."""
+        noted = self.graph.assumptions
+        rest = tuple(n for n in op.assumptions if noted[n].kind != assumptions.FALLBACK)
+        return replace(op, assumptions=rest)
+
+    def emit(
+        self,
+        like: Op,
+        target: str,
+        arguments: Mapping[str, Argument],
+        outputs: tuple[int, ...],
+        kind: str = "kernel",
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append an op of the module, part and family of `like`."""
+        self.ops.append(
+            replace(
+                like,
+                target=target,
+                arguments=dict(arguments),
+                inputs=tuple(refs(arguments)),
+                outputs=outputs,
+                kind=kind,
+                facts=dict(facts or {}),
+                flops_torch=None,
+            )
+        )
+
+    def made(
+        self,
+        like: Op,
+        target: str,
+        arguments: Mapping[str, Argument],
+        shape: tuple[int, ...],
+        dtype: str,
+        role: str = "activations",
+        facts: Mapping[str, Any] | None = None,
+    ) -> Ref:
+        """The new value of a new kernel."""
+        out = self.value(shape, dtype, role, like.repeats)
+        self.emit(like, target, arguments, (out,), facts=facts)
+        return Ref(out)
+
+    def constant_mask(self, name: str, *sizes: int) -> int:
+        """A constant bool[S, L] of this name and sizes, shared by all attention of these sizes."""
+        full_name = f"{name}_mask_{'x'.join(map(str, sizes))}"
+        if full_name not in self._masks:
+            self._masks[full_name] = self.value(sizes[:2], "bool", "constants", (), full_name)
+        return self._masks[full_name]
+
+    # -- views -------------------------------------------------------------------------------------
+
+    def viewed(
+        self, like: Op, of: Ref, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+    ) -> Ref:
+        """A value in another shape, contiguous by default."""
+        strides = Tensor.contiguous(shape) if stride is None else stride
+        out = self.view(of, shape, strides, like.repeats)
+        self.reshape(like, of, out)
+        return Ref(out)
+
+    def reshape(self, like: Op, of: Ref, value: int) -> None:
+        """Emit the reshape of `of` that makes an existing value."""
+        shape = self.values[value].shape
+        self.emit(like, "aten.reshape.default", {"self": of, "shape": shape}, (value,), kind="view")
+
+    def sliced(self, like: Op, of: Ref, dim: int, start: int, end: int) -> Ref:
+        """Elements `start` to `end` along one dimension; the value itself if these are all."""
+        source = self.values[of.id]
+        if (start, end) == (0, source.shape[dim]):
+            return of
+        shape = (*source.shape[:dim], end - start, *source.shape[dim + 1 :])
+        out = self.view(of, shape, source.stride, like.repeats)
+        cut: dict[str, Argument] = {"self": of, "dim": dim, "start": start, "end": end}
+        self.emit(like, "aten.slice.Tensor", cut, (out,), kind="view")
+        return Ref(out)
+
+    def permuted(self, like: Op, of: Ref, dims: tuple[int, ...]) -> Ref:
+        """A value with its dimensions in another order."""
+        source = self.values[of.id]
+        shape, stride = (tuple(t[d] for d in dims) for t in (source.shape, source.stride))
+        out = self.view(of, shape, stride, like.repeats)
+        self.emit(like, "aten.permute.default", {"self": of, "dims": dims}, (out,), kind="view")
+        return Ref(out)
+
+    def transposed(self, like: Op, item: Ref) -> Ref:
+        """The [H, b, a] view of an [H, a, b] value."""
+        source = self.values[item.id]
+        (heads, a, b), (outer, rows, columns) = source.shape, source.stride
+        out = self.view(item, (heads, b, a), (outer, columns, rows), like.repeats)
+        self.transpose(like, item, out)
+        return Ref(out)
+
+    def transpose(self, like: Op, item: Ref, value: int) -> None:
+        """Emit the swap of dimensions 1 and 2 of `item` that makes an existing value."""
+        swap: dict[str, Argument] = {"self": item, "dim0": 1, "dim1": 2}
+        self.emit(like, "aten.transpose.int", swap, (value,), kind="view")
+
+    # -- values of the graph, made in another way --------------------------------------------------
+
+    def move(self, value: int, storage: int) -> None:
+        """Move a value, and all others of its storage, to another storage."""
+        for member in self.flow.members[self.graph.values[value].storage]:
+            self.values[member] = replace(self.values[member], storage=storage)
+
+    def becomes(self, like: Op, value: int, made: Ref) -> None:
+        """Let a value be a reshape of a new one."""
+        self.move(value, made.id)
+        self.reshape(like, made, value)
+
+    def done(self) -> OpGraph:
+        """The new graph."""
+        graph, moved = self.graph, self.moved
+        fields = {
+            "values": tuple(
+                replace(t, storage=moved[t.storage]) if t.storage in moved else t
+                for t in self.values
+            ),
+            "repeats": tuple(self.repeats),
+            "inputs": tuple(self.replaced.get(value, value) for value in graph.inputs),
+            "outputs": tuple(self.replaced.get(value, value) for value in graph.outputs),
+        }
+        return graph.with_ops(self.ops, **fields)
+
+
+def operand(op: Op, name: str) -> Ref:
+    """A tensor argument by schema name.  Raises GraphError where it is none."""
+    item = op.arguments.get(name)
+    if not isinstance(item, Ref):
+        raise GraphError(f"op {op.id} ({op.target}): expected a tensor as {name!r}, got {item!r}")
+    return item
+
+
+# -- replacement -----------------------------------------------------------------------------------
+
+
+class Region(Protocol):
+    """Ops that a rewrite replaces.  inside: their ids, without that of the op at the end."""
+
+    @property
+    def inside(self) -> frozenset[int]: ...
+
+
+AnyRegion = TypeVar("AnyRegion", bound=Region)
+
+
+def rewritten(
+    graph: OpGraph,
+    names: Collection[str],
+    find: Callable[[ValueFlow, Op], AnyRegion | None],
+    emit: Callable[[Editor, AnyRegion], object],
+) -> tuple[OpGraph, int]:
+    """Replace the regions that `find` sees at the end of ops of these names; how often they ran."""
+    flow = ValueFlow(graph)
+    candidates = (op for op in graph.ops if op.name in names)
+    regions = {op.id: region for op in candidates if (region := find(flow, op)) is not None}
+    inside = frozenset[int]().union(*(region.inside for region in regions.values()))
+    return with_matches(graph, regions, emit, inside)
+
+
+def with_matches(
+    graph: OpGraph,
+    matches: Mapping[int, Match],
+    emit: Callable[[Editor, Match], object],
+    dropped: Container[int] = (),
+) -> tuple[OpGraph, int]:
+    """`edited`, without the ops that are left without a use, and how often the matched ops ran."""
+    if not matches:
+        return graph, 0
+    count = sum(graph.times(graph.ops[number]) for number in matches)
+    return without_left_behind(edited(graph, matches, emit, dropped), graph), count
+
+
+def edited(
+    graph: OpGraph,
+    matches: Mapping[int, Match],
+    emit: Callable[[Editor, Match], object],
+    dropped: Container[int],
+) -> OpGraph:
+    """The graph with what `emit` writes for each match, by the id of its op, and without others."""
+    edit = Editor(graph)
+    for op in graph.ops:
+        if op.id in matches:
+            emit(edit, matches[op.id])
+        elif op.id not in dropped:
+            edit.ops.append(op)
+    return edit.done()
+
+
+# -- dead ops --------------------------------------------------------------------------------------
+
+
+def without_dead_ops(graph: OpGraph) -> tuple[OpGraph, int]:
+    """Remove ops that neither make an output nor write into something that outlives the step.
+
+    Returns the graph and how many kernels were left out.
+    """
+    kept = _used(graph)
+    if len(kept) == len(graph.ops):
+        return graph, 0
+    smaller = graph.with_ops(kept)
+    before, after = (sum(map(side.times, side.kernels())) for side in (graph, smaller))
+    return smaller, before - after
+
+
+def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
+    """Remove the ops that a rewrite of `before` left without a use; unused ones of `before` stay.
+
+    Values keep their ids in a rewrite, so ops are compared by the values that they make.
+    """
+    used_before = {op.outputs for op in _used(before)}
+    unused_before = {op.outputs for op in before.ops} - used_before
+    used = {op.id for op in _used(graph)}
+    kept = [op for op in graph.ops if op.id in used or op.outputs in unused_before]
+    read_before = _read(before, before.ops)
+    kept = _without_unread_views(graph, kept, read_before)
+    gone = before.producers.keys() - {value for op in kept for value in op.outputs}
+    gone |= set(before.external) & read_before - _read(graph, kept)
+    return graph.with_ops(_released(op, gone) for op in kept)
+
+
+def released(graph: OpGraph, before: OpGraph) -> OpGraph:
+    """Ops hold no values that an op made in `before` and that no op makes any more."""
+    gone = before.producers.keys() - graph.producers.keys()
+    return graph.replace(ops=tuple(_released(op, gone) for op in graph.ops)) if gone else graph
+
+
+def _released(op: Op, gone: Collection[int]) -> Op:
+    """The op without the values in `gone` among those that it holds."""
+    if not any(ref.id in gone for ref in op.holds):
+        return op
+    return replace(op, holds=tuple(ref for ref in op.holds if ref.id not in gone))
+
+
+def _read(graph: OpGraph, ops: Sequence[Op]) -> set[int]:
+    """The values that ops read, of this iteration or of another one, and outputs of the step."""
+    read = {value for op in ops for value in op.inputs} | set(graph.outputs)
+    neighbours = [ref.then for op in ops for ref in op.reads]
+    neighbours += [tensor.then for tensor in graph.values]
+    return read | {then.value for then in neighbours if then is not None}
+
+
+def _without_unread_views(graph: OpGraph, ops: list[Op], before: Collection[int]) -> list[Op]:
+    """Ops without the views that nothing reads any more, among those that were read `before`.
+
+    `_used` keeps views of external values, since they may be written.
+    """
+    while True:
+        read = _read(graph, ops)
+        kept = [
+            op
+            for op in ops
+            if op.kind != "view"
+            or not any(value in before for value in op.outputs)
+            or any(i in read or graph.values[i].storage == i for i in op.outputs)
+        ]
+        if len(kept) == len(ops):
+            return kept
+        ops = kept
+
+
+def _used(graph: OpGraph) -> list[Op]:
+    """The ops that make an output, or write into something that outlives the step."""
+    across: set[tuple[int, int]] = set()
+    while True:  # an iteration also makes what the next iteration reads
+        kept = _needed(graph, across)
+        more = {pair for op in kept if op.repeats for pair in _read_across(graph, op)}
+        if more <= across:
+            return kept
+        across |= more
+
+
+def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
+    """The ops that make an output, or write what a later op reads.
+
+    across: (repeat, storage) that the next iteration of the repeat reads.
+    """
+    storage = [t.storage for t in graph.values]
+    live = {storage[i] for i in (*graph.outputs, *graph.external)}
+    inside: tuple[int, ...] = ()
+    eager = marks.eager_ops(graph.ops)
+    kept = []
+    for op in reversed(graph.ops):
+        if op.repeats != inside:
+            entered = set(op.repeats) - set(inside)
+            live.update(value for repeat, value in across if repeat in entered)
+            inside = op.repeats
+        made = [storage[i] for i in op.outputs]
+        stays = "writes" in op.facts or op.id in eager or not made or op.kind == "sync"
+        if stays or not live.isdisjoint(made):
+            kept.append(op)
+            live.update([storage[i] for i in op.inputs])
+    return kept[::-1]
+
+
+def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
+    """(repeat, storage) that an op reads of a neighbouring iteration, or that iterations share."""
+    values = graph.values
+    neighbours = [ref.then for ref in op.reads]
+    neighbours += [values[i].then for i in (*op.inputs, *op.outputs)]
+    for then in neighbours:
+        if then is not None:
+            yield then.repeat, values[then.value].storage
+    for repeat in op.repeats:
+        for storage in (values[i].storage for i in op.inputs):
+            if repeat not in values[storage].repeats:
+                yield repeat, storage

@@ -1,0 +1,434 @@
+"""Which elements of earlier values an element of a value is made of, through views and products.
+
+A dimension of a value is read at `Dim`: a number in mixed radix, whose digits (`Atom`) belong to
+axes that a finder names.  Walking back from a value through views, casts, broadcasts, products and
+sums gives the factors of a sum of products, each with the dims at which it is read: so that
+`einsum`, `bmm`, `mul` and `sum` in any order say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rooftrace.costmodels.rewrites.places import COPIES, ValueFlow, clipped, reads_across
+from rooftrace.graph import Op, OpGraph
+
+Axis = Hashable
+
+
+class Atom(NamedTuple):
+    """(index of `axis` // step) % size."""
+
+    axis: Axis
+    step: int
+    size: int
+
+
+class Dim(NamedTuple):
+    """Where a dimension is read: at `start` plus the number whose digits are `atoms`."""
+
+    atoms: tuple[Atom, ...]
+    start: int = 0
+
+
+Names = dict[Axis, list[tuple[Atom, Atom]]]
+"""By axis, its digits, each with the digit that it is called by."""
+
+
+class ReadValue(NamedTuple):
+    """A value, read at these dims."""
+
+    value: int
+    dims: tuple[Dim, ...]
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """The axes that it depends on."""
+        return frozenset(atom.axis for dim in self.dims for atom in dim.atoms)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnAxis:
+    """The axis of the iterations of a repeat."""
+
+    repeat: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumAxis:
+    """An axis that a product or a sum adds over."""
+
+    op: int
+    dim: int
+
+
+_SAME = frozenset({
+    *COPIES, "aten.detach", "aten.alias", "aten.lift_fresh", "aten.expand_as", "aten.view_as",
+})  # fmt: skip
+_RESHAPES = frozenset({
+    "aten.view", "aten._unsafe_view", "aten.reshape", "aten.flatten", "aten.unflatten",
+    "aten.squeeze", "aten.unsqueeze", "aten.view_as",
+})  # fmt: skip
+
+
+def full(axis: Axis, size: int) -> Dim:
+    """All of an axis; an axis of one element says nothing."""
+    return Dim((Atom(axis, 1, size),)) if size > 1 else Dim(())
+
+
+class Walker(ValueFlow):
+    """Walks back from values of a graph and collects the ops on the way in `passed`, by id."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        super().__init__(graph)
+        self.passed: set[int] = set()
+        self._edges: set[int] = set()
+        """Values that an op outside of a repeat reads of its last iteration."""
+        self._written = set(self.writers)
+
+    def settled(self, storages: set[int]) -> None:
+        """From here on, values of these storages are read as they are once all was written."""
+        self._written -= storages
+
+    def unsettled(self, storages: set[int]) -> None:
+        """Take `settled` back."""
+        self._written |= storages
+
+    def fresh(self, value: int) -> ReadValue:
+        """A value at dims of its own."""
+        shape = self.graph.values[value].shape
+        return ReadValue(value, tuple(full((value, d), size) for d, size in enumerate(shape)))
+
+    def maker(self, value: int) -> Op | None:
+        """The op that made a value, where it is made of the same iteration's values alone."""
+        op = None if value in self._edges else self.producer(value)
+        return None if op is None or op.part != "forward" or reads_across(op) else op
+
+    def only_reader(self, value: int) -> Op | None:
+        """The op that alone reads a value, and makes one; None where the step returns it, too."""
+        readers = self.users[value]
+        alone = len(readers) == 1 and value not in self.graph.outputs
+        return readers[0] if alone and len(readers[0].outputs) == 1 else None
+
+    def _pass(self, op: Op) -> None:
+        """Add an op to `passed`; the walk ends at operands of another iteration."""
+        self.passed.add(op.id)
+        for value in op.inputs:
+            made = self.producer(value)
+            if made is not None and made.repeats != op.repeats[: len(made.repeats)]:
+                self._edges.add(value)
+
+    def source(self, factor: ReadValue, at: int | None = None) -> ReadValue:
+        """What a value is a view, a copy, a cast or a padding of; as far back as the value `at`."""
+        while True:
+            before = self._before(factor) if factor.value != at else None
+            if before is None:
+                return factor
+            factor = before
+
+    def parts(self, factor: ReadValue, at: int | None = None) -> tuple[ReadValue, ...]:
+        """The factors of a product, or of a sum of products; the factor alone where it is none.
+
+        None is gone through beyond the value `at`.
+        """
+        factor = self.source(factor, at)
+        op = self.maker(factor.value)
+        if op is None or self.changes(factor.value):
+            return (factor,)
+        made: tuple[ReadValue, ...] | None = None
+        if op.name in ("aten.mul", "aten.mul_") and len(op.inputs) == 2:
+            made = tuple(self.aligned(i, factor.dims) for i in op.inputs)
+        elif op.name in ("aten.bmm", "aten.mm", "aten.mv"):
+            made = self._product(op, factor.dims)
+        elif op.name == "aten.sum":
+            made = self._total(op, factor.dims)
+        if made is None:
+            return (factor,)
+        self._pass(op)
+        return tuple(self.source(part, at) for part in made)
+
+    def under(self, factor: ReadValue, *names: str, **bind: object) -> list[ReadValue]:
+        """What the last op of a chain by elements reads, each op of which makes the first operand
+        of the one before it, and the first op the factor; nothing where there is no such chain.
+
+        said: what an op has to be given, if it has such an argument.
+        """
+        read = [factor]
+        for name in names:
+            factor = self.source(read[0])
+            op = self.maker(factor.value)
+            if op is None or op.name != f"aten.{name}":
+                return []
+            if any(op.arguments.get(key, x) != x for key, x in {"alpha": 1, **bind}.items()):
+                return []
+            self.passed.add(op.id)
+            read = [self.source(self.aligned(i, factor.dims)) for i in op.inputs]
+        return read
+
+    def holding(self, factor: ReadValue, value: int) -> list[ReadValue] | None:
+        """A factor taken apart as far as is needed to see a value; None where it is not in it."""
+        factor = self.source(factor, value)
+        if factor.value == value:
+            return [factor]
+        parts = self.parts(factor, value)
+        if len(parts) == 1 and parts[0] == factor:
+            return None
+        inside = [self.holding(part, value) for part in parts]
+        if all(pieces is None for pieces in inside):
+            return None
+        return [
+            piece
+            for part, pieces in zip(parts, inside, strict=True)
+            for piece in ([part] if pieces is None else pieces)
+        ]
+
+    def apart(self, factor: ReadValue, whole: Callable[[ReadValue], bool]) -> list[ReadValue]:
+        """The factors of a value, each taken apart until it is `whole`, or no product."""
+        factor = self.source(factor)
+        if whole(factor):
+            return [factor]
+        parts = self.parts(factor)
+        if len(parts) == 1 and parts[0] == factor:
+            return [factor]
+        return [piece for part in parts for piece in self.apart(part, whole)]
+
+    def at_index(self, view: int, whole: ReadValue, dim: int, index: int) -> ReadValue | None:
+        """A view that is all of a value at one index of a dimension, its axes called as those of
+        the value; None for another one."""
+        there = (*whole.dims[:dim], Dim((), index), *whole.dims[dim + 1 :])
+        names, others = self.seen(self.fresh(view), ReadValue(whole.value, there))
+        return None if names is None or others else renamed(self.fresh(view), names)
+
+    def seen(self, factor: ReadValue, known: ReadValue) -> tuple[Names | None, list[ReadValue]]:
+        """What the axes of a factor are called where a value in it is read as it is known, and the
+        other factors; no names where it is not in it, or more than once."""
+        pieces = self.holding(factor, known.value) or []
+        own = [piece for piece in pieces if piece.value == known.value]
+        names = named(own[0], known.dims) if len(own) == 1 else None
+        return names, [piece for piece in pieces if piece.value != known.value]
+
+    def aligned(self, value: int, dims: Sequence[Dim]) -> ReadValue:
+        """An operand that is broadcast to these dims."""
+        shape = self.graph.values[value].shape
+        dims = dims[len(dims) - len(shape) :]
+        return ReadValue(
+            value, tuple(Dim(()) if n == 1 else d for n, d in zip(shape, dims, strict=True))
+        )
+
+    def changes(self, value: int) -> bool:
+        """Whether an op writes into the bytes of a value after it was made."""
+        return self.graph.values[value].storage in self._written
+
+    def _before(self, factor: ReadValue) -> ReadValue | None:
+        value, dims = factor
+        op = self.maker(value)
+        if op is None or not op.inputs or self.changes(value):
+            return None
+        shape = self.graph.values[op.inputs[0]].shape
+        moved = self._moved(op, value, dims, shape)
+        if moved is None:
+            return None
+        self._pass(op)
+        return ReadValue(op.inputs[0], moved)
+
+    def _moved(
+        self, op: Op, value: int, dims: tuple[Dim, ...], shape: tuple[int, ...]
+    ) -> tuple[Dim, ...] | None:
+        """The dims at which a view, a copy or a padding reads its operand; None for another op."""
+        name, arguments = op.name, op.arguments
+        if name in _SAME and len(shape) == len(dims):
+            return tuple(Dim(()) if n == 1 else d for n, d in zip(shape, dims, strict=True))
+        if name in _RESHAPES:
+            return _regrouped(dims, self.graph.values[value].shape, shape)
+        if name == "aten.expand":
+            return self.aligned(op.inputs[0], dims).dims
+        if name in ("aten.permute", "aten.transpose", "aten.t"):
+            order = order_of(op, len(shape))
+            return tuple(dims[order.index(d)] for d in range(len(shape)))
+        dim = arguments.get("dim", 0)
+        if name == "aten.select" and isinstance(dim, int):
+            return self._selected(op, dims, dim % len(shape), shape)
+        if name == "aten.slice" and isinstance(dim, int) and not op.steps:
+            start = clipped(arguments.get("start"), shape[dim])
+            if arguments.get("step", 1) != 1 or start is None:
+                return None
+            dim %= len(shape)
+            old = dims[dim]
+            return (*dims[:dim], Dim(old.atoms, old.start + start), *dims[dim + 1 :])
+        if name == "aten.constant_pad_nd" and not arguments.get("value", 0):
+            # Zeros behind a dimension are read where an axis is longer; none may stand before it.
+            return None if any(arguments["pad"][::2]) else dims
+        return None
+
+    def _selected(
+        self, op: Op, dims: tuple[Dim, ...], dim: int, shape: tuple[int, ...]
+    ) -> tuple[Dim, ...] | None:
+        index = op.arguments.get("index")
+        if not isinstance(index, int):
+            return None
+        start = index % shape[dim] if shape[dim] else 0
+        atoms: tuple[Atom, ...] = ()
+        if op.steps:
+            if op.steps != {"index": 1}:
+                return None
+            repeat = op.repeats[-1]
+            atoms = (Atom(TurnAxis(repeat), 1, self.graph.repeats[repeat].count),)
+        return (*dims[:dim], Dim(atoms, start), *dims[dim:])
+
+    def _product(self, op: Op, dims: tuple[Dim, ...]) -> tuple[ReadValue, ...] | None:
+        left, right = op.inputs
+        shape = self.graph.values[left].shape
+        inner = full(SumAxis(op.id, 0), shape[-1])
+        if op.name == "aten.mv":
+            return ReadValue(left, (*dims, inner)), ReadValue(right, (inner,))
+        *outer, row, column = dims
+        return ReadValue(left, (*outer, row, inner)), ReadValue(right, (*outer, inner, column))
+
+    def _total(self, op: Op, dims: tuple[Dim, ...]) -> tuple[ReadValue, ...] | None:
+        shape = self.graph.values[op.inputs[0]].shape
+        over = op.arguments.get("dim")
+        if not isinstance(over, tuple) or not over:
+            return None
+        over = {d % len(shape) for d in over}
+        left = iter(
+            d for i, d in enumerate(dims) if i not in over or not op.arguments.get("keepdim")
+        )
+        read = tuple(
+            full(SumAxis(op.id, d), n) if d in over else next(left) for d, n in enumerate(shape)
+        )
+        return (ReadValue(op.inputs[0], read),)
+
+
+def order_of(op: Op, rank: int) -> list[int]:
+    """Which dimension of the operand each dimension of a permuted view is."""
+    order = list(range(rank))
+    if op.name == "aten.permute":
+        return [d % rank for d in op.arguments["dims"]]
+    a, b = (0, rank - 1) if op.name == "aten.t" else (op.arguments["dim0"], op.arguments["dim1"])
+    order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
+    return order
+
+
+def _regrouped(
+    dims: Sequence[Dim], seen: Sequence[int], shape: Sequence[int]
+) -> tuple[Dim, ...] | None:
+    """The dims of a value of `shape` that is seen as `seen`, at `dims`."""
+    made: list[Dim] = []
+    pending = [(n, d) for n, d in zip(seen, dims, strict=True) if n != 1]
+    for size in shape:
+        if size == 1:
+            made.append(Dim(()))
+            continue
+        have, atoms, start = 1, list[Atom](), 0
+        while have < size:
+            if not pending:
+                return None
+            n, dim = pending.pop(0)
+            if have * n > size:
+                if have * n % size or dim.start:
+                    return None
+                inner = have * n // size
+                halves = _halves(dim.atoms, inner)
+                if halves is None:
+                    return None
+                pending.insert(0, (inner, Dim(halves[1])))
+                n, dim = n // inner, Dim(halves[0])
+            if (dim.start or start) and (atoms or have > 1):
+                return None  # no digit may carry over
+            have, start = have * n, dim.start
+            atoms += dim.atoms
+        made.append(Dim(joined(atoms), start))
+    return tuple(made)
+
+
+def _halves(
+    atoms: tuple[Atom, ...], inner: int
+) -> tuple[tuple[Atom, ...], tuple[Atom, ...]] | None:
+    """Digits as those of the upper part, and those of the lower part of `inner` numbers."""
+    lower: list[Atom] = []
+    upper = list(atoms)
+    while inner > 1 and upper:
+        atom = upper.pop()
+        if atom.size <= inner:
+            if inner % atom.size:
+                return None
+            lower.insert(0, atom)
+            inner //= atom.size
+        else:
+            if atom.size % inner:
+                return None
+            lower.insert(0, Atom(atom.axis, atom.step, inner))
+            upper.append(Atom(atom.axis, atom.step * inner, atom.size // inner))
+            inner = 1
+    return tuple(upper), tuple(lower)
+
+
+def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+    """Digits of one axis that stand side by side as one digit."""
+    made: list[Atom] = []
+    for atom in atoms:
+        last = made[-1] if made else None
+        if last and last.axis == atom.axis and last.step == atom.step * atom.size:
+            made[-1] = Atom(atom.axis, atom.step, last.size * atom.size)
+        elif atom.size > 1:
+            made.append(atom)
+    return tuple(made)
+
+
+def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
+    """What the axes of a factor are called once it is read at `dims`; None where they differ."""
+    names: Names = {}
+    for own, other in zip(factor.dims, dims, strict=True):
+        if own.start != other.start:
+            return None
+        mine, theirs = list(own.atoms), list(other.atoms)
+        while mine and theirs:
+            a, b = mine.pop(), theirs.pop()
+            size = min(a.size, b.size)
+            if not mine and not theirs and a.size < b.size:  # the first ones of an axis
+                b = Atom(b.axis, b.step, size)
+            if a.size % size or b.size % size:
+                return None
+            if (a.axis, a.step) != (b.axis, b.step):
+                names.setdefault(a.axis, []).append(
+                    (Atom(a.axis, a.step, size), Atom(b.axis, b.step, size))
+                )
+            if a.size > size:
+                mine.append(Atom(a.axis, a.step * size, a.size // size))
+            if b.size > size:
+                theirs.append(Atom(b.axis, b.step * size, b.size // size))
+        if mine or theirs:
+            return None
+    return names
+
+
+def renamed(factor: ReadValue, names: Names) -> ReadValue | None:
+    """A factor with its axes called by other names; an axis without a name keeps its own."""
+    made: list[Dim] = []
+    for dim in factor.dims:
+        atoms: list[Atom] = []
+        for atom in dim.atoms:
+            if atom.axis not in names:
+                atoms.append(atom)
+                continue
+            low, high, size = atom.step, atom.step * atom.size, 1
+            for mine, other in sorted(names[atom.axis], key=lambda pair: -pair[0].step):
+                lower, upper = max(low, mine.step), min(high, mine.step * mine.size)
+                if upper > lower:
+                    if lower % mine.step or upper % lower:
+                        return None
+                    size *= upper // lower
+                    atoms.append(
+                        Atom(other.axis, other.step * (lower // mine.step), upper // lower)
+                    )
+            if size != atom.size:
+                return None
+        made.append(Dim(joined(atoms), dim.start))
+    return ReadValue(factor.value, tuple(made))
+
+
+def called(sizes: Mapping[Axis, tuple[Axis, int]]) -> Names:
+    """Names for whole axes: by axis, what it is called and how long it is."""
+    return {old: [(Atom(old, 1, n), Atom(new, 1, n))] for old, (new, n) in sizes.items()}

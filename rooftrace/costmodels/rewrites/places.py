@@ -1,0 +1,220 @@
+"""ValueFlow of a graph: producers and users of values, and their locations in storages.
+
+A `Tensor` has shape and strides; the offset of a view follows from the ops that made it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from rooftrace.graph import Op, OpGraph, Tensor
+
+VIEWS = frozenset({
+    "aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t",
+    "aten.unsqueeze", "aten.squeeze", "aten.expand", "aten.detach", "aten.alias", "aten.lift_fresh",
+    "aten.unflatten", "aten.flatten", "aten.view_as", "aten.expand_as",
+})  # fmt: skip
+"""Views of all elements."""
+COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Element (i, j, ...) of a value is at offset + i stride[0] + j stride[1] + ... of its storage.
+
+    All are in elements.
+    """
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class ValueFlow:
+    """Producers, users, writers and locations of the values of a graph."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph, self.values = graph, graph.values
+        self._locations: dict[int, Location | None] = {}
+
+    @cached_property
+    def storage_users(self) -> dict[int, list[Op]]:
+        """Storage -> the ops that read or write it, in order."""
+        users: dict[int, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            for storage in {self.values[i].storage for i in (*op.inputs, *op.outputs)}:
+                users[storage].append(op)
+        return users
+
+    @cached_property
+    def users(self) -> dict[int, list[Op]]:
+        """Value -> the ops that read it, in this iteration or in the next one, in order."""
+        users: dict[int, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            neighbours = {ref.then.value for ref in op.reads if ref.then is not None}
+            for value in {*op.inputs, *neighbours}:
+                users[value].append(op)
+        return users
+
+    @cached_property
+    def members(self) -> dict[int, list[int]]:
+        """Storage -> the values in it."""
+        members: dict[int, list[int]] = defaultdict(list)
+        for index, tensor in enumerate(self.values):
+            members[tensor.storage].append(index)
+        return members
+
+    @cached_property
+    def escaping(self) -> frozenset[int]:
+        """Storages that leave the step, or that an op reads of another iteration of a repeat."""
+        return self.crossing | {self.values[i].storage for i in self.graph.outputs}
+
+    @cached_property
+    def crossing(self) -> frozenset[int]:
+        """Storages that an op reads of another iteration of a repeat, or of all of them."""
+        reads = [ref for op in self.graph.ops for ref in op.reads]
+        read = [ref.id for ref in reads if ref.every]
+        neighbours = [*(ref.then for ref in reads), *(tensor.then for tensor in self.values)]
+        read += [then.value for then in neighbours if then is not None]
+        return frozenset(self.values[i].storage for i in read)
+
+    @cached_property
+    def writers(self) -> dict[int, list[Op]]:
+        """Storage -> the kernels that write into it after it was made, in order."""
+        writers: dict[int, list[Op]] = defaultdict(list)
+        for op in self.graph.kernels():
+            for value in op.outputs:
+                storage = self.values[value].storage
+                if storage not in op.outputs:
+                    writers[storage].append(op)
+        return writers
+
+    def overwritten(self, value: int, first: int, last: int) -> bool:
+        """Whether an op between two ops, by their ids, writes into the storage of a value."""
+        writers = self.writers.get(self.values[value].storage, ())
+        return any(first < op.id < last for op in writers)
+
+    def producer(self, value: int) -> Op | None:
+        """The op that made a value; None for an external one."""
+        index = self.graph.producers.get(value)
+        return None if index is None else self.graph.ops[index]
+
+    def kernel_of(self, value: int) -> Op | None:
+        """The kernel that made a value, through views."""
+        op = self.producer(value)
+        while op is not None and op.kind == "view" and op.inputs:
+            op = self.producer(op.inputs[0])
+        return op
+
+    def location(self, value: int) -> Location | None:
+        """The location of a value; None behind a view of unknown offset or of another iteration."""
+        if value not in self._locations:
+            self._locations[value] = self._located(value)
+        return self._locations[value]
+
+    def previous(self, value: int) -> int | None:
+        """The operand of views, a copy or a cast that has the same elements in the same order.
+
+        Views may permute the elements on the way, if the last one restores the order.  None where
+        another op made the value.
+        """
+        op, new = self.producer(value), self.values[value]
+        if op is not None and op.name in COPIES and not reads_across(op):
+            return op.inputs[0] if self.values[op.inputs[0]].elements == new.elements else None
+        while op is not None and op.kind == "view" and len(op.inputs) == 1 and not reads_across(op):
+            old = self.values[op.inputs[0]]
+            if old.dtype != new.dtype or old.elements != new.elements:
+                return None
+            if merged_dims(old) == merged_dims(new):
+                return op.inputs[0]
+            op = self.producer(op.inputs[0])
+        return None
+
+    def chain(self, value: int, shape: tuple[int, ...] | None = None) -> Iterator[int]:
+        """A value and its `previous` ones, the latest first, as long as they have the shape."""
+        step: int | None = value
+        while step is not None and (step == value or shape in (None, self.values[step].shape)):
+            yield step
+            step = self.previous(step)
+
+    def root(self, value: int, shape: tuple[int, ...] | None = None) -> int:
+        """The last value of the `chain`."""
+        *_, first = self.chain(value, shape)
+        return first
+
+    def root_of_shape(self, value: int, shape: tuple[int, ...]) -> int | None:
+        """The last value of the `chain` that has this shape."""
+        alike = [v for v in self.chain(value) if self.values[v].shape == shape]
+        return alike[-1] if alike else None
+
+    def _located(self, value: int) -> Location | None:
+        tensor = self.values[value]
+        if tensor.then is not None:
+            return None
+        if tensor.storage == value:
+            return Location(value, 0, tensor.shape, tensor.stride)
+        op = self.producer(value)
+        if op is None or not op.inputs or reads_across(op):
+            return None
+        source = self.location(op.inputs[0])
+        alike = self.values[op.inputs[0]].dtype == tensor.dtype
+        if source is None or source.storage != tensor.storage or not alike:
+            return None
+        start = self._start(op, source, op.outputs.index(value))
+        if start is None:
+            return None
+        return Location(tensor.storage, source.offset + start, tensor.shape, tensor.stride)
+
+    def _start(self, op: Op, source: Location, position: int) -> int | None:
+        """The offset of an output of a view op in its operand; None for an unknown op."""
+        if op.name in VIEWS or (op.name.endswith("_") and op.kind == "kernel"):
+            return 0
+        dim = op.arguments.get("dim", 0)
+        if not isinstance(dim, int) or not source.shape:
+            return None
+        if op.name == "aten.unbind":
+            return position * source.stride[dim]
+        if op.name in ("aten.split", "aten.split_with_sizes", "aten.chunk"):
+            before = sum(self.values[i].shape[dim] for i in op.outputs[:position])
+            return before * source.stride[dim]
+        if op.name not in ("aten.select", "aten.slice", "aten.narrow"):
+            return None
+        index = op.arguments.get("index" if op.name == "aten.select" else "start")
+        start = clipped(index, source.shape[dim])
+        return None if start is None else start * source.stride[dim]
+
+
+def clipped(index: object, size: int) -> int | None:
+    """An index of a dimension counted from its start; None stands for 0.  None for no number."""
+    if index is None:
+        return 0
+    if not isinstance(index, int):
+        return None
+    return min(max(index + size if index < 0 else index, 0), size)
+
+
+def reads_across(op: Op) -> bool:
+    """Whether an op reads a value of another iteration of a repeat."""
+    return any(r.then is not None or r.every for r in op.reads)
+
+
+def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether strides are equal but for dimensions of one element."""
+    return all(n == 1 or s == t for n, s, t in zip(shape, a, b, strict=True))
+
+
+def merged_dims(tensor: Tensor) -> tuple[tuple[int, int], ...]:
+    """Sizes and strides with contiguous neighbours merged: the order of elements."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(tensor.shape, tensor.stride, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return tuple(merged)

@@ -1,0 +1,397 @@
+"""A recurrence of a state-space model as one op: what belongs to its kernel, and the op itself.
+
+The axes of all factors are b, t, h, p and n: sequences, tokens, heads, numbers of a head, and of
+the state for each of these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from msgspec.structs import replace as changed
+
+from rooftrace.costmodels.rewrites.editing import Editor
+from rooftrace.costmodels.rewrites.indexing import Atom, Dim, ReadValue, Walker, named, renamed
+from rooftrace.costmodels.rewrites.places import COPIES, ValueFlow, reads_across
+from rooftrace.graph import Argument, Op, Ref, Tensor
+from rooftrace.hardware.precisions import precision
+
+SELECTIVE_SCAN = "rooftrace.selective_scan.default"
+STATE_UPDATE = "rooftrace.selective_state_update.default"
+LAYOUTS = {
+    "x": "bthp", "dt": "bthp", "A": "hpn", "B": "bthn", "C": "bthn", "D": "hp", "z": "bthp",
+    "dt_bias": "hp", "state": "bhpn",
+}  # fmt: skip
+"""The dimensions of the operands of the ops, in order."""
+USUAL_CHUNK = 256
+"""Tokens of a chunk where the code names none: `chunk_size` of mamba_ssm's Mamba2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """A recurrence, as the op takes it.
+
+    factors: the operands by name.  y: the value that the op makes, and how it lies.  last: the
+    state behind the last token, where it is read.  written: the op that writes that into the state
+    of before.  options: softplus, low, high, A_log; chunk: tokens of a chunk.  first: id of the
+    first op of the recurrence.  dropped: ids of the ops whose results the op makes itself.  inside:
+    of all ops that it stands for.
+    """
+
+    dual: bool
+    sizes: Mapping[str, int]
+    factors: Mapping[str, ReadValue]
+    y: ReadValue
+    last: ReadValue | None = None
+    written: Op | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    chunk: int = USUAL_CHUNK
+    first: int = 0
+    place: Op
+    dropped: frozenset[int] = frozenset()
+    inside: frozenset[int] = frozenset()
+
+
+# -- what belongs to it ----------------------------------------------------------------------------
+
+
+def finished(walker: Walker, scan: Scan) -> Scan | None:
+    """A recurrence with what its kernel does beside it: softplus and bias of dt, D x, the gate.
+
+    None where an operand is not what the kernel takes, or is overwritten before the kernel runs.
+    """
+    scan = _with_ending(walker, _with_decay(walker, _with_steps(walker, scan)))
+    scan = _with_last(walker, scan)
+    for name, factor in scan.factors.items():
+        axes = set(LAYOUTS[name])
+        if name == "dt" and scan.factors.get("A") is None:
+            axes -= {"p"}
+        if not factor.axes <= axes:
+            return None
+        if name in ("B", "C") and not _whole_groups(factor, scan.sizes["h"]):
+            return None
+    return scan if _fits(scan) and not _overwritten(walker, scan) else None
+
+
+def _whole_groups(factor: ReadValue, heads: int) -> bool:
+    """Whether heads that share a key stand side by side."""
+    digits = [atom for dim in factor.dims for atom in dim.atoms if atom.axis == "h"]
+    return all(atom.step * atom.size == heads for atom in digits) and len(digits) <= 1
+
+
+def _fits(scan: Scan) -> bool:
+    """Whether y is all of it: each axis once, and in full."""
+    atoms = [atom for dim in scan.y.dims for atom in dim.atoms]
+    sizes = {axis: n for axis, n in scan.sizes.items() if n > 1 and axis != "n"}
+    return {(a.axis, a.step, a.size) for a in atoms} == {(axis, 1, n) for axis, n in sizes.items()}
+
+
+def _overwritten(walker: Walker, scan: Scan) -> bool:
+    """Whether an op writes into an operand between the first op of the recurrence and its place."""
+    values = walker.graph.values
+    operands = {values[f.value].storage for f in scan.factors.values()}
+    writers = (op for s in operands for op in walker.writers.get(s, ()))
+    return any(scan.first <= op.id < scan.place.id for op in writers if op.id not in scan.dropped)
+
+
+def _with_steps(walker: Walker, scan: Scan) -> Scan:
+    """dt before clamp, softplus and a bias, as far as it has them in this order."""
+    factor = scan.factors["dt"]
+    options: dict[str, Any] = {"softplus": False, "low": None, "high": None, **scan.options}
+    clamp = walker.maker(factor.value)
+    inner = walker.under(factor, "clamp")
+    if clamp is not None and len(inner) == 1:
+        options |= {"low": clamp.arguments.get("min"), "high": clamp.arguments.get("max")}
+        (factor,) = inner
+    inner = walker.under(factor, "softplus", beta=1, threshold=20)
+    if inner:
+        options["softplus"] = True
+        (factor,) = inner
+    factors = {**scan.factors, "dt": factor}
+    before = options["softplus"] or options["low"] is not None
+    sides = walker.under(factor, "add") if before else []
+    for bias, other in zip(sides, sides[::-1], strict=True):
+        if _stored(walker, bias) and bias.axes <= {"h", "p"} and len(sides) == 2:
+            return replace(scan, factors=factors | {"dt": other, "dt_bias": bias}, options=options)
+    return replace(scan, factors=factors, options=options)
+
+
+def _with_decay(walker: Walker, scan: Scan) -> Scan:
+    """A as the weight that it is made of as -exp(weight): an engine makes A once."""
+    made = scan.factors.get("A")
+    weight = [] if made is None else walker.under(made, "neg", "exp")
+    logs = bool(weight) and _stored(walker, *weight)
+    factors = {**scan.factors, **({"A": weight[0]} if logs else {})}
+    return replace(scan, factors=factors, options={**scan.options, "A_log": logs})
+
+
+def _stored(walker: Walker, factor: ReadValue) -> bool:
+    return walker.graph.owner(factor.value).role == "weights"
+
+
+def _with_last(walker: Walker, scan: Scan) -> Scan:
+    """The last state as what it is copied to, where that is a new cache that nothing else fills."""
+    readers = [] if scan.last is None else walker.users[scan.last.value]
+    blanks = [op for op in readers if op.name == "aten.zeros_like"]
+    copies = [op for op in readers if op.name == "aten.copy_"]
+    if scan.last is None or len(blanks) != 1 or len(copies) != 1 or len(readers) != 2:
+        return scan
+    (empty,), (copy,) = blanks, copies
+    cache = empty.outputs[0]
+    values, outputs = walker.graph.values, walker.graph.outputs
+    alike = values[cache].dtype == values[scan.last.value].dtype
+    if copy.inputs[0] != cache or walker.users[cache] != [copy] or cache in outputs or not alike:
+        return scan
+    return replace(
+        scan,
+        last=ReadValue(copy.outputs[0], scan.last.dims),
+        dropped=scan.dropped | {empty.id, copy.id},
+    )
+
+
+def _is_sum(op: Op) -> bool:
+    return len(op.inputs) == 2 and op.arguments.get("alpha", 1) == 1
+
+
+def _with_ending(walker: Walker, scan: Scan) -> Scan:
+    """y after D x and the gate, and the casts and cuts behind them, where nothing else reads it."""
+    graph, now = walker.graph, scan.y
+    after_last = [] if scan.last is None else walker.users[scan.last.value]
+    first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
+    while True:
+        op = walker.only_reader(now.value)
+        if op is None or reads_across(op) or op.repeats != scan.place.repeats:
+            return scan
+        if op.id > first:  # the state behind the last token is read before
+            return scan
+        after = onto(walker, op.outputs[0], now)
+        if after is None:
+            return scan
+        now = after
+        more = _absorbed(walker, scan, op, after)
+        if more is not None:
+            scan = replace(scan, y=after, place=op, factors={**scan.factors, **more})
+        elif op.name in ("aten.add", "aten.mul", "aten.add_", "aten.mul_"):
+            return scan
+        elif (
+            op.name == "aten._to_copy"
+            or _cuts(walker, op)
+            or (scan.dual and op.name in COPIES)
+            or not _fits(scan)
+        ):
+            scan = replace(scan, y=after, place=op)
+
+
+def _cuts(walker: Walker, op: Op) -> bool:
+    values = walker.graph.values
+    return op.name == "aten.slice" and values[op.inputs[0]].shape != values[op.outputs[0]].shape
+
+
+def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
+    """A value that is made of another one, with its axes called as those of the other."""
+    fresh = walker.fresh(value)
+    op = walker.graph.ops[walker.graph.producers[value]]
+    if op.name in ("aten.add", "aten.add_"):
+        if not _is_sum(op) or now.value not in op.inputs:
+            return None
+        names = named(walker.aligned(now.value, fresh.dims), now.dims)
+    else:
+        names, _ = walker.seen(fresh, now)
+    return None if names is None else renamed(fresh, names)
+
+
+def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str, ReadValue] | None:
+    """The further operands of the kernel, where an op adds D x or multiplies by silu(z)."""
+    if len(op.inputs) != 2 or "z" in scan.factors:
+        return None
+    for value in op.inputs:
+        other = walker.source(walker.aligned(value, after.dims))
+        if op.name in ("aten.add", "aten.add_") and "D" not in scan.factors:
+            parts = [clamped(walker, part) for part in walker.parts(other)]
+            x = clamped(walker, scan.factors["x"])
+            skips = [part for part in parts if part != x]
+            if len(parts) == 2 and len(skips) == 1 and skips[0].axes <= {"h", "p"}:
+                return {"D": skips[0]}
+        for gate in walker.under(other, "silu") if op.name in ("aten.mul", "aten.mul_") else ():
+            if gate.axes == after.axes:
+                return {"z": gate}
+    return None
+
+
+def clamped(flow: ValueFlow, factor: ReadValue) -> ReadValue:
+    """A factor without the zeros that it is padded with: digits as long as its dimensions."""
+    shape = flow.values[factor.value].shape
+    dims = tuple(
+        Dim((Atom(d.atoms[0].axis, d.atoms[0].step, min(d.atoms[0].size, n - d.start)),), d.start)
+        if len(d.atoms) == 1
+        else d
+        for n, d in zip(shape, factor.dims, strict=True)
+    )
+    return ReadValue(factor.value, dims)
+
+
+_BLANKS = frozenset({"aten.zeros", "aten.zeros_like", "aten.new_zeros"})
+
+
+def blank(walker: Walker, value: int) -> bool:
+    """Whether a state is all zeros, as one is that nothing was written into."""
+    op = walker.maker(value)
+    return op is not None and op.name in _BLANKS and not walker.changes(value)
+
+
+# -- the op ----------------------------------------------------------------------------------------
+
+
+def emit_scan(edit: Editor, scan: Scan) -> None:
+    """The kernels of a recurrence, and their results as the values that were read before."""
+    like, values, sizes = edit.kernel_for(scan.place), edit.values, scan.sizes
+    operands: dict[str, Argument] = dict.fromkeys(LAYOUTS)
+    for name, factor in scan.factors.items():
+        operands[name] = laid_out(edit, like, clamped(edit.flow, factor), LAYOUTS[name])
+    out, x = values[scan.y.value], values[scan.factors["x"].value]
+    dtype = min(out.dtype, x.dtype, key=lambda name: precision(name).bits)
+    order, strides = memory_order(scan.y, out, "bthp")
+    layout: dict[str, Argument] = {"order": order, "dtype": f"dtype:{dtype}"}
+    shape = tuple(sizes[axis] for axis in "bthp")
+    y = edit.value(shape, dtype, out.role, like.repeats, stride=strides)
+    wide = "fp64" if x.dtype == "fp64" else "fp32"
+    if scan.written is not None and isinstance(operands["state"], Ref):
+        state = operands.pop("state")
+        old = values[state.id]
+        moved = edit.view(state, old.shape, old.stride, like.repeats)
+        arguments = {"state": state, **operands, **scan.options, **layout}
+        edit.emit(like, STATE_UPDATE, arguments, (moved, y))
+        edit.reshape(like, Ref(moved), scan.written.outputs[0])
+    else:
+        held = tuple(sizes[axis] for axis in "bhpn")
+        last = edit.value(held, wide, "activations", like.repeats)
+        if scan.dual and sizes["t"] > 1:
+            _emit_dual(edit, scan, {**operands, **scan.options}, layout, (y, last, wide))
+        else:
+            edit.emit(like, SELECTIVE_SCAN, {**operands, **scan.options, **layout}, (y, last))
+        if scan.last is not None:
+            replaces(edit, like, last, scan.last, "bhpn")
+    replaces(edit, like, y, scan.y, "bthp")
+
+
+def _emit_dual(
+    edit: Editor,
+    scan: Scan,
+    given_: Mapping[str, Argument],
+    layout: Mapping[str, Argument],
+    results: tuple[int, int, str],
+) -> None:
+    """The kernels that `mamba_chunk_scan_combined` launches, with what they write for each other.
+
+    Sums of decays, products and the states of chunks are in fp32, the states that begin the chunks
+    in the precision of C.
+    """
+    like, sizes, (y, last, wide) = edit.kernel_for(scan.place), scan.sizes, results
+    length = scan.chunk
+    count = -(-sizes["t"] // length)
+    batch, heads = sizes["b"], sizes["h"]
+    by_token = (batch, heads, count, length)
+
+    def made(shape: tuple[int, ...], dtype: str) -> int:
+        return edit.value(shape, dtype, "temporary", like.repeats)
+
+    def part(name: str, names: Collection[str], more: Mapping[str, Argument],
+             outputs: tuple[int, ...]) -> None:  # fmt: skip
+        arguments = {**{n: given_[n] for n in names}, **more}
+        edit.emit(like, f"rooftrace.ssd_{name}.default", arguments, outputs)
+
+    steps, sums = made(by_token, wide), made(by_token, wide)
+    options = ("dt", "A", "dt_bias", "softplus", "low", "high", "A_log")
+    part("steps", options, {"chunk": length}, (steps, sums))
+    decays: dict[str, Argument] = {"steps": Ref(steps), "sums": Ref(sums)}
+    by_chunk = (batch, count, heads, sizes["p"], sizes["n"])
+    states = made(by_chunk, wide)
+    part("states", ("x", "B"), decays, (states,))
+    keys = edit.values[given_["C"].id]
+    begun = made(by_chunk, keys.dtype)
+    kept = {"states": Ref(states), "sums": Ref(sums), "state": given_["state"]}
+    part("passing", (), {**kept, "dtype": f"dtype:{keys.dtype}"}, (begun, last))
+    products = made((batch, count, keys.shape[2], length, length), wide)
+    part("products", ("C", "B"), {"chunk": length}, (products,))
+    ending = {"products": Ref(products), "begun": Ref(begun), **decays, **layout}
+    part("output", ("x", "C", "D", "z"), ending, (y,))
+
+
+def _digits(factor: ReadValue, stride: Sequence[int]) -> list[tuple[Atom, int]]:
+    """The digits that the dimensions of a value are read at, and how far apart each lies."""
+    digits = []
+    for dim, step in zip(factor.dims, stride, strict=True):
+        below = math.prod(atom.size for atom in dim.atoms)
+        for atom in dim.atoms:
+            below //= atom.size
+            digits.append((atom, step * below))
+    return digits
+
+
+def memory_order(
+    factor: ReadValue, tensor: Tensor, axes: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How a value lies in memory: its axes, outermost first, and the strides of each."""
+    strides = {atom.axis: step for atom, step in reversed(_digits(factor, tensor.stride))}
+    known = sorted(reversed(strides), key=lambda axis: -strides[axis])
+    order = [axis for axis in axes if axis not in strides] + known
+    return tuple(axes.index(str(axis)) for axis in order), tuple(
+        strides.get(axis, 1) for axis in axes
+    )
+
+
+def replaces(edit: Editor, like: Op, made: int, before: ReadValue, axes: str) -> None:
+    """Let a value, and its views, be views of a new one; a copy where its precision differs."""
+    values = edit.values
+    old = values[before.value]
+    seen = _arranged(edit, like, Ref(made), before, axes)
+    owner = made if old.dtype == values[made].dtype else before.value
+    for value in _views(edit.flow, before.value):
+        values[value] = changed(values[value], storage=owner)
+    if owner == before.value:
+        values[owner] = changed(values[owner], stride=Tensor.contiguous(old.shape), then=None)
+        cast = {"self": seen, "dtype": f"dtype:{old.dtype}"}
+        edit.emit(like, "aten._to_copy.default", cast, (before.value,))
+        return
+    edit.reshape(like, seen, before.value)
+
+
+def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -> Ref:
+    """A value with its dimensions in the order in which another one has them."""
+    there = [str(atom.axis) for dim in before.dims for atom in dim.atoms]
+    order = tuple(axes.index(a) for a in [*(a for a in axes if a not in there), *there])
+    return made if order == tuple(range(len(axes))) else edit.permuted(like, made, order)
+
+
+def _views(flow: ValueFlow, value: int) -> set[int]:
+    """A value and the views that are taken of it."""
+    storage, seen, front = flow.values[value].storage, set[int](), [value]
+    while front:
+        now = front.pop()
+        seen.add(now)
+        made = (i for op in flow.users[now] for i in op.outputs)
+        front += [i for i in made if flow.values[i].storage == storage and i not in seen]
+    return seen
+
+
+def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -> Ref:
+    """An operand with a dimension for each of these axes, of one element where it has none."""
+    ref = Ref(factor.value)
+    for d, dim in enumerate(factor.dims):
+        length = math.prod(atom.size for atom in dim.atoms)
+        ref = edit.sliced(like, ref, d, dim.start, dim.start + length)
+    tensor = edit.values[ref.id]
+    digits = _digits(factor, tensor.stride)
+    sizes = tuple(atom.size for atom, _ in digits)
+    if sizes != tensor.shape:
+        ref = edit.viewed(like, ref, sizes, tuple(step for _, step in digits))
+    present = [atom.axis for atom, _ in digits]
+    order = tuple(present.index(axis) for axis in axes if axis in present)
+    if order != tuple(range(len(order))):
+        ref = edit.permuted(like, ref, order)
+    there = {atom.axis: (atom.size, step) for atom, step in reversed(digits)}
+    shape, steps_ = zip(*(there.get(axis, (1, 1)) for axis in axes), strict=True)
+    return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, steps_)

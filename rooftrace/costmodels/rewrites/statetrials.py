@@ -1,0 +1,312 @@
+"""Regions that may be delta rules or linear attention, run small beside the formula of the op.
+
+The formula is that of `tracer.whole.delta_rules`, on numpy's arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from rooftrace.costmodels.rewrites.smallruns import Dim, NotRun, SmallRun, SmallTensor, short
+from rooftrace.costmodels.rewrites.statechains import StateChain
+from rooftrace.graph import Argument, Op, OpGraph, Ref
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+_DIGITS = 1e-9
+TABLES = ("query_decay", "key_decay", "pair_decay")
+
+
+Sizes = tuple[int, int, int, int, int]
+"""B requests of T tokens, H heads, states [K, V]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateStream:
+    """A value, and which of its dimensions are batch, tokens, heads and channels ("BTHD"), or of a
+    table heads and places in a block ("HI", "HIJ").
+
+    heads: how many it has.
+    """
+
+    value: int
+    order: str
+    heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateRule:
+    """A region that computes a delta rule or linear attention, and its operands.
+
+    streams: by role: query, key, value, decay, beta, bonus, tables.  out: with its order.
+    turned: the state has channels of the value first.  outer: how many repeats all ops are in.
+    into: the write of the last state into a cache, if that is all that reads it, behind the casts
+    `between`; room: what makes that cache, if the step does.
+    """
+
+    chain: StateChain
+    ops: tuple[Op, ...]
+    streams: Mapping[str, StateStream]
+    out: StateStream
+    sizes: Sizes
+    scale: float = 1.0
+    norms: tuple[float | None, float | None] = (None, None)
+    is_log: bool = True
+    transposed: bool = False
+    outer: int = 0
+    into: Op | None = None
+    room: Op | None = None
+    between: tuple[Op, ...] = ()
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether its decays are given as tables."""
+        return TABLES[0] in self.streams
+
+    @property
+    def dropped(self) -> list[Op]:
+        """The ops that the new one takes the place of."""
+        return [*self.ops, *self.between, *(op for op in (self.into, self.room) if op is not None)]
+
+
+@dataclass(frozen=True, slots=True)
+class StateTrial:
+    """A region and the formula that it may compute; equal to those that are wired alike."""
+
+    graph: OpGraph = field(compare=False)
+    rule: StateRule = field(compare=False)
+    wired: tuple[Any, ...]
+    norms: tuple[float | None, float | None]
+    is_log: bool
+
+
+def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
+    """The ops of a rule, with values and repeats numbered as they come: equal for rules whose ops
+    compute the same of streams of the same forms."""
+    values, numbers = graph.values, dict[int, int]()
+
+    def number(value: int | None) -> int:
+        return -1 if value is None else numbers.setdefault(value, len(numbers))
+
+    def bind(item: Argument) -> Any:
+        if isinstance(item, tuple):
+            return tuple(map(bind, item))
+        if not isinstance(item, Ref):
+            return item
+        then = item.then
+        neighbour = then and (number(-2 - then.repeat), number(then.value), then.shift)
+        return Ref, number(item.id), item.every, neighbour
+
+    def made(op: Op) -> tuple[Any, ...]:
+        results = tuple((number(i), values[i].shape, values[i].dtype) for i in op.outputs)
+        turns = ((number(-2 - r), graph.repeats[r].count) for r in op.repeats[rule.outer :])
+        items = tuple((name, bind(item)) for name, item in op.arguments.items())
+        return op.target, items, results, tuple(turns), tuple(op.steps.items())
+
+    streams = tuple(
+        (role, s.order, s.heads, values[s.value].shape, number(s.value))
+        for role, s in sorted(rule.streams.items())
+    )
+    ends = number(rule.chain.first), number(rule.out.value), number(rule.chain.last)
+    return streams, rule.sizes, rule.transposed, rule.out.order, ends, tuple(map(made, rule.ops))
+
+
+@lru_cache(1024)
+def scale_of(trial: StateTrial) -> float | None:
+    """How many times the formula's result the ops make; None where they compute something else."""
+    graph, rule = trial.graph, trial.rule
+    import numpy as np
+
+    sizes = _small_sizes(rule)
+    names = tuple(
+        (role, s.heads, _table(graph, s) if role in TABLES else "".join(sorted(s.order)))
+        for role, s in sorted(rule.streams.items())
+    )
+    held = rule.chain.first is not None
+    arrays = _numbers(sizes, names, held, rule.is_log)
+    wanted_out, wanted_state = _formula(sizes, names, held, rule.norms, rule.is_log)
+    for known_sizes in ({}, _by_length(rule, sizes)):
+        try:
+            made = _run(graph, rule, arrays, sizes, known_sizes)
+        except NotRun:
+            continue
+        out, state = made
+        if out.shape != wanted_out.shape or state.shape != wanted_state.shape:
+            continue
+        if not np.allclose(
+            state, wanted_state, rtol=_DIGITS, atol=_DIGITS * abs(wanted_state).max()
+        ):
+            return None
+        scale = float((out * wanted_out).sum() / (wanted_out**2).sum())
+        close = np.allclose(out, scale * wanted_out, rtol=0, atol=_DIGITS * abs(out).max())
+        return scale if close and scale else None
+    return None
+
+
+def _table(graph: OpGraph, stream: StateStream) -> tuple[int, ...]:
+    """The lengths of a table behind that of heads."""
+    return tuple(n for n in graph.values[stream.value].shape if n != 1)[1:]
+
+
+def _small_sizes(rule: StateRule) -> Sizes:
+    """Two requests and two heads, or as many as heads share a key, and few channels."""
+    batch, tokens, heads, width, columns = rule.sizes
+    fewest = min(s.heads for s in rule.streams.values())
+    shared = heads // fewest
+    few = min(columns, 3 if columns == width else 4)
+    return min(batch, 2), tokens, min(fewest, 2) * shared, min(width, 3), few
+
+
+def _by_length(rule: StateRule, sizes: Sequence[int]) -> dict[int, int]:
+    """Lengths in the graph that are those of one dimension only, and what they are here."""
+    pairs: dict[int, int] = {}
+    for place, (long, small) in enumerate(zip(rule.sizes, sizes, strict=True)):
+        if place != 1 and long != rule.sizes[1]:
+            pairs[long] = small if pairs.get(long, small) == small else long
+    return pairs
+
+
+def _run(
+    graph: OpGraph, rule: StateRule, arrays: Mapping[str, Array], sizes: Sequence[int],
+    known_sizes: Mapping[int, int],
+) -> tuple[Array, Array]:  # fmt: skip
+    """The result [B, T, H, V] and the last state [B, H, K, V] of the ops."""
+    long = dict(zip("BTHKV", rule.sizes, strict=True))
+    small = dict(zip("BTHKV", sizes, strict=True))
+    pieces = {}
+    for role, stream in rule.streams.items():
+        letter = "V" if role == "value" else "K"
+        heads = (stream.heads, stream.heads * small["H"] // long["H"])
+        factors = {"B": (long["B"], small["B"]), "T": (long["T"], small["T"]), "H": heads,
+                   "D": (long[letter], small[letter])}  # fmt: skip
+        factors |= zip("IJ", ((n, n) for n in _table(graph, stream)), strict=False)
+        pieces[stream.value] = _laid(graph, stream, arrays[role], factors)
+    state = [(long[d], small[d]) for d in ("BHVK" if rule.transposed else "BHKV")]
+    dims = tuple((f,) if f[0] != 1 else () for f in state)
+    if rule.chain.first is not None:
+        array = arrays["state"].transpose(0, 1, 3, 2) if rule.transposed else arrays["state"]
+        pieces[rule.chain.first] = SmallTensor(array.copy(), dims)
+        if graph.values[rule.chain.first].shape != tuple(f[0] for f in state):
+            raise NotRun("a state in another shape")
+    run = SmallRun(graph, pieces, rule.outer, known_sizes)
+    run.like[tuple(f[0] for f in state)] = dims
+    values = run.run(rule.ops)
+    last = values[rule.chain.last].array
+    out = values[rule.out.value]
+    names = rule.out.order
+    shape = [small["V" if d == "D" else d] for d in names]
+    array = out.array.reshape(shape).transpose([names.index(d) for d in "BTHD" if d in names])
+    return array, last.transpose(0, 1, 3, 2) if rule.transposed else last
+
+
+def _laid(
+    graph: OpGraph, stream: StateStream, array: Array, factors: Mapping[str, tuple[int, int]]
+) -> SmallTensor:
+    """Numbers [B, T, H, D], or a table [H, I] or [H, I, J], as a stream has them."""
+    usual = [d for d in "BTHDIJ" if d in stream.order]
+    transposed = array.transpose([usual.index(d) for d in stream.order])
+    shape = graph.values[stream.value].shape
+    left = [factors[d] for d in stream.order if factors[d][0] != 1]
+    if [long for long, _ in left] != [n for n in shape if n != 1]:
+        raise NotRun("a stream in another order")
+    dims: list[Dim] = [(left.pop(0),) if n != 1 else () for n in shape]
+    return SmallTensor(transposed.reshape(short(dims)).copy(), dims)
+
+
+@lru_cache(16)
+def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> dict[str, Array]:
+    """Random operands: keys that are short, so that nothing grows; decays below one.
+
+    The longer the sequence, the slower they decay: what the first token adds is seen at the last.
+    """
+    import numpy as np
+
+    random = np.random.default_rng(20)
+    batch, tokens, heads, width, columns = sizes
+    most = max(count for _, count, _ in names)
+    span = min(0.03, 2 / tokens)
+    result: dict[str, Array] = {}
+    for role, count, dims in names:
+        if isinstance(dims, tuple):
+            result[role] = random.uniform(0.2, 1, (heads * count // most, *dims))
+            continue
+        long = {"B": batch, "T": tokens, "H": heads * count // most}
+        long["D"] = columns if role == "value" else width
+        shape = tuple(long[d] for d in "BTHD" if d in dims)
+        if role == "beta":
+            result[role] = random.uniform(0.1, 0.9, shape)
+        elif role == "decay":
+            result[role] = (
+                random.uniform(-span, 0, shape) if is_log else random.uniform(1 - span, 1, shape)
+            )
+        else:
+            result[role] = random.standard_normal(shape) / (1 if role == "value" else width) ** 0.5
+    if held:
+        result["state"] = random.standard_normal((batch, heads, width, columns))
+    return result
+
+
+@lru_cache(16)
+def _formula(
+    sizes: Sizes, names: tuple[Any, ...], held: bool,
+    norms: tuple[float | None, float | None], is_log: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    """What the op computes of these numbers, token by token."""
+    import numpy as np
+
+    arrays = _numbers(sizes, names, held, is_log)
+    batch, tokens, heads, width, columns = sizes
+
+    def rows(array: Array, added: float | None) -> Array:
+        if added is not None:
+            array = array / np.sqrt((array * array).sum(-1, keepdims=True) + added)
+        return np.repeat(array, heads // array.shape[2], 2)
+
+    q, k, v = rows(arrays["query"], norms[0]), rows(arrays["key"], norms[1]), arrays["value"]
+    if TABLES[0] in arrays:
+        return _block_formula(arrays, sizes)
+    beta, decay = arrays.get("beta"), arrays.get("decay")
+    if decay is not None:
+        decay = np.exp(decay) if is_log else decay
+        decay = decay[..., None] if decay.ndim in (2, 4) else decay[..., None, None]
+        decay = np.broadcast_to(decay, (batch, tokens, *decay.shape[-3:]))
+    last = arrays.get("state", np.zeros((batch, heads, width, columns)))
+    out = np.empty((batch, tokens, heads, columns))
+    for t in range(tokens):
+        before, last = last, last if decay is None else last * decay[:, t]
+        new = v[:, t]
+        if beta is not None:
+            new = beta[:, t, :, None] * (new - (last * k[:, t, :, :, None]).sum(-2))
+        added = k[:, t, :, :, None] * new[:, :, None]
+        last = last + added
+        seen = before + arrays["bonus"][..., None] * added if "bonus" in arrays else last
+        out[:, t] = (seen * q[:, t, :, :, None]).sum(-2)
+    return out, last
+
+
+def _block_formula(arrays: Mapping[str, Array], sizes: Sizes) -> tuple[Array, Array]:
+    """The results where tables say how far a block of tokens decays."""
+    import numpy as np
+
+    batch, tokens, heads, width, columns = sizes
+    q, k, v = (arrays[name].transpose(0, 2, 1, 3) for name in ("query", "key", "value"))
+    length = arrays["query_decay"].shape[1]
+    last = arrays.get("state", np.zeros((batch, heads, width, columns)))
+    out = np.empty((batch, tokens, heads, columns))
+    for start in range(0, tokens, length):
+        place = slice(start, min(start + length, tokens))
+        rows = place.stop - start
+        pairs = arrays["pair_decay"][:, :rows, :rows]
+        scores = q[:, :, place] @ k[:, :, place].swapaxes(-1, -2) * pairs
+        read = q[:, :, place] * arrays["query_decay"][:, :rows, None] @ last
+        out[:, place] = (read + scores @ v[:, :, place]).swapaxes(1, 2)
+        kept = k[:, :, place] * arrays["key_decay"][:, length - rows :, None]
+        gone = np.exp(-rows * arrays["decay"])[:, None, None]
+        last = last * gone + kept.swapaxes(-1, -2) @ v[:, :, place]
+    return out, last

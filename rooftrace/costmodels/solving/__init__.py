@@ -1,5 +1,0 @@
-"""Answers: the size, chip, mesh or rate that holds a limit; every candidate is evaluated."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

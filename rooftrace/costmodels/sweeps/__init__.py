@@ -1,5 +1,0 @@
-"""A step at many sizes on many chips: tables, cliffs, elasticities and factorial grids."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Two estimates beside each other: kernels matched, rows with their causes."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,487 @@
+"""A trace of torch.profiler as one side of a comparison: its steps folded into one.
+
+The unit is the call that the model's own code makes ("aten::linear"), with every kernel that is
+launched inside of it.  The most frequent sequence of calls is the reference; the calls of other
+steps are matched to it in order, and what it lacks stands beside it with its share of the steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+from rooftrace.diffs.runs.rundiff import (
+    MeasuredCall,
+    MeasuredKernel,
+    MeasuredSide,
+    family_of_kernel,
+    family_of_op,
+    is_communication,
+)
+from rooftrace.errors import ProfileError
+from rooftrace.hardware import units
+from rooftrace.measured.alignment import keys
+from rooftrace.measured.profiles import Trace, TraceStep, records
+
+_CALL = re.compile(r"\w+::\w+(\.\w+)?")
+"""The name of an op of the dispatcher; ranges of autograd and of compiled code have others."""
+_GRAPH = re.compile(r"^graph_\d+_(?=\w*fused)")
+_TYPES: Mapping[str, str] = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e5m2": "fp8e5",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+}
+_OPERANDS = 4
+"""Operands of a call of which the sizes are kept."""
+
+
+_Kernels: TypeAlias = tuple[tuple[str, str], ...]
+"""The name and the kind of each kernel of a call."""
+
+
+class _Instance(NamedTuple):
+    """One call in one step."""
+
+    call: MeasuredCall  # without its kernels
+    kernels: _Kernels
+    seconds: Sequence[float]  # of each kernel
+
+
+class _Slot:
+    """A place in the sequence of calls, over all steps."""
+
+    def __init__(self, call: MeasuredCall, kernels: _Kernels, steps: int) -> None:
+        self.call, self.kernels, self.calls = call, kernels, 0
+        self.seconds = [[0.0] * steps for _ in kernels]
+
+    def add(self, step: int, seconds: Sequence[float]) -> None:
+        """The call of one step."""
+        self.calls += 1
+        for own, more in zip(self.seconds, seconds, strict=True):
+            own[step] += more
+
+    def over(self, steps: int) -> MeasuredCall:
+        """The call with what its kernels took in each of so many steps."""
+        kernels = (
+            MeasuredKernel(name=name, kind=kind, count=self.calls / steps, seconds=tuple(seconds))
+            for (name, kind), seconds in zip(self.kernels, self.seconds, strict=True)
+        )
+        return replace(self.call, kernels=tuple(kernels))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlace:
+    """Where a call stands in the graph of what ran."""
+
+    module: str
+    pattern: str
+    family: str
+
+
+def side_of_trace(
+    trace: Trace,
+    label: str,
+    places: Mapping[int, GraphPlace] | None = None,
+) -> MeasuredSide:
+    """The steps of a trace as one side.
+
+    places: of ops of the trace, by their index, in the graph of what ran.  Raises
+    ProfileError for a file of several ranks.
+    """
+    if trace.processes > 1:
+        raise ProfileError(
+            f"{label}: ops of {trace.processes} processes in one file, each a rank of its own; "
+            "compare files of one rank (torch.profiler writes one for each)"
+        )
+    reader = _StepReader(trace, places or {})
+    steps = [reader.instances(step) for step in trace.steps]
+    if trace.on_device:
+        figures = [step_figures(trace, step) for step in trace.steps]
+    else:
+        figures = [host_figures(step, reader.spans(step)) for step in trace.steps]
+    for figure, step in zip(figures, steps, strict=True):
+        figure["work"] = sum(sum(instance.seconds) for instance in step)
+        if not trace.on_device:
+            figure["kernels"] = sum(len(instance.kernels) for instance in step)
+    return MeasuredSide(
+        device=units.listed(sorted(set(trace.devices.values()))) if trace.devices else "",
+        on_device=trace.on_device,
+        figures={name: tuple(f[name] for f in figures) for name in figures[0]},
+        middle="mean",
+        calls=folded(steps),
+        notes=tuple(_notes(trace)),
+    )
+
+
+def _notes(trace: Trace) -> Iterable[str]:
+    """What a reader should know of the steps of a trace."""
+    if len(trace.steps) == 1 and trace.steps[0].name == records.WHOLE:
+        yield (
+            "no steps are marked in it: the whole trace counts as one step; call the profiler's "
+            "step(), or record_function('step')"
+        )
+    if not trace.has_shapes:
+        yield "no input shapes in it (record_shapes=True): calls are told apart without sizes"
+    devices = set(trace.kernels.device) - {records.NONE}
+    if len(devices) > 1:
+        yield f"kernels of {len(devices)} devices: busy is when any of them works"
+    waited = sum(step.waited for step in trace.steps)
+    if waited:
+        yield (
+            f"{units.format_time(waited)} in which the host waited for work from before the trace "
+            "begins are left out"
+        )
+    for placed in trace.placements:
+        if placed.how not in (records.LAUNCH, records.OP):
+            count = units.plural(placed.kernels + placed.copies, "kernel")
+            yield f"{count} of it ({units.format_time(placed.seconds)}) {placed.how}"
+
+
+class _StepReader:
+    """Reads the calls of steps."""
+
+    def __init__(self, trace: Trace, places: Mapping[int, GraphPlace]) -> None:
+        self.trace = trace
+        self.paths = module_paths(trace.ops.stacks.items)
+        self._roots: dict[int, int] = {}
+        self.places: dict[int, GraphPlace] = {}
+        for op, place in places.items():
+            known = self.places.get(self.root(op))
+            # A call may be several ops of the graph: what it is for says more than a copy in it.
+            if known is None or known.family in ("elementwise", "other"):
+                self.places[self.root(op)] = place
+        self._sizes: dict[int, str] = {}
+        self._families: dict[tuple[int, ...], str] = {}
+
+    def root(self, op: int) -> int:
+        """The outermost op of the dispatcher around an op; the op itself where none is."""
+        if op not in self._roots:
+            ops = self.trace.ops
+            outermost, above = op, op
+            while above != records.NONE:
+                if _CALL.fullmatch(ops.names.items[ops.name[above]]):
+                    outermost = above
+                above = ops.parent[above]
+            self._roots[op] = outermost
+        return self._roots[op]
+
+    def instances(self, step: TraceStep) -> list[_Instance]:
+        """The calls of a step with their kernels, in order; on a host every call."""
+        return self._on_device(step) if self.trace.on_device else self._on_host(step)
+
+    def _on_device(self, step: TraceStep) -> list[_Instance]:
+        kernels = self.trace.kernels
+        grouped: dict[int, list[int]] = {}
+        # Kernels of a CUDA graph have one launch: they stand as their streams ran them.
+        for index in sorted(step.kernels, key=self._launch):
+            op = kernels.op[index]
+            # A kernel without an op is a call of its own; their keys are below those of ops.
+            group = -2 - index if op == records.NONE else self.root(op)
+            grouped.setdefault(group, []).append(index)
+        instances = []
+        for group, launched in grouped.items():
+            named = tuple(
+                (kernels.names.items[kernels.name[i]], records.KINDS[kernels.kind[i]])
+                for i in launched
+            )
+            call = self._call(group, launched, named[0])
+            instances.append(_Instance(call, named, [kernels.duration[i] for i in launched]))
+        return instances
+
+    def _launch(self, kernel: int) -> tuple[float, int, float]:
+        kernels = self.trace.kernels
+        start, launched = kernels.start[kernel], kernels.launched[kernel]
+        return (launched if launched >= 0 else start), kernels.stream[kernel], start
+
+    def _on_host(self, step: TraceStep) -> list[_Instance]:
+        ops = self.trace.ops
+        instances = []
+        for op in step.ops:
+            if self.root(op) != op:
+                continue
+            name = self._name(op)
+            # What is around calls of the dispatcher counts without them.
+            seconds = ops.duration[op] if _CALL.fullmatch(name) else ops.own[op]
+            call = self._call(op, (), (name, "op"))
+            instances.append(_Instance(call, ((name, "op"),), [seconds]))
+        return instances
+
+    def spans(self, step: TraceStep) -> list[tuple[float, float]]:
+        """When each outermost op of a step ran."""
+        ops = self.trace.ops
+        return [(ops.start[i], ops.start[i] + ops.duration[i]) for i in step.ops if self._is_top(i)]
+
+    def _is_top(self, op: int) -> bool:
+        """Whether no other op is around it."""
+        return self.trace.ops.parent[op] == records.NONE
+
+    def _call(self, op: int, launched: Sequence[int], kernel: tuple[str, str]) -> MeasuredCall:
+        """A call without its kernels."""
+        if op < 0:
+            return MeasuredCall(name="", family=family_of_kernel(*kernel))
+        ops = self.trace.ops
+        place = self.places.get(op)
+        if place is None:
+            stack = ops.stacks.items[ops.modules[op]] if ops.modules[op] != records.NONE else ()
+            # In a graph paths have other names, so that those of classes would not fit beside.
+            path, pattern = ("", "") if self.places else self.paths[stack]
+            place = GraphPlace(path, pattern, self._family(op, launched, kernel))
+        return MeasuredCall(
+            name=self._name(op),
+            sizes=self._sizes_of(ops.inputs[op]),
+            module=place.module,
+            pattern=place.pattern,
+            part=self._part(op),
+            family=place.family,
+        )
+
+    def _name(self, op: int) -> str:
+        """The name of a call; of what Inductor wrote, without the number of its graph."""
+        return _GRAPH.sub("", self.trace.ops.names.items[self.trace.ops.name[op]])
+
+    def _part(self, op: int) -> str:
+        ops = self.trace.ops
+        while op != records.NONE:
+            if ops.backward[op] or ops.names.items[ops.name[op]].startswith("autograd::engine"):
+                return "backward"
+            op = ops.parent[op]
+        return ""
+
+    def _sizes_of(self, number: int) -> str:
+        """The tensors of a call: "bf16[8, 64] bf16[64, 64]"."""
+        if number == records.NONE:
+            return ""
+        if number not in self._sizes:
+            inputs: records.CallInputs = self.trace.ops.inputs_known.items[number]
+            texts = []
+            for place, shape in enumerate(inputs.shapes):
+                if shape:
+                    written = inputs.types[place] if place < len(inputs.types) else ""
+                    texts.append(f"{_TYPES.get(written, written)}{_sized(shape)}")
+            self._sizes[number] = " ".join(texts[:_OPERANDS])
+        return self._sizes[number]
+
+    def _family(self, op: int, launched: Sequence[int], kernel: tuple[str, str]) -> str:
+        """The family of the rule of the call, or of an op in it; else by the kernel's name."""
+        ops, kernels = self.trace.ops, self.trace.kernels
+        inside = [op, *(kernels.op[i] for i in launched)]
+        names = tuple(ops.name[i] for i in inside)
+        if names not in self._families:
+            ranked = [family_of_op(str(ops.names.items[name])) for name in names]
+            plain = next((f for f in ranked if f not in ("", "elementwise")), "")
+            if not plain:
+                by_name = family_of_kernel(*kernel)
+                plain = by_name if by_name in ("communication", "copies") else ""
+            fallback = "elementwise" if "elementwise" in ranked else ""
+            self._families[names] = plain or fallback or family_of_kernel(*kernel)
+        return self._families[names]
+
+
+def _sized(shape: Sequence[object]) -> str:
+    if shape and isinstance(shape[0], tuple):
+        more = f" and {len(shape) - 1} more" if len(shape) > 1 else ""
+        return f"({list(shape[0])}{more})"
+    return str(list(shape))
+
+
+# -- steps into one --------------------------------------------------------------------------------
+
+
+def folded(steps: Sequence[Sequence[_Instance]]) -> tuple[MeasuredCall, ...]:
+    """The calls of all steps as one sequence; every second of every step is in it."""
+    identities = [tuple((each.call, each.kernels) for each in step) for step in steps]
+    reference, _ = Counter(identities).most_common(1)[0]
+    slots = [_Slot(call, kernels, len(steps)) for call, kernels in reference]
+    extra: dict[tuple[int, object, int], _Slot] = {}
+    for number, (step, own) in enumerate(zip(steps, identities, strict=True)):
+        if own == reference:
+            pairs: Iterable[tuple[int, int]] = ((i, i) for i in range(len(slots)))
+        else:
+            pairs = keys.common(own, reference)  # type: ignore[arg-type]  # equality is all it asks
+        anchors = dict(pairs)
+        anchor, seen = -1, Counter[object]()
+        for place, instance in enumerate(step):
+            if place in anchors:
+                anchor = anchors[place]
+                slots[anchor].add(number, instance.seconds)
+                continue
+            seen[anchor, own[place]] += 1
+            which = (anchor, own[place], seen[anchor, own[place]])
+            if which not in extra:
+                extra[which] = _Slot(instance.call, instance.kernels, len(steps))
+            extra[which].add(number, instance.seconds)
+    placed = [(place, 0, slot) for place, slot in enumerate(slots)]
+    placed += [(anchor, 1, slot) for (anchor, _, _), slot in extra.items()]
+    placed.sort(key=lambda entry: entry[:2])
+    return tuple(slot.over(len(steps)) for _, _, slot in placed)
+
+
+# -- modulepaths -----------------------------------------------------------------------------------
+# Paths of modules in a trace, so that they are alike in two traces.
+#
+# A profiler numbers the modules of a class through the whole model ("Linear_17"), so one more
+# module shifts all numbers after it.  Here they are numbered inside of the module around them
+# ("Linear.2").
+
+
+Stack = tuple[str, ...]
+"""Modules by their class and number, outermost first: ("Bert_0", "Linear_17")."""
+
+_WRAPPER = re.compile(
+    r"(OptimizedModule|DistributedDataParallel|DataParallel|FullyShardedDataParallel)_\d+"
+)
+"""Modules of torch around a user's own: with and without them it is the same path."""
+_NUMBERED = re.compile(r"(.*)_(\d+)")
+
+
+def module_paths(stacks: Iterable[Stack]) -> Mapping[Stack, tuple[str, str]]:
+    """The path of each stack, and that path with the numbers of repeated blocks starred.
+
+    Of the modules along a path the first with siblings of its class is a repeated block, and so is
+    every other one with modules inside; the number of a last module tells q from k and v, and
+    stays.
+    """
+    stacks = list(stacks)
+    plain = {stack: _unwrapped(stack) for stack in stacks}
+    paths = _paths(set(plain.values()))
+    return {(): ("", ""), **{stack: paths[plain[stack]] for stack in stacks}}
+
+
+def _unwrapped(stack: Stack) -> Stack:
+    return tuple(module for module in stack if not _WRAPPER.fullmatch(module))
+
+
+def _paths(stacks: Iterable[Stack]) -> dict[Stack, tuple[str, str]]:
+    inside: dict[Stack, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    whole = {stack[:depth] for stack in stacks for depth in range(1, len(stack) + 1)}
+    for stack in whole:
+        kind, number = _parts(stack[-1])
+        inside[stack[:-1]][kind].add(number)
+    places = {
+        (above, kind): {number: place for place, number in enumerate(sorted(numbers))}
+        for above, kinds in inside.items()
+        for kind, numbers in kinds.items()
+    }
+    paths: dict[Stack, tuple[str, str]] = {(): ("", "")}
+    for stack in sorted(whole, key=len):
+        path, pattern = paths[stack[:-1]]
+        kind, number = _parts(stack[-1])
+        beside = places[stack[:-1], kind]
+        name = starred = f"{kind}.{beside[number]}"
+        if len(beside) == 1:
+            starred = kind
+        elif stack in inside or "*" not in pattern:
+            starred = f"{kind}.*"
+        paths[stack] = (_joined(path, name), _joined(pattern, starred))
+    return paths
+
+
+def _parts(module: str) -> tuple[str, int]:
+    match = _NUMBERED.fullmatch(module)
+    return (match[1], int(match[2])) if match else (module, 0)
+
+
+def _joined(above: str, name: str) -> str:
+    return f"{above}/{name}" if above else name
+
+
+# -- parts of a step -------------------------------------------------------------------------------
+# How a step of a trace divides: computing, communication, copies, and why the device waits.
+#
+# The parts of a step exclude each other and add up to its time.  Communication under a kernel that
+# computes is hidden; the rest is exposed.
+
+
+Interval: TypeAlias = tuple[float, float]
+"""When something starts and ends [s]."""
+
+_ROUNDING = 1e-12
+"""Seconds: traces have nanoseconds."""
+
+
+def step_figures(trace: Trace, step: TraceStep) -> dict[str, float]:
+    """Every figure of a step but `work`, by name in METRICS."""
+    kernels = trace.kernels
+    names = kernels.names.items
+    computing: list[Interval] = []
+    communicating: list[Interval] = []
+    copying: list[Interval] = []
+    for index in step.kernels:
+        start = kernels.start[index]
+        span = (start, start + kernels.duration[index])
+        if is_communication(names[kernels.name[index]]):
+            communicating.append(span)
+        elif kernels.kind[index]:
+            copying.append(span)
+        else:
+            computing.append(span)
+    under = _length(computing)
+    with_communication = _length([*computing, *communicating])
+    busy = _length([*computing, *communicating, *copying])
+    communication, exposed = _length(communicating), _less(with_communication, under)
+    idle = _less(step.seconds, busy)
+    waiting, queued = _gaps(trace, step)
+    waiting = min(waiting, idle)
+    queued = min(queued, _less(idle, waiting))
+    return {
+        "time": busy + idle,
+        "device": busy,
+        "computing": under,
+        "communication": communication,
+        "hidden": _less(communication, exposed),
+        "exposed": exposed,
+        "copying": _less(busy, with_communication),
+        "idle": idle,
+        "waiting": waiting,
+        "queued": queued,
+        "outside": _less(idle, waiting + queued),
+        "kernels": sum(not kernels.kind[index] for index in step.kernels),
+        "copies": sum(bool(kernels.kind[index]) for index in step.kernels),
+    }
+
+
+def host_figures(step: TraceStep, calls: Iterable[Interval]) -> dict[str, float]:
+    """The figures of a step of a trace without kernels; calls: when each call of an op ran."""
+    clipped = [(max(a, step.start), min(b, step.start + step.duration)) for a, b in calls]
+    inside = _length([(a, b) for a, b in clipped if a < b])
+    idle = _less(step.seconds, inside)
+    return {"time": inside + idle, "device": inside, "idle": idle}
+
+
+def _gaps(trace: Trace, step: TraceStep) -> tuple[float, float]:
+    """Seconds of the gaps between kernels in which the host had not yet launched the next one, and
+    of those in which it had."""
+    kernels = trace.kernels
+    waiting = queued = 0.0
+    end: float | None = None
+    for index in sorted(step.kernels, key=kernels.start.__getitem__):
+        start = kernels.start[index]
+        if end is not None and start > end:
+            launched = kernels.launched[index]
+            late = max(0.0, min(launched, start) - end) if launched >= 0 else 0.0
+            waiting += late
+            queued += start - end - late
+        end = max(end or start, start + kernels.duration[index])
+    return waiting, queued
+
+
+def _less(seconds: float, part: float) -> float:
+    """Seconds less a part of them; 0 where rounding is all that is left."""
+    left = seconds - part
+    return left if left > _ROUNDING else 0.0
+
+
+def _length(intervals: Sequence[Interval]) -> float:
+    """Seconds that intervals cover together."""
+    return records.busy_and_gaps(intervals)[0]

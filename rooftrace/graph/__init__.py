@@ -1,0 +1,8 @@
+"""The operator graph: plain records of what a step runs, as a file, and as formulas of its sizes.
+
+No torch, no costs, no chips.
+"""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

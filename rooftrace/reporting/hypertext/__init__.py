@@ -1,5 +1,0 @@
-"""Results as HTML: a cell of a notebook, and a page to explore."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,5 @@
+"""A command line as a program in a process of its own: launchers, ranks, a scratch folder."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,5 @@
+"""What-ifs and savings: one thing changed, planned and timed again."""
+
+from rooftrace._face import face
+
+__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,487 @@
+"""Changes that could make a step cheaper: candidates, their priced what-ifs, and their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rooftrace._plain import Plain
+from rooftrace._shown import short
+from rooftrace.costmodels.estimates import Estimate, estimate
+from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model
+from rooftrace.costmodels.ops import price_ops, with_families
+from rooftrace.costmodels.rewrites import applicable
+from rooftrace.costmodels.timing.timings import REGIMES, ranked
+from rooftrace.graph import OpGraph
+from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.hardware.precisions import compute_family, precision
+from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic, listed
+from rooftrace.studies.advice.savings import Headroom
+from rooftrace.studies.advice.variants import Compared, Study, Variant
+
+if TYPE_CHECKING:
+    import pandas
+
+LEVERS = (
+    "attention",
+    "fusion",
+    "launch",
+    "rewrite",
+    "compute",
+    "weights",
+    "cache",
+    "kernels",
+    "together",
+)
+"""What a what-if changes: the attention kernel, which ops share a kernel, how kernels are launched,
+the graph, the precision of everything, of the weights, or of the KV cache, kernels larger than a
+compiler makes; the last is several of these at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf(Plain, Compared):
+    """A step with one thing changed, beside the step without the change; both are estimates."""
+
+    lever: Annotated[str, ("enum", LEVERS)]  # what is changed
+    action: str  # what to do, a sentence
+    option: str  # what asks rooftrace for the same; empty where nothing does
+    needs: str  # what it assumes or costs
+    at_most: bool = False  # whether the gain is an upper bound
+
+    KEYS = (
+        "lever action option t_before t_after gain share at_most acts_on needs rests_on peak fits"
+    )
+
+    @cached_property
+    def acts_on(self) -> Annotated[str, ("enum", REGIMES)]:
+        """The regime that loses most seconds: compute, hbm, network or launch."""
+        return ranked(self.regime_seconds)[0]
+
+    @cached_property
+    def rests_on(self) -> str:
+        """What differs between the two steps in FLOP, HBM bytes and kernels; none of it is time."""
+        before, after = self.before, self.after
+        texts = {
+            "": (format_flops(before.flops), format_flops(after.flops)),
+            "HBM ": (format_traffic(before.bytes_hbm), format_traffic(after.bytes_hbm)),
+            "kernels ": (f"{before.kernels:,}", f"{after.kernels:,}"),
+        }
+        changed = [f"{of}{was} -> {now}" for of, (was, now) in texts.items() if was != now]
+        return ", ".join(changed) or "the same FLOP, bytes and kernels"
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at the peak of the step with the change."""
+        return self.after.memory.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step with the change fits the chip."""
+        return self.after.memory.fits(self.after.chip)
+
+    def __repr__(self) -> str:
+        return short(self, str(self))
+
+    def __str__(self) -> str:
+        most = "at most " if self.at_most else ""
+        return (
+            f"{self.action}: {format_time(self.t_before)} -> {format_time(self.t_after)}, "
+            f"{most}{format_time(self.gain)} less ({format_share(self.share)})"
+        )
+
+
+@dataclass(frozen=True)
+class Guidance(Plain):
+    """What would help a step, most seconds first.  Each gain is that of the change alone.
+
+    together: those that go together, priced as one change; None for fewer than two.  Gains do not
+    add up to it.
+    """
+
+    step: Estimate
+    options: tuple[WhatIf, ...]
+    together: WhatIf | None = None
+
+    KEYS = "execution=step.execution.name what_ifs=options together?"
+
+    def to_frame(self) -> pandas.DataFrame:
+        """One row per what-if, in order, the last one for all together; seconds and bytes."""
+        import pandas
+
+        every = (*self.options, *([self.together] if self.together else []))
+        return pandas.DataFrame.from_records(
+            [what_if.to_dict() for what_if in every], columns=WhatIf.KEYS.split()
+        )
+
+    def __repr__(self) -> str:
+        step = self.step
+        best = f"first: {self.options[0]}" if self.options else "nothing that is modelled"
+        return short(
+            self,
+            f"{step.graph.title} on {step.chip.name}, {step.execution.name}, "
+            f"{format_time(step.t_est)}; {best}",
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{number}. {what_if}" for number, what_if in enumerate(self.options, 1)]
+        if self.together is not None:
+            lines.append(str(self.together))
+        return "\n".join(lines) or "nothing that is modelled would save 1 % of the step"
+
+
+# -- whatifs ---------------------------------------------------------------------------------------
+# From a step to what would help it: every change is planned and timed as the step itself was.
+#
+# In: the estimate of a step.  Out: the changes that save at least a hundredth of it, most first.
+
+LEAST = 0.01
+"""Share of a step that a change has to save to be listed."""
+
+
+def guidance(
+    graph: OpGraph | Plan | Estimate,
+    chip: str | Chip | None = None,
+    execution: str | ExecutionModel | None = None,
+) -> Guidance:
+    """What would make a step on `chip` faster, in order (an Estimate has its own chip and way).
+
+    Each change stands alone and is priced by an estimate of its own: one attention kernel,
+    compiling, launching as one graph, each named rewrite, precisions one step narrower, and larger
+    kernels than those of the plan.  What saves less than 1 % of the step is left out.
+    """
+    step = graph if isinstance(graph, Estimate) else estimate(graph, chip, execution)
+    if not step.t_est:
+        return Guidance(step, ())
+    priced = [(change, what_if) for change in changes_of(step) for what_if in _priced(step, change)]
+    helping = [(change, what_if) for change, what_if in priced if what_if.share >= LEAST]
+    helping.sort(key=lambda pair: -pair[1].gain)
+    options = [what_if for _, what_if in helping]
+    options += [what_if for what_if in _larger_kernels(step) if what_if.share >= LEAST]
+    options.sort(key=lambda what_if: -what_if.gain)
+    chosen = merged([change for change, _ in helping])
+    places = [options.index(what_if) + 1 for change, what_if in helping if change in chosen]
+    return Guidance(step, tuple(options), _together(step, chosen, places))
+
+
+def _together(
+    step: Estimate, changes: Sequence[StepChange], places: Sequence[int]
+) -> WhatIf | None:
+    """All of these as one change; None where they are fewer than two.  places: in the list."""
+    if len(changes) < 2:
+        return None
+    return next(_priced(step, all_of(changes, f"{listed([*map(str, places)])} together")), None)
+
+
+def _priced(step: Estimate, change: StepChange) -> Iterator[WhatIf]:
+    """The what-if of a change; none where the chip has no rate for what it computes in."""
+    before = by_rules(step) if change.regroups else step
+    model = change.applied(before.execution)
+    variant = Variant(precisions=change.precisions, execution=model)
+    try:
+        after = Study(step).estimate(variant)
+    except MissingPeakError:
+        return
+    yield WhatIf(
+        lever=change.lever,
+        action=change.action,
+        option=change.option(before.execution),
+        needs=change.needs,
+        before=before,
+        after=after,
+        at_most=change.at_most,
+    )
+
+
+def by_rules(step: Estimate) -> Estimate:
+    """The step with bytes as rules count them: measured factors are those of its own kernels."""
+    planned = step.plan.by_rules
+    return step if planned is step.plan else estimate(planned, step.chip)
+
+
+def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:
+    """The kernels that joins beyond those of a compiler would make, all at once."""
+    if step.execution.fusion != "detected":
+        return ()
+    larger = Headroom(by_rules(step))
+    if not larger.left:
+        return ()
+    first = larger.left[0]
+    where = f"{first.name}{f' in {first.module}' if first.module else ''}"
+    what_if = WhatIf(
+        lever="kernels",
+        action="Write larger kernels",
+        option="estimate.headroom().beyond",
+        needs="kernels that a compiler does not make (epilogues of products, whole attention, "
+        f"chains), first of all {where}",
+        before=larger.after,
+        after=larger.beyond,
+        at_most=True,
+    )
+    return (what_if,)
+
+
+# -- changes ---------------------------------------------------------------------------------------
+# The changes that could help a step: in its precisions, or in how it is run; none priced yet.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChange:
+    """Other precisions, other fields of the execution model, or both.
+
+    precisions: by the names that `reprice` has for them.
+    """
+
+    lever: str
+    action: str
+    needs: str
+    precisions: Mapping[str, str] = field(default_factory=dict)
+    execution: Mapping[str, Any] = field(default_factory=dict)
+    at_most: bool = False
+
+    @property
+    def regroups(self) -> bool:
+        """Whether kernels are formed in another way than in a run whose bytes were measured."""
+        return not {"fusion", "attention"}.isdisjoint(self.execution)
+
+    def applied(self, model: ExecutionModel) -> ExecutionModel:
+        """The execution model with this change; rewrites are added to those that it has."""
+        fields = dict(self.execution)
+        if "rewrites" in fields:
+            fields["rewrites"] = (*model.rewrites, *fields["rewrites"])
+        return replace(model, **fields, name=f"{model.name}, {self.lever}") if fields else model
+
+    def option(self, model: ExecutionModel) -> str:
+        """What asks the command line for it; where nothing does, what asks Python."""
+        texts = [f"--{name.replace('_', '-')} {value}" for name, value in self.precisions.items()]
+        fields = dict(self.execution)
+        if rewrites := fields.pop("rewrites", ()):
+            texts.append(f"--rewrite {','.join(rewrites)}")
+        if fields.pop("tf32", False):
+            texts.append("--tf32")
+        if not fields:
+            return " ".join(texts)
+        preset = _preset(model, fields)
+        if preset:
+            return " ".join([f"--execution {preset}", *texts])
+        changed = ", ".join(f'{name}="{value}"' for name, value in fields.items())
+        start = f'"{model.name}"' if model.name in SUMMARIES else "execution"
+        call = f"execution_model({start}, {changed})"
+        return f"{' '.join(texts)} and {call}" if texts else call
+
+
+def _preset(model: ExecutionModel, fields: Mapping[str, Any]) -> str:
+    """The preset that runs a step as `model` with these fields does; empty where none does.
+
+    What other options of the command line say (--knobs, --tf32, --rewrite) is as in `model`.
+    """
+    wanted = replace(model, **fields)
+    for name in SUMMARIES:
+        preset = execution_model(name)
+        said: dict[str, Any] = {"name": model.name, "knobs": model.knobs, "tf32": model.tf32}
+        said |= {"disturbances": model.disturbances, "exchange": model.exchange}
+        if not preset.rewrites:
+            said["rewrites"] = model.rewrites
+        if wanted == replace(preset, **said):
+            return name
+    return ""
+
+
+def changes_of(step: Estimate) -> Iterator[StepChange]:
+    """Every change that may help this step; which of them does is for prices to say."""
+    yield from _how_run(step.execution, step.graph, step.chip)
+    yield from _rewrites(step)
+    yield from _precisions(step)
+
+
+# -- how the step is run ---------------------------------------------------------------------------
+
+
+def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[StepChange]:
+    if model.attention == "materialised":
+        yield StepChange(
+            lever="attention",
+            action="Run attention as one kernel",
+            needs="a fused attention kernel for these shapes and this mask",
+            execution={"attention": "flash"},
+        )
+    if model.fusion == "none":
+        dispatch = {"dispatch": "compiled"} if model.dispatch == "eager" else {}
+        yield StepChange(
+            lever="fusion",
+            action="Compile the step, so that ops share kernels",
+            needs="a compiler that joins ops as torch.compile does; joins are found in the graph",
+            execution={"fusion": "detected", **dispatch},
+        )
+    if model.dispatch != "graph" and chip.kind == "gpu":
+        waits = sum(graph.times(op) for op in graph.ops if op.kind == "sync")
+        each = f"; a graph for each of {waits + 1:,} parts between waits" if waits else ""
+        yield StepChange(
+            lever="launch",
+            action="Launch the step as one CUDA graph" if not waits else "Launch by CUDA graphs",
+            needs=f"shapes and addresses that stay from step to step{each}",
+            execution={"dispatch": "graph"},
+        )
+
+
+ACTIONS: Mapping[str, str] = {
+    "written-attention": "Compute attention that is written out in one kernel",
+    "shared-heads": "Read keys and values that heads share without a copy for each",
+    "mask-numbers": "Tell the attention kernel the kind of its mask, not the mask",
+    "gated-delta-rule": "Run delta rules with the kernels of flash-linear-attention",
+    "linear-attention": "Run linear attention with the kernels of flash-linear-attention",
+    "causal-conv1d": "Run causal convolutions over time by the kernel of causal-conv1d",
+    "selective-scan": "Run selective scans by the kernel of mamba_ssm",
+    "ssd": "Run state-space layers by the chunked kernels of mamba_ssm",
+    "absorb-latent": "Attend to the cached latents, their projection absorbed into query and "
+    "output",
+    "routed-experts": "Compute each expert for the tokens routed to it only",
+    "fused-routing": "Choose experts, and make their weights, in one kernel",
+    "fused-experts": "Take and put back rows of experts inside their products",
+    "index-scores": "Add the scores of keys up over heads before they are written",
+    "narrow-operands": "Multiply narrow numbers with wide results, in place of widened ones",
+    "fused-qkv": "Compute query, key and value as one product",
+    "fused-gate-up": "Compute the gate and up projections as one product",
+    "last-logits": "Compute the logits of the last position only",
+    "static-cache": "Write new rows into a cache that has room",
+}
+"""What each named rewrite asks for."""
+
+
+def _rewrites(step: Estimate) -> Iterator[StepChange]:
+    source = step.plan.source
+    if step.graph.phase == "training":
+        return
+    classified = with_families(source, price_ops(source)[0])
+    for name in applicable(classified, step.execution):
+        if name == "static-cache" and step.execution.kv_append == "in-place":
+            continue  # it is done
+        yield StepChange(
+            lever="rewrite",
+            action=ACTIONS.get(name, f"Apply {name}"),
+            needs="code, or a server, that does so; results stay the same",
+            execution={"rewrites": (name,)},
+        )
+
+
+# -- precisions ------------------------------------------------------------------------------------
+
+NARROWER: Mapping[str, str] = {
+    "fp64": "fp32",
+    "fp32": "bf16",
+    "bf16": "fp8",
+    "fp16": "fp8",
+    "fp8": "fp4",
+}
+"""The next narrower precision to compute in, by what a chip lists its rate under."""
+STORED: Mapping[str, str] = {"bf16": "fp8", "fp16": "fp8", "fp8": "int4", "int8": "int4"}
+"""The next narrower precision to store weights in, or a KV cache; computing stays as wide."""
+
+
+def _precisions(step: Estimate) -> Iterator[StepChange]:
+    """One step narrower, each on its own, of what is in the precision that the step is priced in.
+
+    A training step is priced no narrower than bf16: below that, weights and gradients are kept in
+    several precisions at once, which no storage precision says.
+    """
+    graph, chip = step.plan.source, step.chip
+    own = Study.priced_precision(graph)
+    family = compute_family(own)
+    training = graph.phase == "training"
+    if family == "fp32" and not step.execution.tf32 and chip.has_peak("matrix", "tf32"):
+        yield StepChange(
+            lever="compute",
+            action="Multiply matrices in TF32",
+            needs="products that round their operands to 10 bits; accuracy is not checked",
+            execution={"tf32": True},
+        )
+    narrower = NARROWER.get(family)
+    floor = 16 if training else 4
+    if narrower and precision(narrower).bits >= floor and chip.has_peak("matrix", narrower):
+        low = precision(narrower).bits < 16
+        yield StepChange(
+            lever="compute",
+            action=f"Compute and store in {narrower} what is in {own}",
+            needs=f"{narrower} {'everywhere, also between layers' if low else 'weights'}; "
+            "accuracy is not checked",
+            precisions={"dtype": narrower},
+            at_most=low,
+        )
+    stored = STORED.get(family)
+    if stored is None or training:
+        return
+    held = _bytes_in(graph, own)
+    if held.get("weights"):
+        yield StepChange(
+            lever="weights",
+            action=f"Store the weights in {stored}",
+            needs=f"{stored} weights, widened for free where they are used, their scales not "
+            "counted; accuracy is not checked",
+            precisions={"weights_dtype": stored},
+            at_most=True,
+        )
+    if held.get("kv") and precision(stored).bits >= 8:
+        yield StepChange(
+            lever="cache",
+            action=f"Store the KV cache in {stored}",
+            needs=f"a cache in {stored}, widened for free where it is used, its scales not "
+            "counted; accuracy is not checked",
+            precisions={"kv_dtype": stored},
+            at_most=True,
+        )
+
+
+def _bytes_in(graph: OpGraph, dtype: str) -> dict[str, int]:
+    """Bytes by role of the inputs and parameters that are in a precision."""
+    sizes: dict[str, int] = {}
+    for index in graph.external:
+        tensor = graph.values[index]
+        if tensor.storage == index and tensor.dtype == dtype:
+            sizes[tensor.role] = sizes.get(tensor.role, 0) + graph.times(tensor) * tensor.nbytes
+    return sizes
+
+
+# -- several at once -------------------------------------------------------------------------------
+
+_STRONGER = ("eager", "compiled", "graph")
+
+
+def merged(changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
+    """Those that go together, in order: one that contradicts an earlier one is left out.
+
+    So is what is done anyway: the weights in fp8, where everything is.
+    """
+    everything = {change.precisions.get("dtype") for change in changes}
+    kept: list[StepChange] = []
+    precisions: dict[str, str] = {}
+    for change in changes:
+        asked = change.precisions
+        done = bool(asked) and "dtype" not in asked and set(asked.values()) <= everything
+        clash = any(precisions.get(name, value) != value for name, value in asked.items())
+        if not done and not clash:
+            precisions |= asked
+            kept.append(change)
+    return tuple(kept)
+
+
+def all_of(chosen: Sequence[StepChange], action: str) -> StepChange:
+    """One change that is all of these, none of which contradicts another."""
+    execution: dict[str, Any] = {}
+    for change in chosen:
+        for name, value in change.execution.items():
+            if name == "rewrites":
+                execution[name] = (*execution.get(name, ()), *value)
+            elif name == "dispatch":
+                execution[name] = max(value, execution.get(name, value), key=_STRONGER.index)
+            else:
+                execution[name] = value
+    return StepChange(
+        lever="together",
+        action=action,
+        needs="what each of them needs",
+        precisions={name: v for change in chosen for name, v in change.precisions.items()},
+        execution=execution,
+        at_most=any(change.at_most for change in chosen),
+    )

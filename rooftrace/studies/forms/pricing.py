@@ -1,0 +1,357 @@
+"""From a form of a graph to forms of its plan under an execution; no trace, and no torch.
+
+Which kernels a plan has depends on sizes: a small tensor is computed again, equal numbers of
+elements share a kernel.  A plan made with tracked numbers says which comparisons led to its
+kernels; where all of them come out the same, the same kernels come out, and their numbers are
+fitted there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from rooftrace._progress import tell
+from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, plan
+from rooftrace.costmodels.rewrites import reprice
+from rooftrace.graph import OpGraph
+from rooftrace.graph.formulas import (
+    Formula,
+    FormulaError,
+    GraphForm,
+    Guard,
+    RecordForm,
+    Regime,
+    StructureError,
+    Track,
+    leaves,
+)
+from rooftrace.studies.forms.kernelforms import Array, Places, PlanNumbers, Points, numbers_of
+from rooftrace.studies.forms.planform import PlanForm
+
+_SAMPLES = (4, 2)
+"""Plans that a form is fitted to: so many, and so many for each size; more where a number is left
+unfit."""
+_MORE = 6
+_CHECKS = 3
+"""Plans that it has to equal besides."""
+_TRIES = 4
+"""Plans that a form has to equal before it is taken to hold where a comparison comes out otherwise,
+beside those with the fewest and most rows of each draw."""
+_TRIED = 4000
+"""Sizes that are drawn to find samples."""
+_LOOKED = 200
+"""Of them, so many are looked at for those where a comparison comes out otherwise."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a graph is priced under, the chip apart."""
+
+    execution: ExecutionModel
+    dtype: str | None = None
+    weights_dtype: str | None = None
+    kv_dtype: str | None = None
+
+    @staticmethod
+    def of(execution: str | ExecutionModel, *precisions: str | None) -> Conditions:
+        """The conditions of an execution by name, and precisions."""
+        return Conditions(execution_model(execution), *precisions)
+
+    @property
+    def of_plans(self) -> Conditions:
+        """These conditions without constants that only times depend on: plans are the same."""
+        return replace(self, execution=self.execution.untimed)
+
+    def plan(self, graph: OpGraph) -> Plan:
+        """The plan of a graph."""
+        return plan(self._repriced(graph), self.execution)
+
+    def on(self, regime: Regime) -> Conditions:
+        """These conditions; in place of a mixed execution that which graphs of a regime have."""
+        if self.execution.dispatch != "mixed":
+            return self
+        return replace(self, execution=self.plan(regime.form.at(regime.low)).execution)
+
+    def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
+        """The numbers of the plan of a graph."""
+        (planned,) = Plan.each(self._repriced(graph), [self.execution], savings=False)
+        return numbers_of(planned, with_memory)
+
+    def _repriced(self, graph: OpGraph) -> OpGraph:
+        return reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """Where comparisons come out the same, and the form of the plan there."""
+
+    guards: tuple[Guard, ...]
+    form: PlanForm
+    wide: bool = True  # whether the form may hold elsewhere, too
+
+
+class PlanForms:
+    """The plans of a graph's regime under some conditions, found where they are asked for."""
+
+    def __init__(self, regime: Regime, conditions: Conditions) -> None:
+        self.regime, self.conditions = regime, conditions
+        self._draws = tuple(draws_of(regime.form))
+        self._cells: list[_Cell] = []
+        self._known: dict[leaves.Numbers, PlanNumbers] = {}
+        self._random = random.Random(repr((regime.low, regime.high)))
+
+    def at(self, points: Points) -> Iterator[tuple[PlanForm, Places]]:
+        """The forms that hold at points of the regime, each with the places of its points."""
+        left = np.arange(len(points))
+        for cell in self._cells:
+            if not len(left):
+                return
+            held = _holding(cell.guards, points, left)
+            if held.any():
+                yield cell.form, left[held]
+            left = left[~held]
+        while len(left):
+            start = int(left[self._random.randrange(len(left))])
+            numbers = tuple(int(column[start]) for column in points.columns)
+            here = self._widened(numbers, points, left)
+            if here is None:
+                here = self._cell(numbers, points, left)
+                self._cells.append(here)
+            held = _holding(here.guards, points, left)
+            yield here.form, left[held]
+            left = left[~held]
+
+    def _cell(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell:
+        """The cell around these sizes."""
+        track = Track()
+        tracked = self.conditions.numbers(self.regime.form.at(numbers, track), with_memory=False)
+        track.on = False
+        guards = tuple(track.guards)
+        here = self._numbers_at(numbers)
+        alike = tracked.groups == here.groups and tracked.launches == here.launches
+        tell(f"pricing around {_named(points.names, numbers)}")
+        if alike:
+            form = self._fitted(numbers, guards, points, left)
+            if form is not None:
+                return _Cell(guards, form)
+        alone = {numbers: here}
+        single = RecordForm.fitted(self.regime.form.sizes, alone)
+        regime = Regime(single, numbers, numbers)
+        form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
+        return _Cell(tuple(_equal_to(numbers)), form, wide=False)
+
+    def _widened(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell | None:
+        """The cell of a known form that holds at these sizes, too, and around them.
+
+        Comparisons that come out otherwise there did not matter for what the others lead to; they
+        are guards no longer, if the form gives the plan wherever it is tried without them.
+        """
+        here = self._numbers_at(numbers)
+        at = [np.array([number]) for number in numbers]
+        for place, cell in enumerate(self._cells):
+            if not cell.wide or not self._is(cell.form, numbers, here):
+                continue
+            guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
+            some = self._some(guards, numbers, points, left)
+            gained = [n for n, held in _held(cell.guards, some) if not held]
+            known = [n for n, held in _held(guards, self._known) if held]
+            if all(
+                self._is(cell.form, n) for n in (*known, *self._edges(gained), *gained[:_TRIES])
+            ):
+                self._cells[place] = _Cell(guards, cell.form)
+                return self._cells[place]
+        return None
+
+    def _is(
+        self, form: PlanForm, where: leaves.Numbers, numbers: PlanNumbers | None = None
+    ) -> bool:
+        """Whether a form gives the plan at these sizes, whose numbers may be known."""
+        try:
+            return bool(form.form.at(where) == (numbers or self._numbers_at(where)))
+        except FormulaError:
+            return False
+
+    def _some(
+        self, guards: Sequence[Guard], numbers: leaves.Numbers, points: Points, left: Places
+    ) -> list[leaves.Numbers]:
+        """Some of the points where guards hold, and sizes around `numbers` where they do, mixed."""
+        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+        inside = _numbers(points, some[_holding(guards, points, some)])
+        near = self._near(numbers, points.names)
+        around = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+        first, second = (
+            self._random.sample(many, min(_LOOKED, len(many))) for many in (inside, around)
+        )
+        return list(
+            dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
+        )
+
+    def _plan_at(self, numbers: leaves.Numbers) -> Plan:
+        return self.conditions.plan(self.regime.form.at(numbers))
+
+    def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
+        """The numbers of the plan at these sizes; each is priced once."""
+        if numbers not in self._known:
+            self._known[numbers] = self.conditions.numbers(self.regime.form.at(numbers))
+        return self._known[numbers]
+
+    def _fitted(
+        self, numbers: leaves.Numbers, guards: Sequence[Guard], points: Points, left: Places
+    ) -> PlanForm | None:
+        """The form where these guards hold; None where it could not be proven."""
+        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+        inside = _numbers(points, some[_holding(guards, points, some)])
+        near = self._near(numbers, points.names)
+        others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+        known = [n for n, held in _held(guards, self._known) if held and n != numbers]
+        edges = self._edges([*inside, *others, *known])
+        candidates = list(dict.fromkeys([numbers, *edges, *_spread([*known, *others]), *inside]))
+        first, each = _SAMPLES
+        least = first + each * len(numbers)
+        wanted = min(least, len(candidates))
+        chosen = dict.fromkeys(candidates[:wanted])
+        if wanted < least:
+            return None
+        for _ in range(2):
+            records = {where: self._numbers_at(where) for where in chosen}
+            try:
+                form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
+                break
+            except StructureError:
+                wanted += _MORE
+                chosen = dict.fromkeys(candidates[:wanted])
+        else:
+            return None
+        rest = [where for where in (*inside, *others) if where not in chosen]
+        checks = self._random.sample(rest, min(_CHECKS, len(rest)))
+        regime = Regime(form, self.regime.low, self.regime.high, tuple(checks))
+        made = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
+        return made if all(self._is(made, where) for where in checks) else None
+
+    def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
+        """Of candidates, for each draw that with the fewest rows and that with the most.
+
+        Many rows reach all classes: a number that only such samples show looks like a constant.
+        """
+        if not candidates:
+            return []
+        columns = [np.array(column) for column in zip(*candidates, strict=True)]
+        edges: dict[leaves.Numbers, None] = {}
+        for rows in dict.fromkeys(draw.rows for draw in self._draws if not draw.is_constant):
+            reached = rows.over(columns, rounded=True)
+            for place in (int(reached.argmin()), int(reached.argmax())):
+                edges.setdefault(candidates[place])
+        return list(edges)
+
+    def _near(self, numbers: leaves.Numbers, names: Sequence[str]) -> Points:
+        """Sizes around some: close by, and anywhere in the regime."""
+        rng = np.random.default_rng(sum(numbers))
+        columns = {}
+        for name, at, low, high in zip(
+            names, numbers, self.regime.low, self.regime.high, strict=True
+        ):
+            close = at + rng.integers(-8, 9, _TRIED // 2)
+            ends = np.log(max(low, 1)), np.log(max(high, 1) + 1)
+            anywhere = np.exp(rng.uniform(*ends, _TRIED // 2)).astype(np.int64)
+            both = np.concatenate([close, anywhere])
+            columns[name] = np.clip(both, low, high)
+        near = Points(columns)
+        return near.where(np.flatnonzero(self.regime.inside(near.columns)))
+
+
+def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:
+    """Candidates in turns: each that has only new numbers first, then those with some new ones."""
+    seen: list[set[int]] = [set() for _ in (candidates[0] if candidates else ())]
+    left = list(candidates)
+    for least in range(len(seen), 0, -1):
+        rest = []
+        for numbers in left:
+            new = sum(n not in known for n, known in zip(numbers, seen, strict=True))
+            if new >= least:
+                for number, known in zip(numbers, seen, strict=True):
+                    known.add(number)
+                yield numbers
+            else:
+                rest.append(numbers)
+        left = rest
+    yield from left
+
+
+def _numbers(points: Points, places: Places) -> list[leaves.Numbers]:
+    """The sizes at some of the points."""
+    return list(zip(*(column[places].tolist() for column in points.columns), strict=True))
+
+
+def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:
+    """Which of these places all guards hold at."""
+    held = np.ones(len(places), dtype=bool)
+    by_sizes: dict[frozenset[int], list[Guard]] = {}
+    for guard in guards:
+        by_sizes.setdefault(guard.number.symbols, []).append(guard)
+    part = points if len(places) == len(points) else points.where(places)
+    for sizes, several in by_sizes.items():
+        columns, at = part.part(sizes)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            here = np.ones(max(map(len, columns)), dtype=bool)
+            for guard in several:
+                here &= guard.holds(columns)
+        held &= here if at is None else here[at]
+    return held
+
+
+def _held(
+    guards: Sequence[Guard], places: Collection[leaves.Numbers]
+) -> Iterator[tuple[leaves.Numbers, bool]]:
+    """Places, each with whether all guards hold there."""
+    if places:
+        columns = zip(*places, strict=True)
+        points = Points({str(size): column for size, column in enumerate(columns)})
+        held = _holding(guards, points, np.arange(len(points)))
+        yield from zip(places, held.tolist(), strict=True)
+
+
+def _equal_to(numbers: leaves.Numbers) -> Iterator[Guard]:
+    for place, number in enumerate(numbers):
+        difference = Formula.total([(1, Formula.symbol(place)), (-1, Formula.constant(number))])
+        yield Guard("==", difference, True)
+
+
+def _named(names: Sequence[str], numbers: Sequence[int]) -> str:
+    return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
+
+
+def draws_of(form: GraphForm) -> Iterator[leaves.Draw]:
+    """What the prices of a graph may depend on: its own draws, and those of uniform indices."""
+    yield from form.draws
+    graph = form.example
+    own = ("graph",)  # before the paths of a graph with series
+    varying = {s.path[1:] if s.path[:1] == own else s.path: s for s in form.slots}
+    for op in graph.ops:
+        classes = op.facts.get("uniform_over")
+        if classes is None:
+            continue
+
+        def size_of(value: int, place: int) -> Formula:
+            slot = varying.get(("values", value, "shape", place))
+            size = graph.values[value].shape[place]
+            return form.formulas[slot.formulas[0]] if slot else Formula.constant(size)
+
+        for value in op.inputs:
+            if graph.values[value].dtype not in ("int64", "int32"):
+                continue
+            elements = Formula.constant(1)
+            for place in range(len(graph.values[value].shape)):
+                elements = elements * size_of(value, place)
+            alone = op.facts.get("own_rows")
+            function, chosen = ("distinct", 1) if alone is None else ("rows", int(alone))
+            parts = Formula.constant(chosen), Formula.constant(classes)
+            yield leaves.Draw(function, elements, *parts)
+            for made in op.outputs:
+                if graph.values[made].shape:
+                    yield leaves.Draw(function, elements, *parts, size_of(made, 0))

@@ -1,0 +1,17 @@
+from rooftrace.studies.solving import (
+    candidates as candidates,
+    serving as serving,
+    workloads as workloads,
+)
+from rooftrace.studies.solving.meshes import (
+    MeshAnswer as MeshAnswer,
+    MeshRow as MeshRow,
+    ScalingAnswer as ScalingAnswer,
+    mesh_words as mesh_words,
+    meshes_of as meshes_of,
+    row_of as row_of,
+)
+from rooftrace.studies.solving.serving import (
+    Disaggregated as Disaggregated,
+    disaggregated as disaggregated,
+)

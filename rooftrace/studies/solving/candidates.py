@@ -1,0 +1,363 @@
+"""What a step costs on some chips in time, memory, money and energy: one way, or many in arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from rooftrace._plain import Plain
+from rooftrace.costmodels.estimates import Estimate, estimate
+from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.errors import RequestError
+from rooftrace.graph import replicas_of
+from rooftrace.hardware import Chip
+from rooftrace.hardware.chip import MissingPeakError
+from rooftrace.hardware.systems.records import SystemSizeError
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.solving.workloads import Limits, Mix
+from rooftrace.studies.sweeps import Form, SweepCase, evaluated
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Way = tuple[Conditions, Chip]
+"""How a step is priced, and on which chip."""
+HOUR = 3600.0
+MILLION = 1e6
+
+
+# -- deployments -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A step as each of several chips runs it, from a trace over a mesh of so many processes.
+
+    prefill: that of one prompt, where requests are asked for.
+    """
+
+    form: Form
+    prefill: Form | None = None
+
+    @cached_property
+    def chips(self) -> int:
+        """Chips that run the step together."""
+        return self.form.example.processes
+
+    @cached_property
+    def replicas(self) -> int:
+        """How many batches they work on at a time; 1 where the mesh does not say."""
+        return replicas_of(self.form.example.mesh) or 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Configuration:
+    """What tells deployments from others, their sizes apart.
+
+    case: the step of one of the chips, and how it is priced.  capacity: bytes of one chip that may
+    be used.
+    """
+
+    split: Split
+    case: SweepCase
+    chip: Chip
+    capacity: float
+
+    @property
+    def price(self) -> float | None:
+        """Dollars per hour of one chip; None where it is not known."""
+        return None if self.chip.price is None else self.chip.price.value
+
+    @property
+    def power(self) -> float | None:
+        """Watts of one chip; None where they are not known."""
+        return None if self.chip.power is None else self.chip.power.value
+
+
+Number = TypeVar("Number", float, Array)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Speeds(Generic[Number]):
+    """What a step reaches on some chips, at one size or at many.
+
+    Seconds: step, sent (of the step, in which chips send to each other and do nothing else), tpot
+    (per output token, with the prefills in between; the step, where no requests are given).  rate:
+    tokens or samples per second of all chips.
+    """
+
+    configuration: Configuration
+    step: Number
+    sent: Number
+    tpot: Number
+    rate: Number
+
+    @property
+    def chip(self) -> str:
+        """The name of the chip."""
+        return self.configuration.chip.name
+
+    @property
+    def chips(self) -> int:
+        """Chips that run the step together."""
+        return self.configuration.split.chips
+
+    @property
+    def labels(self) -> Mapping[str, Any]:
+        """The phase, the execution and the precisions."""
+        return self.configuration.case.labels
+
+    @property
+    def capacity(self) -> float:
+        """Bytes of one chip that may be used."""
+        return self.configuration.capacity
+
+    @property
+    def per_chip(self) -> Number:
+        """Tokens or samples per second of one chip."""
+        return self.rate / self.chips
+
+    @property
+    def per_user(self) -> Number:
+        """Tokens per second of one sequence."""
+        return 1 / self.tpot
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Deployment(Plain, Speeds[float]):
+    """One way to run a step: on so many chips, at these sizes, in these precisions.
+
+    Seconds: low, high (between which 90 % of such steps are, None without knobs), ttft (to the
+    first token of the longest prompt; None where no requests are given).  memory: bytes of one chip
+    at the fullest moment.
+    """
+
+    sizes: Mapping[str, int]
+    low: float | None
+    high: float | None
+    ttft: float | None
+    memory: int
+    limiter: str
+
+    KEYS = (
+        "chip chips **labels **sizes step step_low=low step_high=high sent tpot ttft memory "
+        "capacity rate rate_per_chip=per_chip rate_per_user=per_user dollars_per_million=dollars "
+        "joules_each=joules limiter price=configuration.price power=configuration.power"
+    )
+
+    @property
+    def dollars(self) -> float | None:
+        """Dollars per million tokens or samples; None without a price."""
+        price = self.configuration.price
+        return None if price is None else price / HOUR / self.per_chip * MILLION
+
+    @property
+    def joules(self) -> float | None:
+        """Joules per token or sample with the chips at their full power: at most that many."""
+        power = self.configuration.power
+        return None if power is None else power / self.per_chip
+
+    @property
+    def estimate(self) -> Estimate:
+        """The step of one of the chips, priced again by itself."""
+        case = self.configuration.case
+        own = {name: size for name, size in self.sizes.items() if name in case.form.names}
+        return estimate(case.conditions.plan(case.form.graph(**own)), self.configuration.chip)
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """How requests are served.
+
+    mix: what comes; None: single steps.  apart: whether prefills run on chips of their own.
+    kept_free: share of the memory that must stay free.
+    """
+
+    mix: Mix | None = None
+    apart: bool = False
+    kept_free: float = 0.0
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Line(Speeds[Array]):
+    """Candidates that differ in one size only, by rising size: arrays of length P."""
+
+    name: str  # of the size
+    at: Mapping[str, int]  # the other sizes
+    sizes: Array
+    low: Array
+    high: Array
+    ttft: Array  # nan without requests
+    memory: Array  # of one chip
+    regime: Array
+
+    @property
+    def way(self) -> Way:
+        """How its steps are priced, and on which chip."""
+        return self.configuration.case.conditions, self.configuration.chip
+
+    @property
+    def fits(self) -> Array:
+        """The places of the candidates that each chip holds its part of."""
+        return np.flatnonzero(self.memory <= self.capacity)
+
+    @property
+    def halved(self) -> Line:
+        """The line if twice as many chips did it in half of the time: nothing splits better."""
+        halves = {n: getattr(self, n) / 2 for n in ("step", "tpot", "ttft", "memory")}
+        return replace(self, **halves)
+
+    def over(self, limits: Limits, steps: Array | None = None) -> dict[str, Array]:
+        """What each candidate takes of each limit: at most 1 where it holds; memory too.
+
+        steps: seconds of a step in place of the expected ones; the rest follows.
+        """
+        more = 0.0 if steps is None else steps - self.step
+        taken = {name: (getattr(self, name) + more) / value for name, value in limits}
+        return {**taken, "memory": self.memory / self.capacity}
+
+    def holds(self, limits: Limits, steps: Array | None = None) -> Array:
+        """Which candidates hold all limits and fit."""
+        return self.worst(limits, steps) <= 1
+
+    def worst(self, limits: Limits, steps: Array | None = None) -> Array:
+        """Of each candidate, what it takes of the limit that it comes closest to."""
+        taken = np.stack([np.broadcast_to(t, self.sizes.shape) for t in
+                          self.over(limits, steps).values()])  # fmt: skip
+        worst: Array = np.where(np.isnan(taken), np.inf, taken).max(axis=0)
+        return worst
+
+    def deployment(self, place: int) -> Deployment:
+        """One candidate."""
+
+        def known(column: Array) -> float | None:
+            value = float(column[place])
+            return None if np.isnan(value) else value
+
+        return Deployment(
+            configuration=self.configuration,
+            sizes={**self.at, self.name: int(self.sizes[place])},
+            step=float(self.step[place]),
+            low=known(self.low),
+            high=known(self.high),
+            sent=float(self.sent[place]),
+            tpot=float(self.tpot[place]),
+            ttft=known(self.ttft),
+            memory=int(self.memory[place]),
+            rate=float(self.rate[place]),
+            limiter=REGIMES[int(self.regime[place])],
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Candidates:
+    """The steps of a question on any number of chips, and what each takes at sizes.
+
+    first: the step as it was asked for.  split_over: traces it over so many chips, and raises
+    RequestError where it cannot.  left_out: what has no candidates, with the reason.
+    """
+
+    first: Split
+    split_over: Callable[[int], Split]
+    conditions: tuple[Conditions, ...]
+    chips: tuple[Chip, ...]
+    service: Service
+    name: str
+    at: Mapping[str, int]
+    left_out: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def ways(self) -> list[Way]:
+        """All conditions on all chips."""
+        return [(conditions, chip) for conditions in self.conditions for chip in self.chips]
+
+    def split(self, count: int) -> Split | None:
+        """The step over so many chips; None where it cannot be traced."""
+        if count == self.first.chips:
+            return self.first
+        try:
+            return self.split_over(count)
+        except RequestError as error:
+            self.left_out[f"{count} chips: {str(error).splitlines()[0]}"] = None
+            return None
+
+    def lines(self, split: Split, ways: Sequence[Way], sizes: Sequence[int]) -> Iterator[Line]:
+        """A line for each of the ways that can run the step."""
+        for conditions in dict.fromkeys(conditions for conditions, _ in ways):
+            case = SweepCase(split.form, conditions, {})
+            own = [chip for of, chip in ways if of is conditions]
+            able = [chip for chip in own if self._is_able(case, chip, sizes)]
+            if able:
+                yield from self._lines(split, case, able, np.asarray(sizes, dtype=np.int64))
+
+    def again(self, line: Line, sizes: Sequence[int]) -> Line:
+        """A line at other sizes, all else equal."""
+        made, case = line.configuration, line.configuration.case
+        return next(self._lines(made.split, case, [made.chip], np.asarray(sizes, dtype=np.int64)))
+
+    def _points(self, case: SweepCase, sizes: Array) -> Points:
+        own = {n: np.full(len(sizes), v) for n, v in self.at.items()} | {self.name: sizes}
+        return Points({n: own[n] for n in case.form.names})
+
+    def _is_able(self, case: SweepCase, chip: Chip, sizes: Sequence[int]) -> bool:
+        """Whether a chip, and the system that it is joined by, can run a case."""
+        try:
+            evaluated(case.form, self._points(case, np.array(sizes[:1])), [chip], case.conditions)
+        except (MissingPeakError, SystemSizeError) as error:
+            reason = str(error).split(";")[0]
+            self.left_out[f"{chip.name}, {case.labels['dtype']}: {reason}"] = None
+            return False
+        return True
+
+    def _lines(
+        self, split: Split, case: SweepCase, chips: Sequence[Chip], sizes: Array
+    ) -> Iterator[Line]:
+        table = evaluated(case.form, self._points(case, sizes), chips, case.conditions)
+        mix, count = self.service.mix, len(sizes)
+        prefills = self._prefills(split, case.conditions, chips)
+        for number, chip in enumerate(chips):
+            part = {k: column[number * count : (number + 1) * count] for k, column in table.items()}
+            step, memory = part["t_est"], np.asarray(part["peak_memory"], dtype=float)
+            if mix is None:
+                tpot, rate, ttft = step, part["items"] / step, np.full(count, np.nan)
+            else:
+                seconds, peaks = (column[number] for column in prefills)
+                batch = part["items"].astype(float)
+                prefill = mix.mean(seconds) / mix.outputs  # seconds for each output token
+                rate = 1 / (step / batch + prefill)
+                tpot = step if self.service.apart else batch / rate
+                longest = float(np.max(seconds))
+                ttft = np.full(count, longest) + (0.0 if self.service.apart else step)
+                if not self.service.apart:
+                    memory = np.maximum(memory, float(np.max(peaks)) + part["kv_memory"])
+            yield Line(
+                configuration=Configuration(
+                    split=split, case=case, chip=chip, capacity=chip.room(self.service.kept_free)
+                ),
+                name=self.name, at=self.at, sizes=sizes,
+                step=step, low=part["t_low"], high=part["t_high"], sent=part["t_exposed"],
+                tpot=tpot, ttft=ttft, memory=memory, rate=rate * split.replicas,
+                regime=part["regime"],
+            )  # fmt: skip
+
+    def _prefills(
+        self, split: Split, conditions: Conditions, chips: Sequence[Chip]
+    ) -> tuple[Array, Array]:
+        """Seconds and peaks of memory of the prefill of each kind: arrays [chips, kinds]."""
+        mix, prefill = self.service.mix, split.prefill
+        if mix is None or prefill is None:
+            return np.zeros((len(chips), 0)), np.zeros((len(chips), 0))
+        prompts = np.array([kind.prompt for kind in mix.kinds], dtype=np.int64)
+        points = Points({name: prompts if name == "seq" else np.ones_like(prompts)
+                         for name in prefill.names})  # fmt: skip
+        table = evaluated(prefill, points, chips, conditions)
+        seconds, peaks = (
+            np.asarray(table[name], dtype=float).reshape(len(chips), len(prompts))
+            for name in ("t_est", "peak_memory")
+        )
+        return seconds, peaks

@@ -1,0 +1,407 @@
+"""The best deployment of a step within limits: every candidate is evaluated, none is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rooftrace._plain import Plain
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.timing import link_seconds
+from rooftrace.errors import RequestError
+from rooftrace.hardware.systems import System
+from rooftrace.studies.solving.candidates import Array, Candidates, Deployment, Line, Service, Way
+from rooftrace.studies.solving.workloads import Limits
+
+MOST_CHIPS = 64
+_DOUBLINGS = 4
+"""Numbers of chips that are tried for each chip where none is asked for, from the least."""
+_WORTH = 0.9
+"""Twice as many chips are tried where they would cost at most this share, if they sent nothing."""
+_FRONT = 64
+"""Points of the front that are kept."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is best: the words for it, and a number of each candidate of a line, least is best."""
+
+    words: str
+    cost: Callable[[Line], Array]
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    "largest": Objective("the largest", lambda line: -line.sizes.astype(float)),
+    "cheapest": Objective("the fewest dollars per million {item}s",
+                          lambda line: _known(line.configuration.price) / line.per_chip),
+    "energy": Objective("the fewest joules per {item}",
+                        lambda line: _known(line.configuration.power) / line.per_chip),
+    "throughput": Objective("the most {item}s per second of a chip",
+                            lambda line: 1 / line.per_chip),
+    "latency": Objective("the least time of a step", lambda line: line.tpot),
+}  # fmt: skip
+
+
+def _known(number: float | None) -> float:
+    return np.nan if number is None else number
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ServingAnswer(Plain, Shown):
+    """The best candidate within limits, the best of each other configuration, and how near.
+
+    rows: the best of each configuration that holds the limits, best first; none where nothing
+    does, and then `nearest` is the candidate that misses them by least.  breaks: the limits that
+    the next larger size misses.  span: the best size if steps take as long as 90 % of them do at
+    most and at least; None without knobs.  front: candidates that fit and that no other beats in
+    both tokens per second of a user and of a chip, limits aside; of batches of decode steps only.
+    curves: the lines of which some size fits, of the same.  item: what is counted, a token or a
+    sample.  rests: what the answer rests on.
+    """
+
+    title: str
+    item: str
+    question: str
+    objective: str
+    name: str  # of the size that was left open
+    limits: Limits
+    service: Service
+    rows: tuple[Deployment, ...]
+    nearest: Deployment | None
+    breaks: tuple[str, ...]
+    span: tuple[Deployment | None, Deployment | None] | None
+    front: tuple[Deployment, ...]
+    curves: tuple[Line, ...]
+    rests: tuple[str, ...]
+    evaluated: int  # candidates
+    sizes: tuple[int, int]  # the least and the largest that were looked at
+    left_out: tuple[str, ...]
+
+    KEYS = (
+        "question limits best margins=_margins breaks span rows nearest front rests_on=rests "
+        "left_out evaluated"
+    )
+
+    def __repr__(self) -> str:
+        return short(self, f"{self.question}: {self.best or self.nearest}")
+
+    @property
+    def best(self) -> Deployment | None:
+        """The answer; None where nothing holds the limits."""
+        return self.rows[0] if self.rows else None
+
+    @property
+    def second(self) -> Deployment | None:
+        """The best of the other configurations; None where there is no other that holds."""
+        return self.rows[1] if len(self.rows) > 1 else None
+
+    @property
+    def _margins(self) -> dict[str, float] | None:
+        return None if self.best is None else self.margins(self.best)
+
+    def margins(self, of: Deployment) -> dict[str, float]:
+        """The share of each limit that a deployment leaves free; below 0 where it misses it."""
+        free = {name: 1 - getattr(of, name) / value for name, value in self.limits}
+        return {**free, "memory": 1 - of.memory / of.capacity}
+
+
+@dataclass(frozen=True, eq=False)
+class Search:
+    """All lines of a question, and what is best on each.
+
+    every: the sizes that are asked for.  sizes: those of them that are tried first.
+    """
+
+    candidates: Candidates
+    every: Sequence[int]
+    sizes: Sequence[int]
+    lines: tuple[Line, ...]
+    limits: Limits
+    objective: str
+
+    @classmethod
+    def over(
+        cls,
+        candidates: Candidates,
+        every: Sequence[int],
+        sizes: Sequence[int],
+        counts: Sequence[int] | None,
+        limits: Limits,
+        objective: str,
+    ) -> Search:
+        """Evaluate all.  counts: numbers of chips; None: those of `_from_few_chips`."""
+        if counts is None:
+            lines = tuple(_from_few_chips(candidates, sizes, limits, objective))
+        else:
+            splits = filter(None, map(candidates.split, counts))
+            lines = tuple(
+                line for split in splits for line in candidates.lines(split, candidates.ways, sizes)
+            )
+        return cls(candidates, every, sizes, lines, limits, objective)
+
+    # -- the best ----------------------------------------------------------------------------------
+
+    def best(self) -> list[tuple[Line, int, float]]:
+        """The best of each configuration: its line, place and cost; best first."""
+        chosen = []
+        for line in self.lines:
+            place = self._best_of(line, line.holds(self.limits))
+            if place is None:
+                continue
+            finer = self.candidates.again(line, self._around(int(line.sizes[place])))
+            fine = self._best_of(finer, finer.holds(self.limits))
+            if fine is not None:
+                line, place = finer, fine
+            chosen.append((line, place, float(self._cost(line)[place])))
+        dollars = OBJECTIVES["cheapest"].cost
+        chosen.sort(key=lambda entry: (entry[2], dollars(entry[0])[entry[1]]))
+        return chosen
+
+    def _cost(self, line: Line) -> Array:
+        return OBJECTIVES[self.objective].cost(line)
+
+    def _best_of(self, line: Line, holds: Array) -> int | None:
+        cost = np.where(holds, self._cost(line), np.nan)
+        if np.isnan(cost).all():
+            return None
+        return int(np.nanargmin(cost))
+
+    def _around(self, size: int) -> Sequence[int]:
+        """The sizes that were asked for between the neighbours of a size among those tried."""
+        sizes = np.asarray(self.sizes)
+        place = int(np.searchsorted(sizes, size))
+        low = int(sizes[max(place - 1, 0)])
+        high = int(sizes[min(place + 1, len(sizes) - 1)])
+        return [number for number in range(low, high + 1) if number in self.every]
+
+    # -- beside it ---------------------------------------------------------------------------------
+
+    def nearest(self) -> Deployment | None:
+        """The candidate that misses its limits by least."""
+        worst = [(float(line.worst(self.limits).min()), line) for line in self.lines]
+        if not worst:
+            return None
+        _, line = min(worst, key=lambda pair: pair[0])
+        return line.deployment(int(line.worst(self.limits).argmin()))
+
+    def breaks(self, line: Line, place: int) -> tuple[str, ...]:
+        """The limits that the next larger size misses."""
+        after = self.candidates.again(line, [int(line.sizes[place]) + 1])
+        taken = after.over(self.limits)
+        return tuple(name for name, column in taken.items() if float(column[0]) > 1)
+
+    def span(self, line: Line) -> tuple[Deployment | None, Deployment | None] | None:
+        """The best with steps as slow, and as fast, as the ends of their interval."""
+        if np.isnan(line.high).all():
+            return None
+        coarse = self.candidates.again(line, self.sizes)
+        ends: list[Deployment | None] = []
+        for name in ("high", "low"):
+            place = self._best_of(coarse, coarse.holds(self.limits, getattr(coarse, name)))
+            if place is None:
+                ends.append(None)
+                continue
+            fine = self.candidates.again(line, self._around(int(coarse.sizes[place])))
+            own = self._best_of(fine, fine.holds(self.limits, getattr(fine, name)))
+            ends.append(fine.deployment(own) if own is not None else coarse.deployment(place))
+        return ends[0], ends[1]
+
+    def front(self) -> tuple[Deployment, ...]:
+        """Candidates that fit and that no other beats in both speeds, fastest for a user first."""
+        points = []
+        for number, line in enumerate(self.lines):
+            for place in line.fits:
+                points.append((line.per_user[place], line.per_chip[place], number, place))
+        front = list(undominated(points))
+        step = max(1, -(-len(front) // _FRONT))
+        kept = front[::step] + (front[-1:] if (len(front) - 1) % step else [])
+        return tuple(self.lines[number].deployment(int(place)) for _, _, number, place in kept)
+
+
+def _from_few_chips(
+    candidates: Candidates, sizes: Sequence[int], limits: Limits, objective: str
+) -> Iterator[Line]:
+    """Lines on 1, 2, 4, ... chips, of each way until limits hold and more chips are not worth it.
+
+    The first number is the least whose memory may do: what one chip needs at the smallest size,
+    split evenly.  Where that is more than one chip, the line of one has this size alone.
+    """
+    first, needed = candidates.first, dict[Way, int]()
+    for line in candidates.lines(first, candidates.ways, sizes[:1]):
+        memory, chip = float(line.memory[0]) * first.chips, line.configuration.chip
+        needed[line.way] = chip.count_holding(memory, candidates.service.kept_free)
+        if needed[line.way] > first.chips:
+            yield line
+        if needed[line.way] > MOST_CHIPS:
+            candidates.left_out[f"{chip.name}: up to {MOST_CHIPS} chips hold too little"] = None
+
+    def least(line: Line) -> float:
+        cost = np.where(line.holds(limits), OBJECTIVES[objective].cost(line), np.inf)
+        return float(np.where(np.isnan(cost), np.inf, cost).min())
+
+    tried: dict[Way, list[float]] = {way: [] for way in needed}
+    count = first.chips
+    while tried and count <= MOST_CHIPS:
+        ways = [way for way in tried if needed[way] <= count]
+        split = candidates.split(count) if ways else first
+        if split is None:
+            return
+        for line in candidates.lines(split, ways, sizes):
+            yield line
+            costs = tried[line.way]
+            costs.append(least(line))
+            worth = objective != "largest" and least(line.halved) < _WORTH * min(costs)
+            if len(costs) == _DOUBLINGS or (line.holds(limits).any() and not worth):
+                del tried[line.way]
+        count *= 2
+
+
+def undominated(points: Iterable[tuple[float, float, Any, Any]]) -> Iterator[Any]:
+    """The points that no other is at least equal to in both numbers; by falling first number."""
+    most = -np.inf
+    for point in sorted(points, key=lambda p: (-p[0], -p[1])):
+        if point[1] > most:
+            most = point[1]
+            yield point
+
+
+# -- From an estimate of prefill and one of decode to what both serve together, and their balance --
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSide:
+    """One of the two phases on the chips of its mesh."""
+
+    phase: str
+    chips: int  # of one mesh
+    replicas: int  # batches that they work on at a time
+    batch: int  # requests of each
+    seconds: float  # of a step
+    requests_per_s_per_chip: float
+    tokens_per_s_per_chip: float  # of the prompt, or of the answer
+    exposed: float  # seconds of a step for which computing waits for other chips
+    peak: int  # bytes alive on a chip
+    fits: bool  # whether the chip holds them
+    kv_bytes_per_token: float  # of the cache on one chip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Disaggregated(Shown):
+    """Prefill and decode on chips of their own."""
+
+    prefill: ServingSide
+    decode: ServingSide
+    prompt: int  # tokens of a request
+    output: int  # tokens of its answer
+    system: str
+    kv_bytes: float  # of a request's cache, sent or received by one chip: the larger
+    transfer: float  # seconds of that over the network, at least
+    first_token: float  # seconds until the cache has arrived: a step of prefill and the transfer
+    prefill_per_decode: float  # chips of prefill for each chip of decode, so that none waits
+    output_tokens_per_s_per_chip: float  # of all chips, in this balance
+    transfer_share: float  # of a step of prefill that sending its caches takes; above 1 it limits
+    assumed: tuple[str, ...]  # what is taken for granted, a sentence each
+
+    def __repr__(self) -> str:
+        """ "Disaggregated(1.5 chips of prefill for each of decode, 840 tokens/s per chip)"."""
+        text = f"{self.prefill_per_decode:.3g} chips of prefill for each of decode, "
+        return short(self, f"{text}{self.output_tokens_per_s_per_chip:,.0f} tokens/s per chip")
+
+
+def disaggregated(
+    prefill: Estimate, decode: Estimate, *, output: int, system: System | None = None
+) -> Disaggregated:
+    """What prefill and decode serve together, each on a mesh of its own.
+
+    output: tokens of an answer; a prompt has as many as the step of prefill.  system: whose network
+    carries the cache; without one that of prefill.  Raises RequestError for estimates of other
+    phases, of meshes that do not say how many batches they have, or without a network.
+    """
+    joined = system or prefill.chip.system
+    for estimate, phase in ((prefill, "prefill"), (decode, "decode")):
+        if estimate.phase != phase:
+            raise RequestError(f"an estimate of {estimate.phase}: expected one of {phase}")
+        if estimate.replicas is None:
+            raise RequestError(
+                f"the mesh of {phase} does not say how many batches it works on: name axes of data "
+                "dp, of models tp, cp, ep or pp"
+            )
+    if not isinstance(output, int) or output < 1:
+        raise RequestError(f"output={output!r}: expected a whole number of tokens of at least 1")
+    if joined is None or not joined.levels:
+        raise RequestError(
+            "no network between prefill and decode: name a system (`rooftrace systems list`)"
+        )
+    if _precisions(prefill) != _precisions(decode):
+        raise RequestError(
+            f"caches in {_precisions(prefill)} of prefill and {_precisions(decode)} of decode: "
+            "expected one precision; set kv_dtype of both"
+        )
+    return _together(prefill, decode, output, joined)
+
+
+def _together(prefill: Estimate, decode: Estimate, output: int, system: System) -> Disaggregated:
+    work, cached = prefill.graph.workload, decode.graph.workload
+    prompt = int(work["seq"])
+    first = _side(prefill, 1.0, prompt)
+    then = _side(decode, float(output), int(cached["kv"]) + 1)
+    kv_bytes = max(first.kv_bytes_per_token, then.kv_bytes_per_token) * prompt
+    transfer = link_seconds(system, "send", kv_bytes, (0, _far(system, prefill.processes)))
+    ratio = then.requests_per_s_per_chip / first.requests_per_s_per_chip
+    served = then.requests_per_s_per_chip / (1 + ratio)
+    return Disaggregated(
+        prefill=first,
+        decode=then,
+        prompt=prompt,
+        output=output,
+        system=system.name,
+        kv_bytes=kv_bytes,
+        transfer=transfer,
+        first_token=first.seconds + transfer,
+        prefill_per_decode=ratio,
+        output_tokens_per_s_per_chip=served * output,
+        transfer_share=transfer * first.batch / first.seconds,
+        assumed=(
+            f"each of {output:,} tokens of an answer takes the step of decode, with "
+            f"{int(cached['kv']):,} tokens in the cache",
+            "prefill and decode stand on different nodes; every chip sends its part of the cache "
+            "at the datasheet's bandwidth of the network, without latency",
+            "no request waits in a queue, and all batches are full",
+        ),
+    )
+
+
+def _side(estimate: Estimate, steps: float, tokens: int) -> ServingSide:
+    """One phase; a request takes so many of its steps, and has so many tokens in the cache."""
+    batch, replicas = int(estimate.graph.workload["batch"]), estimate.replicas or 1
+    requests = batch * replicas / (estimate.t_est * steps * estimate.processes)
+    per_chip = estimate.items_per_s_per_chip or 0.0
+    capacity = estimate.chip.room()
+    return ServingSide(
+        phase=estimate.phase,
+        chips=estimate.processes,
+        replicas=replicas,
+        batch=batch,
+        seconds=estimate.t_est,
+        requests_per_s_per_chip=requests,
+        tokens_per_s_per_chip=per_chip,
+        exposed=estimate.times.t_exposed,
+        peak=estimate.memory.peak,
+        fits=estimate.memory.peak <= capacity,
+        kv_bytes_per_token=estimate.memory.kv / (batch * tokens),
+    )
+
+
+def _precisions(estimate: Estimate) -> str:
+    """The precisions of the cache."""
+    graph = estimate.graph
+    return ", ".join(sorted({value.dtype for value in graph.values if value.role == "kv"}))
+
+
+def _far(system: System, processes: int) -> int:
+    """A rank in another node than rank 0, where the system has any."""
+    return max(processes, system.size_of(0)) if len(system.levels) > 1 else processes

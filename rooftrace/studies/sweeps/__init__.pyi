@@ -1,0 +1,11 @@
+from rooftrace.studies.sweeps import evaluating as evaluating, grids as grids
+from rooftrace.studies.sweeps.evaluating import (
+    Form as Form,
+    evaluated as evaluated,
+    points_of as points_of,
+)
+from rooftrace.studies.sweeps.sweeps import (
+    Sweep as Sweep,
+    SweepCase as SweepCase,
+    lines_of as lines_of,
+)

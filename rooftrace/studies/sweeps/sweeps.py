@@ -1,0 +1,336 @@
+"""A sweep: a step at many sizes, on many chips, under several conditions, and what it shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rooftrace._shown import Shown, short
+from rooftrace.costmodels.timing.timings import REGIMES
+from rooftrace.errors import RequestError, hint
+from rooftrace.hardware import Chip
+from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.sweeps.evaluating import SECONDS, TOTALS, Columns, Form, evaluated
+
+if TYPE_CHECKING:
+    import pandas
+
+Array = np.ndarray[Any, np.dtype[Any]]
+LEAST = 0.05
+"""How much longer a step must take, for one more of a size, to be a cliff."""
+_INSIDE = 63
+"""Sizes between two levels that are tried at once to find where the limiter changes."""
+_WIDEST = 16_384
+"""The most sizes that are looked at one by one for cliffs."""
+_LINES = 64
+"""Combinations of the other sizes for which cliffs are looked for."""
+
+
+@dataclass(frozen=True)
+class SweepCase:
+    """One form under one set of conditions; settings: what `vary` changed in the source."""
+
+    form: Form
+    conditions: Conditions
+    settings: Mapping[str, Any]
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What tells this case from others: settings, phase, execution, precisions."""
+        conditions = self.conditions
+        return {
+            **self.settings,
+            "phase": self.form.phase,
+            "execution": conditions.execution.name,
+            "dtype": conditions.dtype or "as traced",
+            **({"weights_dtype": conditions.weights_dtype} if conditions.weights_dtype else {}),
+            **({"kv_dtype": conditions.kv_dtype} if conditions.kv_dtype else {}),
+        }
+
+
+@dataclass(frozen=True)
+class SizeChange:
+    """Where a step becomes another one as one size of it grows.
+
+    labels: of its case.  at: the other sizes.  name: of the one that grows to `size`.
+    """
+
+    labels: Mapping[str, Any]
+    chip: str
+    at: Mapping[str, int]
+    name: str
+    size: int
+    before: str | float
+    after: str | float
+
+    def to_row(self) -> dict[str, Any]:
+        """The place, and what is there before and after."""
+        place = {**self.labels, "chip": self.chip, **self.at, self.name: self.size}
+        return {**place, "before": self.before, "after": self.after}
+
+    def where(self, cases: Sequence[SweepCase]) -> str:
+        """The labels in which cases differ, the other sizes and the chip: "decode, seq 64, l4"."""
+        words = [
+            str(label)
+            for name, label in self.labels.items()
+            if len({str(case.labels.get(name)) for case in cases}) > 1
+        ]
+        return ", ".join([*words, *(f"{n} {size:,}" for n, size in self.at.items()), self.chip])
+
+
+@dataclass(frozen=True)
+class LimiterChange(SizeChange):
+    """Where another limiter takes over: `size` is the first with it, the one before has the old."""
+
+    t_est: float  # seconds, at `size`
+
+    def to_row(self) -> dict[str, Any]:
+        """The place, both limiters, and the seconds."""
+        return {**super().to_row(), "t_est": self.t_est}
+
+
+@dataclass(frozen=True)
+class Cliff(SizeChange):
+    """One more of a size that costs much: from `size` to `size + 1`."""
+
+    before: float  # seconds
+    after: float
+
+    @property
+    def jump(self) -> float:
+        """How much longer the step takes: 0.27 is 27 %."""
+        return self.after / self.before - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep(Shown):
+    """A table with a line for each case, chip and point; `frame()` is it with words and units.
+
+    columns: sizes by name, `case` and `chip` (places), TOTALS, SECONDS, `regime` (place in
+    REGIMES), `regime_share`, `peak`.
+    """
+
+    names: tuple[str, ...]
+    cases: tuple[SweepCase, ...]
+    chips: tuple[Chip, ...]
+    columns: Columns
+    wanted: int = 0  # lines that were asked for; more than there are where it was stopped
+
+    def __len__(self) -> int:
+        return len(self.columns["case"])
+
+    def __repr__(self) -> str:
+        title = self.cases[0].form.title if self.cases else "nothing"
+        return short(
+            self,
+            f"{title} over {', '.join(self.names)}: {len(self):,} lines, "
+            f"{len(self.cases)} cases on {', '.join(chip.name for chip in self.chips)}",
+        )
+
+    @property
+    def whole(self) -> bool:
+        """Whether all lines are there."""
+        return len(self) >= self.wanted
+
+    # -- tables ------------------------------------------------------------------------------------
+
+    def derived(self) -> Columns:
+        """Columns that follow from others: items_per_s, ai_hbm (FLOP/byte), mfu, t_launch, fits."""
+        c = self.columns
+        capacity = np.array([chip.room() for chip in self.chips])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return {
+                "items_per_s": c["items"] / c["t_est"],
+                "ai_hbm": c["flops_causal"].astype(float) / c["bytes_hbm"].astype(float),
+                "mfu": c["flops_matrix"].astype(float) / (c["t_est"] * c["peak"]),
+                "t_launch": c["t_est"] - c["t_serial"],
+                "fits": c["peak_memory"] <= capacity[c["chip"]],
+            }
+
+    def frame(self) -> pandas.DataFrame:
+        """A pandas frame: labels, sizes, FLOP, bytes, seconds; regime in words."""
+        import pandas
+
+        columns: dict[str, Any] = {}
+        for name in dict.fromkeys(name for case in self.cases for name in case.labels):
+            values = [case.labels.get(name, "") for case in self.cases]
+            columns[name] = _words(values, self.columns["case"])
+        columns["chip"] = _words([chip.name for chip in self.chips], self.columns["chip"])
+        columns |= {name: self.columns[name] for name in (*self.names, *TOTALS, *SECONDS)}
+        columns["regime"] = _words(list(REGIMES), self.columns["regime"])
+        columns["regime_share"] = self.columns["regime_share"]
+        return pandas.DataFrame({**columns, **self.derived()})
+
+    def best(
+        self, by: str = "items_per_s", count: int = 5, *, fits: bool = True, **limits: float
+    ) -> pandas.DataFrame:
+        """The lines with the most of a column, within limits: best("items_per_s", t_est=0.03).
+
+        fits: only those that fit the chip's memory.  limits: the largest value of a column.  Of
+        columns of seconds and bytes the least are best.  Raises RequestError for a column that
+        there is not, and where no line is within the limits.
+        """
+        frame = self.frame()
+        for name in (by, *limits):
+            if name not in frame.columns:
+                raise RequestError(
+                    f"{name!r}: no column has this name{hint(name, list(frame.columns))}"
+                )
+        kept = frame[frame["fits"]] if fits else frame
+        for name, most in limits.items():
+            kept = kept[kept[name] <= most]
+        if kept.empty:
+            least = {name: float(frame[name].min()) for name in limits}
+            shown = ", ".join(f"{name} <= {most:g}" for name, most in limits.items())
+            reached = ", ".join(f"{name} {value:g}" for name, value in least.items())
+            raise RequestError(
+                f"no line is within {shown or 'the memory of its chip'}"
+                + (f"; the least that there is: {reached}" if least else "")
+            )
+        rising = by.startswith(("t_", "bytes", "peak", "kv_", "weights_"))
+        return kept.sort_values(by, ascending=rising, kind="stable").head(count)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: all lines, crossings, cliffs, and for which sizes each form is proven."""
+        return {
+            "lines": lines_of(self.frame()),
+            "crossings": [crossing.to_row() for crossing in self.crossings()],
+            "cliffs": [cliff.to_row() for cliff in self.cliffs()],
+            "proven": [
+                {**case.settings, "where": where, "traces": len(regime.form.samples),
+                 "equal": len(regime.proven)}
+                for case in {id(case.form): case for case in self.cases}.values()
+                for where, regime in zip(case.form.where(), case.form.regimes, strict=True)
+            ],
+        }  # fmt: skip
+
+    # -- what it shows -----------------------------------------------------------------------------
+
+    def crossings(self, size: str | None = None) -> list[LimiterChange]:
+        """Where the limiter changes as a size grows (default: the first one), exact to one.
+
+        Between two levels with the same limiter nothing is looked for.  Where nothing between two
+        levels can be traced or is proven, the change stands at the second.
+        """
+        name = self._size(size)
+        changes = []
+        for number, case in enumerate(self.cases):
+            for chip, line in self.lines(number, name):
+                changes += list(self._crossings_on(case, chip, name, line))
+        return changes
+
+    def _crossings_on(
+        self, case: SweepCase, chip: int, name: str, line: Array
+    ) -> Iterator[LimiterChange]:
+        sizes, regimes = self.columns[name][line], self.columns["regime"][line]
+        at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
+        for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
+            low, high = int(sizes[place]), int(sizes[place + 1])
+            for size, before, after, seconds in self._changes(case, chip, name, at, low, high):
+                where = case.labels, self.chips[chip].name, at, name, size
+                yield LimiterChange(*where, REGIMES[before], REGIMES[after], seconds)
+
+    def _changes(
+        self, case: SweepCase, chip: int, name: str, at: Mapping[str, int], low: int, high: int
+    ) -> Iterator[tuple[int, int, int, float]]:
+        """The changes of the limiter between two sizes, from wide spans to single steps."""
+        inside = min(high - low - 1, _INSIDE)
+        tried = np.unique(np.linspace(low, high, inside + 2).astype(np.int64))
+        tried, table = self._along(case, chip, name, at, tried)
+        regimes, ends = table["regime"], len(tried) == 2
+        for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
+            first, then = int(tried[place]), int(tried[place + 1])
+            if then - first == 1 or ends:
+                seconds = float(table["t_est"][place + 1])
+                yield then, int(regimes[place]), int(regimes[place + 1]), seconds
+            else:
+                yield from self._changes(case, chip, name, at, first, then)
+
+    def cliffs(self, size: str | None = None, least: float = LEAST) -> list[Cliff]:
+        """Where one more of a size (default: the first) costs much more than its neighbours do.
+
+        least: by how much more, as a share of the seconds before.  Sorted by
+        the jump, largest first.
+        Every whole size between the smallest and the largest level is looked at, 16,384 of them at
+        most, for the first 64 combinations of the other sizes.
+        """
+        name = self._size(size)
+        cliffs: list[Cliff] = []
+        for number, case in enumerate(self.cases):
+            for chip, line in list(self.lines(number, name))[:_LINES]:
+                sizes = self.columns[name][line]
+                first, last = int(sizes.min()), int(sizes.max())
+                every = np.arange(first, min(last, first + _WIDEST) + 1)
+                at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
+                every, table = self._along(case, chip, name, at, every)
+                seconds = table["t_est"]
+                steep = _beyond_trend(seconds) > least
+                for place in np.flatnonzero(steep & (np.diff(every) == 1)):
+                    where = case.labels, self.chips[chip].name, at, name, int(every[place])
+                    cliffs.append(Cliff(*where, float(seconds[place]), float(seconds[place + 1])))
+        return sorted(cliffs, key=lambda cliff: -cliff.jump)
+
+    def _along(
+        self, case: SweepCase, chip: int, name: str, at: Mapping[str, int], sizes: Array
+    ) -> tuple[Array, Columns]:
+        """Sizes and the table of one case along them: of those that are proven or can be traced.
+
+        The first and the last size always stand in the sweep.
+        """
+        own = {n: sizes if n == name else np.full(len(sizes), at[n]) for n in case.form.names}
+        points, chips = Points(own), [self.chips[chip]]
+        try:
+            return sizes, evaluated(case.form, points, chips, case.conditions)
+        except (ValueError, RuntimeError):  # the source takes no such size, or there are too many
+            known = case.form.proven(points)
+            known[[0, -1]] = True
+            some = np.flatnonzero(known)
+            return sizes[some], evaluated(case.form, points.where(some), chips, case.conditions)
+
+    def lines(self, case: int, name: str) -> Iterator[tuple[int, Array]]:
+        """A chip's place and lines by rising size, for each chip and combination of other sizes."""
+        here = np.flatnonzero(self.columns["case"] == case)
+        others = [self.columns[n][here] for n in self.names if n != name]
+        order = np.lexsort((self.columns[name][here], *others[::-1], self.columns["chip"][here]))
+        ordered = here[order]
+        keys = np.stack([self.columns["chip"][ordered], *(o[order] for o in others)])
+        breaks = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
+        for line in np.split(ordered, breaks):
+            if len(line) > 1:
+                yield int(self.columns["chip"][line[0]]), line
+
+    def _size(self, name: str | None) -> str:
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            raise RequestError(
+                f"size {name!r}: this sweep is over {', '.join(self.names)}{hint(name, self.names)}"
+            )
+        return name
+
+
+def _beyond_trend(seconds: Array) -> Array:
+    """By which share of the seconds each step to the next size costs more than those beside it."""
+    rises = np.diff(seconds)
+    before = np.concatenate([rises[1:2], rises[:-1]])
+    after = np.concatenate([rises[1:], rises[-2:-1]])
+    beyond: Array = (rises - np.maximum(np.maximum(before, after), 0)) / seconds[:-1]
+    return beyond if len(rises) > 1 else rises / seconds[:-1]
+
+
+def _words(values: Sequence[Any], places: Array) -> Any:
+    import pandas
+
+    if len(set(map(str, values))) == len(values):
+        known: Any = pandas.Index([str(v) for v in values])
+        return pandas.Categorical.from_codes(places, categories=known)
+    return np.array([str(value) for value in values], dtype=object)[places]
+
+
+def lines_of(frame: pandas.DataFrame) -> list[dict[str, Any]]:
+    """The lines of a frame as plain data, every number as it is; None for what a line has not."""
+    kept = frame.astype(object).mask(frame.isna(), None)
+    return [{str(name): value for name, value in line.items()} for line in kept.to_dict("records")]

@@ -1,5 +1,0 @@
-"""Whole numbers as exact formulas of sizes; graphs of formulas, and where they are proven."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,5 +1,0 @@
-"""A command line as a program in a process of its own: launchers, ranks, --scratch."""
-
-from rooftrace._face import face
-
-__getattr__, __dir__, __all__ = face(__name__, __file__)

@@ -1,0 +1,347 @@
+"""Traces of one source at many sizes, and the cache on disk that keeps them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rooftrace._progress import tell
+from rooftrace._writing import packed, put_bytes
+from rooftrace.errors import RequestError, hint
+from rooftrace.graph import OpGraph, graphs_bytes, load_graphs
+from rooftrace.tracer import Job, names
+from rooftrace.tracer.phases import apart
+from rooftrace.tracer.phases.tracing import ModuleSource, traced
+
+# -- cache -----------------------------------------------------------------------------------------
+# Traces kept on disk, by what they depend on: the source's files, its sizes, the versions.
+#
+# They lie in ROOFTRACE_CACHE, by default `rooftrace` in the user's folder for caches; "off" keeps
+# none.  Beside them lie parts of sweeps that are not whole yet.  Nothing is read from, or written
+# to, a folder in which another user can write.  A trace of code is used again only while all files
+# that it came from are as they were.
+
+VARIABLE = "ROOFTRACE_CACHE"
+_MOST = 2 << 30
+"""Bytes; older traces go when there are more."""
+
+
+class TraceCache:
+    """The traces of one folder; None keeps none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    @staticmethod
+    def usual() -> TraceCache:
+        """That of the environment."""
+        place = os.environ.get(VARIABLE, "")
+        if place == "off":
+            return TraceCache(None)
+        if place:
+            return TraceCache(Path(place))
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        if not os.path.isabs(base):  # nobody's home: it would be a folder of the working one
+            return TraceCache(None)
+        return TraceCache(Path(base) / "rooftrace" / "traces")
+
+    def private(self) -> Path | None:
+        """The folder, which is made; None where nothing is kept, or where others can write."""
+        if self.folder is None:
+            return None
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = self.folder.stat()
+            mine = not hasattr(os, "geteuid") or state.st_uid == os.geteuid()
+            if mine and not state.st_mode & stat.S_IWOTH:
+                return self.folder
+        return None
+
+    def get(self, job: Job) -> Mapping[str, OpGraph] | None:
+        """The graphs of a job on a target, if they were kept and still hold."""
+        place = self._place(job)
+        if place is None:
+            return None
+        try:
+            files = json.loads(place.with_suffix(".files").read_bytes())
+            told = str(place) in files  # else they are of another trace
+            if not told or any(_digest(path) != digest for path, digest in files.items()):
+                return None
+            graphs = load_graphs(place)
+            os.utime(place)
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
+            return None  # damaged: it is traced again
+        return graphs
+
+    def put(self, job: Job, made: apart.Traced) -> None:
+        """Keep the graphs of a job, unless its rules or a folder speak against it."""
+        place = self._place(job)
+        if place is None or made.rules or (job.is_code and not made.files):
+            return
+        with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
+            for path in (place, place.with_suffix(".files")):
+                if path.is_symlink():
+                    path.unlink()  # it leads to a file that is no trace
+            put_bytes(place, packed(place, graphs_bytes(made.graphs)))
+            files = {**made.files, str(place): _digest(str(place))}  # of this trace, not another's
+            put_bytes(place.with_suffix(".files"), json.dumps(files).encode())
+            self._shrink()
+
+    def _place(self, job: Job) -> Path | None:
+        """The file of a job; None for one that is not kept."""
+        folder = self.private()
+        if folder is None or not job.is_named or job.options.loss is not None:
+            return None
+        if any(map(names.is_own, job.phases or ())) or job.name.startswith("hf:"):
+            return None
+        if job.is_script:  # which files it read nobody knows
+            return None
+        told: dict[str, Any] = {
+            "source": _place_of(job),
+            "phases": job.phases,
+            "request": asdict(job.request),
+            "options": {**asdict(job.options), "loss": None},
+            "environment": _environment(),
+        }
+        config = names.config_file(job.name)
+        if config is not None:
+            told["config"] = {str(file): _digest(str(file)) for file in (config, *_beside(config))}
+        text = json.dumps(told, sort_keys=True, default=str)
+        return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
+
+    def _shrink(self) -> None:
+        """Remove the oldest traces where all together are too large."""
+        assert self.folder is not None
+        kept = sorted(self._sizes(self.folder), reverse=True)
+        total = 0
+        for _, size, path in kept:
+            total += size
+            if total > _MOST:
+                for file in (path, path.with_suffix(".files")):
+                    file.unlink(missing_ok=True)
+
+    @staticmethod
+    def _sizes(folder: Path) -> Iterator[tuple[float, int, Path]]:
+        for path in filter(_is_kept, (*folder.glob("*.json"), *folder.glob("*.npz"))):
+            with contextlib.suppress(OSError):
+                state = path.stat()
+                yield state.st_mtime, state.st_size, path
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether a file of the folder has the name of a trace or a part, as others have not."""
+    return re.fullmatch(r"[0-9a-f]{32}|[0-9a-f]{40}", path.stem) is not None
+
+
+def _place_of(job: Job) -> list[str]:
+    """What a target's name leads to: the same name in another folder is another model."""
+    if not job.is_code:
+        return [os.path.realpath(job.name) if os.path.exists(job.name) else job.name]
+    path, _, attribute = job.name.rpartition(":")
+    where = os.path.realpath(path) if os.path.exists(path) else path
+    return [where, attribute, os.getcwd(), os.environ.get("PYTHONPATH", "")]
+
+
+def _beside(config: Path) -> list[Path]:
+    """Files that say more of the model of a config: formats and tensors of its checkpoint."""
+    return sorted(
+        path
+        for path in (config.parent.iterdir() if config.name == "config.json" else ())
+        if path.suffix in (".json", ".safetensors", ".bin") and path != config
+    )
+
+
+_LARGE = 1 << 26
+"""Bytes of a file of weights, which is told by its size and time."""
+
+
+def _digest(path: str) -> str:
+    try:
+        state = Path(path).stat()
+        if not stat.S_ISREG(state.st_mode):
+            return ""  # a pipe or a device may never end
+        if state.st_size > _LARGE:
+            return f"{state.st_size} {state.st_mtime_ns}"
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+@functools.cache
+def _environment() -> list[Any]:
+    """What a trace depends on besides its source: Python, packages, and rooftrace's own files."""
+    from importlib.metadata import distributions
+
+    packages = sorted(
+        {(str(made.name), str(made.version)) for made in distributions() if made.name}
+    )
+    own = Path(__file__).resolve().parents[2]
+    files = hashlib.sha256()
+    for path in sorted(own.rglob("*.py")):
+        files.update(path.read_bytes())
+    return [sys.version, packages, files.hexdigest()]
+
+
+# -- sizedsource -----------------------------------------------------------------------------------
+# One source at many sizes: which names its sizes have, and its trace at any of them.
+#
+# Sizes are batch, seq and kv; integers of a config ("config.num_hidden_layers") or keyword
+# arguments of the function that a target names; names that stand in the shapes of inputs
+# ("x=8,3,side,side"); and dimensions of the arguments of a call ("x.1", or "0.1" for the first
+# one).
+
+_LENGTHS = ("batch", "seq", "kv")
+_WORD = re.compile(r"[A-Za-z_]\w*")
+
+
+class SizedSource:
+    """The graphs of a job at many sizes.
+
+    Raises RequestError for a name that is no size of the source.
+    """
+
+    def __init__(self, job: Job, names: Sequence[str]) -> None:
+        from rooftrace.tracer.targets import isolation
+
+        self.job, self.names = job, tuple(names)
+        self._kept, self._cache = isolation.Kept(), TraceCache.usual()
+        self._call = ModuleSource(job) if job.is_called and not job.is_named else None
+        self.traces = 0  # that were not in the cache
+        doubled = next((name for name in names if list(names).count(name) > 1), None)
+        if doubled:
+            raise RequestError(f"size {doubled!r} stands twice; name each size once")
+        if job.is_graph:
+            raise RequestError(
+                f"{job.name}: a graph has its sizes; name the module or the target that it is made "
+                "of, or a form (made by `rooftrace sweep ... --save-form FILE`)"
+            )
+        if job.is_script and names:
+            raise RequestError(
+                f"size {names[0]!r}: {job.name} is a script, which has its own sizes; give it "
+                f"options of its own, or name the module in it ({job.name.split()[0]}:NAME)"
+            )
+        for name in names:
+            self._check(name)
+
+    def job_at(self, numbers: Sequence[int]) -> Job:
+        """The job at these sizes."""
+        sizes = dict(zip(self.names, numbers, strict=True))
+        lengths: dict[str, Any] = {n: size for n, size in sizes.items() if n in _LENGTHS}
+        inputs = {
+            name: _WORD.sub(lambda m: str(sizes.get(m[0], m[0])), shape) + colon + dtype
+            for name, text in self.job.request.inputs.items()
+            for shape, colon, dtype in [text.partition(":")]
+        }
+        settings = {
+            name: size
+            for name, size in sizes.items()
+            if name not in _LENGTHS and not self._is_in_shapes(name)
+        }
+        request = replace(
+            self.job.request,
+            **lengths,
+            inputs=inputs,
+            settings={**self.job.request.settings, **settings},
+        )
+        return replace(self.job, request=request, explicit=())
+
+    def graphs(self, numbers: Sequence[int]) -> Mapping[str, OpGraph]:
+        """The graphs by phase at these sizes.  Raises what tracing raises."""
+        from rooftrace.tracer.targets import isolation
+
+        if self._call is not None:
+            sizes = dict(zip(self.names, numbers, strict=True))
+            return self._call.each_at(sizes)
+        job = self.job_at(numbers)
+        known = self._cache.get(job)
+        if known is not None:
+            return known
+        self.traces += 1
+        with isolation.keeping(self._kept):
+            made = traced(job)
+        self._cache.put(job, made)
+        return made.graphs
+
+    def _is_in_shapes(self, name: str) -> bool:
+        shapes = (text.partition(":")[0] for text in self.job.request.inputs.values())
+        return any(name in _WORD.findall(shape) for shape in shapes)
+
+    def _check(self, name: str) -> None:
+        """Raise RequestError for a name that is no size."""
+        job = self.job
+        if self._is_in_shapes(name) or (name in _LENGTHS and self._call is None):
+            return
+        if self._call is not None:
+            if self._call.has_size(name):
+                return
+            expected = "batch, or a dimension of an argument, as x.1 or 0.1"
+        elif job.is_named and not job.is_code:
+            if name.startswith("config."):
+                return  # the config says if it has such a field
+            expected = "batch, seq, kv, or a number of the config, as config.num_hidden_layers"
+        elif job.is_named:
+            if name.isidentifier():
+                return  # the function says if it takes such an argument
+            expected = "batch, or a keyword argument of the function"
+        else:
+            expected = "batch, seq or kv"
+        shapes = ", or a name in the shape of an input" if job.is_named else ""
+        raise RequestError(f"size {name!r}: expected {expected}{shapes}{hint(name, _LENGTHS)}")
+
+
+# -- another batch ---------------------------------------------------------------------------------
+
+BatchTrace = Callable[[str, int], OpGraph]
+"""Traces a phase at a batch size."""
+
+
+def at_batches(job: Job) -> tuple[tuple[str, ...], BatchTrace]:
+    """The phases of a job, and a function that traces one of them at another batch size.
+
+    Each trace is kept.  Raises RequestError for a graph, whose sizes are fixed, and for a source
+    that cannot run at another batch size.
+    """
+    from rooftrace.tracer.targets import isolation
+
+    if job.is_graph:
+        raise RequestError(
+            "another batch cannot be traced from a graph, which has its sizes: give the module or "
+            "the target that it was made from"
+        )
+    kept = isolation.Kept()
+
+    def run(phases: tuple[str, ...] | None, batch: int) -> Mapping[str, OpGraph]:
+        if not job.is_named:
+            return ModuleSource(job).phases_at(phases, {"batch": batch})
+        request = replace(job.request, batch=batch)
+        # Explicit arguments were checked for all phases, and may be for another phase than this.
+        with isolation.keeping(kept):
+            return traced(replace(job, phases=phases, request=request, explicit=())).graphs
+
+    first = run(job.phases, 1)
+    job.check_used(first)
+    traces = {(phase, 1): graph for phase, graph in first.items()}
+
+    def trace_at(phase: str, batch: int) -> OpGraph:
+        if (phase, batch) not in traces:
+            tell(f"{phase} at batch {batch:,}")
+            try:
+                traces[phase, batch] = run((phase,), batch)[phase]
+            except RuntimeError as error:  # a TraceError, or torch's own
+                raise RequestError(
+                    f"{phase} runs with batch 1 and not with {batch}, so the first dimension of "
+                    f"its inputs is not their batch: {str(error).splitlines()[0]}"
+                ) from error
+        return traces[phase, batch]
+
+    return tuple(first), trace_at
