@@ -1,4 +1,4 @@
-"""Arguments of each public call, options as files store them, and the graphs of a job."""
+"""Arguments that each public call takes, and options as lock files and projects store them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.rewrites import check_precisions, reprice
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
 from rooftrace.reporting.commands import options
@@ -32,35 +30,15 @@ from rooftrace.reporting.commands.options import Option, options_of
 from rooftrace.reporting.commands.pricing import (
     CHANGES,
     PLAIN,
-    PRICES,
     ExecutionOptions,
     LengthOptions,
     PrecisionOptions,
     PricingOptions,
     Workload,
-    check_groups,
 )
-from rooftrace.tracer import Job
-from rooftrace.tracer.phases import traced
-from rooftrace.tracer.phases.apart import Traced
 
 if TYPE_CHECKING:
-    from rooftrace.graph import OpGraph
-    from rooftrace.studies.forms import Conditions
-    from rooftrace.studies.sweeps import Form
-
-
-def priced(job: Job) -> Traced:
-    """The graphs of a job, in the precisions of its request."""
-    check_precisions(*job.precisions)
-    return in_precisions(job, traced(job))
-
-
-def in_precisions(job: Job, made: Traced) -> Traced:
-    """Graphs that were traced for a job, in the precisions of its request."""
-    job.check_used(made.graphs)
-    graphs = {phase: reprice(graph, *job.precisions) for phase, graph in made.graphs.items()}
-    return replace(made, graphs=graphs)
+    pass
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -257,90 +235,3 @@ def takes(function: Function) -> Function:
     ]
     vars(function)["__signature__"] = signature.replace(parameters=[*mine, *added, *rest])
     return function
-
-
-# -- The checked request of a call: the job to trace, and the options to price it with -------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRequest:
-    """A call as it asks, checked: nothing is traced yet."""
-
-    job: Job
-    pricing: PricingOptions
-    models: tuple[ExecutionModel, ...]
-    chips: tuple[Chip, ...]
-    form: Form | None = None  # what the source is, or whose file it names; the job has its example
-
-    @staticmethod
-    def of(
-        function: Callable[..., Any],
-        source: Any,
-        args: Sequence[Any] = (),
-        named: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        form: Form | None = None,
-    ) -> StepRequest:
-        """What a call of `function`, one of ours, asks.  form: the one that the source names.
-
-        Raises RequestError for arguments that nothing takes, what loading chips and executions
-        raises, and for precisions that there are not.
-        """
-        call = CALLS[function.__name__]
-        taken = {each.name for each in call.options()}
-        pricing, others = PricingOptions.parted(
-            {n: v for n, v in named.items() if n in taken or n not in PRICES}
-        )
-        others |= {n: v for n, v in named.items() if n in PRICES and n not in taken}
-        if "dtype" in call.several:
-            others = {n: v for n, v in others.items() if n not in _PRECISIONS}
-        phases = others.get("phases") or others.get("phase")
-        first = next(iter(phases), None) if isinstance(phases, (list, tuple)) else phases
-        models, chips = conditions_of(function, pricing, source, phase=first)
-        ours = {name: others.pop(name) for name in _OURS if _is_text(others.get(name))}
-        # An example, which is a graph, has no use for other arguments.
-        runs = source if form is None else form.example
-        job = Job.of(function, runs, args, others, **ours)
-        if call.one_phase and len(job.phases or ()) > 1:
-            raise RequestError(f"--phase {','.join(job.phases or ())}: expected one phase")
-        if "dtype" in call.several:
-            pricing.conditions(models)
-        else:
-            check_precisions(*job.precisions)
-            pricing = replace(pricing, **job.precisions._asdict())
-        return StepRequest(job=job, pricing=pricing, models=models, chips=chips, form=form)
-
-    @property
-    def model(self) -> ExecutionModel:
-        """The execution model of a call that takes one."""
-        return self.models[0]
-
-    @property
-    def chip(self) -> Chip:
-        """The chip, or the first one."""
-        return self.chips[0]
-
-    @property
-    def conditions(self) -> tuple[Conditions, ...]:
-        """Every combination of executions and precisions."""
-        return self.pricing.conditions(self.models)
-
-    def of_one_phase(self) -> StepRequest:
-        """This request, of the phase `forward` unless it names a phase or its source has one."""
-        return replace(self, job=self.job.of_one_phase())
-
-    def graphs(self) -> dict[str, OpGraph]:
-        """The graphs of the job by phase, in its precisions.  Raises what tracing raises."""
-        graphs = dict(priced(self.job).graphs)
-        check_groups(graphs.values, self.models)
-        return graphs
-
-
-_PRECISIONS = tuple(each.name for each in fields(PrecisionOptions))
-_OURS = (*_PRECISIONS, "phase", "phases")
-"""Arguments that are ours where they are words, also of a module whose forward has the name."""
-
-
-def _is_text(value: Any) -> bool:
-    several = isinstance(value, (list, tuple)) and bool(value)
-    return isinstance(value, str) or (several and all(isinstance(each, str) for each in value))

@@ -17,9 +17,9 @@ from rooftrace.costmodels.fusion import ExecutionModel, execution_model
 from rooftrace.errors import RequestError, worded
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
-from rooftrace.reporting.commands.calls import StepRequest
 from rooftrace.reporting.commands.estimates import Module, Source, estimate, estimated
 from rooftrace.reporting.commands.inventories import inventory
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.views import as_markdown, shown
 from rooftrace.weights.inventory import ModelInfo
 

@@ -19,9 +19,10 @@ from rooftrace.diffs.git.repositories import GITLINK, Commit, Repository
 from rooftrace.diffs.runs import RunDiff, RunQuestion, diff_runs, is_measured
 from rooftrace.errors import RequestError, TargetError, UnusedError, naming
 from rooftrace.graph import OpGraph
-from rooftrace.reporting.commands.calls import conditions_of, in_precisions, priced
+from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import CHANGES, PLAIN, PricingOptions
+from rooftrace.reporting.commands.requests import in_precisions, priced
 from rooftrace.reporting.commands.revisions import (
     EAGER,
     Failed,

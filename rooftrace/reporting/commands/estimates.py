@@ -9,7 +9,7 @@ from rooftrace.costmodels.fusion import Plan
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.reporting.commands.calls import StepRequest, priced
+from rooftrace.reporting.commands.requests import StepRequest, priced
 from rooftrace.tracer import Job, only
 
 Module = Any

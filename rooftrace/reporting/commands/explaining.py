@@ -13,10 +13,11 @@ from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import UnitError, parse
 from rooftrace.reporting.commands.arguments import ExploreArguments
-from rooftrace.reporting.commands.calls import StepRequest, conditions_of, in_precisions
+from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.pricing import PLAIN, PricingOptions, check_groups
+from rooftrace.reporting.commands.requests import StepRequest, in_precisions
 from rooftrace.reporting.commands.stepforms import decoding_first, form_of, known_form, level_values
 from rooftrace.studies.explaining import Explanation, critical_of, decode_forms, explained, steps
 from rooftrace.studies.forms import Conditions

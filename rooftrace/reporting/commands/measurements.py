@@ -17,9 +17,10 @@ from rooftrace.hardware import Chip
 from rooftrace.measured.bench import Run
 from rooftrace.measured.fit import Calibration, Validation, calibrated, validated
 from rooftrace.measured.profiles import Trace, source_of
-from rooftrace.reporting.commands.calls import StepRequest, conditions_of, priced
+from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
+from rooftrace.reporting.commands.requests import StepRequest, priced
 from rooftrace.tracer import Job
 from rooftrace.tracer.targets import isolation
 

@@ -11,8 +11,8 @@ from rooftrace.costmodels.kernels import Knobs
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
 from rooftrace.hardware.chip import Fact
-from rooftrace.reporting.commands.calls import StepRequest
 from rooftrace.reporting.commands.pricing import check_groups
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.stepforms import USUAL
 from rooftrace.studies.solving import candidates, serving, workloads
 from rooftrace.studies.sweeps import Form

@@ -16,7 +16,7 @@ from rooftrace.costmodels.memory import LargestBatch, Memory, largest
 from rooftrace.costmodels.rewrites import reprice
 from rooftrace.errors import RequestError, is_ours
 from rooftrace.hardware import Chip, load_chip
-from rooftrace.reporting.commands.calls import StepRequest, conditions_of
+from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import PricingOptions
 from rooftrace.reporting.commands.reportfolder import (
@@ -27,6 +27,7 @@ from rooftrace.reporting.commands.reportfolder import (
     conditions,
     new_folder,
 )
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.rooflinesteps import FIGURE, PAGE, Reports, names_of
 from rooftrace.tracer import Job
 from rooftrace.tracer.phases import at_batches

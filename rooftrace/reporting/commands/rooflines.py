@@ -13,9 +13,10 @@ from rooftrace.costmodels.fusion import ExecutionModel, plan
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
-from rooftrace.reporting.commands.calls import conditions_of, priced
+from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
+from rooftrace.reporting.commands.requests import priced
 from rooftrace.reporting.commands.rooflinesteps import RooflineRow, Rooflines
 from rooftrace.tracer import Job
 

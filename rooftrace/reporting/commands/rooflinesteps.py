@@ -106,7 +106,7 @@ class RooflineRow(Plain):
 
 @dataclass(frozen=True, repr=False)
 class Rooflines(Shown):
-    """Steps of models, phases and sizes on chips, in the order they were asked for.
+    """Steps of models, phases and sizes on chips, in the order of the call.
 
     over: the size that has several values, "" for none.
     """

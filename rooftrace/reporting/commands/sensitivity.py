@@ -16,10 +16,11 @@ from rooftrace.costmodels.rewrites import check_precisions
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.commands import options
-from rooftrace.reporting.commands.calls import StepRequest, conditions_of
+from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.explaining import first_graph, sizes_of
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.stepforms import form_of, known_form, level_values
 from rooftrace.studies.advice import NamedNumbers, UnknownNumberError
 from rooftrace.studies.forms import Conditions

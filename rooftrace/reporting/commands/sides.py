@@ -11,8 +11,8 @@ from typing import Any
 from rooftrace.costmodels.fusion import ExecutionModel, usual_execution
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
-from rooftrace.reporting.commands.calls import StepRequest
 from rooftrace.reporting.commands.pricing import PRICES
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.tracer import Job, names
 
 BASE = ""

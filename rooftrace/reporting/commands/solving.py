@@ -15,10 +15,10 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import units
 from rooftrace.reporting.commands import questions
 from rooftrace.reporting.commands.arguments import SolveArguments
-from rooftrace.reporting.commands.calls import StepRequest
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.questions import Question, grounds_of
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.stepforms import (
     MOST_TRACES,
     decoding_first,
@@ -166,7 +166,7 @@ def _question(question: Question, objective: str, item: str) -> str:
 
 
 def _at_one_place(question: Question) -> tuple[Form, dict[str, int]]:
-    """A form whose only sizes are those that were asked for."""
+    """A form whose only sizes are the named ones."""
     if question.form is not None:
         return question.form, dict(question.at)
     batch = question.job.request.batch or 1

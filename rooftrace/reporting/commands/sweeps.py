@@ -24,10 +24,10 @@ from rooftrace.graph import OpGraph
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.commands.arguments import SweepArguments
-from rooftrace.reporting.commands.calls import StepRequest
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.pricing import check_groups
+from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.stepforms import (
     MOST_TRACES,
     encoded_form,
