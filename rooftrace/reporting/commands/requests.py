@@ -43,13 +43,13 @@ def in_precisions(job: Job, made: Traced) -> Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRequest:
-    """A call as it asks, checked: nothing is traced yet."""
+    """A call, checked; nothing is traced yet."""
 
     job: Job
     pricing: PricingOptions
     models: tuple[ExecutionModel, ...]
     chips: tuple[Chip, ...]
-    form: Form | None = None  # what the source is, or whose file it names; the job has its example
+    form: Form | None = None  # the source, or the file that it names; the job has its example
 
     @staticmethod
     def of(
@@ -60,7 +60,7 @@ class StepRequest:
         *,
         form: Form | None = None,
     ) -> StepRequest:
-        """What a call of `function`, one of ours, asks.  form: the one that the source names.
+        """The request of a call of a public function.  form: the one that the source names.
 
         Raises RequestError for arguments that nothing takes, what loading chips and executions
         raises, and for precisions that there are not.
@@ -109,7 +109,7 @@ class StepRequest:
         return replace(self, job=self.job.of_one_phase())
 
     def graphs(self) -> dict[str, OpGraph]:
-        """The graphs of the job by phase, in its precisions.  Raises what tracing raises."""
+        """The graphs of the job by phase, in its precisions; raises the errors of tracing."""
         graphs = dict(priced(self.job).graphs)
         check_groups(graphs.values, self.models)
         return graphs

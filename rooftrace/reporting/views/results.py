@@ -114,10 +114,12 @@ def as_json(
 
 
 def as_csv(result: Any) -> str:
-    """A result as CSV: by its `to_csv`, else its rows."""
+    """A result as CSV: what its `to_csv` gives, else its rows, else its frame."""
     if hasattr(result, "to_csv"):
         return str(result.to_csv())
-    return to_csv(result.to_rows())
+    if hasattr(result, "to_rows"):
+        return to_csv(result.to_rows())
+    return str(result.frame().to_csv(index=False))
 
 
 VIEWS: Mapping[str, str] = {
