@@ -142,6 +142,17 @@ def test_the_glossary_has_each_word_once() -> None:
     assert sorted({word for word in words if words.count(word) > 1}) == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_file_of_rooftrace_that_a_page_names_is_there(page: Path) -> None:
+    if page.stem == "scripts-tried":
+        return  # its scripts/ are folders of other repositories
+    packages = "|".join(sorted({path.parent.name for path in ROOT.glob("rooftrace/*/__init__.py")}))
+    names = re.findall(rf"`((?:rooftrace|{packages})/[\w/.-]+\.py)`", page.read_text())
+    missing = [name for name in names if not any(
+        (folder / name).exists() for folder in (ROOT, ROOT / "rooftrace"))]  # fmt: skip
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES],
                          ids=lambda page: page.stem)  # fmt: skip
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
