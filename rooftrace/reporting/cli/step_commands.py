@@ -82,7 +82,7 @@ def roofline(targets: tuple[str, ...], written: Written, arguments: dict[str, An
     with progress():
         result = rt.roofline(list(targets), **arguments)
         if written.plot is not None:
-            rt.tools.plot_roofline(result, written.plot, style=written.style)
+            result.plot(written.plot, style=written.style)
     written.write(result)
 
 
@@ -188,7 +188,9 @@ def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
         else:
             result = rt.solve(target, **arguments)
         if written.plot is not None and find != "critical-batch":
-            rt.tools.plot_answer(result, written.plot)
+            from rooftrace.reporting.figures import draw_answer
+
+            draw_answer(result, Path(written.plot))
     written.write(result)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
@@ -276,9 +278,9 @@ def sweep(
                 complain(f"stopped; what is done is in {out}.parts, the same command goes on")
             sys.exit(130)
         if save_form is not None:
-            rt.tools.save_form(result.cases[0].form, save_form)
+            result.cases[0].form.save(save_form)
         if plot is not None:
-            rt.tools.plot_sweep(result, plot)
+            result.plot(plot)
     _say(result, form)
     if form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
