@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 # -- options ---------------------------------------------------------------------------------------
-# Options as files keep them: what a lock and a project say of targets and of prices.
+# Options of targets and prices as lock files and projects store them.
 
 Kept: TypeAlias = options.Plain | list[str] | dict[str, options.Plain]
 """The value of an option in a file."""
@@ -70,13 +70,13 @@ TargetTable = make_dataclass(
 
 
 def said(values: Mapping[str, Any]) -> dict[str, Kept]:
-    """Values of options as a lock keeps them, without those that hold where nothing is asked."""
+    """Values of options as a lock keeps them, without defaults."""
     plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
     return {n: v for n, v in plain.items() if v not in (None, [], {}, _USUAL.get(n))}
 
 
 # -- calls -----------------------------------------------------------------------------------------
-# Which call of ours takes what, and what it is priced with where nothing is asked for.
+# The arguments of each public call, and its default executions.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 USUAL = ""
@@ -87,10 +87,10 @@ SERVED = "serving?"
 
 @dataclass(frozen=True, kw_only=True)
 class TakenArguments:
-    """What a function of ours takes beside arguments of its own.
+    """The shared arguments of a public function.
 
-    several: arguments of prices that may have several values.  usual: the executions where none is
-    asked for.  one_phase: it is of one phase.
+    several: arguments of prices that may have several values.  usual: the default executions.
+    one_phase: it is of one phase.
     """
 
     records: tuple[type, ...] = (Workload, PrecisionOptions, ExecutionOptions)
@@ -114,7 +114,7 @@ class TakenArguments:
 
     @property
     def has_rules(self) -> bool:
-        """Whether it runs or prices what rules of the user may change."""
+        """Whether rules of the user may change its result."""
         return not {Workload, ExecutionOptions}.isdisjoint(self.records)
 
 
@@ -196,7 +196,7 @@ def conditions_of(
 
 
 def _usual(call: TakenArguments, sources: Sequence[Any], phase: str | None) -> Iterator[str]:
-    """The executions of a call that asks for none."""
+    """The executions of a call that names none."""
     from rooftrace.costmodels.fusion import usual_execution
 
     for name in call.usual:
@@ -207,7 +207,7 @@ def _usual(call: TakenArguments, sources: Sequence[Any], phase: str | None) -> I
 
 
 def only_prices(function: Callable[..., Any], named: Mapping[str, Any]) -> PricingOptions:
-    """What arguments ask of prices.  Raises RequestError for others."""
+    """The arguments of prices.  Raises RequestError for others."""
     pricing, others = PricingOptions.parted(named)
     for name in others:
         near = hint(name, list(inspect.signature(function).parameters))

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def priced(job: Job) -> Traced:
-    """The graphs of a job, in the precisions that were asked for."""
+    """The graphs of a job, in the precisions of its request."""
     check_precisions(*job.precisions)
     return in_precisions(job, traced(job))
 
 
 def in_precisions(job: Job, made: Traced) -> Traced:
-    """Graphs that were traced for a job, in the precisions that were asked for."""
+    """Graphs that were traced for a job, in the precisions of its request."""
     job.check_used(made.graphs)
     graphs = {phase: reprice(graph, *job.precisions) for phase, graph in made.graphs.items()}
     return replace(made, graphs=graphs)
@@ -43,13 +43,13 @@ def in_precisions(job: Job, made: Traced) -> Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRequest:
-    """A call as it asks, checked: nothing is traced yet."""
+    """A call, checked; nothing is traced yet."""
 
     job: Job
     pricing: PricingOptions
     models: tuple[ExecutionModel, ...]
     chips: tuple[Chip, ...]
-    form: Form | None = None  # what the source is, or whose file it names; the job has its example
+    form: Form | None = None  # the source, or the file that it names; the job has its example
 
     @staticmethod
     def of(
@@ -60,7 +60,7 @@ class StepRequest:
         *,
         form: Form | None = None,
     ) -> StepRequest:
-        """What a call of `function`, one of ours, asks.  form: the one that the source names.
+        """The request of a call of a public function.  form: the one that the source names.
 
         Raises RequestError for arguments that nothing takes, what loading chips and executions
         raises, and for precisions that there are not.
@@ -109,7 +109,7 @@ class StepRequest:
         return replace(self, job=self.job.of_one_phase())
 
     def graphs(self) -> dict[str, OpGraph]:
-        """The graphs of the job by phase, in its precisions.  Raises what tracing raises."""
+        """The graphs of the job by phase, in its precisions; raises the errors of tracing."""
         graphs = dict(priced(self.job).graphs)
         check_groups(graphs.values, self.models)
         return graphs

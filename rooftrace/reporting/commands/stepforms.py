@@ -1,4 +1,4 @@
-"""Forms of a source: traced at a few sizes, proven on others, valid at any."""
+"""Forms of a source: graphs with formulas, traced at a few sizes, valid at any."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 Built = TypeVar("Built")
 Levels = Mapping[str, Sequence[int]]
-"""For each size the values that may be asked for, in rising order."""
+"""The values of each size, in rising order."""
 LONGEST = 131_072
 USUAL: Mapping[str, range] = {
     "batch": range(1, 1025),
     "seq": range(16, LONGEST + 1),
     "kv": range(16, LONGEST + 1),
 }
-"""The values of sizes that are named without any; seq and kv as far as the model takes them."""
+"""The default values of sizes; seq and kv as far as the model takes them."""
 MOST_TRACES = 100
 
 
@@ -55,7 +55,7 @@ def form(
     most: of traces.  Other arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, an empty range, and a size that the model
-    cannot take; and what `trace` raises.
+    cannot take; and the errors of `trace`.
     """
     job = Job.of(form, source, args, kwargs, phase=phase).of_one_phase()
     levels = levels_of(over)
@@ -74,7 +74,7 @@ def form_of(
 ) -> Form:
     """The form of a job of one phase over these levels.
 
-    seen: told the sizes and the graph of the first trace, as soon as it is there.
+    seen: called with the sizes and the graph of the first trace.
     """
     from rooftrace.tracer.phases import SizedSource
 
@@ -83,11 +83,11 @@ def form_of(
 
     def trace(numbers: Numbers) -> OpGraph:
         nonlocal seen
-        told = _told(sized.names, numbers)
-        tell(f"tracing {told}")
+        text = ", ".join(f"{n} {size:,}" for n, size in zip(sized.names, numbers, strict=True))
+        tell(f"tracing {text}")
         graph = sized.graphs(numbers)[phase] if phase else _only(sized.graphs(numbers))
         if seen is not None:
-            seen(told, graph)
+            seen(text, graph)
             seen = None
         return graph
 
@@ -105,9 +105,9 @@ def form_of(
 
 
 def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = False) -> Built:
-    """What is built of one phase of a job: a decode step, if none is named and the source has it.
+    """Build one phase of a job: the decode step, if none is named and the source has one.
 
-    must_decode: raise what the decode step of such a source raises, and build nothing else.
+    must_decode: raise the error of that decode step, and build nothing else.
     """
     from rooftrace.tracer import TraceError
 
@@ -122,7 +122,6 @@ def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = 
 
 def known_form(source: Any) -> Form | None:
     """The form that a source is, or whose file it names; None of any other source."""
-
     if isinstance(source, Form):
         return source
     named = isinstance(source, (str, os.PathLike))
@@ -138,12 +137,8 @@ def _only(graphs: Mapping[str, OpGraph]) -> OpGraph:
     return graph
 
 
-def _told(names: Sequence[str], numbers: Sequence[int]) -> str:
-    return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
-
-
 def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Levels) -> Sequence[int]:
-    """The values of a size, without those too long for the model where nobody asked for them."""
+    """The values of a size; default ones without those that are too long for the model."""
     from rooftrace.tracer import TraceError
 
     if values is not USUAL.get(name) or name == "batch":
@@ -221,7 +216,7 @@ def _quoted(values: Any) -> str:
 
 
 def _number(name: str, values: Any, value: Any) -> int:
-    """A whole number.  Raises RequestError for anything else."""
+    """The value as an integer.  Raises RequestError for anything else."""
     try:
         if not isinstance(value, bool) and (not isinstance(value, float) or value.is_integer()):
             return operator.index(int(value) if isinstance(value, float) else value)
@@ -231,7 +226,6 @@ def _number(name: str, values: Any, value: Any) -> int:
 
 
 def _parsed(name: str, text: str) -> Sequence[int]:
-    asked = f"--over {name}={text:.60}"
     try:
         if ".." not in text:
             return tuple(sorted({_whole(part) for part in text.split(",")}))
@@ -242,8 +236,8 @@ def _parsed(name: str, text: str) -> Sequence[int]:
         return range(first, last + 1, _whole(step) if step else 1)
     except (ValueError, OverflowError):
         raise RequestError(
-            f"{asked}: expected numbers as 1,2,4, a range as 1..64, with a step as 1..64:8, or a "
-            "factor as 256..65536:x2"
+            f"--over {name}={text:.60}: expected numbers as 1,2,4, a range as 1..64, with a step "
+            "as 1..64:8, or a factor as 256..65536:x2"
         ) from None
 
 

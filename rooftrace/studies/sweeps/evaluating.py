@@ -61,7 +61,7 @@ class Form:
         )
 
     def encoded(self) -> bytes:
-        """The form as it stands in its file."""
+        """The bytes of the file of the form."""
         return form_bytes(self.title, self.phase, self.names, self.regimes)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
@@ -74,7 +74,7 @@ class Form:
         """The form in a file, which needs no torch.
 
         Raises FileNotFoundError, or GraphFileError for a file that is cut off, of another kind, or
-        whose numbers do not give the graphs that it says they do.
+        whose formulas do not give its graphs.
         """
         return cls(*read_form(path))
 

@@ -1,4 +1,4 @@
-"""Forms as files: the graph of each regime with the formulas of its numbers; read without torch."""
+"""Files of forms: the graph of each regime with the formulas of its numbers; read without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
 from rooftrace.errors import RequestError
 from rooftrace.graph import GraphError, GraphFileError, OpGraph, decoded_graph, graphs_bytes
-from rooftrace.graph.formulas import Formula, FormulaError, GraphForm, Regime, leaves as slots
+from rooftrace.graph.formulas import Formula, FormulaError, GraphForm, Regime, leaves
 
 SCHEMA = "rooftrace.form/1"
 _KIND = FileKind("form", GraphFileError)
@@ -22,8 +22,8 @@ _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 
 
 @dataclass(frozen=True, slots=True)
-class _Regime:
-    """A regime as it stands in a file."""
+class _RegimeRecord:
+    """A regime in a file."""
 
     low: tuple[int, ...]
     high: tuple[int, ...]
@@ -38,19 +38,19 @@ class _Regime:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A form as it stands in a file."""
+class _FormRecord:
+    """A form in a file."""
 
     schema: str
     title: str
     phase: str
     names: tuple[str, ...]
     regimes: list[dict[str, Any]]
-    digest: str  # of all else
+    digest: str  # of the other fields
 
 
 def form_bytes(title: str, phase: str, names: Sequence[str], regimes: Sequence[Regime]) -> bytes:
-    """A form as it stands in its file."""
+    """The bytes of the file of a form."""
     encoded = [_encoded(regime) for regime in regimes]
     data = {"schema": SCHEMA, "title": title, "phase": phase, "names": names, "regimes": encoded}
     return msgspec.json.encode({**data, "digest": _digest(title, phase, names, encoded)})
@@ -77,7 +77,7 @@ def _encoded(regime: Regime) -> dict[str, Any]:
 
 
 def _plain(graph: OpGraph) -> dict[str, Any]:
-    """A graph as plain data, as it stands in a file of graphs."""
+    """A graph as the plain data of a file of graphs."""
     data: dict[str, Any] = msgspec.json.decode(graphs_bytes({"form": graph}))["graphs"]["form"]
     return data
 
@@ -86,11 +86,11 @@ def read_form(path: str | os.PathLike[str]) -> tuple[str, str, tuple[str, ...], 
     """Title, phase, names and regimes of the form in a file.
 
     Raises FileNotFoundError, or GraphFileError for a file that is cut off, of another kind, or
-    whose numbers do not give the graphs that it says they do.
+    whose formulas do not give its graphs.
     """
     where = str(path)
     data = json_of(text_of(Path(path), _KIND), where, _KIND)
-    file = record_of(_File, data if isinstance(data, dict) else {}, where, _KIND)
+    file = record_of(_FormRecord, data if isinstance(data, dict) else {}, where, _KIND)
     if file.schema != SCHEMA:
         raise GraphFileError(f"{where}: schema is {file.schema!r:.60}, expected {SCHEMA!r}")
     try:
@@ -107,28 +107,28 @@ def read_form(path: str | os.PathLike[str]) -> tuple[str, str, tuple[str, ...], 
 
 
 def _decoded(entry: Mapping[str, Any], names: Sequence[str], place: str, where: str) -> Regime:
-    known = record_of(_Regime, dict(entry), where, _KIND, place)
-    template = decoded_graph(known.template, where, f"{place}.template")
+    record = record_of(_RegimeRecord, dict(entry), where, _KIND, place)
+    template = decoded_graph(record.template, where, f"{place}.template")
     try:
         form = GraphForm(
             tuple(names),
-            GraphForm.plain(template, known.series),
-            tuple(msgspec.convert(known.formulas, list[Formula])),
-            tuple(msgspec.convert(known.draws, list[slots.Draw])),
-            tuple(msgspec.convert(known.slots, list[slots.Varying])),
-            tuple(known.samples),
+            GraphForm.plain(template, record.series),
+            tuple(msgspec.convert(record.formulas, list[Formula])),
+            tuple(msgspec.convert(record.draws, list[leaves.Draw])),
+            tuple(msgspec.convert(record.slots, list[leaves.Varying])),
+            tuple(record.samples),
         )
-        for numbers in (known.low, known.high, *known.samples, *known.proven):
+        for numbers in (record.low, record.high, *record.samples, *record.proven):
             if len(numbers) != len(names) or min(numbers, default=1) < 1:
                 raise FormulaError(f"{numbers}: expected a number for each of {', '.join(names)}")
-        if not known.samples or form.at(known.samples[0]) != template:
+        if not record.samples or form.at(record.samples[0]) != template:
             raise FormulaError("the formulas do not give the first graph")
-        for numbers in (known.low, known.high):
+        for numbers in (record.low, record.high):
             form.at(numbers).verify()
     except _DAMAGED as error:
         raise GraphFileError(f"{where}: {place}: a damaged form: {error}") from None
-    levels = tuple(tuple(values) for values in known.levels)
-    return Regime(form, known.low, known.high, tuple(known.proven), levels)
+    levels = tuple(tuple(values) for values in record.levels)
+    return Regime(form, record.low, record.high, tuple(record.proven), levels)
 
 
 def looks_like_form(path: str | os.PathLike[str]) -> bool:
