@@ -1,4 +1,4 @@
-"""How a result shows itself: one short line, print() for a screen, rich, and a notebook's cell.
+"""The outputs of a result: repr() as a short line, print() for a screen, rich, a notebook's cell.
 
 Reporting, above all layers, makes the tables.  Records of lower layers reach it through `Shown`.
 """

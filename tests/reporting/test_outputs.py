@@ -12,7 +12,7 @@ import pytest
 import rooftrace as rt
 from rooftrace._outputs import OutputError
 from rooftrace.reporting.cli import cli
-from rooftrace.reporting.cli.output import Output
+from rooftrace.reporting.cli.output import OutputPath
 from tests.reporting.conftest import Run
 
 NET = """\
@@ -107,7 +107,7 @@ def test_every_option_that_names_an_output_is_checked() -> None:
             )
             flagged = option.is_flag or not says
             assert flagged or option in outputs or option.name == "update", option.opts
-        assert all(isinstance(option.type, Output) for option in outputs), command.name
+        assert all(isinstance(option.type, OutputPath) for option in outputs), command.name
         forced = [p for p in options if "--force" in p.opts]
         assert len(forced) == bool(outputs), command.name
 

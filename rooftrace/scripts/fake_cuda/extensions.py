@@ -26,9 +26,8 @@ from rooftrace.scripts.fake_cuda.state import (
     kernel_refused,
     refusal,
 )
-from rooftrace.tracer import spec_after
+from rooftrace.tracer import spec_after, torch_private
 from rooftrace.tracer.recording import original_of, put
-from rooftrace.tracer.torch_private import FakeTensorMode, bindings
 
 # -- guarded imports -------------------------------------------------------------------------------
 # Whether code that imports a module goes on without it: the import stands in a `try`.
@@ -466,7 +465,7 @@ def answers() -> Iterator[Answers]:
     for name in (_TRITON, _CPP):
         if name in sys.modules:
             yield _of_module(sys.modules[name])
-    yield bindings, _refused_names()
+    yield torch_private.bindings, _refused_names()
     yield from _refused_classes()
 
 
@@ -526,11 +525,11 @@ def _refused_classes() -> Iterator[Answers]:
         if kind is not None:
             refuse = refusal(f"torch.cuda.{name}", "the driver and its allocator are not run")
             yield kind, {"__new__": staticmethod(refuse), "create": refuse}
-    yield FakeTensorMode, {"from_tensor": _from_tensor()}
+    yield torch_private.FakeTensorMode, {"from_tensor": _from_tensor()}
 
 
 def _from_tensor() -> Callable[..., Any]:
-    original = original_of(FakeTensorMode, "from_tensor")
+    original = original_of(torch_private.FakeTensorMode, "from_tensor")
 
     def from_tensor(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cuda":  # autograd would end the process

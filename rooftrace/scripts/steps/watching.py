@@ -27,7 +27,6 @@ from rooftrace.scripts.steps.records import Derived, TurnPiece, Turns, graph_for
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.recording import original_of, put
-from rooftrace.tracer.torch_private import current_autograd_node
 
 # -- lengths ---------------------------------------------------------------------------------------
 # Calls that differ from others in one length only: what they give and cost follows from those.
@@ -457,7 +456,7 @@ def watch(finder: Watcher) -> None:
     next_ = original_of(loaders, "__next__")
 
     def is_inside() -> bool:  # of a call, or of a backward that computes again
-        return depth.inside > 0 or current_autograd_node() is not None
+        return depth.inside > 0 or torch_private.current_autograd_node() is not None
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = partial(finder.run, module, args, kwargs)

@@ -19,7 +19,6 @@ from rooftrace.graph import pattern_of
 from rooftrace.studies.breaks import placing
 from rooftrace.tracer import source as lines, torch_private
 from rooftrace.tracer.recording import original_of, overrides, replaced
-from rooftrace.tracer.torch_private import tree_map_only
 from rooftrace.tracer.values import trees
 
 # -- state -----------------------------------------------------------------------------------------
@@ -386,7 +385,7 @@ def _run_on_fakes(*args: Any, **kwargs: Any) -> Any:
     def faked(tensor: Tensor) -> Any:
         return mode.from_tensor(tensor) if type(tensor) is Tensor and tensor.is_meta else tensor
 
-    return tree_map_only(Tensor, faked, result)
+    return torch_private.tree_map_only(Tensor, faked, result)
 
 
 def _depth(function: _Function) -> int:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import put
-from rooftrace.tracer.torch_private import execution_engine
 
 HOOKED = (
     "a hook of the user's exchanges the gradients of DistributedDataParallel: they are counted as "
@@ -224,7 +223,7 @@ class _Exchange(_NoReducer):
         if not self._running:
             self._running = True
             self._reducer.begin()
-            execution_engine.queue_callback(self._finish)
+            torch_private.execution_engine.queue_callback(self._finish)
         self._reducer.ready(parameter)
 
     def _finish(self) -> None:
