@@ -1,4 +1,4 @@
-"""Answers of torch about its CUDA libraries: versions, switches, NVTX, NCCL, gradient scaling.
+"""Answers of torch about its CUDA libraries: versions, switches, NVTX, NCCL, gradient scaling."""
 
 from __future__ import annotations
 
