@@ -183,7 +183,7 @@ class Entries:
         names = _names_in(module)
         transient = getattr(module, "_non_persistent_buffers_set", ())
         if any(type(tensor) not in trees.ORDINARY for tensor in own_tensors(module)):
-            for of, part in trees.beside_in(module):  # the state of a quantised layer
+            for of, part in trees.held_tensors(module):  # the state of a quantised layer
                 self._beside.setdefault(id(part), ("parameter", f"{prefix}{of}"))
         for tensor in own_tensors(module):
             name = names[id(tensor)]
