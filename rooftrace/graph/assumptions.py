@@ -1,7 +1,7 @@
 """Assumptions that a user can decide: kinds, values, and the modules or lines that they hold for.
 
 Values of `--assume routing=` are read here, files of counts too; what a policy expects of a choice
-is in values/distinct.
+is in tracer/values/choices.
 """
 
 from __future__ import annotations

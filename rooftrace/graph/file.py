@@ -335,7 +335,7 @@ class _Repeat(NamedTuple):
     assumptions: list[tuple[int, tuple[int, ...]]]
 
 
-class _Routing(TypedDict, total=False):
+class _RoutingFacts(TypedDict, total=False):
     """The facts of an assumption on routing."""
 
     policy: str
@@ -355,7 +355,7 @@ class _Assumption(NamedTuple):
     text: str
     value: Any
     op: str
-    facts: _Routing = _Routing()  # files without it are older, or this is not on routing
+    facts: _RoutingFacts = _RoutingFacts()  # files without it are older, or this is not on routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from rooftrace.tracer.recording.taperecords import (
     KEPT,
     META_KEY,
     Entry,
-    Here,
     Origin,
     Recorded,
     Spec,
     Tag,
     Tags,
+    ThreadPosition,
     no_storage,
     picked_in,
 )
@@ -156,7 +156,7 @@ _MAX_BROUGHT = 10**9
 class Entries:
     """The values of one recording that no op made, and the tensors that stand for them."""
 
-    def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
+    def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: ThreadPosition) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
         self.weakly = False  # the code, and not this, keeps tensors alive
         self.own_step = False  # a user's step: ops tell its parts, unmade values are inputs

@@ -234,11 +234,7 @@ class Functions(TorchFunctionMode):
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
                 wait(tape, args[0])
         elif func == _SET_DATA:
-            tensor, data = args
-            data = tape.brought(data) if tensor.is_meta else data  # a weight on meta stays there
-            _set_data(tensor, data)
-            tape.stands_for(tensor, data)
-            return None
+            return self._fill(*args)
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
                 return format(args[0].item(), args[1])
@@ -292,6 +288,12 @@ class Functions(TorchFunctionMode):
             here.functions = outer
             here.part = before
             tape.backward_ran()
+
+    def _fill(self, tensor: Tensor, data: Tensor) -> None:
+        """`tensor.data = data`: a weight on meta stays there."""
+        data = self.tape.brought(data) if tensor.is_meta else data
+        _set_data(tensor, data)
+        self.tape.stands_for(tensor, data)
 
     def _indexed(self, index: Any) -> Any:
         """An index with known tensors in place of lists: torch would make the tensors unseen."""

@@ -157,8 +157,8 @@ class RealData:
 
     def forget(self) -> None:
         """Free the kept results."""
-        for table in (self._places, self._writers):
-            table.clear()
+        self._places.clear()
+        self._writers.clear()
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of a recorded tensor; None where it cannot be computed."""
@@ -367,10 +367,8 @@ def _written_out(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _elements(spec: Any) -> int:
-    count = 1
-    for size, step in zip(spec.shape, spec.stride, strict=True):
-        count *= size if step or not size else 1
-    return count
+    sizes = zip(spec.shape, spec.stride, strict=True)
+    return math.prod(size if step or not size else 1 for size, step in sizes)
 
 
 def _flop(node: fx.Node, recorded: Any) -> int:

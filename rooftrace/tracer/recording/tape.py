@@ -21,7 +21,6 @@ from rooftrace.tracer.recording.taperecords import (
     META_KEY,
     NO_TAINT,
     CompiledCall,
-    Here,
     LoopWatch,
     Origin,
     Recomputation,
@@ -31,6 +30,7 @@ from rooftrace.tracer.recording.taperecords import (
     Spec,
     Tag,
     Tags,
+    ThreadPosition,
     compiling,
     running_node,
 )
@@ -47,7 +47,7 @@ from rooftrace.tracer.values import META, Values, masks, trees
 class Origins:
     """Finds the origins of the ops of one recording."""
 
-    def __init__(self, here: Here, entries: Entries) -> None:
+    def __init__(self, here: ThreadPosition, entries: Entries) -> None:
         self._here, self._entries = here, entries
         self.recomputation = Recomputation()
         self.tells_compiled = False  # which ops torch.compile would compile
@@ -211,7 +211,7 @@ class Tape:
 
     def __init__(self, values: Values, record: bool) -> None:
         self.values = values
-        self.here = Here()
+        self.here = ThreadPosition()
         self.lock = threading.RLock()  # ops are recorded one at a time
         self.live = False  # the recording is under way
         self.threads = RecordedThreads()

@@ -423,7 +423,7 @@ def _owner(frame: FrameType | None) -> tuple[Any, str]:
 # The position of each thread in the recorded code, and which threads are recorded.
 
 
-class Here(threading.local):
+class ThreadPosition(threading.local):
     """The position of one thread in the recorded code."""
 
     def __init__(self) -> None:

@@ -121,17 +121,13 @@ _EVENT = {
 _REGION = dict.fromkeys(("__init__", "__enter__", "__exit__"), overrides.nothing)
 
 
-def _stream(*args: Any, **kwargs: Any) -> Any:
-    return _made(torch.cuda.Stream)
-
-
 _CUDA = {
     "synchronize": overrides.nothing,
     "set_device": overrides.nothing,
     "set_stream": overrides.nothing,
     "stream": lambda stream: _NoDevice(),
-    "current_stream": _stream,
-    "default_stream": _stream,
+    "current_stream": lambda device=None: _made(torch.cuda.Stream),
+    "default_stream": lambda device=None: _made(torch.cuda.Stream),
     "current_device": lambda: 0,
 }
 
