@@ -1,9 +1,10 @@
 """Every private name of torch that rooftrace uses: a release of torch that lacks one shows here.
 
 The table below is read twice. A type checker sees assignments. At run time the file reads its own
-text, and looks a name up when it is first used: Dynamo and Inductor take seconds to import. When
-this file is imported it checks the names of modules that are loaded by then, and one warning lists
-all that are missing; to use one of those raises RequestError with the same list.
+text and looks up the names in modules that are loaded by then; the others when they are first used,
+because Dynamo and Inductor take seconds to import. One warning lists all that are missing; to use
+one of those raises RequestError with a list of all. `python -m rooftrace.tracer.torch_private`
+checks the whole table.
 
 Operators (`torch.ops.aten._to_copy`) are no private names of Python: the dispatcher has them. The
 names that only a build for CUDA has in `torch._C` stand in `fake_cuda`, which answers for them.
@@ -264,7 +265,11 @@ def _value(name: str) -> Any:
     module, path = table()[name]
     inside = path[len(module) + 1 :]
     value: Any = import_module(module)
-    return functools.reduce(getattr, inside.split("."), value) if inside else value
+    if inside:
+        value = functools.reduce(getattr, inside.split("."), value)
+    if name not in _VARIABLES:
+        globals()[name] = value
+    return value
 
 
 def has(name: str) -> bool:
@@ -297,12 +302,9 @@ def __getattr__(name: str) -> Any:
     if name not in table():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        value = _value(name)
+        return _value(name)
     except (AttributeError, ImportError):
         raise RequestError(_message(sorted({table()[name][1], *missing()}))) from None
-    if name not in _VARIABLES:
-        globals()[name] = value
-    return value
 
 
 if __name__ == "__main__":

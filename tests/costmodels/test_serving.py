@@ -50,13 +50,12 @@ MATRIX_ONLY = dict(operations=MATRIX)
 
 def test_the_table_has_the_names_of_execution_models_in_their_order() -> None:
     assert tuple(entry.name for entry in REWRITES) == NAMES
-    assert all(entry.meaning.endswith(".") for entry in REWRITES)
 
 
 def test_every_rewrite_is_in_the_docs() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
     for entry in REWRITES:
-        assert f"`{entry.name}`" in page and entry.meaning in page
+        assert f"`{entry.name}`" in page
 
 
 # -- transformers' models --------------------------------------------------------------------------

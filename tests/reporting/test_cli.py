@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import ShellComplete
 
 from rooftrace._formats import FORMATS
 from rooftrace.reporting.cli import cli
@@ -401,6 +402,17 @@ def test_a_former_command_says_its_new_form(name: str, run: Run) -> None:
     assert f"rooftrace: `rooftrace {name}` is now `rooftrace {form}`" in former.err
     assert len(former.err.splitlines()) == 1 + len(now.err.splitlines())
     assert f"\n  {name}" not in run("--help").out
+
+
+def test_a_shell_completes_a_former_command(capsys: pytest.CaptureFixture[str]) -> None:
+    def completed(words: list[str], begin: str) -> set[str]:
+        shell = ShellComplete(cli, {}, "rooftrace", "_ROOFTRACE_COMPLETE")
+        return {item.value for item in shell.get_completions(words, begin)}
+
+    assert completed([], "s") >= {"solve", "sweep"}
+    assert completed([], "n") == set()
+    assert completed(["nodes"], "--al") == {"--align"}
+    assert capsys.readouterr().err == ""
 
 
 def test_a_table_is_of_one_step(run: Run) -> None:

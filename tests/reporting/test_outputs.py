@@ -12,7 +12,7 @@ import pytest
 import rooftrace as rt
 from rooftrace._outputs import OutputError
 from rooftrace.reporting.cli import cli
-from rooftrace.reporting.cli.output import Output
+from rooftrace.reporting.cli.output import OutputPath
 from tests.reporting.conftest import Run
 
 NET = """\
@@ -107,7 +107,7 @@ def test_every_option_that_names_an_output_is_checked() -> None:
             )
             flagged = option.is_flag or not says
             assert flagged or option in outputs or option.name == "update", option.opts
-        assert all(isinstance(option.type, Output) for option in outputs), command.name
+        assert all(isinstance(option.type, OutputPath) for option in outputs), command.name
         forced = [p for p in options if "--force" in p.opts]
         assert len(forced) == bool(outputs), command.name
 
@@ -196,7 +196,7 @@ def test_two_outputs_of_one_name_are_refused(run: Run, here: Path) -> None:
 
 
 def test_it_is_said_before_the_work(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rt, "priced_graphs", lambda *_, **__: pytest.fail("it traced"))
+    monkeypatch.setattr(rt.tools, "priced_graphs", lambda *_, **__: pytest.fail("it traced"))
     monkeypatch.setattr(rt, "report", lambda *_, **__: pytest.fail("it traced"))
     for words in (("trace", "models.py:build", "-o"), ("report", "models.py:build", "--out")):
         assert run(*words, "thesis.md").code == 2

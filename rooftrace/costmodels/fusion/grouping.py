@@ -1,8 +1,8 @@
 """Which ops share a kernel, and which join made it so.
 
 `fuse` partitions the kernels of a graph: every kernel op is in exactly one group, and contracting
-the groups leaves no cycle.  Which ops may fuse comes from their rules (pointwise, reduction,
-gather); why they do is the table in `joins`; what a group is called is the table in `labels`.
+the groups leaves no cycle.  Rules say which ops may fuse (pointwise, reduction, gather), the table
+`JOINS` why they do, the table `PATTERNS` the name of a group.
 
 The graph shows one iteration of a repeat between two equal neighbours.  A kernel that joins it to a
 neighbour does so between every two iterations, and never spans more than two (see `Neighbourhood`).
@@ -57,7 +57,7 @@ def fuse(
 ) -> tuple[FusionGroup, ...]:
     """The kernels of `graph` in launch order under this execution model.
 
-    op_costs: those of the graph's ops, where they are known; joins of users may ask for them.
+    op_costs: those of the graph's ops, if computed before; joins of users may need them.
     """
     if execution.fusion != "detected":
         classes = Facts(graph).classes
@@ -113,9 +113,9 @@ def _grown(graph: OpGraph) -> list[Open]:
 
 
 # -- merging ---------------------------------------------------------------------------------------
-# Merges kernels that have grown: with what reads them, and with what reads the same tensor.
+# Merges grown kernels with their readers, and with readers of the same tensor.
 #
-# `benchmarks/inductor` compares the result with Inductor's own.
+# `benchmarks/inductor` compares the result with Inductor's.
 
 
 def merge_kernels(partition: Partition) -> None:
@@ -268,7 +268,7 @@ class _Grower:
         self.graph, self.needs = self.facts.graph, self.facts.needs
         self.by_stage = {stage: joins_at(stage) for stage in (OP, GATHER, SIBLING, TAKE)}
         self.waiting: dict[int, None] = {}  # ops that no other op has needed yet, in order
-        self.user: Op | None = None  # the op that needs those that are placed now
+        self.user: Op | None = None  # the op that needs the ops being placed
         self.recent: list[Open] = []  # the kernels that were begun for it
         self.closed = 0  # how many kernels stood before the last wait
 
@@ -308,7 +308,7 @@ class _Grower:
         part = single(self.facts, op.id)
         producers = self._gathered(self.needs[op.id], part.size)
         if writes_split_rows(self.graph, op, part.size, part.reduced):
-            # One kernel reduces, the next writes the rows, and takes what comes after it.
+            # One kernel reduces, the next writes the rows, and takes the ops after it.
             part.reduced = None
             self._start(part).split = True
         elif writes_many(op):
@@ -323,8 +323,8 @@ class _Grower:
                 self._take(part, kernel, producers)
 
     def _join(self, part: KernelView, producers: Sequence[Open]) -> bool:
-        """Put an op into the last kernel that makes what it reads, or beside one that reads the
-        same tensor (halves of a rotary embedding); whether there is such a kernel."""
+        """Put an op into the last kernel that makes its operands, or into one that reads the same
+        tensor (halves of a rotary embedding); whether there is such a kernel."""
         (number,) = part.members
         floor = producers[-1].rank if producers else -1
         later = takewhile(lambda kernel: kernel.rank > floor, reversed(self.recent))
@@ -374,16 +374,16 @@ class _Grower:
             producers.pop()
         return producers
 
-    def _take(self, part: KernelView, own: Open, producers: Sequence[Open]) -> None:
-        """Move ops that so far only this reduction needs from their kernels into its own.
+    def _take(self, part: KernelView, target: Open, producers: Sequence[Open]) -> None:
+        """Move ops that so far only this reduction needs from their kernels into `target`.
 
         A residual sum and its square belong to the norm that follows, not to the reduction before.
         """
         for kernel in reversed(producers):
             if kernel.fusable and kernel.rank >= self.closed:
-                self._take_from(kernel, part, own)
+                self._take_from(kernel, part, target)
 
-    def _take_from(self, kernel: Open, part: KernelView, own: Open) -> None:
+    def _take_from(self, kernel: Open, part: KernelView, target: Open) -> None:
         members = set(kernel.members)
         taken: dict[int, tuple[KernelView, Join]] = {}
         stack = [n for n in self.needs[part.members[0]] if n in members]
@@ -398,34 +398,35 @@ class _Grower:
             taken[number] = candidate, join
             stack.extend(n for n in self.needs[number] if n in members)
         for number in sorted(taken, reverse=True):
-            if self._is_needed_elsewhere(number, own, taken):
+            if self._is_needed_elsewhere(number, target, taken):
                 del taken[number]
         if not taken or len(taken) == len(members):
             return
-        if not self.partition.may_share(sorted(taken), own):
+        if not self.partition.may_share(sorted(taken), target):
             return
         self.partition.withdraw(taken.keys(), kernel)
         for number in sorted(taken):
             candidate, join = taken[number]
-            self.partition.add(candidate, own, late=False, join=join)
+            self.partition.add(candidate, target, late=False, join=join)
 
-    def _is_needed_elsewhere(self, number: int, own: Open, taken: Collection[int]) -> bool:
+    def _is_needed_elsewhere(self, number: int, target: Open, taken: Collection[int]) -> bool:
         """Whether anything but this kernel and the ops moved into it needs an op.
 
         Ops that wait to be placed do not count, except for a kernel that reduces columns.
         """
         kernel_of = self.partition.kernel_of
         return any(
-            (own.down or user in kernel_of) and kernel_of.get(user) is not own and user not in taken
+            (target.down or user in kernel_of)
+            and kernel_of.get(user) is not target
+            and user not in taken
             for user in self.facts.needed_by[number]
         )
 
     def _start(self, part: KernelView, late: bool = False) -> Open:
         op = part.ops[0]
-        beside = (
-            part.fusable and self.user is not None and self.partition.around.beside(self.user, op)
-        )
-        repeats = self.user.repeats if beside and self.user else op.repeats
+        user, around = self.user, self.partition.around
+        near = part.fusable and user is not None and around.are_neighbours(user, op)
+        repeats = user.repeats if near and user is not None else op.repeats
         kernel = self.partition.start(part, self.closed, repeats, late or self._is_long(part))
         if kernel.fusable:
             self.recent.append(kernel)

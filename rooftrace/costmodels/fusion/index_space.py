@@ -12,7 +12,7 @@ from rooftrace.graph import GraphError, Op, OpGraph, Ref, marks, references
 from rooftrace.hardware.precisions import precision
 
 # -- stored wide -----------------------------------------------------------------------------------
-# What Inductor writes in place of an op's result: the fp32 value that the op is computed from.
+# Inductor writes the fp32 input of some ops in place of their result.
 #
 # An activation that uses its input twice (x sigmoid(x)) makes Inductor store this input, if it
 # takes more reads than `realize_reads_threshold` (a batch norm takes five), and casts between the
@@ -85,14 +85,12 @@ def widths(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 # -- index space -----------------------------------------------------------------------------------
-# How each op goes through its elements, what it needs, and what of it has to be written.
-#
-# What `fuse` asks of ops one by one, before it puts them into kernels.
+# Iteration space, dependencies and stored results of each op, before `fuse` puts it into kernels.
 
 LONG_CHAIN = 14
 """A result that is used several times and takes at least this many ops per element is written
 first, and not computed again where a part of it is read or where it is broadcast
-(realize_opcount_threshold, of 30 of Inductor's own smaller ops)."""
+(realize_opcount_threshold, of 30 of Inductor's smaller ops)."""
 
 FEW_PLACED = 8
 """A cat of more tensors than this is written before it is used (max_pointwise_cat_inputs)."""
@@ -122,14 +120,14 @@ def is_split(size: int, rows: int) -> bool:
 
 
 def writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -> bool:
-    """Whether the op reduces rows that are split over SMs, and writes whole rows (a group norm)."""
+    """Whether the op reduces rows that are split over SMs, and writes full rows (a group norm)."""
     if not reduced or not is_split(size, reduced):
         return False
     return max((graph.values[i].elements for i in op.outputs), default=0) == size
 
 
 def writes_many(op: Op) -> bool:
-    """Whether the op puts so many tensors together that what uses the result reads it again."""
+    """Whether the op joins so many tensors that its result is stored and read again."""
     rule = find_rule(op.target) if len(op.inputs) > FEW_PLACED else None
     return rule is not None and "places" in rule.traits
 
@@ -156,7 +154,7 @@ def index_space(graph: OpGraph, op: Op, kind: str | None) -> tuple[int, int | No
     outputs = [graph.values[i].elements for i in op.outputs]
     # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
     if kind != "reduction" or op.arguments.get("training") is False:
-        # A list of outputs that are not alike (_foreach_add) is iterated over as a whole.
+        # A list of unequal outputs (_foreach_add) is one iteration space.
         if len(outputs) > 1 and any(
             type(item) is tuple and references(item) for item in op.arguments.values()
         ):
@@ -172,7 +170,7 @@ def index_space(graph: OpGraph, op: Op, kind: str | None) -> tuple[int, int | No
         if size < UNROLLED * smallest and max(outputs) == smallest:
             return smallest, None
         return size, smallest
-    # Writes whole rows back (softmax): the reduction runs along `dim`, or along the last dimension.
+    # Writes full rows back (softmax): the reduction runs along `dim`, or along the last dimension.
     shape = graph.values[op.inputs[0]].shape if op.inputs else ()
     dimension = op.arguments.get("dim", -1)
     axis = dimension if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else -1
@@ -197,7 +195,7 @@ def stored(
 ) -> set[int]:
     """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM.
 
-    segments: the compiled graph of each op; what another one reads leaves it.
+    segments: the compiled graph of each op; results that another one reads are stored.
     """
     outputs = {graph.values[i].storage for i in graph.outputs}
     stored = _leaving(graph, needs, segments) if segments else set[int]()
@@ -210,7 +208,7 @@ def stored(
 
 
 def _leaving(graph: OpGraph, needs: Sequence[Sequence[int]], segments: Sequence[int]) -> set[int]:
-    """Ops that write what another compiled graph reads."""
+    """Ops whose results another compiled graph reads."""
     storage = [value.storage for value in graph.values]
     leaves: set[tuple[int, int]] = set()  # compiled graph and storage
     for op in graph.ops:
@@ -244,8 +242,7 @@ def long_chains(
     for op in graph.ops:
         if classes[op.id] != "pointwise":
             continue
-        own = segments[op.id] if segments else 0
-        before = (n for n in needs[op.id] if not segments or segments[n] == own)
+        before = (n for n in needs[op.id] if not segments or segments[n] == segments[op.id])
         length = 1 + sum(lengths[n] for n in before)
         if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
             long.add(op.id)
@@ -255,10 +252,8 @@ def long_chains(
 
 
 def dependencies(graph: OpGraph, classes: Sequence[str | None]) -> list[list[int]]:
-    """For each op the kernels that have to run before it.
-
-    Those are writers of what it reads and, for what it overwrites, earlier readers too.
-    """
+    """For each op the kernels that have to run before it: writers of its operands, and earlier
+    readers of a storage that it overwrites."""
     writer: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     needs: list[list[int]] = []

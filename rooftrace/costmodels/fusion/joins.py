@@ -1,8 +1,7 @@
-"""Joins: the named reasons why ops share a kernel.  A join is a line of JOINS, or a user's own.
+"""Joins: the named reasons why ops share a kernel.  A join is a line of JOINS, or of a user.
 
-A condition says whether the first of two kernels can be computed inside the second.  It does not
-say in which order pairs are tried, nor what would make a cycle: those who apply the joins see to
-both (`growing`, `merging`, `finished`).
+A condition says whether the first of two kernels can be computed inside the second.  The order of
+pairs, and cycles, are the business of the code that applies joins (`grouping`, `partition`).
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ NEAR = 64
 OP, GATHER, TAKE, MOVE, READER, PLACE, SIBLING, FINISHED = (
     "op", "gather", "take", "move", "reader", "place", "sibling", "finished",
 )  # fmt: skip
-"""Where a join is tried.
+"""Stages at which a join is tried.
 
-op: an op, right before its result is used, with the kernel that makes what it reads.  gather: two
-kernels that make what one op reads.  take: an op of an earlier kernel, with a reduction that reads
+op: an op, right before its result is used, with the kernel that makes its operands.  gather: two
+kernels that make operands of one op.  take: an op of an earlier kernel, with a reduction that reads
 it.  move: an op, with the only kernel that reads it.  reader, place: a kernel, with the first one
-that reads it.  sibling: two kernels that read the same tensor.  finished: kernels that all of the
-above has left, each of which only the next one reads.
+that reads it.  sibling: two kernels that read the same tensor.  finished: kernels after all of the
+above, each of which only the next one reads.
 """
 
 
@@ -41,16 +40,16 @@ class DuplicateJoinError(ValueError):
 class Join:
     """A reason why two kernels are one."""
 
-    name: str  # what reports and `FusionGroup.why` say
+    name: str  # in reports and `FusionGroup.why`
     when: Condition  # of two kernels (or three in a row), whether they are one
-    tried: tuple[str, ...] = (FINISHED,)  # where: see above
+    tried: tuple[str, ...] = (FINISHED,)  # stages: see above
     because: str = ""  # a sentence for who asks why
     constant: int | None = None  # the limit in its condition
     inductor: str = ""  # the option or the function of Inductor that it mirrors
-    source: str = "rooftrace"  # who says so
-    label: str = ""  # what reports call such a kernel; empty: the names of its parts
+    source: str = "rooftrace"
+    label: str = ""  # of such a kernel in reports; empty: the names of its parts
     parts: int = 2  # how many kernels the condition takes
-    on: bool = True  # off: what `headroom` tries beyond what a compiler does
+    on: bool = True  # off: a join of `headroom`, beyond compilers
 
 
 # -- conditions ------------------------------------------------------------------------------------
@@ -67,7 +66,7 @@ def _rows_of_a_reduction(first: KernelView, second: KernelView) -> bool:
 
 
 def _is_repeated(first: KernelView, second: KernelView) -> bool:
-    """Whether the second goes over what the first makes a whole number of times."""
+    """Whether the second iterates over the result of the first an integral number of times."""
     return first.reduced is None and first.size > 0 and second.size % first.size == 0
 
 
@@ -115,10 +114,10 @@ def _only_consumer(first: KernelView, second: KernelView) -> bool:
 def _placed(first: KernelView, second: KernelView) -> bool:
     if first.reduced is not None or first.stored or first.size >= second.size:
         return False
-    facts, own, other = first.facts, set(first.members), set(second.members)
-    return facts.wide.isdisjoint(own) and all(
-        user in own or (user in other and facts.has_trait(user, "places"))
-        for number in own
+    facts, members, other = first.facts, set(first.members), set(second.members)
+    return facts.wide.isdisjoint(members) and all(
+        user in members or (user in other and facts.has_trait(user, "places"))
+        for number in members
         for user in facts.needed_by[number]
     )
 
@@ -309,11 +308,10 @@ def fusion(
     kernels in a row.  If it returns True they become one kernel, in every execution model with
     `fusion="detected"`.
 
-    name: what reports say of such a kernel.  because: a sentence for `why()`, by default the first
-    line of the docstring.  source: who says so.  label: what to call the kernel, by default the
-    names of its parts.  A second join of one name raises DuplicateJoinError, unless override=True
-    or it is the same function defined again; a function of another number of parameters raises
-    ValueError.
+    name: of such a kernel in reports.  because: a sentence for `why()`, by default the first line
+    of the docstring.  source: the author.  label: of the kernel in reports, by default the names of
+    its parts.  A second join of one name raises DuplicateJoinError, unless override=True or it is
+    the same function defined again; a function of another number of parameters raises ValueError.
     """
     if not isinstance(name, str) or not name.strip():
         raise ValueError(f'fusion({name!r}): expected a name, for example "gemm epilogue"')

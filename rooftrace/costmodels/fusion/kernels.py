@@ -1,7 +1,7 @@
-"""A kernel as the conditions of joins see it, and what they may ask of its graph.
+"""A kernel as the conditions of joins see it, and facts of its graph.
 
-Conditions see ops, tensors and sizes.  How a repeat is written down, and in which order kernels are
-launched, is the business of those who apply the joins (`growing`, `merging`, `finished`).
+Conditions see ops, tensors and sizes; repeats and the order of launches are the business of the
+code that applies joins (`grouping`, `partition`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rooftrace.costmodels.ops import MATRIX, Cost, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph, Tensor, marks
 
 MAX_GROUP = 64
-"""The most ops that one kernel holds (Inductor's own limit, config.max_fusion_size)."""
+"""The most ops that one kernel holds (Inductor's limit, config.max_fusion_size)."""
 
 SMALL = 4096
 """A producer of at most this many elements is computed inside its consumer, whatever it reads."""
@@ -38,9 +38,9 @@ Inductor computes it again in every consumer; here it stands in the first, which
 
 
 class Facts:
-    """What joins and their conditions ask of a graph, worked out when first asked for.
+    """Facts of a graph for joins and their conditions, computed lazily.
 
-    costs: those of the graph's ops, where they are known already.
+    costs: of the graph's ops, if computed before.
     """
 
     def __init__(self, graph: OpGraph, costs: Sequence[Cost] | None = None) -> None:
@@ -59,19 +59,19 @@ class Facts:
             if kind is None:
                 rule = find_rule(op.target)
                 kind = memo[op.target] = rule.fusion if rule else "opaque"
-            alone = op.stream or op.id in self.eager  # beside the main stream, or not compiled
+            alone = op.stream or op.id in self.eager  # on a side stream, or not compiled
             classes.append("opaque" if alone and kind != "free" else kind)
         return classes
 
     @cached_property
     def segments(self) -> Sequence[int]:
-        """For each op how many graph breaks stand before it; empty without any."""
-        places = [op.id for op in self.graph.ops if op.name == marks.GRAPH_BREAK]
-        return [bisect_left(places, op.id) for op in self.graph.ops] if places else ()
+        """For each op the number of graph breaks before it; empty without any."""
+        breaks = [op.id for op in self.graph.ops if op.name == marks.GRAPH_BREAK]
+        return [bisect_left(breaks, op.id) for op in self.graph.ops] if breaks else ()
 
     @cached_property
     def eager(self) -> frozenset[int]:
-        """Ops that stand between compiled graphs, which Python runs one by one."""
+        """Ops between compiled graphs, which Python runs one by one."""
         return marks.eager_ops(self.graph.ops)
 
     @cached_property
@@ -81,12 +81,12 @@ class Facts:
 
     @cached_property
     def needed_by(self) -> list[list[int]]:
-        """For each op those that need it."""
+        """For each op the ops that need it."""
         return needed_by(self.needs)
 
     @cached_property
     def stored(self) -> set[int]:
-        """Ops whose results a library's kernel, a wait or the caller reads."""
+        """Ops whose results a library kernel, a wait or the caller reads."""
         return stored(self.graph, self.classes, self.needs, self.segments)
 
     @cached_property
@@ -96,16 +96,16 @@ class Facts:
 
     @cached_property
     def wide(self) -> set[int]:
-        """Activations whose input is stored in their stead."""
+        """Activations whose input is stored in place of their result."""
         return set(stored_wide(self.graph))
 
     @cached_property
     def listed(self) -> dict[int, dict[int, int]]:
-        """By op: storages of which it takes or makes all copies, and how many these are."""
+        """By op: storages of which it takes or makes all copies, and the number of copies."""
         return listed(self.graph)
 
     def space(self, number: int) -> tuple[int, int | None]:
-        """How an op goes through its elements: how many, and how many its reduction leaves."""
+        """The size of an op's iteration space, and the elements that its reduction leaves."""
         return index_space(self.graph, self.graph.ops[number], self.classes[number])
 
     def cost(self, number: int) -> Cost:
@@ -117,8 +117,8 @@ class Facts:
     def storages(self, number: int, values: Sequence[int]) -> set[int]:
         """Storages of an op's inputs or outputs.
 
-        Where it takes or makes all copies of one, there is a negative number for each further copy;
-        of these no more than FEW_READS make a difference.
+        Where it takes or makes all copies of one, a negative number is added for each further copy,
+        up to FEW_READS.
         """
         tensors = self.graph.values
         storages = {tensors[i].storage for i in values}
@@ -129,7 +129,7 @@ class Facts:
         return storages
 
     def has_trait(self, number: int, trait: str) -> bool:
-        """Whether the rule of an op says this trait of it."""
+        """Whether the rule of an op has this trait."""
         rule = find_rule(self.graph.ops[number].target)
         return rule is not None and trait in rule.traits
 
@@ -138,22 +138,22 @@ class Facts:
 class KernelView:
     """Ops that share a kernel, or a single op that may join one.
 
-    A condition reads `names`, `kinds`, `classes`, `ops`, `inputs`, `results`, `size` and `reduced`;
-    the rest is bookkeeping of the grower.
+    Conditions read `names`, `kinds`, `classes`, `ops`, `inputs`, `results`, `size` and `reduced`;
+    the rest is bookkeeping.
     """
 
     facts: Facts
     members: list[int]  # numbers of its ops in the graph
-    size: int  # elements that it goes over
+    size: int  # of its iteration space
     reduced: int | None = None  # elements that its reduction leaves, None without one
-    fusable: bool = True  # whether a compiler writes it; a library's kernel stays as it is
+    fusable: bool = True  # whether a compiler writes it, and no library
     reads: set[int] = field(default_factory=set)  # storages
     made: set[int] = field(default_factory=set)  # storages
-    stored: bool = False  # whether a library's kernel or the caller reads a result of it
+    stored: bool = False  # whether a library kernel or the caller reads a result of it
     long: bool = False  # whether a result larger than SMALL ends a LONG_CHAIN
-    split: bool = False  # whether it reads the result of a split reduction, which lies in HBM
+    split: bool = False  # whether it reads the result of a split reduction from HBM
     down: bool = False  # whether it reduces columns (see DOWN)
-    late: set[int] = field(default_factory=set)  # ops whose results are there when it has ended
+    late: set[int] = field(default_factory=set)  # ops whose results exist only after its end
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -167,7 +167,7 @@ class KernelView:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What its ops are: {"mm"}, {"softmax", "elementwise"}; see docs/rules.md."""
+        """The kinds of its ops: {"mm"}, {"softmax", "elementwise"}; see docs/rules.md."""
         rules = ((n, find_rule(self.facts.graph.ops[n].target)) for n in self.members)
         return frozenset(
             rule.kind_of(self.facts.cost(n)) if rule else "elementwise" for n, rule in rules
@@ -175,13 +175,13 @@ class KernelView:
 
     @property
     def labels(self) -> frozenset[str]:
-        """What their rules call kernels that they lead: {"softmax"}, {"activation"}."""
+        """The labels in their rules of kernels that they lead: {"softmax"}, {"activation"}."""
         rules = (find_rule(op.target) for op in self.ops)
         return frozenset(rule.fused for rule in rules if rule is not None and rule.fused)
 
     @property
     def classes(self) -> frozenset[str]:
-        """How a compiler may fuse its ops: {"pointwise"}; "opaque" is a library's kernel."""
+        """The fusion classes of its ops: {"pointwise"}; "opaque" is a library kernel."""
         return frozenset(self.facts.classes[n] or "free" for n in self.members)
 
     @property
@@ -200,19 +200,19 @@ class KernelView:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a library's kernel with work for the matrix engine."""
+        """Whether it is a library kernel with work for the matrix engine."""
         if "opaque" not in self.classes:
             return False
         return any(self.facts.cost(n).flops(MATRIX) for n in self.members)
 
     @property
     def goes_over_lists(self) -> bool:
-        """Whether an op goes over many tensors one after the other (an optimizer's step)."""
+        """Whether an op iterates over a list of tensors (an optimizer's step)."""
         return any(isinstance(op.arguments.get("self"), tuple) for op in self.ops)
 
 
 def single(facts: Facts, number: int, fusable: bool = True) -> KernelView:
-    """A kernel of one op; one of a library (not `fusable`) has no elements to agree on."""
+    """A kernel of one op; one of a library (not `fusable`) has no iteration space."""
     op, values = facts.graph.ops[number], facts.graph.values
     size, reduced = facts.space(number) if fusable else (0, None)
     return KernelView(

@@ -21,17 +21,17 @@ class Merge:
     """One step by which a kernel grew."""
 
     join: str  # the name of the join
-    ops: tuple[int, ...]  # which came to the kernel by it
+    ops: tuple[int, ...]  # that it added
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """A kernel that stays apart from another one, though the condition of a user's join fits."""
+    """A kernel that stays apart from others, though the condition of a user's join holds."""
 
     join: str  # the name of the join
-    ops: tuple[int, ...]  # of the other kernels that it takes
-    reason: str  # what keeps them apart
-    is_first: bool  # whether this kernel is the first of them: each stands once as the first
+    ops: tuple[int, ...]  # of the other kernels
+    reason: str
+    is_first: bool  # whether this kernel is the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class FusionGroup:
     pattern: str  # the name of a fused group, "op" for a single one
     name: str  # the same, or the name of the single op
     known: bool = True  # whether every op has a rule
-    times: int = 1  # how many kernels it stands for: those of its first op
+    times: int = 1  # launches in a step: those of its first op
     repeats: tuple[int, ...] = ()  # in whose iterations it is launched
     merges: tuple[Merge, ...] = ()  # the steps by which it grew from one op
-    apart: tuple[Apart, ...] = ()  # where a join of a user fits and cannot be made
+    apart: tuple[Apart, ...] = ()  # joins of users that hold and cannot be made
 
     @staticmethod
     def of(
@@ -58,9 +58,9 @@ class FusionGroup:
         repeats: tuple[int, ...] | None = None,
         merges: Sequence[Merge] = (),
     ) -> FusionGroup:
-        """The kernel of these ops, under the name that their rules give it.
+        """The kernel of these ops, named by their rules.
 
-        repeats: in whose iterations it is launched; None: in those of its first op.
+        repeats: in whose iterations it is launched; by default those of its first op.
         """
         numbers = sorted(members)
         ops = [graph.ops[number] for number in numbers]
@@ -82,13 +82,13 @@ class FusionGroup:
 
     @property
     def own_joins(self) -> tuple[str, ...]:
-        """The names of those that a user or a third-party package registered."""
+        """The names of joins that a user or a third-party package registered."""
         return tuple(name for name in self.joins if all(join.name != name for join in JOINS))
 
     def why(self, graph: OpGraph) -> str:
         """Why these ops are one kernel: a line for each step by which it grew.
 
-        Below are the kernels that a join of a user fits, and what keeps them apart.
+        Then the kernels for which a join of a user holds, and the reasons that keep them apart.
         """
         lines = [
             f"{_named(graph, merge.ops)}: {merge.join}: {because(merge.join)}"
@@ -108,19 +108,16 @@ def _named(graph: OpGraph, ops: tuple[int, ...]) -> str:
 
 
 # -- labels ----------------------------------------------------------------------------------------
-# Names for groups of ops: what their rules say, and what a few ops are together.
-#
-# A group gets the label that a user's rule gives one of its ops, else the name of the first line of
-# PATTERNS that fits.  Names are what reports show; they never change what is grouped or what it
-# costs.
+# Names of groups in reports: the label of a user's rule of one of the ops, else the first line of
+# PATTERNS that fits.
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """Arithmetic written out op by op.
 
-    name: what the report says.  has: at least one op of each of these sets is in the group; a
-    member is the name of an op, or what the rules of several ops call them (`Rule.fused`).
+    name: in reports.  has: at least one op of each of these sets is in the group; a member is the
+    name of an op, or the `Rule.fused` of several ops.
     """
 
     name: str
@@ -160,7 +157,7 @@ PATTERNS: tuple[str | Pattern, ...] = (
     "concatenation",
     "cast",
 )
-"""What decides the name of a group, the first line first."""
+"""Names of groups, the first that fits first."""
 
 
 def group_name(ops: Sequence[Op]) -> str:
@@ -172,15 +169,15 @@ def group_name(ops: Sequence[Op]) -> str:
         if label and library:
             return label.replace("flash", str(library))
         return label or ops[0].name
-    own = next((rule.label for rule in rules if rule and rule.is_own and rule.label), "")
-    if own:
-        return f"{own} (fused)"
-    said = {rule.fused for rule in rules if rule and rule.fused}
+    of_user = next((rule.label for rule in rules if rule and rule.is_own and rule.label), "")
+    if of_user:
+        return f"{of_user} (fused)"
+    labels = {rule.fused for rule in rules if rule and rule.fused}
     names = {op.name for op in ops}
-    plain = said | names | {name[:-1] for name in names if name.endswith("_")}
+    plain = labels | names | {name[:-1] for name in names if name.endswith("_")}
     for pattern in PATTERNS:
         if isinstance(pattern, str):
-            if pattern in said:
+            if pattern in labels:
                 return f"{pattern} (fused)"
         elif all(plain & wanted for wanted in pattern.has):
             return f"{pattern.name} (fused)"
@@ -188,7 +185,7 @@ def group_name(ops: Sequence[Op]) -> str:
 
 
 # -- partition -------------------------------------------------------------------------------------
-# The kernels of a graph while they grow: who is in which, what each rests on, which join made it.
+# The kernels of a graph while they grow.
 #
 # Kernels have ranks in launch order.  An op joins only a kernel whose rank is at least that of
 # every kernel it depends on, so every edge between kernels goes to a higher rank and no cycle can
@@ -231,7 +228,7 @@ class Partition:
         return opened
 
     def add(self, part: KernelView, kernel: Open, late: bool, join: Join | None = None) -> None:
-        """Put an op into a kernel.  late: its result is there only when the kernel has ended."""
+        """Put an op into a kernel.  late: its result exists only after the end of the kernel."""
         (number,) = part.members
         kernel.members.append(number)
         kernel.reads |= part.reads
@@ -270,7 +267,7 @@ class Partition:
         kernel.merges = left_over(kernel.members, kernel.merges)
 
     def kernels_of(self, numbers: Iterable[int]) -> Iterable[Open]:
-        """The kernels of these ops, as far as they are in one."""
+        """The kernels of these ops."""
         return (kernel for n in numbers if (kernel := self.kernel_of.get(n)) is not None)
 
     def floor(self, kernel: Open) -> int:
@@ -279,7 +276,7 @@ class Partition:
         return max((other.rank for other in others if other is not kernel), default=-1)
 
     def joining(self, joins: Sequence[Join], kernel: Open, target: Open) -> Join | None:
-        """The join by which a kernel can move into another one, None where nothing allows it."""
+        """The join by which a kernel can move into another one."""
         late = kernel.late and target.size != kernel.reduced
         if target.split or late or not self.has_room(kernel, target):
             return None
@@ -294,12 +291,12 @@ class Partition:
         return join
 
     def placing(self, joins: Sequence[Join], kernel: Open, target: Open) -> Join | None:
-        """The join by which all that a kernel makes is computed into its place in another one."""
+        """The join by which the results of a kernel are computed in place in another one."""
         join = fitting(joins, kernel, target) if self.has_room(kernel, target) else None
         return join if join is not None and self.may_share(kernel.members, target) else None
 
     def has_room(self, kernel: Open, target: Open) -> bool:
-        """Whether a compiler writes both, and they are no more than MAX_GROUP ops together."""
+        """Whether a compiler writes both, and they have at most MAX_GROUP ops together."""
         count = len(target.members) + len(kernel.members)
         return kernel.fusable and target.fusable and count <= MAX_GROUP
 
@@ -330,7 +327,7 @@ class Partition:
 
 
 def left_over(members: Collection[int], merges: Sequence[Merge]) -> list[Merge]:
-    """The merges of a kernel from which ops were taken: exactly one member came by none of them."""
+    """The merges of a kernel from which ops were taken: all but one of its members have one."""
     kept = [
         Merge(merge.join, ops)
         for merge in merges
@@ -347,10 +344,10 @@ def left_over(members: Collection[int], merges: Sequence[Merge]) -> list[Merge]:
 
 
 # -- finished --------------------------------------------------------------------------------------
-# Applies joins to finished kernels: the joins that users register, and those of `headroom`.
+# Joins of finished kernels: those that users register, and those of `headroom`.
 #
-# A kernel moves into the only kernel that reads its results.  It stays where something in between
-# waits for the device or overwrites what the kernel touches.
+# A kernel moves into the only kernel that reads its results, unless something in between waits for
+# the device or overwrites a storage of the kernel.
 
 
 def larger_groups(
@@ -360,7 +357,7 @@ def larger_groups(
     costs: Sequence[Cost],
     joins: Sequence[Join],
 ) -> tuple[FusionGroup, ...]:
-    """The groups in launch order, with the larger ones that joins make in place of their last part.
+    """The groups in launch order, with larger ones by joins in place of their last part.
 
     op_costs, costs: of the graph's ops, and of the groups.  Each group goes into one larger group
     at most.
@@ -376,31 +373,30 @@ def with_apart(
     joins: Sequence[Join],
     larger: Sequence[FusionGroup],
 ) -> tuple[FusionGroup, ...]:
-    """What joins made of groups (`larger`), with what else fits their conditions and stays apart.
+    """The larger groups that joins made, with other groups whose conditions hold and stay apart.
 
     groups, costs: before the joins were applied.
     """
-    of = {op: place for place, group in enumerate(larger) for op in group.ops}
+    of = {op: number for number, group in enumerate(larger) for op in group.ops}
     apart: dict[int, list[Apart]] = defaultdict(list)
     kernels = _Finished(graph, groups, op_costs, costs)
     for join in joins:
         for row in kernels.all_rows(join.parts):
-            places = [of[groups[i].ops[0]] for i in row]
-            if len(set(places)) == 1:
+            numbers = [of[groups[i].ops[0]] for i in row]
+            if len(set(numbers)) == 1:
                 continue
-            reason = kernels.obstacle_of(row)
-            if not reason and any(larger[place].own_joins for place in places):
+            obstacles = (kernels.obstacle(*pair) for pair in pairwise(row))
+            reason = next((text for text in obstacles if text), "")
+            if not reason and any(larger[number].own_joins for number in numbers):
                 reason = "one of them is joined with another kernel"
-            if reason and kernels.fits(join, row):
-                for place in dict.fromkeys(places):
-                    others = [
-                        groups[i].ops for i, at in zip(row, places, strict=True) if at != place
-                    ]
-                    ops = tuple(op for other in others for op in other)
-                    apart[place].append(Apart(join.name, ops, reason, place == places[0]))
+            if reason and join.when(*(kernels.kernels[i] for i in row)):
+                for number in dict.fromkeys(numbers):
+                    others = (i for i, at in zip(row, numbers, strict=True) if at != number)
+                    ops = tuple(op for i in others for op in groups[i].ops)
+                    apart[number].append(Apart(join.name, ops, reason, number == numbers[0]))
     return tuple(
-        replace(group, apart=tuple(apart[place])) if place in apart else group
-        for place, group in enumerate(larger)
+        replace(group, apart=tuple(apart[number])) if number in apart else group
+        for number, group in enumerate(larger)
     )
 
 
@@ -410,13 +406,13 @@ def beyond(
     op_costs: Sequence[Cost],
     costs: Sequence[Cost],
 ) -> tuple[FusionGroup, ...]:
-    """Larger groups than these, by the joins that are off: what a compiler leaves undone."""
+    """Larger groups than these, by the joins that compilers leave undone (`Join.on` is false)."""
     joins = [join for join in JOINS if not join.on]
     return larger_groups(graph, groups, op_costs, costs, joins)
 
 
 class _Finished:
-    """The kernels of a graph, and which of them read what each one writes."""
+    """The kernels of a graph, and the readers of their results."""
 
     def __init__(
         self,
@@ -440,7 +436,7 @@ class _Finished:
             writer.update(dict.fromkeys(kernel.made, i))
 
     def joined(self, joins: Sequence[Join]) -> tuple[FusionGroup, ...]:
-        """All groups in launch order after each join, one after the other, was applied once."""
+        """All groups in launch order, after each join was applied once."""
         taken: set[int] = set()
         larger: dict[int, FusionGroup] = {}
         for join in joins:
@@ -455,7 +451,7 @@ class _Finished:
         )
 
     def _rows(self, join: Join) -> Iterator[tuple[int, ...]]:
-        """Kernels in a row, each read by the next alone, that a join makes one."""
+        """Kernels in a row, each read by the next alone, for which a join holds."""
         for i, kernel in enumerate(self.kernels):
             before = [j for j in self.sources[i] if self._next(j) == i]
             if join.parts == 2:
@@ -485,7 +481,7 @@ class _Finished:
         )
 
     def all_rows(self, parts: int) -> Iterator[tuple[int, ...]]:
-        """Two or three kernels in a row, of which each reads what the one before it makes."""
+        """Two or three kernels in a row, each of which reads a result of the one before."""
         for second, sources in enumerate(self.sources):
             for first in sources:
                 if parts == 2:
@@ -493,28 +489,19 @@ class _Finished:
                 else:
                     yield from ((first, second, third) for third in sorted(self._readers(second)))
 
-    def obstacle_of(self, row: Sequence[int]) -> str:
-        """What keeps kernels in a row apart; "" where nothing does."""
-        obstacles = (self._obstacle(*pair) for pair in pairwise(row))
-        return next((text for text in obstacles if text), "")
-
-    def fits(self, join: Join, row: Sequence[int]) -> bool:
-        """Whether the condition of a join holds for kernels in a row."""
-        return bool(join.when(*(self.kernels[i] for i in row)))
-
     def _readers(self, first: int) -> set[int]:
         return set[int]().union(*(self.readers[first, s] for s in self.kernels[first].made))
 
     def _next(self, first: int) -> int | None:
-        """The only kernel that reads what this one writes, if the two may be one kernel."""
+        """The only kernel that reads results of this one, if the two may be one kernel."""
         readers = self._readers(first)
         if len(readers) != 1:
             return None
         (second,) = readers
-        return None if self._obstacle(first, second) else second
+        return None if self.obstacle(first, second) else second
 
-    def _obstacle(self, first: int, second: int) -> str:
-        """Why a kernel cannot move into one that reads what it writes; "" where it can."""
+    def obstacle(self, first: int, second: int) -> str:
+        """Why a kernel cannot move into one that reads its results; "" where it can."""
         if self._readers(first) != {second}:
             return "something else reads the first"
         kernel, group, other = self.kernels[first], self.groups[first], self.groups[second]
@@ -529,7 +516,7 @@ class _Finished:
         return ""
 
     def _shared(self, first: int, second: int) -> int:
-        """Bytes that the second kernel reads of what the first one writes."""
+        """Bytes that the second kernel reads of results of the first."""
         return sum(
             size
             for access, size in self.costs[second].traffic.items()
@@ -538,7 +525,7 @@ class _Finished:
 
 
 def _kernel(facts: Facts, group: FusionGroup, cost: Cost) -> KernelView:
-    """A finished kernel; one of a library goes over the elements that it writes."""
+    """A finished kernel; the iteration space of a library kernel is its written elements."""
     values = facts.graph.values
     spaces = [facts.space(n) for n in group.ops if facts.classes[n] != "opaque"]
     made = {access.storage for access in cost.traffic if access.write}

@@ -1,4 +1,4 @@
-"""Passes through the iterations of a repeat: where they stand, and which copies an op touches.
+"""Passes through the iterations of a repeat, and the copies of values that an op touches.
 
 An iteration that stands for many has equal neighbours in the graph: the one before it and the one
 after it, in the order in which they run.
@@ -27,13 +27,12 @@ class Pass:
 
 
 def runs(graph: OpGraph) -> list[Pass]:
-    """Every pass through every repeat, outer ones before those inside."""
+    """Every pass through every repeat, outer ones first."""
     passes: list[Pass] = []
-
-    places = [op.repeats for op in graph.ops]
+    repeats = [op.repeats for op in graph.ops]
 
     def search(part: range, depth: int) -> None:
-        for repeat, inside in segments(places, part, depth):
+        for repeat, inside in segments(repeats, part, depth):
             if repeat is not None:
                 backward = graph.ops[inside.start].part in REVERSED
                 count = graph.repeats[repeat].count
@@ -41,7 +40,7 @@ def runs(graph: OpGraph) -> list[Pass]:
                 search(inside, depth + 1)
 
     if graph.repeats:
-        search(range(len(places)), 0)
+        search(range(len(repeats)), 0)
     return passes
 
 
@@ -51,13 +50,13 @@ def missing(graph: OpGraph, op: Op, value: int) -> tuple[int, ...]:
 
 
 def copies(graph: OpGraph, op: Op, value: int) -> int:
-    """How many copies of a value there are in an iteration of what the op is in."""
+    """How many copies of a value there are in an iteration of the op's repeats."""
     return math.prod(graph.repeats[r].count for r in missing(graph, op, value))
 
 
 def listed(graph: OpGraph) -> dict[int, dict[int, int]]:
-    """By op: storages of which it takes or makes all copies, and how many these are."""
-    taken_whole: dict[int, dict[int, int]] = {}
+    """By op: storages of which it takes or makes all copies, and the number of copies."""
+    all_copies: dict[int, dict[int, int]] = {}
     values = graph.values
     for op in graph.ops if graph.repeats else ():
         if all(values[i].repeats in ((), op.repeats) for i in (*op.inputs, *op.outputs)):
@@ -67,16 +66,16 @@ def listed(graph: OpGraph) -> dict[int, dict[int, int]]:
         counts = {storage: copies(graph, op, storage) for storage in storages}
         several = {storage: count for storage, count in counts.items() if count > 1}
         if several:
-            taken_whole[op.id] = several
-    return taken_whole
+            all_copies[op.id] = several
+    return all_copies
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an op is in (or beside) the iterations of a repeat.
+    """The position of an op in the iterations of a repeat, or in neighbours of these.
 
     zone: 0 in the iteration that stands for many, -1 in the one before it, 1 in the one after it
-    (as forward goes).  place: the run, and the number of the op in its iteration.
+    (as forward goes).  place: the pass, and the number of the op in its iteration.
     """
 
     repeat: int
@@ -85,11 +84,11 @@ class Site:
 
 
 class Neighbourhood:
-    """For each op the repeats that it is in or beside; which ops may share a kernel across them.
+    """The sites of each op; which ops may share a kernel across iterations.
 
     A kernel that crosses from one iteration to the next has to do so between every two.  So it
-    stays within two iterations and holds no op of both; where that would come out otherwise at the
-    first iterations than at the last, the ops are barred from crossing.
+    stays within two iterations and has no op of both; where the first iterations would differ from
+    the last, the ops are barred from crossing.
     """
 
     def __init__(self, graph: OpGraph) -> None:
@@ -112,7 +111,7 @@ class Neighbourhood:
                         self.sites.setdefault(first + place, []).append(site)
 
     def _alike(self, part: range, run: Pass, around: range) -> bool:
-        """Whether these ops, as far as they are there, are those of an iteration."""
+        """Whether these ops equal those of an iteration."""
         if part.start < around.start or part.stop > around.stop:
             return False
         ops = self.graph.ops
@@ -143,9 +142,9 @@ class Neighbourhood:
         return not any((site.repeat, op) in self.barred for op, site in sites.items())
 
     def bar_uneven(self, groups: Iterable[Sequence[int]]) -> bool:
-        """Bar what crosses into the first iterations and not out of them, or the other way round.
+        """Bar ops that cross into the first iterations and not out of them, or vice versa.
 
-        Returns whether there was anything to bar.
+        Returns whether there were any.
         """
         shapes: dict[tuple[int, int], dict[frozenset[Any], Sequence[int]]] = {}
         for members in groups:
@@ -159,16 +158,16 @@ class Neighbourhood:
         for (repeat, first), crossing in shapes.items():
             others = shapes.get((repeat, -1 - first), {})
             for shape in crossing.keys() - others.keys():
-                places = {place for _, place in shape}
+                positions = {place for _, place in shape}
                 self.barred |= {
                     (repeat, op)
                     for op, sites in self.sites.items()
-                    if any(site.repeat == repeat and site.place in places for site in sites)
+                    if any(site.repeat == repeat and site.place in positions for site in sites)
                 }
         return len(self.barred) > before
 
-    def beside(self, a: Op, b: Op) -> bool:
-        """Whether the two are in the same repeats, or in neighbouring iterations of those."""
+    def are_neighbours(self, a: Op, b: Op) -> bool:
+        """Whether two ops are in the same repeats, or in neighbouring iterations of them."""
         differing = set(a.repeats) ^ set(b.repeats)
         if not differing:
             return True
@@ -179,18 +178,18 @@ class Neighbourhood:
 def segments(
     repeats: Sequence[tuple[int, ...]], part: range, depth: int
 ) -> Iterator[tuple[int | None, range]]:
-    """Ranges in `part` that are side by side in one repeat at this depth (None: in none)."""
+    """Contiguous ranges of `part` in one repeat at this depth (None: in none)."""
 
     def repeat_of(index: int) -> int | None:
         inside = repeats[index]
         return inside[depth] if depth < len(inside) else None
 
     for repeat, members in groupby(part, repeat_of):
-        places = list(members)
-        yield repeat, range(places[0], places[-1] + 1)
+        numbers = list(members)
+        yield repeat, range(numbers[0], numbers[-1] + 1)
 
 
-# -- what one kernel in the graph stands for -------------------------------------------------------
+# -- the kernels that one kernel in the graph stands for -------------------------------------------
 
 
 def kernel_modules(graph: OpGraph, ops: Sequence[int], lead: Op) -> tuple[str, ...]:
@@ -205,13 +204,13 @@ def kernel_modules(graph: OpGraph, ops: Sequence[int], lead: Op) -> tuple[str, .
     for number in {*first.repeats, *lead.repeats}:
         repeat = graph.repeats[number]
         if repeat.container is not None:
-            places = _places(first, lead, number, repeat.count)
-            paths = [repeat.path(path, q) for path in paths for q in places]
+            iterations = _iterations(first, lead, number, repeat.count)
+            paths = [repeat.path(path, q) for path in paths for q in iterations]
     return tuple(dict.fromkeys(paths))
 
 
-def _places(first: Op, other: Op, repeat: int, count: int) -> range:
-    """The iterations of `other` (counted from its own) in the kernels that begin with `first`.
+def _iterations(first: Op, other: Op, repeat: int, count: int) -> range:
+    """The iterations of `other`, relative to it, in the kernels that begin with `first`.
 
     An op that is not in the repeat while the first one is, is in the iteration after it.
     """
@@ -245,7 +244,7 @@ def _assumed(
 
     The repeat is -1 where all kernels rest on the same one.
     """
-    own, back = op.assumptions[position], first.part in REVERSED
+    shown, back = op.assumptions[position], first.part in REVERSED
     for number in dict.fromkeys((*op.repeats[::-1], *first.repeats[::-1])):
         twin = op if number in op.repeats else _twin(graph, first, op, number)
         copies = graph.repeats[number].assumptions.get(twin.assumptions[position]) if twin else None
@@ -256,15 +255,15 @@ def _assumed(
             return
         if twin is not op:
             # A kernel that begins in one iteration ends in the one after it, the last one in `op`.
-            copies = (own, *copies[:-1]) if back else (*copies[1:], own)
+            copies = (shown, *copies[:-1]) if back else (*copies[1:], shown)
         for iteration, copy in enumerate(copies):
             yield copy, (number, iteration)
         return
-    yield own, (-1, 0)
+    yield shown, (-1, 0)
 
 
 def twin(graph: OpGraph, op: Op, inside: Op, repeat: int) -> Op | None:
-    """The op like `op` in the iteration that `inside` is in, where `op` stands beside it."""
+    """The op like `op` in the iteration of `inside`, if `op` is in a neighbouring one."""
     start = stop = inside.id
     while start and repeat in graph.ops[start - 1].repeats:
         start -= 1

@@ -29,6 +29,7 @@ from rooftrace.costmodels.rewrites.editing import (
 from rooftrace.costmodels.rewrites.places import ValueFlow, merged_dims, reads_across, same_strides
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 from rooftrace.hardware.precisions import precision
+from rooftrace.tracer import RequestLengths
 
 
 def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -137,18 +138,15 @@ def _numbers(graph: OpGraph, op: Op) -> dict[str, Argument] | None:
     number = length if kind == "causal" else window
     if not isinstance(number, int) or number < 1:
         return None
-    shown = _in_chunks if kind == "chunked" else _in_window
-    if pairs != shown(length, number) - shown(length - queries, number):
+    if kind == "chunked":
+        visible = _in_chunks(length, number) - _in_chunks(length - queries, number)
+    else:
+        visible = RequestLengths((length - queries,), (queries,)).visible(number)
+    if pairs != visible:
         return None
     if kind == "causal" and queries == length:
         return {"is_causal": True}
     return {"chunk" if kind == "chunked" else "window": number}
-
-
-def _in_window(rows: int, window: int) -> int:
-    """sum_p min(p + 1, w) over the first positions p."""
-    grown = min(rows, window)
-    return grown * (grown + 1) // 2 + (rows - grown) * window
 
 
 def _in_chunks(rows: int, chunk: int) -> int:

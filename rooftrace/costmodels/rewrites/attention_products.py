@@ -1,4 +1,4 @@
-"""Attention as matrix products: finding handwritten attention, and writing attention out."""
+"""Attention as matrix products: matches of hand-written attention, and attention ops decomposed."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from rooftrace.costmodels.rewrites.patterns import (
 from rooftrace.costmodels.rewrites.places import Location, ValueFlow, reads_across
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
-# -- written attention -----------------------------------------------------------------------------
-# Finds attention that a model wrote by hand: two products, and all that lies between them.
+# -- hand-written attention ------------------------------------------------------------------------
+# Two batched products, and all that lies between them:
 #
 #     softmax(mask(softcap tanh(scale q k^T / softcap)), and a sink as one more column)
 #
-# It follows the values from the second product back to the first.  It names ops of torch: several
-# elementary ones make an attention together, and no rule of a single op can say so.
+# It is read from the second product back to the first.  No rule of a single op can say that several
+# elementary ops make an attention together.
 
 PRODUCT = "aten.bmm"
 LONGEST_CHAIN = 24
 
 _DROPPED = Pat("native_dropout", "kept", NonTensor("p"), train=NonTensor("train"))
-_CUT = Pat("slice", "whole", dim=LAST, start=NonTensor("start"), end=NonTensor("end"))
+_CUT = Pat("slice", "all", dim=LAST, start=NonTensor("start"), end=NonTensor("end"))
 _SHIFTED = (Pat("sub", "logits", "shift"), "logits")
-"""A softmax does not change when one number for each row is taken off."""
+"""A softmax does not change when one number is subtracted from each row."""
 _SOFTMAX = Pat("_softmax _safe_softmax", _SHIFTED, dim=LAST, bind="softmax")
 _SHARES = Pat("div", "raised", "total")
 _RAISED = Pat("exp", _SHIFTED)
@@ -55,10 +55,10 @@ _MASKED = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenMask:
-    """What hides scores.  op: puts the mask on, and has what is known of it as facts.
+    """A mask on scores.  op: applies the mask, and has its facts.
 
-    tensor: added to the scores, or true where they are hidden or shown.  fill: what hidden scores
-    are replaced by, None where the mask is added.  factor: on the masked scores.
+    tensor: added to the scores, or true where they are hidden or shown.  fill: the value of hidden
+    scores, None where the mask is added.  factor: on the masked scores.
     """
 
     op: Op
@@ -72,10 +72,10 @@ class WrittenMask:
 class WrittenAttention:
     """first: the product of queries and keys.  last: that of probabilities and values.
 
-    inner: all ops before the last, views included.  alone: whether nothing else reads what they
-    make.  lead: the dimensions before queries and keys.  scales: tensors on the scores, with their
-    op.  sinks: a value with one number for each head, which is one more column of the scores.
-    plain: written as compilers know it: with a softmax op, without sinks and soft caps.
+    inner: all ops before the last, views included.  alone: whether nothing else reads their
+    results.  lead: the dimensions before queries and keys.  scales: tensors on the scores, with
+    their op.  sinks: one number for each head, as one more column of the scores.  plain: as
+    compilers match it: with a softmax op, without sinks and soft caps.
     """
 
     last: Op
@@ -93,21 +93,21 @@ class WrittenAttention:
 
 
 def written_attentions(graph: OpGraph) -> Iterator[WrittenAttention]:
-    """Every attention of a forward pass that is written out, in order of its last product."""
+    """Every hand-written attention of a forward pass, in order of its last product."""
     flow = ValueFlow(graph)
     ends: set[int] = set()
     for op in graph.ops:
         if op.name != PRODUCT or op.part != "forward":
             continue
-        attention = _Reader(flow, op).read()
+        attention = _AttentionReader(flow, op).read()
         # The last product of an attention cannot be the first of another.
         if attention is not None and attention.first.id not in ends:
             ends.add(op.id)
             yield attention
 
 
-class _Reader:
-    """The way from the last product of an attention back to its first, through its scores.
+class _AttentionReader:
+    """Walks from the last product of an attention back to its first, through its scores.
 
     H: heads over the batch.  S: queries.  L: keys.
     """
@@ -116,17 +116,17 @@ class _Reader:
         self.flow, self.values, self.last = flow, flow.values, last
         self.heads, self.queries, self.length = self.values[operand(last, "self").id].shape
         self.written = WrittenAttention(last, last, ())
-        self.factor = 1.0  # on the scores, by ops behind the one that is read
+        self.factor = 1.0  # on the scores, by later ops
 
     def read(self) -> WrittenAttention | None:
         """The attention; None where there is none."""
-        written, logits = self.written, self._logits(operand(self.last, "self").id)
-        apart: tuple[int, ...] = ()
+        logits = self._logits(operand(self.last, "self").id)
+        longest: tuple[int, ...] = ()
         for _ in range(LONGEST_CHAIN):
             if logits is None:
                 return None
             lead = self.values[logits].shape[:-2]
-            apart = lead if len(lead) > len(apart) else apart
+            longest = lead if len(lead) > len(longest) else longest
             op = self.flow.producer(self.flow.root(logits))
             if (
                 op is None
@@ -136,15 +136,15 @@ class _Reader:
             ):
                 return None
             if op.name == PRODUCT:
-                return self._finished(op, written.lead or apart)
+                return self._finished(op, self.written.lead or longest)
             logits = self._step(logits)
         return None
 
     def _finished(self, first: Op, lead: tuple[int, ...]) -> WrittenAttention | None:
         """The attention once its first product is known."""
         written, graph = self.written, self.flow.graph
-        whole = self.values[first.outputs[0]].shape == (self.heads, self.queries, self.length)
-        if not whole or math.prod(lead) != self.heads:
+        scores = self.values[first.outputs[0]].shape
+        if scores != (self.heads, self.queries, self.length) or math.prod(lead) != self.heads:
             return None
         written.first, written.lead = first, lead
         written.scale = self.factor * (written.softcap or 1.0)
@@ -157,29 +157,27 @@ class _Reader:
         start = {ref.id for ref in read}
         inside = ops_between(self.flow, start, self.last.outputs) | {self.last.id}
         written.inner = inside - {self.last.id}
-        own = all(graph.ops[number].part == "forward" for number in inside)
-        written.alone = own and can_be_one(self.flow, inside, self.last.outputs, start)
+        forward = all(graph.ops[number].part == "forward" for number in inside)
+        written.alone = forward and can_be_one(self.flow, inside, self.last.outputs, start)
         return written
 
     def _match(
-        self, value: int, pattern: Pattern, known: Bindings | None = None
+        self, value: int, pattern: Pattern, bound: Bindings | None = None
     ) -> Bindings | None:
         """What the words of a pattern name, of which "scores" are a number for each pair."""
-        return match(self.flow, value, pattern, known, accept=self._accept)
+        return match(self.flow, value, pattern, bound, accept=self._accept)
 
-    def _accept(self, word: str, value: int) -> bool:
-        """Whether a word may name a value: of scores there is one for each pair of all heads."""
-        if word == "shift":
-            return self._has(value, 1)
-        return word != "scores" or self._has(value, self.length)
+    def _accept(self, name: str, value: int) -> bool:
+        columns = {"shift": 1, "scores": self.length}.get(name)
+        return columns is None or self._has(value, columns)
 
     def _has(self, value: int, columns: int) -> bool:
-        """Whether a value has so many numbers for each query of all heads."""
+        """Whether a value has this many columns for each query of all heads."""
         tensor = self.values[value]
         rows = tensor.shape[-2:] == (self.queries, columns)
         return rows and tensor.elements == self.heads * self.queries * columns
 
-    # -- from probabilities to what they are the softmax of ------------------------------------
+    # -- from the probabilities to the scores ------------------------------------
 
     def _logits(self, value: int) -> int | None:
         """The value whose softmax `value` is, sinks not counted."""
@@ -187,10 +185,10 @@ class _Reader:
         dropped = self._match(value, _DROPPED)
         if dropped is not None:
             written.dropout, value = float(dropped["p"]), dropped["kept"]
-        whole = self._match(value, _CUT)
-        if whole is not None and self.values[whole["whole"]].shape[-1] == self.length + 1:
-            value, columns = whole["whole"], self.length + 1
-            cut = int(whole["start"] or 0) not in (0, -columns)  # whether the first one is
+        part = self._match(value, _CUT)
+        if part is not None and self.values[part["all"]].shape[-1] == self.length + 1:
+            value, columns = part["all"], self.length + 1
+            cut = int(part["start"] or 0) not in (0, -columns)  # whether the first column goes
         bound = self._match(value, _SOFTMAX)
         if bound is None:
             return self._exponentials(value) if cut is None else None
@@ -214,8 +212,8 @@ class _Reader:
             return None
         self.written.plain = False
         sink = Pat("sub", "sinks", "shift") if "shift" in bound else "sinks"
-        known = {name: item for name, item in {**shares, **bound}.items() if name != "logits"}
-        total = self._match(shares["total"], (_SUM, Pat("add", _SUM, Pat("exp", sink))), known)
+        fixed = {name: item for name, item in {**shares, **bound}.items() if name != "logits"}
+        total = self._match(shares["total"], (_SUM, Pat("add", _SUM, Pat("exp", sink))), fixed)
         if total is None:
             return None
         lead = self.values[shares["raised"]].shape[:-2]
@@ -223,18 +221,17 @@ class _Reader:
         return int(bound["logits"]) if taken else None
 
     def _take_sinks(self, sinks: int, lead: tuple[int, ...]) -> bool:
-        """Note the vector of one number for each head that lies under a broadcast [.., H, S, 1],
-        where there is one."""
+        """Set `sinks` to the vector [H] under a broadcast [.., H, S, 1], if there is one."""
         self.written.lead, self.written.plain = lead, False
         value, heads = sinks, lead[-1]
-        place = self.flow.location(value)
-        if place is None or not _only(place, -3, heads):
+        broadcast = self.flow.location(value)
+        if broadcast is None or not _varies_along(broadcast, -3, heads):
             return False
         while True:
-            here = self.flow.location(value)
-            if here is None or here.offset != place.offset:
+            place = self.flow.location(value)
+            if place is None or place.offset != broadcast.offset:
                 return False
-            if math.prod(here.shape) == heads and sum(n > 1 for n in here.shape) == (heads > 1):
+            if math.prod(place.shape) == heads and sum(n > 1 for n in place.shape) == (heads > 1):
                 self.written.sinks = Ref(value)
                 return True
             op = self.flow.producer(value)
@@ -245,7 +242,7 @@ class _Reader:
     # -- between the first product and the softmax ---------------------------------------------
 
     def _step(self, value: int) -> int | None:
-        """What an op makes the scores of."""
+        """The scores before one op on them."""
         written = self.written
         bound = self._match(value, _SCALED)
         number = None if bound is None else bound.get("by", bound.get("over"))
@@ -297,8 +294,8 @@ class _Reader:
         return scores
 
 
-def _only(place: Location, dim: int, size: int) -> bool:
-    """Whether a value differs along one dimension only, which has this size."""
+def _varies_along(place: Location, dim: int, size: int) -> bool:
+    """Whether a value varies along one dimension only, which has this size."""
     if len(place.shape) < -dim or place.shape[dim] != size:
         return False
     sizes = zip(place.shape, place.stride, strict=True)
@@ -306,52 +303,48 @@ def _only(place: Location, dim: int, size: int) -> bool:
     return varying == ([len(place.shape) + dim] if size > 1 else [])
 
 
-# -- attention products ----------------------------------------------------------------------------
-# Attention as matrix products: one kernel becomes several, with the scores in HBM between them.
-#
-# The pass takes a verified OpGraph and returns one, with the number of attentions that it changed.
-# Its ops have torch's own names, since what it makes runs (`to_fx`).
+# -- attention ops as products ---------------------------------------------------------------------
 
 
 def materialise_attention(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Every attention op as q k^T, scale, mask, softmax, dropout, p v, each a kernel of its own.
+    """Every attention op as q k^T, scale, mask, softmax, dropout, p v, each a kernel.
 
-    Backward uses the probabilities that forward saved.  Reshapes are taken as free, as if batched
-    products took any strides; attention over batches that broadcast stays as it is.  The new graph
-    runs (`to_fx`) and gives the same numbers; it holds a causal mask as a constant
-    "causal_mask_SxL", one of a window as "window_mask_SxLxW", of chunks as "chunk_mask_SxLxC".
+    Backward uses the probabilities that forward saved.  Reshapes are free, as if batched products
+    took any strides; attention over batches that broadcast stays as it is.  The new graph runs
+    (`to_fx`) and gives the same numbers; it holds a causal mask as a constant "causal_mask_SxL",
+    one of a window as "window_mask_SxLxW", of chunks as "chunk_mask_SxLxC".  Also returns the
+    number of attentions.
     """
-    edit = Editor(graph)
+    edit, values = Editor(graph), graph.values
     saved: dict[int, _Saved] = {}
     count = 0
     for op in graph.ops:
-        if op.target not in (ATTENTION, ATTENTION_BACKWARD) or _batches_broadcast(graph, op):
+        if op.target not in (ATTENTION, ATTENTION_BACKWARD):
+            edit.ops.append(op)
+            continue
+        batches = {values[operand(op, name).id].shape[:-3] for name in ("query", "key", "value")}
+        if len(batches) > 1:
             edit.ops.append(op)
         elif op.target == ATTENTION:
-            saved[graph.values[op.outputs[0]].storage] = _Attention(edit, op).forward()
+            saved[values[op.outputs[0]].storage] = _Decomposition(edit, op).forward()
             count += graph.times(op)
         else:
-            out = graph.values[operand(op, "out").id].storage
-            _Attention(edit, op).backward(saved.get(out))
-    return (edit.done(), count) if len(edit.values) > len(graph.values) else (graph, 0)
-
-
-def _batches_broadcast(graph: OpGraph, op: Op) -> bool:
-    shapes = {graph.values[operand(op, name).id].shape[:-3] for name in ("query", "key", "value")}
-    return len(shapes) > 1
+            out = values[operand(op, "out").id].storage
+            _Decomposition(edit, op).backward(saved.get(out))
+    return (edit.done(), count) if len(edit.values) > len(values) else (graph, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What forward keeps for backward, as value ids: probabilities, dropped ones, dropout mask."""
+    """Values that forward keeps for backward: probabilities, dropped ones, dropout mask."""
 
     probabilities: int
     dropped: int
     mask: int | None
 
 
-class _Attention:
-    """One attention op taken apart.  H: query heads over the batch.  Queries S, keys L."""
+class _Decomposition:
+    """The ops of one attention.  H: query heads over the batch.  Queries S, keys L."""
 
     def __init__(self, edit: Editor, op: Op) -> None:
         self.edit, self.op = edit, op
@@ -445,7 +438,7 @@ class _Attention:
         return out
 
     def _scores(self, more: int = 0) -> int:
-        """A new [H, S, L] value; with so many more columns."""
+        """A new [H, S, L + more] value."""
         return self._new((self.heads, self.queries, self.length + more), self.dtype)
 
     def _capped(self, scores: int) -> int:
@@ -480,16 +473,16 @@ class _Attention:
         return edit.sliced(op, self._reshaped(Ref(out), flat), 2, 0, self.length).id
 
     def _masked(self, scores: int) -> int:
-        """The scores with the mask on: -inf (or `fill`) where it is False, or added to it."""
+        """The masked scores: -inf (or `fill`) where the mask is False, or the sum with it."""
         arguments = self.op.arguments
         mask = arguments.get("mask")
         if not isinstance(mask, Ref):
             sizes = self.queries, self.length
             numbers = [(n, int(arguments.get(n, 0))) for n in ("window", "chunk")]
-            known = [(n, (*sizes, number)) for n, number in numbers if number]
-            if not known and not arguments.get("is_causal", False):
+            banded = [(n, (*sizes, number)) for n, number in numbers if number]
+            if not banded and not arguments.get("is_causal", False):
                 return scores
-            name, of = known[0] if known else ("causal", sizes)
+            name, of = banded[0] if banded else ("causal", sizes)
             mask = Ref(self.edit.constant_mask(name, *of))
         fill = arguments.get("fill")
         wide = self._reshaped(Ref(scores), (*self.lead, self.queries, self.length))
@@ -507,7 +500,7 @@ class _Attention:
         return masked
 
     def _as(self, index: int, shape: tuple[int, ...]) -> int:
-        """Another view of a value that is made here."""
+        """Another view of a new value."""
         return self.edit.view(Ref(index), shape, Tensor.contiguous(shape), self.op.repeats)
 
     def _reshaped(self, item: Ref, shape: tuple[int, ...]) -> Ref:
@@ -541,7 +534,7 @@ class _Attention:
         self.edit.reshape(self.op, Ref(flat), target)
 
     def _into_shared(self, target: int, a: Ref, b: Ref) -> None:
-        """The gradient a b of keys or values; what shared heads give is added up."""
+        """The gradient a b of keys or values, added up over shared heads."""
         if self.heads == self.key_heads:
             self._into(target, lambda out: self._product(a, b, out))
             return
@@ -557,7 +550,7 @@ class _Attention:
         )
 
     def _mask_gradient(self, scores: int, target: int) -> None:
-        """The gradient of an additive mask: that of the scores, added up where it is shared."""
+        """The gradient of an additive mask: that of the scores, summed where it broadcasts."""
         wide = self._reshaped(Ref(scores), (*self.lead, self.queries, self.length))
         full, wanted = self.edit.values[wide.id].shape, self.edit.values[target]
         padded = (1,) * (len(full) - len(wanted.shape)) + wanted.shape

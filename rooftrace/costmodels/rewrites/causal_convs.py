@@ -23,7 +23,7 @@ from rooftrace.costmodels.rewrites.scans import blank, laid_out, memory_order, o
 from rooftrace.graph import Argument, Op, OpGraph, Ref
 
 # -- index scores ----------------------------------------------------------------------------------
-# Scores by which sparse attention chooses keys, as the one kernel that makes them.
+# Scores by which sparse attention chooses keys, as one kernel.
 #
 # I[b, s, l] = sum over h of w[b, s, h] relu(scale q[b, s, h] k[b, l]) (DeepSeek-V3.2, section 2.1).
 # As written, the scores of every head go through memory in fp32, and keys are copied for each
@@ -46,8 +46,7 @@ class _Scores:
 
 
 def fuse_index_scores(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Products of queries of several heads with the same keys, cut off below zero, weighed and
-    added up over heads, become one op."""
+    """relu(q k) of several heads with shared keys, weighted and summed over heads, as one op."""
     return rewritten(graph, ("aten.bmm", "aten.sum"), _match, _emit)
 
 
@@ -67,19 +66,18 @@ def _emit(edit: Editor, scores: _Scores) -> None:
 
 def _match(flow: ValueFlow, total: Op) -> _Scores | None:
     values = flow.values
-    added = _added(flow, total)
-    headed = None if added is None else _headed(flow, added[0])
-    key = None if headed is None else _key(flow, operand(headed[0], "mat2").id)
-    if added is None or headed is None or key is None:
+    added = _summands(flow, total)
+    by_head = None if added is None else _product_of_heads(flow, added[0])
+    key = None if by_head is None else _key(flow, operand(by_head[0], "mat2").id)
+    if added is None or by_head is None or key is None:
         return None
-    product, scale = headed
+    product, scale = by_head
     batch, length, width = values[key].shape
     rows, heads, _ = values[operand(product, "self").id].shape
     sizes = (batch, rows // batch, heads)
     query = flow.root_of_shape(operand(product, "self").id, (*sizes, width))
     weights = flow.root_of_shape(added[1], sizes)
-    together = values[total.outputs[0]].elements == rows * length
-    if query is None or weights is None or not together:
+    if query is None or weights is None or values[total.outputs[0]].elements != rows * length:
         return None
     start = {query, key, weights}
     inside = ops_between(flow, start, total.outputs)
@@ -90,21 +88,20 @@ def _match(flow: ValueFlow, total: Op) -> _Scores | None:
     )  # fmt: skip
 
 
-def _added(flow: ValueFlow, total: Op) -> tuple[int, int] | None:
-    """The scores of every head, and what weighs the heads, of which an op is the sum."""
+def _summands(flow: ValueFlow, total: Op) -> tuple[int, int] | None:
+    """The scores of every head and the weights of the heads, of which an op is the sum."""
     values, source = flow.values, operand(total, "self").id
     shape = values[source].shape
     if total.name == "aten.bmm":
-        weighs = shape[1] == 1 and shape[2] > 1
-        return (operand(total, "mat2").id, source) if weighs else None
+        weighted = shape[1] == 1 and shape[2] > 1
+        return (operand(total, "mat2").id, source) if weighted else None
     heads = total.arguments.get("dim") in ((2,), (-2,), 2, -2) and len(shape) == 4
     split = row_product(flow, flow.root(source)) if heads else None
     return None if split is None or total.arguments.get("keepdim", False) else split
 
 
-def _headed(flow: ValueFlow, value: int) -> tuple[Op, float] | None:
-    """The product that makes the scores of every head, and what these are multiplied by, where
-    they are cut off below zero."""
+def _product_of_heads(flow: ValueFlow, value: int) -> tuple[Op, float] | None:
+    """The product behind the relu of the scores of every head, and the factor on its result."""
     scale, cut = 1.0, False
     while True:
         op = flow.producer(flow.root(value))
@@ -123,7 +120,7 @@ def _headed(flow: ValueFlow, value: int) -> tuple[Op, float] | None:
 
 
 def _key(flow: ValueFlow, value: int) -> int | None:
-    """The keys [B, L, D] that a value has turned round, the same ones for every query."""
+    """The keys [B, L, D] that a value is the transpose of, the same ones for every query."""
     values, bound = flow.values, match(flow, value, _KEYS)
     if bound is None:
         return None
@@ -134,12 +131,12 @@ def _key(flow: ValueFlow, value: int) -> int | None:
     return None if copied or len(shape) != 3 else flow.root(bound["key"], shape)
 
 
-# -- causal convs ----------------------------------------------------------------------------------
+# -- causal convolutions ---------------------------------------------------------------------------
 # Convolutions over time that see no later token, as the kernel of causal-conv1d.
 #
-# A module pads a depthwise convolution on both sides and cuts what lies behind, or puts zeros or
-# the last columns before it; a step of one token keeps these columns in a state.  The kernel
-# reads x once, adds the bias, applies SiLU, and moves the state on.
+# A module pads a depthwise convolution on both sides and slices its result, or puts zeros or the
+# last columns in front; a step of one token keeps these columns in a state.  The kernel reads x
+# once, adds the bias, applies SiLU, and updates the state.
 
 CAUSAL_CONV = "rooftrace.causal_conv1d.default"
 CONV_UPDATE = "rooftrace.causal_conv1d_update.default"
@@ -149,15 +146,15 @@ CONV_UPDATE = "rooftrace.causal_conv1d_update.default"
 class _Conv:
     """x, y and state are read at axes b, c and t; the filters [C, K] at c and k.
 
-    moved: the values that the state is read as after the op.  dropped: ids of the ops that made
-    them.
+    anchor: the op that it replaces.  moved: the values of the state after the op.  dropped: ids of
+    the ops that made them.
     """
 
     x: ReadValue
     y: ReadValue
     weight: ReadValue
     bias: ReadValue | None
-    place: Op
+    anchor: Op
     activation: str = ""
     state: ReadValue | None = None
     moved: tuple[int, ...] = ()
@@ -165,73 +162,69 @@ class _Conv:
 
 
 def fuse_causal_convs(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Causal depthwise convolutions, with what lies around them, as one kernel each."""
+    """Causal depthwise convolutions, with bias, SiLU and state, as one kernel each."""
     if not any(op.name in ("aten.convolution", "aten.sum") for op in graph.ops):
         return graph, 0
-    walker = Walker(graph)
-    convs = {conv.place.id: conv for conv in _convs(walker)}
+    convs = {conv.anchor.id: conv for conv in _convs(Walker(graph))}
     dropped = {number for conv in convs.values() for number in conv.dropped}
     return with_matches(graph, convs, _emit_conv, dropped)
 
 
 def _convs(walker: Walker) -> Iterator[_Conv]:
+    read = {"aten.convolution": _conv, "aten.sum": _conv_of_one_token}
     for op in walker.graph.ops:
-        if op.name == "aten.convolution" and op.part == "forward" and not reads_across(op):
-            conv = _conv(walker, op)
-        elif op.name == "aten.sum" and op.part == "forward" and not reads_across(op):
-            conv = _step(walker, op)
-        else:
-            continue
-        if conv is not None:
-            yield _with_ending(walker, conv)
+        if op.name in read and op.part == "forward" and not reads_across(op):
+            conv = read[op.name](walker, op)
+            if conv is not None:
+                yield _with_ending(walker, conv)
 
 
 def _conv(walker: Walker, op: Op) -> _Conv | None:
-    values, arguments = walker.graph.values, op.arguments
-    given_, weight, *bias = op.inputs
+    values, arguments = walker.values, op.arguments
+    source, weight, *bias = op.inputs
     channels, each, length = (*values[weight].shape, 0, 0, 0)[:3]
     usual = {"stride": (1,), "dilation": (1,), "transposed": False, "groups": channels}
     if len(values[weight].shape) != 3 or each != 1 or channels < 2:
         return None
     if any(arguments.get(name, value) != value for name, value in usual.items()):
         return None
-    if "groups" not in arguments or values[given_].shape[1] != channels:
+    if "groups" not in arguments or values[source].shape[1] != channels:
         return None
-    entered = _entered(walker, op, given_, length - 1, int(arguments["padding"][0]))
+    entered = _input(walker, op, source, length - 1, int(arguments["padding"][0]))
     if entered is None:
         return None
     x, state, first, written = entered
     tokens = values[x].shape[2]
-    made = _cut(walker, op.outputs[0], first, tokens)
+    made = _of_tokens(walker, op.outputs[0], first, tokens)
     if made is None:
         return None
     shape = values[x].shape
     dims = tuple(full(axis, n) for axis, n in zip("bct", shape, strict=True))
-    behind = None
+    before = None
     if state is not None:
-        behind = ReadValue(state, (*dims[:2], full("l", values[state].shape[2])))
+        before = ReadValue(state, (*dims[:2], full("l", values[state].shape[2])))
     filters = ReadValue(weight, (full("c", channels), Dim(()), full("k", length)))
     return _Conv(
         x=walker.source(ReadValue(x, dims)),
         y=ReadValue(made, dims),
         weight=walker.source(filters),
         bias=walker.source(ReadValue(bias[0], (full("c", channels),))) if bias else None,
-        place=walker.graph.ops[walker.graph.producers[made]],
-        state=behind,
+        anchor=walker.graph.ops[walker.graph.producers[made]],
+        state=before,
         moved=() if written is None else written.outputs,
         dropped=frozenset() if written is None else frozenset({written.id}),
     )
 
 
-def _entered(
-    walker: Walker, op: Op, whole: int, before: int, padding: int
+def _input(
+    walker: Walker, op: Op, source: int, before: int, padding: int
 ) -> tuple[int, int | None, int, Op | None] | None:
-    """x, the state before it, where the first token is among the results, and what writes the
-    state; `before`: as many columns before a token are seen."""
-    values = walker.graph.values
+    """x, the state before it, the index of the first token in the results, and the op that writes
+    the state.  before: columns that a filter sees before a token."""
+    values = walker.values
     if padding == before:
-        return whole, None, 0, None
-    made = walker.maker(whole)
+        return source, None, 0, None
+    made = walker.maker(source)
     if padding or made is None:
         return None
     if made.name == "aten.constant_pad_nd" and not made.arguments.get("value", 0):
@@ -248,28 +241,30 @@ def _entered(
     front = values[state].shape[2] - before
     if front < 0:
         return None
-    others = [reader for reader in ends(walker, whole) if reader.id != op.id]
+    others = [reader for reader in ends(walker, source) if reader.id != op.id]
     if blank(walker, state):
         return (x, None, front, None) if not others else None
     written = others[0] if len(others) == 1 else None
-    return (x, state, front, written) if written and _moves(walker, written, whole, state) else None
+    return (
+        (x, state, front, written) if written and _moves(walker, written, source, state) else None
+    )
 
 
-def _moves(walker: Walker, written: Op, whole: int, state: int) -> bool:
+def _moves(walker: Walker, written: Op, source: int, state: int) -> bool:
     """Whether an op writes the last columns of state and x into the state."""
-    values = walker.graph.values
+    values = walker.values
     if written.name != "aten.copy_" or written.inputs[0] != state:
         return False
     shape = values[state].shape
     read = ReadValue(written.inputs[1], tuple(full(d, n) for d, n in enumerate(shape)))
-    pieces = walker.holding(read, whole) or []
-    start = values[whole].shape[2] - shape[2]
+    pieces = walker.holding(read, source) or []
+    start = values[source].shape[2] - shape[2]
     last = Dim(full(2, shape[2]).atoms, start)
     return len(pieces) == 1 and pieces[0].dims == (*read.dims[:2], last)
 
 
-def _cut(walker: Walker, made: int, first: int, tokens: int) -> int | None:
-    """The results of the tokens alone: all that is read, or all that there are."""
+def _of_tokens(walker: Walker, made: int, first: int, tokens: int) -> int | None:
+    """The results of the tokens alone: the result itself, or its only slice."""
     graph = walker.graph
     length = graph.values[made].shape[2]
     if length == tokens and first == 0:
@@ -280,24 +275,24 @@ def _cut(walker: Walker, made: int, first: int, tokens: int) -> int | None:
     start = op.arguments.get("start") or 0
     start = start + length if start < 0 else start
     shape = graph.values[op.outputs[0]].shape
-    whole = int(op.arguments.get("dim", 0)) % 3 == 2 and (start, shape[2]) == (first, tokens)
-    return op.outputs[0] if whole else None
+    fits = int(op.arguments.get("dim", 0)) % 3 == 2 and (start, shape[2]) == (first, tokens)
+    return op.outputs[0] if fits else None
 
 
 # -- a step of one token ---------------------------------------------------------------------------
 
 
-def _step(walker: Walker, op: Op) -> _Conv | None:
+def _conv_of_one_token(walker: Walker, op: Op) -> _Conv | None:
     """A sum of products of the last columns with the filters, the newest of which is x."""
-    y, values = walker.fresh(op.outputs[0]), walker.graph.values
-    parts = walker.apart(y, lambda f: False)
+    y, values = walker.fresh(op.outputs[0]), walker.values
+    parts = walker.expanded(y, lambda f: False)
     if len(parts) != 2 or len(y.axes) > 2:
         return None
     for columns, filters in (parts, parts[::-1]):
         if len(columns.dims) != 3 or filters.axes == columns.axes:
             continue
-        batch, channel, place = columns.dims
-        if y.axes & axes_of_dims(place) or not filters.axes <= axes_of_dims(channel, place):
+        batch, channel, column = columns.dims
+        if y.axes & axes_of_dims(column) or not filters.axes <= axes_of_dims(channel, column):
             continue
         moved = _moved_on(walker, columns.value, op)
         if moved is None or values[values[filters.value].storage].role != "weights":
@@ -306,23 +301,23 @@ def _step(walker: Walker, op: Op) -> _Conv | None:
         shape = values[state].shape
         if values[x].shape[:2] != shape[:2]:
             return None
-        if columns.dims != tuple(_whole(d, n) for d, n in zip(columns.dims, shape, strict=True)):
+        if columns.dims != tuple(_in_full(d, n) for d, n in zip(columns.dims, shape, strict=True)):
             return None
         names = {a.axis: [(a, Atom(to, 1, a.size))] for dim, to in
-                 zip((batch, channel, place), "bck", strict=True) for a in dim.atoms}  # fmt: skip
+                 zip((batch, channel, column), "bck", strict=True) for a in dim.atoms}  # fmt: skip
         made, weight = renamed(y, names), renamed(filters, names)
         dims = tuple(full(axis, n) for axis, n in zip("bcl", shape, strict=True))
         if made is None or weight is None or shape[2] < 2:
             return None
         return _Conv(
             x=walker.source(ReadValue(x, (*dims[:2], Dim(()))[: len(values[x].shape)])),
-            y=made, weight=weight, bias=None, place=op, state=ReadValue(state, dims),
+            y=made, weight=weight, bias=None, anchor=op, state=ReadValue(state, dims),
             moved=(columns.value, *others), dropped=dropped,
         )  # fmt: skip
     return None
 
 
-def _whole(dim: Dim, size: int) -> Dim:
+def _in_full(dim: Dim, size: int) -> Dim:
     """A dim that reads all of a dimension, if it is one."""
     return dim if dim.start == 0 and [a.size for a in dim.atoms] == [size] * (size > 1) else Dim(())
 
@@ -335,8 +330,8 @@ def axes_of_dims(*dims: Dim) -> frozenset[Axis]:
 def _moved_on(
     walker: Walker, value: int, reader: Op
 ) -> tuple[int, int, frozenset[int], tuple[int, ...]] | None:
-    """x, the state of before, and what made this one of them: ids of ops, and further values."""
-    values = walker.graph.values
+    """x, the state before, ids of the ops that made the new one, and further values of it."""
+    values = walker.values
     op = walker.producer(value)
     if op is None or len(op.inputs) != 2 or reads_across(op) or op.repeats != reader.repeats:
         return None
@@ -379,11 +374,11 @@ def _moved_on(
     return writes[0].inputs[1], state, frozenset({op.id, writes[0].id, newest.id}), ()
 
 
-# -- what comes behind -----------------------------------------------------------------------------
+# -- bias and SiLU ---------------------------------------------------------------------------------
 
 
 def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
-    """The convolution with the bias and SiLU behind it, where nothing else reads it before that."""
+    """The convolution with bias and SiLU after it, as long as nothing else reads it."""
     now = conv.y
     while True:
         op = walker.only_reader(now.value)
@@ -391,13 +386,13 @@ def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
             return conv
         if op.name == "aten.silu":
             after = ReadValue(op.outputs[0], now.dims)
-            return replace(conv, y=after, place=op, activation="silu")
+            return replace(conv, y=after, anchor=op, activation="silu")
         bias = _bias(walker, op, now) if conv.bias is None else None
         if bias is not None:
             now, by_channel = bias
-            conv = replace(conv, y=now, place=op, bias=by_channel)
+            conv = replace(conv, y=now, anchor=op, bias=by_channel)
             continue
-        if op.kind != "view" or op.repeats != conv.place.repeats:
+        if op.kind != "view" or op.repeats != conv.anchor.repeats:
             return conv
         following = onto(walker, op.outputs[0], now)
         if following is None:
@@ -406,12 +401,12 @@ def _with_ending(walker: Walker, conv: _Conv) -> _Conv:
 
 
 def _bias(walker: Walker, op: Op, now: ReadValue) -> tuple[ReadValue, ReadValue] | None:
-    """A sum, and what an op adds to each channel to make it, where that is a weight."""
+    """A sum, and the weight that the op adds to each channel."""
     after = onto(walker, op.outputs[0], now) if op.name == "aten.add" else None
     if after is None:
         return None
     sides = [walker.source(walker.aligned(i, after.dims)) for i in op.inputs if i != now.value]
-    values = walker.graph.values
+    values = walker.values
     for side in sides:
         if side.axes == {"c"} and values[values[side.value].storage].role == "weights":
             return after, side
@@ -419,7 +414,7 @@ def _bias(walker: Walker, op: Op, now: ReadValue) -> tuple[ReadValue, ReadValue]
 
 
 def _emit_conv(edit: Editor, conv: _Conv) -> None:
-    like, values = edit.kernel_for(conv.place), edit.values
+    like, values = edit.kernel_for(conv.anchor), edit.values
     x = laid_out(edit, like, conv.x, "bct")
     order, strides = memory_order(conv.y, values[conv.y.value], "bct")
     arguments: dict[str, Argument] = {

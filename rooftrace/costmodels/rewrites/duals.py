@@ -16,6 +16,7 @@ from rooftrace.costmodels.rewrites.indexing import (
     ReadValue,
     SumAxis,
     Walker,
+    all_renamed,
     full,
     named,
     renamed,
@@ -37,40 +38,40 @@ from rooftrace.costmodels.rewrites.smallruns import NotRun, SmallRun, SmallTenso
 from rooftrace.graph import Op, OpGraph, Tensor
 
 # -- parallel scans --------------------------------------------------------------------------------
-# Recurrences that are computed for all tokens at once, pairs of neighbours combined in place.
+# Recurrences over all tokens at once, by ops in place that combine pairs of neighbours.
 #
-# Two tensors hold the decays and what enters at each token.  Ops in place combine them until every
-# token holds the sum over all tokens before it: these ops are run on small random numbers (see
-# `smallruns`), beside a loop over the tokens.  The order of the sweeps does not matter (G.
-# Blelloch, "Prefix sums and their applications", CMU-CS-90-190).
+# Two tensors hold the decays and the inputs of all tokens.  Ops in place combine them until every
+# token holds the sum over all tokens before it: they run on small random numbers (`smallruns`) and
+# are compared with a loop over the tokens.  The order of the sweeps does not matter (G. Blelloch,
+# "Prefix sums and their applications", CMU-CS-90-190).
 
 
 def fuse_selective_scans(graph: OpGraph) -> tuple[OpGraph, int]:
     """Recurrences in which each number of a state decays by itself: `selective_scan` of Mamba."""
-    return fuse(graph, _all)
-
-
-def _all(walker: Walker) -> Iterator[Scan]:
-    for finder in (scans, parallel_scans):
-        yield from (scan for scan in finder(walker) if not scan.dual)
+    return fuse(
+        graph,
+        lambda walker: (
+            scan for find in (scans, parallel_scans) for scan in find(walker) if not scan.dual
+        ),
+    )
 
 
 def parallel_scans(walker: Walker) -> Iterator[Scan]:
     """Scans by ops in place."""
-    values = walker.graph.values
+    values = walker.values
     kept = [
         values[op.outputs[0]].storage
         for op in walker.graph.kernels()
         if op.name == "aten.add_" and not reads_across(op)
     ]
     for entered in dict.fromkeys(kept):
-        scan = _scan(walker, entered)
+        scan = _parallel_scan(walker, entered)
         if scan is not None:
             yield scan
 
 
-def _scan(walker: Walker, entered: int) -> Scan | None:
-    values = walker.graph.values
+def _parallel_scan(walker: Walker, entered: int) -> Scan | None:
+    values = walker.values
     added = [walker.producer(op.inputs[-1]) for op in walker.writers[entered]]
     read = {values[i].storage for op in added if op is not None for i in op.inputs}
     decays = {d for d in read - {entered} if values[d].shape == values[entered].shape}
@@ -80,7 +81,7 @@ def _scan(walker: Walker, entered: int) -> Scan | None:
     for dim, tokens in enumerate(values[entered].shape):
         if tokens > 1 and _adds_up(walker, entered, decay, dim):
             walker.settled({entered, decay})
-            scan = _found(walker, entered, decay, dim)
+            scan = _in_one_tensor(walker, entered, decay, dim)
             if scan is None:
                 walker.unsettled({entered, decay})
             return scan
@@ -88,7 +89,7 @@ def _scan(walker: Walker, entered: int) -> Scan | None:
 
 
 def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
-    """Whether ops in place make of each token the sum over all tokens before it."""
+    """Whether ops in place add the decayed sum over all earlier tokens to each token."""
     import numpy as np
 
     graph = walker.graph
@@ -104,11 +105,11 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
     if any(reads_across(op) for op in ops):
         return False
     tokens = graph.values[entered].shape[dim]
-    known = {value: _numbers(graph.values[value], dim, value) for value in (decay, entered)}
-    known[decay].array = np.exp(known[decay].array / tokens**0.5)  # far tokens count like near ones
-    decays, states = (np.moveaxis(piece.array.copy(), dim, 0) for piece in known.values())
+    inputs = {value: _numbers(graph.values[value], dim, value) for value in (decay, entered)}
+    inputs[decay].array = np.exp(inputs[decay].array / tokens**0.5)  # far tokens count, too
+    decays, states = (np.moveaxis(piece.array.copy(), dim, 0) for piece in inputs.values())
     try:
-        run = SmallRun(graph, known, len(ops[0].repeats), {}).run(ops)
+        run = SmallRun(graph, inputs, len(ops[0].repeats), {}).run(ops)
     except NotRun:
         return False
     for before, token in itertools.pairwise(range(tokens)):
@@ -118,7 +119,7 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
 
 
 def _numbers(tensor: Tensor, dim: int, seed: int) -> SmallTensor:
-    """Random numbers that lie as a tensor does, as long along one dimension only."""
+    """Random numbers in the layout of a tensor, of its length along one dimension only."""
     import numpy as np
 
     dims = [((n, n if d == dim else min(n, 2)),) if n != 1 else () for d, n in
@@ -128,13 +129,13 @@ def _numbers(tensor: Tensor, dim: int, seed: int) -> SmallTensor:
     return SmallTensor(numbers.transpose(np.argsort(order)), dims)
 
 
-def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
-    """The recurrence whose states all lie in one tensor."""
-    values, graph = walker.graph.values, walker.graph
+def _in_one_tensor(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
+    """The recurrence whose states are all in one tensor."""
+    values, graph = walker.values, walker.graph
     shape = values[entered].shape
     dims = tuple(full(d, n) for d, n in enumerate(shape))
     last_write = max(op.id for op in walker.writers[entered])
-    reads = [op for op in _behind(walker, entered) if op.id > last_write]
+    reads = [op for op in _readers(walker, entered) if op.id > last_write]
     sums = [(op, made) for op in reads if (made := summed(walker, entered, op)) is not None]
     if len(sums) != 1:
         return None
@@ -149,16 +150,15 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
     if factors is None:
         return None
     names: Names = {dim: [(Atom(dim, 1, shape[dim]), Atom("t", 1, shape[dim]))]}
-    by_token = {name: renamed(f, names) for name, f in factors.items()}
-    called_y = renamed(y, names)
-    if called_y is None or any(f is None for f in by_token.values()):
+    by_token = all_renamed({**factors, "y": y}, names)
+    if by_token is None:
         return None
-    known = {name: f for name, f in by_token.items() if f is not None}
+    y = by_token.pop("y")
     tokens = next(
-        a.size for d in clamped(walker, known["x"]).dims for a in d.atoms if a.axis == "t"
+        a.size for d in clamped(walker, by_token["x"]).dims for a in d.atoms if a.axis == "t"
     )
     after = ReadValue(entered, tuple(d for i, d in enumerate(dims) if i != dim))
-    scan = in_roles(walker, known, called_y, after, axes_of(after), n, tokens, graph.ops[total.id])
+    scan = in_roles(walker, by_token, y, after, axes_of(after), n, tokens, graph.ops[total.id])
     if scan is None or any(value is not None and tokens != shape[dim] for value in last):
         return None
     return finished(walker, _with_last(walker, scan, last, after))
@@ -167,27 +167,25 @@ def _found(walker: Walker, entered: int, decay: int, dim: int) -> Scan | None:
 def _with_last(walker: Walker, scan: Scan, last: list[ReadValue | None], after: ReadValue) -> Scan:
     if not last or last[0] is None or scan.last is None:
         return replace(scan, last=None)
-    names = named(after, scan.last.dims)
-    value = None if names is None else renamed(last[0], names)
-    gone = frozenset({walker.graph.producers[last[0].value]})
-    return replace(scan, last=value, dropped=scan.dropped | gone)
+    value = renamed(last[0], named(after, scan.last.dims))
+    return replace(scan, last=value, dropped=scan.dropped | {walker.graph.producers[last[0].value]})
 
 
-def _behind(walker: Walker, storage: int) -> Iterator[Op]:
+def _readers(walker: Walker, storage: int) -> Iterator[Op]:
     """The ops that read a tensor or a view of it, but for views of all tokens."""
     for op in walker.storage_users[storage]:
         if op.kind == "kernel" or op.name == "aten.select":
             yield op
 
 
-# -- duals -----------------------------------------------------------------------------------------
-# State-space duality: a recurrence with one decay for each head, written over chunks of tokens.
+# -- state-space duality ---------------------------------------------------------------------------
+# A recurrence with one decay for each head, written over chunks of tokens.
 #
 # Within a chunk the decays from token s to token l are `L = exp(sum of a over s < k <= l)`, an
-# exponential of masked sums.  From there: `y = (C B^T * L) x` within the chunk, the states that
-# chunks leave behind, what they become over the chunks, and what these add to y.  All products are
-# taken apart into factors (see `indexing`), so that their order does not matter (T. Dao and A. Gu,
-# "Transformers are SSMs", arXiv 2405.21060, section 6).
+# exponential of masked sums.  Then `y = (C B^T * L) x` within the chunk, and the states that chunks
+# leave behind are carried over the chunks and added to y.  All products are expanded into factors
+# (see `indexing`), so their order does not matter (T. Dao and A. Gu, "Transformers are SSMs", arXiv
+# 2405.21060, section 6).
 
 _ALL = Pat("ones ones_like new_ones")
 _NOT = "bitwise_not logical_not"
@@ -217,7 +215,7 @@ def _all_of(walker: Walker) -> Iterator[Scan]:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What is multiplied within a chunk.  row, column: the axes l and s; over: that of the state.
+    """The product within a chunk.  row, column: the axes l and s; over: that of the state.
 
     logarithm: a, read at l.  queries: C at l.  keys, x: B and x at s.  y: the result.
     """
@@ -254,10 +252,7 @@ def _chunked(walker: Walker, op: Op) -> Scan | None:
 
 
 def _segments(walker: Walker, read: ReadValue) -> tuple[ReadValue, Dim, Dim] | None:
-    """a, row and column, where a value is the exponential of the sum of a over column < k <= row.
-
-    a is what is summed up, read at the row.
-    """
+    """a, row and column of exp(sum of a over column < k <= row); a is read at the row."""
     masked = walker.under(read, "exp", "masked_fill", value=-math.inf)
     if not masked or not _is(walker, masked[1], _ABOVE):
         return None
@@ -275,13 +270,17 @@ def _segments(walker: Walker, read: ReadValue) -> tuple[ReadValue, Dim, Dim] | N
 
 
 def _sum(walker: Walker, factor: ReadValue, row: Dim) -> tuple[Dim, ReadValue] | None:
-    """Up to where a value is a running sum, and what it sums up, which is read at `row`."""
+    """The end of a running sum, and its summand, read at `row`."""
     op = walker.maker(factor.value)
     if op is None or not walker.under(factor, "cumsum"):
         return None
     dim = int(op.arguments["dim"]) % len(factor.dims)
-    read = (*factor.dims[:dim], row, *factor.dims[dim + 1 :])
+    read = _with_dim(factor.dims, dim, row)
     return factor.dims[dim], walker.source(ReadValue(op.inputs[0], read))
+
+
+def _with_dim(dims: tuple[Dim, ...], place: int, dim: Dim) -> tuple[Dim, ...]:
+    return (*dims[:place], dim, *dims[place + 1 :])
 
 
 def _is(walker: Walker, mask: ReadValue, triangle: tuple[Pat, Pat]) -> bool:
@@ -307,10 +306,10 @@ def _within(walker: Walker, exp: Op) -> _Chunk | None:
 
 
 def _products(
-    walker: Walker, op: Op, decays: ReadValue, known: tuple[ReadValue, Axis, Axis, int]
+    walker: Walker, op: Op, decays: ReadValue, segment: tuple[ReadValue, Axis, Axis, int]
 ) -> _Chunk | None:
     """y within a chunk as the product of C, B, the decays and x, summed over s and the state."""
-    a, later, earlier, length = known
+    a, later, earlier, length = segment
     y = walker.fresh(op.outputs[0])
     names, others = walker.seen(y, decays)
     if names is None:
@@ -318,26 +317,22 @@ def _products(
     factors = [
         renamed(part, names)
         for piece in others
-        for part in walker.apart(piece, lambda f: not _both(f, names, {later, earlier}))
+        for part in walker.expanded(piece, lambda f: not _both(f, names, {later, earlier}))
     ]
     over = {ax for f in factors if f for ax in f.axes if isinstance(ax, SumAxis)}
-    called_y = renamed(y, names)
-    if len(factors) != 3 or len(over) != 1 or called_y is None or earlier in called_y.axes:
+    named_y = renamed(y, names)
+    if len(factors) != 3 or len(over) != 1 or named_y is None or earlier in named_y.axes:
         return None
     n = over.pop()
-    found_ = {
-        name: [f for f in factors if f and tuple(a in f.axes for a in (later, earlier, n)) == which]
-        for name, which in (
-            ("queries", (True, False, True)),
-            ("keys", (False, True, True)),
-            ("x", (False, True, False)),
-        )
-    }
-    if any(len(matching) != 1 for matching in found_.values()):
+    by_axes = {tuple(a in f.axes for a in (later, earlier, n)): f for f in factors if f}
+    queries = by_axes.get((True, False, True))
+    keys = by_axes.get((False, True, True))
+    x = by_axes.get((False, True, False))
+    if queries is None or keys is None or x is None:
         return None
     return _Chunk(
-        row=later, column=earlier, over=n, length=length, logarithm=a, y=called_y,
-        **{name: matching[0] for name, matching in found_.items()},
+        row=later, column=earlier, over=n, length=length, logarithm=a, queries=queries, keys=keys,
+        x=x, y=named_y,
     )  # fmt: skip
 
 
@@ -369,7 +364,7 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
     walker.passed.add(op.id)
     other = walker.aligned(rest, after.dims)
     same = within.queries.value
-    pieces = walker.apart(other, lambda f: f.value == same or within.row not in f.axes)
+    pieces = walker.expanded(other, lambda f: f.value == same or within.row not in f.axes)
     row = full(within.row, within.length)
     decays = [
         p for p in pieces if any(within.sums_to(walker, s, row) for s in walker.under(p, "exp"))
@@ -378,15 +373,14 @@ def _total(walker: Walker, within: _Chunk) -> tuple[ReadValue, ReadValue] | None
     states = [p for p in pieces if p not in decays and p not in queries]
     if not len(decays) == len(queries) == len(states) == 1:
         return None
-    names = named(queries[0], within.queries.dims)
-    begun = None if names is None else renamed(states[0], names)
+    begun = renamed(states[0], named(queries[0], within.queries.dims))
     return None if begun is None else (after, begun)
 
 
 def _states(
     walker: Walker, within: _Chunk, begun: ReadValue
 ) -> tuple[Axis | int, ReadValue | None, ReadValue | None] | None:
-    """The axis of chunks (1 where there is one), the state of before, and that behind the last."""
+    """The axis of chunks (1 if there is one), the state before the first, and after the last."""
     parts = walker.parts(begun)
     if len(parts) != 2:
         return None
@@ -426,16 +420,15 @@ def _ends_of_chunks(walker: Walker, within: _Chunk, a: ReadValue, row: Dim, chun
     if len(place) != 1 or tuple(pad) != (0,) * (2 * (len(a.dims) - 1 - place[0])) + (1, 0):
         return False
     walker.passed.add(op.id)
-    dims = list(a.dims)
-    dims[place[0]] = full(chunks.axis, chunks.size)
-    ends = walker.source(ReadValue(op.inputs[0], tuple(dims)))
+    dims = _with_dim(a.dims, place[0], full(chunks.axis, chunks.size))
+    ends = walker.source(ReadValue(op.inputs[0], dims))
     return within.sums_to(walker, ends, Dim((), within.length - 1))
 
 
 def _left_behind(
     walker: Walker, within: _Chunk, kept: ReadValue, place: int, chunk: Dim
 ) -> tuple[ReadValue | None] | None:
-    """The state of before the first chunk, where `kept` is that and the states of all chunks."""
+    """The state before the first chunk, where `kept` is that and the states after all chunks."""
     op = walker.maker(kept.value)
     if (
         op is None
@@ -444,20 +437,19 @@ def _left_behind(
     ):
         return None
     walker.passed.add(op.id)
-    if len(op.inputs) != 2 or walker.graph.values[op.inputs[0]].shape[place] != 1:
+    if len(op.inputs) != 2 or walker.values[op.inputs[0]].shape[place] != 1:
         return None
     first, states = op.inputs
-    dims = (*kept.dims[:place], chunk, *kept.dims[place + 1 :])
+    dims = _with_dim(kept.dims, place, chunk)
     same = (within.keys.value, within.x.value)
-    pieces = walker.apart(ReadValue(states, dims), lambda f: f.value in same)
+    pieces = walker.expanded(ReadValue(states, dims), lambda f: f.value in same)
     keys = [p for p in pieces if p.value == same[0]]
     x = [p for p in pieces if p.value == same[1]]
     decays = [p for p in pieces if p not in keys and p not in x]
     if not len(keys) == len(x) == len(decays) == 1:
         return None
     names = named(x[0], within.x.dims)
-    read = None if names is None else renamed(keys[0], names)
-    decay = None if names is None else renamed(decays[0], names)
+    read, decay = renamed(keys[0], names), renamed(decays[0], names)
     # The decay from a token to the end of its chunk.
     sums = [] if decay is None else walker.under(decay, "exp", "sub")
     spans = Dim((), within.length - 1), full(within.column, within.length)
@@ -467,20 +459,20 @@ def _left_behind(
         or not all(map(partial(within.sums_to, walker), sums, spans))
     ):
         return None
-    state = walker.source(ReadValue(first, (*dims[:place], Dim(()), *dims[place + 1 :])))
+    state = walker.source(ReadValue(first, _with_dim(dims, place, Dim(()))))
     return (None if blank(walker, state.value) else state,)
 
 
 def _last(
     walker: Walker, begun: ReadValue, chunks: int, row: Dim
 ) -> tuple[ReadValue | None] | None:
-    """What is read of the states besides those that begin the chunks: the one behind the last."""
-    whole = walker.source(begun)
-    place = whole.dims.index(row) if row in whole.dims else None
+    """The state after the last chunk, if only that is read besides those that begin the chunks."""
+    states = walker.source(begun)
+    place = states.dims.index(row) if row in states.dims else None
     if place is None:
         return None
     result: ReadValue | None = None
-    front = [whole.value]
+    front = [states.value]
     while front:
         for op in walker.users[front.pop()]:
             if op.id in walker.passed:
@@ -488,7 +480,7 @@ def _last(
                 continue
             if op.kind != "view" or len(op.outputs) != 1:
                 return None
-            read = walker.at_index(op.outputs[0], whole, place, chunks)
+            read = walker.at_index(op.outputs[0], states, place, chunks)
             if read is None or result is not None:
                 return None
             result = read
@@ -507,7 +499,7 @@ def _dual_scan(
     last: ReadValue | None,
 ) -> Scan | None:
     """The recurrence with the tokens of all chunks as one axis, and the others in their roles."""
-    length, place = within.length, walker.graph.ops[walker.graph.producers[total.value]]
+    length, anchor = within.length, walker.graph.ops[walker.graph.producers[total.value]]
     factors = {"B": within.keys, "C": within.queries, "x": within.x, "dt": within.logarithm}
     factors |= {"y": total} | ({"last": last} if last else {}) | ({"state": state} if state else {})
     size: dict[Axis, int] = {}
@@ -520,16 +512,15 @@ def _dual_scan(
         (chunk, length, size.get(chunk, 1)),
     )
     names = {axis: [(Atom(axis, 1, n), Atom("t", step, n))] for axis, step, n in digits}
-    made = {name: renamed(factor, names) for name, factor in factors.items()}
-    factors = {name: factor for name, factor in made.items() if factor is not None}
-    decay = decay_of(walker, factors["dt"], [factors["x"]]) if len(factors) == len(made) else None
-    if decay is None:
+    made = all_renamed(factors, names)
+    decay = None if made is None else decay_of(walker, made["dt"], [made["x"]])
+    if made is None or decay is None:
         return None
-    factors |= decay
+    factors = made | decay
     y, after = factors.pop("y"), factors.pop("last", None)
     axes = {a: size[a] for a in (*axes_of(within.x), within.over) if a not in names}
     tokens = axes_of(clamped(walker, factors["x"])).get("t", 1)
-    scan = in_roles(walker, factors, y, after, axes, within.over, tokens, place)
+    scan = in_roles(walker, factors, y, after, axes, within.over, tokens, anchor)
     if scan is None:
         return None
     dropped = frozenset() if after is None else frozenset({walker.graph.producers[after.value]})

@@ -27,17 +27,17 @@ from rooftrace.costmodels.rewrites.places import ValueFlow
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
 # -- row numbers -----------------------------------------------------------------------------------
-# What integers say of the rows of routed experts: their order, their tokens, where experts end.
+# Patterns of the integers of routed experts: the order of rows, their tokens, where experts end.
 #
 # T tokens have k experts each; row t k + j is the j-th of token t.  `chosen` are the experts of all
 # rows, in this order.
 
 _FLAT = (None, 0, -1)
-"""The dimension of a tensor that has one only."""
+"""The dimension of a tensor with only one."""
 
 
 def taking(rows: Pattern, numbers: Pattern) -> tuple[Pat, ...]:
-    """Rows that were taken by their numbers."""
+    """Rows gathered by their numbers."""
     return Pat("index", rows, [numbers]), Pat("index_select", rows, 0, numbers)
 
 
@@ -45,7 +45,7 @@ ORDER = (Pat("sort", "chosen", dim=_FLAT, out=1), Pat("argsort", "chosen", dim=_
 """The rows, sorted by expert."""
 _SORTED = (Pat("sort", "chosen", dim=_FLAT), *taking("chosen", ORDER))
 SORTED = (*_SORTED, Pat("clamp", _SORTED, min=NonTensor("least"), max=NonTensor("most")))
-"""The experts in this order; those of other processes may have the number of one that is here."""
+"""The experts in this order; those of other processes may be clamped to a local one."""
 TOKEN = (
     Pat("floor_divide", ORDER, NonTensor("count")),
     Pat("div", ORDER, NonTensor("count"), rounding_mode=("floor", "trunc")),
@@ -57,22 +57,22 @@ BACK = (
     Pat("index_put", "room", [ORDER], Pat("arange", start=(None, 0))),
     Pat("scatter", "room", 0, ORDER, Pat("arange", start=(None, 0))),
 )
-"""Where each row stands in this order."""
+"""The position of each row in this order."""
 _COUNTS = (
     Pat("histc", (*SORTED, "chosen"), bins=NonTensor("bins"), min=(None, 0), max=NonTensor("last")),
     Pat("bincount", (*SORTED, "chosen"), minlength=NonTensor("bins")),
 )
 _ENDS = Pat("cumsum", _COUNTS, dim=_FLAT, bind="ends")
 PRODUCT = Pat("_grouped_mm", "rows", "weight", _ENDS, bind="product")
-"""A product with the rows of each expert that was chosen."""
+"""A product with the rows of each chosen expert."""
 BIASED = Pat("add", PRODUCT, taking("bias", SORTED))
-"""The same, and the bias [E, N] of its expert on each row."""
+"""PRODUCT, and the bias [E, N] of its expert on each row."""
 MASKED = Pat("masked_fill", "unmasked", Pat("ge", SORTED, NonTensor("experts")), 0)
-"""Rows with zeros in place of those of the experts of other processes."""
+"""Rows with zeros for the experts of other processes."""
 
 
 def in_order(flow: ValueFlow, value: int, chosen: int) -> int | None:
-    """The numbers, one for each row, that a value has in the order of the experts."""
+    """The numbers, one for each row, that a value has in the order of experts."""
     values = flow.values
     bound = match(flow, value, taking("numbers", ORDER), {"chosen": chosen})
     source = None if bound is None else flow.root(bound["numbers"])
@@ -81,24 +81,18 @@ def in_order(flow: ValueFlow, value: int, chosen: int) -> int | None:
 
 
 def unmasked(flow: ValueFlow, value: int, chosen: int, experts: int) -> int:
-    """Rows before those of other processes' experts were made zero, which no product makes."""
+    """Rows before those of other processes' experts were zeroed, which no product makes."""
     bound = match(flow, value, MASKED, {"chosen": chosen})
     masked = bound is not None and bound["experts"] == experts
     return flow.root(bound["unmasked"] if bound is not None and masked else value)
 
 
-def is_choice(flow: ValueFlow, chosen: int) -> bool:
-    """Whether a value says for each row which expert it has."""
-    tensor = flow.values[chosen]
-    return len(tensor.shape) == 1 and tensor.dtype.startswith("int")
-
-
 # -- gathered experts ------------------------------------------------------------------------------
-# Experts whose weights are copied for each row, as products that read each expert once.
+# Weights that are copied for each row, as products that read each expert once.
 #
-# Some code takes a copy of an expert's weights for every token that chose it, and multiplies row
-# by row.  The copies take more bytes than the weights; a server's kernel multiplies all rows of
-# an expert with its weights where they are.
+# Some code copies the weights of an expert for every token that chose it, and multiplies row by
+# row.  The copies take more bytes than the weights; a server's kernel multiplies all rows of an
+# expert with its weights in place.
 
 ALIGN = "rooftrace.align_experts.default"
 EXPERT_MM = "rooftrace.expert_mm.default"
@@ -107,27 +101,27 @@ _TAKEN = (
     Pat("index_select", "weight", 0, "chosen", bind="taken"),
 )
 _COPIED = (*_TAKEN, swapped(_TAKEN))
-"""The weights of an expert for each row, as they lie or turned."""
+"""The weights of an expert for each row, as stored or transposed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gathered:
-    """A product of each row with the weights of its expert, before or behind it."""
+    """A product of each row with the weights of its expert, on either side."""
 
     op: Op  # the batched product
     taken: Op  # copies the weights
-    weight: int  # [E, K, N], or turned round
+    weight: int  # [E, K, N], or transposed
     transposed: bool
     chosen: int  # the experts of all rows
     rows: int  # [R, 1, K], or [R / share, K]
-    share: int  # how many rows have the same token
+    share: int  # rows of each token
     inside: frozenset[int] = frozenset()
 
 
 def ungather_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     """Products with copies of experts' weights become products that read each expert once.
 
-    The count is that of choices of experts, of which each has several products.
+    Returns the number of choices of experts, of which each has several products.
     """
     orders: dict[int, tuple[Ref, Ref]] = {}
     first: dict[int, Op] = {}
@@ -144,7 +138,7 @@ def ungather_experts(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 def aligned(edit: Editor, like: Op, chosen: int, experts: int) -> tuple[Ref, Ref]:
-    """The rows in the order of the experts that were chosen, and where those of each end."""
+    """The rows in the order of their experts, and where those of each expert end."""
     sizes = edit.values[chosen].elements, experts
     made = [edit.value((n,), "int32", "activations", like.repeats) for n in sizes]
     edit.emit(like, ALIGN, {"chosen": Ref(chosen), "experts": experts}, tuple(made))
@@ -155,7 +149,7 @@ def product_of(
     rows: Ref, weight: Ref, order: tuple[Ref, Ref], share: int, bias: int | None = None,
     scores: int | None = None,
 ) -> dict[str, Argument]:  # fmt: skip
-    """The arguments of a product of the rows of each expert.  share: how many have one token."""
+    """The arguments of a product of the rows of each expert.  share: rows of each token."""
     return {
         "rows": rows, "mat2": weight, "order": order[0], "offs": order[1],
         "bias": None if bias is None else Ref(bias),
@@ -183,12 +177,12 @@ def _emit(edit: Editor, seen: _Gathered, order: tuple[Ref, Ref]) -> None:
 def _match(flow: ValueFlow, op: Op) -> _Gathered | None:
     values = flow.values
     left, right = operand(op, "self").id, operand(op, "mat2").id
-    behind = values[right].shape[2] == 1 != values[left].shape[1]  # W x, where others write x W
-    row, weights = (right, left) if behind else (left, right)
+    flipped = values[right].shape[2] == 1 != values[left].shape[1]  # W x in place of x W
+    row, weights = (right, left) if flipped else (left, right)
     bound = match(flow, weights, _COPIED) if 1 in values[row].shape[1:] else None
     if bound is None:
         return None
-    taken, transposed = bound["taken"], ("swap" in bound) != behind
+    taken, transposed = bound["taken"], ("swap" in bound) != flipped
     rows, width, weight = values[row].shape[0], max(values[row].shape[1:]), taken.inputs[0]
     chosen = flow.root(bound["chosen"])
     if len(values[weight].shape) != 3 or values[chosen].elements != rows:
@@ -210,7 +204,7 @@ def _match(flow: ValueFlow, op: Op) -> _Gathered | None:
 
 
 def _tokens(flow: ValueFlow, value: int) -> tuple[int, int]:
-    """What rows are repeated of, and how often each; themselves, once, where they are not."""
+    """The rows before they were repeated, and how often each was."""
     values, bound = flow.values, match(flow, value, Pat("expand", "rows", bind="wide"))
     if bound is None:
         return value, 1
@@ -222,43 +216,42 @@ def _tokens(flow: ValueFlow, value: int) -> tuple[int, int]:
 
 
 # -- expert kernels --------------------------------------------------------------------------------
-# Routed experts as the kernels that a server launches around their products.
+# Routed experts as the kernels of a server.
 #
-# As written, tokens are sorted by expert and copied, multiplied, weighed, put back in order and
-# added up.  vLLM's `fused_moe` launches five kernels: which rows each expert has
-# (`moe_align_block_size`), a product that takes rows by their numbers, the activation, a product
-# that weighs its rows and puts them back by their numbers, and the sum over the experts of a
-# token.
+# As written, tokens are sorted by expert and copied, multiplied, weighted, put back in order and
+# added up.  vLLM's `fused_moe` launches five kernels: the rows of each expert
+# (`moe_align_block_size`), a product that gathers rows by number, the activation, a product that
+# weights its rows and scatters them by number, and the sum over the experts of a token.
 
 COMBINE = "rooftrace.combine_experts.default"
 _LONGEST = 32
-"""The most ops between the two products of an expert, or behind the second one."""
+"""The most ops between the two products of an expert, or after the second one."""
 _ZEROS = Pat("zeros zeros_like new_zeros")
 _ADDED_BY_NUMBER = (
     Pat("index_add", _ZEROS, 0, TOKEN, "sorted"),
     Pat("scatter_add", _ZEROS, 0, Pat("expand", TOKEN, bind="wide"), "sorted"),
 )
-"""Rows that are added to zeros by the numbers of their tokens."""
+"""Rows added to zeros at the numbers of their tokens."""
 _PUT = (*taking("sorted", BACK), Pat("index_put", "room", [ORDER], "sorted"))
-"""Sorted rows that were put back in order."""
+"""Sorted rows put back in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Product:
-    """One product of the rows of each expert, with what is done to each row at once."""
+    """One product of the rows of each expert, with its bias and the scores of rows."""
 
     op: Op  # the grouped product
-    out: int  # what it makes, with its bias
+    out: int  # its result, with the bias
     bias: int | None  # [E, N]; nothing reads the product without it
     scores: int | None = None  # [T, k], one for each row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Experts:
-    """Experts that compute the rows routed to them, from the tokens to what they add up to."""
+    """Experts that compute the rows routed to them, from the tokens to their sums."""
 
-    end: Op  # adds up what the experts make of a token
-    out: int  # the sum, in the precision that it is read in
+    end: Op  # adds up the results of the experts of a token
+    out: int  # the sum, in the precision in which it is read
     firsts: tuple[_Product, ...]
     second: _Product
     tokens: int  # [T, K]
@@ -270,7 +263,7 @@ class _Experts:
 def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
     """Routed experts run as the kernels of a server, which move rows only inside the products.
 
-    The rows must be those of a choice of k experts for each token, sorted by expert, and what lies
+    The rows must be those of a choice of k experts for each token, sorted by expert, and the ops
     between the products must act on every row alone.
     """
     graph, gathered = ungather_experts(graph)
@@ -300,17 +293,20 @@ def fuse_experts(graph: OpGraph) -> tuple[OpGraph, int]:
 def _first(
     edit: Editor, layer: _Experts, first: _Product, order: dict[int, tuple[Ref, Ref]], begins: bool
 ) -> None:
-    """A product with what the tokens of each expert are; before the first, which they are."""
+    """Emit a first product; before the first of them, the order of the rows."""
     if begins:
         experts = edit.values[operand(first.op, "mat2").id].shape[0]
         order[layer.end.id] = aligned(edit, first.op, layer.chosen, experts)
     edit.move(first.out, first.out)
-    tokens = _whole(edit, first.op, layer.tokens)
+    shape = edit.values[layer.tokens].shape
+    flat = (edit.values[layer.tokens].elements // shape[-1], shape[-1])
+    tokens = Ref(layer.tokens)
+    tokens = tokens if shape == flat else edit.viewed(first.op, tokens, flat)
     _product(edit, first, tokens, order[layer.end.id], layer.count, first.out)
 
 
 def _last(edit: Editor, layer: _Experts, order: dict[int, tuple[Ref, Ref]]) -> None:
-    """The product that puts its rows back, and the sum over the experts of a token."""
+    """Emit the product that puts its rows back, and the sum over the experts of a token."""
     second, end, values = layer.second, layer.end, edit.values
     like, total = values[second.op.outputs[0]], values[layer.out]
     alone = layer.count == 1 and total.dtype == like.dtype
@@ -332,23 +328,16 @@ def _product(
     edit.emit(like, EXPERT_MM, arguments, (out,), facts=facts)
 
 
-def _whole(edit: Editor, like: Op, value: int) -> Ref:
-    """Tokens as [T, K]."""
-    shape = edit.values[value].shape
-    flat = (edit.values[value].elements // shape[-1], shape[-1])
-    return Ref(value) if shape == flat else edit.viewed(like, Ref(value), flat)
-
-
-# -- what is there ---------------------------------------------------------------------------------
+# -- matches ---------------------------------------------------------------------------------------
 
 
 def _match_kernels(flow: ValueFlow, end: Op) -> _Experts | None:
     values = flow.values
-    added = _added_up(flow, end)
+    added = _sum_by_token(flow, end)
     if added is None:
         return None
     chosen, count, scores = added.chosen, added.count, added.scores
-    second = _weighed(flow, added.rows, chosen, scores)
+    second = _scored(flow, added.rows, chosen, scores)
     walked = None if second is None else _between(flow, second.op, chosen)
     if second is None or walked is None:
         return None
@@ -359,7 +348,7 @@ def _match_kernels(flow: ValueFlow, end: Op) -> _Experts | None:
         return None
     ((tokens, weights),) = sources
     if weights is not None and (scores is not None or any(p.bias is not None for p in products)):
-        return None  # a bias is not weighed
+        return None  # a bias is not weighted
     firsts = tuple(with_fields(product, scores=weights) for product in products)
     start = {tokens, chosen}
     for product in (*firsts, second):
@@ -370,13 +359,12 @@ def _match_kernels(flow: ValueFlow, end: Op) -> _Experts | None:
     made, starts = flow.graph.producers, min(first.op.id for first in firsts)
     late = start - {operand(second.op, "mat2").id, second.bias, second.scores}
     if any(made.get(i, -1) > starts for i in late) or values[tokens].then is not None:
-        return None  # they are read by the first product
+        return None  # the first product reads them
     if not can_be_one(flow, inside, (out,), start):
         return None
-    stay = {op.id for op in between}
     return _Experts(
         end=end, out=out, firsts=firsts, second=second, tokens=tokens, chosen=chosen, count=count,
-        inside=inside - stay,
+        inside=inside - between,
     )  # fmt: skip
 
 
@@ -389,16 +377,16 @@ def _narrowed(flow: ValueFlow, total: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class _TokenSum:
     """The sorted rows that an op adds up by token."""
 
     rows: int
     chosen: int  # the experts of all rows
     count: int  # k rows of each token
-    scores: int | None = None  # what weighs the rows, if they are back in order by then
+    scores: int | None = None  # of rows that are back in order
 
 
-def _added_up(flow: ValueFlow, end: Op) -> _Sum | None:
+def _sum_by_token(flow: ValueFlow, end: Op) -> _TokenSum | None:
     if name_of(end) not in ("sum", "index_add", "scatter_add"):
         return None
     values, (out,) = flow.values, end.outputs
@@ -410,14 +398,15 @@ def _added_up(flow: ValueFlow, end: Op) -> _Sum | None:
         return None
     wide, chosen = bound.get("wide"), flow.root(bound["chosen"])
     flat = wide is None or values[wide.outputs[0]].stride[-1] == 0
-    fits = is_choice(flow, bound["chosen"])
+    experts = values[bound["chosen"]]
+    fits = len(experts.shape) == 1 and experts.dtype.startswith("int")
     fits = fits and values[chosen].elements == count * values[out].shape[0]
-    return _Sum(bound["sorted"], chosen, count, scores) if fits and flat else None
+    return _TokenSum(bound["sorted"], chosen, count, scores) if fits and flat else None
 
 
 def _summed(flow: ValueFlow, out: int) -> tuple[Bindings | None, int, int | None]:
-    """Sorted rows that are put back in order and added up, how many of each token, and what
-    weighs them behind that."""
+    """Sorted rows that are put back in order and added up, how many of each token, and their
+    scores after that."""
     values = flow.values
     bound = match(flow, out, Pat("sum", "added", dim=Along(-2)))
     if bound is None or len(values[bound["added"]].shape) != 3:
@@ -431,8 +420,8 @@ def _summed(flow: ValueFlow, out: int) -> tuple[Bindings | None, int, int | None
     return (put, count, scores) if values[scores].elements == tokens * count else (None, 0, None)
 
 
-def _weighed(flow: ValueFlow, value: int, chosen: int, scores: int | None) -> _Product | None:
-    """The product behind sorted rows, with its bias and what weighs its rows."""
+def _scored(flow: ValueFlow, value: int, chosen: int, scores: int | None) -> _Product | None:
+    """The product of sorted rows, with its bias and scores."""
     split = None if scores is not None else row_product(flow, flow.root(value))
     if split is not None:
         value, scores = split[0], in_order(flow, split[1], chosen)
@@ -443,11 +432,11 @@ def _weighed(flow: ValueFlow, value: int, chosen: int, scores: int | None) -> _P
 
 
 def _with_bias(flow: ValueFlow, value: int, chosen: int) -> _Product | None:
-    """The grouped product that made a value, with the bias that was added."""
-    values, known = flow.values, {"chosen": chosen}
-    masked = match(flow, value, MASKED, known)
+    """The grouped product that made a value, with its bias."""
+    values, rows = flow.values, {"chosen": chosen}
+    masked = match(flow, value, MASKED, rows)
     value = flow.root(value if masked is None else masked["unmasked"])
-    bound = match(flow, value, (BIASED, PRODUCT), known)
+    bound = match(flow, value, (BIASED, PRODUCT), rows)
     if bound is None:
         return None
     op, bias = bound["product"], bound.get("bias")
@@ -458,11 +447,13 @@ def _with_bias(flow: ValueFlow, value: int, chosen: int) -> _Product | None:
     return _Product(op=op, out=value, bias=bias) if fits and flat else None
 
 
-def _between(flow: ValueFlow, second: Op, chosen: int) -> tuple[list[_Product], list[Op]] | None:
+def _between(
+    flow: ValueFlow, second: Op, chosen: int
+) -> tuple[list[_Product], frozenset[int]] | None:
     """The first products, and the ops between them and the second one, which act on rows alone."""
     values = flow.values
     size = values[chosen].elements
-    inner: dict[int, Op] = {}
+    inner: set[int] = set()
     firsts: dict[int, _Product] = {}
     front = [operand(second, "self").id]
     while front:
@@ -478,25 +469,22 @@ def _between(flow: ValueFlow, second: Op, chosen: int) -> tuple[list[_Product], 
         elif op.id not in inner:
             if not _by_row(flow, op):
                 return None
-            inner[op.id] = op
+            inner.add(op.id)
             front += op.inputs
-    return [firsts[i] for i in sorted(firsts)], [inner[i] for i in sorted(inner)]
+    return [firsts[i] for i in sorted(firsts)], frozenset(inner)
 
 
 def _by_row(flow: ValueFlow, op: Op) -> bool:
-    """Whether an op makes each row of its results of the same row of its operands."""
+    """Whether each row of the results depends on the same row of the operands alone."""
     if op.kind == "view":
-        rank = len(flow.values[op.inputs[0]].shape)
-        return op.name not in ("aten.select", "aten.t") and op.arguments.get("dim", 1) not in (
-            0,
-            -rank,
-        )
+        first = (0, -len(flow.values[op.inputs[0]].shape))
+        return op.name not in ("aten.select", "aten.t") and op.arguments.get("dim", 1) not in first
     rule = find_rule(op.target)
     return rule is not None and rule.fusion == "pointwise"
 
 
 def _taken(flow: ValueFlow, op: Op, chosen: int, count: int) -> tuple[int, int | None] | None:
-    """The tokens that a product takes rows of, sorted by expert, and what weighs these."""
+    """The tokens of which a product reads rows, sorted by expert, and their scores."""
     values = flow.values
     value, scores = flow.root(operand(op, "self").id), None
     split = row_product(flow, value)
@@ -510,7 +498,7 @@ def _taken(flow: ValueFlow, op: Op, chosen: int, count: int) -> tuple[int, int |
     if bound is None or bound.get("count", count) != count:
         return None
     tokens = bound["tokens"]
-    if "count" not in bound and count > 1:  # each token stands there k times
+    if "count" not in bound and count > 1:  # each token is repeated k times
         repeated = match(flow, tokens, Pat("expand", "tokens", bind="repeated"))
         if repeated is None:
             return None

@@ -1,8 +1,8 @@
 """Experts that compute every token become a product of the tokens routed to them.
 
-Some models repeat all tokens for every expert, weigh them by scores that are zero for all but the
-top k experts of a token, and add the results up.  What is multiplied by zero need not be computed:
-a server sorts the T k chosen rows by expert and runs one grouped product over them.
+Some models repeat all tokens for every expert, weight them by scores that are zero for all but the
+top k experts of a token, and add the results up.  Products with zero need not be computed: a server
+sorts the T k chosen rows by expert and runs one grouped product over them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BY_ROW = frozenset({
     "aten.add", "aten.sub", "aten.div", "aten.neg", "aten.pow", "aten.exp", "aten.sigmoid",
     "aten.clamp",
 })  # fmt: skip
-"""Further ops that act on every row alone, for rows that are weighed behind the products."""
+"""Further ops that act on every row alone, for rows that are weighted after the products."""
 _PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice"})
 _LONGEST = 24
 """The most ops between the two products of an expert."""
@@ -49,23 +49,23 @@ _CHOSEN = Pat(
     index=Pat("topk", "ranked", k=NonTensor("k"), dim=LAST_OF_TOPK, out=1, bind="choice"),
     src="scores",
 )
-"""Scores of the chosen experts among those of all, which are a number."""
+"""Scores of the chosen experts, and one number for all others."""
 
 
 def route_experts(graph: OpGraph) -> tuple[OpGraph, int]:
-    """Experts that compute every token, most of them weighed by zero, compute the chosen ones.
+    """Experts that compute every token, most of them weighted by zero, compute the chosen ones.
 
     The scores must come from a top k over the experts by a scatter into zeros (or into minus
-    infinity before a sigmoid or softmax), and what lies between the products must keep zeros zero
-    where the tokens are weighed before them.
+    infinity before a sigmoid or softmax), and the ops between the products must keep zeros zero
+    where the tokens are weighted before them.
     """
-    return rewritten(graph, ("aten.sum",), _match, emit)
+    return rewritten(graph, ("aten.sum",), _match, _emit)
 
 
-# -- what is there ---------------------------------------------------------------------------------
+# -- matches ---------------------------------------------------------------------------------------
 
 
-def _match(flow: ValueFlow, total: Op) -> ExpertLayer | None:
+def _match(flow: ValueFlow, total: Op) -> _ExpertLayer | None:
     graph, (out,) = flow.graph, total.outputs
     added = operand(total, "self").id
     result, terms = graph.values[out], graph.values[added]
@@ -96,14 +96,13 @@ def _match(flow: ValueFlow, total: Op) -> ExpertLayer | None:
         return None
     scores, choice = routing
     chosen = choice.outputs[1]
-    ops = (total, first, second, *between)
     made = graph.producers
     if any(flow.overwritten(i, made.get(i, -1), total.id) for i in (source, chosen, scores)):
-        return None  # they are read at the sum, later than before
-    alike = {op.repeats for op in ops} == {total.repeats} and total.repeats == choice.repeats
-    if not alike or any(reads_across(op) for op in ops):
+        return None  # the sum reads them, later than before
+    ops = (total, first, second, *between)
+    if {op.repeats for op in (*ops, choice)} != {total.repeats} or any(map(reads_across, ops)):
         return None
-    return ExpertLayer(
+    return _ExpertLayer(
         total=total, first=first, second=second, between=tuple(between), tokens=Ref(source),
         chosen=Ref(chosen), scores=Ref(scores), scored_first=scored_first, count=experts,
         choice=choice,
@@ -156,21 +155,21 @@ def _repeated(flow: ValueFlow, rows: int, experts: int, tokens: int) -> int | No
     values, bound = flow.values, match(flow, rows, _REPEATED)
     if bound is None or bound.get("times", (experts, 1)) not in ((experts, 1), (experts, 1, 1)):
         return None
-    behind, shape = flow.chain(bound["tokens"]), (tokens, values[rows].shape[-1])
-    return next((value for value in behind if values[value].shape == shape), None)
+    chain, shape = flow.chain(bound["tokens"]), (tokens, values[rows].shape[-1])
+    return next((value for value in chain if values[value].shape == shape), None)
 
 
-# -- where the scores come from --------------------------------------------------------------------
+# -- scores ----------------------------------------------------------------------------------------
 
 
 def _routing(flow: ValueFlow, score: int, experts: int, tokens: int) -> tuple[int, Op] | None:
     """Scores [T, E] that are zero but for the experts of a top k, and its op.
 
-    score: the scores as they weigh the rows, expert by expert.
+    score: the factors of the rows, expert by expert.
     """
     graph = flow.graph
-    whole = _by_token(flow, score, experts, tokens)
-    value, after = whole, list[Op]()
+    scores = _by_token(flow, score, experts, tokens)
+    value, after = scores, list[Op]()
     while value is not None:
         bound = match(flow, value, _CHOSEN)
         if bound is not None:
@@ -178,7 +177,7 @@ def _routing(flow: ValueFlow, score: int, experts: int, tokens: int) -> tuple[in
             for later in reversed(after):
                 filled = _BACKGROUND[later.name](filled, later)
             by_token = graph.values[choice.inputs[0]].shape == (tokens, experts)
-            return (whole, choice) if whole is not None and by_token and filled == 0 else None
+            return (scores, choice) if scores is not None and by_token and filled == 0 else None
         op = flow.producer(flow.root(value))
         if op is None or reads_across(op) or op.name not in _BACKGROUND:
             return None
@@ -188,7 +187,7 @@ def _routing(flow: ValueFlow, score: int, experts: int, tokens: int) -> tuple[in
 
 
 def _by_token(flow: ValueFlow, score: int, experts: int, tokens: int) -> int | None:
-    """The scores [T, E] of which a value has one for each row, expert by expert."""
+    """The scores [T, E] behind a value with one for each row, expert by expert."""
     for value in flow.chain(score):
         place = flow.location(value)
         if place is None or place.shape not in ((experts, tokens, 1), (experts, tokens)):
@@ -202,14 +201,14 @@ def _by_token(flow: ValueFlow, score: int, experts: int, tokens: int) -> int | N
 
 
 def _last_written(flow: ValueFlow, storage: int, view: int) -> int | None:
-    """The value of a whole storage at the time that a view of it is read."""
+    """The value of an entire storage when a view of it is read."""
     value = storage
     made = flow.producer(view)
     for op in flow.storage_users[storage]:
         for out in op.outputs:
             tensor = flow.values[out]
-            whole = tensor.storage == storage and tensor.shape == flow.values[storage].shape
-            if whole and op.kind == "kernel" and (made is None or op.id < made.id):
+            full = tensor.storage == storage and tensor.shape == flow.values[storage].shape
+            if full and op.kind == "kernel" and (made is None or op.id < made.id):
                 value = out
     return value
 
@@ -234,33 +233,30 @@ _BACKGROUND: dict[str, Callable[[float, Op], float]] = {
     "aten.mul": _zero_only,
     "aten.div": _zero_only,
 }
-"""What an op makes of the number that stands where no expert was chosen."""
+"""By op: its result for the number in place of experts that were not chosen."""
 
 
-# -- expert products -------------------------------------------------------------------------------
-# The ops of routed experts: sort the chosen rows by expert, multiply them, put them back.
-#
-# `experts` finds the layers.
+# -- new ops ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayer:
+class _ExpertLayer:
     """One layer of E experts that compute all of T tokens."""
 
-    total: Op  # adds up what the experts make of a token
+    total: Op  # adds up the results of the experts of a token
     first: Op  # the products with the weights of all experts
     second: Op
-    between: tuple[Op, ...]  # what is done between them, in order
+    between: tuple[Op, ...]  # in order
     tokens: Ref  # [T, K]
     chosen: Ref  # [T, k], the experts of each token
     scores: Ref  # [T, E], zero but for those
-    scored_first: bool  # whether the tokens are weighed, and not what is made of them
+    scored_first: bool  # whether the tokens are weighted, and not their results
     count: int  # E
     choice: Op  # the top k
-    inside: frozenset[int] = frozenset()  # nothing goes with it that something else may read
+    inside: frozenset[int] = frozenset()  # none: other ops may read their results
 
 
-def emit(edit: Editor, match: ExpertLayer) -> None:
+def _emit(edit: Editor, match: _ExpertLayer) -> None:
     """Sort the chosen rows by expert, multiply, put them back in order and add them up."""
     op, values = match.total, edit.values
     tokens, width = values[match.tokens.id].shape
@@ -269,7 +265,7 @@ def emit(edit: Editor, match: ExpertLayer) -> None:
     out = op.outputs[0]
 
     flat = edit.viewed(match.choice, match.chosen, (rows,))
-    order = _Order(edit, match, flat, rows, k)
+    order = _RowOrder(edit, match, flat, rows, k)
     gathered: dict[str, Argument] = {"self": match.scores, "dim": 1, "index": match.chosen}
     weights = values[match.scores.id].dtype
     score = edit.made(op, "aten.gather.default", gathered, (tokens, k), weights)
@@ -295,10 +291,10 @@ def _times(edit: Editor, op: Op, rows: Ref, score: Ref) -> Ref:
     return edit.made(op, "aten.mul.Tensor", product, tensor.shape, tensor.dtype)
 
 
-class _Order:
+class _RowOrder:
     """The chosen rows, sorted by expert."""
 
-    def __init__(self, edit: Editor, match: ExpertLayer, flat: Ref, rows: int, k: int) -> None:
+    def __init__(self, edit: Editor, match: _ExpertLayer, flat: Ref, rows: int, k: int) -> None:
         self.edit, self.op, self.rows = edit, match.total, rows
         self.facts, self.rests_on = _facts(edit, match)
         sorted_ids = edit.value((rows,), "int64", "activations", self.op.repeats)
@@ -344,8 +340,8 @@ class _Order:
         self.edit.emit(like, "aten._grouped_mm.default", arguments, (out,), facts=self.facts)
         return Ref(out)
 
-    def repeated(self, match: ExpertLayer, first: Ref) -> Ref:
-        """What lies between the products, on the chosen rows."""
+    def repeated(self, match: _ExpertLayer, first: Ref) -> Ref:
+        """Emit the ops between the products, on the chosen rows."""
         edit, now = self.edit, {match.first.outputs[0]: first.id}
         for op in match.between:
             arguments = dict(op.arguments)
@@ -368,11 +364,10 @@ class _Order:
         return Ref(now[operand(match.second, "self").id])
 
 
-def _facts(edit: Editor, match: ExpertLayer) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Facts of the grouped products, and the assumption that they rest on: rows, and the experts
-    that get some of them.
+def _facts(edit: Editor, match: _ExpertLayer) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Facts of the grouped products (rows, and experts that have some), and their assumptions.
 
-    What the trace assumed of the choice says how many; else each expert is as likely as any other,
+    The trace may assume how many experts are chosen; else each expert is as likely as any other,
     and E (1 - (1 - k / E)^T) are expected.
     """
     tokens, k = edit.values[match.chosen.id].shape
@@ -380,8 +375,8 @@ def _facts(edit: Editor, match: ExpertLayer) -> tuple[dict[str, Any], tuple[int,
     touched = experts * (1 - (1 - k / experts) ** tokens)
     rests_on: tuple[int, ...] = ()
     for assumption in edit.graph.assumptions:
-        bind = getattr(assumption, "facts", {})
-        sizes = tuple(bind.get(name) for name in ("rows", "chosen", "classes"))
+        facts = getattr(assumption, "facts", {})
+        sizes = tuple(facts.get(name) for name in ("rows", "chosen", "classes"))
         if assumption.where == match.choice.module and sizes == (tokens, k, experts):
-            touched, rests_on = bind["distinct"], (assumption.id,)
+            touched, rests_on = facts["distinct"], (assumption.id,)
     return {"groups_touched": touched, "rows_routed": tokens * k}, rests_on

@@ -28,8 +28,9 @@ CACHE_APPEND = "rooftrace.cache_append.default"
 def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     """`cat` of a cache with new rows becomes a write of the new rows into a cache that has room.
 
-    What the `cat` made is then another view of the cache.  A cache that is still empty (prefill)
-    is made by its first `cat` as before; in a step of requests it is a part of the server's.
+    The result of the `cat` is then another view of the cache.  A cache that is still empty
+    (prefill) is made by its first `cat` as before; in a step of requests it is a part of the
+    server's.
     """
     values, ops = graph.values, []
     moved: dict[int, int] = {}
@@ -38,17 +39,17 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
     for op in graph.ops:
         # By name: of all ops that join tensors, `cat` is the one by which caches grow.
         if op.name == "aten.cat" and op.outputs and values[op.outputs[0]].role == "kv":
-            whole, *new = op.reads
-            old = whole.id
+            before, *new = op.reads
+            old = before.id
             cache = moved.get(values[old].storage, values[old].storage)
-            there = values[old].elements or graph.phase == "requests"
-            is_cache = values[old].role == "kv" and there and not whole.every
+            exists = values[old].elements or graph.phase == "requests"
+            is_cache = values[old].role == "kv" and exists and not before.every
             if is_cache and new and old not in grown:
                 grown.add(old)
                 moved[values[op.outputs[0]].storage] = cache
                 count += graph.times(op)
                 arguments: dict[str, Argument] = {
-                    "cache": whole,
+                    "cache": before,
                     "new": tuple(new),
                     "dim": op.arguments.get("dim", 0),
                 }
@@ -65,9 +66,9 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 def static_caches(graph: OpGraph) -> tuple[OpGraph, int]:
-    """`append_in_place`; and of a prompt a cache with a window keeps the last rows, not all.
+    """`append_in_place`; and a cache with a window keeps the last rows of a prompt, not all.
 
-    As it is written what leaves the step is a view, which holds the rows of the whole prompt.
+    As written, a view leaves the step, which keeps the rows of the entire prompt alive.
     """
     graph, appended = append_in_place(graph)
     views = {value: graph.producers[value] for value in graph.outputs if _is_window(graph, value)}
@@ -87,7 +88,7 @@ def static_caches(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 def _is_window(graph: OpGraph, value: int) -> bool:
-    """Whether a value is a part of a cache that a `cat` of this step made, and all that leaves."""
+    """Whether a value is a part of a cache that a `cat` of this step made, and its only output."""
     tensor = graph.values[value]
     owner = graph.producers.get(tensor.storage)
     if tensor.role != "kv" or owner is None or graph.ops[owner].name != "aten.cat":
@@ -97,12 +98,11 @@ def _is_window(graph: OpGraph, value: int) -> bool:
 
 
 # -- narrow products -------------------------------------------------------------------------------
-# Products of numbers that were widened for them, as products of the narrow numbers.
+# Products of widened operands as products of the narrow ones.
 #
 # A router in fp32 over tokens and weights in bf16 is written as two casts and a product on the
-# vector engine.  A matrix engine multiplies bf16 exactly and adds up in fp32: what differs is
-# that the result is written as it was added up (SGLang's and vLLM's `dsv3_router_gemm`,
-# `torch.mm` with `out_dtype`).
+# vector engine.  A matrix engine multiplies bf16 exactly and accumulates in fp32, and writes the
+# result as it is accumulated (SGLang's and vLLM's `dsv3_router_gemm`, `torch.mm` with `out_dtype`).
 
 _OPERANDS = ("self", "mat2")
 _PRODUCTS = ("aten.mm", "aten.bmm")
@@ -112,12 +112,12 @@ _PRODUCTS = ("aten.mm", "aten.bmm")
 class _Widened:
     """An operand that was widened."""
 
-    source: int  # before it was
+    source: int  # before the cast
     views: tuple[Op, ...]  # of the wide copy, in order
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class _WidenedProduct:
     """A product, and its operands before they were widened."""
 
     op: Op
@@ -130,14 +130,14 @@ def narrow_operands(graph: OpGraph) -> tuple[OpGraph, int]:
     return rewritten(graph, _PRODUCTS, _match, _emit)
 
 
-def _match(flow: ValueFlow, op: Op) -> _Product | None:
+def _match(flow: ValueFlow, op: Op) -> _WidenedProduct | None:
     if reads_across(op):
         return None
     sides = [_widened(flow, operand(op, name).id, op) for name in _OPERANDS]
     narrow = [side for side in sides if side is not None]
     kinds = {flow.values[side.source].dtype for side in narrow}
     fits = len(narrow) == len(sides) and len(kinds) == 1
-    return _Product(op, tuple(narrow)) if fits else None
+    return _WidenedProduct(op, tuple(narrow)) if fits else None
 
 
 def _widened(flow: ValueFlow, value: int, product: Op) -> _Widened | None:
@@ -162,7 +162,7 @@ def _widened(flow: ValueFlow, value: int, product: Op) -> _Widened | None:
     return _Widened(op.inputs[0], tuple(reversed(views)))
 
 
-def _emit(edit: Editor, product: _Product) -> None:
+def _emit(edit: Editor, product: _WidenedProduct) -> None:
     op, sides = product.op, product.sides
     arguments: dict[str, Argument] = {}
     for name, side in zip(_OPERANDS, sides, strict=True):
@@ -178,30 +178,25 @@ def _emit(edit: Editor, product: _Product) -> None:
 
 
 # -- fused products --------------------------------------------------------------------------------
-# Products of one input with several weights as one product with the weights side by side.
-#
-# A server keeps the weights of query, key and value as one tensor, and those of gate and up: the
-# input is read once, and one kernel runs in place of several.  The parts of the result are views.
+# Products of one input with several weights as one product with concatenated weights, as servers
+# keep those of query, key and value, and of gate and up.  The parts of the result are views.
 
 _ATTENTIONS = (ATTENTION, LATENT_ATTENTION, PACKED_ATTENTION, PACKED_LATENT_ATTENTION)
 PRODUCTS = {"aten.mm": "self", "aten.addmm": "mat1"}
-"""Products with a weight, and what they call their input."""
+"""Products with a weight -> the argument name of their input."""
 _ANY_PRODUCT = frozenset({
     *PRODUCTS, "aten.bmm", "aten.baddbmm", "aten._grouped_mm", "rooftrace.expert_mm",
     "rooftrace.index_scores",
 })  # fmt: skip
 _WALK = 64
-"""The most ops between a product and what its result reaches."""
-
-Gathers = Callable[[ValueFlow], Iterable[list[Op]]]
-"""Finds groups of products that are to be one."""
+"""The most ops between a product and an attention or multiplication."""
 
 
 def fuse_qkv(graph: OpGraph) -> tuple[OpGraph, int]:
     """Products of one input whose results all reach one attention become one product.
 
-    At most one more product may lie between, if another of them reaches it without: so that the
-    two down projections of latent attention count, and nothing of the layer before.
+    At most one more product may be in between, if another of them reaches it without: the two down
+    projections of latent attention count, and nothing of the layer before.
     """
     return _fuse(graph, _reaching_attention)
 
@@ -211,13 +206,13 @@ def fuse_gate_up(graph: OpGraph) -> tuple[OpGraph, int]:
     return _fuse(graph, _meeting)
 
 
-# -- which products --------------------------------------------------------------------------------
+# -- groups of products ----------------------------------------------------------------------------
 
 
 def _reaching_attention(flow: ValueFlow) -> Iterator[list[Op]]:
     for op in flow.graph.ops:
         if op.target in _ATTENTIONS:
-            reached = _behind(flow, op.inputs, 1)
+            reached = _products_of(flow, op.inputs, 1)
             by_input: dict[Location, list[Op]] = defaultdict(list)
             for number in sorted(reached):
                 product = flow.graph.ops[number]
@@ -232,7 +227,7 @@ def _reaching_attention(flow: ValueFlow) -> Iterator[list[Op]]:
 def _meeting(flow: ValueFlow) -> Iterator[list[Op]]:
     for op in flow.graph.ops:
         if op.name in ("aten.mul", "aten.mul_") and len(op.inputs) == 2:
-            sides = [_behind(flow, (value,), 0, only_way=True) for value in op.inputs]
+            sides = [_products_of(flow, (value,), 0, only_way=True) for value in op.inputs]
             if all(len(side) == 1 for side in sides):
                 products = [flow.graph.ops[number] for side in sides for number in side]
                 inputs = {_input(flow, product) for product in products}
@@ -241,17 +236,17 @@ def _meeting(flow: ValueFlow) -> Iterator[list[Op]]:
 
 
 def _input(flow: ValueFlow, product: Op) -> Location | None:
-    """Where the rows that a product multiplies with a weight lie."""
+    """The location of the rows that a product multiplies with a weight."""
     name = PRODUCTS.get(product.name)
     return None if name is None else flow.location(operand(product, name).id)
 
 
-def _behind(
+def _products_of(
     flow: ValueFlow, values: Iterable[int], through: int, only_way: bool = False
 ) -> dict[int, int]:
-    """The products behind some values, by id, with how many more products lie between.
+    """The products on which values depend, by id, with how many more products are in between.
 
-    through: the most of these.  only_way: nothing if an op on the way takes two tensors.
+    through: the most of these.  only_way: empty if an op on the way reads two tensors.
     """
     graph, reached = flow.graph, dict[int, int]()
     seen: dict[int, int] = {}
@@ -287,18 +282,18 @@ class _Part:
     """One of the products that become one."""
 
     product: Op
-    weight: int  # the value from outside
+    weight: int  # the external value
     bias: int | None
     transposed: bool  # whether the weight is stored as [N, K], and read transposed
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What parts of one product have in common."""
+        """Equal for parts that can be one product."""
         other = {k: v for k, v in self.product.arguments.items() if not isinstance(v, Ref)}
         return self.product.target, self.transposed, tuple(sorted(other.items()))
 
 
-def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
+def _fuse(graph: OpGraph, gather: Callable[[ValueFlow], Iterable[list[Op]]]) -> tuple[OpGraph, int]:
     flow = ValueFlow(graph)
     groups: dict[int, list[_Part]] = {}
     taken: set[int] = set()
@@ -311,7 +306,7 @@ def _fuse(graph: OpGraph, gather: Gathers) -> tuple[OpGraph, int]:
 
 
 def _alike(flow: ValueFlow, parts: list[_Part]) -> Iterator[list[_Part]]:
-    """Parts of which one product can be made: of one kind, with no write to their input between."""
+    """Parts that can be one product: of one kind, with no write to their input in between."""
     graph = flow.graph
     by_kind: dict[tuple[object, ...], list[_Part]] = defaultdict(list)
     for part in parts:
@@ -326,22 +321,20 @@ def _alike(flow: ValueFlow, parts: list[_Part]) -> Iterator[list[_Part]]:
 
 
 def _fit_side_by_side(flow: ValueFlow, parts: list[_Part]) -> bool:
-    """Whether every view of a part, as of complex numbers, is one at its place among the others."""
-    graph = flow.graph
-    whole = [graph.values[part.product.outputs[0]] for part in parts]
-    widths = [tensor.shape[1] for tensor in whole]
+    """Whether every view of a part, as of complex numbers, is aligned among the others."""
     made = [part.product.outputs[0] for part in parts]
-    views = [graph.values[index] for out in made for index in flow.members[out]]
-    return all(
-        not any(width % _several(view, whole[0]) for width in (*widths, sum(widths)))
-        for view in views
+    results = [flow.values[out] for out in made]
+    widths = [tensor.shape[1] for tensor in results]
+    views = [flow.values[index] for out in made for index in flow.members[out]]
+    return not any(
+        width % _several(view, results[0]) for view in views for width in (*widths, sum(widths))
     )
 
 
-def _several(view: Tensor, whole: Tensor) -> int:
-    """How many elements one element of a view takes; more than any row has if no whole number."""
-    several, rest = divmod(storage_bytes(view.dtype, 8), storage_bytes(whole.dtype, 8))
-    return several if several and not rest else whole.shape[1] + 1
+def _several(view: Tensor, result: Tensor) -> int:
+    """How many elements one element of a view takes; more than a row has if not an integer."""
+    several, rest = divmod(storage_bytes(view.dtype, 8), storage_bytes(result.dtype, 8))
+    return several if several and not rest else result.shape[1] + 1
 
 
 def _part(flow: ValueFlow, op: Op) -> _Part | None:
@@ -387,27 +380,27 @@ def _bias(flow: ValueFlow, op: Op) -> int | None:
 
 
 def _can_be_a_view(flow: ValueFlow, op: Op) -> bool:
-    """Whether every view of a product's result can be one of some columns of a wider result."""
-    graph, out = flow.graph, op.outputs[0]
-    whole = graph.values[out]
-    if whole.storage != out or whole.stride != Tensor.contiguous(whole.shape):
+    """Whether every view of a product's result can be a view of columns of a wider result."""
+    (out,) = op.outputs
+    result = flow.values[out]
+    if result.storage != out or result.stride != Tensor.contiguous(result.shape):
         return False
     if out in flow.escaping:
         return False
-    views = [graph.values[index] for index in flow.members[out]]
-    return all(_wider(view, whole, 2 * whole.shape[1]) is not None for view in views)
+    views = [flow.values[index] for index in flow.members[out]]
+    return all(_wider(view, result, 2 * result.shape[1]) is not None for view in views)
 
 
-def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
+def _wider(view: Tensor, result: Tensor, wider: int) -> tuple[int, ...] | None:
     """The strides of a view of [T, N] once rows are `wider` elements apart.
 
     None where a dimension runs over rows and columns, or an element (a complex number) takes
-    several and is not whole in a row.
+    several and crosses rows.
     """
-    several = _several(view, whole)
-    if whole.shape[1] % several or wider % several:
+    several = _several(view, result)
+    if result.shape[1] % several or wider % several:
         return None
-    columns, wider = whole.shape[1] // several, wider // several
+    columns, wider = result.shape[1] // several, wider // several
     stride, reach = [], 0
     for size, step in zip(view.shape, view.stride, strict=True):
         if size > 1 and step < columns:
@@ -419,7 +412,7 @@ def _wider(view: Tensor, whole: Tensor, wider: int) -> tuple[int, ...] | None:
 
 
 def _emit_fused(edit: Editor, parts: list[_Part]) -> None:
-    """The product of all parts, and its columns as the results of the parts."""
+    """Emit the product of all parts, and its columns as the results of the parts."""
     like, values = parts[0].product, edit.values
     widths = [values[part.product.outputs[0]].shape[1] for part in parts]
     rows, dtype = values[like.outputs[0]].shape[0], values[like.outputs[0]].dtype
@@ -438,10 +431,10 @@ def _emit_fused(edit: Editor, parts: list[_Part]) -> None:
     start = 0
     for part, width in zip(parts, widths, strict=True):
         out = part.product.outputs[0]
-        whole = values[out]
+        result = values[out]
         for index in edit.flow.members[out]:
-            strides = _wider(values[index], whole, sum(widths))
-            if strides is not None:  # as `_fit_side_by_side` has seen to
+            strides = _wider(values[index], result, sum(widths))
+            if strides is not None:  # ensured by `_fit_side_by_side`
                 values[index] = replace(values[index], storage=made.id, stride=strides)
         cut: dict[str, Argument] = {"self": made, "dim": 1, "start": start, "end": start + width}
         edit.emit(part.product, "aten.slice.Tensor", cut, (out,), kind="view")
@@ -449,7 +442,7 @@ def _emit_fused(edit: Editor, parts: list[_Part]) -> None:
 
 
 def _side_by_side(edit: Editor, parts: list[int], dim: int) -> Ref:
-    """A weight from outside that holds some weights along one dimension."""
+    """An external weight that concatenates weights along one dimension."""
     first = edit.values[parts[0]]
     size = sum(edit.values[part].shape[dim] for part in parts)
     shape = (*first.shape[:dim], size, *first.shape[dim + 1 :])
@@ -460,10 +453,7 @@ def _side_by_side(edit: Editor, parts: list[int], dim: int) -> Ref:
 
 
 def joined_name(names: list[str]) -> str:
-    """The name of what holds several tensors: "attn.q+k.weight" for attn.q.weight, attn.k.weight.
-
-    The parts of the path that differ stand side by side.
-    """
+    """The name of several tensors as one: "attn.q+k.weight" for attn.q.weight, attn.k.weight."""
     paths = [name.split(".") for name in names]
     shortest = min(map(len, paths))
     first = next((i for i in range(shortest) if len({p[i] for p in paths}) > 1), shortest)

@@ -1,9 +1,8 @@
-"""Which elements of earlier values an element of a value is made of, through views and products.
+"""Index expressions of operands, through views, casts, broadcasts, products and sums.
 
 A dimension of a value is read at `Dim`: a number in mixed radix, whose digits (`Atom`) belong to
-axes that a finder names.  Walking back from a value through views, casts, broadcasts, products and
-sums gives the factors of a sum of products, each with the dims at which it is read: so that
-`einsum`, `bmm`, `mul` and `sum` in any order say the same.
+axes that a finder names.  A value becomes a sum of products of factors, each with the dims at
+which it is read, so that `einsum`, `bmm`, `mul` and `sum` in any order are equal.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ class Atom(NamedTuple):
 
 
 class Dim(NamedTuple):
-    """Where a dimension is read: at `start` plus the number whose digits are `atoms`."""
+    """A dimension is read at `start` plus the number whose digits are `atoms`."""
 
     atoms: tuple[Atom, ...]
     start: int = 0
 
 
 Names = dict[Axis, list[tuple[Atom, Atom]]]
-"""By axis, its digits, each with the digit that it is called by."""
+"""By axis, its digits, each with the digit that replaces it."""
 
 
 class ReadValue(NamedTuple):
@@ -45,7 +44,7 @@ class ReadValue(NamedTuple):
 
     @property
     def axes(self) -> frozenset[Axis]:
-        """The axes that it depends on."""
+        """The axes of its dims."""
         return frozenset(atom.axis for dim in self.dims for atom in dim.atoms)
 
 
@@ -74,7 +73,7 @@ _RESHAPES = frozenset({
 
 
 def full(axis: Axis, size: int) -> Dim:
-    """All of an axis; an axis of one element says nothing."""
+    """All of an axis; no digit for an axis of one element."""
     return Dim((Atom(axis, 1, size),)) if size > 1 else Dim(())
 
 
@@ -89,7 +88,7 @@ class Walker(ValueFlow):
         self._written = set(self.writers)
 
     def settled(self, storages: set[int]) -> None:
-        """From here on, values of these storages are read as they are once all was written."""
+        """From here on, values of these storages are read as they are after the last write."""
         self._written -= storages
 
     def unsettled(self, storages: set[int]) -> None:
@@ -97,17 +96,18 @@ class Walker(ValueFlow):
         self._written |= storages
 
     def fresh(self, value: int) -> ReadValue:
-        """A value at dims of its own."""
+        """A value at new axes, one for each dimension."""
         shape = self.graph.values[value].shape
         return ReadValue(value, tuple(full((value, d), size) for d, size in enumerate(shape)))
 
     def maker(self, value: int) -> Op | None:
-        """The op that made a value, where it is made of the same iteration's values alone."""
+        """The forward op that made a value of values of its iteration alone."""
         op = None if value in self._edges else self.producer(value)
         return None if op is None or op.part != "forward" or reads_across(op) else op
 
     def only_reader(self, value: int) -> Op | None:
-        """The op that alone reads a value, and makes one; None where the step returns it, too."""
+        """The only op that reads a value, if it has one result and the step does not return the
+        value."""
         readers = self.users[value]
         alone = len(readers) == 1 and value not in self.graph.outputs
         return readers[0] if alone and len(readers[0].outputs) == 1 else None
@@ -121,7 +121,7 @@ class Walker(ValueFlow):
                 self._edges.add(value)
 
     def source(self, factor: ReadValue, at: int | None = None) -> ReadValue:
-        """What a value is a view, a copy, a cast or a padding of; as far back as the value `at`."""
+        """The first value behind views, copies, casts and paddings, back to `at` at most."""
         while True:
             before = self._before(factor) if factor.value != at else None
             if before is None:
@@ -129,10 +129,8 @@ class Walker(ValueFlow):
             factor = before
 
     def parts(self, factor: ReadValue, at: int | None = None) -> tuple[ReadValue, ...]:
-        """The factors of a product, or of a sum of products; the factor alone where it is none.
-
-        None is gone through beyond the value `at`.
-        """
+        """The factors of a product, or of a sum of products, back to `at` at most; the factor
+        itself where it is none."""
         factor = self.source(factor, at)
         op = self.maker(factor.value)
         if op is None or self.changes(factor.value):
@@ -149,11 +147,9 @@ class Walker(ValueFlow):
         self._pass(op)
         return tuple(self.source(part, at) for part in made)
 
-    def under(self, factor: ReadValue, *names: str, **bind: object) -> list[ReadValue]:
-        """What the last op of a chain by elements reads, each op of which makes the first operand
-        of the one before it, and the first op the factor; nothing where there is no such chain.
-
-        said: what an op has to be given, if it has such an argument.
+    def under(self, factor: ReadValue, *names: str, **arguments: object) -> list[ReadValue]:
+        """The operands of the last of these pointwise ops, each on the first operand of the one
+        before; empty without such a chain.  arguments: required where an op has them.
         """
         read = [factor]
         for name in names:
@@ -161,14 +157,14 @@ class Walker(ValueFlow):
             op = self.maker(factor.value)
             if op is None or op.name != f"aten.{name}":
                 return []
-            if any(op.arguments.get(key, x) != x for key, x in {"alpha": 1, **bind}.items()):
+            if any(op.arguments.get(key, x) != x for key, x in {"alpha": 1, **arguments}.items()):
                 return []
             self.passed.add(op.id)
             read = [self.source(self.aligned(i, factor.dims)) for i in op.inputs]
         return read
 
     def holding(self, factor: ReadValue, value: int) -> list[ReadValue] | None:
-        """A factor taken apart as far as is needed to see a value; None where it is not in it."""
+        """The factors among which a value is, expanded no further; None where it is in none."""
         factor = self.source(factor, value)
         if factor.value == value:
             return [factor]
@@ -184,33 +180,32 @@ class Walker(ValueFlow):
             for piece in ([part] if pieces is None else pieces)
         ]
 
-    def apart(self, factor: ReadValue, whole: Callable[[ReadValue], bool]) -> list[ReadValue]:
-        """The factors of a value, each taken apart until it is `whole`, or no product."""
+    def expanded(self, factor: ReadValue, stop: Callable[[ReadValue], bool]) -> list[ReadValue]:
+        """The factors of a value, each expanded until `stop` holds or it is no product."""
         factor = self.source(factor)
-        if whole(factor):
+        parts = (factor,) if stop(factor) else self.parts(factor)
+        if parts == (factor,):
             return [factor]
-        parts = self.parts(factor)
-        if len(parts) == 1 and parts[0] == factor:
-            return [factor]
-        return [piece for part in parts for piece in self.apart(part, whole)]
+        return [piece for part in parts for piece in self.expanded(part, stop)]
 
-    def at_index(self, view: int, whole: ReadValue, dim: int, index: int) -> ReadValue | None:
-        """A view that is all of a value at one index of a dimension, its axes called as those of
-        the value; None for another one."""
-        there = (*whole.dims[:dim], Dim((), index), *whole.dims[dim + 1 :])
-        names, others = self.seen(self.fresh(view), ReadValue(whole.value, there))
-        return None if names is None or others else renamed(self.fresh(view), names)
+    def at_index(self, view: int, source: ReadValue, dim: int, index: int) -> ReadValue | None:
+        """A view with the axes of its source, if it is the source at one index of a dimension."""
+        part = (*source.dims[:dim], Dim((), index), *source.dims[dim + 1 :])
+        names, others = self.seen(self.fresh(view), ReadValue(source.value, part))
+        return None if others else renamed(self.fresh(view), names)
 
-    def seen(self, factor: ReadValue, known: ReadValue) -> tuple[Names | None, list[ReadValue]]:
-        """What the axes of a factor are called where a value in it is read as it is known, and the
-        other factors; no names where it is not in it, or more than once."""
-        pieces = self.holding(factor, known.value) or []
-        own = [piece for piece in pieces if piece.value == known.value]
-        names = named(own[0], known.dims) if len(own) == 1 else None
-        return names, [piece for piece in pieces if piece.value != known.value]
+    def seen(self, factor: ReadValue, anchor: ReadValue) -> tuple[Names | None, list[ReadValue]]:
+        """Names by which a factor reads the value of `anchor` at its dims, and the other factors.
+
+        None in place of names where it does not read the value exactly once.
+        """
+        pieces = self.holding(factor, anchor.value) or []
+        same = [piece for piece in pieces if piece.value == anchor.value]
+        names = named(same[0], anchor.dims) if len(same) == 1 else None
+        return names, [piece for piece in pieces if piece.value != anchor.value]
 
     def aligned(self, value: int, dims: Sequence[Dim]) -> ReadValue:
-        """An operand that is broadcast to these dims."""
+        """An operand that broadcasts to these dims."""
         shape = self.graph.values[value].shape
         dims = dims[len(dims) - len(shape) :]
         return ReadValue(
@@ -218,7 +213,7 @@ class Walker(ValueFlow):
         )
 
     def changes(self, value: int) -> bool:
-        """Whether an op writes into the bytes of a value after it was made."""
+        """Whether an op writes into the storage of a value after it was made."""
         return self.graph.values[value].storage in self._written
 
     def _before(self, factor: ReadValue) -> ReadValue | None:
@@ -236,7 +231,7 @@ class Walker(ValueFlow):
     def _moved(
         self, op: Op, value: int, dims: tuple[Dim, ...], shape: tuple[int, ...]
     ) -> tuple[Dim, ...] | None:
-        """The dims at which a view, a copy or a padding reads its operand; None for another op."""
+        """The dims at which a view, a copy or a padding reads its operand."""
         name, arguments = op.name, op.arguments
         if name in _SAME and len(shape) == len(dims):
             return tuple(Dim(()) if n == 1 else d for n, d in zip(shape, dims, strict=True))
@@ -302,7 +297,7 @@ class Walker(ValueFlow):
 
 
 def order_of(op: Op, rank: int) -> list[int]:
-    """Which dimension of the operand each dimension of a permuted view is."""
+    """By dimension of a permuted view: the dimension of its operand."""
     order = list(range(rank))
     if op.name == "aten.permute":
         return [d % rank for d in op.arguments["dims"]]
@@ -314,7 +309,7 @@ def order_of(op: Op, rank: int) -> list[int]:
 def _regrouped(
     dims: Sequence[Dim], seen: Sequence[int], shape: Sequence[int]
 ) -> tuple[Dim, ...] | None:
-    """The dims of a value of `shape` that is seen as `seen`, at `dims`."""
+    """The dims of a value of `shape` whose reshape to `seen` is read at `dims`."""
     made: list[Dim] = []
     pending = [(n, d) for n, d in zip(seen, dims, strict=True) if n != 1]
     for size in shape:
@@ -346,7 +341,7 @@ def _regrouped(
 def _halves(
     atoms: tuple[Atom, ...], inner: int
 ) -> tuple[tuple[Atom, ...], tuple[Atom, ...]] | None:
-    """Digits as those of the upper part, and those of the lower part of `inner` numbers."""
+    """The digits of a number over `inner`, and of its remainder."""
     lower: list[Atom] = []
     upper = list(atoms)
     while inner > 1 and upper:
@@ -366,7 +361,7 @@ def _halves(
 
 
 def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-    """Digits of one axis that stand side by side as one digit."""
+    """Adjacent digits of one axis merged."""
     made: list[Atom] = []
     for atom in atoms:
         last = made[-1] if made else None
@@ -378,12 +373,12 @@ def joined(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
 
 
 def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
-    """What the axes of a factor are called once it is read at `dims`; None where they differ."""
+    """Names for the axes of a factor by which it is read at `dims`; None where they cannot fit."""
     names: Names = {}
-    for own, other in zip(factor.dims, dims, strict=True):
-        if own.start != other.start:
+    for dim, other in zip(factor.dims, dims, strict=True):
+        if dim.start != other.start:
             return None
-        mine, theirs = list(own.atoms), list(other.atoms)
+        mine, theirs = list(dim.atoms), list(other.atoms)
         while mine and theirs:
             a, b = mine.pop(), theirs.pop()
             size = min(a.size, b.size)
@@ -404,8 +399,13 @@ def named(factor: ReadValue, dims: Sequence[Dim]) -> Names | None:
     return names
 
 
-def renamed(factor: ReadValue, names: Names) -> ReadValue | None:
-    """A factor with its axes called by other names; an axis without a name keeps its own."""
+def renamed(factor: ReadValue, names: Names | None) -> ReadValue | None:
+    """A factor with its axes renamed; an axis without a new name keeps its old one.
+
+    None where a digit does not fit its names, or without `names`.
+    """
+    if names is None:
+        return None
     made: list[Dim] = []
     for dim in factor.dims:
         atoms: list[Atom] = []
@@ -429,6 +429,13 @@ def renamed(factor: ReadValue, names: Names) -> ReadValue | None:
     return ReadValue(factor.value, tuple(made))
 
 
+def all_renamed(factors: Mapping[str, ReadValue], names: Names) -> dict[str, ReadValue] | None:
+    """Factors by name, each renamed; None where one does not fit."""
+    made = {name: renamed(factor, names) for name, factor in factors.items()}
+    fitting = {name: factor for name, factor in made.items() if factor is not None}
+    return fitting if len(fitting) == len(factors) else None
+
+
 def called(sizes: Mapping[Axis, tuple[Axis, int]]) -> Names:
-    """Names for whole axes: by axis, what it is called and how long it is."""
+    """Names for entire axes.  sizes: the new name and the length, by axis."""
     return {old: [(Atom(old, 1, n), Atom(new, 1, n))] for old, (new, n) in sizes.items()}

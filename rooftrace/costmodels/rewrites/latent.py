@@ -3,7 +3,7 @@
 Multi-head latent attention keeps one latent c[L, r] and one rotated key [L, d_r] for all heads, and
 projects the latents to keys and values of each head: k = c W_UK, v = c W_UV.  Products are
 associative, so q (c W_UK)^T = (q W_UK^T) c^T and p (c W_UV) = (p c) W_UV: attention runs on the
-latents themselves, with one key of r + d_r and one value of r elements for all heads.
+latents, with one key of r + d_r and one value of r elements for all heads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EMPTY = frozenset({"aten.new_empty", "aten.empty", "aten.empty_like", "aten.new
 def absorb_latent(graph: OpGraph) -> tuple[OpGraph, int]:
     """Attention whose keys and values are projected from cached latents runs on the latents.
 
-    It does so where that takes fewer FLOPs, which prompts do not, and where nothing else reads the
-    keys and values.  A cache of latents and rotated keys stays as it is.  Where keys and values of
-    each head are cached, a step of one token keeps latents and rotated keys in their place.
+    It does so where that takes fewer FLOPs (not in prompts), and where nothing else reads the keys
+    and values.  A cache of latents and rotated keys stays as it is; one of keys and values of each
+    head becomes one of latents and rotated keys, in a step of one token.
     """
     refused: set[int] = set()
     while True:
@@ -79,7 +79,7 @@ def _match(flow: ValueFlow, op: Op) -> LatentAttention | None:
 
 
 def _append(flow: ValueFlow, value: int) -> Op | None:
-    """The op that appends new rows to a cache [B, H, L, d], which nothing else reads."""
+    """The op that appends new rows to a cache [B, H, L, d] and is its only reader."""
     graph, op = flow.graph, flow.producer(value)
     if op is None or op.name != "aten.cat" or op.arguments.get("dim", 0) not in (-2, 2):
         return None
@@ -132,13 +132,12 @@ def _is_shared(rope: Tensor) -> bool:
 
 
 def _pieces(flow: ValueFlow, key: int) -> list[tuple[int, int]]:
-    """What a key is put together of along its last dimension: where each part begins, and what it
-    is.  Nothing where the key is not made of parts."""
+    """(first column, value) of the parts of a key along its last dimension; empty without parts."""
     graph = flow.graph
     key = flow.root(key, graph.values[key].shape)
     place = flow.location(key)
     if place is not None and place == flow.location(place.storage):
-        key = place.storage  # which others fill
+        key = place.storage
     width = graph.values[key].shape[-1]
     op = flow.producer(key)
     if op is None or reads_across(op):
@@ -157,8 +156,8 @@ def _pieces(flow: ValueFlow, key: int) -> list[tuple[int, int]]:
 
 
 def _written(flow: ValueFlow, key: int, width: int) -> list[tuple[int, int]]:
-    """What is copied into a new tensor, part by part along its last dimension."""
-    graph, whole = flow.graph, flow.values[key]
+    """(first column, value) of the copies that fill a new tensor along its last dimension."""
+    graph, target = flow.graph, flow.values[key]
     parts = []
     for op in flow.storage_users[key]:
         if not any(graph.values[i].storage == key for i in op.outputs) or op.kind == "view":
@@ -166,7 +165,7 @@ def _written(flow: ValueFlow, key: int, width: int) -> list[tuple[int, int]]:
         if op.name != "aten.copy_" or reads_across(op):
             return []
         place = flow.location(operand(op, "self").id)
-        if place is None or place.stride != whole.stride or place.shape[:-1] != whole.shape[:-1]:
+        if place is None or place.stride != target.stride or place.shape[:-1] != target.shape[:-1]:
             return []
         parts.append((place.offset, operand(op, "src").id, place.shape[-1]))
     parts.sort()
@@ -177,7 +176,7 @@ def _written(flow: ValueFlow, key: int, width: int) -> list[tuple[int, int]]:
 
 
 def _projection(flow: ValueFlow, attention: Op, value: int) -> Projection | None:
-    """The product of all latents with a weight that made a value [B, h, L, d]; None without one."""
+    """The product of all latents with a weight that made a value [B, h, L, d]."""
     graph = flow.graph
     place = flow.location(flow.root(value, graph.values[value].shape))
     product = None if place is None else flow.producer(place.storage)
@@ -204,7 +203,7 @@ def _projection(flow: ValueFlow, attention: Op, value: int) -> Projection | None
 
 
 def _is_cheaper(graph: OpGraph, match: LatentAttention) -> bool:
-    """Whether fewer FLOPs are needed on latents; always so of caches by head, for their bytes."""
+    """Whether attention on latents takes fewer FLOPs; true for caches by head, for their bytes."""
     op = match.attention
     if match.grown is not None:
         return True
@@ -229,10 +228,7 @@ def _pairs(attention: Op, queries: int, length: int) -> int:
     return RequestLengths(tuple(cached), tuple(new)).pairs(window)
 
 
-# -- latent products -------------------------------------------------------------------------------
-# The ops of attention on latents: products with the absorbed weights, and one attention.
-#
-# q (c W_UK)^T = (q W_UK^T) c^T and p (c W_UV) = (p c) W_UV; see `latent`, which finds where.
+# -- new ops ---------------------------------------------------------------------------------------
 
 
 _OPERANDS = ("query", "key", "value")
@@ -240,7 +236,7 @@ _OPERANDS = ("query", "key", "value")
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What one product makes of the latents for every head: columns offset + head * apart + j."""
+    """A product of the latents for every head: columns offset + head * apart + j."""
 
     product: Op
     offset: int  # the first column of the first head
@@ -250,10 +246,9 @@ class Projection:
 
 @dataclass(frozen=True, slots=True)
 class GrownCache:
-    """Caches of keys [B, H, L, d] and values of each head, and the ops that append to them.
+    """The ops that append to caches of keys [B, H, L, d] and values of each head.
 
-    Every row of them was appended so, and is the projection of a latent: the latents can be cached
-    in their place.
+    Every row is the projection of a latent, so the latents can be cached in their place.
     """
 
     keys: Op
@@ -276,14 +271,14 @@ class LatentAttention:
 
     @property
     def products(self) -> frozenset[int]:
-        """Values that nobody needs any more: what the projections make, and caches by head."""
+        """Values that become dead: the results of the projections, and caches by head."""
         grown = self.grown
         caches = () if grown is None else (grown.keys.outputs[0], grown.values.outputs[0])
         return frozenset({*(p.product.outputs[0] for p in (self.keys, self.values)), *caches})
 
 
 def first_column(offset: int, apart: int, heads: int, columns: int) -> int | None:
-    """Where `heads` whole spans of columns begin, each of which holds the columns of a head."""
+    """The start of `heads` spans of columns, each of which has the columns of a head."""
     for start in (offset, offset - offset % apart):
         if start + heads * apart <= columns:
             return start
@@ -321,8 +316,8 @@ def emit(edit: Editor, match: LatentAttention) -> None:
     wide = (ev, queries * heads * ev, heads * ev, 1)
     split = edit.viewed(op, Ref(made), (heads, batch, queries, ev), wide)
     flat = edit.viewed(op, edit.permuted(op, split, (1, 2, 0, 3)), (batch, queries, heads * ev))
-    whole = edit.viewed(op, flat, (batch, queries, heads, ev))
-    edit.transpose(op, whole, out)
+    rows_first = edit.viewed(op, flat, (batch, queries, heads, ev))
+    edit.transpose(op, rows_first, out)
 
 
 def _cached(edit: Editor, match: LatentAttention, sizes: tuple[int, int, int]) -> tuple[Ref, Ref]:
@@ -343,7 +338,7 @@ def _cached(edit: Editor, match: LatentAttention, sizes: tuple[int, int, int]) -
 
 
 def _appended(edit: Editor, like: Op, new: Ref, length: int, name: str) -> Ref:
-    """A cache for all heads in the place of one by head, with the new rows behind the others."""
+    """A cache for all heads in place of one by head, with the new rows appended."""
     tensor = edit.values[new.id]
     batch, _, rows, width = tensor.shape
     before, old = like.inputs[0], edit.values[like.inputs[0]]
@@ -351,11 +346,11 @@ def _appended(edit: Editor, like: Op, new: Ref, length: int, name: str) -> Ref:
     cache = edit.value(shape, old.dtype, "kv", like.repeats, f"{old.name}.{name}")
     edit.named_like(cache, [before], lambda names: f"{names[0]}.{name}")
     arguments: dict[str, Argument] = {"tensors": (Ref(cache), new), "dim": 2}
-    whole = edit.made(
+    grown = edit.made(
         like, "aten.cat.default", arguments, (batch, 1, length, width), old.dtype, "kv"
     )
-    edit.replaced |= {before: cache, like.outputs[0]: whole.id}
-    return whole
+    edit.replaced |= {before: cache, like.outputs[0]: grown.id}
+    return grown
 
 
 def _attend(edit: Editor, op: Op, operands: dict[str, Argument]) -> Ref:
@@ -387,7 +382,7 @@ def _weight(edit: Editor, op: Op, projection: Projection, heads: int) -> Ref:
     down, across = edit.values[weight.id].stride
     apart, offset = projection.apart, projection.offset
     start = first_column(offset, apart, heads, columns)
-    assert start is not None  # `_projection` has seen to it
+    assert start is not None  # checked by `_projection`
     used = edit.sliced(op, weight, 1, start, start + heads * apart)
     by_head = edit.viewed(op, used, (rank, heads, apart), (down, apart * across, across))
     first = offset - start

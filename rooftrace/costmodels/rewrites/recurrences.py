@@ -1,9 +1,8 @@
-"""State-space recurrences, written token by token, as the kernels that libraries run.
+"""State-space recurrences, written token by token, as the kernels of libraries.
 
-What a fallback writes out is anchored at `h' = exp(a) h + u B`: a state that decays by an
-exponential and takes an outer product.  The sum that reads `h'` with C gives y.  Which value is
-dt, A, B, C or x follows from the axes that each depends on; the order of the products, their casts
-and views do not matter (see `indexing`).
+The anchor is `h' = exp(a) h + u B`: a state that decays by an exponential and takes an outer
+product.  The sum that reads `h'` with C gives y.  dt, A, B, C and x are told apart by the axes that
+they depend on; the order of products, casts and views does not matter (see `indexing`).
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from rooftrace.costmodels.rewrites.scans import Scan, blank, emit_scan, finished
 from rooftrace.graph import Op, OpGraph, Ref
 
 _LONGEST = 24
-"""The most ops between a state, or the decays within a chunk, and what is made of them."""
+"""The most ops between a state, or the decays within a chunk, and their sum."""
 _SUMS = frozenset({"aten.bmm", "aten.mm", "aten.mv", "aten.sum"})
 
 
 def fuse(graph: OpGraph, find: Callable[[Walker], Iterable[Scan]]) -> tuple[OpGraph, int]:
-    """The graph with one op for each recurrence that `find` knows, and how many these are."""
+    """The graph with one op for each recurrence that `find` yields, and how many these are."""
     if not any(op.name == "aten.exp" for op in graph.ops):
         return graph, 0
     walker = Walker(graph)
-    there = {scan.place.id: scan for scan in find(walker)}
-    dropped = {number for scan in there.values() for number in scan.dropped}
-    return with_matches(graph, there, emit_scan, dropped)
+    matches = {scan.anchor.id: scan for scan in find(walker)}
+    dropped = {number for scan in matches.values() for number in scan.dropped}
+    return with_matches(graph, matches, emit_scan, dropped)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One turn of a recurrence, or equal ones that a repeat stands for.
+class _TokenStep:
+    """One token of a recurrence, or equal ones that a repeat stands for.
 
-    state: what it begins with.  before: that, without views and casts.  factors: dt, A, B, C, x and
-    state, by name; y is the value that the sum makes.  All axes are dimensions of the state, n
-    those of the sum.  inside: ids of the ops that make h' and y, y's op first.
+    state: the state before it.  before: the same value without views and casts.  factors: dt, A, B,
+    C, x, state and the result y, by name.  All axes are dimensions of the state, n that of the sum.
+    inside: ids of the ops that make h' and y.
     """
 
     add: Op
@@ -67,7 +66,7 @@ class _Step:
 
 def scans(walker: Walker) -> Iterator[Scan]:
     """Recurrences over all tokens of a sequence, and of one token."""
-    steps: dict[int, _Step] = {}
+    steps: dict[int, _TokenStep] = {}
     for op in walker.graph.ops:
         if op.name in ("aten.add", "aten.add_") and len(op.inputs) == 2 and not reads_across(op):
             step = _step(walker, op)
@@ -80,7 +79,7 @@ def scans(walker: Walker) -> Iterator[Scan]:
         chain = [step]
         while chain[-1].h in followers:
             chain.append(followers[chain[-1].h])
-        scan = _whole(walker, chain)
+        scan = _scan(walker, chain)
         if scan is not None:
             yield scan
 
@@ -88,8 +87,8 @@ def scans(walker: Walker) -> Iterator[Scan]:
 # -- one step --------------------------------------------------------------------------------------
 
 
-def _step(walker: Walker, add: Op) -> _Step | None:
-    values = walker.graph.values
+def _step(walker: Walker, add: Op) -> _TokenStep | None:
+    values = walker.values
     dims = tuple(full(d, n) for d, n in enumerate(values[add.outputs[0]].shape))
     for term, rest in (add.reads, add.reads[::-1]):
         product = walker.producer(term.id)
@@ -109,7 +108,7 @@ def _step(walker: Walker, add: Op) -> _Step | None:
 
 def _with_sum(
     walker: Walker, add: Op, product: Op, state: Ref, decay: ReadValue, entered: ReadValue
-) -> _Step | None:
+) -> _TokenStep | None:
     h = add.outputs[0]
     summed = _sum(walker, add)
     if summed is None:
@@ -120,15 +119,15 @@ def _with_sum(
     factors = operands(walker, decay, entered, queries, n)
     if factors is None:
         return None
-    shape = walker.graph.values[h].shape
+    shape = walker.values[h].shape
     read = walker.aligned(state.id, tuple(full(d, size) for d, size in enumerate(shape)))
     start = read if state.then or state.every else walker.source(read)
     factors |= {"y": y, "state": start}
-    return _Step(add, state, start.value, factors, n, inside | {product.id})
+    return _TokenStep(add, state, start.value, factors, n, inside | {product.id})
 
 
 def _sum(walker: Walker, add: Op) -> tuple[ReadValue, ReadValue, int, frozenset[int]] | None:
-    """y, what the state is multiplied by to make it, and the dimension that is summed."""
+    """y, the factor of the state in it, and the dimension of the sum."""
     h = add.outputs[0]
     for op in sums_behind(walker, h):
         walker.passed = set()
@@ -139,8 +138,7 @@ def _sum(walker: Walker, add: Op) -> tuple[ReadValue, ReadValue, int, frozenset[
 
 
 def sums_behind(walker: Walker, value: int) -> Iterator[Op]:
-    """The sums over products of a value, in its iteration: those that the fewest ops lie before
-    first."""
+    """The sums over products of a value, in its iteration; the nearest first."""
     graph = walker.graph
     repeats = graph.ops[graph.producers[value]].repeats
     front, seen = [value], set[int]()
@@ -157,24 +155,27 @@ def sums_behind(walker: Walker, value: int) -> Iterator[Op]:
 
 def summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
     y = walker.fresh(op.outputs[0])
-    shape = walker.graph.values[h].shape
+    shape = walker.values[h].shape
     state = ReadValue(h, tuple(full(d, n) for d, n in enumerate(shape)))
     names, others = walker.seen(y, state)
     over = {axis for axis in names or () if isinstance(axis, SumAxis)}
     if names is None or len(others) != 1 or len(over) != 1:
         return None
-    by, called_y = renamed(others[0], names), renamed(y, names)
+    by, named_y = renamed(others[0], names), renamed(y, names)
     n = [other.axis for _, other in names[over.pop()]]
-    if by is None or called_y is None or len(n) != 1:
+    if by is None or named_y is None or len(n) != 1:
         return None
-    return called_y, by, int(str(n[0]))
+    return named_y, by, int(str(n[0]))
 
 
 def operands(
     walker: Walker, decay: ReadValue, entered: ReadValue, queries: ReadValue, n: Axis
 ) -> dict[str, ReadValue] | None:
-    """dt, A, B, C and x, of the logarithm of the decay, what enters, and what reads the states."""
-    pieces = walker.apart(entered, lambda f: n not in f.axes or f.axes <= queries.axes)
+    """dt, A, B, C and x by name.
+
+    decay: its logarithm.  entered: added to the state.  queries: read the state.
+    """
+    pieces = walker.expanded(entered, lambda f: n not in f.axes or f.axes <= queries.axes)
     keys = [piece for piece in pieces if n in piece.axes]
     factors = decay_of(walker, decay, [piece for piece in pieces if n not in piece.axes])
     if factors is None or len(keys) != 1:
@@ -185,9 +186,9 @@ def operands(
 def decay_of(
     walker: Walker, exponent: ReadValue, others: list[ReadValue]
 ) -> dict[str, ReadValue] | None:
-    """dt, A and x: dt is what both the decay and what enters are multiplied by.
+    """dt, A and x: dt is a factor of both the decay and the input.
 
-    Without such a factor, the exponent is the logarithm of the decay, and x enters as it is.
+    Without such a factor, the exponent is the logarithm of the decay, and x the input itself.
     """
     parts = walker.parts(exponent)
     if len(parts) == 2:
@@ -206,10 +207,10 @@ def decay_of(
 # -- all of them -----------------------------------------------------------------------------------
 
 
-def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
+def _scan(walker: Walker, chain: Sequence[_TokenStep]) -> Scan | None:
     """A chain of steps as one recurrence."""
     graph, first, last = walker.graph, chain[0], chain[-1]
-    counts = [_turns(walker, step) for step in chain]
+    counts = [_tokens(walker, step) for step in chain]
     tokens = sum(counts)
     base = first.add.repeats if counts[0] == 1 else first.add.repeats[:-1]
     if not all(counts) or not all(_kept_inside(walker, *pair) for pair in pairwise(chain)):
@@ -229,12 +230,12 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
         factors["state"] = first.factors["state"]
         if tokens == 1 and first.before in walker.graph.producers:
             return None
-    place = graph.ops[graph.producers[y.value]]
-    if place.repeats != base:
+    anchor = graph.ops[graph.producers[y.value]]
+    if anchor.repeats != base:
         return None
     shape = graph.values[last.h].shape
     after = ReadValue(last.h, tuple(full(d, n) for d, n in enumerate(shape)))
-    scan = in_roles(walker, factors, y, after, axes_of(after), first.n, tokens, place)
+    scan = in_roles(walker, factors, y, after, axes_of(after), first.n, tokens, anchor)
     if scan is None:
         return None
     inside = frozenset(number for step in chain for number in step.inside)
@@ -242,8 +243,8 @@ def _whole(walker: Walker, chain: Sequence[_Step]) -> Scan | None:
     return finished(walker, _ending(walker, scan, last))
 
 
-def _turns(walker: Walker, step: _Step) -> int:
-    """How many tokens a step stands for; 0 where it reads another one than the last."""
+def _tokens(walker: Walker, step: _TokenStep) -> int:
+    """How many tokens a step stands for; 0 where it reads another state than the last."""
     if step.state.then is None:
         return 0 if step.state.every else 1
     then, repeat = step.state.then, step.add.repeats[-1:]
@@ -252,8 +253,8 @@ def _turns(walker: Walker, step: _Step) -> int:
     return walker.graph.repeats[then.repeat].count
 
 
-def _kept_inside(walker: Walker, step: _Step, following: _Step) -> bool:
-    """Whether nothing but y and the next step reads a state."""
+def _kept_inside(walker: Walker, step: _TokenStep, following: _TokenStep) -> bool:
+    """Whether only y and the next step read a state."""
     readers = {op.id for op in ends(walker, step.h, step.inside)}
     return readers <= {following.add.id, *following.inside, *step.inside}
 
@@ -269,7 +270,7 @@ def ends(walker: Walker, value: int, inside: frozenset[int] = frozenset()) -> It
 
 
 def _merged(each: Sequence[ReadValue], counts: Sequence[int], tokens: int) -> ReadValue | None:
-    """What all steps read of one value, as one factor with an axis of tokens."""
+    """The reads of one value by all steps, as one factor with an axis of tokens."""
     if len(each) != len(counts) or len({(f.value, len(f.dims)) for f in each}) != 1:
         return None
     dims = []
@@ -289,8 +290,10 @@ def _merged(each: Sequence[ReadValue], counts: Sequence[int], tokens: int) -> Re
     return ReadValue(each[0].value, tuple(dims))
 
 
-def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> ReadValue | None:
-    """What the y of all steps are put together to, in the order of the steps."""
+def _gathered(
+    walker: Walker, chain: Sequence[_TokenStep], counts: Sequence[int]
+) -> ReadValue | None:
+    """The stack or cat of y over all steps, in their order."""
     collector: Op | None = None
     items = []
     for step in chain:
@@ -316,18 +319,18 @@ def _gathered(walker: Walker, chain: Sequence[_Step], counts: Sequence[int]) -> 
     token = inner.pop(dim)
     if collector.name == "aten.cat":
         inner.insert(dim, Dim(()))
-    called_ = None
+    stacked = None
     for step, item in zip(chain, items, strict=True):
         y = step.factors["y"]
         names, others = walker.seen(ReadValue(item.id, tuple(inner)), y)
-        if names is None or others or sum(counts) != walker.graph.values[made.value].shape[dim]:
+        if names is None or others or sum(counts) != walker.values[made.value].shape[dim]:
             return None
         names |= {a.axis: [(a, Atom("t", 1, a.size))] for a in token.atoms}
         now = renamed(made, names)
-        if called_ not in (None, now):
+        if stacked not in (None, now):
             return None
-        called_ = now
-    return called_
+        stacked = now
+    return stacked
 
 
 def in_roles(
@@ -338,46 +341,39 @@ def in_roles(
     axes: Mapping[Axis, int],
     n: Axis,
     tokens: int,
-    place: Op,
+    anchor: Op,
 ) -> Scan | None:
-    """A recurrence with its axes called b, t, h, p and n.
+    """A recurrence with its axes renamed to b, t, h, p and n.
 
-    axes: those of a state, by their sizes; n: that which is summed.  after: the last state.
+    axes: sizes of the axes of a state.  n: the axis of the sum.  after: the last state.
     """
     decay, x, shared = factors.get("A"), factors["x"], factors["C"].axes | factors["B"].axes
     steps = _unwrapped(walker, factors["dt"]) if decay is None else decay.axes
-    own = [a for a in axes if a in x.axes and a not in shared and a != n]
     dual = n not in steps
     by_head = steps & set(axes) if dual else frozenset()
-    own = [a for a in own if a not in by_head]
-    rest = [a for a in axes if a not in own and a != n]
+    of_x = [a for a in axes if a in x.axes - shared - by_head and a != n]
+    rest = [a for a in axes if a not in of_x and a != n]
     if decay is None and dual and rest:
         by_head = frozenset(rest[1:])
     heads = [a for a in rest if a in by_head]
     batch = [a for a in rest if a not in by_head]
-    if max(len(own), len(heads), len(batch)) > 1 or (decay is None and not dual):
+    if max(len(of_x), len(heads), len(batch)) > 1 or (decay is None and not dual):
         return None
-    roles = {n: "n"} | {a: role for group, role in ((own, "p"), (heads, "h"), (batch, "b"))
+    roles = {n: "n"} | {a: role for group, role in ((of_x, "p"), (heads, "h"), (batch, "b"))
                         for a in group}  # fmt: skip
     names = called({a: (role, axes[a]) for a, role in roles.items()})
     sizes = {"b": 1, "h": 1, "p": 1, "n": 1, "t": tokens}
     sizes |= {role: axes[a] for a, role in roles.items()}
     made = {name: renamed(f, names) for name, f in factors.items()}
-    called_y, last = renamed(y, names), None if after is None else renamed(after, names)
-    if called_y is None or (after is not None and last is None):
+    named_y, last = renamed(y, names), None if after is None else renamed(after, names)
+    if named_y is None or (after is not None and last is None):
         return None
-    return Scan(
-        dual=dual,
-        sizes=sizes,
-        factors={name: f for name, f in made.items() if f is not None},
-        y=called_y,
-        last=last,
-        place=place,
-    )
+    fitting = {name: f for name, f in made.items() if f is not None}
+    return Scan(dual=dual, sizes=sizes, factors=fitting, y=named_y, last=last, anchor=anchor)
 
 
 def axes_of(factor: ReadValue) -> dict[Axis, int]:
-    """The axes that a factor is read along, and how long they are."""
+    """The axes of a factor, and their lengths."""
     return {atom.axis: atom.step * atom.size for dim in factor.dims for atom in dim.atoms}
 
 
@@ -390,17 +386,17 @@ def _unwrapped(walker: Walker, dt: ReadValue) -> frozenset[object]:
     return frozenset[object]().union(*(_unwrapped(walker, side) for side in sides))
 
 
-def _ending(walker: Walker, scan: Scan, step: _Step) -> Scan:
-    """A recurrence with what becomes of its last state."""
+def _ending(walker: Walker, scan: Scan, step: _TokenStep) -> Scan:
+    """A recurrence with the op that reads or writes its last state."""
     reading = [op for op in ends(walker, step.h, step.inside) if op.id not in step.inside]
-    values = walker.graph.values
-    own = values[step.before].storage
+    values = walker.values
+    state = values[step.before].storage
     writes = [
         op
         for op in reading
         if op.name == "aten.copy_"
         and "state" in scan.factors
-        and values[op.inputs[0]].storage == own
+        and values[op.inputs[0]].storage == state
         and values[op.outputs[0]].shape == values[step.before].shape
     ]
     if scan.sizes["t"] == 1 and len(writes) == 1 and reading == writes:

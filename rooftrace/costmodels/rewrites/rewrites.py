@@ -28,8 +28,8 @@ from rooftrace.costmodels.rewrites.editing import (
     Editor,
     operand,
     released,
+    with_matches,
     without_dead_ops,
-    without_left_behind,
 )
 from rooftrace.costmodels.rewrites.expert_kernels import fuse_experts
 from rooftrace.costmodels.rewrites.experts import route_experts
@@ -63,7 +63,7 @@ _LONGEST = 16
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """The product that makes the logits [B S, V], and what is done to them, in order."""
+    """The product that makes the logits [B S, V], and the ops on them, in order."""
 
     product: Op
     after: tuple[Op, ...]
@@ -77,40 +77,32 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     """
     sizes = tuple(graph.workload.get(name) for name in ("batch", "seq"))
     flow = ValueFlow(graph)
-    heads = [head for output in graph.outputs if (head := _match(flow, output, sizes))]
+    heads = [head for output in graph.outputs if (head := _head(flow, output, sizes))]
     if len(heads) != 1:
         return graph, 0
     (head,) = heads
-    edit, skipped = Editor(graph), {op.id for op in head.after}
-    last = head.output
-    for op in graph.ops:
-        if op.id == head.product.id:
-            last = _emit(edit, head)
-        elif op.id not in skipped:
-            edit.ops.append(op)
-    edit.replaced[head.output] = last
-    return without_left_behind(edit.done(), graph), 1
+    after = {op.id for op in head.after}
+    return with_matches(graph, {head.product.id: head}, _emit, after)
 
 
-def _match(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | None:
-    graph = flow.graph
-    shape = graph.values[output].shape
+def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | None:
+    shape = flow.values[output].shape
     if len(shape) != 3 or shape[:2] != sizes or shape[1] < 2:
         return None
+    rows = (shape[0] * shape[1], shape[2])
     value, after = output, list[Op]()
     for _ in range(_LONGEST):
         op = flow.producer(value)
         if op is None or op.repeats:
             return None
-        rows = (shape[0] * shape[1], shape[2])
         if op.name in PRODUCTS:
-            inputs = graph.values[operand(op, PRODUCTS[op.name]).id]
-            plain = graph.values[op.outputs[0]].shape == rows and inputs.shape[0] == rows[0]
+            inputs = flow.values[operand(op, PRODUCTS[op.name]).id]
+            plain = flow.values[op.outputs[0]].shape == rows and inputs.shape[0] == rows[0]
             inside = frozenset({op.id, *(later.id for later in after)})
             alone = can_be_one(flow, inside, (output,), ()) and not flow.users[output]
             return _Head(op, tuple(reversed(after)), output) if plain and alone else None
-        source = graph.values[op.inputs[0]].shape if op.inputs else ()
-        if len(op.inputs) != 1 or source not in (shape, rows):
+        source = flow.values[op.inputs[0]].shape if len(op.inputs) == 1 else ()
+        if source not in (shape, rows):
             return None
         if op.name not in _VIEWS and (op.name not in _BY_POSITION or source != shape):
             return None
@@ -119,201 +111,93 @@ def _match(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | N
     return None
 
 
-def _emit(edit: Editor, head: _Head) -> int:
-    """The product of the last rows, and what is done to it; returns the new logits."""
+def _emit(edit: Editor, head: _Head) -> None:
+    """The product of the last rows, and the ops after it."""
     op, (batch, length, size) = head.product, edit.values[head.output].shape
     name = PRODUCTS[op.name]
     rows = operand(op, name)
     source = edit.values[rows.id]
     down, across = source.stride
-    whole = edit.viewed(op, rows, (batch, length, source.shape[1]), (length * down, down, across))
-    last = edit.sliced(op, whole, 1, length - 1, length)
+    split = edit.viewed(op, rows, (batch, length, source.shape[1]), (length * down, down, across))
+    last = edit.sliced(op, split, 1, length - 1, length)
     flat = edit.viewed(op, last, (batch, source.shape[1]), (length * down, across))
     arguments: Mapping[str, Argument] = {**op.arguments, name: flat}
     out = edit.values[op.outputs[0]]
-    made = edit.made(op, op.target, arguments, (batch, size), out.dtype, out.role).id
-    now = {op.outputs[0]: made}
+    now = {op.outputs[0]: edit.made(op, op.target, arguments, (batch, size), out.dtype, out.role)}
     for later in head.after:
         old = edit.values[later.outputs[0]]
         (source_id,) = later.inputs
         shape = (batch, 1, size) if len(old.shape) == 3 else (batch, size)
         if later.kind == "view":
-            made = edit.viewed(later, Ref(now[source_id]), shape).id
+            made = edit.viewed(later, now[source_id], shape)
         else:
             changed = {
-                key: Ref(now[item.id]) if isinstance(item, Ref) else item
+                key: now[item.id] if isinstance(item, Ref) else item
                 for key, item in later.arguments.items()
             }
-            made = edit.value(shape, old.dtype, old.role, later.repeats)
-            edit.emit(later, later.target, changed, (made,), facts=later.facts)
+            made = edit.made(later, later.target, changed, shape, old.dtype, old.role, later.facts)
         now[later.outputs[0]] = made
-    return made
+    edit.replaced[head.output] = now[head.output].id
 
 
 # -- table -----------------------------------------------------------------------------------------
-# The named rewrites: what a server runs in place of what a module's code says.
+# Named rewrites: what a server runs in place of what the code of a module says.
 #
-# A rewrite is a line of REWRITES.  It is found by structure (ops, shapes, the wiring of values,
-# their roles), never by the name of a model or a module, and it gives the same results.
+# A rewrite is matched by structure (ops, shapes, dataflow, roles), never by the name of a model or
+# a module, and its graph gives the same results.  docs/serving.md says what each does.
 
 
 INFERENCE = ("forward", "prefill", "decode", "requests")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Rewrite:
     """A named change of the graph that leaves its results as they are."""
 
     name: str  # as in `ExecutionModel.rewrites`
-    meaning: str  # one sentence for who asks what it does
-    apply: Callable[[OpGraph], tuple[OpGraph, int]]  # the new graph, and how many places changed
-    noun: str  # what is changed, in the singular
-    phases: tuple[str, ...] = INFERENCE  # where it applies
+    apply: Callable[[OpGraph], tuple[OpGraph, int]]  # the new graph, and how often it was changed
+    noun: str  # of what is changed, in the singular
+    phases: tuple[str, ...] = INFERENCE
 
 
 REWRITES = (
-    Rewrite(
-        name="routed-experts",
-        meaning="Experts that compute every token, and weigh most by zero, compute the tokens "
-        "routed to them.",
-        apply=route_experts,
-        noun="expert layer",
-    ),
-    Rewrite(
-        name="written-attention",
-        meaning="Attention that is written out, with sinks and soft caps too, is one kernel.",
-        apply=attention_kernels,
-        noun="attention",
-    ),
-    Rewrite(
-        name="shared-heads",
-        meaning="Query heads that share keys and values read them as stored, not a copy for each.",
-        apply=share_heads,
-        noun="attention",
-    ),
-    Rewrite(
-        name="mask-numbers",
-        meaning="Masks that a kernel knows by numbers (causal, a window, chunks, lengths) are not "
-        "read.",
-        apply=masks_as_numbers,
-        noun="attention",
-    ),
-    Rewrite(
-        name="causal-conv1d",
-        meaning="A causal convolution of each channel runs as one kernel, with its state and SiLU.",
-        apply=fuse_causal_convs,
-        noun="causal convolution",
-    ),
-    Rewrite(
-        name="selective-scan",
-        meaning="A recurrence whose state numbers decay each by itself runs as one kernel.",
-        apply=fuse_selective_scans,
-        noun="selective scan",
-    ),
-    Rewrite(
-        name="ssd",
-        meaning="A recurrence with one decay for each head runs as the kernels of state-space "
-        "duality.",
-        apply=fuse_dual_scans,
-        noun="state-space layer",
-    ),
-    Rewrite(
-        name="gated-delta-rule",
-        meaning="A state that is corrected towards each value, in chunks or token by token, runs "
-        "as the kernels of flash-linear-attention.",
-        apply=gated_delta_rule,
-        noun="delta rule",
-    ),
-    Rewrite(
-        name="linear-attention",
-        meaning="A decaying state to which keys and values are added, in chunks or token by token, "
-        "runs as the kernels of flash-linear-attention.",
-        apply=linear_attention,
-        noun="linear attention",
-    ),
-    Rewrite(
-        name="fused-routing",
-        meaning="What is written out between the logits of a router and the experts of each token, "
-        "with their weights, is one kernel.",
-        apply=fuse_routing,
-        noun="router",
-    ),
-    Rewrite(
-        name="fused-experts",
-        meaning="Products of routed experts take and put back their rows by number, as the kernels "
-        "of a server.",
-        apply=fuse_experts,
-        noun="expert layer",
-    ),
-    Rewrite(
-        name="index-scores",
-        meaning="Scores by which sparse attention chooses keys are added up over heads before they "
-        "are written.",
-        apply=fuse_index_scores,
-        noun="indexer",
-    ),
-    Rewrite(
-        name="absorb-latent",
-        meaning="Attention runs on the cached latents: the projection of the cache is multiplied "
-        "into query and output.",
-        apply=absorb_latent,
-        noun="attention",
-    ),
-    Rewrite(
-        name="fused-qkv",
-        meaning="Products of one input that all reach one attention are one product.",
-        apply=fuse_qkv,
-        noun="qkv projection",
-    ),
-    Rewrite(
-        name="fused-gate-up",
-        meaning="Two products of one input whose results are multiplied are one product.",
-        apply=fuse_gate_up,
-        noun="gate-up projection",
-    ),
-    Rewrite(
-        name="narrow-operands",
-        meaning="A product of numbers that were widened for it reads them narrow, and writes wide "
-        "results.",
-        apply=narrow_operands,
-        noun="product",
-    ),
-    Rewrite(
-        name="last-logits",
-        meaning="A prompt has the logits of its last position only.",
-        apply=last_logits,
-        noun="head",
-        phases=("prefill",),
-    ),
-    Rewrite(
-        name="static-cache",
-        meaning="New rows are written into a cache that has room, where a `cat` copies the cache.",
-        apply=static_caches,
-        noun="cache append",
-        phases=("prefill", "decode", "requests"),
-    ),
+    Rewrite("routed-experts", route_experts, "expert layer"),
+    Rewrite("written-attention", attention_kernels, "attention"),
+    Rewrite("shared-heads", share_heads, "attention"),
+    Rewrite("mask-numbers", masks_as_numbers, "attention"),
+    Rewrite("causal-conv1d", fuse_causal_convs, "causal convolution"),
+    Rewrite("selective-scan", fuse_selective_scans, "selective scan"),
+    Rewrite("ssd", fuse_dual_scans, "state-space layer"),
+    Rewrite("gated-delta-rule", gated_delta_rule, "delta rule"),
+    Rewrite("linear-attention", linear_attention, "linear attention"),
+    Rewrite("fused-routing", fuse_routing, "router"),
+    Rewrite("fused-experts", fuse_experts, "expert layer"),
+    Rewrite("index-scores", fuse_index_scores, "indexer"),
+    Rewrite("absorb-latent", absorb_latent, "attention"),
+    Rewrite("fused-qkv", fuse_qkv, "qkv projection"),
+    Rewrite("fused-gate-up", fuse_gate_up, "gate-up projection"),
+    Rewrite("narrow-operands", narrow_operands, "product"),
+    Rewrite("last-logits", last_logits, "head", phases=("prefill",)),
+    Rewrite("static-cache", static_caches, "cache append", ("prefill", "decode", "requests")),
 )
-"""Every rewrite, in the order in which they are applied."""
+"""Every rewrite, in the order of application."""
 
 
 # -- rewrites --------------------------------------------------------------------------------------
-# Graph to graph: the same step as another execution model would run it, or in other precisions.
-#
-# Every pass takes a verified OpGraph and returns one.  `rewrite` applies what an execution model
-# asks for; `reprice` changes storage precisions.
+# A pass takes a verified OpGraph and returns one.
 
 WRITTEN = "written-attention"
 Change = Callable[[OpGraph], tuple[OpGraph, int]]
 Price = Callable[[OpGraph], Sequence[Cost]]
-"""What each op of a graph costs, once."""
+"""The cost of each op of a graph, once."""
 
 
 def rewrite(
     graph: OpGraph, execution: ExecutionModel, price: Price | None = None
 ) -> tuple[OpGraph, tuple[str, ...]]:
-    """`graph` as this execution model runs it, and what was changed, one sentence each.
+    """`graph` as this execution model runs it, and a sentence on each change.
 
-    price: what ops cost; with it, the sentence on a named rewrite says what was saved.
+    price: of ops; with it, the sentence on a named rewrite says how much was saved.
     """
     captured = graph
     detected = execution.fusion == "detected"
@@ -326,8 +210,8 @@ def rewrite(
             noun, verb = (noun, f"{verb}s") if count == 1 else (f"{noun}s", verb)
             notes.append(f"{count} {noun} {verb} {rest}")
 
-    asked = [entry for entry in REWRITES if entry.name in execution.rewrites]
-    named = any(entry.name == WRITTEN and _can_apply(entry, graph) for entry in asked)
+    chosen = [entry for entry in REWRITES if entry.name in execution.rewrites]
+    named = any(entry.name == WRITTEN and _can_apply(entry, graph) for entry in chosen)
     change(
         execution.attention == "flash" and detected and not named,
         flash_from_products,
@@ -335,7 +219,7 @@ def rewrite(
         "run",
         "as flash attention",
     )
-    for entry in asked:
+    for entry in chosen:
         graph, note = _named(graph, entry, execution, price)
         notes += note
     graph = with_pairs(graph)
@@ -373,14 +257,14 @@ def rewrite(
 def _named(
     graph: OpGraph, entry: Rewrite, execution: ExecutionModel, price: Price | None
 ) -> tuple[OpGraph, tuple[str, ...]]:
-    """The graph after a named rewrite, and a sentence on what was changed and saved.
+    """The graph after a named rewrite, and a sentence on the changes and savings.
 
-    Where nothing is changed, a sentence says so, unless the preset of this name asks for it or all
-    rewrites are asked for.
+    A sentence says that nothing was changed, unless the rewrite is of the preset of this name or
+    all rewrites are on.
     """
-    own = execution_model(execution.name).rewrites if execution.name in SUMMARIES else ()
+    preset = execution_model(execution.name).rewrites if execution.name in SUMMARIES else ()
     everything = execution.rewrites == tuple(other.name for other in REWRITES)
-    silent = everything or entry.name in own
+    silent = everything or entry.name in preset
     if _left_out(entry, execution):
         return graph, (f"{entry.name}: left out, since attention runs as matrix products",)
     applies = _can_apply(entry, graph)
@@ -392,14 +276,11 @@ def _named(
     if price is None:
         return result, (f"{entry.name}: {changed}",)
     before, after = _prices_of_changes(graph, result, price)
-    saved = [
-        f"{written(a)} -> {written(b)}"
-        for written, a, b in (
-            (format_flops, before.flops(), after.flops()),
-            (format_traffic, before.bytes(), after.bytes()),
-        )
-        if a != b
-    ]
+    sizes = (
+        (format_flops, before.flops(), after.flops()),
+        (format_traffic, before.bytes(), after.bytes()),
+    )
+    saved = [f"{shown(a)} -> {shown(b)}" for shown, a, b in sizes if a != b]
     return result, (", ".join((f"{entry.name}: {changed}", *saved)),)
 
 
@@ -409,12 +290,12 @@ def _left_out(entry: Rewrite, execution: ExecutionModel) -> bool:
 
 
 def _can_apply(entry: Rewrite, graph: OpGraph) -> bool:
-    """Whether a rewrite is for graphs like this one: of its phases, and without a backward."""
+    """Whether the graph is of a phase of the rewrite, and without a backward."""
     return graph.phase in entry.phases and all(op.part == "forward" for op in graph.ops)
 
 
 def applicable(graph: OpGraph, execution: ExecutionModel) -> tuple[str, ...]:
-    """Names of the rewrites that would change `graph`, and that `execution` does not ask for yet.
+    """Names of the rewrites that would change `graph` and that `execution` does not have.
 
     graph: with the family of each op.
     """
@@ -431,10 +312,10 @@ def applicable(graph: OpGraph, execution: ExecutionModel) -> tuple[str, ...]:
 
 
 def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[Cost, Cost]:
-    """What the ops cost that a rewrite removed, and those that it put in their place.
+    """The costs of the ops that a rewrite removed, and of those that it added.
 
-    Values keep their ids, so an op is known by its name and by the values that it makes; one that
-    reads something else is another one where it then costs something else.
+    Values keep their ids, so an op is identified by its name and by the values that it makes; if
+    its cost differs it was replaced.
     """
     priced = [
         {
@@ -463,10 +344,7 @@ def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[C
 
 
 def check_precisions(dtype: str | None, *others: str | None) -> None:
-    """Raise PrecisionError unless `dtype` is a float, the others floats or integers up to 8 bits.
-
-    None is fine.
-    """
+    """Raise PrecisionError unless all are floats, or integers of at most 8 bits after the first."""
     for name in (dtype, *others):
         if name is not None and not _can_hold(name, integers=True):
             raise PrecisionError(
@@ -481,8 +359,8 @@ def check_precisions(dtype: str | None, *others: str | None) -> None:
 
 
 def _can_hold(name: str, integers: bool) -> bool:
-    known = precision(name)
-    return known.kind == "float" or (integers and known.kind == "int" and known.bits <= 8)
+    wanted = precision(name)
+    return wanted.kind == "float" or (integers and wanted.kind == "int" and wanted.bits <= 8)
 
 
 def reprice(
@@ -504,48 +382,42 @@ def reprice(
     """
     OpGraph.check(graph, "reprice")
     first = dtype is None and "priced_dtype" not in graph.model
-    declared = first and weights_dtype is None and _declares(graph)
+    # No optimizer updates quantised weights.
+    declares = "bytes_stored" in graph.model and graph.phase != "training"
+    declared = first and weights_dtype is None and declares
     if first and kv_dtype is None:
         kv_dtype = graph.workload.get("declared_kv_dtype")
     if dtype is None and weights_dtype is None and kv_dtype is None and not declared:
         return graph
     check_precisions(dtype, weights_dtype, kv_dtype)
-    own = str(graph.model.get("priced_dtype") or graph.model.get("dtype", "fp32"))
+    old = str(graph.model.get("priced_dtype") or graph.model.get("dtype", "fp32"))
     by_role = {"weights": weights_dtype or dtype, "kv": kv_dtype or dtype}
-    fixed = _optimizers_own(graph)
+    fixed = _of_optimizer(graph)
     values: list[Tensor] = []
     islands: Counter[str] = Counter()
     for index, tensor in enumerate(graph.values):
         owner = graph.values[tensor.storage]
         wanted = (owner.stored if declared else "") or by_role.get(owner.role, dtype)
         stays = wanted is None or tensor.storage in fixed
-        if tensor.dtype == own and not stays:
-            values.append(replace(tensor, dtype=precision(wanted or own).name))
-            continue
-        if (
-            tensor.dtype != own
-            and tensor.storage == index
-            and not stays
-            and precision(tensor.dtype).kind == "float"
-        ):
+        if tensor.dtype == old and not stays:
+            tensor = replace(tensor, dtype=precision(wanted or old).name)
+        elif tensor.storage == index and not stays and precision(tensor.dtype).kind == "float":
             islands[tensor.dtype] += graph.times(tensor)
         values.append(tensor)
     model = {
         **graph.model,
-        "priced_dtype": dtype or own,
+        "priced_dtype": dtype or old,
         "islands": dict(islands),
         "bytes_parameters": _parameter_bytes(graph, values, declared),
     }
-    asked = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
-    workload = {
-        **graph.workload,
-        **{name: chosen or graph.workload.get(name) for name, chosen in asked.items()},
-    }
+    chosen = {"dtype": dtype, "weights_dtype": weights_dtype, "kv_dtype": kv_dtype}
+    kept = {name: new or graph.workload.get(name) for name, new in chosen.items()}
+    workload = {**graph.workload, **kept}
     return graph.replace(values=tuple(values), model=model, workload=workload)
 
 
-def _optimizers_own(graph: OpGraph) -> frozenset[int]:
-    """Storages of optimizer states and masters, and those that the optimizer makes for itself.
+def _of_optimizer(graph: OpGraph) -> frozenset[int]:
+    """Storages of optimizer states and masters, and those that the optimizer makes.
 
     Among the latter are its fp32 copies of low-precision gradients.
     """
@@ -557,20 +429,15 @@ def _optimizers_own(graph: OpGraph) -> frozenset[int]:
     )
 
 
-def _declares(graph: OpGraph) -> bool:
-    """Whether the checkpoint declares formats that hold for this step."""
-    return "bytes_stored" in graph.model and graph.phase != "training"
-
-
 def _parameter_bytes(graph: OpGraph, values: list[Tensor], declared: bool) -> int:
-    """Bytes of all parameters with these values; unread ones change like those that are read."""
+    """Bytes of all parameters; unread ones change like those that are read."""
     if declared:
         return int(graph.model["bytes_stored"])
-    own = new = 0
+    old = new = 0
     for index in graph.external:
-        if graph.values[index].role == "weights" and graph.values[index].storage == index:
-            copies = graph.times(graph.values[index])
-            own += copies * graph.values[index].nbytes
-            new += copies * values[index].nbytes
-    total = int(graph.model.get("bytes_parameters", own))
-    return round(total * new / own) if own else total
+        tensor = graph.values[index]
+        if tensor.role == "weights" and tensor.storage == index:
+            old += graph.times(tensor) * tensor.nbytes
+            new += graph.times(tensor) * values[index].nbytes
+    total = int(graph.model.get("bytes_parameters", old))
+    return round(total * new / old) if old else total

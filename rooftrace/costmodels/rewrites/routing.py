@@ -1,5 +1,4 @@
-"""The choice of experts as one kernel: what is written out between the logits of a router, and the
-experts of each token with their weights.
+"""The choice of experts as one kernel, from the logits of a router to the experts and weights.
 
 A server's kernel reads the logits once, and writes k indices and k weights for each token: vLLM's
 `fused_topk` and `grouped_topk`, SGLang's `moe_fused_gate`.
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace as with_fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rooftrace.costmodels.rewrites.editing import Editor, operand, rewritten
@@ -28,7 +27,7 @@ from rooftrace.graph import Argument, Op, OpGraph, Ref
 
 ROUTE = "rooftrace.route_experts.default"
 _PRODUCTS = {"aten.mm": "mat2", "aten.addmm": "mat2", "aten.bmm": "mat2", "aten._scaled_mm": "mat2"}
-"""Products that make logits, and what they call their weight."""
+"""Products that make logits -> the argument name of their weight."""
 _GROUPED = frozenset({"aten._grouped_mm", "rooftrace.expert_mm"})
 _INDEXED = frozenset({"aten.index", "aten.index_select", "aten.index_put"})
 _WALK = 32
@@ -39,12 +38,12 @@ _SCORES = {
     "sigmoid": Pat("sigmoid", "logits"),
     "root of softplus": Pat("sqrt", Pat("softplus", "logits")),
 }
-"""What is made of all logits of a token."""
+"""Functions of all logits of a token."""
 _BEST = (
     Pat("sum", Pat("topk", "parts", k=NonTensor("best"), dim=LAST_OF_TOPK), dim=LAST),
     Pat("max amax", "parts", dim=LAST),
 )
-"""What groups of experts are chosen by: a sum of their best scores, or the best one."""
+"""The criterion of groups of experts: a sum of their best scores, or the best one."""
 _KEPT = Pat(
     "expand",
     Pat(
@@ -60,12 +59,13 @@ _GROUPED_SCORES = (
     Pat("where", _KEPT, "scores", Number("fill")),
     Pat("masked_fill", "scores", Pat("bitwise_not logical_not", _KEPT), Number("fill")),
 )
-"""Scores with a number in place of those of all groups but the best."""
+"""Scores with a number for all groups but the best."""
 _SPREAD = Pat(
     "scatter", Pat("full full_like new_full", fill_value=-math.inf), dim=LAST, index="chosen",
     src="top",
 )  # fmt: skip
-"""What was chosen, back where it was, with minus infinity around it."""
+"""The chosen scores, scattered back into minus infinity."""
+_GATHER = Pat("gather", "source", dim=LAST, index="index")
 _TOTAL = Pat("sum", "now", dim=LAST, keepdim=True)
 _STEPS: tuple[tuple[int, Pat, Mapping[str, Any]], ...] = (
     (1, Pat("_to_copy clone", "now", bind="last"), {}),
@@ -77,31 +77,30 @@ _STEPS: tuple[tuple[int, Pat, Mapping[str, Any]], ...] = (
     (1, Pat("_softmax", "now", dim=LAST, bind="last"), {"after": "softmax"}),
     (1, Pat("sigmoid", "now", bind="last"), {"after": "sigmoid"}),
 )  # fmt: skip
-"""What a kernel can do to the weights: how many ops read them for it, and what it is called."""
+"""The functions of a kernel on the weights: how many ops read them, the pattern, its fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Routing:
-    """What one kernel computes, as `route_experts` names it."""
+    """The arguments of one `route_experts` kernel."""
 
     choice: Op  # the top k over the experts
     logits: int
     weights: int
     bias: int | None  # added for the choice alone
-    score: str  # what is made of all logits
-    groups: tuple[int, int, int, float]  # how many, how many are kept, by how many best, the rest
-    after: str = "none"  # what is made of the scores that were chosen
-    least: float = 0.0  # added to their sum, or the least that it is
+    score: str  # the function of all logits
+    groups: tuple[int, int, int, float]  # how many, how many kept, by how many best, the fill
+    after: str = "none"  # the function of the chosen scores
+    least: float = 0.0  # added to their sum, or its lower bound
     scale: float = 1.0
-    inside: frozenset[int] = frozenset()  # the ops that it stands for
+    inside: frozenset[int] = frozenset()  # the ops that it replaces
 
 
 def fuse_routing(graph: OpGraph) -> tuple[OpGraph, int]:
-    """What lies between a router's logits, and the experts of a token and their weights, becomes
-    one op.
+    """The ops between a router's logits, and the experts of a token and their weights, become one.
 
-    The top k must run over the columns of a product with weights, and the experts that it names
-    must say which rows are read; no score in between may be read by anything else.
+    The top k must run over the columns of a product with weights, and its indices must select rows;
+    no other op may read a score in between.
     """
     return rewritten(graph, ("aten.topk",), _match, _emit)
 
@@ -121,7 +120,7 @@ def _emit(edit: Editor, router: _Routing) -> None:
     edit.emit(router.choice, ROUTE, arguments, (weights, router.choice.outputs[1]))
 
 
-# -- what is there ---------------------------------------------------------------------------------
+# -- matches ---------------------------------------------------------------------------------------
 
 
 def _match(flow: ValueFlow, choice: Op) -> _Routing | None:
@@ -140,18 +139,18 @@ def _match(flow: ValueFlow, choice: Op) -> _Routing | None:
     routing = _Routing(
         choice=choice, logits=logits, weights=-1, bias=bias, score=score, groups=groups
     )
-    for start, after in _first_weights(flow, choice, scores, routing):
-        whole = _finished(flow, with_fields(routing, weights=start, after=after))
-        start_of = {logits} | ({bias} if bias is not None else set())
-        ends = {whole.weights, choice.outputs[1]}
-        inside = ops_between(flow, start_of, ends)
-        if can_be_one(flow, inside, ends, start_of):
-            return with_fields(whole, inside=inside)
+    start = {logits} if bias is None else {logits, bias}
+    for weights, after in _first_weights(flow, choice, scores, routing):
+        finished = _finished(flow, replace(routing, weights=weights, after=after))
+        ends = {finished.weights, choice.outputs[1]}
+        inside = ops_between(flow, start, ends)
+        if can_be_one(flow, inside, ends, start):
+            return replace(finished, inside=inside)
     return None
 
 
 def _function(flow: ValueFlow, scores: int) -> tuple[str, int]:
-    """What is made of the logits of a token, and the logits."""
+    """The function of the logits of a token, and the logits."""
     shape = flow.values[scores].shape
     for name, pattern in _SCORES.items():
         bound = match(flow, scores, pattern, shape=shape)
@@ -161,9 +160,9 @@ def _function(flow: ValueFlow, scores: int) -> tuple[str, int]:
 
 
 def _bias(flow: ValueFlow, value: int) -> tuple[int, int | None]:
-    """The scores, and what is added to them for the choice alone; None where nothing is.
+    """The scores, and the bias that is added to them for the choice alone.
 
-    What is added to logits themselves is a part of these.
+    A bias of the logits themselves is a part of these.
     """
     values, op = flow.values, flow.producer(value)
     bound = match(flow, value, Pat("add", "scores", "bias"), shape=values[value].shape)
@@ -177,36 +176,35 @@ def _bias(flow: ValueFlow, value: int) -> tuple[int, int | None]:
 
 
 def _groups(flow: ValueFlow, value: int) -> tuple[int, tuple[int, int, int, float]]:
-    """The scores before all groups but the best were masked; how many groups, how many are kept,
-    by how many of their best, and what stands in place of the others."""
-    values, whole = flow.values, (value, (1, 1, 1, 0.0))
+    """The scores before all groups but the best were masked, and `_Routing.groups`."""
+    values, ungrouped = flow.values, (value, (1, 1, 1, 0.0))
     bound = match(flow, value, _GROUPED_SCORES)
     if bound is None:
-        return whole
+        return ungrouped
     scores, parts = bound["scores"], values[bound["parts"]].shape
     same = flow.root(bound["parts"]) == flow.root(scores)
     groups = parts[1] if len(parts) == 3 else 0
     width = values[bound["mask"].outputs[0]].shape[-1]
     if not same or groups * width != values[scores].shape[-1]:
-        return whole
+        return ungrouped
     return scores, (groups, int(bound["kept"]), int(bound.get("best", 1)), bound["fill"])
 
 
-# -- the weights of what was chosen ----------------------------------------------------------------
+# -- weights of the chosen experts -----------------------------------------------------------------
 
 
 def _first_weights(
     flow: ValueFlow, choice: Op, scores: int, routing: _Routing
 ) -> list[tuple[int, str]]:
-    """Values that hold the scores of what was chosen, and what was made of them by then."""
+    """Values with the chosen scores, and the function that was applied to them."""
     top, chosen = choice.outputs
     shape = flow.values[scores].shape
     starts = [] if routing.bias is not None else [(top, "none")]
     for reader in flow.storage_users[flow.values[chosen].storage]:
-        known = {"index": chosen}
-        gather = Pat("gather", "source", dim=LAST, index="index")
-        bound = match(flow, reader.outputs[0], gather, known) if reader.outputs else None
-        if bound is None or reader.name != "aten.gather":
+        if reader.name != "aten.gather":
+            continue
+        bound = match(flow, reader.outputs[0], _GATHER, {"index": chosen})
+        if bound is None:
             continue
         source = flow.root(bound["source"], shape)
         name, inner = _function(flow, source)
@@ -219,25 +217,20 @@ def _first_weights(
 
 
 def _finished(flow: ValueFlow, routing: _Routing) -> _Routing:
-    """The routing with all that is done to the weights [T, k] alone, up to what else reads them."""
+    """The routing with all ops on the weights [T, k] alone, up to the first other reader."""
     for _ in range(_WALK):
         value = routing.weights
         storage = flow.values[value].storage
         readers = [op for op in flow.storage_users[storage] if value in op.inputs]
-        tries = (
-            with_fields(routing, weights=reader.outputs[0], **fields)
-            for reader in readers[-1:]
-            if (fields := _step(flow, routing, reader, len(readers))) is not None
-        )
-        following = next(tries, None)
-        if following is None:
+        fields = _step(flow, routing, readers[-1], len(readers)) if readers else None
+        if fields is None:
             return routing
-        routing = following
+        routing = replace(routing, weights=readers[-1].outputs[0], **fields)
     return routing
 
 
 def _step(flow: ValueFlow, routing: _Routing, reader: Op, readers: int) -> dict[str, Any] | None:
-    """What of a routing an op changes, which is the last that reads the weights."""
+    """The fields that the last op that reads the weights changes."""
     plain = routing.after == "none" and routing.scale == 1
     for count, pattern, fields in _STEPS:
         if count != readers or (fields and not plain):
@@ -250,7 +243,7 @@ def _step(flow: ValueFlow, routing: _Routing, reader: Op, readers: int) -> dict[
     return None
 
 
-# -- whether it is a router ------------------------------------------------------------------------
+# -- routers ---------------------------------------------------------------------------------------
 
 
 def _is_router(flow: ValueFlow, logits: int) -> bool:
@@ -280,7 +273,7 @@ def _is_weight(flow: ValueFlow, storage: int) -> bool:
 
 
 def _reaches_experts(flow: ValueFlow, chosen: int) -> bool:
-    """Whether the experts that were chosen say which rows are read, or how many each expert has."""
+    """Whether the chosen experts select rows, or count the rows of each expert."""
     graph, front, seen = flow.graph, [chosen], set[int]()
     for _ in range(_WALK):
         following = []

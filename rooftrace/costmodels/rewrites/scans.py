@@ -1,4 +1,4 @@
-"""A recurrence of a state-space model as one op: what belongs to its kernel, and the op itself.
+"""State-space recurrences as one op: the neighbours that its kernel absorbs, and the op itself.
 
 The axes of all factors are b, t, h, p and n: sequences, tokens, heads, numbers of a head, and of
 the state for each of these.
@@ -27,18 +27,17 @@ LAYOUTS = {
 }  # fmt: skip
 """The dimensions of the operands of the ops, in order."""
 USUAL_CHUNK = 256
-"""Tokens of a chunk where the code names none: `chunk_size` of mamba_ssm's Mamba2."""
+"""Tokens of a chunk where the code has no chunks: `chunk_size` of mamba_ssm's Mamba2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
     """A recurrence, as the op takes it.
 
-    factors: the operands by name.  y: the value that the op makes, and how it lies.  last: the
-    state behind the last token, where it is read.  written: the op that writes that into the state
-    of before.  options: softplus, low, high, A_log; chunk: tokens of a chunk.  first: id of the
-    first op of the recurrence.  dropped: ids of the ops whose results the op makes itself.  inside:
-    of all ops that it stands for.
+    factors: the operands by name.  y: the result.  last: the state after the last token, where it
+    is read.  written: the op that writes it over the state before.  options: softplus, low, high,
+    A_log.  chunk: tokens of a chunk.  first: id of the first op of the recurrence.  anchor: the op
+    that it replaces.  dropped: ids of ops whose results it makes itself.  inside: of all ops of it.
     """
 
     dual: bool
@@ -50,18 +49,18 @@ class Scan:
     options: Mapping[str, Any] = field(default_factory=dict)
     chunk: int = USUAL_CHUNK
     first: int = 0
-    place: Op
+    anchor: Op
     dropped: frozenset[int] = frozenset()
     inside: frozenset[int] = frozenset()
 
 
-# -- what belongs to it ----------------------------------------------------------------------------
+# -- absorbed neighbours --------------------------------------------------------------------------
 
 
 def finished(walker: Walker, scan: Scan) -> Scan | None:
-    """A recurrence with what its kernel does beside it: softplus and bias of dt, D x, the gate.
+    """A recurrence with what its kernel absorbs: softplus and bias of dt, D x, the gate.
 
-    None where an operand is not what the kernel takes, or is overwritten before the kernel runs.
+    None where an operand has other axes than the kernel takes, or is overwritten before it runs.
     """
     scan = _with_ending(walker, _with_decay(walker, _with_steps(walker, scan)))
     scan = _with_last(walker, scan)
@@ -77,28 +76,28 @@ def finished(walker: Walker, scan: Scan) -> Scan | None:
 
 
 def _whole_groups(factor: ReadValue, heads: int) -> bool:
-    """Whether heads that share a key stand side by side."""
+    """Whether heads that share a key are adjacent."""
     digits = [atom for dim in factor.dims for atom in dim.atoms if atom.axis == "h"]
     return all(atom.step * atom.size == heads for atom in digits) and len(digits) <= 1
 
 
 def _fits(scan: Scan) -> bool:
-    """Whether y is all of it: each axis once, and in full."""
+    """Whether y has each axis once, and in full."""
     atoms = [atom for dim in scan.y.dims for atom in dim.atoms]
     sizes = {axis: n for axis, n in scan.sizes.items() if n > 1 and axis != "n"}
     return {(a.axis, a.step, a.size) for a in atoms} == {(axis, 1, n) for axis, n in sizes.items()}
 
 
 def _overwritten(walker: Walker, scan: Scan) -> bool:
-    """Whether an op writes into an operand between the first op of the recurrence and its place."""
-    values = walker.graph.values
+    """Whether an operand is overwritten between the first op of the recurrence and the anchor."""
+    values = walker.values
     operands = {values[f.value].storage for f in scan.factors.values()}
     writers = (op for s in operands for op in walker.writers.get(s, ()))
-    return any(scan.first <= op.id < scan.place.id for op in writers if op.id not in scan.dropped)
+    return any(scan.first <= op.id < scan.anchor.id for op in writers if op.id not in scan.dropped)
 
 
 def _with_steps(walker: Walker, scan: Scan) -> Scan:
-    """dt before clamp, softplus and a bias, as far as it has them in this order."""
+    """dt before clamp, softplus and a bias, in this order."""
     factor = scan.factors["dt"]
     options: dict[str, Any] = {"softplus": False, "low": None, "high": None, **scan.options}
     clamp = walker.maker(factor.value)
@@ -120,7 +119,7 @@ def _with_steps(walker: Walker, scan: Scan) -> Scan:
 
 
 def _with_decay(walker: Walker, scan: Scan) -> Scan:
-    """A as the weight that it is made of as -exp(weight): an engine makes A once."""
+    """A = -exp(weight) as the weight: an engine makes A once."""
     made = scan.factors.get("A")
     weight = [] if made is None else walker.under(made, "neg", "exp")
     logs = bool(weight) and _stored(walker, *weight)
@@ -133,7 +132,7 @@ def _stored(walker: Walker, factor: ReadValue) -> bool:
 
 
 def _with_last(walker: Walker, scan: Scan) -> Scan:
-    """The last state as what it is copied to, where that is a new cache that nothing else fills."""
+    """The last state as the new cache that it is copied to, if nothing else fills that."""
     readers = [] if scan.last is None else walker.users[scan.last.value]
     blanks = [op for op in readers if op.name == "aten.zeros_like"]
     copies = [op for op in readers if op.name == "aten.copy_"]
@@ -141,7 +140,7 @@ def _with_last(walker: Walker, scan: Scan) -> Scan:
         return scan
     (empty,), (copy,) = blanks, copies
     cache = empty.outputs[0]
-    values, outputs = walker.graph.values, walker.graph.outputs
+    values, outputs = walker.values, walker.graph.outputs
     alike = values[cache].dtype == values[scan.last.value].dtype
     if copy.inputs[0] != cache or walker.users[cache] != [copy] or cache in outputs or not alike:
         return scan
@@ -157,15 +156,15 @@ def _is_sum(op: Op) -> bool:
 
 
 def _with_ending(walker: Walker, scan: Scan) -> Scan:
-    """y after D x and the gate, and the casts and cuts behind them, where nothing else reads it."""
+    """y after D x, the gate, casts and slices, as long as nothing else reads it."""
     graph, now = walker.graph, scan.y
     after_last = [] if scan.last is None else walker.users[scan.last.value]
     first = min((op.id for op in after_last if op.id not in scan.inside), default=len(graph.ops))
     while True:
         op = walker.only_reader(now.value)
-        if op is None or reads_across(op) or op.repeats != scan.place.repeats:
+        if op is None or reads_across(op) or op.repeats != scan.anchor.repeats:
             return scan
-        if op.id > first:  # the state behind the last token is read before
+        if op.id > first:  # the last state is read before
             return scan
         after = onto(walker, op.outputs[0], now)
         if after is None:
@@ -173,7 +172,7 @@ def _with_ending(walker: Walker, scan: Scan) -> Scan:
         now = after
         more = _absorbed(walker, scan, op, after)
         if more is not None:
-            scan = replace(scan, y=after, place=op, factors={**scan.factors, **more})
+            scan = replace(scan, y=after, anchor=op, factors={**scan.factors, **more})
         elif op.name in ("aten.add", "aten.mul", "aten.add_", "aten.mul_"):
             return scan
         elif (
@@ -182,16 +181,16 @@ def _with_ending(walker: Walker, scan: Scan) -> Scan:
             or (scan.dual and op.name in COPIES)
             or not _fits(scan)
         ):
-            scan = replace(scan, y=after, place=op)
+            scan = replace(scan, y=after, anchor=op)
 
 
 def _cuts(walker: Walker, op: Op) -> bool:
-    values = walker.graph.values
+    values = walker.values
     return op.name == "aten.slice" and values[op.inputs[0]].shape != values[op.outputs[0]].shape
 
 
 def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
-    """A value that is made of another one, with its axes called as those of the other."""
+    """A value that one op makes of another one, with the axes of the other."""
     fresh = walker.fresh(value)
     op = walker.graph.ops[walker.graph.producers[value]]
     if op.name in ("aten.add", "aten.add_"):
@@ -200,11 +199,11 @@ def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
         names = named(walker.aligned(now.value, fresh.dims), now.dims)
     else:
         names, _ = walker.seen(fresh, now)
-    return None if names is None else renamed(fresh, names)
+    return renamed(fresh, names)
 
 
 def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str, ReadValue] | None:
-    """The further operands of the kernel, where an op adds D x or multiplies by silu(z)."""
+    """D or z, where an op adds D x or multiplies by silu(z)."""
     if len(op.inputs) != 2 or "z" in scan.factors:
         return None
     for value in op.inputs:
@@ -222,7 +221,7 @@ def _absorbed(walker: Walker, scan: Scan, op: Op, after: ReadValue) -> dict[str,
 
 
 def clamped(flow: ValueFlow, factor: ReadValue) -> ReadValue:
-    """A factor without the zeros that it is padded with: digits as long as its dimensions."""
+    """A factor without padding: digits as long as its dimensions."""
     shape = flow.values[factor.value].shape
     dims = tuple(
         Dim((Atom(d.atoms[0].axis, d.atoms[0].step, min(d.atoms[0].size, n - d.start)),), d.start)
@@ -237,7 +236,7 @@ _BLANKS = frozenset({"aten.zeros", "aten.zeros_like", "aten.new_zeros"})
 
 
 def blank(walker: Walker, value: int) -> bool:
-    """Whether a state is all zeros, as one is that nothing was written into."""
+    """Whether a value is all zeros: nothing was written into it."""
     op = walker.maker(value)
     return op is not None and op.name in _BLANKS and not walker.changes(value)
 
@@ -246,8 +245,8 @@ def blank(walker: Walker, value: int) -> bool:
 
 
 def emit_scan(edit: Editor, scan: Scan) -> None:
-    """The kernels of a recurrence, and their results as the values that were read before."""
-    like, values, sizes = edit.kernel_for(scan.place), edit.values, scan.sizes
+    """Emit the kernels of a recurrence, and their results as the values that were read before."""
+    like, values, sizes = edit.kernel_for(scan.anchor), edit.values, scan.sizes
     operands: dict[str, Argument] = dict.fromkeys(LAYOUTS)
     for name, factor in scan.factors.items():
         operands[name] = laid_out(edit, like, clamped(edit.flow, factor), LAYOUTS[name])
@@ -280,16 +279,16 @@ def emit_scan(edit: Editor, scan: Scan) -> None:
 def _emit_dual(
     edit: Editor,
     scan: Scan,
-    given_: Mapping[str, Argument],
+    operands: Mapping[str, Argument],
     layout: Mapping[str, Argument],
     results: tuple[int, int, str],
 ) -> None:
-    """The kernels that `mamba_chunk_scan_combined` launches, with what they write for each other.
+    """Emit the kernels that `mamba_chunk_scan_combined` launches.
 
     Sums of decays, products and the states of chunks are in fp32, the states that begin the chunks
     in the precision of C.
     """
-    like, sizes, (y, last, wide) = edit.kernel_for(scan.place), scan.sizes, results
+    like, sizes, (y, last, wide) = edit.kernel_for(scan.anchor), scan.sizes, results
     length = scan.chunk
     count = -(-sizes["t"] // length)
     batch, heads = sizes["b"], sizes["h"]
@@ -300,7 +299,7 @@ def _emit_dual(
 
     def part(name: str, names: Collection[str], more: Mapping[str, Argument],
              outputs: tuple[int, ...]) -> None:  # fmt: skip
-        arguments = {**{n: given_[n] for n in names}, **more}
+        arguments = {**{n: operands[n] for n in names}, **more}
         edit.emit(like, f"rooftrace.ssd_{name}.default", arguments, outputs)
 
     steps, sums = made(by_token, wide), made(by_token, wide)
@@ -310,9 +309,9 @@ def _emit_dual(
     by_chunk = (batch, count, heads, sizes["p"], sizes["n"])
     states = made(by_chunk, wide)
     part("states", ("x", "B"), decays, (states,))
-    keys = edit.values[given_["C"].id]
+    keys = edit.values[operands["C"].id]
     begun = made(by_chunk, keys.dtype)
-    kept = {"states": Ref(states), "sums": Ref(sums), "state": given_["state"]}
+    kept = {"states": Ref(states), "sums": Ref(sums), "state": operands["state"]}
     part("passing", (), {**kept, "dtype": f"dtype:{keys.dtype}"}, (begun, last))
     products = made((batch, count, keys.shape[2], length, length), wide)
     part("products", ("C", "B"), {"chunk": length}, (products,))
@@ -321,7 +320,7 @@ def _emit_dual(
 
 
 def _digits(factor: ReadValue, stride: Sequence[int]) -> list[tuple[Atom, int]]:
-    """The digits that the dimensions of a value are read at, and how far apart each lies."""
+    """The digits of a factor, and the stride of each."""
     digits = []
     for dim, step in zip(factor.dims, stride, strict=True):
         below = math.prod(atom.size for atom in dim.atoms)
@@ -334,10 +333,10 @@ def _digits(factor: ReadValue, stride: Sequence[int]) -> list[tuple[Atom, int]]:
 def memory_order(
     factor: ReadValue, tensor: Tensor, axes: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How a value lies in memory: its axes, outermost first, and the strides of each."""
+    """The axes of a value in memory, outermost first, and the stride of each."""
     strides = {atom.axis: step for atom, step in reversed(_digits(factor, tensor.stride))}
-    known = sorted(reversed(strides), key=lambda axis: -strides[axis])
-    order = [axis for axis in axes if axis not in strides] + known
+    outermost = sorted(reversed(strides), key=lambda axis: -strides[axis])
+    order = [axis for axis in axes if axis not in strides] + outermost
     return tuple(axes.index(str(axis)) for axis in order), tuple(
         strides.get(axis, 1) for axis in axes
     )
@@ -360,14 +359,14 @@ def replaces(edit: Editor, like: Op, made: int, before: ReadValue, axes: str) ->
 
 
 def _arranged(edit: Editor, like: Op, made: Ref, before: ReadValue, axes: str) -> Ref:
-    """A value with its dimensions in the order in which another one has them."""
-    there = [str(atom.axis) for dim in before.dims for atom in dim.atoms]
-    order = tuple(axes.index(a) for a in [*(a for a in axes if a not in there), *there])
+    """A value with its dimensions in the order of another one."""
+    last = [str(atom.axis) for dim in before.dims for atom in dim.atoms]
+    order = tuple(axes.index(a) for a in [*(a for a in axes if a not in last), *last])
     return made if order == tuple(range(len(axes))) else edit.permuted(like, made, order)
 
 
 def _views(flow: ValueFlow, value: int) -> set[int]:
-    """A value and the views that are taken of it."""
+    """A value and its views."""
     storage, seen, front = flow.values[value].storage, set[int](), [value]
     while front:
         now = front.pop()
@@ -378,7 +377,7 @@ def _views(flow: ValueFlow, value: int) -> set[int]:
 
 
 def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -> Ref:
-    """An operand with a dimension for each of these axes, of one element where it has none."""
+    """An operand with a dimension for each of these axes, of size 1 where it has no such axis."""
     ref = Ref(factor.value)
     for d, dim in enumerate(factor.dims):
         length = math.prod(atom.size for atom in dim.atoms)
@@ -392,6 +391,6 @@ def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -
     order = tuple(present.index(axis) for axis in axes if axis in present)
     if order != tuple(range(len(order))):
         ref = edit.permuted(like, ref, order)
-    there = {atom.axis: (atom.size, step) for atom, step in reversed(digits)}
-    shape, steps_ = zip(*(there.get(axis, (1, 1)) for axis in axes), strict=True)
-    return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, steps_)
+    layout = {atom.axis: (atom.size, step) for atom, step in reversed(digits)}
+    shape, strides = zip(*(layout.get(axis, (1, 1)) for axis in axes), strict=True)
+    return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, strides)

@@ -1,10 +1,9 @@
-"""A few ops of a graph run on small random numbers, to see what they compute together.
+"""Ops of a graph on small random numbers: a test of identity with a formula.
 
-What a region computes does not depend on how many heads or channels there are.  So it runs with a
-few of each, in fp64, and its results are compared with those of a formula: a test of identity on
-random numbers, where a template of ops would know one way to write it only.  Each dimension of a
-value is a product of factors; a factor is as long as in the graph, or shorter.  What is not known
-here raises NotRun: the region then stays as it is.
+The function of a region does not depend on how many heads or channels there are.  So it runs with a
+few of each, in fp64, where a template of ops would match one way to write it only.  Each dimension
+of a value is a product of factors; a factor is as long as in the graph, or shorter.  Ops without a
+handler raise NotRun: the region then stays as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 Dim = tuple[tuple[int, int], ...]
-"""The factors of a dimension: how long each is in the graph, and how long here.  () is 1."""
+"""The factors of a dimension: the length of each in the graph, and its small one.  () is 1."""
 _END = 1 << 40
 
 
@@ -32,7 +31,7 @@ class NotRun(Exception):
 
 
 class SmallTensor:
-    """The numbers of a value here, and the factors of its dimensions."""
+    """Numbers in place of a value, and the factors of its dimensions."""
 
     __slots__ = ("array", "dims")
 
@@ -41,21 +40,22 @@ class SmallTensor:
 
 
 class SmallRun:
-    """Runs ops of a graph in order; `values` holds what they made, by value id.
+    """Runs ops of a graph in order; `values` holds their results, by value id.
 
-    outer: how many repeats all of the ops are in; one iteration of these is run.  sizes: how long
-    a dimension of this length in the graph is here, where an op says no more than its length.
+    outer: how many repeats all of the ops are in; one iteration of these is run.  sizes: small
+    lengths by length in the graph, for ops with no other sign of the dimension.
     """
 
     def __init__(
-        self, graph: OpGraph, known: Mapping[int, SmallTensor], outer: int, sizes: Mapping[int, int]
-    ) -> None:
+        self, graph: OpGraph, inputs: Mapping[int, SmallTensor], outer: int,
+        sizes: Mapping[int, int],
+    ) -> None:  # fmt: skip
         import numpy
 
         self.np, self.graph, self.sizes, self.outer = numpy, graph, sizes, outer
-        self.values = dict(known)
-        self.like = {graph.values[i].shape: piece.dims for i, piece in known.items()}
-        self._turn: dict[int, tuple[int, dict[int, SmallTensor]]] = {}
+        self.values = dict(inputs)
+        self.like = {graph.values[i].shape: piece.dims for i, piece in inputs.items()}
+        self._iteration: dict[int, tuple[int, dict[int, SmallTensor]]] = {}
         self._every: dict[int, list[SmallTensor]] = {}
 
     def run(self, ops: Sequence[Op]) -> dict[int, SmallTensor]:
@@ -79,15 +79,15 @@ class SmallRun:
 
     def _loop(self, repeat: int, body: Sequence[Op], depth: int) -> None:
         carried = [ref.then.value for op in body for ref in op.reads if ref.then is not None]
-        for turn in range(self.graph.repeats[repeat].count):
+        for number in range(self.graph.repeats[repeat].count):
             before = {i: self.values[i] for i in carried if i in self.values}
-            self._turn[repeat] = turn, before
+            self._iteration[repeat] = number, before
             self._block(body, depth)
             for op in body:
                 for i in op.outputs:
                     if i in self._every:
                         self._every[i].append(self.values[i])
-        del self._turn[repeat]
+        del self._iteration[repeat]
 
     def _op(self, op: Op) -> None:
         name = op.name.removeprefix("aten.")
@@ -109,17 +109,17 @@ class SmallRun:
     # -- arguments ---------------------------------------------------------------------------------
 
     def at(self, ref: Ref) -> SmallTensor:
-        """What a reference means in this turn."""
-        if ref.then is not None and ref.then.repeat in self._turn:
-            turn, before = self._turn[ref.then.repeat]
-            if turn + ref.then.shift >= 0:
+        """The value of a reference in this iteration."""
+        if ref.then is not None and ref.then.repeat in self._iteration:
+            number, before = self._iteration[ref.then.repeat]
+            if number + ref.then.shift >= 0:
                 if ref.then.shift != -1:
-                    raise NotRun("a turn further back")
+                    raise NotRun("an iteration further back")
                 return before[ref.then.value]
         return self.values[ref.id]
 
     def of(self, op: Op, name: str) -> SmallTensor:
-        """A tensor argument; a number stands as a tensor without dimensions."""
+        """A tensor argument; a number becomes a tensor without dimensions."""
         item = op.arguments.get(name)
         if isinstance(item, Ref):
             return self.at(item)
@@ -128,7 +128,7 @@ class SmallRun:
         raise NotRun(f"{op.name}: {name}")
 
     def all_of(self, op: Op, name: str) -> list[SmallTensor]:
-        """The tensors in a list, those of all turns in turns."""
+        """The tensors in a list; those of all iterations are interleaved."""
         pieces: list[SmallTensor] = []
         group: list[Ref] = []
         for ref in (*op.arguments[name], None):
@@ -143,10 +143,10 @@ class SmallRun:
         return pieces
 
     def number(self, op: Op, name: str, default: Any = None) -> Any:
-        """A plain argument in this turn."""
+        """A plain argument in this iteration."""
         item = op.arguments.get(name, default)
         step = op.steps.get(name, 0)
-        return item + step * self._turn[op.repeats[-1]][0] if step else item
+        return item + step * self._iteration[op.repeats[-1]][0] if step else item
 
     def full(self, op: Op, position: int = 0) -> tuple[int, ...]:
         """The shape of a result in the graph."""
@@ -155,30 +155,30 @@ class SmallRun:
     def sized(self, shape: Sequence[int]) -> tuple[Dim, ...]:
         """The dimensions of a tensor of which only the shape is known."""
         shape = tuple(shape)
-        known = self.like.get(shape)
-        return known or tuple(((n, self.sizes.get(n, n)),) if n != 1 else () for n in shape)
+        alike = self.like.get(shape)
+        return alike or tuple(((n, self.sizes.get(n, n)),) if n != 1 else () for n in shape)
 
 
 def short(dims: Iterable[Dim]) -> tuple[int, ...]:
-    """The shape here."""
+    """The small shape."""
     return tuple(math.prod(small for _, small in dim) for dim in dims)
 
 
-def _whole(dim: Dim, what: str) -> None:
-    """Raise NotRun where a dimension is shorter here than in the graph."""
+def _check_full(dim: Dim, action: str) -> None:
+    """Raise NotRun where a dimension is shorter than in the graph."""
     if any(n != small for n, small in dim):
-        raise NotRun(f"{what} of a short dimension")
+        raise NotRun(f"{action} of a short dimension")
 
 
 def _spread(run: SmallRun, op: Op, *pieces: SmallTensor) -> tuple[Dim, ...]:
-    """The dimensions of a result by elements."""
+    """The dimensions of a pointwise result."""
     rank = max(len(piece.dims) for piece in pieces)
     rows = [((),) * (rank - len(piece.dims)) + piece.dims for piece in pieces]
     return tuple(next((dim for dim in column if dim), ()) for column in zip(*rows, strict=True))
 
 
 def _by_elements(function: str, *names: str) -> Callable[..., SmallTensor]:
-    """A function of numpy that acts on each element, of these arguments."""
+    """A pointwise function of numpy, of these arguments."""
 
     def made(run: SmallRun, op: Op) -> SmallTensor:
         return _each(run, op, getattr(run.np, function), *names)
@@ -204,7 +204,7 @@ def _added(sign: int) -> Callable[..., SmallTensor]:
 
 
 def _viewed(run: SmallRun, op: Op) -> SmallTensor:
-    """All elements in another shape: factors are put together, long ones are split."""
+    """All elements in another shape: factors are merged, long ones are split."""
     piece = run.of(op, "self")
     left = [factor for dim in piece.dims for factor in dim][::-1]
     dims: list[Dim] = []
@@ -239,13 +239,13 @@ def _expanded(run: SmallRun, op: Op) -> SmallTensor:
 
 
 def _cut(piece: SmallTensor, dim: int, start: int, end: int, step: int = 1) -> SmallTensor:
-    """Some elements along a dimension, which is as long here as in the graph."""
+    """A slice along a dimension, which is as long as in the graph."""
     dim %= len(piece.dims)
     long = math.prod(n for n, _ in piece.dims[dim])
     start, end, step = slice(start, end, step).indices(long)
     if (start, end, step) == (0, long, 1):
         return piece
-    _whole(piece.dims[dim], "a part")
+    _check_full(piece.dims[dim], "a part")
     left = len(range(start, end, step))
     array = piece.array[(slice(None),) * dim + (slice(start, end, step),)]
     new: Dim = ((left, left),) if left != 1 else ()
@@ -287,7 +287,7 @@ def _joined(run: SmallRun, op: Op) -> SmallTensor:
         array, rest = run.np.stack([p.array for p in pieces], dim), pieces[0].dims
         return SmallTensor(array, (*rest[:dim], ((shape[dim], len(pieces)),), *rest[dim:]))
     for piece in pieces:
-        _whole(piece.dims[dim], "a cat")
+        _check_full(piece.dims[dim], "a cat")
     pieces = [p for p in pieces if len(p.dims) == len(shape)]  # an empty one has no dimensions
     array = run.np.concatenate([p.array for p in pieces], dim)
     rest = pieces[0].dims
@@ -302,7 +302,7 @@ def _padded(run: SmallRun, op: Op) -> SmallTensor:
         if before or after:
             if before < 0 or after < 0:
                 raise NotRun("padding that cuts")
-            _whole(dims[d], "padding")
+            _check_full(dims[d], "padding")
             size = piece.array.shape[d] + before + after
             widths[d], dims[d] = (before, after), ((size, size),)
     return SmallTensor(
@@ -332,13 +332,13 @@ def _length(run: SmallRun, op: Op) -> SmallTensor:
 
 
 def _mean(run: SmallRun, op: Op) -> SmallTensor:
-    whole, total = run.of(op, "self"), _summed(run, op)
-    return SmallTensor(total.array * (total.array.size / whole.array.size), total.dims)
+    piece, total = run.of(op, "self"), _summed(run, op)
+    return SmallTensor(total.array * (total.array.size / piece.array.size), total.dims)
 
 
 def _running_sum(run: SmallRun, op: Op) -> SmallTensor:
     piece, dim = run.of(op, "self"), op.arguments["dim"]
-    _whole(piece.dims[dim], "a running sum")
+    _check_full(piece.dims[dim], "a running sum")
     return SmallTensor(piece.array.cumsum(dim), piece.dims)
 
 
@@ -370,7 +370,7 @@ def _solved(run: SmallRun, op: Op) -> SmallTensor:
 def _corner(name: str) -> Callable[..., SmallTensor]:
     def made(run: SmallRun, op: Op) -> SmallTensor:
         piece = run.of(op, "self")
-        _whole(piece.dims[-2] + piece.dims[-1], "a triangle")
+        _check_full(piece.dims[-2] + piece.dims[-1], "a triangle")
         return SmallTensor(
             getattr(run.np, name)(piece.array, op.arguments.get("diagonal", 0)), piece.dims
         )
@@ -379,14 +379,14 @@ def _corner(name: str) -> Callable[..., SmallTensor]:
 
 
 def _created(number: float | None) -> Callable[..., SmallTensor]:
-    """A tensor of one number: of the shape that the op makes."""
+    """A tensor filled with a number, of the shape of the op's result."""
 
     def made(run: SmallRun, op: Op) -> SmallTensor:
         like = op.arguments.get("self") if op.name.endswith("_like") else None
-        known = isinstance(like, Ref) and like.id in run.values
-        dims = run.of(op, "self").dims if known else run.sized(run.full(op))
-        given_by = (op.arguments.get(name) for name in ("fill_value", "value", "s"))
-        value = next((x for x in given_by if x is not None), None) if number is None else number
+        sized = isinstance(like, Ref) and like.id in run.values
+        dims = run.of(op, "self").dims if sized else run.sized(run.full(op))
+        fills = (op.arguments.get(name) for name in ("fill_value", "value", "s"))
+        value = next((x for x in fills if x is not None), None) if number is None else number
         if not isinstance(value, (int, float)):
             raise NotRun(op.name)
         boolean = run.graph.values[op.outputs[0]].dtype == "bool"
@@ -422,7 +422,7 @@ def _same(run: SmallRun, op: Op) -> SmallTensor:
 
 
 def _written(run: SmallRun, op: Op) -> SmallTensor:
-    """What is copied into a tensor, spread over its shape."""
+    """The source of a copy, broadcast to the shape of its target."""
     target, source = run.of(op, "self"), run.of(op, "src")
     pairs = zip(short(source.dims)[::-1], short(target.dims)[::-1], strict=False)
     if any(s not in (1, t) for s, t in pairs):

@@ -1,9 +1,8 @@
-"""States that decay and grow by outer products, turn by turn: where a graph has them, and what
-they are made of.
+"""Chains of states that decay and grow by outer products, step by step.
 
 A chain is followed backwards from the last state: through sums with an outer product, products with
-a decay, casts and views, to the state that it begins with.  What flows into it are streams: values
-that an op makes which is no part of such a recurrence (a projection, a convolution, a sigmoid).
+a decay, casts and views, to the first state.  Its operands are streams: results of ops that are no
+part of such a recurrence (a projection, a convolution, a sigmoid).
 """
 
 from __future__ import annotations
@@ -32,36 +31,36 @@ SUMS = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.sub_"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChain:
-    """A state over its turns.
+    """A state over its steps.
 
-    last, first: the values at its ends; first is None where it begins with zeros.  turns: how many
-    outer products are added to it.  decays: what it is multiplied by.  columns, rows: the operands
-    of the outer products along its last dimension but one, and its last.
+    last, first: the values at its ends; first is None where it begins with zeros.  steps: how many
+    outer products are added to it.  decays: the factors on it.  columns, rows: the operands of the
+    outer products along its last dimension but one, and its last.
     """
 
     last: int
     first: int | None
-    turns: int
+    steps: int
     decays: frozenset[int]
     columns: frozenset[int]
     rows: frozenset[int]
 
 
 class StateWiring(ValueFlow):
-    """A graph as the search for chains reads it."""
+    """The dataflow by which chains are followed, without unused views."""
 
     @cached_property
     def used_by(self) -> dict[int, list[Op]]:
-        """Value -> the ops that read its numbers, also in the turn after, but for unused views."""
-        reading = {
+        """Value -> the ops that read its numbers in this step or the next, but for unused views."""
+        readers = {
             value: [op for op in ops if op.name not in CREATED and op.id not in self.unused]
             for value, ops in self.users.items()
         }
-        return defaultdict(list, reading)
+        return defaultdict(list, readers)
 
     @cached_property
     def unused(self) -> frozenset[int]:
-        """Views and the like whose result nothing reads, by id of the op."""
+        """Views and copies whose result nothing reads, by id of the op."""
         read = set(self.graph.outputs)
         unused = set()
         for op in reversed(self.graph.ops):
@@ -72,19 +71,19 @@ class StateWiring(ValueFlow):
         return frozenset(unused)
 
     def peeled(self, value: int) -> Op | None:
-        """The op that made a value, whatever views and casts were taken of it."""
+        """The op that made a value, through views and casts."""
         op = self.producer(value)
         while op is not None and op.name in LAYOUT and len(op.inputs) == 1:
             op = self.producer(op.inputs[0])
         return op
 
     def size(self, value: int) -> int:
-        """How many elements a value has, those that are broadcast once."""
+        """The elements of a value, broadcast ones counted once."""
         return self.graph.values[value].unique_elements
 
 
 def inputs_of(op: Op) -> Iterator[int]:
-    """The values whose numbers an op reads, in its own turn and in the one before."""
+    """The values whose numbers an op reads, of its own step and of the one before."""
     for ref in () if op.name in CREATED else op.reads:
         yield ref.id
         if ref.then is not None:
@@ -102,7 +101,7 @@ def chains(wiring: StateWiring) -> Iterator[StateChain]:
 
 
 def _outer_side(wiring: StateWiring, op: Op) -> str | None:
-    """Which operand of a sum is an outer product as large as the sum; None if none or both."""
+    """The operand of a sum that is an outer product as large as the sum; None if none or both."""
     if len(op.outputs) != 1 or len(wiring.graph.values[op.outputs[0]].shape) < 3:
         return None
     sides = [
@@ -125,7 +124,7 @@ def _is_scaled(wiring: StateWiring, value: int) -> bool:
 
 
 def _outer(wiring: StateWiring, value: int) -> tuple[int, int] | None:
-    """The operands of the outer product, or sum of these, that a value is."""
+    """The operands of an outer product, or of a sum of outer products."""
     op = wiring.peeled(value)
     if op is None or len(op.inputs) != 2:
         return None
@@ -145,7 +144,7 @@ def _outer(wiring: StateWiring, value: int) -> tuple[int, int] | None:
 def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | None:
     """The chain that ends with this sum; None where it does not begin with a state."""
     graph, size = wiring.graph, wiring.size(start.outputs[0])
-    turns, decays, columns, rows = 0, set(), set(), set()
+    steps, decays, columns, rows = 0, set(), set(), set()
     last = value = start.outputs[0]
     done: set[int] = set()
     while True:
@@ -155,26 +154,26 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
         if op.id in done:
             return None
         done.add(op.id)
-        step: Ref | None = None
+        state: Ref | None = None
         side = _outer_side(wiring, op) if op.name in SUMS else None
         if side is not None:
             seen.add(op.id)
-            turns += graph.times(op)
+            steps += graph.times(op)
             a, b = _outer(wiring, op.arguments[side].id) or (0, 0)
             columns.add(a)
             rows.add(b)
-            step = op.arguments["other" if side == "self" else "self"]
+            state = op.arguments["other" if side == "self" else "self"]
         elif op.name in ("aten.mul", "aten.mul_"):
-            whole = [r for r in op.reads if wiring.size(r.id) == size]
-            if len(op.reads) != 2 or len(whole) != 1:
+            full = [r for r in op.reads if wiring.size(r.id) == size]
+            if len(op.reads) != 2 or len(full) != 1:
                 break
-            step = whole[0]
-            decays.add(next(r for r in op.reads if r is not step).id)
+            state = full[0]
+            decays.add(next(r for r in op.reads if r is not state).id)
         elif op.name in LAYOUT and wiring.size(op.inputs[0]) == size:
-            step = op.reads[0]
-        if not isinstance(step, Ref):
+            state = op.reads[0]
+        if not isinstance(state, Ref):
             break
-        neighbour = step.then
+        neighbour = state.then
         if (
             neighbour is not None
             and (made := wiring.producer(neighbour.value))
@@ -182,8 +181,8 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
         ):
             value = neighbour.value
         else:
-            value = step.id
-    if not turns:
+            value = state.id
+    if not steps:
         return None
     op = wiring.peeled(value)
     zeros = op is not None and op.name in ("aten.zeros", "aten.zeros_like", "aten.new_zeros")
@@ -192,13 +191,13 @@ def _followed(wiring: StateWiring, start: Op, seen: set[int]) -> StateChain | No
     outer = len(shared([start.repeats, *(graph.ops[i].repeats for i in done)]))
     each = math.prod(graph.repeats[r].count for r in start.repeats[:outer])
     return StateChain(
-        last=last, first=None if zeros else value, turns=turns // each,
+        last=last, first=None if zeros else value, steps=steps // each,
         decays=frozenset(decays), columns=frozenset(columns), rows=frozenset(rows),
     )  # fmt: skip
 
 
 def shared(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The repeats that all of these begin with."""
+    """The repeats that all of these paths begin with."""
     result: tuple[int, ...] | None = None
     for path in paths:
         if result is None:
@@ -212,10 +211,10 @@ def shared(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 class StateRegion:
-    """The ops around a chain: what a kernel in its place would compute.
+    """The ops around a chain that a kernel would replace.
 
-    It begins with what makes the last state; `grown` takes in who reads a value in between, until
-    one value is left that others read.
+    It begins with the ops that make the last state; `grown` adds readers of values in between,
+    until others read one value only.
     """
 
     def __init__(self, wiring: StateWiring, chain: StateChain) -> None:
@@ -229,7 +228,7 @@ class StateRegion:
         return self.wiring.graph
 
     def _take(self, *values: int) -> list[Op]:
-        """Take in the ops behind values, as far as they can be part of a recurrence."""
+        """Add the ops that make values, as far as they can be part of a recurrence."""
         stack, new = list(values), []
         while stack:
             value = stack.pop()
@@ -252,7 +251,7 @@ class StateRegion:
         return new
 
     def _is_inside(self, value: int) -> bool:
-        """Whether the storage of a value is made here."""
+        """Whether an op of the region makes the storage of a value."""
         owner = self.graph.values[value].storage
         op = self.wiring.producer(owner)
         return op is not None and op.id in self.ops
@@ -262,20 +261,20 @@ class StateRegion:
         if op.name not in KNOWN or op.collective is not None:
             return False
         if op.name in (*SPLITS, *PARTS):
-            return self._is_of_a_table(op) or self._is_in_time(op, value)
+            return self._cuts_table(op) or self._cuts_time(op, value)
         return True
 
-    def _is_of_a_table(self, op: Op | None) -> bool:
-        """Whether an op takes a part of a weight or a constant."""
+    def _cuts_table(self, op: Op | None) -> bool:
+        """Whether an op slices a weight or a constant."""
         source = -1
         while op is not None and op.name in PARTS | LAYOUT:
             source = op.inputs[0]
             op = self.wiring.producer(source)
         return op is None and self._is_fixed(source)
 
-    def _is_in_time(self, op: Op, value: int) -> bool:
-        """Whether a part of a dimension is that of a turn, or of what is no raw stream."""
-        dim, turns = op.arguments.get("dim", 0), self.chain.turns
+    def _cuts_time(self, op: Op, value: int) -> bool:
+        """Whether a slice is that of a step of the chain, or of no raw stream."""
+        dim, steps = op.arguments.get("dim", 0), self.chain.steps
         long = self.graph.values[op.inputs[0]].shape[dim]
         width = 1
         if op.name in ("aten.slice", *(SPLITS - {"aten.unbind"})):
@@ -283,28 +282,26 @@ class StateRegion:
         if width == long:
             return True
         start = op.arguments.get("start") or 0
-        if op.name == "aten.slice" and turns > 1 and start + width == long > width * turns:
-            width = start // (turns - 1)  # the last one is short
-        each = -(-long // max(width, 1))
-        if op.name in (*PARTS, "aten.unbind") and turns in (
-            each,
-            2 * each,
-        ):  # some add two products
+        if op.name == "aten.slice" and steps > 1 and start + width == long > width * steps:
+            width = start // (steps - 1)  # the last one is short
+        count = -(-long // max(width, 1))
+        products = (count, 2 * count)  # some steps add two products
+        if op.name in (*PARTS, "aten.unbind") and steps in products:
             return True
-        below = self.wiring.peeled(op.inputs[0])
-        while below is not None and below.name in PARTS:
-            below = self.wiring.peeled(below.inputs[0])
-        return below is not None and below.name in KNOWN - SPLITS
+        source = self.wiring.peeled(op.inputs[0])
+        while source is not None and source.name in PARTS:
+            source = self.wiring.peeled(source.inputs[0])
+        return source is not None and source.name in KNOWN - SPLITS
 
     @cached_property
     def moving(self) -> dict[int, frozenset[int]]:
-        """Value -> the leaves that it depends on and that are not the same for every token."""
+        """Value -> the leaves that it depends on and that vary by token."""
         fixed = self.fixed
         return {value: leaves - fixed for value, leaves in self.streams.items()}
 
     @property
     def fixed(self) -> frozenset[int]:
-        """The leaves that are weights or constants, and so the same for every token."""
+        """The leaves that are weights or constants, equal for every token."""
         return frozenset(
             leaf
             for leaf in self.leaves
@@ -317,7 +314,7 @@ class StateRegion:
     @cached_property
     def streams(self) -> dict[int, frozenset[int]]:
         """Value -> the leaves that it depends on."""
-        known = {leaf: frozenset({leaf}) for leaf in self.leaves}
+        leaves_of = {leaf: frozenset({leaf}) for leaf in self.leaves}
         ordered = sorted(self.ops.values(), key=lambda op: op.id)
         written: dict[int, frozenset[int]] = defaultdict(frozenset)
         storage = [tensor.storage for tensor in self.graph.values]
@@ -325,20 +322,22 @@ class StateRegion:
         while changed:
             changed = False
             for op in ordered:
-                behind_it = [known.get(i, frozenset()) for i in inputs_of(op)]
-                behind_it += [written[storage[i]] for i in inputs_of(op)]
-                union = frozenset().union(*behind_it)
+                read = [leaves_of.get(i, frozenset()) for i in inputs_of(op)]
+                read += [written[storage[i]] for i in inputs_of(op)]
+                union = frozenset().union(*read)
                 for out in op.outputs:
                     if op.name.endswith("_"):
                         written[storage[out]] |= union
-                    if out not in known or not union <= known[out]:
-                        known[out] = union | known.get(out, frozenset())
+                    if out not in leaves_of or not union <= leaves_of[out]:
+                        leaves_of[out] = union | leaves_of.get(out, frozenset())
                         changed = True
-        return {value: leaves | written[storage[value]] for value, leaves in known.items()}
+        return {value: leaves | written[storage[value]] for value, leaves in leaves_of.items()}
 
     def grown(self) -> Iterator[int]:
-        """Each value that is the only one that others read, besides the last state; the region
-        takes in its readers if the next one is asked for, and ends where one cannot be."""
+        """Each value that is the only one that others read, besides the last state.
+
+        For the next one the region grows by its first reader, as long as that can be a part of it.
+        """
         last = self.graph.values[self.chain.last].storage
         waiting: list[int] = []
         reading: Counter[int] = Counter()
@@ -372,11 +371,11 @@ class StateRegion:
             new = self._take(*op.outputs)
             if op.id not in self.ops:
                 return
-            for known in ("streams", "moving"):
-                self.__dict__.pop(known, None)
+            for name in ("streams", "moving"):
+                self.__dict__.pop(name, None)
 
     def _keeps(self, reader: Op, value: int) -> bool:
-        """Whether an op does no more with the last state than keep it, or make room for it."""
+        """Whether an op only copies the last state, or allocates a tensor like it."""
         if reader.name == "aten.copy_":
             return reader.inputs[0] != value
         if reader.name not in LAYOUT:
@@ -385,7 +384,7 @@ class StateRegion:
         return all(self._keeps(other, out) for other in self.wiring.used_by[out])
 
     def _values_read(self, storage: int) -> Iterator[int]:
-        """The value of a storage that all readers outside read, if it is one."""
+        """The only value of a storage that ops outside read, if it is one."""
         members = {
             out
             for op in self.ops.values()
@@ -396,41 +395,35 @@ class StateRegion:
         if len(members) == 1:
             yield members.pop()
 
-
-def behind(region: StateRegion, ends: Collection[int], starts: Collection[int]) -> list[Op] | None:
-    """The ops of a region from some values to others, in order; None where they need more."""
-    needed: dict[int, Op] = {}
-    stack = [value for value in ends if value not in starts]
-    wiring = region.wiring
-    while stack:
-        value = stack.pop()
-        if value in starts:
-            continue
-        op = wiring.producer(value)
-        if op is None or op.id not in region.ops:
-            return None
-        if op.id in needed:
-            continue
-        needed[op.id] = op
-        stack += inputs_of(op)
-        for out in op.outputs:
-            for writer in wiring.writers.get(region.graph.values[out].storage, ()):
-                if writer.id in region.ops:
-                    stack += writer.outputs
-    return [needed[i] for i in sorted(needed)]
-
-
-def is_closed(region: StateRegion, ops: Sequence[Op], ends: Collection[int]) -> bool:
-    """Whether nothing outside reads what these ops make, besides the values at the ends."""
-    inside = {op.id for op in ops}
-    graph, wiring = region.graph, region.wiring
-    for op in ops:
-        for out in op.outputs:
-            if out in ends:
+    def ops_between(self, starts: Collection[int], ends: Collection[int]) -> list[Op] | None:
+        """The ops of the region that make `ends` of `starts` alone, in order; None without them."""
+        needed: dict[int, Op] = {}
+        stack = [value for value in ends if value not in starts]
+        while stack:
+            value = stack.pop()
+            if value in starts:
                 continue
-            if out in wiring.graph.outputs or any(r.id not in inside for r in wiring.used_by[out]):
+            op = self.wiring.producer(value)
+            if op is None or op.id not in self.ops:
+                return None
+            if op.id in needed:
+                continue
+            needed[op.id] = op
+            stack += inputs_of(op)
+            for out in op.outputs:
+                for writer in self.wiring.writers.get(self.graph.values[out].storage, ()):
+                    if writer.id in self.ops:
+                        stack += writer.outputs
+        return [needed[i] for i in sorted(needed)]
+
+    def is_closed(self, ops: Sequence[Op], ends: Collection[int]) -> bool:
+        """Whether ops outside read no results of these ops but `ends`."""
+        inside = {op.id for op in ops}
+        wiring, values = self.wiring, self.graph.values
+        for out in (out for op in ops for out in op.outputs if out not in ends):
+            if out in self.graph.outputs or any(r.id not in inside for r in wiring.used_by[out]):
                 return False
-            writers = wiring.writers.get(graph.values[out].storage, ())
-            if graph.values[out].storage == out and any(w.id not in inside for w in writers):
+            writers = wiring.writers.get(out, ()) if values[out].storage == out else ()
+            if any(writer.id not in inside for writer in writers):
                 return False
-    return True
+        return True

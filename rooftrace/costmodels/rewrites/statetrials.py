@@ -1,6 +1,6 @@
-"""Regions that may be delta rules or linear attention, run small beside the formula of the op.
+"""Trials of regions that may be delta rules or linear attention: run small, against a formula.
 
-The formula is that of `tracer.whole.delta_rules`, on numpy's arrays.
+The formula is that of the tracer's composite op, on numpy's arrays.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Sizes = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class StateStream:
-    """A value, and which of its dimensions are batch, tokens, heads and channels ("BTHD"), or of a
-    table heads and places in a block ("HI", "HIJ").
+    """A value, and its dimensions in order: batch, token, head, channel ("BTHD"), or of a table
+    head and positions in a block ("HI", "HIJ").
 
     heads: how many it has.
     """
@@ -44,10 +44,10 @@ class StateStream:
 class StateRule:
     """A region that computes a delta rule or linear attention, and its operands.
 
-    streams: by role: query, key, value, decay, beta, bonus, tables.  out: with its order.
-    turned: the state has channels of the value first.  outer: how many repeats all ops are in.
-    into: the write of the last state into a cache, if that is all that reads it, behind the casts
-    `between`; room: what makes that cache, if the step does.
+    streams: by role: query, key, value, decay, beta, bonus, tables.  out: the result.  transposed:
+    the state has channels of the value first.  outer: how many repeats all ops are in.  write: the
+    op that copies the last state into a cache, if only that reads it, after the casts `between`;
+    cache: the op that makes the cache, if the step does.
     """
 
     chain: StateChain
@@ -60,24 +60,35 @@ class StateRule:
     is_log: bool = True
     transposed: bool = False
     outer: int = 0
-    into: Op | None = None
-    room: Op | None = None
+    write: Op | None = None
+    cache: Op | None = None
     between: tuple[Op, ...] = ()
 
     @property
     def in_blocks(self) -> bool:
-        """Whether its decays are given as tables."""
+        """Whether its decays are tables."""
         return TABLES[0] in self.streams
 
     @property
+    def starts(self) -> set[int]:
+        """The values that it reads."""
+        first = set[int]() if self.chain.first is None else {self.chain.first}
+        return first.union(stream.value for stream in self.streams.values())
+
+    @property
+    def outside(self) -> tuple[int, ...]:
+        """The repeats that all ops are in."""
+        return self.ops[0].repeats[: self.outer]
+
+    @property
     def dropped(self) -> list[Op]:
-        """The ops that the new one takes the place of."""
-        return [*self.ops, *self.between, *(op for op in (self.into, self.room) if op is not None)]
+        """The ops that the new one replaces."""
+        return [*self.ops, *self.between, *filter(None, (self.write, self.cache))]
 
 
 @dataclass(frozen=True, slots=True)
 class StateTrial:
-    """A region and the formula that it may compute; equal to those that are wired alike."""
+    """A region and a formula; equal to trials of the same structure."""
 
     graph: OpGraph = field(compare=False)
     rule: StateRule = field(compare=False)
@@ -87,16 +98,15 @@ class StateTrial:
 
 
 def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
-    """The ops of a rule, with values and repeats numbered as they come: equal for rules whose ops
-    compute the same of streams of the same forms."""
+    """The ops of a rule with values and repeats renumbered: equal for equal functions."""
     values, numbers = graph.values, dict[int, int]()
 
     def number(value: int | None) -> int:
         return -1 if value is None else numbers.setdefault(value, len(numbers))
 
-    def bind(item: Argument) -> Any:
+    def argument(item: Argument) -> Any:
         if isinstance(item, tuple):
-            return tuple(map(bind, item))
+            return tuple(map(argument, item))
         if not isinstance(item, Ref):
             return item
         then = item.then
@@ -105,9 +115,9 @@ def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
 
     def made(op: Op) -> tuple[Any, ...]:
         results = tuple((number(i), values[i].shape, values[i].dtype) for i in op.outputs)
-        turns = ((number(-2 - r), graph.repeats[r].count) for r in op.repeats[rule.outer :])
-        items = tuple((name, bind(item)) for name, item in op.arguments.items())
-        return op.target, items, results, tuple(turns), tuple(op.steps.items())
+        repeats = ((number(-2 - r), graph.repeats[r].count) for r in op.repeats[rule.outer :])
+        items = tuple((name, argument(item)) for name, item in op.arguments.items())
+        return op.target, items, results, tuple(repeats), tuple(op.steps.items())
 
     streams = tuple(
         (role, s.order, s.heads, values[s.value].shape, number(s.value))
@@ -119,7 +129,7 @@ def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
 
 @lru_cache(1024)
 def scale_of(trial: StateTrial) -> float | None:
-    """How many times the formula's result the ops make; None where they compute something else."""
+    """The factor of the ops' result over the formula's; None where they compute something else."""
     graph, rule = trial.graph, trial.rule
     import numpy as np
 
@@ -131,9 +141,9 @@ def scale_of(trial: StateTrial) -> float | None:
     held = rule.chain.first is not None
     arrays = _numbers(sizes, names, held, rule.is_log)
     wanted_out, wanted_state = _formula(sizes, names, held, rule.norms, rule.is_log)
-    for known_sizes in ({}, _by_length(rule, sizes)):
+    for lengths in ({}, _by_length(rule, sizes)):
         try:
-            made = _run(graph, rule, arrays, sizes, known_sizes)
+            made = _run(graph, rule, arrays, sizes, lengths)
         except NotRun:
             continue
         out, state = made
@@ -150,12 +160,12 @@ def scale_of(trial: StateTrial) -> float | None:
 
 
 def _table(graph: OpGraph, stream: StateStream) -> tuple[int, ...]:
-    """The lengths of a table behind that of heads."""
+    """The lengths of a table after that of heads."""
     return tuple(n for n in graph.values[stream.value].shape if n != 1)[1:]
 
 
 def _small_sizes(rule: StateRule) -> Sizes:
-    """Two requests and two heads, or as many as heads share a key, and few channels."""
+    """Two requests, two heads (or all that share a key), and few channels."""
     batch, tokens, heads, width, columns = rule.sizes
     fewest = min(s.heads for s in rule.streams.values())
     shared = heads // fewest
@@ -164,17 +174,17 @@ def _small_sizes(rule: StateRule) -> Sizes:
 
 
 def _by_length(rule: StateRule, sizes: Sequence[int]) -> dict[int, int]:
-    """Lengths in the graph that are those of one dimension only, and what they are here."""
+    """Lengths of one dimension only -> their small sizes."""
     pairs: dict[int, int] = {}
-    for place, (long, small) in enumerate(zip(rule.sizes, sizes, strict=True)):
-        if place != 1 and long != rule.sizes[1]:
+    for position, (long, small) in enumerate(zip(rule.sizes, sizes, strict=True)):
+        if position != 1 and long != rule.sizes[1]:
             pairs[long] = small if pairs.get(long, small) == small else long
     return pairs
 
 
 def _run(
     graph: OpGraph, rule: StateRule, arrays: Mapping[str, Array], sizes: Sequence[int],
-    known_sizes: Mapping[int, int],
+    lengths: Mapping[int, int],
 ) -> tuple[Array, Array]:  # fmt: skip
     """The result [B, T, H, V] and the last state [B, H, K, V] of the ops."""
     long = dict(zip("BTHKV", rule.sizes, strict=True))
@@ -194,7 +204,7 @@ def _run(
         pieces[rule.chain.first] = SmallTensor(array.copy(), dims)
         if graph.values[rule.chain.first].shape != tuple(f[0] for f in state):
             raise NotRun("a state in another shape")
-    run = SmallRun(graph, pieces, rule.outer, known_sizes)
+    run = SmallRun(graph, pieces, rule.outer, lengths)
     run.like[tuple(f[0] for f in state)] = dims
     values = run.run(rule.ops)
     last = values[rule.chain.last].array
@@ -208,7 +218,7 @@ def _run(
 def _laid(
     graph: OpGraph, stream: StateStream, array: Array, factors: Mapping[str, tuple[int, int]]
 ) -> SmallTensor:
-    """Numbers [B, T, H, D], or a table [H, I] or [H, I, J], as a stream has them."""
+    """Numbers [B, T, H, D], or a table [H, I] or [H, I, J], in the order of a stream."""
     usual = [d for d in "BTHDIJ" if d in stream.order]
     transposed = array.transpose([usual.index(d) for d in stream.order])
     shape = graph.values[stream.value].shape
@@ -221,9 +231,9 @@ def _laid(
 
 @lru_cache(16)
 def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> dict[str, Array]:
-    """Random operands: keys that are short, so that nothing grows; decays below one.
+    """Random operands: short keys, so that nothing grows; decays below one.
 
-    The longer the sequence, the slower they decay: what the first token adds is seen at the last.
+    The longer the sequence, the slower they decay: the last token sees the first one.
     """
     import numpy as np
 
@@ -257,7 +267,7 @@ def _formula(
     sizes: Sizes, names: tuple[Any, ...], held: bool,
     norms: tuple[float | None, float | None], is_log: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """What the op computes of these numbers, token by token."""
+    """The result and last state of the op, token by token."""
     import numpy as np
 
     arrays = _numbers(sizes, names, held, is_log)
@@ -291,7 +301,7 @@ def _formula(
 
 
 def _block_formula(arrays: Mapping[str, Array], sizes: Sizes) -> tuple[Array, Array]:
-    """The results where tables say how far a block of tokens decays."""
+    """The result and last state with tables of the decay of a block of tokens."""
     import numpy as np
 
     batch, tokens, heads, width, columns = sizes
@@ -300,13 +310,13 @@ def _block_formula(arrays: Mapping[str, Array], sizes: Sizes) -> tuple[Array, Ar
     last = arrays.get("state", np.zeros((batch, heads, width, columns)))
     out = np.empty((batch, tokens, heads, columns))
     for start in range(0, tokens, length):
-        place = slice(start, min(start + length, tokens))
-        rows = place.stop - start
+        block = slice(start, min(start + length, tokens))
+        rows = block.stop - start
         pairs = arrays["pair_decay"][:, :rows, :rows]
-        scores = q[:, :, place] @ k[:, :, place].swapaxes(-1, -2) * pairs
-        read = q[:, :, place] * arrays["query_decay"][:, :rows, None] @ last
-        out[:, place] = (read + scores @ v[:, :, place]).swapaxes(1, 2)
-        kept = k[:, :, place] * arrays["key_decay"][:, length - rows :, None]
+        scores = q[:, :, block] @ k[:, :, block].swapaxes(-1, -2) * pairs
+        read = q[:, :, block] * arrays["query_decay"][:, :rows, None] @ last
+        out[:, block] = (read + scores @ v[:, :, block]).swapaxes(1, 2)
+        kept = k[:, :, block] * arrays["key_decay"][:, length - rows :, None]
         gone = np.exp(-rows * arrays["decay"])[:, None, None]
-        last = last * gone + kept.swapaxes(-1, -2) @ v[:, :, place]
+        last = last * gone + kept.swapaxes(-1, -2) @ v[:, :, block]
     return out, last

@@ -121,7 +121,7 @@ def _main(arguments: Sequence[str] | None) -> None:
             prog_name="rooftrace",
             standalone_mode=False,
         )
-        if isinstance(code, int):  # what click makes of an Exit
+        if isinstance(code, int):  # click returns the code of an Exit
             sys.exit(code)
     except (click.Abort, KeyboardInterrupt):
         complain("stopped")
@@ -139,13 +139,13 @@ def _main(arguments: Sequence[str] | None) -> None:
 
 
 _QUIET = {"TRANSFORMERS_VERBOSITY": "error", "KINETO_LOG_LEVEL": "99"}
-"""Libraries that log on their own account read these once, at import or at the first profile."""
+"""Variables that keep libraries from logging; read once, at import or at the first profile."""
 
 
 def run() -> None:
-    """The installed command: runs `main` in a process of its own, then ends that at once.
+    """The installed command: run `main`, then end the process at once.
 
-    Otherwise Python first frees every object by itself, which takes seconds for a large model.
+    Otherwise Python first frees each object, which takes seconds for a large model.
     """
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
@@ -160,16 +160,16 @@ def run() -> None:
         code = 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()  # main has told what it could not write
+            stream.flush()  # main has reported failed writes
     os._exit(code or 0)
 
 
 def _end_orderly() -> None:
     """Let SIGTERM, and a terminal that closes, end this process as Ctrl-C does: it cleans up."""
-    own = os.getpid()
+    process = os.getpid()
 
     def end(number: int, frame: Any) -> None:
-        if os.getpid() == own:
+        if os.getpid() == process:
             raise KeyboardInterrupt
         signal.signal(number, signal.SIG_DFL)  # a fork of a script: as without rooftrace
         os.kill(os.getpid(), number)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-from click.core import ParameterSource
 
 import rooftrace as rt
 from rooftrace._formats import FIGURES, names
@@ -18,34 +18,38 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Command,
-    Commas,
-    call_options,
+    form_option,
+    other_options,
     timeline_option,
 )
-from rooftrace.reporting.cli.output import Output, say
+from rooftrace.reporting.cli.output import OutputPath, say
 from rooftrace.reporting.cli.shared import (
-    Written,
+    Command,
+    CommandOutput,
     console,
     once,
     progress,
     results,
-    write_result,
-    write_timeline,
 )
 from rooftrace.reporting.commands.calls import ASKED
+from rooftrace.reporting.commands.options import words
 
-_CHIP = "The chip that the steps were measured on."
-_EXECUTION = "How the steps were run: eager, compiled, efficient (one CUDA graph), serving."
+_MEASURED = {
+    "chip": "The chip that the steps were measured on.",
+    "execution": "How the steps were run: eager, compiled, efficient (one CUDA graph), serving.",
+}
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    functions=["measure_suite"],
+    helps={"phases": "Phases of a TARGET; default: all that it has."},
+)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@call_options("measure_suite", phases="Phases of a TARGET; default: all that it has.")
 @click.option(
     "-o",
     "--out",
-    type=Output(early=False, usual=True),
+    type=OutputPath(early=False, usual=True),
     metavar="FILE",
     help="File of the run (default measurements/DEVICE-DATE.json.gz); a run that it already holds "
     "is continued.  With --chip-only the TOML file of the chip (default: stdout).  With "
@@ -58,7 +62,7 @@ def measure(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]
     commands.
     """
     if arguments.keys() & {"collectives", "ranks"}:
-        measure_groups(targets, arguments, out)
+        _measure_collectives(targets, arguments, out)
         return
     if out not in (None, "-"):
         check_output(Path(str(out)), table=False)
@@ -94,7 +98,18 @@ def _measure_chip(
     say(f"\nwritten to {out}; use it as --chip {out}")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["calibrate"],
+    defaults={"chip": "with --run: this device, measured now"},
+    helps={
+        **_MEASURED,
+        "counters": "DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, "
+        "LIKWID.",
+        "system": "With --collectives: the system that they were measured on.",
+    },
+)
 @click.argument("measured", required=False)
 @click.option(
     "--run",
@@ -102,26 +117,18 @@ def _measure_chip(
     metavar="TARGET",
     help="Measure this target here and now, with random weights, and calibrate by it.",
 )
-@call_options(
-    "calibrate",
-    defaults={"chip": "with --run: this device, measured now"},
-    chip=_CHIP,
-    execution=_EXECUTION,
-    counters="DRAM bytes of the measured step: a CSV of ncu or rocprof, `perf stat -x,`, LIKWID.",
-    system="With --collectives: the system that they were measured on.",
-)
 @click.option(
     "--collectives",
     metavar="FILE",
-    help="Fit constants of collectives instead, for a system: what nccl-tests print, or a CSV.",
+    help="Fit constants of collectives instead, for a system: the output of nccl-tests, or a CSV.",
 )
 @click.option(
     "-o",
     "--out",
-    type=Output(),
+    type=OutputPath(),
     required=True,
     metavar="FILE.toml",
-    help="Where to write the knobs; - is stdout.",
+    help="Write the knobs there; - is stdout.",
 )
 def calibrate(
     measured: str | None,
@@ -143,7 +150,7 @@ def calibrate(
     from rooftrace.costmodels.kernels import dump_knobs
 
     if collectives is not None or "system" in arguments:
-        calibrate_groups(collectives, arguments.get("system"), out)
+        _calibrate_collectives(collectives, arguments.get("system"), out)
         return
     if (measured is None) == (running is None):
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
@@ -163,11 +170,11 @@ def calibrate(
 
 
 def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run, dict[str, Any]]:
-    """The run of a target at the sizes of the arguments, and the other arguments."""
+    """Measure a target at its sizes: the run, and the arguments that remain for the fit."""
     from rooftrace.measured.bench import measured_target
 
     if "target" in arguments:
-        raise click.UsageError("--run measures its own target: leave out --target")
+        raise click.UsageError("--run names the target: leave out --target")
     job = {name: value for name, value in arguments.items() if name in ASKED}
     left = [name for name in job if name not in ("batch", "seq", "kv", "phases")]
     if left:
@@ -183,35 +190,34 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run,
     return run, {name: value for name, value in arguments.items() if name not in job}
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["validate"],
+    helps=_MEASURED,
+    results=[
+        form_option(names("page", "data"), "Default: terminal.", default="terminal"),
+        click.Option(
+            ["--out"],
+            type=OutputPath(early=False),
+            metavar="DIR",
+            help="Folder for validation.html, validation.md, validation.json, parity.png, and "
+            "where they apply nodes.csv and timeline.json.gz.",
+        ),
+        timeline_option(),
+    ],
+)
 @click.argument("measured")
-@call_options("validate", chip=_CHIP, execution=_EXECUTION)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["terminal", *names("page", "data")]),
-    default="terminal",
-    show_default=True,
-)
-@click.option(
-    "--out",
-    type=Output(early=False),
-    metavar="DIR",
-    help="Folder for validation.html, validation.md, validation.json, parity.png, and where they "
-    "apply nodes.csv and timeline.json.gz.",
-)
-@timeline_option()
 @click.option(
     "--figures",
-    type=Commas(),
+    type=words,
+    metavar="LIST",
     help="Formats of the figure in the folder of --out: png, svg, pdf.  Default: png.",
 )
 def validate(
     measured: str,
-    form: str,
-    out: str | None,
     figures: tuple[str, ...] | None,
-    timeline: str | None,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Set predicted steps, kernels and bytes beside measured ones.
@@ -222,7 +228,7 @@ def validate(
     """
     from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
-    folder = None if out in (None, "-") else Path(str(out))
+    folder = None if output.out in (None, "-") else Path(str(output.out))
     if figures is not None and folder is None:
         raise RequestError(f"--figures {','.join(figures)}: say where they land with --out DIR")
     drawn = ("png",) if figures is None else figures
@@ -231,24 +237,24 @@ def validate(
         check_folder(folder)
     with once():
         result = rt.validate(measured, **arguments)
-        written = result.write(folder, drawn) if folder is not None else []
-    write_result(result, form, None)
-    if timeline is not None and result.estimate is None:
+        paths = result.write(folder, drawn) if folder is not None else []
+    if output.timeline is not None and result.estimate is None:
         raise RequestError(
-            f"--timeline {timeline}: {measured} is no trace of a step, and has several steps; "
-            "validate a trace of torch.profiler"
+            f"--timeline {output.timeline}: {measured} is no trace of a step, and has several "
+            "steps; validate a trace of torch.profiler"
         )
-    write_timeline(timeline, result, quiet=form != "terminal")
-    if written and form == "terminal":
-        names = ", ".join(path.name for path in written)
-        say(f"\nwritten to {folder}{os.sep}: {names}")
+    shown = replace(output, out=None).write(result)
+    if paths and shown:
+        say(f"\nwritten to {folder}{os.sep}: {', '.join(path.name for path in paths)}")
 
 
-# -- group measuring -------------------------------------------------------------------------------
-# What `measure --collectives` and `calibrate --collectives` do.
+# -- collectives -----------------------------------------------------------------------------------
+# `measure --collectives` and `calibrate --collectives`.
 
 
-def measure_groups(targets: tuple[str, ...], arguments: dict[str, Any], out: str | None) -> None:
+def _measure_collectives(
+    targets: tuple[str, ...], arguments: dict[str, Any], out: str | None
+) -> None:
     """Time collectives of gloo between processes of this machine, into a CSV."""
     from rooftrace.measured.bench import measure_collectives
 
@@ -256,17 +262,16 @@ def measure_groups(targets: tuple[str, ...], arguments: dict[str, Any], out: str
         raise click.UsageError("--ranks: say --collectives, too")
     if targets:
         raise click.UsageError(f"--collectives measures no model: leave out {' '.join(targets)}")
-    _refuse_others(
-        {"collectives", "ranks", "out", "force"}, "--collectives measures no model and no chip"
-    )
+    for option in other_options("collectives", "ranks", "out"):
+        raise click.UsageError(f"--collectives measures no model and no chip: leave out {option}")
     path = out or "collectives.csv"
     with progress():
         rows = measure_collectives(arguments.get("ranks", 2), path, tell=tell)
     say(f"{rows} rows written to {path}; use it as rooftrace calibrate --collectives {path}")
 
 
-def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
-    """Fit constants of collectives, and write the system that has them."""
+def _calibrate_collectives(path: str | None, name: str | None, out: str) -> None:
+    """Fit constants of collectives, and write the system with them."""
     from rooftrace.hardware.systems import dump_system, load_system
     from rooftrace.measured.fit import calibrate_collectives
 
@@ -274,7 +279,8 @@ def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
         raise click.UsageError(f"--system {name}: say --collectives FILE, too")
     if name is None:
         raise click.UsageError("--collectives: say with --system NAME where they were measured")
-    _refuse_others({"collectives", "system", "out", "force"}, "--collectives fits no knobs")
+    for option in other_options("collectives", "system", "out"):
+        raise click.UsageError(f"--collectives fits no knobs: leave out {option}")
     result = calibrate_collectives(path, load_system(name))
     text = dump_system(result.system, None if out == "-" else out)
     if out == "-":
@@ -285,24 +291,11 @@ def calibrate_groups(path: str | None, name: str | None, out: str) -> None:
     say(f"\nwritten to {out}; use it as --system {out}")
 
 
-def _refuse_others(wanted: set[str], why: str) -> None:
-    """Refuse what stands on the command line beside these options."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name not in {*wanted, "traceback"} and source is ParameterSource.COMMANDLINE:
-            if isinstance(parameter, click.Argument) and not context.params.get(name):
-                continue
-            shown = "MEASURED" if isinstance(parameter, click.Argument) else parameter.opts[-1]
-            raise click.UsageError(f"{why}: leave out {shown}")
-
-
 # -- hardware commands -----------------------------------------------------------------------------
 # Commands on chips, and on systems of many chips: list, show, lint.
 
 Shelf = tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]
-"""What loads one of a kind, what names all that come along, and what checks a file."""
+"""The functions of a kind: load one, name all that come with rooftrace, check a file."""
 
 
 def _chips() -> Shelf:
@@ -328,19 +321,17 @@ def _group(
     group = click.Group(kind, help=about)
     group.command_class = Command
 
-    @group.command("list", help=listing)
-    @results()
-    def list_all(written: Written) -> None:
+    @group.command("list", help=listing, results=results())
+    def list_all(output: CommandOutput) -> None:
         from rooftrace.reporting.views import list_of
 
-        written.write(list_of(kind))
+        output.write(list_of(kind))
 
-    @group.command("show", help=showing)
+    @group.command("show", help=showing, results=results())
     @click.argument("name")
-    @results()
-    def show(name: str, written: Written) -> None:
+    def show(name: str, output: CommandOutput) -> None:
         load, _, _ = shelf()
-        written.write(load(name))
+        output.write(load(name))
 
     @group.command("lint", help=linting)
     @click.argument("paths", nargs=-1)
@@ -364,13 +355,13 @@ def _group(
 
 chips = _group("chips", _chips, (
     "List, show and lint chips.",
-    "Every chip with its dense peaks, memory and ridge point.",
-    "Every fact of one chip (a name or a TOML path) with its source and kind.",
+    "List every chip with its dense peaks, memory and ridge point.",
+    "Show every fact of a chip (a name or a TOML path) with its source and kind.",
     "Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings.",
 ))  # fmt: skip
 systems = _group("systems", _systems, (
     "List, show and lint systems of many chips.",
-    "Every system with its chip and what joins them.",
-    "Every fact and fitted constant of one system (a name or a TOML path) with its source.",
+    "List every system with its chip and its links.",
+    "Show every fact and fitted constant of a system (a name or a TOML path) with its source.",
     "Check system files (default: those of rooftrace); exit 1 on errors or warnings.",
 ))  # fmt: skip

@@ -11,9 +11,10 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, Command, Commas, call_options, made, typed
+from rooftrace.reporting.cli.options import TARGET_HELP, click_option, other_options, typed
 from rooftrace.reporting.cli.output import complain
-from rooftrace.reporting.cli.shared import Written, once, progress, results
+from rooftrace.reporting.cli.shared import Command, CommandOutput, once, progress, results
+from rooftrace.reporting.commands import options
 from rooftrace.reporting.commands.calls import CALLS
 from rooftrace.reporting.commands.options import Option
 
@@ -21,45 +22,38 @@ _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or
 the index.json of a sharded one, or a folder with one."""
 
 
-@click.command(cls=Command, epilog=_HELP)
+@click.command(
+    cls=Command,
+    epilog=_HELP,
+    functions=["inventory"],
+    results=results("data", plot="Draw a histogram of each tensor; reads the values."),
+)
 @click.argument("target")
-@call_options("inventory")
 @click.option(
     "--against", metavar="OTHER", help="Parameters of TARGET and of OTHER, module by module."
 )
-@results("data", plot="Draw a histogram of each tensor; reads the values.")
 def inventory(
-    target: str, against: str | None, written: Written, arguments: dict[str, Any]
+    target: str, against: str | None, output: CommandOutput, arguments: dict[str, Any]
 ) -> None:
     """List the tensors of TARGET: parameters, memory, statistics."""
-    if against is not None and ("weights" in arguments or written.plot):
+    if against is not None and ("weights" in arguments or output.plot):
         raise RequestError(
             "--against compares numbers of parameters: leave --weights and --plot out, or compare "
             "the values of two checkpoints with `rooftrace diff`"
         )
     result: Any
     with progress():
-        result = rt.inventory(target, plot=written.plot, **arguments)
+        result = rt.inventory(target, plot=output.plot, **arguments)
         if against is not None:
             result = rt.diff(result, rt.inventory(against, weights=False, **arguments))
-    written.write(result, drawn="weights drawn")
-
-
-_OF_CHECKPOINTS = ("words", "names", "form", "out", "fail_on", "force", "traceback")
+    output.write(result, drawn="weights drawn")
 
 
 def check_checkpoints(fail_on: tuple[str, ...]) -> None:
-    """Raise the error of an option of `rooftrace diff` that does not fit two checkpoints."""
+    """Raise RequestError for an option of `rooftrace diff` that does not fit two checkpoints."""
     from rooftrace.weights import CheckpointDiff
 
-    context = click.get_current_context()
-    unused = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name not in _OF_CHECKPOINTS
-        and context.get_parameter_source(str(parameter.name))
-        is click.core.ParameterSource.COMMANDLINE
-    ]
+    unused = other_options("words", "names", "form", "out", "fail_on")
     if unused:
         raise RequestError(
             f"{', '.join(unused)}: a checkpoint has weights, and no step that is run; name its "
@@ -72,7 +66,16 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
 # The command diff: two targets, two revisions of one, or one target with different options.
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["diff"],
+    defaults={
+        "chip": "h200-sxm; of measured runs their device",
+        "execution": "efficient; of measured runs the one that they ran under",
+    },
+    results=results("data", timeline=True),
+)
 @click.argument("words", nargs=-1, metavar="BEFORE [AFTER]")
 @click.option(
     "--git",
@@ -88,7 +91,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     "before",
     multiple=True,
     metavar="OPTION[=VALUE]",
-    help="An option of this command for the side before alone, for example batch=8; or git=REV, "
+    help="An option of this command for BEFORE alone, for example batch=8; or git=REV, "
     "python=PATH.  Repeatable.",
 )
 @click.option(
@@ -96,7 +99,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     "after",
     multiple=True,
     metavar="OPTION[=VALUE]",
-    help="An option for the side after alone.  Repeatable.",
+    help="An option of this command for AFTER alone.  Repeatable.",
 )
 @click.option(
     "--python",
@@ -112,28 +115,20 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     help='With --git: find the first commit at which a metric is beyond it, as in "time>5%", and '
     "show the diff of that commit.",
 )
-@call_options(
-    "diff",
-    defaults={
-        "chip": "h200-sxm; of measured runs their device",
-        "execution": "efficient; of measured runs the one that they ran under",
-    },
-)
 @click.option(
     "--names",
     nargs=2,
     default=None,
     metavar="BEFORE AFTER",
-    help="What to call the two in the output.",
+    help="Titles of the two in the output.",
 )
 @click.option(
     "--target",
     "targets",
-    type=Commas(),
+    type=options.words,
     metavar="TARGET[,TARGET]",
-    help="What measured runs ran, to predict the difference: one target for both, or one each.",
+    help="The targets of measured runs, to predict the difference: one for both, or one each.",
 )
-@results("data", timeline=True)
 @click.option(
     "--fail-on",
     multiple=True,
@@ -152,15 +147,16 @@ def diff(
     bisect: str | None,
     names: tuple[str, str] | None,
     targets: tuple[str, ...] | None,
-    written: Written,
+    output: CommandOutput,
     fail_on: tuple[str, ...],
     arguments: dict[str, Any],
 ) -> None:
     """Show the change in cost, measured time or weights.
 
-    One target is enough with --git, or with an option that differs from side to side.  Or what
-    changed in time: traces of torch.profiler, or run files of `rooftrace measure`.  Or in weights:
-    checkpoints of safetensors or torch.save.
+    BEFORE and AFTER are targets, saved graphs or revisions of a target; one target is enough with
+    --git, or with an option that differs from side to side.  For measured time they are traces of
+    torch.profiler or run files of `rooftrace measure`; for weights, checkpoints of safetensors or
+    torch.save.
     """
     from rooftrace.diffs.runs import is_measured
     from rooftrace.tracer.targets.filenames import are_weights
@@ -170,7 +166,7 @@ def diff(
         check_checkpoints(fail_on)
     else:
         limits = [*fail_on, *filter(None, [bisect])]
-        _check(any(map(is_measured, sources)), targets, limits, written)
+        _check(any(map(is_measured, sources)), targets, limits, output)
     graphs: dict[str, Any] = {"graphs": targets} if targets else {}
     with once():
         result = rt.diff(
@@ -183,7 +179,7 @@ def diff(
             **graphs,
             **arguments,
         )
-    written.write(result)
+    output.write(result)
     broken = result.violations(fail_on)
     for sentence in broken:
         complain(sentence)
@@ -192,16 +188,16 @@ def diff(
 
 
 def _check(
-    measured: bool, targets: Sequence[str] | None, limits: Sequence[str], written: Written
+    measured: bool, targets: Sequence[str] | None, limits: Sequence[str], output: CommandOutput
 ) -> None:
     """Raise the error of an option that does not fit two graphs, or two measured runs."""
     from rooftrace.diffs.costs import Diff
     from rooftrace.diffs.runs import RunDiff
 
     (RunDiff if measured else Diff).limits(limits)
-    if measured and written.timeline is not None:
+    if measured and output.timeline is not None:
         raise click.UsageError(
-            f"--timeline {written.timeline}: measured runs have timelines of their own; it is for "
+            f"--timeline {output.timeline}: measured runs have timelines of their own; it is for "
             "predicted steps"
         )
     if targets is not None and not measured:
@@ -252,7 +248,7 @@ def _is_target(word: str) -> bool:
 # -- options of one side ---------------------------------------------------------------------------
 
 
-_OF_SIDE = {
+_SIDE_OPTIONS = {
     each.name: each
     for each in (
         *CALLS["diff"].options(),
@@ -276,11 +272,13 @@ def _side(which: str, texts: Sequence[str], pythons: Sequence[str]) -> dict[str,
         if not equals or side not in ("before", "after"):
             raise click.UsageError(f"--python {text!r}: expected before=PATH or after=PATH")
         words += ["--python", path] if side == which else []
-    command = click.Command(which, params=list(map(made, _OF_SIDE.values())), add_help_option=False)
+    command = click.Command(
+        which, params=list(map(click_option, _SIDE_OPTIONS.values())), add_help_option=False
+    )
     try:
-        own = typed(command.make_context(f"--{which}", words), _OF_SIDE)
+        arguments = typed(command.make_context(f"--{which}", words), _SIDE_OPTIONS)
     except click.UsageError as error:
         raise click.UsageError(f"--{which}: {error.format_message()}") from None
-    if "phases" in own:
+    if "phases" in arguments:
         raise click.UsageError(f"--{which}: both sides have the same phases; use --phase")
-    return own or None
+    return arguments or None

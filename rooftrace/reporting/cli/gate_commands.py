@@ -15,24 +15,29 @@ from rooftrace._escapes import visible
 from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
-from rooftrace.reporting.cli.options import TARGET_HELP, Command, call_options, load_rules
-from rooftrace.reporting.cli.output import Output, say
-from rooftrace.reporting.cli.shared import progress, write_result
+from rooftrace.reporting.cli.options import TARGET_HELP, form_option, load_rules, out_option
+from rooftrace.reporting.cli.output import OutputPath, say
+from rooftrace.reporting.cli.shared import Command, CommandOutput, progress
 from rooftrace.reporting.commands.pricing import PricingOptions
 
 if TYPE_CHECKING:
     from rooftrace.reporting.gates.lockfile import Settings
 
-FORMS = ("terminal", *(form for form in names("page", "data", "gate") if form != "html"))
+FORMS = tuple(form for form in names("page", "data", "gate") if form != "html")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["lock"],
+    run_rules=False,
+    defaults={"execution": "efficient; of a script: mixed"},
+)
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
-@call_options("lock", run_rules=False, defaults={"execution": "efficient; of a script: mixed"})
 @click.option(
     "-o",
     "--out",
-    type=Output(usual=True),
+    type=OutputPath(usual=True),
     metavar="FILE",
     help="The lock; - is stdout.  Default: costs.lock.",
 )
@@ -66,7 +71,7 @@ def lock(targets: tuple[str, ...], out: str | None, arguments: dict[str, Any]) -
 
 
 def _list(settings: Settings, code: Sequence[tuple[str, str]]) -> None:
-    """What --dry-run prints."""
+    """Print the lines of --dry-run."""
     rows = [("project", str(settings.root), ""), ("lock", _shown(settings), "")]
     rows += [("runs", name, f"  ({by})") for name, by in code] or [("runs", "no code", "")]
     for kind, name, by in rows:
@@ -74,7 +79,7 @@ def _list(settings: Settings, code: Sequence[tuple[str, str]]) -> None:
 
 
 def _shown(settings: Settings) -> str:
-    """The path of the lock from where the user stands."""
+    """The path of the lock, relative to the working folder."""
     return os.path.relpath(settings.path)
 
 
@@ -84,23 +89,23 @@ def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
 
     pricing, _ = PricingOptions.parted(arguments)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
-    own = {fields_of[name]: value for name, value in arguments.items() if name in fields_of}
+    direct = {fields_of[name]: value for name, value in arguments.items() if name in fields_of}
     for name in ("chip", "execution"):
         if arguments.get(name) == ():
             raise click.UsageError(f"--{name}: expected at least one")
     typed = {**arguments, **({"factors": pricing.factors} if pricing.factors else {})}
     changed = {name: typed[name] for name in PRICED if name in typed}
-    return replace(settings, **own, pricing=said({**settings.pricing, **changed}))
+    return replace(settings, **direct, pricing=said({**settings.pricing, **changed}))
 
 
 def _named(settings: Settings, targets: tuple[str, ...], arguments: Mapping[str, Any]) -> Settings:
-    """Settings with the targets of the command line, at its sizes, in place of their own."""
+    """Settings whose targets are those of the command line, at its sizes."""
     from rooftrace.reporting.commands.calls import ASKED, said
 
     if (targets or "rules" in arguments) and settings.folder != Path.cwd().resolve():
-        what = f"TARGET {targets[0]!r}" if targets else f"--rules {arguments['rules'][0]!r}"
+        word = f"TARGET {targets[0]!r}" if targets else f"--rules {arguments['rules'][0]!r}"
         raise click.UsageError(
-            f"{what}: the lock of this project has paths from {settings.folder}; name it from there"
+            f"{word}: the lock of this project has paths from {settings.folder}; name it from there"
         )
     _, others = PricingOptions.parted(arguments)
     request = {name: others[name] for name in ASKED if name in others}
@@ -121,30 +126,27 @@ def _at(settings: Settings, path: str) -> Settings:
     return replace(settings, lock=os.path.relpath(path, settings.folder))
 
 
-@click.command(cls=Command)
+@click.command(
+    cls=Command,
+    functions=["check"],
+    results=[
+        form_option(
+            FORMS,
+            "github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
+            default="terminal",
+            show_default=True,
+        ),
+        out_option(OutputPath()),
+    ],
+)
 @click.option(
     "--lock",
     "path",
-    type=Output(early=False, usual=True),
+    type=OutputPath(early=False, usual=True),
     metavar="FILE",
     help="Another lock than that of [tool.rooftrace]; its own targets are checked.",
 )
-@call_options("check")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(FORMS),
-    default="terminal",
-    show_default=True,
-    help="github: a comment (GitLab shows it too); gitlab: code quality JSON; junit: XML.",
-)
-@click.option(
-    "--out",
-    type=Output(),
-    metavar="FILE",
-    help="Write there instead of the terminal; - is stdout.",
-)
-def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any]) -> None:
+def check(path: str | None, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Compare costs.lock with the costs now; exit 1 over a budget.
 
     Budgets, targets and chips stand in [tool.rooftrace] of the project's pyproject.toml; without
@@ -184,7 +186,7 @@ def check(path: str | None, form: str, out: str | None, arguments: dict[str, Any
         result = checking.compare_locks(
             before, after, settings, strict="strict" in arguments, cause=cause
         )
-    write_result(result, form, out)
+    output.write(result)
     if update:
         if before != after:
             lockfile.write_lock(settings.path, after)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +18,50 @@ from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Command,
-    Commas,
-    call_options,
     style_option,
     timeline_option,
 )
-from rooftrace.reporting.cli.output import Output, complain, say
+from rooftrace.reporting.cli.output import OutputPath, complain, say
 from rooftrace.reporting.cli.shared import (
-    Written,
+    Command,
+    CommandOutput,
     console,
     once,
     progress,
+    rendered,
     results,
-    told,
-    write_result,
-    write_timeline,
 )
+from rooftrace.reporting.commands.options import words
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["report"],
+    helps={"chip": "Chips by name or TOML path; times are those of the first."},
+    results=[
+        click.Option(
+            ["-o", "--out"],
+            type=OutputPath(folder=True, table=True),
+            metavar="DIR|FILE",
+            help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that "
+            "ends in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
+        ),
+        style_option(),
+        timeline_option(),
+    ],
+)
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@call_options("report", chip="Chips by name or TOML path; times are those of the first.")
-@click.option(
-    "-o",
-    "--out",
-    type=Output(folder=True, table=True),
-    metavar="DIR|FILE",
-    help="Folder for report.html, report.md, report.json, ops.csv and figures; a file that ends "
-    "in .html, .md, .tex, .json or .csv is that one alone; - is stdout.",
-)
 @click.option(
     "--format",
     "formats",
-    type=Commas(),
+    type=words,
+    metavar="LIST",
     help="Which files: html (a page to explore), md, json, csv, png (default: these five), svg and "
     "pdf (figures to print), tex (LaTeX: the report, and a file for each table), trace (a "
     "timeline for Perfetto), chakra (execution traces for simulators of networks, of this process; "
     "chakra-all of all).  With --table: one of terminal, md, html, tex, json, csv.",
 )
-@style_option
-@timeline_option()
 @click.option(
     "--max-batch",
     is_flag=True,
@@ -78,13 +82,11 @@ from rooftrace.reporting.cli.shared import (
 )
 def report(
     targets: tuple[str, ...],
-    out: str | None,
     formats: tuple[str, ...] | None,
-    style: str,
-    timeline: str | None,
     max_batch: bool,
     table: str | None,
     align: int | None,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Price each phase of TARGET: one screen, or a folder of files.
@@ -100,12 +102,13 @@ def report(
         if max_batch or len(targets) > 1:
             other = "--max-batch" if max_batch else f"{len(targets)} TARGETs"
             raise RequestError(f"--table {table} is of one step: {other} is for a report")
-        _write_table(targets[0], table, align, formats, out, style, timeline, arguments)
+        _write_table(targets[0], table, align or 16, formats, output, arguments)
         return
     how = {} if formats is None else {"formats": formats}
     if formats is not None:
         check_formats(formats)
-    single = _format_of_file(out, formats, style)
+    out = output.out
+    single = _format_of_file(formats, output)
     many = len(targets) > 1
     if many and (out == "-" or single):
         raise RequestError(
@@ -115,26 +118,23 @@ def report(
         check_folder(Path(str(out)), **how)
     arguments = {"max_batch": max_batch, **arguments}
     if many:
-        report_many(targets, out, formats, style, timeline, arguments)
+        report_many(targets, formats, output, arguments)
         return
     with once():
         result = rt.report(targets[0], **arguments)
     if out == "-":
-        write_result(result, (formats or ("json",))[0], out, style=style)
-        write_timeline(timeline, result, quiet=True)
+        replace(output, form=(formats or ("json",))[0]).write(result)
         return
-    _write(result, out, single, how, style)
-    write_timeline(timeline, result)
+    _write(result, single, how, output)
+    output.write_timeline(result)
 
 
 def _write_table(
     target: str,
     table: str,
-    align: int | None,
+    align: int,
     formats: Sequence[str] | None,
-    out: str | None,
-    style: str,
-    timeline: str | None,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Write the nodes or the census of one step.  Raises RequestError for options that clash."""
@@ -143,33 +143,32 @@ def _write_table(
             f"--format {','.join(formats)}: --table {table} takes one of terminal, "
             f"{', '.join(TEXTS)}"
         )
-    written = Written(
-        form=None if formats is None else formats[0], out=out, style=style, timeline=timeline
-    )
-    if style != "screen" and written.format != "tex":
-        raise RequestError(f"--style {style}: with --table it is of LaTeX: add --format tex")
-    if out not in (None, "-"):
-        check_output(Path(str(out)))
+    output = replace(output, form=None if formats is None else formats[0])
+    if output.style != "screen" and output.format != "tex":
+        raise RequestError(f"--style {output.style}: with --table it is of LaTeX: add --format tex")
+    if output.out not in (None, "-"):
+        check_output(Path(str(output.out)))
     with once():
         estimate = rt.estimate(target, **arguments)
-    rows = estimate.by_node() if table == "nodes" else estimate.census(align or 16)
-    written.write(rows, of=estimate)
+    rows = estimate.by_node() if table == "nodes" else estimate.census(align)
+    output.write(rows, of=estimate)
 
 
-def _write(result: Any, out: str | None, single: str, how: Any, style: str) -> None:
+def _write(result: Any, single: str, how: Any, output: CommandOutput) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
     from rooftrace.reporting.views import shown
 
-    written: Sequence[Path] = ()
+    paths: Sequence[Path] = ()
+    out = output.out
     if out is not None and single:
-        write_result(result, single, out, style=style)
+        replace(output, form=single, timeline=None).write(result)
     elif out is not None:
         with progress():
             tell("writing the report")
-            written = result.write(Path(out), **how, style=style)
-    console().print(told(lambda: shown(result, "rich")))
-    if written:
-        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(written))}")
+            paths = result.write(Path(out), **how, style=output.style)
+    console().print(rendered(lambda: shown(result, "rich")))
+    if paths:
+        say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(paths))}")
     elif out is not None:
         say(f"\nwritten to {out}")
 
@@ -182,11 +181,12 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [*rest, f"{len(tables)} of table-*.tex"] if tables else rest
 
 
-def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) -> str:
+def _format_of_file(formats: Sequence[str] | None, output: CommandOutput) -> str:
     """The format of a report that is one file; "" for one that is a folder, or that is not kept.
 
     Raises UsageError or RequestError where --out, --format and --style do not go together.
     """
+    out, style = output.out, output.style
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
         option = f" --format {','.join(formats)}" if formats else ""
         raise click.UsageError(
@@ -210,13 +210,12 @@ def _format_of_file(out: str | None, formats: Sequence[str] | None, style: str) 
     return ending
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP, functions=["priced_graphs"])
 @click.argument("target")
-@call_options("priced_graphs")
 @click.option(
     "-o",
     "--out",
-    type=Output(),
+    type=OutputPath(),
     required=True,
     metavar="FILE",
     help="graph.json or graph.json.gz; - is stdout.",
@@ -240,25 +239,24 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
     say(f"{out}: {counts}")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
+@click.command(cls=Command, epilog=TARGET_HELP, functions=["compare"], results=results("data"))
 @click.argument("target")
-@call_options("compare")
 @click.option(
     "--with",
     "peers",
-    type=Commas(),
+    type=words,
+    metavar="LIST",
     default="flopcounter,fvcore",
     show_default=True,
-    help="Other counters: flopcounter (PyTorch's own FlopCounterMode), fvcore.",
+    help="Other counters: flopcounter (PyTorch's FlopCounterMode), fvcore.",
 )
-@results("data")
 def compare(
-    target: str, peers: tuple[str, ...], written: Written, arguments: dict[str, Any]
+    target: str, peers: tuple[str, ...], output: CommandOutput, arguments: dict[str, Any]
 ) -> None:
     """Count FLOPs of TARGET by other counters, and explain gaps.
 
-    They run the same module on the same inputs; what they do not count stands with its module, its
-    op and the reason.
+    They run the same module on the same inputs; each op that one does not count stands with its
+    module and the reason.
     """
     from rooftrace.graph import looks_saved
     from rooftrace.reporting.views import comparisons_view
@@ -269,37 +267,38 @@ def compare(
         )
     with once():
         comparisons = rt.compare(target, peers=peers, **arguments)
-    written.write(
+    output.write(
         comparisons_view(target, comparisons),
         document=lambda: {"target": target, "comparisons": [c.to_dict() for c in comparisons]},
     )
 
 
 # -- many reports ----------------------------------------------------------------------------------
-# `rooftrace report A B C`: a folder for each target, and all of them beside each other.
+# `rooftrace report A B C`: a folder for each target, and a comparison of all.
 
 
 def report_many(
     targets: Sequence[str],
-    out: str | None,
     formats: Sequence[str] | None,
-    style: str,
-    timeline: str | None,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
     from rooftrace.reporting.views import shown
 
+    out = output.out
     with progress():
-        result = rt.tools.reports(targets, out=out, formats=formats, style=style, **arguments)
+        result = rt.tools.reports(
+            targets, out=out, formats=formats, style=output.style, **arguments
+        )
     if result.reports:
-        console().print(told(lambda: shown(result, "rich")))
+        console().print(rendered(lambda: shown(result, "rich")))
     if out is not None and result.reports:
         there = [path for path in sorted(Path(out).iterdir()) if path.name[0] not in "._"]
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)
         say(f"\nin {Path(out)}{os.sep}: {said}")
     if result.reports:
-        write_timeline(timeline, result)
+        output.write_timeline(result)
     for target, why in result.failures.items():
         complain(f"{target} failed: {why}")
     if result.failures:

@@ -1,21 +1,18 @@
-"""Options of commands: made of the arguments of our functions, or shared by several commands."""
+"""Options of commands: those of public functions, and those that several commands share."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from traceback import extract_tb, format_exception
-from types import MappingProxyType
+from traceback import extract_tb
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from rooftrace._formats import FIGURES
-from rooftrace.reporting.cli.output import Output, checked_outputs, complain
+from rooftrace.reporting.cli.output import OutputPath
 from rooftrace.reporting.commands.calls import CALLS, USUAL
 from rooftrace.reporting.commands.options import Option, options_of
 from rooftrace.reporting.commands.pricing import (
@@ -26,48 +23,12 @@ from rooftrace.reporting.commands.pricing import (
 )
 from rooftrace.tracer import names
 
-
-class Command(click.Command):
-    """A command with --traceback; if it writes files, --force, and a check of them at its start."""
-
-    def __init__(self, *arguments: Any, **how: Any) -> None:
-        super().__init__(*arguments, **how)
-        self.outputs = {p.name or "": p.type for p in self.params if isinstance(p.type, Output)}
-        self.params.append(_TRACEBACK)
-        if self.outputs:
-            self.params.append(_FORCE)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        options = ctx.params
-        traceback, force = options.pop("traceback"), options.pop("force", False)
-        with checked_outputs(self.outputs, options, force) if self.outputs else nullcontext():
-            try:
-                return super().invoke(ctx)
-            except (ValueError, LookupError, RuntimeError, OSError) as error:
-                for line in format_exception(error.__cause__ or error) if traceback else ():
-                    complain(line.removesuffix("\n"), who="")
-                raise
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS)}
-        for option in self.get_params(ctx):
-            record = option.get_help_record(ctx)
-            if record is not None and isinstance(option, click.Option):
-                sections[_section(option)].append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
-
-_TRACEBACK = click.Option(
+TRACEBACK = click.Option(
     ["--traceback"],
     is_flag=True,
     help="If the command fails, print the calls that led to the error, in all processes.",
 )
-_FORCE = click.Option(
-    ["--force"], is_flag=True, help="Replace a file that rooftrace did not write."
-)
+FORCE = click.Option(["--force"], is_flag=True, help="Replace a file that rooftrace did not write.")
 SECTIONS: Mapping[str, Collection[str]] = {
     "Workload": {each.name for record in (Workload, LengthOptions) for each in options_of(record)},
     "Pricing": {
@@ -77,11 +38,12 @@ SECTIONS: Mapping[str, Collection[str]] = {
     "Output": ("force", "form", "formats", "style", "table", "align", "figures"),
     "Help": ("traceback",),
 }
-"""Sections of a command's help after its own options: the names of the options in each."""
+"""Sections of help that hold shared options: the names of the options in each."""
 
 
-def _section(option: click.Parameter) -> str:
-    if isinstance(option.type, Output):
+def section_of(option: click.Parameter) -> str:
+    """The section of an option in the help of its command."""
+    if isinstance(option.type, OutputPath):
         return "Output"
     if "--help" in option.opts:
         return "Help"
@@ -97,50 +59,22 @@ RULES = Option(
 
 
 def call_options(
-    *functions: str,
-    run_rules: bool = True,
-    defaults: Mapping[str, str] = MappingProxyType({}),
-    **helps: str,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command the options of public functions, and --rules where rules may matter.
+    functions: Sequence[str], defaults: Mapping[str, str], helps: Mapping[str, str]
+) -> dict[str, Option]:
+    """The options of public functions by name, and --rules where rules may matter.
 
-    The command is called with `arguments`: those that the user typed, by name, as the functions
-    take them.  run_rules: run the files of --rules first.  defaults, helps: the default and the
-    help of an option that this command says otherwise, by name.
+    defaults, helps: the default and the help of an option that a command says otherwise.
     """
     options: dict[str, Option] = {}
-    for function in functions:
-        for option in _options(function, defaults, helps):
-            options.setdefault(option.name, option)
-
-    def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def called(*args: Any, **values: Any) -> Any:
-            arguments = typed(click.get_current_context(), options)
-            if run_rules:
-                load_rules(arguments.pop("rules", ()))
-            others = {name: value for name, value in values.items() if name not in options}
-            return command(*args, arguments=arguments, **others)
-
-        # click lists the options of a function from the last to the first.
-        listed = vars(called).setdefault("__click_params__", [])
-        listed += [made(each) for each in reversed(options.values())]
-        return called
-
-    return decorated
-
-
-def _options(
-    function: str, defaults: Mapping[str, str], helps: Mapping[str, str]
-) -> Iterator[Option]:
-    call = CALLS[function]
-    usual = ",".join("efficient" if name == USUAL else name for name in call.usual)
-    shown = {"execution": usual, **{name: f"({text})" for name, text in defaults.items()}}
-    for each in call.options():
-        help, default = helps.get(each.name, each.help), shown.get(each.name, each.shown)
-        yield replace(each, help=help, shown=default)
-    if call.has_rules:
-        yield RULES
+    for call in (CALLS[function] for function in functions):
+        usual = ",".join("efficient" if name == USUAL else name for name in call.usual)
+        shown = {"execution": usual, **{name: f"({text})" for name, text in defaults.items()}}
+        for each in call.options():
+            help, default = helps.get(each.name, each.help), shown.get(each.name, each.shown)
+            options.setdefault(each.name, replace(each, help=help, shown=default))
+        if call.has_rules:
+            options["rules"] = RULES
+    return options
 
 
 def typed(context: click.Context, options: Mapping[str, Option]) -> dict[str, Any]:
@@ -152,7 +86,19 @@ def typed(context: click.Context, options: Mapping[str, Option]) -> dict[str, An
     }
 
 
-def made(option: Option) -> click.Option:
+def other_options(*names: str) -> list[str]:
+    """Options that the user typed, other than these, --force and --traceback."""
+    context = click.get_current_context()
+    return [
+        each.opts[-1] if isinstance(each, click.Option) else each.human_readable_name
+        for each in context.command.params
+        if each.name not in (*names, "force", "traceback")
+        and context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE
+        and (isinstance(each, click.Option) or context.params[str(each.name)])
+    ]
+
+
+def click_option(option: Option) -> click.Option:
     """The option of click."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
     if option.required:
@@ -198,7 +144,7 @@ def load_rules(paths: Iterable[str]) -> None:
 
 
 # -- options ---------------------------------------------------------------------------------------
-# Options that several commands have: what is run, how it is priced, where the result goes.
+# Options of several commands: the target, and the files of the result.
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
 returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
@@ -207,41 +153,47 @@ saved graph, an exported program (.pt2, .onnx), a script with its arguments in o
 {", ".join(names.configs())}."""
 
 
-class Commas(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
-    """A comma-separated list."""
-
-    name = "LIST"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
-        return tuple(part.strip() for part in str(value).split(",") if part.strip())
-
-
-def timeline_option(help: str | bool = True) -> Callable[..., Any]:
+def timeline_option(help: str | bool = True) -> click.Option:
     """--timeline: the steps of the result."""
     usual = "Write the predicted timeline of the steps there; it opens in ui.perfetto.dev."
-    return click.option(
-        "--timeline",
-        type=Output(endings=(".json", ".json.gz")),
+    return click.Option(
+        ["--timeline"],
+        type=OutputPath(endings=(".json", ".json.gz")),
         metavar="FILE.json.gz",
         help=help if isinstance(help, str) else usual,
     )
 
 
-def plot_option(help: str) -> Callable[..., Any]:
+def plot_option(help: str) -> click.Option:
     """--plot: a figure of the result."""
-    kind = Output(endings=[f".{form}" for form in FIGURES])
-    return click.option("--plot", type=kind, metavar="FILE.png|svg|pdf", help=help)
+    kind = OutputPath(endings=[f".{form}" for form in FIGURES])
+    return click.Option(["--plot"], type=kind, metavar="FILE.png|svg|pdf", help=help)
 
 
-style_option = click.option(
-    "--style",
-    type=click.Choice(["screen", "paper", "paper-column"]),
-    default="screen",
-    show_default=True,
-    help="What figures are made for: paper is 7.2 in wide, paper-column 3.5 in, with type of 7 to "
-    "9 points.",
-)
+def style_option() -> click.Option:
+    """--style: the medium of figures and tables."""
+    return click.Option(
+        ["--style"],
+        type=click.Choice(["screen", "paper", "paper-column"]),
+        default="screen",
+        show_default=True,
+        help="Size of figures: paper is 7.2 in wide, paper-column 3.5 in, with type of 7 to 9 "
+        "points.",
+    )
+
+
+def out_option(kind: OutputPath) -> click.Option:
+    """-o, --out: the file of the result."""
+    return click.Option(
+        ["-o", "--out"],
+        type=kind,
+        metavar="FILE",
+        help="Write there instead of the terminal; - is stdout.",
+    )
+
+
+def form_option(forms: Sequence[str], help: str = "", **how: Any) -> click.Option:
+    """--format: the format of the result, the terminal first."""
+    usual = "Default: terminal, or by the ending of --out."
+    kind = click.Choice(["terminal", *forms])
+    return click.Option(["--format", "form"], type=kind, help=help or usual, **how)

@@ -22,7 +22,7 @@ from rooftrace.errors import RequestError
 # Outputs of a command: all are checked here before it begins, and --force lets them replace.
 
 
-class Output(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
+class OutputPath(click.ParamType):  # type: ignore[type-arg]  # generic in newer clicks only
     """The path of a file that a command writes; "-" is stdout.
 
     folder: a folder may stand there; its files are checked when their names are known.  early:
@@ -64,7 +64,7 @@ def form_by_ending(path: str) -> str:
 
 @contextlib.contextmanager
 def checked_outputs(
-    outputs: Mapping[str, Output], options: Mapping[str, Any], force: bool
+    outputs: Mapping[str, OutputPath], options: Mapping[str, Any], force: bool
 ) -> Iterator[None]:
     """Check the outputs of a command before its work; hold later ones against its other words.
 
@@ -83,7 +83,7 @@ def checked_outputs(
         yield
 
 
-def _check(outputs: Mapping[str, Output], options: Mapping[str, Any]) -> None:
+def _check(outputs: Mapping[str, OutputPath], options: Mapping[str, Any]) -> None:
     seen: set[str] = set()
     for name, kind in outputs.items():
         path = options[name]
@@ -99,7 +99,7 @@ def _check(outputs: Mapping[str, Output], options: Mapping[str, Any]) -> None:
 
 
 def _named(values: Iterable[Any]) -> Iterator[str]:
-    """What values of options may name: texts, and their parts, as in models.py:build or x=FILE."""
+    """Texts of option values, and their parts that may name files (models.py:build, x=FILE)."""
     for value in values:
         if isinstance(value, str):
             yield from (value, *re.split(r"[=:,\s]+", value))
@@ -110,7 +110,7 @@ def _named(values: Iterable[Any]) -> Iterator[str]:
 
 
 # -- output ----------------------------------------------------------------------------------------
-# stdout of the command line: what cannot be written there ends in an error, not in success.
+# stdout of the command line: a failed write ends in an error, not in success.
 
 
 class StdoutError(BaseException):
@@ -179,7 +179,7 @@ def checked_stdout() -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Print lines of text; what a name in them holds is visible."""
+    """Print lines of text with control characters made visible."""
     click.echo(visible(text, lines=True))
 
 

@@ -8,9 +8,8 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError, hint
-from rooftrace.reporting.cli.options import Command, call_options
-from rooftrace.reporting.cli.output import Output, say
-from rooftrace.reporting.cli.shared import Written, once, results
+from rooftrace.reporting.cli.output import OutputPath, say
+from rooftrace.reporting.cli.shared import Command, CommandOutput, once, results
 
 _HELP = """The script runs as written, on the CPU and its memory, without a GPU.  It sees a CUDA
 device with the name and memory of the chip.  Tensors there have shapes and no values: a loss that
@@ -26,27 +25,28 @@ is read is a stated assumption.  What it does on the host is real: data, logging
     name="run",
     cls=Command,
     epilog=_HELP,
+    functions=["run"],
+    defaults={"execution": "mixed"},
+    results=results(
+        "data",
+        "rows",
+        timeline="Write all of the run there, data loaders and the device; for ui.perfetto.dev.",
+    ),
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.argument("command", metavar="SCRIPT [ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
-@call_options("run", defaults={"execution": "mixed"})
-@click.option("--to-end", is_flag=True, help="Run the script to its own end.")
+@click.option("--to-end", is_flag=True, help="Run the script to its end, not only --steps steps.")
 @click.option(
     "--save",
-    type=Output(),
+    type=OutputPath(),
     metavar="FILE.json.gz",
     help="Write the graphs of the steady step, for any command.",
-)
-@results(
-    "data",
-    "rows",
-    timeline="Write the whole run there: data loaders beside the device; for ui.perfetto.dev.",
 )
 def run_script(
     command: tuple[str, ...],
     to_end: bool,
     save: str | None,
-    written: Written,
+    output: CommandOutput,
     arguments: dict[str, Any],
 ) -> None:
     """Run SCRIPT, unmodified, on a GPU that is not there.
@@ -68,7 +68,7 @@ def run_script(
         if not graphs:
             raise RequestError("--save: nothing ran on the device, so there is no step to write")
         rt.save(graphs, save)
-    shown = written.write(result, document=lambda: _document(result))
+    shown = output.write(result, document=lambda: _document(result))
     if shown and save is not None:
         say(f"\nthe steady step is in {save}: rooftrace report {save}")
     if result.script.code:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import format_exception
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -20,74 +22,34 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace._formats import FORMATS, Holds, names
 from rooftrace._progress import WARNING, tell
-from rooftrace.reporting.cli.options import plot_option, style_option, timeline_option
-from rooftrace.reporting.cli.output import Output, complain, form_by_ending, say
+from rooftrace.reporting.cli.options import (
+    FORCE,
+    SECTIONS,
+    TRACEBACK,
+    call_options,
+    click_option,
+    form_option,
+    load_rules,
+    out_option,
+    plot_option,
+    section_of,
+    style_option,
+    timeline_option,
+    typed,
+)
+from rooftrace.reporting.cli.output import (
+    OutputPath,
+    checked_outputs,
+    complain,
+    form_by_ending,
+    say,
+)
 
 Made = TypeVar("Made")
 
 
-def write_document(out: str, form: str, text: str) -> None:
-    """A text to a file, with the mark by which a later command knows that it may replace it."""
-    from rooftrace._writing import write_bytes
-
-    marked = f"{text}{FORMATS[form].mark}"
-    write_bytes(Path(out), marked.encode("utf-8", "backslashreplace"))
-
-
-def write_result(
-    result: Any,
-    form: str | None,
-    out: str | None,
-    *,
-    table: Callable[[], str] | None = None,
-    style: str = "screen",
-    document: Callable[[], dict[str, Any]] | None = None,
-) -> bool:
-    """A result to the terminal, to stdout or to a file; whether it was the terminal.
-
-    form: "terminal" or one of FORMATS; None: as `form_of` says.  table: the text of csv;
-    default that of its rows.  style: what tables of tex are as wide as.  document: what json has;
-    default that of `to_dict`.
-    """
-    from rooftrace.reporting.views import shown
-
-    form = form_of(form, out)
-    if form == "terminal" and out in (None, "-"):
-        console().print(told(lambda: shown(result, "rich")))
-        return True
-    form = "md" if form == "terminal" else form
-    make = table if form == "csv" else None
-    text = told(make or (lambda: shown(result, form, style=style, document=document)))
-    if out in (None, "-"):
-        click.echo(text, nl=False)
-    else:
-        write_document(str(out), form, text)
-    return False
-
-
-def write_timeline(path: str | None, result: Any, quiet: bool = False, **how: Any) -> None:
-    """The timeline of a result, where --timeline names a file.
-
-    quiet: stdout holds a document, in which nothing else may stand.  how: of
-    `rt.tools.save_timeline`.
-    """
-    if path is None:
-        return
-    with progress():
-        rt.tools.save_timeline(result, path, **how)
-    if not quiet:
-        say(f"\ntimeline written to {path}; open it in ui.perfetto.dev")
-
-
-def form_of(form: str | None, out: str | None) -> str:
-    """The format of a result: what was asked for, else by the ending of its file."""
-    if form is not None or out in (None, "-"):
-        return form or "terminal"
-    return form_by_ending(str(out))
-
-
 def console() -> Any:
-    """Where the terminal view goes: as wide as the terminal, 100 columns in a file."""
+    """The console of the terminal view: as wide as the terminal, 100 columns in a file."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -96,9 +58,9 @@ def console() -> Any:
 
 @contextlib.contextmanager
 def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
-    """A spinner on stderr that says what the calls inside do, where stderr is a terminal.
+    """Show messages of the calls inside as a spinner on stderr, where that is a terminal.
 
-    kept: what is said like this stays there as a line of its own, also in a file.
+    kept: messages that match stay as a line, also where stderr is a file.
     """
     from rich.console import Console
     from rich.text import Text
@@ -116,7 +78,7 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
     begin = time.monotonic()
 
     class Doing:
-        """What is being done, with seconds and memory as they are when it is drawn."""
+        """The message, with seconds and memory at the time of drawing."""
 
         def __init__(self, text: str) -> None:
             self.text = text
@@ -137,11 +99,11 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
 
 
 _SOON = 2.0
-"""Seconds that nobody asks about."""
+"""Show seconds and memory after so many seconds."""
 
 
 def _memory() -> str:
-    """The memory that this process and its children take, where Linux tells it."""
+    """Memory of this process and its children, from Linux; empty on other systems."""
     try:
         tasks = Path("/proc/self/task").iterdir()
         children = " ".join((task / "children").read_text() for task in tasks)
@@ -152,8 +114,8 @@ def _memory() -> str:
     return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
 
-def told(make: Callable[[], Made]) -> Made:
-    """What is shown of a result.  Numbers that only tables have are made here: it may take long."""
+def rendered(make: Callable[[], Made]) -> Made:
+    """The text of a result.  Numbers that only tables have are computed here, which may be slow."""
     with progress():
         tell("making the tables")
         return make()
@@ -161,9 +123,9 @@ def told(make: Callable[[], Made]) -> Made:
 
 @contextlib.contextmanager
 def once() -> Iterator[None]:
-    """Progress of a command that ends with what it makes inside: until then, nothing is collected.
+    """Progress of a command whose result is its last work: no garbage collection until its end.
 
-    Each collection would go through all that was made, for seconds where that is much.
+    Each collection would go through all objects of the result, for seconds if they are many.
     """
     from rooftrace.tracer.phases import collector_paused
 
@@ -173,15 +135,13 @@ def once() -> Iterator[None]:
         yield
 
 
-# -- written ---------------------------------------------------------------------------------------
-# Where the result of a command goes: --format, --out, --plot, --style and --timeline.
-
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+# -- output ----------------------------------------------------------------------------------------
+# The output of a command: --format, --out, --plot, --style and --timeline.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """What was asked of a result.  form: None is by the ending of `out`, else the terminal."""
+class CommandOutput:
+    """The output that a command line asks for; form: None is by the ending of `out`."""
 
     form: str | None = None
     out: str | None = None
@@ -191,8 +151,10 @@ class Written:
 
     @property
     def format(self) -> str:
-        """The format of the result."""
-        return form_of(self.form, self.out)
+        """The format of the result: "terminal" or one of FORMATS."""
+        if self.form is not None or self.out in (None, "-"):
+            return self.form or "terminal"
+        return form_by_ending(str(self.out))
 
     def write(
         self,
@@ -203,57 +165,122 @@ class Written:
         of: Any = None,
         **how: Any,
     ) -> bool:
-        """Write a result, say what was drawn, and write its timeline; whether it is on a terminal.
+        """Write a result to the terminal, to stdout or to a file, and its timeline.
 
-        document: what JSON has, where that is not `to_dict`.  of: what the timeline is of; default
-        the result.  how: of `rt.tools.save_timeline`.
+        document: the data of JSON; default `to_dict`.  of: the source of the timeline; default the
+        result.  how: of `rt.tools.save_timeline`.  Returns whether it was the terminal.
         """
-        shown = write_result(result, self.form, self.out, style=self.style, document=document)
-        if shown and self.plot is not None:
-            say(f"\n{drawn} to {self.plot}")
-        write_timeline(self.timeline, result if of is None else of, quiet=not shown, **how)
-        return shown
+        from rooftrace._writing import write_bytes
+        from rooftrace.reporting.views import shown
+
+        on_terminal = self.format == "terminal" and self.out in (None, "-")
+        if on_terminal:
+            console().print(rendered(lambda: shown(result, "rich")))
+            if self.plot is not None:
+                say(f"\n{drawn} to {self.plot}")
+        else:
+            form = "md" if self.format == "terminal" else self.format
+            text = rendered(lambda: shown(result, form, style=self.style, document=document))
+            if self.out in (None, "-"):
+                click.echo(text, nl=False)
+            else:  # the mark lets a later command replace the file
+                marked = f"{text}{FORMATS[form].mark}"
+                write_bytes(Path(str(self.out)), marked.encode("utf-8", "backslashreplace"))
+        self.write_timeline(result if of is None else of, quiet=not on_terminal, **how)
+        return on_terminal
+
+    def write_timeline(self, result: Any, quiet: bool = False, **how: Any) -> None:
+        """Write the timeline of a result, where --timeline names a file.
+
+        quiet: print nothing, as stdout holds a document.  how: of `rt.tools.save_timeline`.
+        """
+        if self.timeline is None:
+            return
+        with progress():
+            rt.tools.save_timeline(result, self.timeline, **how)
+        if not quiet:
+            say(f"\ntimeline written to {self.timeline}; open it in ui.perfetto.dev")
 
 
 def results(
     *holds: Holds, plot: str = "", style: bool = False, timeline: str | bool = False
-) -> Decorator:
-    """A command that writes a result; it is called with `written`.
+) -> list[click.Option]:
+    """The options of a command that writes a result.
 
-    holds: what its formats may hold beside a page.  plot, timeline: their help; True: the usual.
+    holds: contents of its formats other than pages.  plot, timeline: their help; True: the usual.
     """
-    forms = ("terminal", *names("page", *holds))
-    options = [
+    forms = names("page", *holds)
+    return [
         *([plot_option(plot)] if plot else []),
-        *([style_option] if style else []),
+        *([style_option()] if style else []),
         *([timeline_option(timeline)] if timeline else []),
-        click.option(
-            "--format",
-            "form",
-            type=click.Choice(forms),
-            help="Default: terminal, or by the ending of --out.",
-        ),
-        click.option(
-            "-o",
-            "--out",
-            type=Output(forms=forms),
-            metavar="FILE",
-            help="Write there instead of the terminal; - is stdout.",
-        ),
+        form_option(forms),
+        out_option(OutputPath(forms=("terminal", *forms))),
     ]
 
-    def decorated(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def called(*args: Any, **values: Any) -> Any:
-            taken = {name: values.pop(name) for name in _NAMES if name in values}
-            return command(*args, written=Written(**taken), **values)
 
-        made: Callable[..., Any] = called
-        for option in reversed(options):
-            made = option(made)
-        return made
-
-    return decorated
+# -- command ---------------------------------------------------------------------------------------
 
 
-_NAMES = ("form", "out", "plot", "style", "timeline")
+class Command(click.Command):
+    """A command with --traceback; if it writes files, --force, and a check of them at its start.
+
+    functions: the public functions whose options it has.  Its callback then takes `arguments`,
+    those that the user typed by name; the files of --rules have run, unless run_rules is False.
+    defaults, helps: the default and the help of such an option that the command says otherwise.
+    results: its options of `results`; its callback then takes `output`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        functions: Sequence[str] = (),
+        run_rules: bool = True,
+        defaults: Mapping[str, str] = MappingProxyType({}),
+        helps: Mapping[str, str] = MappingProxyType({}),
+        results: Sequence[click.Option] = (),
+        **how: Any,
+    ) -> None:
+        super().__init__(*args, **how)
+        self.options = call_options(functions, defaults, helps)
+        self.run_rules, self.results = run_rules, results
+        self.params += [*map(click_option, self.options.values()), *results, TRACEBACK]
+        self.outputs = {p.name or "": p.type for p in self.params if isinstance(p.type, OutputPath)}
+        if self.outputs:
+            self.params.append(FORCE)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        values = dict(ctx.params)
+        traceback, force = values.pop("traceback"), values.pop("force", False)
+        with checked_outputs(self.outputs, values, force) if self.outputs else nullcontext():
+            try:
+                return self.callback and ctx.invoke(self.callback, **self._taken(ctx, values))
+            except (ValueError, LookupError, RuntimeError, OSError) as error:
+                for line in format_exception(error.__cause__ or error) if traceback else ():
+                    complain(line.removesuffix("\n"), who="")
+                raise
+
+    def _taken(self, ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+        """The values of options as the callback takes them; files of --rules run here."""
+        if self.options:
+            arguments = typed(ctx, self.options)
+            if self.run_rules:
+                load_rules(arguments.pop("rules", ()))
+            values = {name: value for name, value in values.items() if name not in self.options}
+            values["arguments"] = arguments
+        if self.results:
+            values["output"] = CommandOutput(
+                **{str(o.name): values.pop(o.name) for o in self.results}
+            )
+        return values
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Options", *SECTIONS)}
+        for option in self.get_params(ctx):
+            record = option.get_help_record(ctx)
+            if record is not None and isinstance(option, click.Option):
+                sections[section_of(option)].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)

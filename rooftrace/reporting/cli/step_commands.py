@@ -15,52 +15,52 @@ from rooftrace._formats import TEXTS
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import (
     TARGET_HELP,
-    Command,
-    call_options,
+    form_option,
     plot_option,
     timeline_option,
 )
-from rooftrace.reporting.cli.output import Output, complain, say
+from rooftrace.reporting.cli.output import OutputPath, complain, say
 from rooftrace.reporting.cli.shared import (
-    Written,
+    Command,
+    CommandOutput,
     progress,
     results,
-    write_result,
-    write_timeline,
 )
 
 _BREAKS = f"""{TARGET_HELP}
 
 Dynamo, the front end of torch.compile, runs on the module without a compiler and without its
-weights; the result says what each line costs at which it ends a graph."""
+weights; the result has the cost of each line that ends a graph."""
 
 
-@click.command(cls=Command, epilog=_BREAKS)
+@click.command(
+    cls=Command, epilog=_BREAKS, functions=["graph_breaks"], results=results("data", "rows")
+)
 @click.argument("target")
-@call_options("graph_breaks")
-@results("data", "rows")
-def breaks(target: str, written: Written, arguments: dict[str, Any]) -> None:
+def breaks(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """List the graph breaks of torch.compile, and price each."""
     with progress():
         result = rt.graph_breaks(target, **arguments)
-    written.write(result)
+    output.write(result)
 
 
-@click.command(cls=Command, epilog=TARGET_HELP)
-@click.argument("target")
-@call_options(
-    "explain", chip="Chips by name or TOML path; the first is explained, the sweep has all."
+@click.command(
+    cls=Command,
+    epilog=TARGET_HELP,
+    functions=["explain"],
+    helps={"chip": "Chips by name or TOML path; the first is explained, the sweep has all."},
+    results=results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True),
 )
-@results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True)
-def explain(target: str, written: Written, arguments: dict[str, Any]) -> None:
+@click.argument("target")
+def explain(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Give FLOPs and bytes of TARGET as formulas, and its limits.
 
     Formulas are in the sizes of the step: batch, and seq or kv.  Without --op the whole step is a
     worked example, with the least batch that computing limits and a sweep.
     """
     with progress():
-        result = rt.explain(target, plot=written.plot, **arguments)
-    written.write(result, drawn="sweep drawn")
+        result = rt.explain(target, plot=output.plot, **arguments)
+    output.write(result, drawn="sweep drawn")
 
 
 _ROOFLINE = f"""{TARGET_HELP}
@@ -68,22 +68,27 @@ _ROOFLINE = f"""{TARGET_HELP}
 --batch, --seq and --kv take several values of one of them (1,2,4,8); a line joins their points."""
 
 
-@click.command(cls=Command, epilog=_ROOFLINE)
+@click.command(
+    cls=Command,
+    epilog=_ROOFLINE,
+    functions=["roofline"],
+    results=results(
+        "data", "rows", plot="Draw all of it on one roofline.", style=True, timeline=True
+    ),
+)
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@call_options("roofline")
-@results("data", "rows", plot="Draw all of it on one roofline.", style=True, timeline=True)
-def roofline(targets: tuple[str, ...], written: Written, arguments: dict[str, Any]) -> None:
+def roofline(targets: tuple[str, ...], output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Place steps of several TARGETs under the roofs of chips."""
-    if written.style != "screen" and written.plot is None and written.format != "tex":
+    if output.style != "screen" and output.plot is None and output.format != "tex":
         raise RequestError(
-            f"--style {written.style}: it is of figures and LaTeX: add --plot FILE.pdf or "
+            f"--style {output.style}: it is of figures and LaTeX: add --plot FILE.pdf or "
             "--format tex"
         )
     with progress():
         result = rt.roofline(list(targets), **arguments)
-        if written.plot is not None:
-            rt.tools.plot_roofline(result, written.plot, style=written.style)
-    written.write(result)
+        if output.plot is not None:
+            result.plot(output.plot, style=output.style)
+    output.write(result)
 
 
 _SENSITIVITY = f"""{TARGET_HELP}  Or a form that `rooftrace sweep --save-form` wrote.
@@ -95,18 +100,21 @@ chip.matrix.bf16, chip.link.intra.bandwidth; chip.matrix is all of them) or a kn
 factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 
 
-@click.command(cls=Command, epilog=_SENSITIVITY)
+@click.command(
+    cls=Command,
+    epilog=_SENSITIVITY,
+    functions=["sensitivity"],
+    results=results("data", "rows", plot="Draw a tornado.", timeline=True),
+)
 @click.argument("target")
-@call_options("sensitivity")
 @click.option(
     "--points",
-    type=Output(table=True),
+    type=OutputPath(table=True),
     metavar="FILE.csv",
     help="With --grid: write every point there.",
 )
-@results("data", "rows", plot="Draw a tornado.", timeline=True)
 def sensitivity(
-    target: str, points: str | None, written: Written, arguments: dict[str, Any]
+    target: str, points: str | None, output: CommandOutput, arguments: dict[str, Any]
 ) -> None:
     """Rank the sizes, chip facts and knobs that move a step most.
 
@@ -117,17 +125,17 @@ def sensitivity(
 
     if points is not None and "grid" not in arguments:
         raise RequestError(f"--points {points}: it is of a grid; name some factors with --grid")
-    if written.timeline is not None and "grid" in arguments:
+    if output.timeline is not None and "grid" in arguments:
         raise RequestError(
-            f"--timeline {written.timeline}: a grid is many steps; leave --grid out for the "
+            f"--timeline {output.timeline}: a grid is many steps; leave --grid out for the "
             "timeline of one"
         )
     with progress():
-        result: Any = rt.sensitivity(target, plot=written.plot, **arguments)
+        result: Any = rt.sensitivity(target, plot=output.plot, **arguments)
     if points is not None:
         write_bytes(Path(points), result.frame().to_csv(index=False).encode())
     step = {name: value for name, value in arguments.items() if name not in _OF_NUMBERS}
-    if written.write(result, source=target, **step) and points is not None:
+    if output.write(result, source=target, **step) and points is not None:
         say(f"\npoints written to {points}")
 
 
@@ -148,31 +156,31 @@ and holds a share of the routed experts; everything else is on all of them.  Com
 link overlap perfectly at the rates of the datasheet: a lower bound."""
 
 
-@click.command(cls=Command, epilog=_SOLVE)
-@click.argument("target")
-@call_options(
-    "solve",
-    "explore",
+@click.command(
+    cls=Command,
+    epilog=_SOLVE,
+    functions=["solve", "explore"],
     defaults={
         "chip": "h200-sxm; for cheapest all with a price",
         "execution": "serving for prefill and decode, else efficient",
     },
+    results=results(
+        "data",
+        "rows",
+        plot="Draw speed of a user against speed of a chip; of critical-batch the least batches.",
+        timeline=True,
+    ),
 )
-@results(
-    "data",
-    "rows",
-    plot="Draw speed of a user against speed of a chip; of critical-batch the least batches.",
-    timeline=True,
-)
-def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
+@click.argument("target")
+def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """Find the batch, length, chips or mesh that meets limits."""
     find = arguments.get("find", "batch")
-    if written.timeline is not None and find in _WITHOUT_STEP:
+    if output.timeline is not None and find in _WITHOUT_STEP:
         raise RequestError(
-            f"--timeline {written.timeline} with --find {find}: its answer is no step that a "
+            f"--timeline {output.timeline} with --find {find}: its answer is no step that a "
             "timeline could show; leave it out"
         )
-    if written.format == "csv" and find != "critical-batch":
+    if output.format == "csv" and find != "critical-batch":
         raise RequestError(f"csv with --find {find}: only critical-batch has rows; name json")
     for name in _UNUSED.get(find, ("link", "alpha")):
         if name in arguments:
@@ -182,14 +190,16 @@ def solve(target: str, written: Written, arguments: dict[str, Any]) -> None:
         raise RequestError("--find mesh: say how many chips, as --chips 64")
     with progress():
         if find == "critical-batch":
-            result: Any = rt.tools.explore(target, plot=written.plot, **_without_find(arguments))
+            result: Any = rt.tools.explore(target, plot=output.plot, **_without_find(arguments))
         elif find in _MESHES:
             result = getattr(rt.tools, _MESHES[find])(target, **_without_find(arguments))
         else:
             result = rt.solve(target, **arguments)
-        if written.plot is not None and find != "critical-batch":
-            rt.tools.plot_answer(result, written.plot)
-    written.write(result)
+        if output.plot is not None and find != "critical-batch":
+            from rooftrace.reporting.figures import draw_answer
+
+            draw_answer(result, Path(output.plot))
+    output.write(result)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
 
@@ -221,53 +231,54 @@ alone for its usual range.  NAME: batch, seq, kv, a number of the config (config
 keyword of the function that TARGET names, or a name in the shape of an --input."""
 
 
-@click.command(cls=Command, epilog=_HELP)
-@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@call_options("sweep")
-@click.option(
-    "-o",
-    "--out",
-    type=Output(folder=True, table=True),
-    metavar="FILE",
-    help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A stopped sweep "
-    "goes on with the same command.",
+@click.command(
+    cls=Command,
+    epilog=_HELP,
+    functions=["sweep"],
+    results=[
+        click.Option(
+            ["-o", "--out"],
+            type=OutputPath(folder=True, table=True),
+            metavar="FILE",
+            help="Write the table there: .parquet or .csv; for several TARGETs a folder.  A "
+            "stopped sweep goes on with the same command.",
+        ),
+        plot_option("Draw time over the first size."),
+        timeline_option(),
+        form_option(TEXTS, "Default: terminal.", default="terminal"),
+    ],
 )
-@plot_option("Draw time over the first size.")
-@timeline_option()
+@click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
 @click.option(
     "--save-form",
-    type=Output(),
+    type=OutputPath(),
     metavar="FILE",
     help="Write the form, to sweep it again without torch.",
 )
 @click.option(
     "--scheduler",
     metavar="ADDRESS",
-    help="Of Dask (tcp://...), for many TARGETs; default: processes of this machine.",
-)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["terminal", *TEXTS]),
-    default="terminal",
-    show_default=True,
+    help="Scheduler of Dask (tcp://...), for many TARGETs; default: processes of this machine.",
 )
 def sweep(
-    targets: tuple[str, ...], out: str | None, plot: str | None, timeline: str | None,
-    save_form: str | None, scheduler: str | None, form: str, arguments: dict[str, Any],
-) -> None:  # fmt: skip
+    targets: tuple[str, ...],
+    save_form: str | None,
+    scheduler: str | None,
+    output: CommandOutput,
+    arguments: dict[str, Any],
+) -> None:
     """Price a step of TARGET over ranges of its sizes.
 
     The result has the best point, the sizes at which a limit or a kernel changes, and a table.
     """
     if len(targets) > 1 or scheduler is not None:
-        single = {"--plot": plot, "--save-form": save_form, "--timeline": timeline}
-        _fleet(targets, arguments, form, out, scheduler, single)
+        _fleet(targets, scheduler, save_form, output, arguments)
         return
     if save_form is not None and "vary" in arguments:
         raise RequestError(
             "--save-form with --vary: each value has a form of its own; leave one out"
         )
+    out, plot = output.out, output.plot
     with progress(kept=_FIRST):
         try:
             result = rt.sweep(targets[0], out=out, **arguments)
@@ -276,49 +287,46 @@ def sweep(
                 complain(f"stopped; what is done is in {out}.parts, the same command goes on")
             sys.exit(130)
         if save_form is not None:
-            rt.tools.save_form(result.cases[0].form, save_form)
+            result.cases[0].form.save(save_form)
         if plot is not None:
-            rt.tools.plot_sweep(result, plot)
-    _say(result, form)
-    if form == "terminal":
+            result.plot(plot)
+    CommandOutput(form=output.form).write(result)
+    if output.form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):
             if path is not None:
                 say(f"\n{word} to {path}")
-    write_timeline(timeline, result, quiet=form != "terminal")
-
-
-def _say(result: Any, form: str) -> None:
-    write_result(result, form, None, table=lambda: str(result.frame().to_csv(index=False)))
+    output.write_timeline(result, quiet=output.form != "terminal")
 
 
 def _fleet(
     targets: Sequence[str],
-    arguments: dict[str, Any],
-    form: str,
-    out: str | None,
     scheduler: str | None,
-    single: dict[str, str | None],
+    save_form: str | None,
+    output: CommandOutput,
+    arguments: dict[str, Any],
 ) -> None:
-    """Price a step of TARGET over ranges of its sizes."""
+    """Sweep several targets, or on a scheduler: results land in a folder as they come."""
     several = f"{len(targets)} TARGETs" if len(targets) > 1 else "--scheduler"
-    for option, value in single.items():
+    for option, value in (
+        ("--plot", output.plot), ("--save-form", save_form), ("--timeline", output.timeline)
+    ):  # fmt: skip
         if value is not None:
             raise RequestError(
                 f"{option} {value}: it is for one TARGET without --scheduler; here: {several}"
             )
-    if out is None:
+    if output.out is None:
         raise RequestError(f"{several}: say where results land with -o FOLDER")
     rules = click.get_current_context().params["rules"]
     with progress(kept=_ENDED):
         try:
             result = rt.tools.sweep_fleet(
-                targets, out=out, scheduler=scheduler, rules=rules, **arguments
+                targets, out=output.out, scheduler=scheduler, rules=rules, **arguments
             )
         except KeyboardInterrupt as stop:
             complain(str(stop) or "stopped")
             sys.exit(130)
-    _say(result, form)
-    if form == "csv":
+    CommandOutput(form=output.form).write(result)
+    if output.form == "csv":
         for failure in result.failures:
             complain(f"{failure.title} failed: {failure.error}")
     if result.failures:
@@ -326,6 +334,6 @@ def _fleet(
 
 
 _FIRST = re.compile(r"first step, .*")
-"""What a sweep tells early, and that stays on stderr."""
+"""The early message of a sweep that stays on stderr."""
 _ENDED = re.compile(r"\d+ of \d+( are there|: .*)|waiting for workers.*|.*: its workers died.*")
-"""What a fleet tells that stays on stderr."""
+"""Messages of a fleet that stay on stderr."""

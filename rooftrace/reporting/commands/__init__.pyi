@@ -18,7 +18,6 @@ from rooftrace.reporting.commands import (
     stepforms as stepforms,
     sweeps as sweeps,
 )
-from rooftrace.reporting.commands.calls import in_precisions as in_precisions, priced as priced
 from rooftrace.reporting.commands.differences import diff as diff
 from rooftrace.reporting.commands.estimates import estimate as estimate
 from rooftrace.reporting.commands.fleet_sweeps import (
@@ -32,3 +31,4 @@ from rooftrace.reporting.commands.fleet_tasks import (
 )
 from rooftrace.reporting.commands.fleets import FleetStopped as FleetStopped, run_fleet as run_fleet
 from rooftrace.reporting.commands.reportfolder import Report as Report
+from rooftrace.reporting.commands.requests import in_precisions as in_precisions, priced as priced

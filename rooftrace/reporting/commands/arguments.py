@@ -1,4 +1,4 @@
-"""What is asked of steps: the arguments that one call has alone."""
+"""Arguments that one call alone takes, by call."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class SweepArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainArguments:
-    """What is explained of a step."""
+    """The kernels that are explained."""
 
     op: str | int | None = option(
         help="Explain the kernels of a module (its path or the end of it, * as in file names), of "
-        "this name, or with this number in the plan; default: the whole step.",
+        "this name, or with this number in the plan; default: all of the step.",
         metavar="PATTERN",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExploreArguments:
-    """Where computing is looked for as the limit of a decode step."""
+    """The points of a search for decode steps that computing limits."""
 
     over: Mapping[str, Any] | None = option(
         help="devices=1,2,64 (default: 1..64:x2), kv=2048..16384:x2, or batch=... (of one "
@@ -67,7 +67,7 @@ class ExploreArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityArguments:
-    """What is moved around a step: numbers one by one, or the factors of a grid."""
+    """The numbers that vary around a step: one by one, or the factors of a grid."""
 
     over: Mapping[str, int | None] | Sequence[str] | None = option(
         help="A size to look at, and its value; default: batch, and kv or seq.  Repeatable.",
@@ -79,8 +79,8 @@ class SensitivityArguments:
     )  # fmt: skip
     response: str = option(
         "t_est",
-        help="With --grid, what effects are of: t_est (default), t_bound, t_comp, t_hbm, t_net, "
-        "flops, bytes_hbm, peak_memory, items_per_s.",
+        help="With --grid, the response of effects: t_est (default), t_bound, t_comp, t_hbm, "
+        "t_net, flops, bytes_hbm, peak_memory, items_per_s.",
         flag="--of", metavar="RESPONSE",
     )  # fmt: skip
     log: bool = option(False, help="With --grid: effects in factors, not in sums.", kind=bool)
@@ -88,7 +88,7 @@ class SensitivityArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class SolveArguments:
-    """What is looked for, within which limits."""
+    """The question, and its limits."""
 
     find: str = option(
         "batch",
@@ -108,14 +108,14 @@ class SolveArguments:
         "2048:256@3,8192:1024.",
         metavar="IN:OUT[@SHARE],...",
     )
-    apart: bool = option(False, help="Prefills run on chips of their own.", kind=bool)
+    apart: bool = option(False, help="Prefills run on separate chips.", kind=bool)
     over: Any = option(
         help="Values of the open size, for example 1..16384.  With --find critical-batch: of "
         "devices, kv or batch, as devices=1,2,64.  Repeatable.",
         metavar="[NAME=]VALUES", repeats=True, read=options.open_values,
     )  # fmt: skip
     chips: int | Sequence[int] | None = option(
-        help="How many chips together; default: as few as hold the limits; for scaling 1 to "
+        help="Number of chips together; default: as few as meet the limits; for scaling 1 to "
         "1,024.",
         metavar="N,...", read=options.counts,
     )  # fmt: skip
@@ -134,7 +134,7 @@ class SolveArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class RunArguments:
-    """How a script is run."""
+    """The run of a script."""
 
     steps: int | None = option(
         3,
@@ -144,45 +144,47 @@ class RunArguments:
         least=1,
         shown="3",
     )
-    ranks: int | None = option(help="Processes, where no launcher says.", kind=int, least=1)
-    rank: int = option(0, help="Which of them runs.", kind=int, least=0, shown="0")
+    ranks: int | None = option(
+        help="Number of processes, where no launcher says it.", kind=int, least=1
+    )
+    rank: int = option(0, help="Number of the process that runs.", kind=int, least=0, shown="0")
     boundary: str = option(
         "auto",
-        help="What begins a turn: training steps and calls are found; a batch of a data loader; a "
-        "call of a module; the end of the optimizers' step; a range of torch.profiler or NVTX of "
-        "that name (step: a profiler's step()).",
+        help="Begin of a turn: auto (the training steps and calls that are found), a batch of a "
+        "data loader, a call of a module, optimizer (the end of its step), or mark=NAME, a range "
+        "of torch.profiler or NVTX (step: the step() of a profiler).",
         metavar="auto|batch|call|optimizer|mark=NAME",
         shown="auto",
     )
     clock: str = option(
         "real",
-        help="The time that the script reads: of this machine, or what its steps take on the chip.",
+        help="The time that the script reads: of this machine, or of its steps on the chip.",
         words=("real", "simulated"),
         shown="real",
     )
     scratch: str | os.PathLike[str] | None = option(
-        help="Folder in which files come to lie that the script writes.", metavar="DIR"
+        help="Folder for the files that the script writes.", metavar="DIR"
     )
     assume: Mapping[str, Any] | None = option(
-        help="What is taken for unknown values, as value=2.5.  Repeatable.",
+        help="Values in place of unknown ones, as value=2.5.  Repeatable.",
         metavar="KIND[@MODULE|@FILE:LINE]=VALUE", repeats=True, read=options.assumptions,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredArguments:
-    """What was measured."""
+    """The target of measurements."""
 
     target: Any = option(
-        help="What was run.  With a trace: a TARGET.  With a table: a template that makes a "
-        "TARGET of each name in it, for example models.py:{target}.  A run of the suite needs "
-        "none.",
+        help="The target that was measured.  With a trace: a TARGET.  With a table: a template "
+        "that makes a TARGET of each name in it, for example models.py:{target}.  A run of the "
+        "suite needs none.",
         metavar="TARGET|TEMPLATE",
     )
     trust_targets: bool = option(
         False,
-        help="Import and call what the file of measurements names: only for a file that you "
-        "trust as you trust code.",
+        help="Import and call the code that the file of measurements names: only for a file that "
+        "you trust as you trust code.",
         kind=bool,
     )
     counters: str | None = option(
@@ -193,26 +195,25 @@ class MeasuredArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateArguments:
-    """What is fitted to measurements."""
+    """The constants of a fit."""
 
     counted_steps: int | None = option(
-        help="How many steps the totals of perf or LIKWID count.", kind=int
+        help="Number of steps in the totals of perf or LIKWID.", kind=int
     )
     by_layer: bool = option(False, help="Also show the weight residency of each layer.", kind=bool)
     start: Any = option(help="Knobs to begin with; default: typical ones.", metavar="FILE")
     free: Sequence[str] | None = option(
         help="Knobs to fit: pace (one factor on all), compute, memory, cache, overlap, launch, "
         'dispatch, layout, tiling.split and its like, or the share of a class, such as '
-        '"mm.compute".  Default: as many as lower the error on what is left out by more than '
-        "chance.",
+        '"mm.compute".  Default: as many as lower the error on held-out steps by more than chance.',
         metavar="LIST", read=options.words,
     )  # fmt: skip
-    title: str = option("", help="What to call the result.")
+    title: str = option("", help="Title of the result.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureArguments:
-    """What is measured of this machine, and for how long."""
+    """The measurements of this machine, and their time."""
 
     chip_only: bool = option(
         False, help="Measure this machine's rates and write them as a chip.", kind=bool
@@ -222,16 +223,16 @@ class MeasureArguments:
         help="Seconds to spend; default 480, --quick 90, --chip-only 20.",
         flag="--budget", kind=float,
     )  # fmt: skip
-    quick: bool = option(False, help="A trial of the whole suite, in about a minute.", kind=bool)
+    quick: bool = option(False, help="Try all of the suite, in about a minute.", kind=bool)
     collectives: bool = option(
         False, help="Time collectives of gloo between processes instead.", kind=bool
     )
-    ranks: int | None = option(help="How many processes, for --collectives; default 2.", kind=int)
+    ranks: int | None = option(help="Number of processes, for --collectives; default 2.", kind=int)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InventoryArguments:
-    """What is read of a model."""
+    """The values of an inventory."""
 
     weights: bool | None = option(
         help="Read the values too: statistics and histograms.  Code is built with its weights.",
@@ -241,7 +242,7 @@ class InventoryArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class GateArguments:
-    """What the gate of a repository does."""
+    """Arguments of lock and check."""
 
     dry_run: bool = option(
         False, help="List the code that would run, and the lock; run nothing.", kind=bool
@@ -250,7 +251,7 @@ class GateArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class LockArguments(GateArguments):
-    """What is written down of costs."""
+    """The detail of a lock."""
 
     depth: int | None = option(
         help="Names of modules down to which costs are locked.  Default: 3.",
@@ -260,11 +261,11 @@ class LockArguments(GateArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckArguments(GateArguments):
-    """What a check of costs does."""
+    """The mode of a check."""
 
     update: bool = option(False, help="Write the lock anew; exit 0.", kind=bool)
     strict: bool = option(
         False,
-        help="Exit 1 unless the lock is what a new one would be, to the byte.",
+        help="Exit 1 unless a new lock would equal this one, to the byte.",
         kind=bool,
     )

@@ -1,4 +1,4 @@
-"""The graphs of a job in the precisions that were asked for."""
+"""Arguments that each public call takes, and options as lock files and projects store them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.rewrites import check_precisions, reprice
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip
 from rooftrace.reporting.commands import options
@@ -32,41 +30,19 @@ from rooftrace.reporting.commands.options import Option, options_of
 from rooftrace.reporting.commands.pricing import (
     CHANGES,
     PLAIN,
-    PRICES,
     ExecutionOptions,
     LengthOptions,
     PrecisionOptions,
     PricingOptions,
     Workload,
-    check_groups,
 )
-from rooftrace.tracer import Job
-from rooftrace.tracer.phases import traced
-from rooftrace.tracer.phases.apart import Traced
 
 if TYPE_CHECKING:
-    from rooftrace.graph import OpGraph
-    from rooftrace.studies.forms import Conditions
-    from rooftrace.studies.sweeps import Form
+    pass
 
-
-def priced(job: Job) -> Traced:
-    """The graphs of a job, in the precisions that were asked for."""
-    check_precisions(*job.precisions)
-    return in_precisions(job, traced(job))
-
-
-def in_precisions(job: Job, made: Traced) -> Traced:
-    """Graphs that were traced for a job, in the precisions that were asked for."""
-    job.check_used(made.graphs)
-    graphs = {phase: reprice(graph, *job.precisions) for phase, graph in made.graphs.items()}
-    return replace(made, graphs=graphs)
-
-
-# -- Arguments that each public call takes, and options as lock files and projects store them ------
 
 # -- options ---------------------------------------------------------------------------------------
-# Options as files keep them: what a lock and a project say of targets and of prices.
+# Options of targets and prices as lock files and projects store them.
 
 Kept: TypeAlias = options.Plain | list[str] | dict[str, options.Plain]
 """The value of an option in a file."""
@@ -94,13 +70,13 @@ TargetTable = make_dataclass(
 
 
 def said(values: Mapping[str, Any]) -> dict[str, Kept]:
-    """Values of options as a lock keeps them, without those that hold where nothing is asked."""
+    """Values of options as a lock keeps them, without defaults."""
     plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
     return {n: v for n, v in plain.items() if v not in (None, [], {}, _USUAL.get(n))}
 
 
 # -- calls -----------------------------------------------------------------------------------------
-# Which call of ours takes what, and what it is priced with where nothing is asked for.
+# The arguments of each public call, and its default executions.
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 USUAL = ""
@@ -111,10 +87,10 @@ SERVED = "serving?"
 
 @dataclass(frozen=True, kw_only=True)
 class TakenArguments:
-    """What a function of ours takes beside arguments of its own.
+    """The shared arguments of a public function.
 
-    several: arguments of prices that may have several values.  usual: the executions where none is
-    asked for.  one_phase: it is of one phase.
+    several: arguments of prices that may have several values.  usual: the default executions.
+    one_phase: it is of one phase.
     """
 
     records: tuple[type, ...] = (Workload, PrecisionOptions, ExecutionOptions)
@@ -138,7 +114,7 @@ class TakenArguments:
 
     @property
     def has_rules(self) -> bool:
-        """Whether it runs or prices what rules of the user may change."""
+        """Whether rules of the user may change its result."""
         return not {Workload, ExecutionOptions}.isdisjoint(self.records)
 
 
@@ -220,7 +196,7 @@ def conditions_of(
 
 
 def _usual(call: TakenArguments, sources: Sequence[Any], phase: str | None) -> Iterator[str]:
-    """The executions of a call that asks for none."""
+    """The executions of a call that names none."""
     from rooftrace.costmodels.fusion import usual_execution
 
     for name in call.usual:
@@ -231,7 +207,7 @@ def _usual(call: TakenArguments, sources: Sequence[Any], phase: str | None) -> I
 
 
 def only_prices(function: Callable[..., Any], named: Mapping[str, Any]) -> PricingOptions:
-    """What arguments ask of prices.  Raises RequestError for others."""
+    """The arguments of prices.  Raises RequestError for others."""
     pricing, others = PricingOptions.parted(named)
     for name in others:
         near = hint(name, list(inspect.signature(function).parameters))
@@ -259,90 +235,3 @@ def takes(function: Function) -> Function:
     ]
     vars(function)["__signature__"] = signature.replace(parameters=[*mine, *added, *rest])
     return function
-
-
-# -- The checked request of a call: the job to trace, and the options to price it with -------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepRequest:
-    """A call as it asks, checked: nothing is traced yet."""
-
-    job: Job
-    pricing: PricingOptions
-    models: tuple[ExecutionModel, ...]
-    chips: tuple[Chip, ...]
-    form: Form | None = None  # what the source is, or whose file it names; the job has its example
-
-    @staticmethod
-    def of(
-        function: Callable[..., Any],
-        source: Any,
-        args: Sequence[Any] = (),
-        named: Mapping[str, Any] = MappingProxyType({}),
-        *,
-        form: Form | None = None,
-    ) -> StepRequest:
-        """What a call of `function`, one of ours, asks.  form: the one that the source names.
-
-        Raises RequestError for arguments that nothing takes, what loading chips and executions
-        raises, and for precisions that there are not.
-        """
-        call = CALLS[function.__name__]
-        taken = {each.name for each in call.options()}
-        pricing, others = PricingOptions.parted(
-            {n: v for n, v in named.items() if n in taken or n not in PRICES}
-        )
-        others |= {n: v for n, v in named.items() if n in PRICES and n not in taken}
-        if "dtype" in call.several:
-            others = {n: v for n, v in others.items() if n not in _PRECISIONS}
-        phases = others.get("phases") or others.get("phase")
-        first = next(iter(phases), None) if isinstance(phases, (list, tuple)) else phases
-        models, chips = conditions_of(function, pricing, source, phase=first)
-        ours = {name: others.pop(name) for name in _OURS if _is_text(others.get(name))}
-        # An example, which is a graph, has no use for other arguments.
-        runs = source if form is None else form.example
-        job = Job.of(function, runs, args, others, **ours)
-        if call.one_phase and len(job.phases or ()) > 1:
-            raise RequestError(f"--phase {','.join(job.phases or ())}: expected one phase")
-        if "dtype" in call.several:
-            pricing.conditions(models)
-        else:
-            check_precisions(*job.precisions)
-            pricing = replace(pricing, **job.precisions._asdict())
-        return StepRequest(job=job, pricing=pricing, models=models, chips=chips, form=form)
-
-    @property
-    def model(self) -> ExecutionModel:
-        """The execution model of a call that takes one."""
-        return self.models[0]
-
-    @property
-    def chip(self) -> Chip:
-        """The chip, or the first one."""
-        return self.chips[0]
-
-    @property
-    def conditions(self) -> tuple[Conditions, ...]:
-        """Every combination of executions and precisions."""
-        return self.pricing.conditions(self.models)
-
-    def of_one_phase(self) -> StepRequest:
-        """This request, of the phase `forward` unless it names a phase or its source has one."""
-        return replace(self, job=self.job.of_one_phase())
-
-    def graphs(self) -> dict[str, OpGraph]:
-        """The graphs of the job by phase, in its precisions.  Raises what tracing raises."""
-        graphs = dict(priced(self.job).graphs)
-        check_groups(graphs.values, self.models)
-        return graphs
-
-
-_PRECISIONS = tuple(each.name for each in fields(PrecisionOptions))
-_OURS = (*_PRECISIONS, "phase", "phases")
-"""Arguments that are ours where they are words, also of a module whose forward has the name."""
-
-
-def _is_text(value: Any) -> bool:
-    several = isinstance(value, (list, tuple)) and bool(value)
-    return isinstance(value, str) or (several and all(isinstance(each, str) for each in value))

@@ -1,5 +1,6 @@
-"""An argument as it is declared, once, for the command line, for Python and for the docs; and how
-its text is read: each error quotes the option and what was typed."""
+"""The declaration of an argument for the command line, Python and the docs; readers of its text.
+
+Each error quotes the option and the text."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An argument of Python with the option that says it on a command line.
+    """An argument of Python, and its option on the command line.
 
-    read: makes the value of what was typed (of all texts together, where it `repeats`).  kind: the
-    type of what is typed; bool is a switch.  words: all that may be typed.  shown: the default, as
-    help says it.
+    read: makes the value of the text (of all texts together, where it `repeats`).  kind: the type
+    of the text; bool is a switch.  words: all texts that are allowed.  shown: the default in
+    help.
     """
 
     help: str
@@ -41,7 +42,7 @@ class Option:
 
     @property
     def kept(self) -> Any:
-        """The type of its values in a file: what its reader makes of a text."""
+        """The type of its values in a file: that of its reader."""
         return self.kind if self.read is None else get_type_hints(self.read)["return"]
 
     def value(self, typed: Any) -> Any:
@@ -65,8 +66,8 @@ def options_of(record: type) -> tuple[Option, ...]:
 
 def taken(record: type[Record], named: Mapping[str, Any]) -> tuple[Record, dict[str, Any]]:
     """A record of those arguments that are its fields, and the other arguments."""
-    own = {option.name: named[option.name] for option in options_of(record) if option.name in named}
-    return record(**own), {name: value for name, value in named.items() if name not in own}
+    used = {each.name: named[each.name] for each in options_of(record) if each.name in named}
+    return record(**used), {name: value for name, value in named.items() if name not in used}
 
 
 # -- readers ---------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ def several(text: str) -> str | list[str]:
     return text.split(",") if "," in text else text
 
 
-def _whole(text: str) -> int | None:
+def _digits(text: str) -> int | None:
     """A whole number in digits alone, or None."""
     text = text.strip()
     plain = text.isdecimal() and text.isascii() and len(text) <= _MOST_DIGITS
@@ -98,7 +99,7 @@ def _whole(text: str) -> int | None:
 
 def size_list(option: str, text: str) -> int | tuple[int, ...]:
     """One size, or several between commas."""
-    sizes = [_whole(part) or 0 for part in text.split(",")]
+    sizes = [_digits(part) or 0 for part in text.split(",")]
     if 0 in sizes:
         raise RequestError(
             f"{option} {text}: expected whole numbers above 0 between commas, for example 1,2,4,8"
@@ -111,12 +112,12 @@ def mesh(text: str) -> dict[str, int]:
     sizes = {}
     for part in text.split(","):
         axis, _, size = part.partition("=")
-        whole = _whole(size)
-        if not axis.strip() or whole is None or axis.strip() in sizes:
+        number = _digits(size)
+        if not axis.strip() or number is None or axis.strip() in sizes:
             raise RequestError(
                 f"--mesh {text}: expected one size for each axis, for example dp=4,tp=8"
             )
-        sizes[axis.strip()] = whole
+        sizes[axis.strip()] = number
     return sizes
 
 
@@ -125,7 +126,7 @@ def lengths(option: str, text: str) -> tuple[int, ...]:
     numbers: list[int] = []
     for part in text.split(","):
         count, times, number = part.strip().rpartition("x")
-        repeats, length = _whole(count) if times else 1, _whole(number)
+        repeats, length = _digits(count) if times else 1, _digits(number)
         if repeats is None or length is None:
             raise RequestError(
                 f"{option} {text}: expected a whole number for each request, for example "
@@ -136,7 +137,7 @@ def lengths(option: str, text: str) -> tuple[int, ...]:
 
 
 def what_ifs(text: str) -> dict[str, float]:
-    """Numbers of what slows a step between commas: stragglers=0.02,interference=0.1."""
+    """Numbers of disturbances between commas: stragglers=0.02,interference=0.1."""
     numbers = {}
     for part in text.split(","):
         name, _, number = part.partition("=")
@@ -163,7 +164,7 @@ def pairs(option: str, texts: Sequence[str], example: str) -> list[tuple[str, st
 
 
 def plain(text: Any) -> Any:
-    """A whole number, a number, true, false, or text; what is no text stays as it is."""
+    """A whole number, a number, true, false or text of a text; other values stay."""
     if not isinstance(text, str):
         return text
     for kind in (int, float):

@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What runs.  Its fields are the arguments that `Job.of` reads and checks."""
+    """The target and its sizes.  Its fields are the arguments that `Job.of` reads and checks."""
 
     phases: Sequence[str] | None = option(
-        help="forward, training, prefill, decode, requests; default: those that fit the model.",
+        help="Phases: forward, training, prefill, decode, requests; default: those that fit the "
+        "model.",
         flag="--phase", metavar="LIST", read=options.words,
     )  # fmt: skip
     batch: int | None = option(help="Batch size; default 1, or the batch of the inputs.", kind=int)
@@ -47,36 +48,34 @@ class Workload:
         flag="--input", metavar="NAME=SHAPE:DTYPE", repeats=True, read=options.inputs,
     )  # fmt: skip
     settings: Mapping[str, Any] | None = option(
-        help="A field of the config (config.num_hidden_layers=8), a keyword of the function that "
-        "TARGET names, or, where steps are priced, a field of every execution model, for example "
-        "weight_residency.moe=2, utilization.b_sat=64 or kv_append=as-run.  Repeatable.",
+        help="Set a field of the config (config.num_hidden_layers=8), a keyword of the function "
+        "that TARGET names, or a field of every execution model (utilization.b_sat=64, "
+        "kv_append=as-run).  Repeatable.",
         flag="--set", metavar="NAME=VALUE", repeats=True, read=options.settings,
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
-        help="Spread it over processes, for example dp=32,tp=8.  A Hugging Face model takes "
+        help="Shard the step over processes, for example dp=32,tp=8.  A Hugging Face model takes "
         "the plans of transformers (dp, dp_replicate, tp, ep); code shards itself in a "
         "function build(mesh).",
         metavar="AXIS=N,...", read=options.mesh,
     )  # fmt: skip
     checkpoint: str = option(
         "none",
-        help="Which activations of a Hugging Face model training makes again.",
+        help="Activations of a Hugging Face model that training recomputes.",
         words=CHECKPOINTS,
     )
     schedule: str | None = option(
-        help=f"Order of the work of a pipeline (--mesh pp=...): {', '.join(SCHEDULES)}.  "
-        "Default: 1f1b."
+        help=f"Schedule of a pipeline (--mesh pp=...): {', '.join(SCHEDULES)}.  Default: 1f1b."
     )
     microbatches: int | None = option(
-        help="Microbatches of --batch each that a step of a pipeline has.  Default: 2 for each "
-        "stage.",
+        help="Microbatches of a pipeline step, of --batch each.  Default: 2 for each stage.",
         kind=int,
     )
     optimizer: str = option(
         "adamw", help="Optimizer of a training step: none, or any of torch.optim.", shown="adamw"
     )
     assume: Mapping[str, Any] | None = option(
-        help="Decide what a trace cannot know, for example branch=true or "
+        help="Decide a value that a trace cannot know, for example branch=true or "
         "routing@*.gate=skewed:1.0.  Repeatable.",
         metavar="KIND[@MODULE]=VALUE", repeats=True, read=options.assumptions,
     )  # fmt: skip
@@ -86,8 +85,8 @@ class Workload:
         flag="--repeats/--no-repeats", kind=bool, shown="repeats",
     )  # fmt: skip
     torch: str | None = option(
-        help="The release of PyTorch that runs the step, for example 2.8: it decides which ops "
-        "are one kernel on CUDA.  Default: the installed one.",
+        help="Release of PyTorch that runs the step, for example 2.8; it decides which ops are one "
+        "kernel on CUDA.  Default: the installed one.",
         metavar="RELEASE",
     )
     trust_remote_code: bool = option(
@@ -100,12 +99,11 @@ class LengthOptions:
     """The requests of one step, each with its length."""
 
     cached: Any = option(
-        help="A step of requests of different lengths: positions in the cache of each, for "
-        "example 8x4096,100,0.",
+        help="Positions in the cache of each request of a step, for example 8x4096,100,0.",
         metavar="LIST", read=partial(options.lengths, "--cached"),
     )  # fmt: skip
     new: Any = option(
-        help="New tokens of each of these requests, or of all; default 1.",
+        help="New tokens of each request of --cached, or one number for all; default 1.",
         metavar="LIST", read=partial(options.lengths, "--new"),
     )  # fmt: skip
 
@@ -115,7 +113,7 @@ class PrecisionOptions:
     """The storage precisions to price in; None: as they were traced."""
 
     dtype: str | Sequence[str | None] | None = option(
-        help="Price the model's own floats in this precision (fp8, bf16, int4 ...).",
+        help="Price the floats of the model in this precision (fp8, bf16, int4 ...).",
         read=options.several,
     )
     weights_dtype: str | None = option(help="Price weights in this precision.")
@@ -135,7 +133,7 @@ _FIELDS = frozenset(each.name for each in fields(ExecutionModel)) - {"name"}
 
 
 CHANGES = ("knobs", "rewrites", "tf32", "exchange", "what_if", "factors")
-"""What changes an execution model."""
+"""Arguments that change an execution model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,72 +145,75 @@ class ExecutionOptions:
         metavar="LIST", read=options.words, shown=f"({USUAL_CHIP})",
     )  # fmt: skip
     system: str | System | Sequence[str | System] | None = option(
-        help="How chips are joined, for --mesh: systems by name or TOML path, in place of --chip "
+        help="Systems of joined chips for --mesh, by name or TOML path, in place of --chip "
         "(rooftrace systems list).",
         metavar="LIST", read=options.several,
     )  # fmt: skip
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = option(
-        help="naive, eager, compiled, mixed, efficient, serving, seed-naive, seed-efficient.",
+        help="Execution models: naive, eager, compiled, mixed, efficient, serving, seed-naive, "
+        "seed-efficient.",
         metavar="LIST", read=options.words,
     )  # fmt: skip
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = option(
         TYPICAL,
-        help="Constants of real kernels: typical ones of the chip's kind, a calibrated TOML "
-        "file, or none (datasheet peaks, so that times are bounds).",
+        help="Constants of real kernels: typical (of the kind of chip), a calibrated TOML file, or "
+        "none (datasheet peaks: times are bounds).",
         metavar="FILE", shown=TYPICAL,
     )  # fmt: skip
     rewrites: Sequence[str] = option(
         (),
-        help="What a server runs in place of the module, in every execution model: "
+        help="Rewrites of a server, added to every execution model: "
         f"{', '.join(REWRITES)}.",
         flag="--rewrite", metavar="LIST", read=options.words,
     )  # fmt: skip
     tf32: bool | None = option(help="Run fp32 matrix products on the matrix engine.", kind=bool)
     exchange: str | None = option(
-        help="How rows go to the experts of other processes (--mesh ep=...): as-run, or by the "
+        help="Exchange of rows with the experts of other processes (--mesh ep=...): as-run, or the "
         "measured kernels of DeepEP: deepep, deepep-low-latency.",
         shown="as-run",
     )
     what_if: Mapping[str, float] | None = option(
-        help="What slows a step of many processes: interference (share by which computing slows "
-        "beside an exchange), stragglers (spread of chips, over the mean), expert-imbalance "
-        "(tokens of the busiest, over the mean).",
+        help="Disturbances of a step of many processes: interference (share by which computing "
+        "slows during an exchange), stragglers (spread of chips, over the mean), "
+        "expert-imbalance (tokens of the busiest expert, over the mean).",
         metavar="NAME=NUMBER,...", read=options.what_ifs,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricingOptions(ExecutionOptions, PrecisionOptions):
-    """How steps are priced, as it was asked for."""
+    """All arguments of prices."""
 
     factors: Mapping[str, Any] | None = None  # fields of every execution model, of `settings`
 
     @staticmethod
     def parted(named: Mapping[str, Any]) -> tuple[PricingOptions, dict[str, Any]]:
-        """What arguments ask of prices, and the others: precisions and settings of the source.
+        """Split arguments into those of prices and the others.
 
-        Names of `settings` that are fields of an execution model are of prices.
+        Precisions are in both.  Of `settings`, fields of an execution model are of prices.
         """
-        asked = {name: named[name] for name in PRICES if named.get(name) is not None}
+        priced = {name: named[name] for name in PRICES if named.get(name) is not None}
         if "knobs" in named:
-            asked["knobs"] = named["knobs"]
+            priced["knobs"] = named["knobs"]
         others = {name: value for name, value in named.items() if name not in PRICES}
         precisions = [each.name for each in fields(PrecisionOptions)]
-        asked |= {name: others[name] for name in precisions if name in others}
+        priced |= {name: others[name] for name in precisions if name in others}
         settings = named.get("settings")
         if isinstance(settings, Mapping):
-            asked["factors"] = {n: v for n, v in settings.items() if _of_execution(n)}
+            priced["factors"] = {n: v for n, v in settings.items() if _of_execution(n)}
             others["settings"] = {n: v for n, v in settings.items() if not _of_execution(n)}
             if settings and not others["settings"]:
                 del others["settings"]
-        return PricingOptions(**asked), others
+        return PricingOptions(**priced), others
 
     def executions(self, *usual: str | ExecutionModel) -> list[ExecutionModel]:
-        """The execution models that were asked for, else the usual ones, with all that is changed.
+        """The named execution models, or the usual ones, with all changes.
 
         Raises RequestError for none, and ExecutionError.
         """
-        named = list(usual) if self.execution is None else each_execution(self.execution)
+        named: list[Any] = list(usual)
+        if self.execution is not None:
+            named = each_of("execution", self.execution, (str, ExecutionModel))
         changes: dict[str, Any] = {}
         if self.knobs is None or self.knobs != TYPICAL:
             changes["knobs"] = self.knobs
@@ -234,7 +235,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
         ]
 
     def chips(self, models: Sequence[ExecutionModel]) -> list[Chip]:
-        """The chips that were asked for, or those of the systems.
+        """The named chips, or those of the systems.
 
         Without either, the chip that the knobs of these models were fitted on, else h200-sxm.
         Tells where knobs were fitted on another one.  Raises RequestError for none.
@@ -276,7 +277,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
 PRICES = tuple(each.name for each in fields(ExecutionOptions))
 """Names of the arguments that are of prices alone."""
 PLAIN = PricingOptions()
-"""Nothing is asked for."""
+"""The defaults."""
 
 
 def _of_execution(name: Any) -> bool:
@@ -292,28 +293,20 @@ def tell_borrowed(models: Iterable[ExecutionModel], chips: Sequence[Chip]) -> No
             tell(WARNING + text)
 
 
-def of_many(model: ExecutionModel) -> list[str]:
-    """What an execution has that only steps of several processes have a use for, in words."""
-    asked = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
-    return asked + ([f"exchange={model.exchange}"] if model.exchange != "as-run" else [])
-
-
 def check_groups(graphs: Callable[[], Iterable[OpGraph]], models: Iterable[ExecutionModel]) -> None:
-    """Raise RequestError for what is asked of several processes where steps are of one.
+    """Raise RequestError for settings of several processes where steps are of one.
 
-    graphs: makes those of the steps, where it matters.
+    graphs: makes the graphs of the steps, called where it matters.
     """
-    for asked in map(of_many, models):
-        if asked and not any(graph.groups for graph in graphs()):
+    for model in models:
+        settings = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
+        if model.exchange != "as-run":
+            settings.append(f"exchange={model.exchange}")
+        if settings and not any(graph.groups for graph in graphs()):
             raise RequestError(
-                f"{', '.join(asked)} (--what-if, --exchange): it is of steps of several "
+                f"{', '.join(settings)} (--what-if, --exchange): it is of steps of several "
                 "processes, and this is of one; name a mesh, as --mesh dp=4"
             )
-
-
-def each_execution(value: Any) -> list[Any]:
-    """The execution models, or their names, of an argument.  Raises RequestError for none."""
-    return each_of("execution", value, (str, ExecutionModel))
 
 
 def each_of(name: str, value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:

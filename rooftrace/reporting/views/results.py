@@ -114,10 +114,12 @@ def as_json(
 
 
 def as_csv(result: Any) -> str:
-    """A result as CSV: by its `to_csv`, else its rows."""
+    """A result as CSV: what its `to_csv` gives, else its rows, else its frame."""
     if hasattr(result, "to_csv"):
         return str(result.to_csv())
-    return to_csv(result.to_rows())
+    if hasattr(result, "to_rows"):
+        return to_csv(result.to_rows())
+    return str(result.frame().to_csv(index=False))
 
 
 VIEWS: Mapping[str, str] = {
@@ -166,7 +168,7 @@ report of predictions loads no code about measured time.
 
 
 def view_of(result: Any, output: view.Output) -> view.View:
-    """The view of a result on an output; a view is its own.
+    """The view of a result on an output; a view is returned as it is.
 
     Raises TypeError for a class that VIEWS does not name.
     """

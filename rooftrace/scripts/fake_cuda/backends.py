@@ -1,4 +1,4 @@
-"""What torch says of its libraries for CUDA: versions, switches, NVTX, NCCL, gradient scaling."""
+"""Answers of torch about its CUDA libraries: versions, switches, NVTX, NCCL, gradient scaling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from rooftrace.scripts.fake_cuda.state import Answers, Emulation, refusal
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of
-from rooftrace.tracer.torch_private import bindings
 
 _CUDA_UNTIL = (2, 11)
 _HIP = "6.4.0"
@@ -31,11 +30,11 @@ def cuda_version() -> str:
 
 
 def answers(here: Emulation) -> Iterator[Answers]:
-    """What each of these libraries says."""
+    """The answers of each of these libraries."""
     yield torch.version, _version(here)
-    yield bindings, {**_settings(here), **_collectives()}
+    yield torch_private.bindings, {**_settings(here), **_collectives()}
     if _BUILT_WITH is None:
-        yield bindings, _built_with(here)
+        yield torch_private.bindings, _built_with(here)
         yield torch.backends.cudnn.m, _cudnn(here)  # type: ignore[attr-defined]
     if not isinstance(torch_private.nvtx_bindings, ModuleType):
         yield type(torch_private.nvtx_bindings), _nvtx()

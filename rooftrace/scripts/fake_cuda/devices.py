@@ -12,13 +12,8 @@ from torch import Tensor
 from rooftrace.scripts.fake_cuda import memory
 from rooftrace.scripts.fake_cuda.memory import free
 from rooftrace.scripts.fake_cuda.state import Answers, Emulation, kernel_refused, refusal
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of
-from rooftrace.tracer.torch_private import (
-    DeviceContext,
-    bindings,
-    device_constructors,
-    len_torch_function_stack,
-)
 
 # -- devices ---------------------------------------------------------------------------------------
 # Which devices there are, and which one a thread uses: what torch.cuda asks of its C half.
@@ -29,8 +24,8 @@ _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
 def answers(here: Emulation) -> Iterator[Answers]:
-    """What torch.cuda asks of its C half, and functions of its own that ask more."""
-    yield bindings, _names(here)
+    """Answers for the C half of torch.cuda, and for functions of torch.cuda that need more."""
+    yield torch_private.bindings, _names(here)
     yield torch.cuda, _functions(here)
     yield _cuda.CudaError, {"__init__": _named_by_its_code}
 
@@ -132,7 +127,7 @@ class Runtime:
         return memory.free(self._here), self._here.device.memory
 
     def cudaGetErrorString(self, error: Any) -> str:
-        """What an error is called."""
+        """The name of an error."""
         return "no error" if not error else f"CUDA error {error}"
 
     def __getattr__(self, name: str) -> Any:
@@ -180,10 +175,10 @@ def accelerator_answers(here: Emulation) -> Iterator[Answers]:
         "setStream": lambda stream: _cuda.set_stream(stream),
         "synchronizeDevice": lambda index=None: here.clock.synchronize(),
         "isAllocatorInitialized": lambda: True,
-        "emptyCache": lambda: bindings._cuda_emptyCache(),
+        "emptyCache": lambda: torch_private.bindings._cuda_emptyCache(),
         "emptyHostCache": lambda: None,
-        "getDeviceStats": lambda index: bindings._cuda_memoryStats(index),
-        "resetPeakStats": lambda index: bindings._cuda_resetPeakMemoryStats(index),
+        "getDeviceStats": lambda index: torch_private.bindings._cuda_memoryStats(index),
+        "resetPeakStats": lambda index: torch_private.bindings._cuda_resetPeakMemoryStats(index),
         "resetAccumulatedStats": lambda index: None,
         "getMemoryInfo": lambda index: (free(here), here.device.memory),
         "getDeviceCapability": lambda index: {"supported_dtypes": _precisions(here)},
@@ -194,7 +189,7 @@ def accelerator_answers(here: Emulation) -> Iterator[Answers]:
         "hooks_maybe_exchange_device": here.exchange,
     }
     general = {f"_accelerator_{name}": item for name, item in asked.items()}
-    yield bindings, {**general, "_get_accelerator": lambda check=None: kind}
+    yield torch_private.bindings, {**general, "_get_accelerator": lambda check=None: kind}
 
 
 def _precisions(here: Emulation) -> set[torch.dtype]:
@@ -229,8 +224,8 @@ _torch: Any = torch
 
 
 def default_answers(types: dict[str, Any]) -> Iterator[Answers]:
-    """What applies a default device, and what sets a default type.  types: of the device."""
-    yield DeviceContext, {"__torch_function__": _choosing()}
+    """Functions that apply a default device or set a default type.  types: of the device."""
+    yield torch_private.DeviceContext, {"__torch_function__": _choosing()}
     default = _DefaultType(types)
     yield _torch, {"set_default_tensor_type": default.set_}
     yield Tensor, {"__new__": staticmethod(default.making())}
@@ -238,16 +233,16 @@ def default_answers(types: dict[str, Any]) -> Iterator[Answers]:
 
 def _choosing() -> Any:
     """The method of the mode by which torch chooses a device."""
-    kind: Any = DeviceContext
+    kind: Any = torch_private.DeviceContext
     handle = original_of(kind, "__torch_function__")
 
     def __torch_function__(
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        makes = self.device.type == "cuda" and func in device_constructors()
+        makes = self.device.type == "cuda" and func in torch_private.device_constructors()
         if makes and kwargs.get("device") is None:
-            lowest = not len_torch_function_stack()
+            lowest = not torch_private.len_torch_function_stack()
             kwargs = {**kwargs, "device": _META if lowest else self.device}
         return handle(self, func, types, args, kwargs)
 
@@ -277,7 +272,7 @@ class _DefaultType:
             torch.set_default_device(None)
 
     def making(self) -> Any:
-        """What `torch.Tensor(2, 3)` calls: no default device, but this type decides."""
+        """The constructor of `torch.Tensor(2, 3)`: this type decides, not the default device."""
         original: Any = Tensor.__new__
 
         def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:

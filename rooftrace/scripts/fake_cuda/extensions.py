@@ -26,9 +26,8 @@ from rooftrace.scripts.fake_cuda.state import (
     kernel_refused,
     refusal,
 )
-from rooftrace.tracer import spec_after
+from rooftrace.tracer import spec_after, torch_private
 from rooftrace.tracer.recording import original_of, put
-from rooftrace.tracer.torch_private import FakeTensorMode, bindings
 
 # -- guarded imports -------------------------------------------------------------------------------
 # Whether code that imports a module goes on without it: the import stands in a `try`.
@@ -131,7 +130,7 @@ def _last(node: ast.expr) -> str:
 
 NAME = "triton"
 VERSION = "3.4.0"
-"""What the stand-in says that it is: code that asks compares it with the least that it needs."""
+"""The version of the stand-in: code compares it with the least version that it needs."""
 _KINDS = ("JITFunction", "KernelInterface", "Autotuner", "Heuristics")
 """Classes of Triton whose objects are kernels."""
 
@@ -429,7 +428,7 @@ def _launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_module(module: ModuleType) -> tuple[Any, dict[str, Any]]:
-    """What is replaced in a module once it is there, and where."""
+    """The object to patch once a module is loaded, and its replacements."""
     if module.__name__ == _TRITON:
         return module.JITFunction, {"run": _launch}
     return module, _compilers(module)
@@ -460,13 +459,13 @@ def watch_imports() -> None:
 
 
 def answers() -> Iterator[Answers]:
-    """What loads or makes code for a GPU fails with an error that says what to do."""
+    """Loaders and compilers of code for a GPU fail with an error that says what to do."""
     yield type(torch.ops), {"load_library": _library_loader()}
     yield ExtensionFileLoader, {"create_module": _module_loader()}
     for name in (_TRITON, _CPP):
         if name in sys.modules:
             yield _of_module(sys.modules[name])
-    yield bindings, _refused_names()
+    yield torch_private.bindings, _refused_names()
     yield from _refused_classes()
 
 
@@ -526,11 +525,11 @@ def _refused_classes() -> Iterator[Answers]:
         if kind is not None:
             refuse = refusal(f"torch.cuda.{name}", "the driver and its allocator are not run")
             yield kind, {"__new__": staticmethod(refuse), "create": refuse}
-    yield FakeTensorMode, {"from_tensor": _from_tensor()}
+    yield torch_private.FakeTensorMode, {"from_tensor": _from_tensor()}
 
 
 def _from_tensor() -> Callable[..., Any]:
-    original = original_of(FakeTensorMode, "from_tensor")
+    original = original_of(torch_private.FakeTensorMode, "from_tensor")
 
     def from_tensor(self: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cuda":  # autograd would end the process

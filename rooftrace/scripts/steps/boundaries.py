@@ -15,8 +15,7 @@ from rooftrace.scripts.steps.finding import Finder
 from rooftrace.scripts.steps.keeping import Kinds, weighs
 from rooftrace.scripts.steps.records import INFERENCE, TRAINING
 from rooftrace.scripts.steps.watching import OpenTurn
-from rooftrace.tracer import names
-from rooftrace.tracer.torch_private import DisableTorchFunction
+from rooftrace.tracer import names, torch_private
 
 _SHOWN = 12
 """How many names of marks an error lists."""
@@ -24,7 +23,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What begins a turn.
+    """The event that begins a turn.
 
     at: "auto": calls of modules and steps of optimizers, as `Kinds` reads them; "batch": a data
     loader gives one; "call": a module with weights is called from outside of any module;
@@ -143,7 +142,7 @@ class BoundaryFinder(Finder):
 
     def _next(self, label: str) -> None:
         """A turn begins here, before any call of a module."""
-        with DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             if self._turn is not None:
                 self._note_backward(self._turn)
                 self._finish(self._turn)

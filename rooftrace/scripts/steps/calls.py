@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.scripts.steps.presenting import Shapes
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.phases import steps
-from rooftrace.tracer.torch_private import (
-    disable_current_modes,
-    peek_interpreter_stack,
-    tree_flatten,
-    tree_unflatten,
-)
 from rooftrace.tracer.values import META, Values, tensors_in, trees
 
 
@@ -85,7 +80,7 @@ class Look:
 
     @property
     def key(self) -> Any:
-        """What calls that look alike have in common."""
+        """A key that is equal for calls that look alike."""
         return self.kind, self.sizes
 
 
@@ -104,7 +99,7 @@ class ModuleCall:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What it gets."""
+        """The arguments and keywords of the call."""
         return tuple(self.args), dict(self.kwargs)
 
     def look(self) -> Look:
@@ -120,7 +115,7 @@ class ModuleCall:
             torch.get_autocast_dtype("cuda"),
             trees.asked(self.module, "require_backward_grad_sync"),
         )
-        plain = not opaque and peek_interpreter_stack() is None
+        plain = not opaque and torch_private.peek_interpreter_stack() is None
         return Look((state, inside), plain, tuple(sizes))
 
     @property
@@ -159,7 +154,7 @@ def _sizes(tensor: Tensor) -> tuple[int, ...]:
 
 def resized(arguments: Any, sizes: Sequence[int]) -> Any:
     """Arguments of a call, plain ones, with new tensors of these sizes; None where one is not."""
-    leaves, spec = tree_flatten(arguments)
+    leaves, spec = torch_private.tree_flatten(arguments)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     strided = all(t.layout is torch.strided and type(t) is Tensor for t in tensors)
     if not strided or len(tensors) != len(tensors_in(arguments)):
@@ -171,13 +166,13 @@ def resized(arguments: Any, sizes: Sequence[int]) -> Any:
         del left[: 2 * tensor.dim()]
         return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device).zero_()
 
-    with disable_current_modes():
+    with torch_private.disable_current_modes():
         made = [new(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tree_unflatten(made, spec)
+    return torch_private.tree_unflatten(made, spec)
 
 
 def state_of(module: nn.Module) -> Any:
-    """What a module and those in it hold beside their weights: equal as long as nothing changes."""
+    """The state of a module and its submodules without weights; equal while nothing changes."""
     return tuple(
         (id(inner), name, _held(item))
         for inner in module.modules()
@@ -198,7 +193,7 @@ def _held(item: Any) -> Any:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
+    """The module inside torch's wrappers: of a compiled module, a replica or a shard."""
     inner = trees.asked(module, "_orig_mod")
     if inner is None and type(module).__module__.startswith("torch."):
         held = dict(module.named_children())  # TorchScript's are no dictionary
@@ -218,10 +213,10 @@ class _Leaf:
 
 
 class Result:
-    """What a call returned, so that another that looks like it can be answered without running."""
+    """The result of a call, kept so that a call that looks alike need not run."""
 
     def __init__(self, output: Any, values: Values) -> None:
-        leaves, self._spec = tree_flatten(output)
+        leaves, self._spec = torch_private.tree_flatten(output)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = all(isinstance(leaf, (*_PLAIN, float, Tensor)) for leaf in leaves)
         strided = all(t.layout is torch.strided and type(t) is Tensor for t in tensors)
@@ -232,7 +227,7 @@ class Result:
 
     @property
     def leaves(self) -> tuple[Any, ...] | None:
-        """What it is made of; None where it depends on weights, or a value in it is known."""
+        """Its leaves; None if it depends on weights, or holds a known value."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
         bare = self.known and not any(leaf.grad or leaf.known is not None for leaf in tensors)
         return tuple(self._leaves) if bare else None
@@ -268,7 +263,7 @@ class Result:
             if leaf.known is not None:
                 values.learn(tensor, leaf.known.value, leaf.known.taint)
             tensors.append(tensor)
-        return tree_unflatten(tensors, self._spec)
+        return torch_private.tree_unflatten(tensors, self._spec)
 
 
 def _leaf(tensor: Tensor, values: Values) -> _Leaf:
@@ -278,7 +273,7 @@ def _leaf(tensor: Tensor, values: Values) -> _Leaf:
 
 def _empty(leaf: _Leaf) -> Tensor:
     """A tensor that nothing is known of: what a recorder sees being made counts as zeros."""
-    with disable_current_modes():
+    with torch_private.disable_current_modes():
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=META)
 
 
@@ -299,5 +294,5 @@ class _Depends(torch.autograd.Function):
 
 
 def _gradient(weight: Tensor) -> Tensor:
-    with disable_current_modes():
+    with torch_private.disable_current_modes():
         return torch.empty_like(weight)

@@ -28,10 +28,9 @@ from rooftrace.scripts.steps.keeping import Optimizers
 from rooftrace.scripts.steps.recorders import ScriptRecorder
 from rooftrace.scripts.steps.records import INFERENCE, OURS, TRAINING, FailedCall, Failure, Script
 from rooftrace.scripts.steps.watching import OpenTurn, watch, watch_marks
-from rooftrace.tracer import TraceError, names, source
+from rooftrace.tracer import TraceError, names, source, torch_private
 from rooftrace.tracer.phases import call_apart
 from rooftrace.tracer.recording import META_KEY, Recorded
-from rooftrace.tracer.torch_private import DisableTorchFunction
 from rooftrace.tracer.values import Values
 
 # -- failures --------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ FORKED = "a process that the script forked computes on the device: what it runs 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptRequest:
-    """What is asked of a script.
+    """The request for a script.
 
     command: "train.py --flag", "torchrun ... train.py", as words.  chip: that it sees.  steps: it
     is ended after so many training steps; None: it runs to its end.  ranks: of how many processes
@@ -261,7 +260,7 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
         finder.clock.tell()
 
     def made(ended: Ended) -> bytes:
-        with DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             finder.end()
         if isinstance(finder.clock, SimulatedClock):
             said["simulated clock"] = finder.clock.said
@@ -378,7 +377,7 @@ class GraphFinder(BoundaryFinder):
 
     def told(self, event: Literal["capture", "captured", "replay", "replayed"]) -> None:
         """A capture or a replay begins, or has ended."""
-        with DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             if event == "capture":
                 self._end_whole()
                 self._before = Counter(self._optimizers.steps)

@@ -32,12 +32,6 @@ from rooftrace.tracer.inputs import Inputs, Loaded, as_before, calls as argument
 from rooftrace.tracer.phases import ModuleCalls, collector_paused, loaded, trace_phases
 from rooftrace.tracer.recording import Runner, Tape, info_of, overrides
 from rooftrace.tracer.targets import isolation
-from rooftrace.tracer.torch_private import (
-    DisableTorchFunction,
-    HigherOrderOperator,
-    TorchDispatchMode,
-    disable_current_modes,
-)
 from rooftrace.tracer.values import REAL_VALUE, Values, on_meta, own_tensors, tensors_in
 
 MOST_REAL = 1 << 30
@@ -210,7 +204,7 @@ def _with_numbers(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]
             made.normal_(0.0, 0.02, generator=generator)
         return made
 
-    with torch.device("cpu"), torch.no_grad(), disable_current_modes():
+    with torch.device("cpu"), torch.no_grad(), torch_private.disable_current_modes():
         made = Loaded(_plain(module), inputs).filled(filled)
     return made.module, made.inputs
 
@@ -240,7 +234,7 @@ def _failed(error: Exception, module: nn.Module, more: str = "") -> DynamoError:
 _PLACE = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-class DynamoWatch(TorchDispatchMode, Tape):
+class DynamoWatch(torch_private.TorchDispatchMode, Tape):
     """Runs code under Dynamo, and notes for each op the stretch that it runs in.
 
     On meta tensors values are followed as in a recording (see `recording`), so that code which asks
@@ -255,7 +249,7 @@ class DynamoWatch(TorchDispatchMode, Tape):
         return True
 
     def __init__(self, root: nn.Module, values: Values | None = None, real: bool = False) -> None:
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        torch_private.TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         Tape.__init__(self, values or Values(), record=False)
         self.real = real
         self.functions = DynamoFunctions(root)
@@ -274,12 +268,12 @@ class DynamoWatch(TorchDispatchMode, Tape):
         kwargs = kwargs or {}
         if torch_private.CompileContext.current_compile_id() is not None:
             return func(*args, **kwargs)  # Dynamo runs it on fake tensors
-        whole = isinstance(func, HigherOrderOperator)
+        whole = isinstance(func, torch_private.HigherOrderOperator)
         if self._watching and not self.here.inside:
             self._note("higher_order" if whole else info_of(func).name)
         if whole or self.real:
             return func(*args, **kwargs)
-        with DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             return self._runner.run(func, args, kwargs)
 
     @contextlib.contextmanager
@@ -317,7 +311,7 @@ class DynamoWatch(TorchDispatchMode, Tape):
     # -- compiling ---------------------------------------------------------------------------------
 
     def backend(self) -> Callable[..., Any]:
-        """What Dynamo hands its graphs to: each is run node after node."""
+        """The backend for Dynamo's graphs: it runs each node after node."""
 
         def collect(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             number, self.graphs = self.graphs, self.graphs + 1
@@ -362,7 +356,7 @@ class DynamoWatch(TorchDispatchMode, Tape):
             self.tags.end()
 
     def run_of(self, graph_breaks: int, notes: Sequence[str] = ()) -> placing.DynamoRun:
-        """What was noted."""
+        """The run as noted."""
         return placing.DynamoRun(
             causes=self.functions.told(),
             stretches=tuple(self.stretches),

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
 from rooftrace.graph import GraphError
-from rooftrace.tracer import RequestLengths
+from rooftrace.tracer import RequestLengths, torch_private
 from rooftrace.tracer.recording import overrides
-from rooftrace.tracer.torch_private import unsafe_preserve_version_counter
 from rooftrace.tracer.values import (
     META,
     REAL_VALUE,
@@ -91,7 +90,7 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]
     marks = [(t, dict(t.__dict__)) for t in tensors]
     counted = tuple(t for t in tensors if type(t) in trees.ORDINARY and not t.is_inference())
-    preserved = unsafe_preserve_version_counter(counted)  # as the content is
+    preserved = torch_private.unsafe_preserve_version_counter(counted)  # as the content is
     with preserved, overrides.draws_undone(devices=True):
         for leaf, _ in leaves:
             leaf.grad = None
@@ -124,7 +123,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class _State:
-    """What objects hold: their attributes, the items of containers, the variables of functions."""
+    """The state of objects: attributes, items of containers, variables of functions."""
 
     def __init__(self) -> None:
         self._depths: dict[int, int] = {}

@@ -17,13 +17,12 @@ from torch.utils.flop_counter import flop_registry
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph, assumptions
 from rooftrace.hardware.precisions import precision, storage_bytes
-from rooftrace.tracer import Options, TraceError, names, users_traceback
+from rooftrace.tracer import Options, TraceError, names, torch_private, users_traceback
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lowering import NotAlikeError, lower, with_fallbacks, without_asides
 from rooftrace.tracer.recording import META_KEY, Entry, Recorder, Tape, installed_release
 from rooftrace.tracer.repeats import UnlikeLayersError
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.torch_private import FakeTensor
 from rooftrace.tracer.values import (
     UnknownValueError,
     Values,
@@ -55,13 +54,13 @@ def check_traceable(root: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
     for path, module in root.named_modules():
         where = f" (in {path!r:.80})" if path else ""
         for tensor in own_tensors(module):
-            if isinstance(tensor, FakeTensor):
+            if isinstance(tensor, torch_private.FakeTensor):
                 raise RequestError(
                     f"{type(module).__name__} has tensors of a FakeTensorMode{where}: build it "
                     "under `with torch.device('meta'):`"
                 )
     for tensor in inputs:
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, torch_private.FakeTensor):
             raise RequestError(
                 f"an input {list(tensor.shape)} is a tensor of a FakeTensorMode: pass "
                 "`torch.empty(SHAPE, device='meta')`, or a real one"

@@ -19,20 +19,19 @@ from torch.utils.module_tracker import ModuleTracker
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
-from rooftrace.tracer import Job, Options, names
+from rooftrace.tracer import Job, Options, names, torch_private
 from rooftrace.tracer.inputs import Inputs, Loaded, as_before
 from rooftrace.tracer.phases.calls import ModuleCalls, PlainCall
 from rooftrace.tracer.phases.running import trace_phases
 from rooftrace.tracer.phases.tracing import loaded
 from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.targets import isolation
-from rooftrace.tracer.torch_private import TorchDispatchMode
 from rooftrace.tracer.values import META, REAL_VALUE, own_tensors, tensors_in, with_tensors
 
 
 @dataclass(frozen=True)
 class PeerCount:
-    """What one counter says of one call."""
+    """The count of one counter for one call."""
 
     peer: str  # its name
     version: str = ""
@@ -113,7 +112,7 @@ def _counted(call: PlainCall, tracker: Callable[[], Any]) -> PeerCount:
     return PeerCount("", version, flops=exclusive(inclusive), uncounted=uncounted)
 
 
-class _Uncounted(TorchDispatchMode):
+class _Uncounted(torch_private.TorchDispatchMode):
     """The calls of ops without a formula in torch's registry, counted by module."""
 
     def __init__(self, tracker: Any) -> None:

@@ -17,13 +17,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from rooftrace.errors import RequestError
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.inputs import calls
 from rooftrace.tracer.recording import Recorder, original_of, replaced
-from rooftrace.tracer.torch_private import (
-    DisableTorchFunction,
-    disable_current_modes,
-    tree_map_only,
-)
 from rooftrace.tracer.values import Twins, copies as closures, own_tensors, tensors_in, trees
 
 
@@ -55,12 +51,12 @@ def lent(root: nn.Module) -> Iterator[dict[int, Any]]:
 
 @contextlib.contextmanager
 def unseen(recorder: Recorder) -> Iterator[None]:
-    """What runs inside is no work of the step: twins are made."""
+    """Ops that run inside are no work of the step: meta copies are made."""
     with (
         torch.no_grad(),
-        DisableTorchFunction(),
+        torch_private.DisableTorchFunction(),
         recorder.paused(),
-        disable_current_modes(),
+        torch_private.disable_current_modes(),
     ):
         yield
 
@@ -81,7 +77,9 @@ def inputs_lent(modules: Sequence[nn.Module], recorder: Recorder) -> Iterator[No
             calls.learn(recorder.values, tensor)
             recorder.entries.inputs.append(tensor)
             recorder.enter(tensor, "input", f"input_{len(recorder.entries.inputs)}")
-        return tree_map_only(Tensor, lambda t: twins.memo.get(id(t), t), (args, kwargs))
+        return torch_private.tree_map_only(
+            Tensor, lambda t: twins.memo.get(id(t), t), (args, kwargs)
+        )
 
     handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
     try:

@@ -14,7 +14,7 @@ from torch import nn
 from rooftrace._progress import tell
 from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.graph import OpGraph, assumptions
-from rooftrace.tracer import Options, TraceError, names
+from rooftrace.tracer import Options, TraceError, names, torch_private
 from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.phases.attempts import (
@@ -30,7 +30,6 @@ from rooftrace.tracer.phases.requests import check_lengths, joined_state, packed
 from rooftrace.tracer.phases.stepping import optimizer_class, run_optimizer
 from rooftrace.tracer.recording import Recorder, overrides
 from rooftrace.tracer.sharding import ddp
-from rooftrace.tracer.torch_private import run_backward
 from rooftrace.tracer.values import (
     META,
     REAL_VALUE,
@@ -309,7 +308,7 @@ class PhaseRunner:
         # What torch.autograd.backward ends in; that one would switch function modes off, which
         # the forward of a checkpoint needs again.
         with torch.device(META):
-            run_backward(
+            torch_private.run_backward(
                 tuple(losses),
                 tuple(seeds),
                 False,
@@ -337,7 +336,7 @@ class PhaseRunner:
         return attempted(run, self.options, f"{phase.name} of {kind}", kind)
 
     def _fed_inputs(self, phase: names.Phase) -> dict[str, Any]:
-        """What a call after a cache is given beside it."""
+        """Arguments of a call that follows a cache, without the cache."""
         inputs, count = self.inputs, phase.tokens
         if phase.name == "requests":
             return step_inputs(self.calls, check_lengths(inputs.lengths, self.module))

@@ -25,7 +25,6 @@ from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import bytes_per_element
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import Recorder, original_of, replaced
-from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
 from rooftrace.tracer.values import META, trees
 
 _LEARNING_RATE = 1e-3
@@ -81,7 +80,7 @@ def functions_unseen(parameters: Iterable[Tensor]) -> contextlib.AbstractContext
     """Inside, modes see the ops of an optimizer alone; also its functions, where a gradient is
     sparse, which it makes by functions that PyTorch has on no meta device."""
     sparse = any(p.grad is not None and trees.is_sparse(p.grad) for p in parameters)
-    return contextlib.nullcontext() if sparse else DisableTorchFunction()
+    return contextlib.nullcontext() if sparse else torch_private.DisableTorchFunction()
 
 
 _NOT_ELEMENTWISE = frozenset({"Adafactor", "Muon", "LBFGS"})
@@ -379,7 +378,7 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
     if not closure and not any(optimizer.state.get(p) for p in parameters):
         with torch.no_grad(), functions_unseen(parameters), recorder.paused():
             try:
-                with disable_current_modes():
+                with torch_private.disable_current_modes():
                     optimizer.step()
             except RuntimeError:  # it asks for values, which only the recorder follows
                 optimizer.state.clear()

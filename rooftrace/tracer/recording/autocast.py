@@ -15,14 +15,8 @@ import torch
 from torch import Tensor
 
 from rooftrace._processes import Shared
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
-from rooftrace.tracer.torch_private import (
-    DisableAutocast,
-    has_kernel,
-    is_key_included,
-    len_torch_dispatch_stack,
-    set_key_included,
-)
 from rooftrace.tracer.values import trees
 
 _KEY = "AutocastIPU"
@@ -211,7 +205,7 @@ def _here() -> Autocast | None:
 def _listed(names: str) -> Iterator[tuple[str, Any]]:
     """The ops of a list that this version's autocast handles: rms_norm is new in torch 2.12."""
     for name, op in _overloads(names):
-        if has_kernel(f"aten::{name}", _MODEL):
+        if torch_private.has_kernel(f"aten::{name}", _MODEL):
             yield name, op
 
 
@@ -234,12 +228,12 @@ def _eligible_in(tree: Any, tensors: list[Tensor]) -> None:
 
 def _recorded() -> bool:
     """False where the recorder itself runs an op: its inputs have been cast."""
-    return bool(len_torch_dispatch_stack())
+    return bool(torch_private.len_torch_dispatch_stack())
 
 
 def _wrapped(op: Any, policy: Callable[[Autocast, Any, Any], Any]) -> Kernel:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with DisableAutocast():
+        with torch_private.DisableAutocast():
             autocast = _here()
             if autocast is not None and _recorded():
                 args, kwargs = policy(autocast, args, kwargs)
@@ -254,7 +248,7 @@ def _norm(name: str, count: int) -> Kernel:
     wide = _aten.norm.ScalarOpt_dtype if count == 1 else _aten.norm.ScalarOpt_dim_dtype
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with DisableAutocast():
+        with torch_private.DisableAutocast():
             if _here() is None or not (_eligible(args[0]) and _recorded()):
                 return plain(*args, **kwargs)
             values = (*args, *kwargs.values())
@@ -296,13 +290,13 @@ def followed() -> Iterator[None]:
 @contextlib.contextmanager
 def carried_here() -> Iterator[None]:
     """Inside, meta tensors carry the key of our kernels in this thread."""
-    included, dtype = is_key_included(_KEY), _dtype_of(_DEVICE)
+    included, dtype = torch_private.is_key_included(_KEY), _dtype_of(_DEVICE)
     torch.set_autocast_dtype(_DEVICE, _dtype_of("cuda"))
-    set_key_included(_KEY, True)
+    torch_private.set_key_included(_KEY, True)
     try:
         yield
     finally:
-        set_key_included(_KEY, included)
+        torch_private.set_key_included(_KEY, included)
         torch.set_autocast_dtype(_DEVICE, dtype)
 
 

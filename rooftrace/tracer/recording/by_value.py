@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rooftrace.tracer import source as lines
+from rooftrace.tracer import source as lines, torch_private
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.torch_private import disable_current_modes, tree_map_only
 from rooftrace.tracer.values import META, Values, masks, trees
 
 # -- quantised modules -----------------------------------------------------------------------------
@@ -70,7 +69,7 @@ def _unpacked(tape: Tape, packed: Any) -> list[Tensor]:
     """Meta tensors of a packed weight's integers and its bias; always the same tensors."""
     known = tape.packed.get(id(packed))
     if known is None:
-        with disable_current_modes():
+        with torch_private.disable_current_modes():
             inside = packed.unpack()
             tensors = inside if isinstance(inside, tuple) else (inside,)
             tensors = tuple(t for t in tensors if isinstance(t, Tensor))
@@ -99,7 +98,7 @@ def _result(name: str, args: Any, parts: Mapping[int, list[Tensor]]) -> Tensor |
     kind = name.removeprefix("quantized.")
     weight = next(iter(parts.values()))[0] if parts else None
     tensors = [a for a in args if isinstance(a, Tensor)]
-    with disable_current_modes():
+    with torch_private.disable_current_modes():
         if kind.startswith("linear") and weight is not None:
             x = tensors[0]
             return torch.empty((*x.shape[:-1], weight.shape[0]), dtype=x.dtype, device=META)
@@ -252,7 +251,7 @@ def _answered(tape: Tape, call: Call) -> Any:
         taint |= entry.taint
         return entry.value
 
-    args, kwargs = tree_map_only(Tensor, value, (tuple(call.args), dict(call.kwargs)))
+    args, kwargs = torch_private.tree_map_only(Tensor, value, (tuple(call.args), dict(call.kwargs)))
     answer = call.func(*args, **kwargs)
     if unknown:
         text = (
@@ -287,7 +286,7 @@ def _checked(tape: Tape, call: Call) -> Any:
     functional = call.name == _FUNCTIONAL_ASSERT
     if entry is not None and not entry.taint:
         rest = [item for item in args[1:] if not isinstance(item, Tensor)]
-        with disable_current_modes():
+        with torch_private.disable_current_modes():
             check = _ASSERT if functional else call.func
             check(entry.value, *rest, **call.kwargs)
     return args[2] if functional else None
@@ -311,8 +310,8 @@ def _checked_inside(tape: Tape, call: Call) -> None:
         text = f"{call.short_name} of an unknown matrix is taken to succeed"
         values.assume("branch", text, False)
     elif all(e is not None and not e.taint and masks.small(e.value) for e in entries):
-        args = tree_map_only(Tensor, lambda t: exact[id(t)], tuple(call.args))
-        with disable_current_modes(), torch.no_grad():
+        args = torch_private.tree_map_only(Tensor, lambda t: exact[id(t)], tuple(call.args))
+        with torch_private.disable_current_modes(), torch.no_grad():
             call.func(*args, **call.kwargs)
 
 
@@ -392,7 +391,7 @@ def _counted(tape: Tape, call: Call) -> Any:
     known = len(exact) == len(call.tensors)  # then equal calls are computed once
     made = values.results.of(call, exact) if known else None
     made = call.func(*plain, **call.kwargs) if made is None else made
-    out = tree_map_only(Tensor, lift, made)
+    out = torch_private.tree_map_only(Tensor, lift, made)
     tape.record(call, trees.listed(out), single=isinstance(out, Tensor), taint=taint)
     return out
 

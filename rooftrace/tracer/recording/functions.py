@@ -18,13 +18,6 @@ from rooftrace.tracer.recording import overrides, taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.torch_private import (
-    device_constructors,
-    pack_padded_sequence,
-    parse_to,
-    set_grad_enabled,
-    swap_tensor_impl,
-)
 from rooftrace.tracer.values import META, masks, trees
 from rooftrace.tracer.values.trees import OURS
 
@@ -259,16 +252,16 @@ class Functions(TorchFunctionMode):
             func, args, kwargs = Tensor.to, (args[0], META), {}
         elif func is Tensor.to:
             args = tuple([_placed(item) for item in args])
-        elif func is pack_padded_sequence:
+        elif func is torch_private.pack_padded_sequence:
             entry = tape.values.known(args[1])  # the lengths must be on the host
             args = (args[0], args[1] if entry is None else entry.value, *args[2:])
-        elif func is set_grad_enabled:
+        elif func is torch_private.set_grad_enabled:
             tape.origins.recomputation.switched(bool(args[0]))
             return func(*args, **kwargs)
         elif func in _BACKWARD:
             with self._in_backward(), _gradients_wanted(tape):
                 return func(*args, **kwargs)
-        if "device" in kwargs and func is not parse_to:
+        if "device" in kwargs and func is not torch_private.parse_to:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
         outer = tape.here.function
         if not outer:
@@ -412,7 +405,7 @@ def _become(tensor: Tensor, other: Tensor) -> None:
             setattr(other, name, hooks)
     if tensor.is_leaf and tensor.requires_grad:
         torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_moved_since)
-    swap_tensor_impl(tensor, other)
+    torch_private.swap_tensor_impl(tensor, other)
     vars(tensor).clear()
     vars(tensor).update(vars(other))
     vars(tensor).update(own)
@@ -442,7 +435,7 @@ def backward_kept(tape: Tape) -> Iterator[None]:
 
 def _makers() -> Any:
     """The functions that make tensors on the default device."""
-    return device_constructors()
+    return torch_private.device_constructors()
 
 
 def _holds_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:

@@ -18,19 +18,6 @@ from rooftrace.tracer.recording import library, overrides
 from rooftrace.tracer.recording.library import define
 from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.torch_private import (
-    AutoDispatchBelowAutograd,
-    DisableTorchFunction,
-    DispatchKey,
-    HigherOrderOperator,
-    TorchDispatchMode,
-    flex_attention,
-    flex_attention_backward,
-    flex_identity,
-    generic_scan,
-    get_current_dispatch_mode,
-    tree_map_only,
-)
 from rooftrace.tracer.values import META, Values, trees
 
 # -- flex attention --------------------------------------------------------------------------------
@@ -40,7 +27,7 @@ from rooftrace.tracer.values import META, Values, trees
 # `flex_whole` is active, `rooftrace.flex_attention` replaces it.  The visible pairs come from calls
 # of its mask function; they are exact where the mask depends on known values only.
 
-_KERNEL: Any = flex_attention
+_KERNEL: Any = torch_private.flex_attention
 _OUTPUTS = len(get_args(get_type_hints(type(_KERNEL).__call__).get("return"))) or 3
 """What torch's kernel returns: the output, the log-sum-exp and, since 2.9, the largest scores."""
 
@@ -169,7 +156,7 @@ def _whole(tape: Tape, original: Any) -> Callable[..., Any]:
     ) -> Any:
         if not trees.on_meta(query):
             return original(query, key, value, score_mod, block_mask, scale, options, *captured)
-        if _name(score_mod) != flex_identity.__name__:
+        if _name(score_mod) != torch_private.flex_identity.__name__:
             tape.values.assume(
                 "score-mod",
                 "the work of flex_attention's score_mod, and gradients to what it reads, are not "
@@ -210,7 +197,7 @@ class _Shown:
             public, arguments = self._forward, (query, key, value, self._score_mod, *self._rest)
         else:
             grad_out, query, key, value, out, logsumexp, *_ = args
-            public = flex_attention_backward
+            public = torch_private.flex_attention_backward
             graphs = (self._score_mod, None)
             arguments = (query, key, value, out, logsumexp, grad_out, None, *graphs, *self._rest)
 
@@ -221,7 +208,7 @@ class _Shown:
             return (*made, *[library.unrecorded() for _ in range(_OUTPUTS - len(made))])
 
         # Autograd would trace a backward of its own; torch functions have been called before.
-        with AutoDispatchBelowAutograd(), DisableTorchFunction():
+        with torch_private.AutoDispatchBelowAutograd(), torch_private.DisableTorchFunction():
             made = library.show(public, run, *arguments)
         if made is NotImplemented:  # by a mode that takes no higher-order op
             return op(*args)
@@ -265,7 +252,7 @@ _MAX_LOOPS = 4096
 """The most iterations of a while_loop."""
 
 
-_REACH_MODES = hasattr(TorchDispatchMode, "supports_higher_order_operators")
+_REACH_MODES = hasattr(torch_private.TorchDispatchMode, "supports_higher_order_operators")
 """Whether torch hands a higher-order op to a mode that has no rule of its own for it."""
 
 
@@ -275,12 +262,16 @@ def higher_order_dispatched() -> Iterator[None]:
     if _REACH_MODES:
         yield
         return
-    original = original_of(HigherOrderOperator, "dispatch")
+    original = original_of(torch_private.HigherOrderOperator, "dispatch")
 
     def dispatch(op: Any, key: Any, /, *args: Any, **kwargs: Any) -> Any:
-        mode: Any = get_current_dispatch_mode()
+        mode: Any = torch_private.get_current_dispatch_mode()
         takes = getattr(mode, "supports_higher_order_operators", False)
-        if key != DispatchKey.Python or not takes or type(mode) in op.python_key_table:
+        if (
+            key != torch_private.DispatchKey.Python
+            or not takes
+            or type(mode) in op.python_key_table
+        ):
             return original(op, key, *args, **kwargs)
         overrides.pop(mode)
         try:
@@ -288,7 +279,7 @@ def higher_order_dispatched() -> Iterator[None]:
         finally:
             overrides.push(mode)
 
-    with replaced(HigherOrderOperator, {"dispatch": dispatch}):
+    with replaced(torch_private.HigherOrderOperator, {"dispatch": dispatch}):
         yield
 
 
@@ -310,7 +301,7 @@ def run_higher_order(
             return _looped(tape.values, *args)
         if name == "scan":
             combine, start, rows, *more = args
-            scan: Any = generic_scan
+            scan: Any = torch_private.generic_scan
             return scan(combine, start, rows, additional_inputs=tuple(*more))
         if name == "invoke_subgraph":
             return args[0](*args[2:])
@@ -326,7 +317,7 @@ def _with_wide_sums(op: Any, dtype: torch.dtype, *args: Any) -> Any:
     small_integers = all(t.dtype == torch.int8 for t in tensors)
     if op is torch.ops.aten.mm.default and dtype == torch.int32 and small_integers:
         return torch_private.int_mm(*args)
-    return op(*tree_map_only(Tensor, lambda t: t.to(dtype), args))
+    return op(*torch_private.tree_map_only(Tensor, lambda t: t.to(dtype), args))
 
 
 def _looped(values: Values, condition: Any, body: Any, carried: Any, more: Any = ()) -> Any:

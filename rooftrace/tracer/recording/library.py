@@ -10,18 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording.overrides import Scope
 from rooftrace.tracer.recording.releases import Release, installed_release
-from rooftrace.tracer.torch_private import (
-    DispatchKey,
-    DispatchKeySet,
-    ForceDispatchKeyGuard,
-    disable_current_modes,
-    excluded_keys,
-    get_dispatch_stack_at,
-    included_keys,
-    len_torch_dispatch_stack,
-)
 
 Library: Any = torch.library.Library
 _library = Library("rooftrace", "DEF")
@@ -42,11 +33,14 @@ def define(schema: str, **kernels: Callable[..., Any]) -> None:
 @contextlib.contextmanager
 def differentiable() -> Iterator[None]:
     """Inside, autograd follows ops, also where a dispatch mode asks for a value: it runs below."""
-    excluded = excluded_keys()
-    for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
-        excluded -= DispatchKeySet(key)
-    included = included_keys()
-    with ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
+    excluded = torch_private.excluded_keys()
+    for key in (
+        torch_private.DispatchKey.AutogradFunctionality,
+        torch_private.DispatchKey.ADInplaceOrView,
+    ):
+        excluded -= torch_private.DispatchKeySet(key)
+    included = torch_private.included_keys()
+    with torch_private.ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
         yield
 
 
@@ -69,10 +63,10 @@ _showing = _Showing()
 
 def watched() -> bool:
     """Whether a dispatch mode of the user's code sees the next op before the recorder does."""
-    count = len_torch_dispatch_stack()
+    count = torch_private.len_torch_dispatch_stack()
     if not count:
         return False
-    return not getattr(get_dispatch_stack_at(count - 1), "runs_whole", False)
+    return not getattr(torch_private.get_dispatch_stack_at(count - 1), "runs_whole", False)
 
 
 def show(public: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -92,7 +86,7 @@ def behind(func: Any) -> Callable[..., Any] | None:
 
 def unrecorded() -> Tensor:
     """A stand-in for a tensor that only a GPU's kernel has (random state, reserve)."""
-    with disable_current_modes():
+    with torch_private.disable_current_modes():
         return torch.empty((), device="meta")
 
 

@@ -18,27 +18,6 @@ import torch
 from rooftrace.errors import RequestError
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording.releases import Release, installed_release
-from rooftrace.tracer.torch_private import (
-    DeviceContext,
-    ForceDispatchKeyGuard,
-    TorchDispatchModeKey,
-    disable_current_modes,
-    excluded_keys,
-    get_current_function_mode_stack,
-    get_dispatch_mode,
-    get_tracing_state,
-    included_keys,
-    is_in_torch_dispatch_mode,
-    is_tracing,
-    len_torch_function_stack,
-    parse_dispatch_key,
-    peek_interpreter_stack,
-    pop_dispatch_mode,
-    pop_function_mode,
-    push_dispatch_mode,
-    push_function_mode,
-    set_tracing_state,
-)
 
 # -- contexts --------------------------------------------------------------------------------------
 # Contexts of one thread.
@@ -49,12 +28,12 @@ from rooftrace.tracer.torch_private import (
 
 def fake_mode() -> Any:
     """The FakeTensorMode that is on in this thread; None where there is none."""
-    return get_dispatch_mode(TorchDispatchModeKey.FAKE)
+    return torch_private.get_dispatch_mode(torch_private.TorchDispatchModeKey.FAKE)
 
 
 def push(mode: Any) -> None:
     """Put a dispatch mode on."""
-    push_dispatch_mode(mode)
+    torch_private.push_dispatch_mode(mode)
 
 
 def pop(mode: Any) -> None:
@@ -62,13 +41,13 @@ def pop(mode: Any) -> None:
 
     The caller holds the mode until it is off: torch 2.8 reads it after it dropped its reference.
     """
-    pop_dispatch_mode()
+    torch_private.pop_dispatch_mode()
 
 
 def device_modes() -> tuple[Any, ...]:
     """The function modes of this thread by which torch chooses a device."""
-    stack = get_current_function_mode_stack()
-    return tuple(mode for mode in stack if isinstance(mode, DeviceContext))
+    stack = torch_private.get_current_function_mode_stack()
+    return tuple(mode for mode in stack if isinstance(mode, torch_private.DeviceContext))
 
 
 @contextlib.contextmanager
@@ -79,7 +58,7 @@ def functions_on(modes: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for _ in modes:
-            pop_function_mode()
+            torch_private.pop_function_mode()
 
 
 @contextlib.contextmanager
@@ -95,26 +74,26 @@ def without_functions() -> Iterator[None]:
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Inside, sizes of tensors are numbers, also where torch.jit.trace would have them recorded."""
-    graph = get_tracing_state()
+    graph = torch_private.get_tracing_state()
     if graph is None:
         yield
         return
-    refused = excluded_keys().remove(parse_dispatch_key("Tracer"))
-    with ForceDispatchKeyGuard(included_keys(), refused):
-        set_tracing_state(None)
+    refused = torch_private.excluded_keys().remove(torch_private.parse_dispatch_key("Tracer"))
+    with torch_private.ForceDispatchKeyGuard(torch_private.included_keys(), refused):
+        torch_private.set_tracing_state(None)
         try:
             yield
         finally:
-            set_tracing_state(graph)
+            torch_private.set_tracing_state(graph)
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[None]:
     """Inside, torch.jit.trace notes ops, also below a mode."""
-    tracer = parse_dispatch_key("Tracer")
-    wanted = included_keys().add(tracer)
-    refused = excluded_keys().remove(tracer)
-    with ForceDispatchKeyGuard(wanted, refused):
+    tracer = torch_private.parse_dispatch_key("Tracer")
+    wanted = torch_private.included_keys().add(tracer)
+    refused = torch_private.excluded_keys().remove(tracer)
+    with torch_private.ForceDispatchKeyGuard(wanted, refused):
         yield
 
 
@@ -129,7 +108,7 @@ def default_device() -> torch.device:
 @contextlib.contextmanager
 def plainly() -> Iterator[None]:
     """Inside, torch runs as it is in this thread: no mode of ours or of the user's sees it."""
-    with disable_current_modes(), without_functions():
+    with torch_private.disable_current_modes(), without_functions():
         yield
 
 
@@ -143,9 +122,9 @@ def apart() -> Iterator[None]:
     around_here = _tracer_around()
     if around_here:
         raise RequestError(f"called inside of {around_here}: call rooftrace outside of it")
-    with Scope().entered(), disable_current_modes():
+    with Scope().entered(), torch_private.disable_current_modes():
         around = _taken_off()
-        devices = [mode for mode in around if isinstance(mode, DeviceContext)]
+        devices = [mode for mode in around if isinstance(mode, torch_private.DeviceContext)]
         _put_on(devices)
         try:
             yield
@@ -158,12 +137,12 @@ def apart() -> Iterator[None]:
 
 def _tracer_around() -> str:
     """What torch records or transforms in this thread, other than by a mode; "" for nothing."""
-    if is_tracing():
+    if torch_private.is_tracing():
         return "torch.jit.trace"
-    if peek_interpreter_stack() is not None:
+    if torch_private.peek_interpreter_stack() is not None:
         return "a transform of torch.func (vmap, grad, jvp, functionalize)"
     # make_fx sets the flag too, and records by a mode.  torch's own function for it warns.
-    if _fx_traces() and not is_in_torch_dispatch_mode():
+    if _fx_traces() and not torch_private.is_in_torch_dispatch_mode():
         return "torch.fx.symbolic_trace"
     return ""
 
@@ -176,13 +155,13 @@ def _fx_traces() -> bool:
 
 def _taken_off() -> list[Any]:
     """The function modes of this thread, the innermost last; none is on afterwards."""
-    count = len_torch_function_stack()
-    return [pop_function_mode() for _ in range(count)][::-1]
+    count = torch_private.len_torch_function_stack()
+    return [torch_private.pop_function_mode() for _ in range(count)][::-1]
 
 
 def _put_on(modes: Sequence[Any]) -> None:
     for mode in modes:
-        push_function_mode(mode)
+        torch_private.push_function_mode(mode)
 
 
 # -- modules on meta are traced themselves: by one recording at a time -----------------------------

@@ -12,19 +12,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import ops as traits, taperecords
 from rooftrace.tracer.recording.ops import written_nodes
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.recording.taperecords import META_KEY
 from rooftrace.tracer.repeats import RepeatedCall
-from rooftrace.tracer.torch_private import (
-    DisableAutocast,
-    DisableTorchFunction,
-    OpOverload,
-    disable_current_modes,
-    peek_interpreter_stack,
-    tree_map_only,
-)
 from rooftrace.tracer.values import trees
 
 # -- finite numbers --------------------------------------------------------------------------------
@@ -71,7 +64,7 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
     None where a recorded op is not part of such a test.
     """
     target: Any = node.target
-    if not isinstance(target, OpOverload) or not node.args or not depth:
+    if not isinstance(target, torch_private.OpOverload) or not node.args or not depth:
         return None
     name = f"{target.namespace}.{target._opname}"
     first, second = node.args[0], node.args[1] if len(node.args) > 1 else None
@@ -170,7 +163,7 @@ class RealData:
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of a recorded tensor; None where it cannot be computed."""
         made = self._tape.tags.made_by(tensor)
-        if made is None or not self._leaves or peek_interpreter_stack():
+        if made is None or not self._leaves or torch_private.peek_interpreter_stack():
             return None
         node, index, spec = made
         try:
@@ -180,7 +173,7 @@ class RealData:
         result = result if index is None else result[index]
         if tuple(result.shape) != spec.shape or result.dtype != spec.dtype:
             return None
-        with disable_current_modes(), DisableTorchFunction():
+        with torch_private.disable_current_modes(), torch_private.DisableTorchFunction():
             return result.detach().clone()  # type: ignore[no-any-return]
 
     def _of(self, node: fx.Node) -> Any:
@@ -298,9 +291,9 @@ class RealData:
 
     def _run(self, order: Sequence[fx.Node]) -> None:
         with (
-            disable_current_modes(),
-            DisableTorchFunction(),
-            DisableAutocast(),
+            torch_private.disable_current_modes(),
+            torch_private.DisableTorchFunction(),
+            torch_private.DisableAutocast(),
             torch.no_grad(),
         ):
             for node in order:
@@ -386,7 +379,7 @@ def _flop(node: fx.Node, recorded: Any) -> int:
     formula = flop_registry.get(target.overloadpacket)
     shapes = [torch.Size(spec.shape) for spec in recorded.specs]
     if formula is not None:
-        args = tree_map_only(fx.Node, _shape, (node.args, dict(node.kwargs)))
+        args = torch_private.tree_map_only(fx.Node, _shape, (node.args, dict(node.kwargs)))
         try:
             return int(
                 formula(*args[0], **args[1], out_val=shapes[0] if len(shapes) == 1 else shapes)

@@ -11,11 +11,6 @@ from torch import Tensor
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import library
 from rooftrace.tracer.recording.library import OPS, define, differentiable
-from rooftrace.tracer.torch_private import (
-    AutoDispatchBelowAutograd,
-    maybe_current_level,
-    suggest_memory_format,
-)
 
 # -- recurrent networks ----------------------------------------------------------------------------
 # Recurrent networks as one op with its backward, where PyTorch on meta unrolls them over time.
@@ -346,7 +341,7 @@ def _shown_rms_norm(
     def run(input: Tensor, shape: Any, weight: Tensor | None, eps: float | None) -> Any:
         return OPS.rms_norm(input, shape, weight, eps)
 
-    with AutoDispatchBelowAutograd():
+    with torch_private.AutoDispatchBelowAutograd():
         public = _aten._fused_rms_norm.default
         made = library.show(public, run, input, list(normalized_shape), weight, eps)
     return made[0], made[1]
@@ -406,7 +401,7 @@ class _RmsNorm(torch.autograd.Function):
 
 def _transformed() -> bool:
     """Whether a transform of torch.func or forward-mode derivatives are under way."""
-    level = maybe_current_level()
+    level = torch_private.maybe_current_level()
     return level is not None or torch_private.current_level >= 0
 
 
@@ -425,7 +420,8 @@ def rms_norm(
         not library.release().fuses_rms_norm
         or input.is_complex()
         or (weight is not None and weight.dtype != input.dtype)
-        or suggest_memory_format(input) in (torch.channels_last, torch.channels_last_3d)
+        or torch_private.suggest_memory_format(input)
+        in (torch.channels_last, torch.channels_last_3d)
         or _transformed()
     )
     if taken_apart:

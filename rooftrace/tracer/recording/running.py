@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.graph import assumptions
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import groups, ops, taperecords
 from rooftrace.tracer.recording.by_value import by_value
 from rooftrace.tracer.recording.entry_points import whole_entry
@@ -32,11 +33,6 @@ from rooftrace.tracer.recording.sparse import run_sparse
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.torch_private import (
-    disable_current_modes,
-    suggest_memory_format,
-    tree_map_only,
-)
 from rooftrace.tracer.values import Values, masks, trees
 
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -247,10 +243,10 @@ def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -
         if value is None or (entry is not None and entry.taint):
             return False
         exact[id(tensor)] = value
-    args, kwargs = tree_map_only(
+    args, kwargs = torch_private.tree_map_only(
         Tensor, lambda t: exact[id(t)], (tuple(call.args), dict(call.kwargs))
     )
-    with disable_current_modes(), torch.no_grad():
+    with torch_private.disable_current_modes(), torch.no_grad():
         try:
             if tape.generators is not None and ops.is_random(call.func):
                 results = tape.generators.run(call.func, args, kwargs)
@@ -323,7 +319,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _channels_last(tensor: Tensor) -> bool:
-    return suggest_memory_format(tensor) is torch.channels_last
+    return torch_private.suggest_memory_format(tensor) is torch.channels_last
 
 
 def writes_lists(name: str, args: Sequence[Any]) -> bool:

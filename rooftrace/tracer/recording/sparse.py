@@ -18,14 +18,10 @@ from torch import Tensor
 
 from rooftrace.graph import Tensor as Value
 from rooftrace.graph.formulas import polynomials
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording.ops import COMPOSITE, Call
 from rooftrace.tracer.recording.serving import own_ops
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.torch_private import (
-    AutoDispatchBelowAutograd,
-    DispatchKey,
-    current_autograd_node,
-)
 from rooftrace.tracer.values import trees
 
 _aten: Any = torch.ops.aten
@@ -77,7 +73,7 @@ _PRODUCTS = {f"aten.{name}" for name in (
     "_sparse_sparse_matmul", "sparse_sampled_addmm", "_sparse_softmax", "_sparse_log_softmax",
 )}  # fmt: skip
 """Ops whose rules count what a sparse tensor stores."""
-_KEYS = DispatchKey
+_KEYS = torch_private.DispatchKey
 
 
 def _check_kernel(call: Call, tensor: Tensor) -> None:
@@ -105,7 +101,7 @@ def _pieces(tape: Tape, tensor: Tensor) -> list[Tensor] | None:
 
 def _stands_for(tape: Tape, tensor: Tensor, sources: Sequence[Tensor]) -> None:
     """The pieces of a tensor that was made of these are the same values."""
-    with AutoDispatchBelowAutograd():
+    with torch_private.AutoDispatchBelowAutograd():
         pieces = trees.pieces_of(tensor)
     for piece, other in zip(pieces, sources, strict=True):
         tape.tags.same_as(piece, other)
@@ -185,7 +181,7 @@ def _brought(tape: Tape, piece: Tensor) -> Tensor:
 def _taken_out(tape: Tape, call: Call, on: On) -> Any:
     if _pieces(tape, call.args[0]) is None:
         return NotImplemented
-    with AutoDispatchBelowAutograd():
+    with torch_private.AutoDispatchBelowAutograd():
         return call.run()
 
 
@@ -217,7 +213,7 @@ def _copied(tape: Tape, call: Call, on: On) -> Any:
     pieces = _pieces(tape, x)
     if pieces is None:
         return NotImplemented
-    node: Any = current_autograd_node()
+    node: Any = torch_private.current_autograd_node()
     if call.name != "aten.clone" or node is None or node.name() != _ACCUMULATES:
         place = {name: item for name, item in call.kwargs.items() if name == "device"}
         asked = {name: item for name, item in call.kwargs.items() if name == "dtype"} | place
@@ -257,7 +253,7 @@ def _transposed(tape: Tape, call: Call, on: On) -> Any:
 
 def _becomes(tensor: Tensor, other: Tensor) -> Tensor:
     """A sparse tensor gets other pieces."""
-    with AutoDispatchBelowAutograd():
+    with torch_private.AutoDispatchBelowAutograd():
         tensor.data = other
     return tensor
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
 from rooftrace.graph import Collective, Group, marks, pattern_of
-from rooftrace.tracer import source_line
+from rooftrace.tracer import source_line, torch_private
 from rooftrace.tracer.recording.entries import Entries
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.taperecords import (
@@ -35,11 +35,6 @@ from rooftrace.tracer.recording.taperecords import (
     running_node,
 )
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.torch_private import (
-    current_autograd_node,
-    disable_current_modes,
-    get_sequence_nr,
-)
 from rooftrace.tracer.values import META, Values, masks, trees
 
 # -- origins ---------------------------------------------------------------------------------------
@@ -124,7 +119,7 @@ class Origins:
         The autograd node of an op exists before the op runs and has the newest number.
         Later ops without a node (integers, a kernel's inner ops) see the same number.
         """
-        self._by_number.setdefault(get_sequence_nr() - 1, origin)
+        self._by_number.setdefault(torch_private.get_sequence_nr() - 1, origin)
 
     def name(self, number: int, path: str) -> None:
         """What the autograd node of this number does belongs to the module at `path`."""
@@ -144,7 +139,7 @@ class Origins:
         here = self._here
         if here.part != "forward":
             return here.part
-        if current_autograd_node() is not None:
+        if torch_private.current_autograd_node() is not None:
             return "backward"
         # Clipping, scaling and averaging stand between backward and step, outside of modules.
         # So do exchanges of weights that each process has stepped a part of.
@@ -157,7 +152,7 @@ class Origins:
 
         compiled: the call of a compiled callable that runs now, which a hook may have begun.
         """
-        node: Any = current_autograd_node()
+        node: Any = torch_private.current_autograd_node()
         if node is None:
             return Origin("", 0, "backward", self._here.function, compiled=compiled)
         name = node.name()
@@ -291,7 +286,7 @@ class Tape:
         plain = type(data) in trees.ORDINARY and data.layout is torch.strided
         if data.device.type != "cpu" or not plain:
             return data
-        with disable_current_modes():
+        with torch_private.disable_current_modes():
             empty = torch.empty_like(data, device=META, requires_grad=False)
         return self.entries.brought(data, empty)
 

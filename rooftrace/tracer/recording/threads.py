@@ -23,12 +23,6 @@ from rooftrace.tracer.recording.autocast import carried_here
 from rooftrace.tracer.recording.functions import Functions
 from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.tape import Tape
-from rooftrace.tracer.torch_private import (
-    TorchDispatchMode,
-    disable_current_modes,
-    is_multithreading_enabled,
-    set_multithreading_enabled,
-)
 from rooftrace.tracer.values import trees
 
 # -- stand-ins -------------------------------------------------------------------------------------
@@ -66,7 +60,7 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
 def plain_imports() -> Iterator[None]:
     """Inside, a module that is imported for the first time is not part of what is traced."""
     finder: Any = _PlainImports()
-    with disable_current_modes():  # it imports what it needs the first time
+    with torch_private.disable_current_modes():  # it imports what it needs the first time
         torch_private.nt_view_dummy()  # torch makes it in the first nested tensor of a process
     sys.meta_path.insert(0, finder)
     try:
@@ -271,7 +265,7 @@ Dispatch = Callable[..., Any]
 """The `__torch_dispatch__` of a recorder."""
 
 
-class Follower(TorchDispatchMode):
+class Follower(torch_private.TorchDispatchMode):
     """Hands the ops of another thread to the recorder, while that one records."""
 
     supports_higher_order_operators = True
@@ -431,9 +425,9 @@ class Threads:
         follower = Follower(tape, self._dispatch)
         overrides.push(follower)
         undo.callback(overrides.pop, follower)
-        multithreading = is_multithreading_enabled()
-        set_multithreading_enabled(False)
-        undo.callback(set_multithreading_enabled, multithreading)
+        multithreading = torch_private.is_multithreading_enabled()
+        torch_private.set_multithreading_enabled(False)
+        undo.callback(torch_private.set_multithreading_enabled, multithreading)
         here = tape.here
         here.device = device
 

@@ -14,16 +14,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer import source_line
+from rooftrace.tracer import source_line, torch_private
 from rooftrace.tracer.recording import Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.blocks import RecordedCall
-from rooftrace.tracer.torch_private import (
-    DisableTorchFunction,
-    disable_current_modes,
-    get_sequence_nr,
-    tree_flatten,
-)
 from rooftrace.tracer.values import masks, own_tensors, trees
 
 # -- alike modules ---------------------------------------------------------------------------------
@@ -187,7 +181,7 @@ class Arguments:
 
     def __init__(self, tape: Tape, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._tape, self._module = tape, module
-        self._leaves, self._structure = tree_flatten((args, kwargs))
+        self._leaves, self._structure = torch_private.tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.look = self._look()  # equal calls have equal looks; None: unknown
 
@@ -271,7 +265,7 @@ class Arguments:
 
     def same_arguments(self, args: Any, kwargs: Any) -> bool:
         """Whether the containers among the arguments hold what they held."""
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = torch_private.tree_flatten((args, kwargs))
         return structure == self._structure and same_state(self._leaves, leaves)
 
 
@@ -287,7 +281,7 @@ class Beginning:
         self._storages = tape.tags.storages
         self._assumptions = len(tape.values.assumptions)
         self._source = source_line(4)
-        self.number = get_sequence_nr()  # of the next autograd node
+        self.number = torch_private.get_sequence_nr()  # of the next autograd node
         self._outside = self._now()
 
     def _now(self) -> Any:
@@ -380,7 +374,7 @@ class Beginning:
 
 
 def _content(tensor: Tensor) -> Any:
-    with disable_current_modes():
+    with torch_private.disable_current_modes():
         plain = tensor.detach().resolve_conj().resolve_neg()
         plain = plain.clone(memory_format=torch.contiguous_format)  # one element may have stride 0
         return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))
@@ -388,7 +382,7 @@ def _content(tensor: Tensor) -> Any:
 
 def _random_states(tape: Tape) -> Any:
     """The states of the random number generators that Python code draws from."""
-    with disable_current_modes(), DisableTorchFunction():
+    with torch_private.disable_current_modes(), torch_private.DisableTorchFunction():
         if tape.generators is not None:
             return tape.generators.states()
         drawn = torch.default_generator.get_state().numpy().tobytes()

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer import source_line
+from rooftrace.tracer import source_line, torch_private
 from rooftrace.tracer.recording import Tape, original_of, replaced, taperecords
 from rooftrace.tracer.repeats.arguments import (
     Arguments,
@@ -63,18 +63,6 @@ from rooftrace.tracer.repeats.gradients import (
     made_by,
 )
 from rooftrace.tracer.repeats.outside import Outside, Watch, include, note
-from rooftrace.tracer.torch_private import (
-    DisableTorchFunction,
-    current_autograd_node,
-    disable_current_modes,
-    forward_hooks,
-    forward_pre_hooks,
-    get_sequence_nr,
-    get_tracing_state,
-    peek_interpreter_stack,
-    tree_flatten,
-    tree_unflatten,
-)
 from rooftrace.tracer.values import trees
 
 _ATTEMPTS = 3
@@ -123,7 +111,7 @@ class CallReplay:
         if group is None or not self._looks(trained):
             return original(module, *args, **kwargs)
         layers: Layers | None = None
-        with DisableTorchFunction():  # to look at a tensor is no call of its own
+        with torch_private.DisableTorchFunction():  # to look at a tensor is no call of its own
             call = Arguments(tape, module, args, kwargs)
             compiled = tape.origins.compiled_here()
             key = (id(group[0]), call.look, tape.recording, compiled, *_modes())
@@ -138,7 +126,7 @@ class CallReplay:
                     return output
         if layers is not None and module is layers.last:
             output, recording = self._recorded(original, module, args, kwargs, call)
-            layers.close(call, recording, tree_flatten(output)[0])
+            layers.close(call, recording, torch_private.tree_flatten(output)[0])
             return output
         if not usual or known is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
             with self.stacks.whole(trained and bool(recordings)):
@@ -147,7 +135,7 @@ class CallReplay:
         self._failures[key] += recording is None
         if recording is not None:
             firsts = [first for first in recordings if self._is_alike(first, module)]
-            self.stacks.close(firsts, call, recording, tree_flatten(output)[0])
+            self.stacks.close(firsts, call, recording, torch_private.tree_flatten(output)[0])
             recordings.append(recording)
         return output
 
@@ -156,10 +144,10 @@ class CallReplay:
         return (
             (self.stacks.open or not trained)
             and self._tape.here.part == "forward"
-            and (current_autograd_node() or get_tracing_state()) is None
+            and (torch_private.current_autograd_node() or torch_private.get_tracing_state()) is None
             and _global_hooks() == self._watchers
             and self._tape.threads.own()
-            and peek_interpreter_stack() is None
+            and torch_private.peek_interpreter_stack() is None
         )
 
     # -- recording ---------------------------------------------------------------------------------
@@ -173,14 +161,14 @@ class CallReplay:
         call: Arguments,
     ) -> tuple[Any, Recording | None]:
         """Run the call; returns its result, and its record if later calls can repeat it."""
-        with DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside(watches_draws=self._tape.generators is not None)
         with Watch(module, watched) as watch, self.stacks.whole(torch.is_grad_enabled()):
             with outside:
                 output = original(module, *args, **kwargs)
             unchanged = outside.unchanged()
-        with DisableTorchFunction():
+        with torch_private.DisableTorchFunction():
             unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
             if not unchanged:
                 return output, None
@@ -196,7 +184,7 @@ class CallReplay:
     ) -> Recording | None:
         """The record of a call; None if later calls could not repeat it."""
         tape, call = self._tape, start.call
-        returned, structure = tree_flatten(output)
+        returned, structure = torch_private.tree_flatten(output)
         trained = torch.is_grad_enabled()
         block = start.block(returned, trained)
         if block is None or (tape.recording and None in start.nodes[: len(call.tensors)]):
@@ -224,7 +212,7 @@ class CallReplay:
             differentiable=[isinstance(t, Tensor) and t.requires_grad for t in returned],
             values=values,
             structure=structure,
-            numbers=range(start.number, get_sequence_nr()),
+            numbers=range(start.number, torch_private.get_sequence_nr()),
             roots=frozenset(node._sequence_nr() for node in made_by(call.tensors)),
         )
 
@@ -317,7 +305,7 @@ class CallReplay:
     def _returned(
         self, known: Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
     ) -> tuple[Any, list[Any]]:
-        """What the call returns, and the leaves of that."""
+        """The result of the call, and its leaves."""
         tape, values = self._tape, self._tape.values
         leaves, contents = _copies(known.returned, None, known.values)
         made: set[int] = set()
@@ -335,7 +323,7 @@ class CallReplay:
                 if content is not None:
                     taint = frozenset(call.assumptions.get(a, a) for a in content[1])
                     values.learn_shared(leaf, known.values, content[0], place, taint)
-        return tree_unflatten(leaves, known.structure), leaves
+        return torch_private.tree_unflatten(leaves, known.structure), leaves
 
 
 def _paths(tape: Tape, module: nn.Module) -> list[str]:
@@ -363,7 +351,7 @@ def _modes() -> tuple[Any, ...]:
 
 def _global_hooks() -> tuple[int, int]:
     """How many hooks watch the calls of all modules."""
-    return len(forward_pre_hooks), len(forward_hooks)
+    return len(torch_private.forward_pre_hooks), len(torch_private.forward_hooks)
 
 
 def _copies(
@@ -381,7 +369,7 @@ def _copies(
     if known is not None:
         entries = [known(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         contents = [None if entry is None else entry[:2] for entry in entries]
-    with disable_current_modes(), DisableTorchFunction():
+    with torch_private.disable_current_modes(), torch_private.DisableTorchFunction():
         for tensor in tensors:
             if id(tensor) not in made:
                 key, device = trees.bytes_of(tensor), tensor.device

@@ -55,7 +55,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from rooftrace.tracer import source_line
+from rooftrace.tracer import source_line, torch_private
 from rooftrace.tracer.recording import Call, LoopWatch, Scope, Tape
 from rooftrace.tracer.repeats.iterations import (
     RUN,
@@ -72,13 +72,6 @@ from rooftrace.tracer.repeats.iterations import (
     written,
 )
 from rooftrace.tracer.repeats.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
-from rooftrace.tracer.torch_private import (
-    DisableTorchFunction,
-    current_autograd_node,
-    disable_current_modes,
-    get_sequence_nr,
-    peek_interpreter_stack,
-)
 from rooftrace.tracer.values import META
 
 MIN_TURNS = 8
@@ -156,7 +149,7 @@ class _Shortened:
         """Whether, after this turn, the loop may still be cut short."""
         if number == 0:
             return True
-        with DisableTorchFunction(), contextlib.suppress(Refused):
+        with torch_private.DisableTorchFunction(), contextlib.suppress(Refused):
             names = FrameNames(self.frame)
             try:
                 if self.turns[-1].plain and fits(self.body, names):
@@ -204,7 +197,7 @@ class _Shortened:
             made = tensor.detach()
             self.rolling.detached[id(made)] = made
             return [made] * count
-        with DisableTorchFunction(), disable_current_modes():
+        with torch_private.DisableTorchFunction(), torch_private.disable_current_modes():
             if self.tape.recording:
                 self.tape.node_of(tensor)
             separate: Any = _StandIns.apply(tensor, count)  # type: ignore[no-untyped-call]
@@ -254,12 +247,12 @@ class Rolling(LoopWatch):
             known = [output for output in outputs if values.known(output) is not None]
             self.turn.saw(call, outputs, known)
         elif self._unread and (func is SELECT or func is SLICE):
-            node: Any = current_autograd_node()
+            node: Any = torch_private.current_autograd_node()
             return node is None or call.args[2] not in self._unread.get(node._sequence_nr(), ())
         elif self.detached and (func is _STACK or func is _CAT) and torch.is_grad_enabled():
             starts = self._starts(func, *call.args)
             if starts:
-                self._unread[get_sequence_nr() - 1] = starts
+                self._unread[torch_private.get_sequence_nr() - 1] = starts
         return True
 
     def _starts(self, func: Any, tensors: Sequence[Tensor], dimension: int = 0) -> frozenset[int]:
@@ -309,7 +302,7 @@ class Rolling(LoopWatch):
             del scope.kept[_NAME]
 
     def called(self, values: range, frame: FrameType) -> Any:
-        """What `range` gives to the code of this frame."""
+        """The result of `range` in the code of this frame."""
         alone = self.tape.threads.own()
         free = self.enabled and self.turn is None and alone and not _transformed()
         if free and values[MIN_TURNS - 1 :]:
@@ -333,7 +326,7 @@ _NOT_USERS = frozenset({"builtins", "torch", "rooftrace"})
 
 def _transformed() -> bool:
     """Whether a transform of torch.func runs: its tensors are not what they look like."""
-    inside: Any = peek_interpreter_stack()
+    inside: Any = torch_private.peek_interpreter_stack()
     return inside is not None
 
 

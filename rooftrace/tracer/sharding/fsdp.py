@@ -19,7 +19,6 @@ from rooftrace.graph import marks
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of, replaced
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
-from rooftrace.tracer.torch_private import disable_current_modes
 from rooftrace.tracer.values import trees
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -89,11 +88,11 @@ class Stream:
         self.name = f"stream {next(_numbers)}" if name is None else name
 
     def wait_event(self, event: Event) -> None:
-        """What comes next here starts after the event."""
+        """Later work of this stream starts after the event."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """What comes next here starts after what is on the other stream now."""
+        """Later work of this stream starts after the present work of the other stream."""
         if stream is not self:
             self.wait_event(stream.record_event())
 
@@ -428,7 +427,7 @@ def sizes_unseen() -> Iterator[None]:
     original = original_of(propagator, _NAME)
 
     def sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with disable_current_modes():
+        with torch_private.disable_current_modes():
             return original(self, *args, **kwargs)
 
     with contextlib.ExitStack() as undo:

@@ -21,7 +21,6 @@ from torch import Tensor
 from rooftrace._reading import MOST_BYTES, FileKind, json_of
 from rooftrace.errors import TargetError
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.torch_private import HigherOrderOperator, OpOverload
 
 # -- inputs ----------------------------------------------------------------------------------------
 # The inputs of a program: which sizes are fixed, and which may change.
@@ -191,7 +190,7 @@ def _is_there(target: str) -> bool:
         except (AttributeError, RuntimeError):
             return False
     if base == "torch" and parts[0] == "ops":
-        return isinstance(item, (OpOverload, HigherOrderOperator))
+        return isinstance(item, (torch_private.OpOverload, torch_private.HigherOrderOperator))
     return callable(item)
 
 

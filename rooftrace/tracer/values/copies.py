@@ -16,14 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer import TraceError
-from rooftrace.tracer.torch_private import (
-    DisableTorchFunctionSubclass,
-    FakeTensor,
-    make_subclass,
-    make_wrapper_subclass,
-    tree_map_only,
-)
+from rooftrace.tracer import TraceError, torch_private
 from rooftrace.tracer.values import masks, trees
 from rooftrace.tracer.values.masks import META, REAL_VALUE
 from rooftrace.tracer.values.trees import own_tensors, tensors_in
@@ -307,7 +300,7 @@ class Twins:
         if known is not None:
             return known
         made: Tensor | None
-        if isinstance(tensor, FakeTensor):
+        if isinstance(tensor, torch_private.FakeTensor):
             made = tensor  # `check_traceable` refuses it, and says what to do
         elif type(tensor) in trees.ORDINARY or isinstance(tensor, trees.LAZY):
             made = _aliased(tensor, self._storages) if not owned else None
@@ -315,7 +308,7 @@ class Twins:
                 made = parameter_twin(tensor) if owned else _plain_twin(tensor)
         else:
             try:
-                with DisableTorchFunctionSubclass():
+                with torch_private.DisableTorchFunctionSubclass():
                     made = self._subclass(tensor, owned)
             except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
                 kind = type(tensor)
@@ -350,7 +343,7 @@ class Twins:
             size, stride = tensor.size(), tensor.stride() if _has_strides(tensor) else None
             made = kind.__tensor_unflatten__(inner, _on_no_device(context), size, stride)
         elif trees.is_hollow(tensor):
-            made = make_wrapper_subclass(
+            made = torch_private.make_wrapper_subclass(
                 kind,
                 tensor.size(),
                 strides=tensor.stride() if _has_strides(tensor) else None,
@@ -362,7 +355,7 @@ class Twins:
             empty = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META
             )
-            made = make_subclass(kind, empty, False)
+            made = torch_private.make_subclass(kind, empty, False)
             made.__dict__[trees.HAS_BYTES] = True
             if not owned and tensor.device.type == "cpu" and masks.small(tensor):
                 made.__dict__[REAL_VALUE] = tensor.detach().as_subclass(Tensor).clone()
@@ -505,4 +498,4 @@ def _copied(tree: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(tree, dict(memo))
     except (TypeError, RuntimeError):  # a generator, a lock ...: only the containers are copied
-        return tree_map_only(Tensor, lambda tensor: memo[id(tensor)], tree)
+        return torch_private.tree_map_only(Tensor, lambda tensor: memo[id(tensor)], tree)

@@ -15,13 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rooftrace.graph import GraphError
 from rooftrace.hardware.precisions import PrecisionError, precision
-from rooftrace.tracer.torch_private import (
-    AutoDispatchBelowAutograd,
-    DisableTorchFunction,
-    FakeTensor,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
+from rooftrace.tracer import torch_private
 
 _PREFERRED = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Of several dtypes with one name, these are what the name means."""
@@ -72,7 +66,7 @@ def is_wrapper(kind: type) -> bool:
 
     Fake tensors do not: a mode that comes before ours does it for them.
     """
-    if issubclass(kind, FakeTensor):
+    if issubclass(kind, torch_private.FakeTensor):
         return False
     handles = getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
     return handles or hasattr(kind, "__tensor_flatten__")
@@ -253,14 +247,14 @@ def arguments_in(items: Iterable[Any], tensors: list[Tensor]) -> None:
 
 def unwrapped(tensor: Tensor) -> Tensor:
     """The tensor under the wrappers of torch.func's transforms; ops are recorded on that."""
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
+    while torch_private.is_functorch_wrapped_tensor(tensor):
+        tensor = torch_private.get_unwrapped(tensor)
     return tensor
 
 
 def on_meta(tensor: Tensor) -> bool:
     """Whether a tensor is on meta, also where a script is shown it on a GPU."""
-    with DisableTorchFunction():
+    with torch_private.DisableTorchFunction():
         return tensor.device.type == "meta"
 
 
@@ -321,7 +315,7 @@ def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
     if tensor.is_meta and not tensor._nnz() and STORES_NOTHING not in vars(tensor):
         return [(tensor, "")]
     names = [f".{name}" for name in _PIECES[tensor.layout]]
-    with AutoDispatchBelowAutograd():
+    with torch_private.AutoDispatchBelowAutograd():
         return list(zip(pieces_of(tensor), names, strict=True))[::-1]
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from rooftrace.graph import Assumption, assumptions as asked
-from rooftrace.tracer import deciding_line, source as lines
+from rooftrace.tracer import deciding_line, source as lines, torch_private
 from rooftrace.tracer.recording import Call, groups, ops
-from rooftrace.tracer.torch_private import DisableTorchFunction, disable_current_modes
 from rooftrace.tracer.values import masks, trees
 from rooftrace.tracer.values.choices import EXPECTED, UniformDraws, chosen, in_order
 from rooftrace.tracer.values.known import KnownTensors, ResultMemo
@@ -377,7 +376,7 @@ class Values(Assumptions, KnownTensors):
         entry, value = self.held(mask), self.implicit(mask)
         facts = None
         if value is not None:
-            with DisableTorchFunction(), disable_current_modes():
+            with torch_private.DisableTorchFunction(), torch_private.disable_current_modes():
                 facts = self.results.once(
                     value, ("mask", rows, columns), lambda mask: masks.facts_of(mask, rows, columns)
                 )
