@@ -25,7 +25,7 @@ from rooftrace.studies.explaining.critical_batch import (
     explore,
 )
 from rooftrace.studies.forms import Conditions, PlanForm, Points
-from rooftrace.studies.forms.kernelforms import KernelForm
+from rooftrace.studies.forms.kernelforms import AccessNumbers, GroupNumbers, KernelForm
 from rooftrace.studies.sweeps import Form, evaluated
 
 Totals = Mapping[str, Array]
@@ -64,48 +64,37 @@ class FormTotals:
         return self._known[key]
 
     def _evaluated(self, points: Points) -> Totals:
-        totals = {name: np.zeros(len(points)) for name in _PARTS}
+        totals: dict[str, Array] = {}
         for planned, at in self.form.plans(points, self.conditions):
-            here = points.where(at)
-            routed = {id(kernel.numbers) for kernel in planned.kernels if is_routed(kernel)}
-            for name, part in _PARTS.items():
-                totals[name][at] = part(planned, here, routed)
+            for name, column in _totals(planned, points.where(at)).items():
+                totals.setdefault(name, np.zeros(len(points)))[at] = column
         return totals
 
 
-_Part = Callable[[PlanForm, Points, "set[int]"], Any]
-
-
-def _sent(plan: PlanForm, points: Points, routed: set[int]) -> Any:
-    """Bytes of the rows that come to the experts of each module, and of as many results.
-
-    Twice the bytes that its last product writes: a first one may read a token once for all its
-    experts.
-    """
+def _totals(plan: PlanForm, points: Points) -> Totals:
+    """The totals of `FormTotals` where a form of the plan holds."""
+    routed = {id(kernel.numbers) for kernel in plan.kernels if is_routed(kernel)}
     last = {id(numbers) for numbers in last_products(plan)}
-    written = plan.bytes(
-        points, lambda group, access: access.wire == "hbm" and access.write and id(group) in last
-    )
-    return 2 * written
 
+    def moved(keep: Callable[[GroupNumbers, AccessNumbers], bool]) -> Array:
+        return plan.bytes(
+            points, lambda group, access: access.wire == "hbm" and keep(group, access)
+        )
 
-_PARTS: Mapping[str, _Part] = {
-    "flops": lambda plan, points, routed: plan.flops(points),
-    "bytes": lambda plan, points, routed: plan.bytes(points),
-    "kv": lambda plan, points, routed: plan.bytes(
-        points, lambda group, access: access.wire == "hbm" and access.role == "kv"
-    ),
-    "routed_flops": lambda plan, points, routed: plan.flops(
-        points, lambda group, work: id(group) in routed and work.is_dense
-    ),
-    "routed_weights": lambda plan, points, routed: plan.bytes(
-        points,
-        lambda group, access: (
-            id(group) in routed and access.role == "weights" and access.wire == "hbm"
+    return {
+        "flops": plan.flops(points),
+        "bytes": plan.bytes(points),
+        "kv": moved(lambda _, access: access.role == "kv"),
+        "routed_flops": plan.flops(
+            points, lambda group, work: id(group) in routed and work.is_dense
         ),
-    ),
-    "sent": _sent,
-}
+        "routed_weights": moved(
+            lambda group, access: id(group) in routed and access.role == "weights"
+        ),
+        # Twice what the last product of a module writes: a first one may read a token once for all
+        # its experts.
+        "sent": 2 * moved(lambda group, access: access.write and id(group) in last),
+    }
 
 
 def is_routed(kernel: KernelForm) -> bool:
