@@ -114,7 +114,7 @@ class Change(Plain):
 
     @property
     def mark(self) -> str:
-        """How a change is marked in a view: to have more of a cost is worse."""
+        """The mark of a change in a view: more of a cost is worse."""
         if self.within_noise or not self.delta:
             return "faint"
         return "worse" if self.delta > 0 else "good"
@@ -144,7 +144,7 @@ class FailOnError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How much a metric may grow, or the most that it may be."""
+    """The allowed growth of a metric, or its allowed maximum."""
 
     text: str  # as the user wrote it
     most: float  # SI units, or a fraction

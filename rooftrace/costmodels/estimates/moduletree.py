@@ -120,7 +120,7 @@ class Summary(Estimate):
 
     @property
     def trainable_params(self) -> int | None:
-        """How many of them require a gradient; None if unknown."""
+        """Numbers in parameters that require a gradient; None if unknown."""
         count = self.graph.model.get("params_trainable", self.tree.trainable)
         return None if count is None else int(count)
 
@@ -310,7 +310,7 @@ def _paths(graph: OpGraph, op: Op, path: str | None = None) -> tuple[str, ...]:
 def _parameters(
     graph: OpGraph, gradients: Mapping[str, bool] | None
 ) -> Mapping[str, tuple[int, int]]:
-    """How many numbers the parameters of each module hold, and how many of these are trainable."""
+    """Numbers in the parameters of each module, and in the trainable ones."""
     everything = graph.model.get("params_trainable") == graph.model.get("params")
     counts: dict[str, tuple[int, int]] = {}
     for index in graph.external:

@@ -35,7 +35,7 @@ class Following:
 
 @dataclass(slots=True)
 class _KernelOrder:
-    """Which kernels the streams of a step have put before the next one."""
+    """Kernels that the streams of a step have put before the next one."""
 
     last: dict[str, int] = field(default_factory=dict)  # by stream, and by queue of a group
     held: dict[str, set[int]] = field(default_factory=dict)
@@ -294,12 +294,12 @@ class _Player:
             self.played.append((played, run))
 
     def _module(self, row: int) -> str:
-        """Where the kernel runs this time."""
+        """The module of the kernel in this iteration."""
         return _module_of(self.estimate, row, self.bases[row], self.inside)
 
 
 def _module_of(step: Estimate, row: int, path: str, inside: Sequence[tuple[int, int]]) -> str:
-    """Where a kernel runs in these iterations; backward goes through them in reverse.
+    """The module of a kernel in these iterations; backward goes through them in reverse.
 
     One that begins before its module's repeat is one iteration further in each.
     """

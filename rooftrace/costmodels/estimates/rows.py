@@ -211,12 +211,12 @@ class Together:
 
     @property
     def processes(self) -> int:
-        """How many processes run the step together, a chip each."""
+        """Number of processes that run the step together, a chip each."""
         return self.graph.processes
 
     @property
     def replicas(self) -> int | None:
-        """How many batches they work on at a time; None where the mesh does not say."""
+        """Number of batches that they work on at a time; None if unknown from the mesh."""
         if not self.graph.mesh:
             return 1 if self.processes == 1 else None
         return replicas_of(self.graph.mesh)
@@ -228,7 +228,7 @@ class Together:
 
     @property
     def items(self) -> int:
-        """How many items (tokens or samples) one step produces."""
+        """Number of items (tokens or samples) of one step."""
         return int(self.graph.workload.get("items", 1))
 
     @property

@@ -51,7 +51,7 @@ class TurnCost(Plain):
 
     @property
     def turns(self) -> int:
-        """How many such turns there were."""
+        """Number of such turns."""
         return self.stretch.turns
 
     @property
@@ -250,13 +250,13 @@ class ScriptCost(Plain, Shown):
 
     @property
     def title(self) -> str:
-        """Which script, on which chip, how."""
+        """The script, the chip and the execution."""
         ranks = f", rank {self.script.rank} of {self.script.world}" if self.script.world > 1 else ""
         return f"{self.script.name} on {self.chip.name}{ranks}, {self.execution_name}"
 
     @property
     def execution_name(self) -> str:
-        """How its turns run: eager, compiled or, where one part does so and another not, mixed."""
+        """Name of the execution of its turns: eager, compiled or, for both, mixed."""
         names = {step.execution.name for row in self.rows for step, _ in row.parts}
         return names.pop() if len(names) == 1 else self.execution.name
 
@@ -334,7 +334,7 @@ class CompiledPart(Plain):
 
     @staticmethod
     def of(parts: Sequence[tuple[Estimate, int]]) -> CompiledPart:
-        """That of a turn of these parts, each of which runs so often."""
+        """The compiled part of a turn of these estimates, each with how often it runs."""
         sums = [0, 0, 0, 0]
         names: dict[str, None] = {}
         for step, repeated in parts:

@@ -46,7 +46,7 @@ class AttentionCalls:
 
     @property
     def kind(self) -> str:
-        """How heads share keys and values: multi-head, grouped-query or multi-query."""
+        """Sharing of keys and values by heads: multi-head, grouped-query or multi-query."""
         if self.heads_kv == self.heads:
             return "multi-head"
         return "multi-query" if self.heads_kv == 1 else "grouped-query"
@@ -356,7 +356,7 @@ def _draw(
 
 
 def _stands_for(graph: OpGraph, op: Op, unit: str) -> int:
-    """How many modules of a stack the one at `unit` stands for, in which this op runs."""
+    """Number of modules of a stack that the one at `unit` represents for this op."""
     repeats = (graph.repeats[number] for number in op.repeats)
     return prod(repeat.count for repeat in repeats if repeat.path(unit, 1) != unit)
 

@@ -123,7 +123,7 @@ class Disturbances:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionModel(Plain):
-    """How a step is run; validates itself."""
+    """The way in which a step is run; validates itself."""
 
     name: str = "custom"
     attention: str = "flash"  # one kernel; or "materialised": the score matrix goes through HBM

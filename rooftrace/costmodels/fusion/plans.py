@@ -150,7 +150,7 @@ _NOT_CALLED = frozenset({"ModuleList", "ModuleDict"})
 
 
 def calls_before(graph: OpGraph) -> tuple[int, ...]:
-    """How many modules are called between each op and the one before it."""
+    """Number of modules called between each op and the one before it."""
     counts = []
     path: list[str] = []
     call = 0
@@ -202,7 +202,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """How much of a total rests on explicit rules."""
+    """The part of a total that rests on explicit rules."""
 
     ops: int
     ops_with_rule: int

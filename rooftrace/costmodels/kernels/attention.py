@@ -61,7 +61,7 @@ of its smaller tiles may run on that kernel, too."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """How a kernel cuts its work.
+    """Tiles of a kernel.
 
     Where one block does not fill an SM, several share it in the order of the grid, so that one
     computes while another loads.
@@ -82,10 +82,10 @@ FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True,
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
-For `vector` see `attention_rows`."""
+Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
-"""Of flashinfer and of vLLM's Triton backend: heads of a group share a tile, keys are split."""
+"""flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
 LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton")
 """Whose kernels these are; a case's `library` is a place here."""
 IDEAL = AttentionKnobs()
@@ -203,7 +203,7 @@ def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
 
 
 def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
-    """How many heads share a tile of rows."""
+    """Number of heads that share a tile of rows."""
     import numpy as np
 
     return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)

@@ -375,7 +375,7 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
 
 
 def _by_rows(a: Array, b: Array, rows: Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which tiles a library takes that looks at the rows of C alone: [tiles, 1, products].
+    """Tiles of a library that looks at the rows of C alone: [tiles, 1, products].
 
     So do the fp8 kernels of CUTLASS in vLLM (csrc/quantization/cutlass_w8a8): 128 x 128 above 128
     rows, 64 x 128 above 64, 64 x 64 below, or as narrow as 16 with operands swapped.

@@ -106,7 +106,7 @@ class Residuals:
 
     @property
     def basis(self) -> str:
-        """How many steps they are of, and whether that makes an interval wider."""
+        """Number of steps and families, and whether few of them make an interval wider."""
         steps = f"{self.count:,} steps of {self.groups:,} families that no fit had seen"
         return f"{steps}: so few that it is made wider" if self.few else steps
 

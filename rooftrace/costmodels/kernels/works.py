@@ -362,7 +362,7 @@ def plan_kernels(
 def kernel_bytes(
     planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
 ) -> Iterator[tuple[str, float, int]]:
-    """By group: its class, the bytes that the last cache holds, those that layout copies move.
+    """By group: its class, bytes that the last cache holds, bytes that layout copies move.
 
     chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
     """

@@ -304,7 +304,7 @@ def program(graph: OpGraph, unmade: Collection[int] = ()) -> Program:
 
 
 def _edge(graph: OpGraph) -> int:
-    """How many iterations at either end of repeats may be visited, for `VISITED` in all."""
+    """Iterations to visit at either end of repeats, for at most `VISITED` ops."""
     counts = [repeat.count for repeat in graph.repeats]
     # A repeat that no op is in adds no visit, however often it runs.
     most = max((counts[r] for op in graph.ops for r in op.repeats), default=0)

@@ -173,7 +173,7 @@ class Memory(Plain):
         return self.peak <= chip.room()
 
     def chips_needed(self, chip: Chip) -> int:
-        """How many of these chips hold all processes, if their peaks could be split evenly."""
+        """Number of these chips that hold all processes, if their peaks could be split evenly."""
         return chip.count_holding(self.peak * self.processes)
 
     def by_module(self) -> list[HeldInBlock]:
@@ -366,7 +366,7 @@ _Key = tuple[int, bool]
 
 
 def _alive(visits: Sequence[Visit], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
-    """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
+    """Number of alive tensors of each storage as visit `last` runs (-1: before the first)."""
     alive: Counter[_Key] = Counter()
     before: list[Counter[_Key]] = []
 

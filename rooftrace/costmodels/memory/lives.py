@@ -140,7 +140,7 @@ class Visits:
         return [(values[value].storage, number) for value, number in pairs]
 
     def standing(self, at: _Iterations) -> int:
-        """How many iterations the iteration at `at` stands for."""
+        """Number of iterations that the one at `at` represents."""
         return math.prod(
             1 + self.left_out[repeat] for repeat, iteration in at.items() if iteration == self.edge
         )
@@ -201,7 +201,7 @@ class Visits:
         return self._owners[number]
 
     def times(self, number: int, storage: int, at: _Iterations) -> int:
-        """How many copies of a storage come or go together in this iteration."""
+        """Number of copies of a storage that are made or freed together in this iteration."""
         repeats = self.graph.values[storage].repeats
         if not repeats:
             return 1

@@ -334,7 +334,7 @@ def exchange_bytes(routed: RoutedTokens, ranks: int, nodes: int, mode: str) -> t
 
 
 def distinct(parts: int, chosen: int) -> float:
-    """How many of `parts` equal parts a token goes to, on average, with `chosen` even draws."""
+    """Mean number of `parts` equal parts that a token goes to, with `chosen` even draws."""
     return parts * (1 - (1 - 1 / parts) ** chosen)
 
 

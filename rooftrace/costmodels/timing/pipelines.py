@@ -80,7 +80,7 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """When the processes of a pipeline work, in seconds."""
+    """Working times of the processes of a pipeline, in seconds."""
 
     seconds: float  # of the table
     busy: tuple[float, ...]  # by rank
@@ -95,7 +95,7 @@ class PipelineTimes:
 
     @property
     def imbalance(self) -> float:
-        """How much longer the busiest process works than the mean one, as a share of the latter."""
+        """Working time of the busiest process over the mean one, less 1."""
         mean = sum(self.busy) / len(self.busy) if self.busy else 0.0
         return max(self.busy) / mean - 1 if mean else 0.0
 
@@ -120,7 +120,7 @@ def walk_table(
     left = sum(map(len, table.values()))
 
     def arrived(source: int, kind: str, action: Action) -> float | None:
-        """When tensors of an action of another stage are at the process of this one."""
+        """Seconds at which tensors of another stage's action reach the process of this one."""
         end = ends.get((source, kind, action.microbatch))
         return end if end is None or home[source] == home[action.stage] else end + transfer
 

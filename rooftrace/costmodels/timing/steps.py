@@ -157,7 +157,7 @@ class StepAmounts:
         return [seconds[number] for number in self.order]
 
     def counted(self, points: slice) -> list[Any]:
-        """How often each repeat runs at some points: an integer, or an array of them."""
+        """Iterations of each repeat at some points: an integer, or an array of them."""
         return [
             int(np.ravel(n)[0]) if np.size(n) == 1 else np.asarray(n)[points].astype(np.int64)
             for n in self.counts
@@ -438,7 +438,7 @@ def _bound(
 
 
 def _expert_factors(step: StepAmounts) -> Array | None:
-    """How much longer each entry takes on the busiest process, whose experts have more tokens.
+    """Factors on the time of each entry for the busiest process, whose experts have more tokens.
 
     None where that makes no difference.
     """

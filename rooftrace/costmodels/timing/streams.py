@@ -27,7 +27,7 @@ GROUP = "group "
 
 @dataclass(slots=True)
 class Walk:
-    """When kernels run on the streams of a device; seconds are numbers, or arrays over points."""
+    """Times of kernels on the streams of a device; seconds are numbers, or arrays over points."""
 
     starts: list[float]  # of each kernel, the first time; [] over points
     exposed: list[Any]  # by kernel: seconds for which the main stream waits for it; over points all
@@ -42,7 +42,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """When something is done, and the run of a collective that it waited for last (-1: none)."""
+    """Seconds at which a dependency is done, and its last collective's run (-1: none)."""
 
     time: Any = 0.0
     cause: int = -1
@@ -442,7 +442,7 @@ def wait_for_stragglers(
 
 
 def slowest_of(processes: int) -> float:
-    """How many standard deviations the largest of so many normal numbers lies above the mean."""
+    """Expected largest of so many normal numbers, in standard deviations above the mean."""
     if processes < 2:
         return 0.0
     return NormalDist().inv_cdf((processes - 0.375) / (processes + 0.25))

@@ -156,7 +156,7 @@ class EntrySeconds:
 
     @property
     def device(self) -> Array:
-        """For which the kernels keep the device busy, gaps included."""
+        """Seconds for which the kernels keep the device busy, gaps included."""
         return self.work + self.more + self.gap
 
     def times(self, count: Array) -> EntrySeconds:

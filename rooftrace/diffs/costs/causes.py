@@ -116,7 +116,7 @@ def _layers_words(layers: LayerCount) -> str:
 
 
 def _recomputed(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """That the backward runs a forward again, or no longer does."""
+    """Sentences on forwards that the backward runs again, or no longer does."""
     for number, words in ((1, "runs again in the backward"), (0, "no longer runs again")):
         ops = [
             op_of(sides, edit) for edit in edits if (edit.before, edit.after)[1 - number] is None
@@ -135,7 +135,7 @@ def layer_of(path: str) -> str:
 
 
 def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """Which parameters, inputs and caches have other sizes or another precision."""
+    """Parameters, inputs and caches of other sizes or another precision."""
     changes: dict[tuple[str, str], dict[str, None]] = {}
     for edit in edits:
         for first, second in _outside(sides, edit):
@@ -197,7 +197,7 @@ def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _heads(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """Which sizes of an attention kernel differ."""
+    """Differing sizes of an attention kernel."""
     for _, op, partner in pairs_of(edits):
         first, second = sides[0].attention(op), sides[1].attention(partner)
         if first and second:
@@ -226,7 +226,7 @@ def _inputs(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
 
 
 def _ops(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """Which kernels are new, gone, or stand for others."""
+    """Kernels that are new, gone, or replace others."""
     new = [edit for edit in edits if edit.before is None]
     gone = [edit for edit in edits if edit.after is None]
     if new and gone:
@@ -348,7 +348,7 @@ def _rates(sides: Sides, edits: Iterable[Edit]) -> str:
 
 
 def _precisions(sides: Sides, edits: Iterable[Edit]) -> str:
-    """How many kernels work in another precision because of their inputs."""
+    """A phrase on kernels that work in another precision because of their inputs."""
     changes: Counter[tuple[str, str]] = Counter()
     for edit, op, partner in pairs_of(edits):
         dtypes = ((a.dtype, b.dtype) for a, b in sides.made(op, partner))
@@ -361,7 +361,7 @@ def _precisions(sides: Sides, edits: Iterable[Edit]) -> str:
 
 
 def _fusions(sides: Sides, cluster: Cluster) -> Iterator[str]:
-    """Which neighbours in the dataflow no longer share a kernel, or share one now."""
+    """Neighbours in the dataflow that no longer share a kernel, or share one now."""
     lost, won = (_broken(sides, cluster, number) for number in range(2))
     if lost:
         yield f"breaks the fusion of {lost}"
@@ -440,7 +440,7 @@ def _by(op: Op) -> str:
 
 
 def difference(first: Tensor, second: Tensor) -> tuple[str, str]:
-    """How two tensors differ, and a note on a dimension that was padded."""
+    """The difference of two tensors in words, and a note on a dimension that was padded."""
     if first.shape == second.shape:
         return f"{first.dtype} -> {second.dtype}", ""
     dtype = first.dtype if first.dtype == second.dtype else f"{first.dtype} -> {second.dtype} "

@@ -243,7 +243,7 @@ def mesh_words(first: Mapping[str, int], second: Mapping[str, int]) -> str:
 
 
 def exchange_words(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """How exchanges differ: in kind, axis, group, and else in bytes."""
+    """Differences of exchanges in words: in kind, axis, group, and else in bytes."""
     kinds: dict[str, dict[str, None]] = defaultdict(dict)
     moved: dict[tuple[str, str], list[int]] = {}
     for edit, op, partner in pairs_of(edits):
@@ -266,7 +266,7 @@ def exchange_words(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
 
 
 def _group(first: ExchangeFacts, second: ExchangeFacts) -> str:
-    """How two exchanges differ in kind and group; "" where they do not."""
+    """The difference of two exchanges in kind and group, in words; "" for none."""
     if first.kind != second.kind:
         return f"over {second.axis} instead of {first.kind} over {first.axis}"
     if first.size != second.size:

@@ -59,7 +59,7 @@ Node = tuple[int, int]
 
 
 def site(side: Side, op: int) -> tuple[str, str]:
-    """Where the cause of an edit is: its line, or else its op and module."""
+    """The place of an edit's cause: its line, or else its op and module."""
     node = side.graph.ops[op]
     if node.part == OPTIMIZER:
         return OPTIMIZER, node.function

@@ -454,7 +454,7 @@ def _wider(
 
 
 Anchor = tuple[str, int | str]
-"""How a kernel is tied to its anchor, and the anchor: the number of a kernel, or a name."""
+"""The relation of a kernel to its anchor, and the anchor: the number of a kernel, or a name."""
 _DEPTH = 3
 """Kernels without a partner that may stand between a kernel and its anchor."""
 

@@ -85,7 +85,7 @@ class GraphBreaks(Plain, Shown):
 
     @property
     def title(self) -> str:
-        """Which step, on which chip, how."""
+        """The step, the chip and the execution."""
         step = self.whole
         return f"{step.graph.title} on {step.chip.name}, {step.execution.name}"
 
@@ -175,7 +175,7 @@ def price_breaks(graph: OpGraph, run: DynamoRun, chip: Chip, model: ExecutionMod
 
 
 def _singles(placement: PlacedStep) -> Counter[int]:
-    """By cause: the forward's kernels that Python runs one by one."""
+    """Kernels of the forward that Python runs one by one, by cause."""
     counts: Counter[int] = Counter()
     for op, place in zip(placement.flat.ops, placement.stretch_of, strict=True):
         if place is not None and op.kind == "kernel" and op.part == PARTS[0]:

@@ -47,7 +47,7 @@ class NamedNumbers:
 
     @staticmethod
     def of(chip: Chip, execution: ExecutionModel) -> NamedNumbers:
-        """Those of an execution on a chip, with the constants that times are computed with."""
+        """The numbers of an execution on a chip, with the constants for its times."""
         if isinstance(execution.knobs, str) and execution.dispatch != "mixed":
             execution = replace(execution, knobs=execution.knobs_on(chip))
         knobs = execution.knobs

@@ -45,7 +45,7 @@ class Experts(Protocol):
 
     @property
     def experts(self) -> int:
-        """Of a layer."""
+        """Number of experts of a layer."""
 
     def flops(self, batch: Array, devices: int) -> Array:
         """FLOP of the device with most experts."""

@@ -238,7 +238,7 @@ def experts_of(totals: FormTotals, batch: int, kv: int) -> FormExperts | NoExper
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Exploration(Plain, Shown):
-    """Where a decode step is limited by computing: a cell for each number of devices and length.
+    """The limits of a decode step: a cell for each number of devices and cache length.
 
     rates: of one device.  alpha: the share of the slower of HBM and link at which computing counts
     as the limit.  experts: of a layer; 1 without routed experts.  cells: devices change last.

@@ -153,7 +153,7 @@ class ExplainedKernel:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Explanation(Plain, Shown):
-    """Where the numbers of a step, or of some of its kernels, come from.
+    """The origins of the numbers of a step, or of some of its kernels.
 
     sizes: by name.  kernels: the requested ones, most time first.  step: where no kernel was
     requested.  sweeps: over one size each.

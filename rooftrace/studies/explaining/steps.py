@@ -307,12 +307,12 @@ class ExplainedStep:
 
     @property
     def total_flops(self) -> Quantity:
-        """Of the step."""
+        """FLOP of the step."""
         return next(item for item in self.flops if item.name == TOTAL)
 
     @property
     def total_bytes(self) -> Quantity:
-        """Through HBM."""
+        """Bytes of the step through HBM."""
         return next(item for item in self.bytes if item.name == TOTAL)
 
 

@@ -235,7 +235,7 @@ class PlanForms:
         return made if all(self._is(made, where) for where in checks) else None
 
     def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
-        """Of candidates, for each draw that with the fewest rows and that with the most.
+        """For each draw the candidates with the fewest and with the most rows.
 
         Many rows reach all classes: a number that only such samples show looks like a constant.
         """

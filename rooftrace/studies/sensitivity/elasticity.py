@@ -43,7 +43,7 @@ def elasticities(
     others: Sequence[Form] = (),
     refusals: tuple[type[Exception], ...] = (RequestError,),
 ) -> Elasticities:
-    """How a step answers to each of its sizes, chip facts and knobs, ranked.
+    """Elasticities of a step by each of its sizes, chip facts and knobs, ranked.
 
     sizes: a value for each size of the form.  others: forms of the same step over further sizes,
     whose values are in `sizes` too.  refusals: exceptions of tracing at sizes that the model does

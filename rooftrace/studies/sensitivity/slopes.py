@@ -37,7 +37,7 @@ class FiniteStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elasticity:
-    """How a step answers to one number: d ln(cost) / d ln(number).
+    """Elasticity of a step by one number: d ln(cost) / d ln(number).
 
     name: "batch", "chip.memory_bandwidth", "knobs.share.mm.compute".  kind: "size", "chip" or
     "knob".  value: of the number, in SI units (`unit`).  flops, bytes, peak_memory: exact by sizes;
@@ -74,7 +74,7 @@ class Elasticity:
 
     @property
     def cliff(self) -> float:
-        """How much longer a step takes for one more of this size; 0 of other numbers."""
+        """Relative growth of the time by one more of this size; 0 of other numbers."""
         jumps = [step.t_est - 1 for step in self.steps if step.change == "+1" and step.t_est]
         return jumps[0] if jumps and self.kind == "size" else 0.0
 
@@ -102,7 +102,7 @@ CHANGES = ("+1", "-1 %", "+1 %", "x1.1", "x2", "x0.5")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Elasticities(Plain, Shown):
-    """How a step answers to its sizes, to the facts of a chip and to knobs; rows are ranked.
+    """Elasticities of a step by its sizes, facts of a chip and knobs; rows are ranked.
 
     sizes: where.  flops: FLOP; bytes: through HBM; peak_memory: byte; t_est, t_bound: seconds.
     """

@@ -222,7 +222,7 @@ class Line(Speeds[Array]):
         return {**taken, "memory": self.memory / self.capacity}
 
     def holds(self, limits: Limits, steps: Array | None = None) -> Array:
-        """Which candidates hold all limits and fit."""
+        """Whether each candidate holds all limits and fits."""
         return self.worst(limits, steps) <= 1
 
     def worst(self, limits: Limits, steps: Array | None = None) -> Array:
