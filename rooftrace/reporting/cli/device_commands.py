@@ -16,16 +16,12 @@ from rooftrace._formats import FIGURES, names
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import (
-    TARGET_HELP,
-    form_option,
-    other_options,
-    timeline_option,
-)
+from rooftrace.reporting.cli.options import form_option, other_options, timeline_option
 from rooftrace.reporting.cli.output import OutputPath, say
 from rooftrace.reporting.cli.shared import (
     Command,
     CommandOutput,
+    command,
     console,
     once,
     progress,
@@ -40,10 +36,8 @@ _MEASURED = {
 }
 
 
-@click.command(
-    cls=Command,
-    functions=["measure_suite"],
-    helps={"phases": "Phases of a TARGET; default: all that it has."},
+@command(
+    "measure_suite", epilog=None, helps={"phases": "Phases of a TARGET; default: all that it has."}
 )
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
 @click.option(
@@ -98,10 +92,8 @@ def _measure_chip(
     say(f"\nwritten to {out}; use it as --chip {out}")
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["calibrate"],
+@command(
+    "calibrate",
     defaults={"chip": "with --run: this device, measured now"},
     helps={
         **_MEASURED,
@@ -190,10 +182,8 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run,
     return run, {name: value for name, value in arguments.items() if name not in job}
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["validate"],
+@command(
+    "validate",
     helps=_MEASURED,
     results=[
         form_option(names("page", "data"), "Default: terminal.", default="terminal"),

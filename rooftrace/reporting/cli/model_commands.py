@@ -16,15 +16,11 @@ from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import (
-    TARGET_HELP,
-    style_option,
-    timeline_option,
-)
+from rooftrace.reporting.cli.options import style_option, timeline_option
 from rooftrace.reporting.cli.output import OutputPath, complain, say
 from rooftrace.reporting.cli.shared import (
-    Command,
     CommandOutput,
+    command,
     console,
     once,
     progress,
@@ -34,10 +30,8 @@ from rooftrace.reporting.cli.shared import (
 from rooftrace.reporting.commands.options import words
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["report"],
+@command(
+    "report",
     helps={"chip": "Chips by name or TOML path; times are those of the first."},
     results=[
         click.Option(
@@ -210,7 +204,7 @@ def _format_of_file(formats: Sequence[str] | None, output: CommandOutput) -> str
     return ending
 
 
-@click.command(cls=Command, epilog=TARGET_HELP, functions=["priced_graphs"])
+@command("priced_graphs")
 @click.argument("target")
 @click.option(
     "-o",
@@ -239,7 +233,7 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
     say(f"{out}: {counts}")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP, functions=["compare"], results=results("data"))
+@command("compare", results=results("data"))
 @click.argument("target")
 @click.option(
     "--with",

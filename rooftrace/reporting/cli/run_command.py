@@ -9,7 +9,7 @@ import click
 import rooftrace as rt
 from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.cli.output import OutputPath, say
-from rooftrace.reporting.cli.shared import Command, CommandOutput, once, results
+from rooftrace.reporting.cli.shared import CommandOutput, command, once, results
 
 _HELP = """The script runs as written, on the CPU and its memory, without a GPU.  It sees a CUDA
 device with the name and memory of the chip.  Tensors there have shapes and no values: a loss that
@@ -21,11 +21,10 @@ is read is a stated assumption.  What it does on the host is real: data, logging
 """
 
 
-@click.command(
+@command(
+    "run",
     name="run",
-    cls=Command,
     epilog=_HELP,
-    functions=["run"],
     defaults={"execution": "mixed"},
     results=results(
         "data",

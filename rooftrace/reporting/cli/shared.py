@@ -25,6 +25,7 @@ from rooftrace._progress import WARNING, tell
 from rooftrace.reporting.cli.options import (
     FORCE,
     SECTIONS,
+    TARGET_HELP,
     TRACEBACK,
     call_options,
     click_option,
@@ -284,3 +285,10 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def command(
+    *functions: str, epilog: str | None = TARGET_HELP, **how: Any
+) -> Callable[[Callable[..., Any]], Command]:
+    """Make a Command of a callback.  how: of `Command`."""
+    return click.command(cls=Command, functions=functions, epilog=epilog, **how)
