@@ -22,9 +22,8 @@ from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.device_commands import calibrate, chips, measure, systems, validate
 from rooftrace.reporting.cli.diff_command import diff, inventory
 from rooftrace.reporting.cli.gate_commands import check, lock
-from rooftrace.reporting.cli.model_commands import compare, report, trace
+from rooftrace.reporting.cli.model_commands import compare, report, run_script, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
-from rooftrace.reporting.cli.run_command import run_script
 from rooftrace.reporting.cli.step_commands import (
     breaks,
     explain,
