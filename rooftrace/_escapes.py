@@ -1,7 +1,7 @@
-"""How text from outside is written, so that it is seen and never acts: names, titles, cells.
+"""Escapes text from outside, so that it is seen and never acts: names, titles, cells.
 
-Names of modules and classes, and whatever a file says, may hold any character.  Each printer calls
-one of these functions; what makes the text does not.
+Names of modules and classes, and the contents of files, may hold any character.  Each printer calls
+one of these functions; the makers of texts do not.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Control characters (C0, DEL, C1), what is invisible or turns the direction of writing, what ends
-# a line, and what no file can hold: lone surrogates, and what XML has no character for.
+# Control characters (C0, DEL, C1), invisible ones, marks of the direction of writing, ends of
+# lines, lone surrogates, and characters that XML does not allow.
 _UNSEEN = (
     r"\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     r"\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff\U000e0000-\U000e007f"
@@ -73,7 +73,7 @@ def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
 def to_json(document: Any, *, indent: int | None = None, ascii: bool = False) -> bytes:
     """A document as JSON in UTF-8, in which characters that are not seen are escapes of JSON.
 
-    ascii: so are all that ASCII does not have.
+    ascii: escape all characters outside of ASCII.
     """
     separators = None if indent is not None else (",", ":")
     text = json.dumps(

@@ -1,4 +1,4 @@
-"""What users and third-party packages add: rules, joins, chips, sections, sources, phases.
+"""Extensions by users and other packages: rules, joins, chips, sections, sources, phases.
 
 A package names a module of its own in the entry points of a group:
 
@@ -8,8 +8,8 @@ A package names a module of its own in the entry points of a group:
 Groups are `rooftrace.rules`, `rooftrace.joins` (modules with @rooftrace.extend.fusion functions),
 `rooftrace.sections` (@rooftrace.extend.section), `rooftrace.sources` (@rooftrace.extend.source),
 `rooftrace.phases` (@rooftrace.extend.phase) and `rooftrace.chips` (packages whose folder holds chip
-files).  Each is loaded once, when something of
-its kind is first asked for.  What cannot be loaded is left out, and `failures` says so.
+files).  A group is loaded once, when it is first needed.  An entry that cannot be loaded is left
+out, and `failures` has the error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FAILURES: dict[str, list[str]] = {group: [] for group in (*MODULES, CHIPS)}
 
 
 def owner(function: Callable[..., Any]) -> str:
-    """Where a function is defined: "mylib.rules.rope:12", or "rope in my_rules.py:12"."""
+    """The place of a function: "mylib.rules.rope:12", or "rope in my_rules.py:12"."""
     code = getattr(function, "__code__", None)
     where = f":{code.co_firstlineno}" if code else ""
     name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -56,8 +56,8 @@ def refuse_second(
 ) -> None:
     """Raise `error` if `new` would replace `old` without override=True, and name both owners.
 
-    there: how the message begins, for example "'mylib.rope' already has a rule".  The same function
-    defined again is no second one.
+    there: the beginning of the message, for example "'mylib.rope' already has a rule".  The same
+    function defined again may replace itself.
     """
     if old is not None and not override and not same_definition(old, new):
         raise error(
@@ -67,16 +67,16 @@ def refuse_second(
 
 
 def track(registry: Registry) -> Registry:
-    """A dict or list of registered things, which `only_here` restores."""
+    """A registry, which `only_here` restores."""
     _REGISTRIES.append(registry)
     return registry
 
 
 @contextlib.contextmanager
 def only_here() -> Iterator[None]:
-    """Undo at the end of the `with` block whatever it registers or replaces."""
+    """Undo at the end of the `with` block its registrations and replacements."""
     for group in MODULES:
-        load(group)  # what packages register stays
+        load(group)  # registrations of packages stay
     before = [(registry, registry.copy()) for registry in _REGISTRIES]
     try:
         yield
@@ -92,7 +92,7 @@ def only_here() -> Iterator[None]:
 
 @cache
 def load(group: str) -> tuple[tuple[str, Any], ...]:
-    """(name of the package, what its entry point names) of a group, loaded once.
+    """(name of the package, object that its entry point names) of a group, loaded once.
 
     An entry point that raises is left out; `failures` names it.
     """

@@ -1,7 +1,7 @@
-"""The formats that a result is written in: an entry of FORMATS makes one known everywhere.
+"""The formats of results.  A new one is an entry of FORMATS and the function that it names.
 
-Commands take their choices from it, files their renderer and their mark.  A new format is an entry
-here and the function that it names; that one is imported when it is used.
+Commands take their choices from FORMATS, files their renderer and their mark.  Functions are
+imported when they are used.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeAlias
 from rooftrace._outputs import MARK
 
 Holds: TypeAlias = Literal["page", "data", "rows", "figure", "steps", "gate"]
-"""What a format can hold: tables and sentences; all numbers; rows of one table; a drawing; the
-kernels of a step; what a check of costs found."""
+"""The contents of a format: tables and sentences; all numbers; rows of one table; a drawing; the
+kernels of a step; the result of a check of costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class Format:
     # which writes files there and returns their names.
     function: str = ""
     takes: tuple[str, ...] = ()  # further arguments of the function, by name
-    mark: str = ""  # stands at the end of a file, so that a later command may replace it
+    mark: str = ""  # at the end of a file, so that a later command may replace it
     file: str = ""  # in the folder of a report
-    usual: bool = False  # whether the folder of a report has it unless it is asked for others
+    usual: bool = False  # whether the folder of a report has it by default
 
     def __call__(self, result: Any, *arguments: Any, **how: Any) -> Any:
-        """What its function returns; of `how`, those arguments that it takes."""
+        """Call its function, with those arguments of `how` that it takes."""
         module, _, name = self.function.partition(":")
         function: Callable[..., Any] = getattr(import_module(f"rooftrace.reporting.{module}"), name)
         taken = {name: value for name, value in how.items() if name in self.takes}
@@ -97,5 +97,5 @@ TEXTS = names("page", "data", "rows")
 """The formats that hold any result as one text."""
 FIGURES = names("figure")
 USUAL = ("html", *(name for name, each in FORMATS.items() if each.usual and name != "html"))
-"""What the folder of a report has unless it is asked for other formats; what is read first."""
+"""The default formats of the folder of a report; the page that is read first comes first."""
 OF_REPORTS = (*USUAL, *(n for n in names("figure", "steps", "page") if n not in USUAL))

@@ -1,7 +1,7 @@
-"""What may be replaced by an output, and what is left as it is.
+"""Checks which files an output may replace.
 
-A file that is there is replaced where it is an output of rooftrace of the same kind.  A name that
-leads elsewhere (a link), a folder and a file without write permission are never written over.
+An existing file is replaced where it is an output of rooftrace of the same kind.  A link, a folder
+and a file without write permission are never replaced.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rooftrace._reading import check_name
 from rooftrace.errors import RequestError
 
 MARK = "made_by: rooftrace"
-"""Stands in an output whose format has no schema: in a comment, or in the facts of a picture."""
+"""In an output whose format has no schema: in a comment, or in the metadata of a picture."""
 MADE_BY = {"made_by": "rooftrace"}
 TOML_MARK = f"# {MARK}\n"
-"""Stands before the text of a chip or a system."""
+"""The first line of a file of a chip or a system."""
 
 _KIND = re.compile(
     rb"(?:schema|format)\W{1,5}rooftrace\.(\w+)/|(made_by)\W{1,8}rooftrace"
@@ -40,14 +40,14 @@ _COMMAND: ContextVar[tuple[Files, bool] | None] = ContextVar("rooftrace_command"
 
 
 class OutputError(RequestError):
-    """What stands where an output should go would be lost."""
+    """A file in the place of an output that would be lost."""
 
 
 @contextlib.contextmanager
 def outputs_of_command(named: Iterable[str], force: bool) -> Iterator[None]:
-    """Hold every output of the block against what a command line says.
+    """Check every output of the block by the rules of a command line.
 
-    named: what its other words name; files among them are inputs.  force: replace any plain file.
+    named: its other words; files among them are inputs.  force: replace any plain file.
     """
     inputs = set()
     for path in named:
@@ -70,14 +70,14 @@ def check_output(
     known: bool = False,
     table: bool = True,
 ) -> None:
-    """Raise OutputError or OSError where an output cannot go, or where something would be lost.
+    """Raise OutputError or OSError where an output cannot go, or where a file would be lost.
 
-    content: what is to be written; None before that is known.  own_name: rooftrace chose the name,
-    in a folder of the user's.  known: a manifest says that the file is of rooftrace.  table: it may
-    be a CSV; of which table, is known once there is content.
+    content: of the output; None before it is made.  own_name: rooftrace chose the name, in a folder
+    of the user.  known: a manifest lists the file as rooftrace's.  table: a CSV is accepted before
+    there is content, which then has to be of the same table.
 
-    On the command line, and for names of its own, only a file of the same kind is replaced.  A file
-    that a caller in Python names is replaced unless it is code.
+    On the command line, and for names that rooftrace chose, only a file of the same kind is
+    replaced.  A file that a caller in Python names is replaced unless it is code.
     """
     check_name(path)
     if is_stream(path) and not own_name:
@@ -133,12 +133,12 @@ def kind_of(content: bytes, suffix: str) -> bytes | None:
 
 
 def kind_at(path: Path) -> bytes | None:
-    """The kind of a plain file, as `kind_of` has it; None for a link and for what is none."""
+    """The kind of a plain file, as `kind_of` has it; None for a link and for other files."""
     return kind_of(_ends(path), path.suffix) if path.is_file() and not path.is_symlink() else None
 
 
 def _ends(path: Path) -> bytes:
-    """The beginning and the end of a file; the whole of a small one."""
+    """The beginning and the end of a file; all of a small one."""
     with path.open("rb") as file:
         head = file.read(_TAIL)
         file.seek(max(len(head), os.fstat(file.fileno()).st_size - _TAIL))
@@ -146,7 +146,7 @@ def _ends(path: Path) -> bytes:
 
 
 def _check_plain(path: Path, status: os.stat_result) -> None:
-    """Raise for what is there and is no plain file that one may write."""
+    """Raise OutputError unless this is a plain file with write permission."""
     if stat.S_ISLNK(status.st_mode):
         raise OutputError(
             f"{str(path)!r} is a link to {os.readlink(path)!r}: name that file itself, or remove "

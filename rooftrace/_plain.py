@@ -17,8 +17,8 @@ def plain(value: Any) -> Any:
     """A value as JSON holds it.
 
     Records and mappings become dicts with text as keys, tuples lists, numbers of numpy those of
-    Python, and what JSON has no word for (a path, a fraction) text.  Numbers that are not finite
-    are None, which stands for what is not known.
+    Python, and other values (a path, a fraction) text.  Numbers that are not finite are None, which
+    is "not known".
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -52,8 +52,7 @@ def plain_record(record: Any, keys: str = "*") -> dict[str, Any]:
 
 @lru_cache
 def keys_of(keys: str) -> tuple[tuple[str, str, bool], ...]:
-    """Each key of `Plain.KEYS`: its name, "" of those of a mapping; what it reads; whether it may
-    be left out."""
+    """(name, path, optional) of each key of `Plain.KEYS`; the name is "" for items of a mapping."""
     made = []
     for key in keys.split():
         name, _, path = key.lstrip("*").rstrip("?").partition("=")
@@ -74,7 +73,7 @@ class Plain:
     KEYS = "*"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: SI units, and None for what is not known or not finite."""
+        """Plain data for JSON: SI units, and None for numbers that are unknown or not finite."""
         return plain_record(self, self.KEYS)
 
 

@@ -22,8 +22,8 @@ def safe_path() -> Iterator[None]:
     """Inside, Pythons that this process starts look for no module in the working folder.
 
     multiprocessing starts them with `-c`, which looks there first: a `multiprocessing.py` of a
-    cloned repository would run.  It hands them the import path of this process, so modules that are
-    found here are found there.  Python 3.10 does not know the variable.
+    cloned repository would run.  They get the import path of this process.  Python 3.10 does not
+    have the variable.
     """
     before = os.environ.get(_SAFE)
     os.environ[_SAFE] = "1"
@@ -35,11 +35,15 @@ def safe_path() -> Iterator[None]:
             os.environ[_SAFE] = before
 
 
-def started_again() -> dict[str, str]:
-    """The environment for `python -m` of a module of rooftrace, which comes from where it is now.
+def processors() -> int:
+    """The number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
-    So it need not be in the working folder, which is not looked into.
-    """
+
+def started_again() -> dict[str, str]:
+    """The environment for `python -m` of a module of this rooftrace, not of the working folder."""
     path = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
     return {**os.environ, _SAFE: "1", "PYTHONPATH": os.pathsep.join(filter(None, path))}
 

@@ -1,4 +1,4 @@
-"""What a long call is doing now, told to whoever listens; no parameter has to carry the listener.
+"""Progress of long calls for a listener, which no parameter has to carry.
 
     with telling(print):
         rooftrace.report(model, x)
@@ -20,7 +20,7 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("_LISTENER", default=None)
 
 @contextlib.contextmanager
 def telling(listener: Listener | None) -> Iterator[None]:
-    """Calls in the `with` block tell `listener` what they are doing.  None keeps the listener."""
+    """Calls in the `with` block report their progress to `listener`; None keeps the old one."""
     if listener is None:
         yield
         return
@@ -32,11 +32,11 @@ def telling(listener: Listener | None) -> Iterator[None]:
 
 
 WARNING = "warning: "
-"""How a text begins that is for the user, whatever else is shown."""
+"""The beginning of a text that is always shown to the user."""
 
 
 def tell(text: str) -> None:
-    """Say what is being done now."""
+    """Report the present work in a few words."""
     listener = _LISTENER.get()
     if listener is not None:
         listener(text)

@@ -1,8 +1,8 @@
 """Reads files into plain values and records, within bounds; no layer is below this.
 
-A file comes from anywhere.  How much of it is read, how much a gzip unpacks to, how deep it nests
-and how many values it holds are bounded.  What does not fit, or has another type than the record
-says, raises the reader's own error, which names the file, the place, and what was expected.
+A file comes from anywhere.  Its size, its size after unpacking, its depth and its number of values
+are bounded.  A value beyond a bound, or of another type than the record has, raises the error of
+the reader, which names the file, the place, and the expected type.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ Record = TypeVar("Record")
 class FileKind:
     """A kind of file, for errors."""
 
-    what: str  # "saved graph"
+    noun: str  # "saved graph"
     error: type[ValueError]
-    advice: str = ""  # what to do about a file that is refused
+    advice: str = ""  # for a file that is refused
 
     def refused(self, where: str, reason: str) -> ValueError:
-        """The error for a file that does not hold what it should."""
+        """The error for a file with wrong contents."""
         return self.error(f"{where}: {reason}{self.advice and f'; {self.advice}'}")
 
     def unreadable(self, where: str, reason: object) -> ValueError:
-        """The error for a file that nothing can be read from."""
-        said = " ".join(str(reason).split("; use sys.")[0].split())
-        return self.refused(where, f"not a readable {self.what} ({said:.300})")
+        """The error for a file that cannot be parsed."""
+        text = " ".join(str(reason).split("; use sys.")[0].split())
+        return self.refused(where, f"not a readable {self.noun} ({text:.300})")
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
@@ -152,7 +152,7 @@ def toml_of(raw: bytes, where: str, kind: FileKind) -> dict[str, Any]:
 
 
 def _parsed(parse: Callable[[bytes], Any], raw: bytes, where: str, kind: FileKind) -> Any:
-    """What a parser makes of a text, unless it nests too deep or holds too large a number."""
+    """The parsed text, unless it nests too deep or has too large a number."""
     try:
         data = parse(raw)
     except RecursionError:
@@ -188,8 +188,8 @@ _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 class JsonStream:
     """A JSON text of any size that is read block by block: its depth and its values are bounded.
 
-    A value is what stands in a list at the top, or in a list of a table at the top.  The blocks are
-    as they are in the file; `read` raises the error of `kind` where a bound is passed.
+    A value is an item of a list at the top, or of a list of a table at the top.  The blocks are as
+    they are in the file; `read` raises the error of `kind` where a bound is exceeded.
     """
 
     def __init__(self, file: IO[bytes], path: Path, kind: FileKind) -> None:
@@ -252,16 +252,16 @@ def record_of(
 ) -> Record:
     """A record from plain values, where each is of the type that its field has.
 
-    record: a dataclass; a NamedTuple, whose values stand in a list; or any type of these.  place:
-    where in the file the values stand.  Raises the error of `kind`, which names the file, the place
-    and the value there, and says what was expected; also for a key that is no field.
+    record: a dataclass; a NamedTuple, whose values are in a list; or any type of these.  place: of
+    the values in the file.  Raises the error of `kind`, which names the file, the place, the value
+    there and the expected type; also for a key that is no field.
     """
     import msgspec  # here, as importing it takes 15 ms
 
     for spot, key, names in _unknown(record, data):
-        known = f"expected one of {', '.join(names)}{hint(key, names)}"
+        expected = f"expected one of {', '.join(names)}{hint(key, names)}"
         spot = f"{place}{spot}".removeprefix(".")
-        raise kind.refused(where, f"{spot and f'{spot}: '}unknown key {key!r:.60}: {known}")
+        raise kind.refused(where, f"{spot and f'{spot}: '}unknown key {key!r:.60}: {expected}")
     try:
         return msgspec.convert(data, record, strict=True)
     except msgspec.ValidationError as problem:
@@ -303,7 +303,7 @@ def _holds_records(kind: Any) -> bool:
 
 
 def _said(problem: str, data: Any, place: str) -> str:
-    """What msgspec says of plain values, with the value that it means."""
+    """The message of msgspec on plain values, with the value that it means."""
     text, _, path = problem.partition(" - at `$")
     steps = [name or number for name, number in _STEP.findall(path)]
     wrong = _WRONG.fullmatch(text)
@@ -325,7 +325,7 @@ def _said(problem: str, data: Any, place: str) -> str:
 
 
 def _spots(data: Any, steps: Sequence[str], kind: type | None) -> Iterator[tuple[str, Any]]:
-    """The places that these steps may lead to, with what stands there: a value of this kind.
+    """(place, value) where these steps may lead: values of this kind.
 
     The step "..." is any value of a table.  Of the values that it may be, some are shorter lists,
     tables without the next key, or nothing that has values inside.

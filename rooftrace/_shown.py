@@ -1,4 +1,4 @@
-"""How a result shows itself: one short line, print() for a screen, rich, and a notebook's cell.
+"""The outputs of a result: repr() as a short line, print() for a screen, rich, a notebook's cell.
 
 Reporting, above all layers, makes the tables.  Records of lower layers reach it through `Shown`.
 """
@@ -56,6 +56,6 @@ class Shown:
 
 
 def _render(result: Any, form: str, **how: Any) -> Any:
-    from rooftrace import _results  # reporting imports the layers that use this file
+    from rooftrace.reporting.views import shown  # reporting imports the layers that use this file
 
-    return _results.render(result, form, **how)
+    return shown(result, form, **how)

@@ -1,7 +1,7 @@
-"""Writes files and folders: a reader of a file sees the old one or the whole new one.
+"""Writes files and folders: a reader of a file sees the old one or the complete new one.
 
-What is written is made under a hidden name beside its place, then renamed into it.  That name is
-gone when the write ends or fails.  A process that is killed leaves it; no other process touches it.
+A file is made under a hidden name in its folder, then renamed.  The hidden file is gone when the
+write ends or fails.  A process that is killed leaves it; no other process touches it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PATIENCE = 60.0
 def write_bytes(path: Path, content: bytes, *, own_name: bool = False) -> None:
     """Write an output, if nothing of the user's is lost (`check_output`).
 
-    Makes the folders above it.  What is no file, as a pipe, is written to as it is.
+    Makes the folders above it.  A pipe or a device is written to directly.
     Raises OutputError, and OSError with the name of `path`.
     """
     check_output(path, content, own_name=own_name)
@@ -88,7 +88,7 @@ def _replace(made: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def aside(parent: Path) -> Iterator[Path]:
-    """A hidden folder in `parent` for what is being made; it is gone afterwards."""
+    """A hidden folder in `parent` for files that are being made; it is gone afterwards."""
     folder = Path(tempfile.mkdtemp(prefix=_HIDDEN, dir=parent))
     maker = os.getpid()
     try:
@@ -101,11 +101,11 @@ def aside(parent: Path) -> Iterator[Path]:
 def put_files(made: Path, out: Path, manifest: str) -> None:
     """Put each file of `made` into the folder `out`, then a manifest of them.
 
-    While files are put, the manifest says `complete: false`, and afterwards it has the SHA-256 of
-    each: so a reader tells a whole set from one that is mixed.  Files of an earlier set that `made`
-    does not have stay; the manifest names them as `earlier`.  Other files are not touched.
+    While files are put, the manifest has `complete: false`, and afterwards the SHA-256 of each: so
+    a reader tells a complete set from a mixed one.  Files of an earlier set that `made` does not
+    have stay; the manifest names them as `earlier`.  Other files are not touched.
 
-    Raises OutputError, before anything is put, where a name belongs to something else.
+    Raises OutputError, before anything is put, where a name belongs to another file.
     """
     files = sorted(made.iterdir())
     digests = {file.name: _digest(file) for file in files}
@@ -115,12 +115,12 @@ def put_files(made: Path, out: Path, manifest: str) -> None:
         earlier = sorted(
             name for name in _listed(record) - digests.keys() if os.path.lexists(out / name)
         )
-        told: dict[str, Any] = {"schema": _SCHEMA, "complete": False}
-        told |= {"files": dict.fromkeys(digests), "earlier": earlier}
-        _put_json(record, told)
+        table: dict[str, Any] = {"schema": _SCHEMA, "complete": False}
+        table |= {"files": dict.fromkeys(digests), "earlier": earlier}
+        _put_json(record, table)
         for file in files:
             _replace(file, out / file.name)
-        _put_json(record, {**told, "complete": True, "files": digests})
+        _put_json(record, {**table, "complete": True, "files": digests})
 
 
 def check_files(out: Path, names: Iterable[str], manifest: str, made: Path | None = None) -> None:
@@ -162,8 +162,8 @@ def _alone(folder: Path) -> Iterator[None]:
             until = time.monotonic() + _PATIENCE
             while not _locked(place):
                 if time.monotonic() > until:
-                    said = "another process is putting files there"
-                    raise BlockingIOError(errno.EAGAIN, said, str(folder))
+                    text = "another process is putting files there"
+                    raise BlockingIOError(errno.EAGAIN, text, str(folder))
                 time.sleep(0.05)
         yield
 

@@ -1,7 +1,7 @@
-"""The errors that a user of rooftrace can meet, and how they are worded; no layer is below this.
+"""The errors for users of rooftrace, and their wording; no layer is below this.
 
-Each is also the builtin that a caller would catch.  A message quotes what was passed, says what was
-expected and what to do next.
+Each is also the builtin that a caller would catch.  A message quotes the value that was passed, and
+has the expected one and the next thing to do.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 
 class RequestError(ValueError):
-    """A request that makes no sense for this module: quotes what was asked and says what to do."""
+    """A request that makes no sense for this module: quotes it, and says what to do."""
 
 
 class UnusedError(RequestError):
-    """An argument that would change nothing: its name, its value as shown, and why."""
+    """An argument that would change nothing: its name, its value as shown, and the reason."""
 
     def __init__(self, name: str, shown: str, reason: str) -> None:
         super().__init__(f"{name}={shown}: {reason}")
@@ -24,17 +24,17 @@ class UnusedError(RequestError):
 
 
 class NoCacheError(RequestError):
-    """A phase that continues from a cache was asked of a module that returned none."""
+    """A phase that continues from a cache, of a module that returned none."""
 
 
 class TargetError(ValueError):
-    """A target that cannot be found or built: quotes it and says what was expected."""
+    """A target that cannot be found or built: quotes it and the expected form."""
 
 
 class ProfileError(ValueError):
-    """A file of measurements that cannot be read, or that does not fit what was asked.
+    """A file of measurements that cannot be read, or that does not fit the request.
 
-    The message names the file, what is wrong, and what to do.
+    The message names the file, the error, and what to do.
     """
 
 
@@ -69,7 +69,7 @@ def worded(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Errors of rooftrace that are raised inside say which of two sources they are about."""
+    """Put the name of the source before errors of rooftrace that are raised inside."""
     try:
         yield
     except (ValueError, LookupError, RuntimeError) as error:

@@ -159,7 +159,7 @@ def summary(
     depth: how far down modules are printed.  col_names: some of input_size, output_size,
     num_params, params_percent, kernel_size, mult_adds, trainable, and of flops, bytes, time.
 
-    Raises RequestError for a column or a dtype that there is not, and what `estimate` raises.
+    Raises RequestError for an unknown column or dtype, and the errors of `estimate`.
     """
 
 def compare(
@@ -187,7 +187,7 @@ def compare(
     kv_dtype: str | Sequence[str | None] | None = ...,
     **kwargs: Any,
 ) -> list[Comparison]:
-    """Our matrix FLOPs beside those of other counters, with every difference by module and op.
+    """Our matrix FLOPs and those of other counters, with every difference by module and op.
 
     model: a module, called with these arguments, or a target (a string or path) at batch, seq, kv
     and inputs.  peers: flopcounter (torch.utils.flop_counter) and fvcore.  phases: by default
@@ -238,18 +238,18 @@ def diff(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> Diff | RunDiff | CheckpointDiff | ParameterDiff:
-    """What changed in cost from `first` to `second`; in time of measured runs, weights of files.
+    """The changes in cost from `first` to `second`; in time of measured runs, weights of files.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
-    target.  The code of a target runs from its own files in a process of its own.  Sizes and
-    precisions, as for `report`, hold for both sides; beside a graph, for the other side only.
+    target.  The code of a target runs from its files in a separate process.  Sizes and
+    precisions, as for `report`, hold for both sides; if one is a graph, for the other side only.
 
     before, after: options of one side by name: sizes, precisions, chip, execution, knobs, rewrites,
     tf32, optimizer, assume, torch, python (another interpreter), git (a revision).  With these, or
     with git, one target is enough.  git: "main" compares that revision with the working tree,
     ("v1", "v2") two revisions, True where HEAD left the default branch with the working tree.
     bisect: "time>5%" finds the first commit of that range at which it holds, and returns its diff.
-    names: what to call the two.
+    names: titles of the two sides.
 
     Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
     predict the difference: a graph, a target or a module, or two of them, one for each side.
@@ -294,17 +294,17 @@ def estimate(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> Estimate:
-    """What one step costs on `chip` (default h200-sxm) when run as `execution` says: by
-    default mixed for a script, and efficient for all others.
+    """The cost of one step on `chip` (default h200-sxm) under `execution` (default mixed for a
+    script, efficient for all others).
 
     source: a graph, or a Plan, which has its execution; else a module with its arguments or
     anything that `trace` takes, at a `phase`.  A graph's chip and execution may also stand second
     and third.  dtype, weights_dtype, kv_dtype: storage precisions to price in.
     system: how chips are joined, for a step of several processes; its chip is `chip` then.  knobs,
-    rewrites, tf32, exchange, what_if, settings: what is changed of the execution.
+    rewrites, tf32, exchange, what_if, settings: changes of the execution.
 
     Raises UnknownChipError, ExecutionError, and MissingPeakError where the chip has no rate for a
-    precision that the step computes in; and what `trace` raises.
+    precision that the step computes in; and the errors of `trace`.
     """
 
 def priced_graphs(
@@ -369,7 +369,7 @@ def explain(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> Explanation:
-    """Where the numbers of a step come from: FLOPs and bytes as formulas, what limits, and tests.
+    """Where the numbers of a step come from: FLOPs and bytes as formulas, limits, and tests.
 
     op: the path of a module, or its end, with * as in file names; the name of an op; or the number
     of a kernel in the plan.  None: the whole step as a worked example, with the least batch that
@@ -380,7 +380,7 @@ def explain(
     Other arguments are those of `trace` and `estimate`.
 
     Raises RequestError where no kernel answers to `op`, and for sizes that the source does not
-    have; and what `form` and `estimate` raise.
+    have; and the errors of `form` and `estimate`.
     """
 
 def explore(
@@ -425,7 +425,7 @@ def explore(
     fastest.  plot: a PNG.  FLOPs and bytes are those of estimates; other arguments as of `trace`.
 
     Raises RequestError for a name or values that there are not, ExploreError for devices without
-    routed experts, and what `form` raises.
+    routed experts, and the errors of `form`.
     """
 
 def graph_breaks(
@@ -459,7 +459,7 @@ def graph_breaks(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> GraphBreaks:
-    """Where torch.compile breaks the graph of a step, and what that costs on `chip`.
+    """Where torch.compile breaks the graph of a step, and the costs of it on `chip`.
 
     source: a module with the arguments of its call, or a target.  Dynamo, the front end of
     torch.compile, runs on it without a compiler, on meta tensors; nothing is generated, and what
@@ -468,7 +468,7 @@ def graph_breaks(
     compiled graph.
 
     Raises DynamoError, which names the line, where the run fails; RequestError for a source without
-    a module; and what `trace` raises.
+    a module; and the errors of `trace`.
     """
 
 def calibrate(
@@ -520,7 +520,7 @@ def calibrate(
     Pass the result as `knobs=` to `report` or `execution_model`;
     `.save(path)` writes it to a file for --knobs.
 
-    Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
+    Raises the errors of `validate`, and CalibrationError for fewer measurements than knobs to fit.
     """
 
 def validate(
@@ -614,7 +614,7 @@ def best_mesh(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> MeshAnswer:
-    """Which mesh of so many chips has most items per second of a chip, of those that fit.
+    """The mesh of so many chips with most items per second of a chip, of those that fit.
 
     target: a config, or code that builds a module over a mesh; each candidate is a trace of its
     own, kept on disk.  chips: one number or several.  mesh: names the axes whose sizes are looked
@@ -763,7 +763,7 @@ def report(
     (`largest_batch`).  execution: one or several, default naive and efficient, and for a script
     naive and mixed.  knobs: calibrated constants of every execution, by name or path or as
     `calibrate` returns them; None for the datasheet's peaks.  rewrites, tf32, exchange, what_if,
-    settings: what else is changed of every execution.  progress: a function that is called
+    settings: other changes to every execution.  progress: a function that is called
     with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
@@ -808,9 +808,9 @@ def reports(
 ) -> Reports:
     """A report on each of several targets; with `out`, a folder for each inside of that one.
 
-    asked: what `report` takes; it holds for all.  Beside the folders stand comparison.html, .md,
-    .json and .csv (by `formats`) and a figure with all steps on one roofline.  A folder is written
-    as soon as its report is there.
+    asked: arguments of `report` for all targets.  `out` also gets comparison.html, .md, .json and
+    .csv (by `formats`) and a figure with all steps on one roofline.  A folder is written as soon as
+    its report is there; a target that fails stops no other.
 
     Returns the Reports, with the failures by target.  Raises RequestError for no target, one that
     is there twice, and too many.
@@ -848,15 +848,15 @@ def roofline(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> Rooflines:
-    """Where steps of several models stand under the roofs of several chips.
+    """Steps of several models under the roofs of several chips.
 
     sources: targets, graphs, or graphs by phase.  batch, seq, kv: a size, or several values of one
-    of them; each value is traced, and `plot_roofline` joins its points.  phases: by default those
-    that fit each source.  dtype, weights_dtype, kv_dtype and what else `report` takes hold for all
-    sources.
+    of them; each value is traced, and `plot` joins its points.  phases: by default those
+    that fit each source.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for
+    all sources.
 
-    Returns the Rooflines: print it, `.to_frame()`, `plot_roofline`.  Raises RequestError
-    for no source, for several values of two sizes, and what `report` raises.
+    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError
+    for no source, for several values of two sizes, and the errors of `report`.
     """
 
 def run(
@@ -880,10 +880,10 @@ def run(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> ScriptCost:
-    """Run a script, unmodified, on a GPU that is not there, and say what its steps cost.
+    """Run a script, unmodified, on a GPU that is not there, and price its steps.
 
-    The script runs in a process of its own.  It sees a CUDA device with the name and memory of
-    `chip` (default h200-sxm); what it computes there has shapes, no values.
+    The script runs in a separate process.  It sees a CUDA device with the name and memory of
+    `chip` (default h200-sxm); its tensors there have shapes, no values.
 
     command: "train.py --batch_size=12", "torchrun --nproc_per_node=8 train.py", or its words.
     system: how chips are joined, for a script of several processes; its chip is `chip` then.
@@ -895,8 +895,7 @@ def run(
     "mark=NAME" where the script says NAME to torch.profiler or NVTX ("step": a profiler's
     `step()`).  execution: by default what the script compiles is compiled, and the rest eager.
     clock: "simulated" lets the script read the time that its steps would take on the chip.
-    scratch: a folder in which files come to lie that the script writes.  assume: what is taken for
-    unknown values, as in `trace`.
+    scratch: a folder that gets the files that the script writes.  assume: as in `trace`.
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
@@ -907,7 +906,7 @@ def sensitivity(source: Source, *args: Any, grid: None = None, **kwargs: Any) ->
 def sensitivity(
     source: Source, *args: Any, grid: Mapping[str, Any], **kwargs: Any
 ) -> grids.GridEffects:
-    """How a step answers to its sizes, to each fact of the chip, and to each knob.
+    """The sensitivity of a step to its sizes, to each fact of the chip, and to each knob.
 
     source: a module, a target, a `Form` or the file of one, whose sizes are then given by name.
     over: sizes to look at, with their values, for example {"config.num_hidden_layers": 32};
@@ -922,7 +921,7 @@ def sensitivity(
 
     plot: a PNG, a tornado.  Other arguments are those of `trace` and `estimate`; phase: default
     decode for a Hugging Face model that has it, else forward.
-    Raises RequestError for a name or a level that there is not, and what `form` raises.
+    Raises RequestError for an unknown name or level, and the errors of `form`.
     """
 
 def solve(
@@ -970,7 +969,7 @@ def solve(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> Answer:
-    """The answer to a question about a step, with its margin, the second best and its grounds.
+    """Answer a question about a step, with the margin, the second best and the grounds.
 
     find: a size, as "batch" or "kv": its largest value within the limits; "cheapest", "energy",
     "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP rate and
@@ -986,8 +985,8 @@ def solve(
     arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
-    price where dollars are asked for; and what `form` raises.  Where nothing holds the limits, the
-    answer has no `best`, and says what is nearest.
+    price where dollars are asked for; and the errors of `form`.  If no candidate meets the limits,
+    the answer has no `best`, and names the nearest.
     """
 
 def form(
@@ -1024,7 +1023,7 @@ def form(
     most: of traces.  Other arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, an empty range, and a size that the model
-    cannot take; and what `trace` raises.
+    cannot take; and the errors of `trace`.
     """
 
 def sweep(
@@ -1063,15 +1062,15 @@ def sweep(
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
 ) -> Sweep:
-    """What a step costs over ranges of its sizes, on each chip, from a handful of traces.
+    """The cost of a step over ranges of its sizes, on each chip, from a handful of traces.
 
     source: a module, a target, a `Form` or the file of one.  over: the sizes and their values, as
     for `form`.  vary: settings of the source, each with several values; each combination is traced
     by itself.  chip, execution, dtype, kv_dtype: one or several.  out: a .parquet or .csv file;
-    what is done is kept beside traces until it is whole, and the same call goes on from there.
+    finished parts are kept with the traces until it is complete, and the same call resumes there.
 
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
-    a size that there is not, an empty range, and what `form` raises.
+    an unknown size, an empty range, and the errors of `form`.
     """
 
 def trace(

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 # -- options ---------------------------------------------------------------------------------------
-# Options in files: targets and prices of a lock and of a project.
+# Options of targets and prices as lock files and projects store them.
 
 Kept: TypeAlias = options.Plain | list[str] | dict[str, options.Plain]
 """The value of an option in a file."""

@@ -24,10 +24,9 @@ from rooftrace.reporting.views import as_markdown, shown
 from rooftrace.weights.inventory import ModelInfo
 
 # -- dump_model_info -------------------------------------------------------------------------------
-# `dump_model_info`: an inventory, its figure and a report in one call, for those who type it.
 
 PLOT = "model_weight_distributions.png"
-"""Where the figure goes if no path is named."""
+"""The file of the figure if no path is named."""
 _WITHOUT_USE = {
     "include_architecture_diagrams": "modules stand in tables; rt.summary(model, ...) is a tree",
     "include_appendix_derivations": "formulas stand in docs/rules.md, words in each report",
@@ -37,7 +36,7 @@ _WITHOUT_USE = {
     "roofline_y_limits": "the axes of a roofline follow its points",
     "roofline_label_mode": "labels stand where there is room for them",
 }
-"""Arguments that are taken and change nothing, and why."""
+"""Arguments that are taken and change nothing, with the reasons."""
 _OF_A_REPORT = ("enable_tensor_core_model", "tensor_core_b_sat")
 """Arguments that change nothing without report_path."""
 
@@ -73,17 +72,17 @@ def dump_model_info(
     Without one the file has the inventory and the reason.  enable_tensor_core_model and
     tensor_core_b_sat add the execution model `seed-efficient`, with that saturation.
 
-    The other arguments change nothing and are told, and so is what fails about figure or report.
+    The other arguments change nothing; a line names them, and also a figure or report that fails.
     Raises RequestError for a model that is no module, and for arguments that make no sense.
     """
-    asked = dict(locals())
+    arguments = dict(locals())
     _check(report_path, input_data, sizes)
     names = (*_WITHOUT_USE, *(_OF_A_REPORT if report_path is None else ()))
     executions = _executions(enable_tensor_core_model, tensor_core_b_sat)
     made = inventory(model)
     tell, warn = _outputs(logger)
     tell(shown(made, "text"))
-    for line in _told({name: asked[name] for name in names}):
+    for line in _unused({name: arguments[name] for name in names}):
         warn(line)
     if plot_distributions:
         _trying("figure", warn, lambda: _draw(made, Path(save_path or PLOT), tell))
@@ -97,9 +96,9 @@ def dump_model_info(
 
 def _check(report_path: Any, input_data: Any, sizes: Mapping[str, Any]) -> None:
     if report_path is None:
-        asked = [*sizes, *(["input_data"] if input_data is not None else [])]
-        if asked:
-            raise RequestError(f"{', '.join(asked)}: they are of a report; say report_path= too")
+        unused = [*sizes, *(["input_data"] if input_data is not None else [])]
+        if unused:
+            raise RequestError(f"{', '.join(unused)}: they are of a report; say report_path= too")
     elif Path(report_path).suffix not in ("", ".md"):
         raise RequestError(
             f"report_path={os.fspath(report_path)!r}: expected a .md file or a folder"
@@ -122,7 +121,7 @@ def _executions(tensor_core: bool | None, b_sat: float | None) -> list[str | Exe
 
 
 def _outputs(logger: logging.Logger | None) -> tuple[Callable[[str], None], Callable[[str], None]]:
-    """What tells a text, and what warns: print, or a logger, line by line."""
+    """Functions that show a text and a warning: print, or a logger, line by line."""
     if logger is None:
         return print, lambda line: print(f"note: {line}")
 
@@ -133,22 +132,22 @@ def _outputs(logger: logging.Logger | None) -> tuple[Callable[[str], None], Call
     return tell, lambda line: logger.warning("%s", line)
 
 
-def _told(unused: Mapping[str, Any]) -> Iterable[str]:
-    """A sentence for each reason why arguments change nothing."""
+def _unused(arguments: Mapping[str, Any]) -> Iterable[str]:
+    """A sentence for each reason for which arguments change nothing."""
     by_reason: dict[str, list[str]] = {}
-    for name, value in unused.items():
+    for name, value in arguments.items():
         if value is not None:
             reason = _WITHOUT_USE.get(name, "it is of a report; say report_path= too")
             by_reason.setdefault(reason, []).append(f"{name}={value!r:.40}")
     return [f"{', '.join(names)}: not used; {reason}" for reason, names in by_reason.items()]
 
 
-def _trying(what: str, warn: Callable[[str], None], do: Callable[[], None]) -> None:
-    """Do it, or tell why not: nobody loses a training run by a figure."""
+def _trying(output: str, warn: Callable[[str], None], do: Callable[[], None]) -> None:
+    """Make an output, or warn: nobody loses a training run by a figure."""
     try:
         do()
     except (ValueError, LookupError, RuntimeError, OSError) as error:
-        warn(f"no {what}: {worded(error)}")
+        warn(f"no {output}: {worded(error)}")
 
 
 def _draw(made: ModelInfo, path: Path, tell: Callable[[str], None]) -> None:
@@ -166,7 +165,7 @@ def _report(
     how: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> None:
-    """The inventory and the report as one page, or the inventory and why there is no more."""
+    """The inventory and the report as one page; without a report, the inventory and the reason."""
     from rooftrace.reporting.commands.reports import report
 
     folder = path.with_suffix("")
@@ -189,8 +188,7 @@ def _report(
     tell(f"report written to {page}")
 
 
-# -- habits ----------------------------------------------------------------------------------------
-# What users of torchinfo, thop, fvcore and FlopCounterMode type.
+# -- counters --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -238,13 +236,13 @@ def summary(
     depth: how far down modules are printed.  col_names: some of input_size, output_size,
     num_params, params_percent, kernel_size, mult_adds, trainable, and of flops, bytes, time.
 
-    Raises RequestError for a column or a dtype that there is not, and what `estimate` raises.
+    Raises RequestError for an unknown column or dtype, and the errors of `estimate`.
     """
     columns = moduletree.check_columns(col_names)
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise RequestError(f"depth={depth!r}: expected a whole number from 0 on")
-    asked = _asked(model, input_size, input_data, dtypes, kwargs)
-    return _summary(estimated(asked), _gradients(model), depth, columns)
+    request = _request(model, input_size, input_data, dtypes, kwargs)
+    return _summary(estimated(request), _gradients(model), depth, columns)
 
 
 def _summary(
@@ -258,16 +256,16 @@ def _summary(
     return moduletree.Summary(**parts, tree=tree, depth=depth, col_names=columns)
 
 
-def _asked(
+def _request(
     model: Source, input_size: Any, input_data: Any, dtypes: Any, kwargs: Mapping[str, Any]
 ) -> StepRequest:
-    asked = StepRequest.of(summary, model, (), kwargs)
-    job = asked.job
+    request = StepRequest.of(summary, model, (), kwargs)
+    job = request.job
     sizes = job.is_named or job.is_graph or job.is_sized
     if dtypes is not None and input_size is None:
         raise RequestError("dtypes: they are those of the inputs that input_size= makes")
     if input_size is None and input_data is None and sizes:
-        return asked
+        return request
     if (input_size is None) == (input_data is None):
         raise RequestError("summary: give either input_size=(8, 3, 224, 224) or input_data=")
     args: tuple[Any, ...] = ()
@@ -287,8 +285,7 @@ def _inputs(model: Module, input_size: Any, dtypes: Any) -> tuple[Any, ...]:
     sizes = list(input_size)
     shapes = [sizes] if all(isinstance(size, int) for size in sizes) else sizes
     for shape in shapes:
-        whole = isinstance(shape, (tuple, list)) and all(isinstance(n, int) for n in shape)
-        if not whole:
+        if not isinstance(shape, (tuple, list)) or not all(isinstance(n, int) for n in shape):
             raise RequestError(
                 f"input_size={input_size!r:.60}: expected a shape, as (8, 3, 224, 224), or a list "
                 "of shapes"
@@ -333,7 +330,7 @@ _FLOPS = ("num_params", "flops", "mult_adds")
 
 
 class Captured:
-    """A block of code that is recorded; after its end `graph` is what ran, and it can be counted.
+    """A block of code that is recorded; after its end `graph` has its ops, and it can be counted.
 
     `get_total_flops` and `get_flop_counts` are those of torch's FlopCounterMode.
     """
@@ -370,9 +367,8 @@ class Captured:
         root = str(self.graph.model.get("class") or "model")
         counts: dict[str, dict[str, int]] = {"Global": {}}
         for (path, op), flops in flop_counts(self.graph).items():
-            places = ["Global", *(".".join(filter(None, (root, p))) for p in _around(path))]
-            for place in places:
-                sums = counts.setdefault(place, {})
+            for name in ("Global", *(".".join(filter(None, (root, p))) for p in _around(path))):
+                sums = counts.setdefault(name, {})
                 sums[op] = sums.get(op, 0) + flops
         return counts
 
@@ -398,12 +394,12 @@ def capture(*modules: Module, assume: Mapping[str, Any] | None = None) -> Captur
         c.graph  # phase "training" if a backward ran inside, else "forward"
         c.get_total_flops()
 
-    Inside, the modules and optimizers of their weights stand on the meta device; after it they are
-    what they were, with their weights, gradients and states.  Real tensors that a module is called
-    with become inputs; what the block makes stays on meta.  Several modules stand in the graph
-    under the names of their classes.  assume: as for `trace`.
+    Inside, the modules and the optimizers of their weights are on the meta device; after it they
+    have their weights, gradients and states again.  Real tensors that a module is called with
+    become inputs; tensors that the block makes stay on meta.  In the graph, several modules have
+    the names of their classes.  assume: as for `trace`.
 
-    A trace or an estimate inside of the block is no part of it; what builds a module there is.
+    A trace or an estimate inside of the block is no part of it; building a module there is.
     Raises RequestError for a capture inside of a capture or a trace, and for a module that cannot
     move to meta: `trace` takes the step as a function.
     """

@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """What became of a commit, and the files that decided it."""
+class _TracedCommit:
+    """The result of a commit, and the files that decided it."""
 
     names: Mapping[str, str]  # modes of all files by path
     read: Mapping[str, str]  # contents of the files that were read, and commits of submodules
     result: Ran | Failed
 
     def holds_for(self, tree: Mapping[str, tuple[str, str]]) -> bool:
-        """Whether a commit with this tree gives what this one gave.
+        """Whether a commit with this tree has the same result.
 
         A run depends on the files it reads.  It can read others only after one of these changed,
         or after a file came, went or changed its mode.
@@ -70,23 +70,23 @@ class _Traced:
 
 @dataclass
 class _Search:
-    """The state of a search: what was traced so far."""
+    """The state of a search: the commits that were traced so far."""
 
     side: DiffSide
     repository: Repository
     condition: str
-    known: list[_Traced] = field(default_factory=list)
+    traced: list[_TracedCommit] = field(default_factory=list)
     results: dict[str, Ran | Failed] = field(default_factory=dict)  # by hash
     reused: int = 0
     skipped: dict[Commit, str] = field(default_factory=dict)
     commits: int = 0
 
     def result(self, commit: Commit) -> Ran | Failed:
-        """What a commit gives, from a trace of it or of one with equal files."""
+        """The result of a commit, from a trace of it or of one with equal files."""
         if commit.hash in self.results:
             return self.results[commit.hash]
         tree = self.repository.tree(commit.hash)
-        result = next((old.result for old in self.known if old.holds_for(tree)), None)
+        result = next((old.result for old in self.traced if old.holds_for(tree)), None)
         if result is not None:
             self.reused += 1
         else:
@@ -98,12 +98,12 @@ class _Search:
             if read:
                 read |= {path: h for path, (mode, h) in tree.items() if mode == GITLINK}
             names = {path: mode for path, (mode, _) in tree.items()}
-            self.known.append(_Traced(names, read, result))
+            self.traced.append(_TracedCommit(names, read, result))
         self.results[commit.hash] = result
         return result
 
     def ran(self, commit: Commit) -> Ran:
-        """What a commit gives.  Raises TargetError where it does not build."""
+        """The run of a commit.  Raises TargetError where it does not build."""
         result = self.result(commit)
         if isinstance(result, Failed):
             raise TargetError(f"{commit}: {result.error}")
@@ -124,7 +124,7 @@ class _Search:
 
 
 def bisect_range(before: DiffSide, after: DiffSide, condition: str) -> tuple[Ran, Ran, Bisection]:
-    """The last commit without a condition, the first with it, and how they were found.
+    """The last commit without a condition, the first with it, and the record of the search.
 
     Raises RequestError for sides that differ in more than their revisions, and RevisionError for a
     range over which the condition does not hold.
@@ -177,19 +177,19 @@ def _crossing(
             break
         merges.append(first)
         last, commits = branch
-    told = Bisection(
+    bisection = Bisection(
         condition=search.condition,
         against=start,
         first=first,
         last_without=last,
         commits=search.commits,
-        traced=len(search.known) - 1,  # without the first, which is outside of the range
+        traced=len(search.traced) - 1,  # without the first, which is outside of the range
         reused=search.reused,
         skipped=tuple(search.skipped.items()),
         untold=tuple(untold),
         merges=tuple(merges),
     )
-    return _as(search, last, "before"), _as(search, first, "after"), told
+    return _as(search, last, "before"), _as(search, first, "after"), bisection
 
 
 def _branch(search: _Search, start: Commit, merge: Commit) -> tuple[Commit, list[Commit]] | None:
@@ -212,8 +212,7 @@ def _as(search: _Search, commit: Commit, which: str) -> Ran:
     return replace(ran, at=at, origin=origin)
 
 
-# -- rundifferences --------------------------------------------------------------------------------
-# What changed between two measured runs: `rooftrace.diff` of traces and run files.
+# -- measured runs ---------------------------------------------------------------------------------
 
 Graphs = Mapping[str, OpGraph]
 _SIZES = "a measured run is what it is; this is for what --target names (in Python: graphs=)"
@@ -229,10 +228,11 @@ def diff_measured(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> RunDiff:
-    """What changed from one measured run to another; see `rooftrace.diff`.
+    """The changes from one measured run to another; see `rooftrace.diff`.
 
-    graphs: what ran: a graph, graphs by phase, a module or a target, or two of them, one for each
-    side; targets at the sizes in `kwargs`.  Raises RequestError where only one side is measured.
+    graphs: of the runs: a graph, graphs by phase, a module or a target, or two of them, one for
+    each side; targets at the sizes in `kwargs`.  Raises RequestError where one side alone is
+    measured.
     """
     for one_side, other in ((before, after), (after, before)):
         if not is_measured(one_side):
@@ -246,10 +246,10 @@ def diff_measured(
     if args:
         raise RequestError(f"diff of two measured runs: nothing takes the argument {args[0]!r:.60}")
     sources = _two(graphs)
-    pricing, asked = PricingOptions.parted(kwargs)
-    if sources is None and asked.keys() - {"phases"}:
-        name = min(asked.keys() - {"phases"})
-        raise UnusedError(name, f"{asked[name]!r:.60}", _SIZES)
+    pricing, sizes = PricingOptions.parted(kwargs)
+    if sources is None and sizes.keys() - {"phases"}:
+        name = min(sizes.keys() - {"phases"})
+        raise UnusedError(name, f"{sizes[name]!r:.60}", _SIZES)
     changed = [name for name in CHANGES if getattr(pricing, name) != getattr(PLAIN, name)]
     if changed and pricing.execution is None:
         raise RequestError(
@@ -258,12 +258,12 @@ def diff_measured(
         )
     models, chips = conditions_of(diff_measured, pricing)
     with telling(progress):
-        made = (None, None) if sources is None else _made(sources, asked)
+        made = (None, None) if sources is None else _made(sources, sizes)
         question = RunQuestion(
             graphs=made,
             chip=chips[0] if pricing.chip is not None or pricing.system is not None else None,
             execution=None if pricing.execution is None else models[0],
-            phases=asked.get("phases"),
+            phases=sizes.get("phases"),
             names=names,
             tell=tell,
         )
@@ -280,7 +280,7 @@ def _shown(source: Any) -> str:
 
 
 def _two(graphs: Any) -> tuple[Source, Source] | None:
-    """What ran on each side; None where nobody says it."""
+    """The graphs or targets of each side; None without any."""
     if graphs is None:
         return None
     if not isinstance(graphs, (tuple, list)):
@@ -291,7 +291,7 @@ def _two(graphs: Any) -> tuple[Source, Source] | None:
 
 
 def _made(sources: tuple[Source, Source], kwargs: Mapping[str, Any]) -> tuple[Graphs, Graphs]:
-    """The graphs of both sides by phase; code runs in a process of its own, rules hold inside."""
+    """The graphs of both sides by phase; code runs in a separate process, under its rules."""
     distinct = sources[:1] if sources[0] is sources[1] or sources[0] == sources[1] else sources
     jobs = [Job.of(diff_measured, source, (), kwargs) for source in distinct]
     for job in jobs:
@@ -307,7 +307,6 @@ def _made(sources: tuple[Source, Source], kwargs: Mapping[str, Any]) -> tuple[Gr
 
 
 # -- differences -----------------------------------------------------------------------------------
-# What a change costs, or does to weights, and what other counters say of the same step.
 
 
 def diff(
@@ -323,18 +322,18 @@ def diff(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Diff | RunDiff | CheckpointDiff | ParameterDiff:
-    """What changed in cost from `first` to `second`; in time of measured runs, weights of files.
+    """The changes in cost from `first` to `second`; in time of measured runs, weights of files.
 
     Each is a module (called with the same arguments), a graph, graphs by phase, a saved graph or a
-    target.  The code of a target runs from its own files in a process of its own.  Sizes and
-    precisions, as for `report`, hold for both sides; beside a graph, for the other side only.
+    target.  The code of a target runs from its files in a separate process.  Sizes and
+    precisions, as for `report`, hold for both sides; if one is a graph, for the other side only.
 
     before, after: options of one side by name: sizes, precisions, chip, execution, knobs, rewrites,
     tf32, optimizer, assume, torch, python (another interpreter), git (a revision).  With these, or
     with git, one target is enough.  git: "main" compares that revision with the working tree,
     ("v1", "v2") two revisions, True where HEAD left the default branch with the working tree.
     bisect: "time>5%" finds the first commit of that range at which it holds, and returns its diff.
-    names: what to call the two.
+    names: titles of the two sides.
 
     Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
     predict the difference: a graph, a target or a module, or two of them, one for each side.
@@ -365,7 +364,7 @@ def diff(
 
 
 def _check_measured(second: Any, **ours: Any) -> None:
-    """Raise RequestError for what a measured run has no use for."""
+    """Raise RequestError for arguments that a measured run does not take."""
     for name, value in ours.items():
         if value is not None:
             raise UnusedError(name, f"{value!r:.60}", "a measured run is what it is; leave it out")
@@ -376,7 +375,7 @@ def _check_measured(second: Any, **ours: Any) -> None:
 def _difference(
     before: Ran,
     after: Ran,
-    told: Bisection | None = None,
+    bisection: Bisection | None = None,
     *,
     names: tuple[str, str] | None,
 ) -> Diff:
@@ -390,7 +389,7 @@ def _difference(
     )
     sources = compare_sources(before.files, after.files)
     first, second = ((ran.at, ran.origin, ran.reads) for ran in (before, after))
-    origins = origins_of(first, second, result, told)
+    origins = origins_of(first, second, result, bisection)
     steps = {
         f"{side}: {name}, {phase}": estimate
         for side, name, ran in zip(("before", "after"), result.names, (before, after), strict=True)
@@ -400,7 +399,7 @@ def _difference(
 
 
 def _names(before: Ran, after: Ran) -> tuple[str, str]:
-    """What to call the sides: by their targets, else by what differs."""
+    """The names of the sides: their targets, else their differences."""
     sides = [(ran, ran.at.side.job) for ran in (before, after)]
     usual = [job.name if job.is_named else ran.at.side.which for ran, job in sides]
     (_, first), (_, second) = sides
@@ -417,7 +416,7 @@ def compare(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> list[Comparison]:
-    """Our matrix FLOPs beside those of other counters, with every difference by module and op.
+    """Our matrix FLOPs and those of other counters, with every difference by module and op.
 
     model: a module, called with these arguments, or a target (a string or path) at batch, seq, kv
     and inputs.  peers: flopcounter (torch.utils.flop_counter) and fvcore.  phases: by default
@@ -458,7 +457,7 @@ def diff_checkpoints(
     names: tuple[str, str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> CheckpointDiff | ParameterDiff:
-    """What changed in the values and names of two checkpoints, or in the parameters of two models.
+    """The changes in the values and names of two checkpoints, or in the parameters of two models.
 
     Each side is a file of safetensors or torch.save, the index.json of a sharded one, a folder with
     one, or both are inventories.  args, named: other arguments of the call: any that is not None is

@@ -25,17 +25,17 @@ def priced_graphs(source: Source, *args: Any, **kwargs: Any) -> dict[str, OpGrap
 
 
 def estimate(source: Source, *args: Any, phase: str | None = None, **kwargs: Any) -> Estimate:
-    """What one step costs on `chip` (default h200-sxm) when run as `execution` says: by
-    default mixed for a script, and efficient for all others.
+    """The cost of one step on `chip` (default h200-sxm) under `execution` (default mixed for a
+    script, efficient for all others).
 
     source: a graph, or a Plan, which has its execution; else a module with its arguments or
     anything that `trace` takes, at a `phase`.  A graph's chip and execution may also stand second
     and third.  dtype, weights_dtype, kv_dtype: storage precisions to price in.
     system: how chips are joined, for a step of several processes; its chip is `chip` then.  knobs,
-    rewrites, tf32, exchange, what_if, settings: what is changed of the execution.
+    rewrites, tf32, exchange, what_if, settings: changes of the execution.
 
     Raises UnknownChipError, ExecutionError, and MissingPeakError where the chip has no rate for a
-    precision that the step computes in; and what `trace` raises.
+    precision that the step computes in; and the errors of `trace`.
     """
     planned = isinstance(source, Plan)
     if planned or Job(source=source).is_graph:
@@ -62,9 +62,9 @@ def _placed(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
     return {**named, **placed}
 
 
-def estimated(asked: StepRequest) -> Estimate:
+def estimated(request: StepRequest) -> Estimate:
     """The estimate of the only graph of a request."""
-    return estimate_graph(only(asked.of_one_phase().graphs()), asked.chip, asked.model)
+    return estimate_graph(only(request.of_one_phase().graphs()), request.chip, request.model)
 
 
 def _is_chip(value: Any) -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
-    """Where torch.compile breaks the graph of a step, and what that costs on `chip`.
+    """Where torch.compile breaks the graph of a step, and the costs of it on `chip`.
 
     source: a module with the arguments of its call, or a target.  Dynamo, the front end of
     torch.compile, runs on it without a compiler, on meta tensors; nothing is generated, and what
@@ -39,22 +39,21 @@ def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
     compiled graph.
 
     Raises DynamoError, which names the line, where the run fails; RequestError for a source without
-    a module; and what `trace` raises.
+    a module; and the errors of `trace`.
     """
     from rooftrace.studies.advice import price_breaks
     from rooftrace.studies.breaks import traced_with_dynamo
     from rooftrace.tracer.phases.apart import Traced
 
-    asked = StepRequest.of(graph_breaks, source, args, kwargs)
-    job = asked.job.of_one_phase()
+    request = StepRequest.of(graph_breaks, source, args, kwargs)
+    job = request.job.of_one_phase()
     graph, run = traced_with_dynamo(job)
-    check_groups(lambda: [graph], asked.models)
+    check_groups(lambda: [graph], request.models)
     (priced,) = in_precisions(job, Traced({graph.phase: graph})).graphs.values()
-    return price_breaks(priced, run, asked.chip, asked.model)
+    return price_breaks(priced, run, request.chip, request.model)
 
 
 # -- exploring -------------------------------------------------------------------------------------
-# Explorations of any source: its decode step as a form, then where computing can limit it.
 
 DEVICES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (2048, 4096, 8192, 16384)
@@ -78,29 +77,29 @@ def explore(
     fastest.  plot: a PNG.  FLOPs and bytes are those of estimates; other arguments as of `trace`.
 
     Raises RequestError for a name or values that there are not, ExploreError for devices without
-    routed experts, and what `form` raises.
+    routed experts, and the errors of `form`.
     """
-    own, kwargs = taken(ExploreArguments, kwargs)
-    levels = _levels(own.over)
-    bandwidth = _bandwidth(own.link)
+    arguments, kwargs = taken(ExploreArguments, kwargs)
+    levels = _levels(arguments.over)
+    bandwidth = _bandwidth(arguments.link)
     pricing, sizes = PricingOptions.parted(kwargs)
     _check_bounds(pricing)
-    known = known_form(source)
-    if known is not None:
+    saved = known_form(source)
+    if saved is not None:
         models, (used,) = conditions_of(explore, pricing, source)
         for name in ("dtype", "weights_dtype", "kv_dtype"):
             sizes.pop(name, None)
         (conditions,) = pricing.conditions(models)
     else:
-        asked = StepRequest.of(explore, source, args, {**kwargs, "phase": "decode"})
-        used, (conditions,) = asked.chip, asked.conditions
-        asked.job.refuse(("seq",), "a decode step has the lengths of its cache; say them with over")
-        asked.job.refuse(NAMES, "its values are those of `over`; leave it out")
+        request = StepRequest.of(explore, source, args, {**kwargs, "phase": "decode"})
+        used, (conditions,), job = request.chip, request.conditions, request.job
+        job.refuse(("seq",), "a decode step has the lengths of its cache; say them with over")
+        job.refuse(NAMES, "its values are those of `over`; leave it out")
     with telling(progress):
-        if known is None:
-            form, fixed = _formed(asked.job, levels), {}
+        if saved is None:
+            form, fixed = _formed(job, levels), {}
         else:
-            form, fixed = known, _fixed(known, sizes)
+            form, fixed = saved, _fixed(saved, sizes)
         tell("exploring")
         result = decode_forms.explore_form(
             form,
@@ -109,7 +108,7 @@ def explore(
             devices=levels["devices"],
             kv=levels["kv"],
             batches=levels.get("batch"),
-            alpha=own.alpha,
+            alpha=arguments.alpha,
             link=bandwidth,
             fixed=fixed,
         )
@@ -121,9 +120,9 @@ def explore(
 
 
 def _check_bounds(pricing: PricingOptions) -> None:
-    """Raise RequestError for what an exploration has no use for: it is at rates of datasheets."""
-    asked = {name: getattr(pricing, name) for name in _OF_RATES}
-    for name, value in asked.items():
+    """Raise RequestError for options of rates: an exploration is at rates of datasheets."""
+    for name in _OF_RATES:
+        value = getattr(pricing, name)
         if value != getattr(PLAIN, name):
             raise UnusedError(name, f"{value}", _OF_DATASHEETS)
     for name, value in (pricing.factors or {}).items():
@@ -176,10 +175,9 @@ def _fixed(form: Form, sizes: Mapping[str, Any]) -> dict[str, int]:
 
 
 # -- explaining ------------------------------------------------------------------------------------
-# Explanations of any source: its form around the sizes that were asked for, then its formulas.
 
 MOST_BATCH = 4096
-"""The largest batch that is asked whether computing limits there."""
+"""The largest batch for which the limit of computing is looked for."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 LEAST_SEQ = 64
 """The shortest sequence of a sweep."""
@@ -194,7 +192,7 @@ def explain(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Where the numbers of a step come from: FLOPs and bytes as formulas, what limits, and tests.
+    """Where the numbers of a step come from: FLOPs and bytes as formulas, limits, and tests.
 
     op: the path of a module, or its end, with * as in file names; the name of an op; or the number
     of a kernel in the plan.  None: the whole step as a worked example, with the least batch that
@@ -205,17 +203,17 @@ def explain(
     Other arguments are those of `trace` and `estimate`.
 
     Raises RequestError where no kernel answers to `op`, and for sizes that the source does not
-    have; and what `form` and `estimate` raise.
+    have; and the errors of `form` and `estimate`.
     """
     if plot is not None and op is not None:
         raise RequestError(f"--plot {plot}: it draws the sweep of a whole step; leave --op out")
-    asked = StepRequest.of(explain, source, args, kwargs)
-    job, chips, (conditions,) = asked.job, asked.chips, asked.conditions
+    request = StepRequest.of(explain, source, args, kwargs)
+    chips, (conditions,) = request.chips, request.conditions
     with telling(progress):
-        job, graph = first_graph(job)
-        check_groups(lambda: [graph], asked.models)
+        job, graph = first_graph(request.job)
+        check_groups(lambda: [graph], request.models)
         sizes = dict(at) if at is not None else sizes_of(job, graph)
-        formed = _explained_form(job, sizes, whole=op is None)
+        formed = _explained_form(job, sizes, with_sweep=op is None)
         if op is not None:
             return explained(formed, sizes, chips[0], conditions, op)
         tell("evaluating the sweep")
@@ -236,7 +234,7 @@ def explain(
 
 
 def first_graph(job: Job) -> tuple[Job, OpGraph]:
-    """The job of one phase, and its graph at the sizes that were asked for."""
+    """The job of one phase, and its graph at the requested sizes."""
     return decoding_first(job, lambda tried: (tried, _only(tried)))
 
 
@@ -273,18 +271,20 @@ def _first_dimension(job: Job) -> int | None:
     return next((int(shape[0]) for shape in shapes if len(shape)), None)
 
 
-def _explained_form(job: Job, sizes: Mapping[str, int], whole: bool) -> Form:
-    """The form around these sizes, up to twice each where the model takes that."""
+def _explained_form(job: Job, sizes: Mapping[str, int], with_sweep: bool) -> Form:
+    """The form around these sizes, up to twice each where the model takes that.
 
+    with_sweep: also over the batches and lengths of the sweep of a step.
+    """
     from rooftrace.tracer import TraceError
 
     def levels(most: int) -> dict[str, range]:
         spans = {n: range(max(1, v // 4), most * v + 1) for n, v in sizes.items()}
-        if whole and "batch" in sizes:
+        if with_sweep and "batch" in sizes:
             spans["batch"] = range(1, max(MOST_BATCH, sizes["batch"]) + 1)
         elif "batch" in sizes:
             spans["batch"] = range(1, 4 * max(sizes["batch"], 4) + 1)
-        if whole and "seq" in sizes:
+        if with_sweep and "seq" in sizes:
             low = min(LEAST_SEQ, spans["seq"].start)
             spans["seq"] = range(low, spans["seq"].stop)
         return spans

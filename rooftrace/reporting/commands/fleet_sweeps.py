@@ -30,17 +30,17 @@ from rooftrace.studies.sweeps import lines_of
 from rooftrace.tracer.names import config_file, names_code
 
 EARLIER = "_earlier"
-"""The folder, beside the parts of the last call, for those of calls before it."""
+"""The folder for parts of earlier calls; those of the last call lie next to it."""
 _RULES = threading.Lock()
-"""Held while a task has rules of its own: a worker with many threads has one list of rules."""
+"""Held while a task adds rules: all threads of a worker share one list of rules."""
 
 
 @dataclass(frozen=True, eq=False)
 class SweepFleet(Shown):
     """The sweeps of many targets: `.frame()` has a line for each target, chip, condition and point.
 
-    names: the sizes.  labels: the other columns that tell lines apart.  fleet: which tasks there
-    are, where their rows lie, and which failed.
+    names: the sizes.  labels: the other columns that tell lines apart.  fleet: the tasks, the
+    folder of their rows, and the failures.
     """
 
     names: tuple[str, ...]
@@ -55,12 +55,12 @@ class SweepFleet(Shown):
 
     @property
     def ran(self) -> int:
-        """How many tasks this call ran; the others were there."""
+        """The number of tasks that this call ran; the others were there."""
         return self.fleet.ran
 
     @property
     def failures(self) -> tuple[Any, ...]:
-        """What has no rows: for each its `title` and the first line of its `error`."""
+        """The tasks without rows: for each its `title` and the first line of its `error`."""
         return self.fleet.failures
 
     def frame(self) -> Any:
@@ -156,9 +156,9 @@ def _names_of(targets: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def _check(names: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raise RequestError for what one of the targets cannot be asked; nothing is traced.
+    """Raise RequestError for options that a target does not take; nothing is traced.
 
-    A file that cannot be read is for its worker to tell: others go on.
+    The worker of a file that cannot be read reports it; others go on.
     """
     from rooftrace.tracer.phases import SizedSource
 
@@ -175,7 +175,7 @@ def _named(over: Mapping[str, Any] | Sequence[str]) -> Mapping[str, Any]:
 
 
 def _plain(name: str, values: Any) -> Any:
-    """The values of a size as a text or a list; equal ones are the same, however they were said.
+    """The values of a size as a text or a list, the same for equal values.
 
     None stays: the usual values, as far as the model takes them.
     """
@@ -202,9 +202,8 @@ def _task(
     rules: Mapping[str, str],
     far: bool,
 ) -> Task:
-    """The task of one target.  Its key is of the request and of what the target's files hold."""
-    told = ", ".join(f"{name} {value}" for name, value in settings.items())
-    title = f"{source.name}, {told}" if told else source.name
+    """The task of one target.  Its key is of the request and of the target's files."""
+    title = ", ".join([source.name, *(f"{name} {value}" for name, value in settings.items())])
     identity = {"target": (source.name, source.digest), "vary": settings, "rules": rules, **options}
     letters = re.sub(r"[^A-Za-z0-9]+", "-", Path(source.name).name.partition(".json")[0]).strip("-")
     key = f"{letters[:40] or 'target'}-{Task(title, swept_rows, identity).key}"
@@ -223,7 +222,7 @@ def swept_rows(
     options: Mapping[str, Any],
     rules: Mapping[str, str],
 ) -> Any:
-    """The frame of one sweep, with a column for its target; this is what a worker runs."""
+    """The frame of one sweep, with a column for its target: the function of a worker."""
     vary = {name: [value] for name, value in settings.items()}
     with source.there() as target, _with_rules(rules):
         frame = sweep(target, vary=vary, **options).frame()
@@ -243,8 +242,7 @@ def _with_rules(rules: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-# -- fleetsources ----------------------------------------------------------------------------------
-# Targets of a fleet: what their files hold when a fleet is asked for, and the same on a worker.
+# -- sources ---------------------------------------------------------------------------------------
 
 
 _CARRIED = 16 << 20
@@ -262,7 +260,7 @@ class FleetSource:
 
     @staticmethod
     def of(target: str | os.PathLike[str]) -> FleetSource:
-        """A target as its files are now.  A target whose files are not there has no digest."""
+        """A target with the digest of its files now; "" where they are missing."""
         name = os.fspath(target)
         return FleetSource(name, _absolute(name), _digest(name))
 
@@ -279,7 +277,7 @@ class FleetSource:
 
     @contextlib.contextmanager
     def there(self) -> Iterator[str]:
-        """The name under which this process has the target, with files that hold the same.
+        """The name of the target in this process, with equal files.
 
         Raises TargetError where it has none.
         """
@@ -306,8 +304,8 @@ def _absolute(name: str) -> str:
 def _digest(name: str) -> str:
     """The SHA-256 of the files that a target names.
 
-    Of code it is all Python files in its folder and in the packages below; what else it imports is
-    not looked at.  Of a folder with a config.json it is that, and code beside it.
+    Of code: all Python files in its folder and in the packages below; other imports are not read.
+    Of a folder with a config.json: that file, and the code in its folder.
     """
     if names_code(name):
         where = name.rpartition(":")[0]
@@ -321,7 +319,7 @@ def _digest(name: str) -> str:
 
 
 def _package(module: str) -> Path | None:
-    """The folder of the package that a module is of; None for one that is installed, or a file."""
+    """The folder of the package of a module; None for an installed one, and for a file."""
     top = module.partition(".")[0]
     for entry in sys.path:
         folder = Path(entry or ".").absolute() / top

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 # -- outcomes --------------------------------------------------------------------------------------
-# What comes of one task, wherever it runs: the bytes of its part, or the line of its error.
 
 _LONGEST = 500
 """Characters of an error's first line that are kept."""
@@ -42,7 +41,7 @@ class TaskOutcome:
 
 
 def outcome_of(task: Task) -> TaskOutcome:
-    """Run a task here.  An error of its function, or rows that are no table, are its outcome.
+    """Run a task here.  An error of its function, or rows that are no table, become its outcome.
 
     Raises KeyboardInterrupt only.
     """
@@ -65,15 +64,14 @@ def failed(task: Task, error: BaseException) -> TaskOutcome:
 def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, str]) -> TaskOutcome:
     """Run a task that came to a worker as bytes.
 
-    Whatever keeps it from running there is its outcome: code that the worker has not, or other
-    releases than the caller has, which would give other rows.
+    Its outcome is an error where the worker lacks the code, or has other releases than the caller,
+    which would give other rows.
     """
     import cloudpickle
 
-    here = releases()
-    if here != expected:
-        there, ours = (", ".join(map(" ".join, each.items())) for each in (here, expected))
-        error = f"the worker has {there}, the caller {ours}: install the same releases there"
+    if releases() != expected:
+        here, caller = (", ".join(map(" ".join, e.items())) for e in (releases(), expected))
+        error = f"the worker has {here}, the caller {caller}: install the same releases there"
         return TaskOutcome(key, title, error=error)
     try:
         task = cloudpickle.loads(pickled)
@@ -85,14 +83,13 @@ def unpacked_outcome(pickled: bytes, key: str, title: str, expected: dict[str, s
 
 
 # -- tasks -----------------------------------------------------------------------------------------
-# A unit of work of a fleet: a function, its arguments, and a key that is equal for equal work.
 
 Rows = Any
-"""What the function of a task returns: a list of plain dicts, or a frame of pandas."""
+"""The value of the function of a task: a list of plain dicts, or a frame of pandas."""
 
 
 class FleetError(RuntimeError):
-    """A fleet that could not go on: says what went away, what is kept, and what to do."""
+    """A fleet that could not go on: the reason, the parts that are kept, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +97,10 @@ class Task:
     """A unit of work: `function(**arguments)` returns rows, as a list of dicts or a pandas frame.
 
     title: a few words for people.  key: names the file of its rows; made of the function's name and
-    the arguments, so equal work has an equal key in every process.  It knows no code: where that
-    changes, a revision among the arguments, or another folder, makes the work a new one.  Arguments
-    are plain values, paths, enums, dataclasses, functions by their name, and what holds these; for
-    others, and for a lambda or a function inside a function, name a key.
+    the arguments, so equal work has an equal key in every process.  It does not depend on code:
+    where that changes, pass a revision among the arguments, or another folder.  Arguments are plain
+    values, paths, enums, dataclasses, functions by their name, and containers of these; for others,
+    and for a lambda or a function inside a function, name a key.
 
     Raises RequestError for a key that cannot name a file, or where none can be made.
     """
@@ -136,7 +133,7 @@ def names_a_file(key: Any) -> bool:
 
 
 def _key(task: Task) -> str:
-    """20 hexadecimal digits of the SHA-256 of what a task does."""
+    """20 hexadecimal digits of the SHA-256 of the function and the arguments of a task."""
     try:
         contents = [_written(task.function), _written(dict(task.arguments))]
     except _NoText as problem:
@@ -148,7 +145,7 @@ def _key(task: Task) -> str:
 
 
 class _NoText(Exception):
-    """A value that has no text which is the same in every process."""
+    """A value without a text that is the same in every process."""
 
 
 def _written(value: Any) -> Any:
@@ -188,7 +185,7 @@ def _sorted(items: list[Any]) -> list[Any]:
 
 
 def _name(named: Any) -> str:
-    """Where a function or class is defined.  Raises _NoText where others may have that name."""
+    """The module and name of a function or class.  Raises _NoText where that is ambiguous."""
     name = getattr(named, "__qualname__", "<")
     of_object = inspect.ismethod(named) and not isinstance(named.__self__, type)
     if "<" in name or of_object:
@@ -197,11 +194,10 @@ def _name(named: Any) -> str:
 
 
 # -- parts -----------------------------------------------------------------------------------------
-# The rows of one task as the bytes of a parquet file, and such a file read again.
 
 SUFFIX = ".parquet"
 _OURS = b"rooftrace"
-"""The key of the schema's metadata under which a part says whose it is."""
+"""The key in the schema's metadata that marks a part."""
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -217,22 +213,22 @@ def need(library: str) -> None:
 
 @functools.cache
 def releases() -> dict[str, str]:
-    """The releases on which rows depend, without what tells builds of one release apart.
+    """The releases on which rows depend, without build tags.
 
-    What is not installed is left out: a saved form is priced without torch.
+    Packages that are not installed are left out: a saved form is priced without torch.
     """
-    known = {}
+    versions = {}
     for name in ("rooftrace", "torch", "transformers"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            known[name] = metadata.version(name).partition("+")[0]
-    return known
+            versions[name] = metadata.version(name).partition("+")[0]
+    return versions
 
 
 def part_bytes(rows: Rows, key: str) -> tuple[bytes, int]:
-    """The parquet file of a task's rows, and how many rows it has.
+    """The parquet file of a task's rows, and the number of rows.
 
-    A whole number of more than 64 bits makes its column one of floats.  Raises RequestError for
-    what is no table, with the column.
+    A whole number of more than 64 bits makes its column one of floats.  Raises RequestError, with
+    the column, for rows that are no table.
     """
     import pyarrow
     from pyarrow import parquet
@@ -248,7 +244,7 @@ def part_bytes(rows: Rows, key: str) -> tuple[bytes, int]:
 
 
 def read_part(path: Path, key: str) -> pyarrow.Table | None:
-    """The table of a part; None where it is not there, damaged, of other work or other releases."""
+    """The table of a part; None for a missing or damaged one, of other work or other releases."""
     import pyarrow
     from pyarrow import parquet
 
@@ -263,24 +259,26 @@ def read_part(path: Path, key: str) -> pyarrow.Table | None:
 
 
 def is_part(path: Path) -> bool:
-    """Whether a file is a part of a fleet, of any release: it says that it has its key's name."""
+    """Whether a file is a part of a fleet, of any release: its label has the name of the file."""
     import pyarrow
     from pyarrow import parquet
 
+    if not path.is_file():
+        return False
     try:
-        said = (parquet.read_schema(path).metadata or {}).get(_OURS, b"") if path.is_file() else b""
+        label = (parquet.read_schema(path).metadata or {}).get(_OURS, b"")
     except (OSError, ValueError, pyarrow.ArrowException):
         return False
-    return bool(said.startswith(json.dumps({"key": path.stem}).encode()[:-1]))
+    return bool(label.startswith(json.dumps({"key": path.stem}).encode()[:-1]))
 
 
 def _label(key: str) -> str:
-    """What a part says of itself."""
+    """The label of a part, in its metadata."""
     return json.dumps({"key": key, "releases": releases()})
 
 
 def joined(tables: Iterable[pyarrow.Table]) -> Any:
-    """One frame of pandas from the tables of parts; what a part has not is missing there.
+    """One frame of pandas from the tables of parts, with missing values where a part has none.
 
     Whole numbers stay exact where some are missing: their column is Int64.
     """
@@ -291,10 +289,10 @@ def joined(tables: Iterable[pyarrow.Table]) -> Any:
     if not tables:
         return pandas.DataFrame()
     try:
-        whole = pyarrow.concat_tables(tables, promote_options="permissive")
-    except pyarrow.ArrowException:  # a column of texts here and numbers there
-        return pandas.concat([_frame(table) for table in tables], ignore_index=True)
-    return _frame(whole.replace_schema_metadata(None))
+        table = pyarrow.concat_tables(tables, promote_options="permissive")
+    except pyarrow.ArrowException:  # a column of texts in one part and numbers in another
+        return pandas.concat([_frame(part) for part in tables], ignore_index=True)
+    return _frame(table.replace_schema_metadata(None))
 
 
 def _frame(table: pyarrow.Table) -> Any:
@@ -340,7 +338,6 @@ def _column(name: str, values: list[Any]) -> pyarrow.Array:
 
 
 # -- results ---------------------------------------------------------------------------------------
-# What became of a fleet: its folder, its failures, and the rows as one frame.
 
 MANIFEST = "_fleet.json"
 """Readers of a folder of parquet files leave out names that begin with an underscore."""
@@ -415,7 +412,7 @@ class _Manifest:
 
 
 def load_fleet(out: str | Path) -> FleetResult:
-    """What the last call of `run_fleet` into a folder has made so far, also while it runs.
+    """The result of the last `run_fleet` into a folder so far, also while it runs.
 
     Raises RequestError for a folder without a manifest, or with one that cannot be read.
     """
@@ -437,7 +434,7 @@ def load_fleet(out: str | Path) -> FleetResult:
 
 
 def write_manifest(out: Path, tasks: Mapping[str, str], failures: Iterable[FleetFailure]) -> None:
-    """Write which tasks there are and which failed; a reader sees the old file or the new one."""
+    """Write the tasks and the failures; a reader sees the old file or the new one."""
     table = {
         "form": _FORM,
         "releases": releases(),

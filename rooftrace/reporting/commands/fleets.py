@@ -1,4 +1,4 @@
-"""Runs a fleet: tasks into one folder, a part for each as it ends, parts that are there left."""
+"""Runs a fleet: tasks into one folder, a part for each as it ends; existing parts are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._outputs import check_output
-from rooftrace._processes import safe_path
+from rooftrace._processes import processors, safe_path
 from rooftrace._progress import Listener, tell, telling
 from rooftrace._writing import put_bytes
 from rooftrace.errors import RequestError, UnusedError
@@ -45,7 +45,7 @@ HERE = "none"
 
 
 class FleetStopped(KeyboardInterrupt):
-    """A fleet that Ctrl-C stopped: says what is done and how to go on."""
+    """A fleet that Ctrl-C stopped, with the progress and how to go on."""
 
 
 def run_fleet(
@@ -76,23 +76,23 @@ def run_fleet(
     FleetError where workers do not start or the scheduler goes away, FleetStopped (a
     KeyboardInterrupt) for Ctrl-C, and OSError where a part cannot be written.  What is done stays.
     """
-    asked = _checked(tasks, scheduler, workers, retries)
+    every = _checked(tasks, scheduler, workers, retries)
     need("pyarrow")
     with telling(progress):
         if scheduler is not None and scheduler != HERE:
             check_answers(scheduler)
         folder = _opened(out)
         if earlier:
-            _sort_parts(folder, folder / earlier, {task.key for task in asked})
+            _sort_parts(folder, folder / earlier, {task.key for task in every})
         left = [
-            task for task in asked if read_part(folder / f"{task.key}.parquet", task.key) is None
+            task for task in every if read_part(folder / f"{task.key}.parquet", task.key) is None
         ]
         _check_places(folder, left)
-        landing = _Landing(folder, asked, left)
+        landing = _Landing(folder, every, left)
         if scheduler is None and len(left) <= 1 and workers is None:
             scheduler = HERE
         try:
-            landing.take(_outcomes(left, scheduler, workers or at_once(), retries))
+            landing.take(_outcomes(left, scheduler, workers or processors(), retries))
         except KeyboardInterrupt:
             raise FleetStopped(landing.rest("stopped")) from None
         except FleetError as error:
@@ -104,11 +104,11 @@ def _checked(
     tasks: Iterable[Task], scheduler: str | None, workers: int | None, retries: int
 ) -> list[Task]:
     """The tasks of a request that makes sense.  Raises RequestError."""
-    asked = list(tasks)
-    if not asked:
+    every = list(tasks)
+    if not every:
         raise RequestError("run_fleet(tasks=[]): expected at least one Task")
     titles: dict[str, str] = {}
-    for task in asked:
+    for task in every:
         if not isinstance(task, Task):
             raise RequestError(f"tasks: {task!r:.60}: expected each to be a Task")
         if task.key in titles:
@@ -120,13 +120,13 @@ def _checked(
     if scheduler is not None and scheduler != HERE:
         check_address(scheduler)
     for name, value, least in (("workers", workers, 1), ("retries", retries, 0)):
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        if value is not None and not whole:
+        valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
+        if value is not None and not valid:
             raise RequestError(f"{name}={value!r:.60}: expected a whole number from {least} on")
     if workers is not None and scheduler is not None:
         reason = f"scheduler={scheduler!r} has its own; it is for a cluster of this machine"
         raise UnusedError("workers", str(workers), reason)
-    return asked
+    return every
 
 
 def _opened(out: str | Path) -> Path:
@@ -138,14 +138,14 @@ def _opened(out: str | Path) -> Path:
 
 
 def _check_places(folder: Path, tasks: Sequence[Task]) -> None:
-    """Raise OutputError where the part of a task would replace what is no part of a fleet."""
-    known: Mapping[str, str] = {}
+    """Raise OutputError where the part of a task would replace a file that is no part."""
+    listed: Mapping[str, str] = {}
     if (folder / MANIFEST).is_file():
         with contextlib.suppress(RequestError):  # damaged: it is written again
-            known = load_fleet(folder).tasks
+            listed = load_fleet(folder).tasks
     check_output(folder / MANIFEST, own_name=True, known=True)
     for task in tasks:
-        check_output(folder / f"{task.key}{SUFFIX}", own_name=True, known=task.key in known)
+        check_output(folder / f"{task.key}{SUFFIX}", own_name=True, known=task.key in listed)
 
 
 def _sort_parts(out: Path, earlier: Path, keys: set[str]) -> None:
@@ -179,15 +179,15 @@ def _outcomes(
 class _Landing:
     """Puts outcomes into the folder, one by one, and keeps its manifest."""
 
-    def __init__(self, folder: Path, asked: Sequence[Task], left: Sequence[Task]) -> None:
+    def __init__(self, folder: Path, tasks: Sequence[Task], left: Sequence[Task]) -> None:
         self.folder = folder
-        self.titles = {task.key: task.title for task in asked}
-        self.there = len(asked) - len(left)
+        self.titles = {task.key: task.title for task in tasks}
+        self.there = len(tasks) - len(left)
         self.ran = 0
         self.failures: dict[str, FleetFailure] = {}
 
     def take(self, outcomes: Generator[TaskOutcome, None, None]) -> None:
-        """Write what comes, until nothing more does; whatever ends it, the manifest is written."""
+        """Write each outcome as it comes; at the end, or at an error, write the manifest."""
         write_manifest(self.folder, self.titles, ())
         if self.there:
             tell(f"{self.there} of {len(self.titles)} are there")
@@ -214,7 +214,7 @@ class _Landing:
         return tuple(self.failures[key] for key in self.titles if key in self.failures)
 
     def rest(self, how: str) -> str:
-        """What is done and how to go on, after a fleet that did not reach its end."""
+        """A sentence on the progress of a fleet that did not reach its end, and how to go on."""
         done = self.there + self.ran - len(self.failures)
         return (
             f"{how} with {done} of {len(self.titles)} tasks done, all kept in {self.folder}; "
@@ -222,12 +222,11 @@ class _Landing:
         )
 
     def result(self) -> FleetResult:
-        """The fleet as it stands in the folder."""
+        """The fleet as the folder has it."""
         return FleetResult(self.folder, self.titles, self._failures(), ran=self.ran)
 
 
 # -- clusters --------------------------------------------------------------------------------------
-# Tasks on the workers of Dask: a cluster of this machine, or a scheduler somewhere.
 
 
 _ADDRESS = re.compile(r"(tcp|tls)://(\[[0-9a-fA-F:.%]+\]|[\w.-]+):(\d{1,5})")
@@ -244,7 +243,7 @@ _CONFIG = {
 
 
 def check_address(scheduler: str) -> None:
-    """Raise RequestError for what is no address of a scheduler."""
+    """Raise RequestError for a text that is no address of a scheduler."""
     match = _ADDRESS.fullmatch(scheduler) if isinstance(scheduler, str) else None
     if match is None or not 0 < int(match[3]) < 65536:
         raise RequestError(
@@ -252,13 +251,6 @@ def check_address(scheduler: str) -> None:
             'HOST:PORT", "none" to run everything in this process, or nothing for a cluster of '
             "this machine"
         )
-
-
-def at_once() -> int:
-    """How many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager
@@ -279,7 +271,7 @@ def connected(scheduler: str | None, workers: int, retries: int) -> Iterator[Cli
 
 @contextlib.contextmanager
 def _without_logs() -> Iterator[None]:
-    """Dask logs tracebacks of its own for what becomes one of our errors, or is run again."""
+    """No logs of Dask: it logs tracebacks for errors that are raised as ours, or run again."""
     import distributed  # sets the levels of its loggers
 
     names = [distributed.__name__, *logging.root.manager.loggerDict]
@@ -323,7 +315,7 @@ def _of_this_machine(workers: int, retries: int) -> Iterator[Client]:
 
 @contextlib.contextmanager
 def _same_environment() -> Iterator[None]:
-    """Dask sets variables for its workers in this process, and would leave them there."""
+    """Restore the environment: Dask sets variables for its workers in this process."""
     import dask.config
 
     of_workers = dask.config.get("distributed.nanny.pre-spawn-environ", {})
@@ -357,7 +349,7 @@ def check_answers(scheduler: str) -> None:
     with ThreadPoolExecutor(1) as apart:  # a notebook has a loop in this thread already
         try:
             apart.submit(asyncio.run, _greeted(scheduler)).result()
-        except Exception as problem:  # whatever Dask makes of what a stranger says
+        except Exception as problem:  # whatever Dask raises for the words of a stranger
             raise RequestError(
                 f"scheduler={scheduler!r}: no Dask scheduler answers there within {_ANSWERS:g} s "
                 f"({_first_line(problem)}); start one with `dask scheduler`, and workers with "
@@ -383,10 +375,9 @@ def _first_line(problem: BaseException) -> str:
 def collected(client: Client, tasks: Sequence[Task]) -> Generator[TaskOutcome, None, None]:
     """The outcome of each task, in the order in which they end.
 
-    The scheduler runs the work of a worker that died again, somewhere else.  A task whose workers
-    died too often is run once more, alone: until then it may only have waited where another task
-    ended the worker.  Raises FleetError where the scheduler goes away; RequestError for a task that
-    cannot be sent.
+    The scheduler runs the tasks of a dead worker again, on another one.  A task whose workers died
+    too often is run once more, alone: another task may have ended its workers.  Raises FleetError
+    where the scheduler goes away; RequestError for a task that cannot be sent.
     """
     from distributed import as_completed
 
@@ -417,7 +408,7 @@ _DIED = (
 
 
 def _submitted(client: Client, tasks: Sequence[Task]) -> dict[Future, Task]:
-    """Give tasks to the scheduler.  A name of this call keeps them apart from an earlier one's."""
+    """Give tasks to the scheduler, under names of this call."""
     call = uuid.uuid4().hex[:8]
     columns: list[list[Any]] = [
         [_pickled(task) for task in tasks],
@@ -436,7 +427,7 @@ def _pickled(task: Task) -> bytes:
 
     try:
         pickled: bytes = cloudpickle.dumps(task)
-    except Exception as problem:  # whatever an object's own pickling raises
+    except Exception as problem:  # pickling can raise any error
         raise RequestError(
             f"task {task.title!r}: it cannot be sent to a worker ({_first_line(problem)}): "
             'expected a function and arguments that can be pickled, or scheduler="none"'
@@ -445,7 +436,7 @@ def _pickled(task: Task) -> bytes:
 
 
 def _outcome(future: Future, task: Task) -> TaskOutcome | None:
-    """What came of a task; None where its workers died too often."""
+    """The outcome of a task; None where its workers died too often."""
     from concurrent.futures import CancelledError
 
     from distributed import KilledWorker

@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
 
 # -- distributions ---------------------------------------------------------------------------------
-# The values of weights as a grid of histograms, one for each tensor.
 
 MOST = 48
 """Histograms in a figure."""
 _COLUMNS = 4
 _ROW, _TOP, _BOTTOM = 1.75, 0.95, 0.35  # inches
 _LETTERS = 38
-"""Letters of a name above its histogram; the end says more than the beginning."""
+"""Letters of a name above its histogram: its end."""
 
 
 def write_distributions(model: ModelInfo, path: Path) -> None:
@@ -108,7 +107,6 @@ def _histogram(axes: Axes, layer: LayerInfo) -> None:
 
 
 # -- inventories -----------------------------------------------------------------------------------
-# The inventory of a module, a target or a checkpoint.
 
 
 def inventory(
@@ -119,7 +117,7 @@ def inventory(
     trust_remote_code: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ModelInfo:
-    """What a model consists of: parameters, bytes, a row for each tensor, statistics of weights.
+    """The inventory of a model: parameters, bytes, a row for each tensor, statistics of weights.
 
     model: a module, on any device, meta too; a target, which is built on meta and needs no inputs;
     or a checkpoint: a file of safetensors or torch.save, the index.json of a sharded one, or a

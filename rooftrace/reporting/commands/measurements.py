@@ -57,17 +57,17 @@ def validate(
     named = {"chip": chip, "execution": execution, "knobs": knobs, **kwargs}
     if chip is None and named.get("system") is None:
         raise RequestError("chip (--chip): say which chip the steps were measured on")
-    asked = StepRequest.of(validate, "" if target is None else target, (), named)
-    job, model = asked.job, asked.model
-    # Rows of one target share what it imported.
+    request = StepRequest.of(validate, "" if target is None else target, (), named)
+    job = request.job
+    # Rows of one target share its imports.
     with telling(progress), isolation.keeping(isolation.Kept()):
-        graphs, template = _what_ran(measured, job)
-        check_groups(lambda: [] if graphs is None else graphs().values(), asked.models)
+        graphs, template = _graphs(measured, job)
+        check_groups(lambda: [] if graphs is None else graphs().values(), request.models)
         _check_trusted(measured, target, trust_targets)
         return validated(
             measured,
-            asked.chip,
-            model,
+            request.chip,
+            request.model,
             graphs,
             template,
             trust_targets,
@@ -107,12 +107,12 @@ def calibrate(
     Pass the result as `knobs=` to `report` or `execution_model`;
     `.save(path)` writes it to a file for --knobs.
 
-    Raises what `validate` does, and CalibrationError for fewer measurements than knobs to fit.
+    Raises the errors of `validate`, and CalibrationError for fewer measurements than knobs to fit.
     """
     job = Job.of(calibrate, "" if target is None else target, (), kwargs)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
     with telling(progress), isolation.keeping(isolation.Kept()):
-        graphs, template = _what_ran(measured, job, all_phases=True)
+        graphs, template = _graphs(measured, job, all_phases=True)
         _check_trusted(measured, target, trust_targets)
         pricing = PricingOptions(
             chip=_chip_at_hand(measured) if chip is None else chip,
@@ -159,7 +159,7 @@ def _chip_at_hand(measured: Any) -> Chip:
     return measure_chip(str(measured.device.get("type", machine.default_device())), _CHIP_SECONDS)
 
 
-def _what_ran(
+def _graphs(
     measured: Any, job: Job, all_phases: bool = False
 ) -> tuple[Callable[[], Mapping[str, OpGraph]] | None, str | None]:
     """A function that makes the graphs of the measured steps, or a template for their names.
@@ -168,15 +168,15 @@ def _what_ran(
     if the job names some.  Raises MeasuredRequestError for sizes without a target, and for sizes
     beside a file that names what was run.
     """
-    shown, about = "this", "a run" if isinstance(measured, Run) else "a table of step times"
+    shown, kind = "this", "a run" if isinstance(measured, Run) else "a table of step times"
     is_trace = isinstance(measured, Trace)
     if isinstance(measured, (str, os.PathLike)):
-        kind = source_of(measured)
-        shown, about, is_trace = os.fspath(measured), kind.about, kind.gives == "trace"
+        source = source_of(measured)
+        shown, kind, is_trace = os.fspath(measured), source.about, source.gives == "trace"
     if not is_trace and job.is_named:
         job.refuse(
             [name for name in job.explicit if name != "phases" or all_phases],
-            f"this is for a trace; {shown} is {about}, and says itself what ran",
+            f"this is for a trace; {shown} is {kind}, and says itself what ran",
         )
     if job.is_named and not job.name:
         job.refuse(job.explicit if is_trace else (), "there is no target to run so")
@@ -189,7 +189,7 @@ def _what_ran(
 
 
 def _check_trusted(measured: Any, target: Source | None, trust_targets: bool) -> None:
-    """Raise UnusedError for `trust_targets` where no name in the measurements is asked for."""
+    """Raise UnusedError for `trust_targets` where no name in the measurements is used."""
     if not isinstance(trust_targets, bool):
         raise RequestError(f"trust_targets={trust_targets!r:.60}: expected True or False")
     if not trust_targets:

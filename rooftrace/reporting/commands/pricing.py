@@ -207,7 +207,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
         return PricingOptions(**priced), others
 
     def executions(self, *usual: str | ExecutionModel) -> list[ExecutionModel]:
-        """The execution models that are named, else the usual ones, with all changes.
+        """The named execution models, or the usual ones, with all changes.
 
         Raises RequestError for none, and ExecutionError.
         """
@@ -235,7 +235,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
         ]
 
     def chips(self, models: Sequence[ExecutionModel]) -> list[Chip]:
-        """The chips that are named, or those of the systems.
+        """The named chips, or those of the systems.
 
         Without either, the chip that the knobs of these models were fitted on, else h200-sxm.
         Tells where knobs were fitted on another one.  Raises RequestError for none.

@@ -19,23 +19,24 @@ from rooftrace.studies.sweeps import Form
 
 
 def grounds_of(
-    asked: Question, form: Form, *, counts: Collection[int] = (), first: Sequence[str] = ()
+    question: Question, form: Form, *, counts: Collection[int] = (), first: Sequence[str] = ()
 ) -> Iterator[str]:
-    """What an answer rests on, in sentences.
+    """The grounds of an answer, in sentences.
 
     counts: numbers of chips that were tried, of an answer that chooses.  first: chips whose prices
-    are told first.
+    come first.
     """
-    service = asked.service
-    models = ", ".join(dict.fromkeys(c.execution.name for c in asked.conditions))
-    yield f"execution {models}; {_knobs(asked)}"
+    service, chips = question.service, question.chips
+    models = ", ".join(dict.fromkeys(c.execution.name for c in question.conditions))
+    yield f"execution {models}; {_knobs(question)}"
     if any(count > 1 for count in counts):
         yield (
             "several chips: the step of one of them, traced over a mesh; "
-            f"{'; '.join(dict.fromkeys(map(_joined, asked.chips)))}"
+            f"{'; '.join(dict.fromkeys(map(_joined, chips)))}"
         )
-    if counts and asked.counts is None and not asked.job.request.mesh and asked.form is None:
-        more = "" if asked.find not in WORDS else (
+    meshed = question.counts is not None or question.job.request.mesh or question.form is not None
+    if counts and not meshed:
+        more = "" if question.find not in WORDS else (
             ", and twice as many where these could be 10 % better if they sent nothing"
         )  # fmt: skip
         yield f"as few chips as hold the limits{more}; --chips 1,2,4,8 names others"
@@ -46,7 +47,7 @@ def grounds_of(
         )
         where = "on chips of their own" if service.apart else "between the decode steps"
         yield f"prefills one by one {where}; no queue in the time to the first token"
-    priced = [c for c in asked.chips if c.price is not None and asked.find in ("cheapest", "chips")]
+    priced = [c for c in chips if c.price is not None and question.find in ("cheapest", "chips")]
     ranks = {name: rank for rank, name in reversed(list(enumerate(first)))}
     priced.sort(key=lambda c: ranks.get(c.name, len(ranks)))
     for chip in priced[:3]:
@@ -54,7 +55,7 @@ def grounds_of(
         yield f"price of {chip.name}: {chip.price.text} ({chip.price.source})"
     if len(priced) > 3:
         yield f"prices of the other {len(priced) - 3} chips: rooftrace chips show NAME"
-    if any(c.power for c in asked.chips) and asked.find == "energy":
+    if any(c.power for c in chips) and question.find == "energy":
         yield "energy: chips at their full power, hosts and cooling apart"
     for line in form.where()[:3]:
         yield f"formulas proven for {line}"
@@ -63,62 +64,57 @@ def grounds_of(
 
 
 def _joined(chip: Chip) -> str:
-    """How chips of a kind are joined."""
+    """The network of chips of a kind, in words."""
     if chip.system is not None:
         return f"joined as {chip.system.name}"
     return "joined by the datasheet's link, at any number of them; a --system has fitted times"
 
 
-def _knobs(asked: Question) -> str:
-    model = asked.conditions[0].execution
-    titles = [knobs.title for c in asked.chips if (knobs := model.knobs_on(c)) is not None]
+def _knobs(question: Question) -> str:
+    model = question.conditions[0].execution
+    titles = [knobs.title for c in question.chips if (knobs := model.knobs_on(c)) is not None]
     if not titles:
         return "times are bounds: peaks of the datasheet, which real kernels miss"
     rest = "" if isinstance(model.knobs, Knobs) else ", not calibrated"
-    borrowed = dict.fromkeys(model.borrowed_on(chip) for chip in asked.chips)
+    borrowed = dict.fromkeys(model.borrowed_on(chip) for chip in question.chips)
     by = f"times by {', '.join(dict.fromkeys(titles))}{rest}"
     return "; ".join(filter(None, (by, *borrowed)))
 
 
 # -- questions -------------------------------------------------------------------------------------
-# A question as it is asked: what is looked for, within which limits, on which chips; checked.
 
 OTHERS = ("rates", "passing", "chips")
-"""What is asked for besides sizes and objectives."""
+"""Values of `find` besides sizes and objectives."""
 WORDS = (*(name for name in serving.OBJECTIVES if name != "largest"), *OTHERS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question(StepRequest):
-    """A question as it is asked: what is looked for, in which steps, on which chips."""
+    """A question: the size or objective, in which steps, on which chips."""
 
-    find: str  # the size of which the largest is looked for, an objective, or one of OTHERS
-    values: Sequence[int] | None  # of the size that is left open
+    find: str  # a size, of which the largest is looked for, an objective, or one of OTHERS
+    values: Sequence[int] | None  # of the open size
     limits: workloads.Limits
     service: candidates.Service
     counts: tuple[int, ...] | None
-    at: Mapping[str, int]  # other sizes of a known form
+    at: Mapping[str, int]  # other sizes of a saved form
     most: int
 
     @property
     def open(self) -> str:
-        """The name of the size that is left open."""
-        return open_of(self.find)
+        """The name of the open size."""
+        if self.find == "passing":
+            return "kv"
+        return "batch" if self.find in WORDS else self.find
 
 
-def open_of(find: str) -> str:
-    """The name of the size that a question leaves open."""
-    if find == "passing":
-        return "kv"
-    return "batch" if find in WORDS else find
-
-
-def settled(asked: Question, form: Form) -> Question:
-    """The question with the execution that fits the phase, where none was asked for."""
-    check_groups(lambda: [form.example] if form.regimes else [], asked.models)
-    if asked.pricing.execution is not None or form.phase in ("prefill", "decode"):
-        return asked
-    return replace(asked, models=tuple(asked.pricing.executions(usual_execution(asked.job))))
+def settled(question: Question, form: Form) -> Question:
+    """The question with the execution that fits the phase, where it names none."""
+    check_groups(lambda: [form.example] if form.regimes else [], question.models)
+    pricing = question.pricing
+    if pricing.execution is not None or form.phase in ("prefill", "decode"):
+        return question
+    return replace(question, models=tuple(pricing.executions(usual_execution(question.job))))
 
 
 def seconds_of(name: str, value: float | str | None) -> float | None:
@@ -168,14 +164,14 @@ def service_of(
     return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
 
 
-def with_own_numbers(chips: Sequence[Chip], price: Any, power: Any) -> tuple[Chip, ...]:
-    """Chips with the prices and powers that were asked for."""
-    prices, powers = own_numbers("price", price, chips), own_numbers("power", power, chips)
+def with_price_and_power(chips: Sequence[Chip], price: Any, power: Any) -> tuple[Chip, ...]:
+    """Chips with the prices and powers of a request."""
+    prices, powers = numbers_of("price", price, chips), numbers_of("power", power, chips)
     return tuple(with_numbers(each, prices, powers) for each in chips)
 
 
 OF_ALL = ("cheapest", "chips")
-"""What is looked for among all chips, where none is named."""
+"""Values of `find` that look at all chips, where none is named."""
 
 
 def all_chips(find: str) -> list[Chip]:
@@ -184,14 +180,14 @@ def all_chips(find: str) -> list[Chip]:
     return [c for c in loaded if c.kind == "gpu" and (c.price is not None or find == "chips")]
 
 
-def own_numbers(name: str, values: Any, chips: Sequence[Chip]) -> Mapping[str, float]:
+def numbers_of(name: str, values: Any, chips: Sequence[Chip]) -> Mapping[str, float]:
     """Numbers by name of a chip, of one for all or of a mapping."""
     if values is None:
         return {}
     if not isinstance(values, Mapping):
         values = {c.name: values for c in chips}
     names = {alias: c.name for c in chips for alias in (c.name, *c.aliases)}
-    own = {}
+    numbers = {}
     for chip, value in values.items():
         if chip not in names:
             raise RequestError(
@@ -199,8 +195,8 @@ def own_numbers(name: str, values: Any, chips: Sequence[Chip]) -> Mapping[str, f
             )
         if not value > 0:
             raise RequestError(f"{name} of {chip}: {value!r}: expected a number above 0")
-        own[names[chip]] = float(value)
-    return own
+        numbers[names[chip]] = float(value)
+    return numbers
 
 
 def with_numbers(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, float]) -> Chip:
@@ -212,14 +208,13 @@ def with_numbers(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, f
     return replace(chip, **changed) if changed else chip
 
 
-def check(asked: Question) -> None:
-    """Raise RequestError for what contradicts itself."""
-    find, service, limits = asked.find, asked.service, asked.limits
-    if find == "cheapest" and not any(c.price for c in asked.chips):
-        names = ", ".join(c.name for c in asked.chips)
+def check(question: Question) -> None:
+    """Raise RequestError for a question that contradicts itself."""
+    find, service, limits, job = question.find, question.service, question.limits, question.job
+    names = ", ".join(c.name for c in question.chips)
+    if find == "cheapest" and not any(c.price for c in question.chips):
         raise RequestError(f"find cheapest: no price is known of {names}; give one with price=")
-    if find == "energy" and not any(c.power for c in asked.chips):
-        names = ", ".join(c.name for c in asked.chips)
+    if find == "energy" and not any(c.power for c in question.chips):
         raise RequestError(f"find energy: no power is known of {names}; give one with power=")
     if limits.ttft is not None and service.mix is None:
         raise RequestError(
@@ -227,24 +222,22 @@ def check(asked: Question) -> None:
         )
     if service.apart and service.mix is None:
         raise RequestError("apart: it is for the prefills of a mix; give one with mix=")
-    if service.mix is not None and asked.open != "batch":
-        raise RequestError(f"mix: it says how long caches are; {asked.open} cannot be open beside")
-    if service.mix is not None and asked.form is not None:
+    opened = question.open
+    if service.mix is not None and opened != "batch":
+        raise RequestError(f"mix: it says how long caches are; {opened} cannot be open beside")
+    if service.mix is not None and question.form is not None:
         raise RequestError("mix: a saved form has one phase and no prefill; name the model itself")
-    if service.mix is not None and asked.job.request.kv is not None:
+    if service.mix is not None and job.request.kv is not None:
         raise RequestError("kv: the mix says how long caches are; leave one of them out")
-    if asked.counts is not None:
-        asked.job.refuse(("mesh",), "chips= splits the step over meshes; leave one of them out")
-    opened = asked.open
-    if opened in asked.job.explicit and not (find in OTHERS and opened == "batch"):
-        asked.job.refuse(
-            (opened,), "it is what is looked for; leave it out, or say its values with over"
-        )
+    if question.counts is not None:
+        job.refuse(("mesh",), "chips= splits the step over meshes; leave one of them out")
+    if opened in job.explicit and not (find in OTHERS and opened == "batch"):
+        job.refuse((opened,), "it is what is looked for; leave it out, or say its values with over")
     if find in OTHERS:
         for name, value in limits:
             raise RequestError(f"{name} {value:g} s: find {find} takes no limit")
     words = (*serving.OBJECTIVES, *OTHERS)
-    if find not in words and find not in USUAL and "." not in find and asked.values is None:
+    if find not in words and find not in USUAL and "." not in find and question.values is None:
         raise RequestError(
             f"find {find!r}: expected a size ({', '.join(USUAL)}, or another one with its values "
             f"in over=) or one of {', '.join(words)}{hint(find, (*words, *USUAL))}"
@@ -252,14 +245,14 @@ def check(asked: Question) -> None:
 
 
 def sizes_of_form(
-    known: Form | None, at: Mapping[str, int] | None, named: Mapping[str, Any]
+    form: Form | None, at: Mapping[str, int] | None, named: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, Any]]:
-    """The fixed sizes of a saved form, those of `at` and those named like arguments; the rest."""
-    if known is None:
+    """(fixed sizes of a saved form, from `at` and from named arguments; the other arguments)."""
+    if form is None:
         if at:
             raise RequestError(
                 f"at={dict(at)}: it is for a saved form; say sizes as batch=8, kv=4096"
             )
         return {}, dict(named)
-    own = {n: v for n, v in named.items() if n in known.names and v is not None}
-    return {**(at or {}), **own}, {n: v for n, v in named.items() if n not in own}
+    sizes = {n: v for n, v in named.items() if n in form.names and v is not None}
+    return {**(at or {}), **sizes}, {n: v for n, v in named.items() if n not in sizes}

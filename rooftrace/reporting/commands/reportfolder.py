@@ -29,16 +29,12 @@ if TYPE_CHECKING:
 
 
 # -- folders ---------------------------------------------------------------------------------------
-# The files of a report or a validation: makes them aside, then puts them into their folder.
 
 MANIFEST = "_report.json"
 
 
 def check_formats(formats: Sequence[str], among: Sequence[str] = OF_REPORTS) -> None:
-    """Raise RequestError for a format that a report, or what else is written, does not have.
-
-    Also for none.
-    """
+    """Raise RequestError for a format that is not among these, and for none."""
     shown = ", ".join(among)
     if not formats:
         raise RequestError(f"format: expected some of {shown}, got none")
@@ -52,11 +48,11 @@ class ReportFolderError(OSError):
 
 
 class FigureError(RuntimeError):
-    """Figures cannot be drawn: says why, and which files are there nevertheless."""
+    """Figures cannot be drawn: the reason, and the files that are there nevertheless."""
 
 
 def check_folder(out: Path, formats: Sequence[str] = USUAL) -> None:
-    """Raise now, before any work, what would stop these formats from being written later.
+    """Raise, before any work, the errors of writing these formats later.
 
     Raises ReportFolderError for a folder, OutputError for a file in it that would be lost,
     FigureError where matplotlib does not load.
@@ -83,7 +79,7 @@ def write_report(
 ) -> list[Path]:
     """Make the files of `formats` and move them into `out`; their final paths, in order.
 
-    style: what figures are made for (`figures.printing.MEDIA`).
+    style: of figures (`figures.printing.MEDIA`).
 
     Raises FigureError, after all other files are there, where a figure cannot be drawn.
     """
@@ -119,7 +115,7 @@ def write_report(
 
 
 def _place(name: str) -> int:
-    """Where a file stands among those that are told: what is read first, pictures last."""
+    """The place of a file in the list of written files: pages first, pictures last."""
     order = ("report.html", *(FORMATS[form].file for form in TEXTS))
     drawn = name.rpartition(".")[2] in FIGURES
     return order.index(name) if name in order else len(order) + drawn
@@ -141,8 +137,8 @@ def write_validation(
         points, left_out = parity.parity_points(result)
         if points:
             title = "Predicted and measured"
-            about = (result.chip.title, result.execution, result.knobs, left_out)
-            subtitle = ", ".join(filter(None, about))
+            facts = (result.chip.title, result.execution, result.knobs, left_out)
+            subtitle = ", ".join(filter(None, facts))
             names += [f"parity.{ending}" for ending in figures]
             files = [folder / name for name in names]
             style.save(lambda: parity.parity_figure(points, title, subtitle), *files)
@@ -163,9 +159,9 @@ def write_validation(
 
 @contextlib.contextmanager
 def new_folder(out: Path, manifest: str) -> Iterator[Path]:
-    """A folder to make files in, which are then put into `out`, each whole, with their manifest.
+    """A folder to make files in, which are then moved into `out` with their manifest.
 
-    Folders that had to be made for it are removed again if nothing was put there.
+    Folders that were made for it are removed again if nothing was put there.
     Raises ReportFolderError, and OutputError where a file would be lost.
     """
     missing: list[Path] = []
@@ -195,7 +191,7 @@ def _said(out: Path, reason: str) -> str:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove those of these folders that are empty, innermost first."""
+    """Remove the empty ones of these folders, innermost first."""
     for folder in folders:
         try:
             folder.rmdir()
@@ -204,10 +200,9 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 # -- report ----------------------------------------------------------------------------------------
-# A report: every phase under every execution on every chip, and the folder of files made of it.
 
 DETECTED = "detected"
-"""The name of an execution whose bytes are as rules count them, beside the calibrated one."""
+"""The name of the execution without measured factors on bytes, before the calibrated one."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -244,7 +239,7 @@ class Report(Results):
         chakra_<phase>.<rank>.et of the traced process for simulators of networks, "chakra-all" one
         for every process of the mesh.
 
-        All files are made beside `out` first and then moved in, so nothing is left half-written.
+        All files are made next to `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written, RequestError for a format that
         reports do not have, and FigureError, after all else is written, where a figure fails.
         """
@@ -260,7 +255,7 @@ def conditions(
 ) -> tuple[list[Chip], list[ExecutionModel]]:
     """The chips and execution models of a report.
 
-    Raises what loading them raises, and RequestError for none, or one that is there twice.
+    Raises the errors of loading, and RequestError for none, or one that is there twice.
     """
     models = [execution_model(execution) for execution in executions]
     targets = [ExecutionModel.chip_of(c, models) for c in ([None] if chips is None else chips)]
@@ -285,10 +280,10 @@ def build_report(
 ) -> Report:
     """Price each graph under each execution model and put it on each chip.
 
-    graphs: by phase name.  executions: default naive and the usual one.  progress: is told the
-    phase that is being priced.  Before a model with measured factors on bytes stands the same model
+    graphs: by phase name.  executions: default naive and the usual one.  progress: gets the phase
+    that is being priced.  Before a model with measured factors on bytes comes the same model
     without them, as "detected".
-    Raises what `estimate` raises, and RequestError where any of the three is empty, or has a name
+    Raises the errors of `estimate`, and RequestError where any of the three is empty, or has a name
     twice.
     """
     if not graphs:

@@ -19,7 +19,14 @@ from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import PricingOptions
-from rooftrace.reporting.commands.reportfolder import Report, build_report, check_folder, conditions
+from rooftrace.reporting.commands.reportfolder import (
+    Report,
+    build_report,
+    check_folder,
+    check_formats,
+    conditions,
+    new_folder,
+)
 from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.rooflinesteps import FIGURE, PAGE, Reports, names_of
 from rooftrace.tracer import Job
@@ -49,21 +56,21 @@ def report(
     (`largest_batch`).  execution: one or several, default naive and efficient, and for a script
     naive and mixed.  knobs: calibrated constants of every execution, by name or path or as
     `calibrate` returns them; None for the datasheet's peaks.  rewrites, tf32, exchange, what_if,
-    settings: what else is changed of every execution.  progress: a function that is called
+    settings: other changes to every execution.  progress: a function that is called
     with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
     the model nor rooftrace takes.
     """
-    asked = StepRequest.of(report, model, args, kwargs)
-    chips, models = conditions(asked.chips, asked.models)
+    request = StepRequest.of(report, model, args, kwargs)
+    chips, models = conditions(request.chips, request.models)
     how: dict[str, Any] = {} if formats is None else {"formats": tuple(formats)}
     if out is not None:
         check_folder(Path(out), **how)
     with telling(progress):
-        result = build_report(asked.graphs(), chips, models, tell)
+        result = build_report(request.graphs(), chips, models, tell)
         if max_batch:
-            again = replace(asked.job.without("batch"), phases=tuple(result.phases))
+            again = replace(request.job.without("batch"), phases=tuple(result.phases))
             result = replace(result, largest=_largest(again, chips, models[-1]))
     if out is not None:
         result.write(Path(out), **how)
@@ -85,10 +92,10 @@ def largest_batch(
     weights_dtype, kv_dtype: storage precisions to price in.  Raises RequestError for a graph, for
     an argument `batch`, and for a module that runs at no other batch.
     """
-    asked = StepRequest.of(largest_batch, model, args, kwargs)
-    asked.job.refuse(("batch",), "the batch is what is looked for; leave it out")
+    request = StepRequest.of(largest_batch, model, args, kwargs)
+    request.job.refuse(("batch",), "the batch is what is looked for; leave it out")
     with telling(progress):
-        return _largest(asked.job, asked.chips, asked.model)
+        return _largest(request.job, request.chips, request.model)
 
 
 def _largest(
@@ -124,10 +131,7 @@ def _largest(
     return result
 
 
-# -- manyreports -----------------------------------------------------------------------------------
-# Reports on several targets: a folder for each, and all of them on one roofline and in one table.
-#
-# A target that fails leaves the others as they are, and is named with its error.
+# -- many reports ----------------------------------------------------------------------------------
 
 MANIFEST = "_comparison.json"
 MOST = 200
@@ -138,23 +142,22 @@ def write_comparison(
     result: Reports, out: Path, formats: Sequence[str], style: str = "screen"
 ) -> list[Path]:
     """Write the page, the table and the figure of all reports into a folder; their paths."""
-    from rooftrace.reporting.commands import reportfolder as written
     from rooftrace.reporting.views import file_of
 
-    with written.new_folder(out, MANIFEST) as folder:
+    with new_folder(out, MANIFEST) as made:
         names: list[str] = []
         drawn = [name for name in FIGURES if name in formats]
         if result.roofline is not None and drawn:
-            from rooftrace.reporting.figures import folder as figures
+            from rooftrace.reporting.figures import folder
 
             for ending in drawn:
                 names.append(f"{FIGURE}.{ending}")
-                figures.draw_roofline(result.roofline, folder / names[-1], style)
-        pictures = {name: (folder / name).read_bytes() for name in names if name.endswith(".png")}
+                folder.draw_roofline(result.roofline, made / names[-1], style)
+        pictures = {name: (made / name).read_bytes() for name in names if name.endswith(".png")}
         how = {"files": tuple(names), "pictures": pictures, "style": style}
         for name in (name for name in TEXTS if name in formats):
             names.append(f"{PAGE}.{name}")
-            (folder / names[-1]).write_bytes(file_of(result, name, **how))
+            (made / names[-1]).write_bytes(file_of(result, name, **how))
     return [out / name for name in names]
 
 
@@ -168,22 +171,20 @@ def reports(
 ) -> Reports:
     """A report on each of several targets; with `out`, a folder for each inside of that one.
 
-    asked: what `report` takes; it holds for all.  Beside the folders stand comparison.html, .md,
-    .json and .csv (by `formats`) and a figure with all steps on one roofline.  A folder is written
-    as soon as its report is there.
+    asked: arguments of `report` for all targets.  `out` also gets comparison.html, .md, .json and
+    .csv (by `formats`) and a figure with all steps on one roofline.  A folder is written as soon as
+    its report is there; a target that fails stops no other.
 
     Returns the Reports, with the failures by target.  Raises RequestError for no target, one that
     is there twice, and too many.
     """
-    from rooftrace.reporting.commands import reportfolder as written
-
     _check(targets)
     conditions_of(report, PricingOptions.parted(asked)[0])
     used = USUAL if formats is None else tuple(formats)
-    written.check_formats(used)
+    check_formats(used)
     folders = names_of(targets)
     for name in folders.values() if out is not None else ():
-        written.check_folder(Path(out or "") / name, used)
+        check_folder(Path(out or "") / name, used)
     made: dict[str, Report] = {}
     failures: dict[str, str] = {}
     for number, target in enumerate(targets, 1):

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def priced(job: Job) -> Traced:
-    """The graphs of a job, in the precisions that were asked for."""
+    """The graphs of a job, in the precisions of its request."""
     check_precisions(*job.precisions)
     return in_precisions(job, traced(job))
 
 
 def in_precisions(job: Job, made: Traced) -> Traced:
-    """Graphs that were traced for a job, in the precisions that were asked for."""
+    """Graphs that were traced for a job, in the precisions of its request."""
     job.check_used(made.graphs)
     graphs = {phase: reprice(graph, *job.precisions) for phase, graph in made.graphs.items()}
     return replace(made, graphs=graphs)

@@ -1,8 +1,7 @@
 """Sides of a diff at git revisions: checkouts, files read from elsewhere, line origins, and runs.
 
-A side that runs other code than its revision has would make every diff "no change".  So what a
-process read is compared with what the revision has: code from elsewhere is an error, the rest a
-note.
+A side that runs other code than its revision would make every diff "no change".  So the files that
+a process read are compared with those of the revision: other code is an error, other files a note.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rooftrace.costmodels.estimates import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.ops import own_rules
 from rooftrace.diffs.costs import Diff
-from rooftrace.diffs.git import RevisionError, origins as authorship, repositories
+from rooftrace.diffs.git import RevisionError, origins, repositories
 from rooftrace.diffs.git.origins import Bisection, DiffOrigins, LineChange, SideOrigin
 from rooftrace.diffs.git.repositories import Commit, Repository, repository_at
 from rooftrace.errors import RequestError, TargetError, is_ours, naming
@@ -73,7 +72,7 @@ def _placed(side: DiffSide, stack: ExitStack) -> Placed:
     if side.revision == FILES:
         try:
             return _of_files(side, repository_of(target), origin)
-        except RevisionError:  # beside a revision: files that are in no repository
+        except RevisionError:  # the other side of a revision may be files in no repository
             return plain
     repository = repository_of(target)
     commit, why = commit_of(repository, side.revision)
@@ -106,7 +105,7 @@ def at_commit(
 
 
 def commit_of(repository: Repository, revision: str) -> tuple[Commit, str]:
-    """The commit of a revision, and why that one where the user did not name it."""
+    """The commit of a revision, and the reason for it where the user did not name it."""
     if revision == BASE:
         return repository.base()
     before, dots, after = revision.partition("...")
@@ -124,30 +123,31 @@ def repository_of(target: str) -> Repository:
     where = names.where_of(target)
     if where.endswith(".py"):
         return repository_at(os.path.dirname(os.path.realpath(where)))
-    here = os.getcwd()
+    cwd = os.getcwd()
     top = where.partition(".")[0]
-    beside = any(os.path.exists(os.path.join(here, name)) for name in (top, f"{top}.py"))
+    local = any(os.path.exists(os.path.join(cwd, name)) for name in (top, f"{top}.py"))
     try:
-        spec = None if beside else importlib.util.find_spec(top)
+        spec = None if local else importlib.util.find_spec(top)
     except (ImportError, ValueError):
         spec = None
-    places = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else []
-    folder = next((p for p in places if os.path.exists(p) and "site-packages" not in p), here)
+    paths = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else []
+    folder = next((p for p in paths if os.path.exists(p) and "site-packages" not in p), cwd)
     folder = folder if os.path.isdir(folder) else os.path.dirname(folder)
     try:
         return repository_at(os.path.realpath(folder))
     except RevisionError:
-        return repository_at(os.path.realpath(here))
+        return repository_at(os.path.realpath(cwd))
 
 
-# -- what a side read ------------------------------------------------------------------------------
+# -- files that a side read ------------------------------------------------------------------------
 
 _SOURCE_FOLDERS = ("", "src/", "lib/", "python/")
+_MODULE_ENDS = (".py", "/__init__.py")
 _POINTER = b"version https://git-lfs"
 
 
 def checked(at: Placed, reads: Reads, graphs: Mapping[str, OpGraph]) -> SideOrigin:
-    """The origin of a side with the versions that made it, and notes on what it read.
+    """The origin of a side with the versions that made it, and notes on the files that it read.
 
     Raises TargetError where code of the repository was read from elsewhere.
     """
@@ -160,7 +160,7 @@ def checked(at: Placed, reads: Reads, graphs: Mapping[str, OpGraph]) -> SideOrig
 
 
 def notes_on(at: Placed, reads: Reads) -> list[str]:
-    """What a reader has to know of the files that a side read.  Raises TargetError."""
+    """Notes on files that a side read and that its revision does not have.  Raises TargetError."""
     assert at.repository is not None and at.place is not None and at.origin.commit is not None
     checkout = at.origin.working_tree is None
     tracked = at.repository.tracked()
@@ -198,16 +198,16 @@ def _of_elsewhere(at: Placed, reads: Reads, tracked: frozenset[str]) -> list[str
     """Notes on modules that the repository has and that an installed copy hides."""
     assert at.place is not None
     where = names.where_of(at.side.job.name)
-    own = "" if where.endswith(".py") else where.partition(".")[0]
+    package = "" if where.endswith(".py") else where.partition(".")[0]
     notes = []
     for name, file in reads.modules.items():
         inside = file.startswith(at.place.root + os.sep) and "site-packages" not in file
-        beside = (f"{folder}{name}" for folder in _SOURCE_FOLDERS)
-        there = [p for b in beside for p in (f"{b}.py", f"{b}/__init__.py") if p in tracked]
+        paths = (f"{folder}{name}{end}" for folder in _SOURCE_FOLDERS for end in _MODULE_ENDS)
+        there = [path for path in paths if path in tracked]
         if inside or not there:
             continue
         text = f"{name} was imported from {file}, and the repository has {there[0]}"
-        if name == own:
+        if name == package:
             raise TargetError(
                 f"{text}: so both sides would run the same code; install it with "
                 "`pip install -e .`, or put the folder that holds it on PYTHONPATH"
@@ -232,7 +232,7 @@ def _is_pointer(path: str) -> bool:
 # -- who changed a line ----------------------------------------------------------------------------
 
 _ROWS = 3
-"""Of how many rows of a phase the commit is looked up: each takes a run of `git blame`."""
+"""Rows of a phase whose commits are looked up: each takes a run of `git blame`."""
 
 
 def origins_of(
@@ -241,20 +241,20 @@ def origins_of(
     result: Diff,
     bisection: Bisection | None,
 ) -> DiffOrigins:
-    """Where both sides come from, with the commits that explain the difference.
+    """The origins of both sides, with the commits that explain the difference.
 
     Commits are looked up where both sides are of one repository, and the first is a commit.
     """
-    origins = DiffOrigins(before=before[1], after=after[1], bisection=bisection)
+    made = DiffOrigins(before=before[1], after=after[1], bisection=bisection)
     repository, commit = after[0].repository, before[1].commit
     same = repository is not None and before[0].repository == repository
     if not same or repository is None or commit is None or before[1].working_tree is not None:
-        return origins
+        return made
     files = sorted({*before[2].inside, *after[2].inside})
     end = after[1].commit if after[1].working_tree is None else None
     ends = (commit.hash, end.hash if end is not None else None)
     return replace(
-        origins,
+        made,
         lines=_line_changes(repository, ends, result),
         touching=repository.touching(commit.hash, ends[1] or "HEAD", files),
         uncommitted=repository.uncommitted(files) if end is None else (),
@@ -283,14 +283,14 @@ def _line_change(
 ) -> LineChange | None:
     """The commit that wrote the line of a row; else the one that took its old line away."""
     for kind, source, look in (
-        ("wrote", after, authorship.wrote),
-        ("removed", before, authorship.removed),
+        ("wrote", after, origins.wrote),
+        ("removed", before, origins.removed),
         ("lacks", before, _written_apart),
     ):
         commit = look(repository, *ends, source) if source else None
         if commit is not None and source is not None:
-            known = commit if isinstance(commit, Commit) else None
-            return LineChange(phase=phase, source=source, kind=kind, commit=known)
+            made = commit if isinstance(commit, Commit) else None
+            return LineChange(phase=phase, source=source, kind=kind, commit=made)
     return None
 
 
@@ -298,11 +298,10 @@ def _written_apart(
     repository: Repository, before: str, after: str | None, source: str
 ) -> Commit | str | None:
     """The commit that wrote a line of `before` and that `after` does not have."""
-    return authorship.wrote(repository, after or "HEAD", before, source)
+    return origins.wrote(repository, after or "HEAD", before, source)
 
 
-# -- sideruns --------------------------------------------------------------------------------------
-# Runs the sides of a diff where they are placed: the graphs of each, and what they cost.
+# -- runs of sides ---------------------------------------------------------------------------------
 
 EAGER = "eager"
 """The execution model that runs the ops which the code calls."""
@@ -310,7 +309,7 @@ EAGER = "eager"
 
 @dataclass(frozen=True)
 class Ran:
-    """A side that ran: its estimates by phase, and what it was made of."""
+    """A side that ran: its estimates by phase, and their sources."""
 
     at: Placed
     estimates: Mapping[str, Estimate]
@@ -321,7 +320,7 @@ class Ran:
 
 
 def run_sides(sides: Sequence[Placed]) -> list[Ran]:
-    """Run both sides.  Raises TargetError, which says of a side that fails what the other costs."""
+    """Run both sides.  Raises TargetError for one that fails, with the costs of the other."""
     if any(at.place is not None for at in sides):
         return _run_placed(sides)
     jobs = [at.side.job for at in sides]
@@ -334,7 +333,7 @@ def run_sides(sides: Sequence[Placed]) -> list[Ran]:
 
 
 def run_at(at: Placed) -> Ran | Failed:
-    """Run one side, or say why it does not build."""
+    """Run one side; Failed where it does not build."""
     return _priced_apart(at, _outcomes([at])[0])
 
 
@@ -372,7 +371,7 @@ def _priced(at: Placed, made: Traced, reads: Reads | None = None) -> Ran:
 
 
 def _makers(jobs: Sequence[Job]) -> list[Callable[[], Traced]]:
-    """For each side a function that makes its graphs.  Code runs in processes of its own, all at
+    """For each side a function that makes its graphs.  Code runs in separate processes, all at
     once, unless it brings cost rules, which are needed in this one."""
     code = [i for i, job in enumerate(jobs) if job.is_code]
     apart = dict(zip(code, trace_each_apart([jobs[i] for i in code]), strict=True))
@@ -401,7 +400,7 @@ def _makers(jobs: Sequence[Job]) -> list[Callable[[], Traced]]:
 
 
 def _run_placed(sides: Sequence[Placed]) -> list[Ran]:
-    """Run sides of which at least one has a place of its own."""
+    """Run sides of which at least one runs from another folder."""
     outcomes = _outcomes(sides)
     results = [_priced_apart(at, outcome) for at, outcome in zip(sides, outcomes, strict=True)]
     failures = [(at, made) for at, made in zip(sides, results, strict=True)
@@ -420,7 +419,7 @@ def _run_placed(sides: Sequence[Placed]) -> list[Ran]:
 
 
 def _outcomes(sides: Sequence[Placed]) -> list[Outcome]:
-    """What became of each side: in a process of its own, or here where it is not code."""
+    """The outcome of each side: from a separate process, or from this one if it is not code."""
     apart = []
     for at in sides:
         job = at.side.job
@@ -465,12 +464,12 @@ def _priced_apart(at: Placed, outcome: Outcome) -> Ran | Failed:
 
 
 def _does_not_build(at: Placed, failed: Failed) -> str:
-    """The message about a side that does not build, with what may explain it."""
+    """The message about a side that does not build, with possible reasons."""
     return "\n".join([f"{at.label}: {failed.error}", *_why(at, failed)])
 
 
 def _why(at: Placed, failed: Failed) -> list[str]:
-    """What may explain that a side does not build."""
+    """Possible reasons for a side that does not build."""
     if at.repository is None:
         return []
     added = _added_elsewhere(at) if at.origin.working_tree is None else []
@@ -478,7 +477,7 @@ def _why(at: Placed, failed: Failed) -> list[str]:
 
 
 def _added_elsewhere(at: Placed) -> list[str]:
-    """Which commit added the file of a target that a revision does not have."""
+    """The commit that added the file of a target that a revision does not have."""
     assert at.repository is not None and at.origin.commit is not None
     name = at.side.job.name
     where = names.where_of(name) if at.side.job.is_code else name

@@ -1,10 +1,12 @@
-"""Steps of several models beside each other, as points of a roofline."""
+"""Steps of several models as points of a roofline."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part
@@ -89,7 +91,7 @@ class RooflineRow(Plain):
 
     @property
     def network_rate(self) -> float | None:
-        """FLOP/s at which the network would carry what the step sends; None where it sends none."""
+        """FLOP/s at which the network carries the traffic of the step; None without traffic."""
         seconds = self.estimate.times.t_net
         return self.estimate.flops_causal / seconds if seconds else None
 
@@ -106,7 +108,7 @@ class RooflineRow(Plain):
 
 @dataclass(frozen=True, repr=False)
 class Rooflines(Shown):
-    """Steps of models, phases and sizes on chips, in the order they were asked for.
+    """Steps of models, phases and sizes on chips, in the order of the call.
 
     over: the size that has several values, "" for none.
     """
@@ -117,6 +119,16 @@ class Rooflines(Shown):
     def __repr__(self) -> str:
         steps = some(f"{r.label} {format_time(r.estimate.t_est)}" for r in self.rows)
         return short(self, steps)
+
+    def plot(self, path: str | os.PathLike[str], *, style: str = "screen") -> None:
+        """Draw all steps on one roofline: a PNG, SVG or PDF, as the file ends.
+
+        style: "screen", "paper" (7.2 in wide) or "paper-column" (3.5 in).  Raises RequestError for
+        another ending or style.
+        """
+        from rooftrace.reporting.figures import folder
+
+        folder.draw_roofline(self, Path(path), style)
 
     @cached_property
     def models(self) -> list[str]:
@@ -143,14 +155,14 @@ class Rooflines(Shown):
 
     @property
     def conditions(self) -> str:
-        """What all steps share, in words: "bf16; decode 8 x 1 token; efficient; h200-sxm"."""
+        """The conditions that all steps share: "bf16; decode 8 x 1 token; efficient; h200-sxm"."""
         first = self.rows[0]
         parts = [
             ", ".join(sorted({_dtype(row.estimate) for row in self.rows} - {""})),
             *(
-                told if len(self.phases) == 1 else f"{phase} {told}"
+                text if len(self.phases) == 1 else f"{phase} {text}"
                 for phase in self.phases
-                for told in self._workloads(phase)
+                for text in self._workloads(phase)
                 if not self.over
             ),
             "" if not self.over else ", ".join(self.phases),
@@ -162,14 +174,14 @@ class Rooflines(Shown):
         return "; ".join(filter(None, parts))
 
     def _workloads(self, phase: str) -> Iterator[str]:
-        """What the steps of a phase run, where they all run the same."""
-        told = {
+        """The workload of the steps of a phase, where it is the same."""
+        texts = {
             words.workload_words(phase, row.estimate.graph.workload)
             for row in self.rows
             if row.phase == phase
         }
-        if len(told) == 1:
-            yield from told
+        if len(texts) == 1:
+            yield from texts
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, as a CSV file takes them."""
@@ -195,15 +207,15 @@ def _dtype(estimate: Estimate) -> str:
 
 FIGURE = "roofline"
 PAGE = "comparison"
-"""Names of the files that stand beside the folders of several reports."""
+"""Names of the files of several reports together."""
 
 
 @dataclass(frozen=True, repr=False)
 class Reports(Shown):
-    """Reports by target, in the order they were asked for; failures: why others have none.
+    """Reports by target, in the order of the call; failures: the errors of other targets.
 
-    `roofline` has their steps, of the main execution of each report, on one roofline; print()
-    shows that table, and the failures below it.
+    `roofline` has the steps of the main execution of each report; print() shows them as a table,
+    and the failures below it.
     """
 
     reports: Mapping[str, Results]
@@ -215,7 +227,7 @@ class Reports(Shown):
 
     @property
     def roofline(self) -> Rooflines | None:
-        """The steps of all reports beside each other; None where none is there."""
+        """The steps of all reports; None without any."""
         rows = tuple(self._rows())
         return Rooflines(rows) if rows else None
 
@@ -224,10 +236,10 @@ class Reports(Shown):
         for target, made in self.reports.items():
             for phase in made.phases:
                 for step in made.estimates[phase][made.main].values():
-                    told = step.graph.workload
+                    workload = step.graph.workload
                     other = "seq" if phase == "decode" else "kv"
-                    known = [name for name in SIZES if name != other and told.get(name)]
-                    sizes = {name: int(told[name]) for name in known}
+                    present = [n for n in SIZES if n != other and workload.get(n)]
+                    sizes = {name: int(workload[name]) for name in present}
                     yield RooflineRow(names[target], sizes, step)
 
     def to_rows(self) -> list[dict[str, Any]]:
@@ -235,21 +247,21 @@ class Reports(Shown):
         return self.roofline.to_rows() if self.roofline is not None else []
 
     def to_dict(self) -> dict[str, Any]:
-        """The steps beside each other, and the failures; each report has its own numbers."""
+        """All steps, and the failures; each report has its own numbers."""
         return {"steps": self.to_rows(), "failures": dict(self.failures)}
 
 
 def names_of(targets: Sequence[str]) -> dict[str, str]:
-    """A short name for each target, of which each is the name of a folder too.
+    """A short name for each target, which is also the name of its folder.
 
-    The last part of its path where that tells it from the others, else all of it, else a number.
+    The last part of its path where that is unique, else all of it, else with a number.
     """
     last = {target: _short(target) for target in targets}
-    whole = {target: file_part(target).strip("_.") or "target" for target in targets}
+    full = {target: file_part(target).strip("_.") or "target" for target in targets}
     made: dict[str, str] = {}
     taken = {PAGE, FIGURE}
     for target in targets:
-        name = last[target] if list(last.values()).count(last[target]) == 1 else whole[target]
+        name = last[target] if list(last.values()).count(last[target]) == 1 else full[target]
         number = 1
         while name in taken:
             number += 1

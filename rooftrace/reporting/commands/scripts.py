@@ -30,10 +30,10 @@ def run(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> ScriptCost:
-    """Run a script, unmodified, on a GPU that is not there, and say what its steps cost.
+    """Run a script, unmodified, on a GPU that is not there, and price its steps.
 
-    The script runs in a process of its own.  It sees a CUDA device with the name and memory of
-    `chip` (default h200-sxm); what it computes there has shapes, no values.
+    The script runs in a separate process.  It sees a CUDA device with the name and memory of
+    `chip` (default h200-sxm); its tensors there have shapes, no values.
 
     command: "train.py --batch_size=12", "torchrun --nproc_per_node=8 train.py", or its words.
     system: how chips are joined, for a script of several processes; its chip is `chip` then.
@@ -45,15 +45,14 @@ def run(
     "mark=NAME" where the script says NAME to torch.profiler or NVTX ("step": a profiler's
     `step()`).  execution: by default what the script compiles is compiled, and the rest eager.
     clock: "simulated" lets the script read the time that its steps would take on the chip.
-    scratch: a folder in which files come to lie that the script writes.  assume: what is taken for
-    unknown values, as in `trace`.
+    scratch: a folder that gets the files that the script writes.  assume: as in `trace`.
 
     Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
     from rooftrace.tracer.phases import ownprocess
 
-    own, kwargs = taken(RunArguments, kwargs)
-    _check(own.clock, own.steps)
+    arguments, kwargs = taken(RunArguments, kwargs)
+    _check(arguments.clock, arguments.steps)
     ownprocess.get_ready()
     from rooftrace.costmodels.estimates import price_script
     from rooftrace.scripts.steps import ScriptError, ScriptRequest
@@ -64,16 +63,16 @@ def run(
     request = ScriptRequest(
         command=words,
         chip=device,
-        steps=own.steps,
-        ranks=own.ranks,
-        rank=own.rank,
+        steps=arguments.steps,
+        ranks=arguments.ranks,
+        rank=arguments.rank,
         per_node=None if device.system is None else device.system.levels[0].size,
-        scratch=own.scratch,
-        assume=own.assume,
-        boundary=own.boundary,
+        scratch=arguments.scratch,
+        assume=arguments.assume,
+        boundary=arguments.boundary,
     )
     with telling(progress):
-        script = request.run(_seconds(device, model) if own.clock == "simulated" else None)
+        script = request.run(_seconds(device, model) if arguments.clock == "simulated" else None)
         if script.failure is not None:
             raise ScriptError(script)
         check_groups(script.by_phase().values, [model])

@@ -29,7 +29,6 @@ from rooftrace.studies.sweeps import Form, grids
 from rooftrace.tracer import Job, names
 
 # -- factors ---------------------------------------------------------------------------------------
-# Factors of a grid from what is asked: names and levels, as text or as values.
 
 _CONFIG = FileKind("JSON file", RequestError)
 
@@ -49,19 +48,19 @@ def factors_of(
 ) -> list[grids.Factor]:
     """The factors of a grid.
 
-    grid: levels by name, several names joined by "+".  sizes: where the step is.  job: what is
-    traced; None for a form.  is_size: whether a form may be over a name.
-    Raises RequestError for a name that nothing has, for no levels, and for a level that is none.
+    grid: levels by name, several names joined by "+".  sizes: of the step.  job: that is traced;
+    None for a form.  is_size: whether a form may be over a name.
+    Raises RequestError for an unknown name, for no levels, and for a text that is no level.
     """
     if not isinstance(grid, Mapping):
         raise RequestError(
             f"grid={grid!r:.60}: expected levels by name, for example {{'batch': [1, 8, 64]}}"
         )
-    reader = _Reader(sizes, chip, execution, job, is_size)
+    reader = _GridReader(sizes, chip, execution, job, is_size)
     return [reader.factor(str(name), levels) for name, levels in grid.items()]
 
 
-class _Reader:
+class _GridReader:
     """Reads names and levels for one step."""
 
     def __init__(
@@ -93,15 +92,12 @@ class _Reader:
             grids.SIZE: self._sized,
             grids.SETTING: self._settings,
         }
-        read = by_kind[kind]
-        columns = [read(part, texts) for part in parts]
-        labels = tuple(_label(kind, text) for text in self._texts(kind, parts[0], texts))
+        columns = [by_kind[kind](part, texts) for part in parts]
+        spelt = _spelt(parts[0], texts) if kind == grids.SIZE else texts
+        labels = tuple(_label(kind, text) for text in spelt)
         if len(parts) == 1 and kind in (grids.SIZE, grids.SETTING):
             labels = tuple(columns[0])
         return grids.Factor(name, kind, parts, tuple(zip(*columns, strict=True)), labels)
-
-    def _texts(self, kind: str, name: str, texts: Sequence[Any]) -> Sequence[Any]:
-        return _spelt(name, texts) if kind == grids.SIZE else texts
 
     def _kind(self, name: str) -> str:
         if name == "chip":
@@ -122,12 +118,12 @@ class _Reader:
             name.startswith("config.") or (self.job.is_code and name.isidentifier())
         ):
             return grids.SETTING
-        known = [*self.sizes, *WORDS, *self.numbers.values]
+        names_ = [*self.sizes, *WORDS, *self.numbers.values]
         raise RequestError(
             f"factor {name!r}: expected a size ({', '.join(self.sizes)}), "
             f"{'' if self.job is None else 'a field of the config as config.hidden_size, '}"
             f"{', '.join(WORDS[3:])}, or a number of the chip or a knob, as chip.memory_bandwidth"
-            f"{hint(name, known)}"
+            f"{hint(name, names_)}"
         )
 
     def _chips(self, name: str, texts: Sequence[Any]) -> list[Chip]:
@@ -188,7 +184,7 @@ def _is_factor(text: Any) -> bool:
 
 
 def _whole(name: str, text: Any, before: int | None) -> int:
-    """A size: a whole number, or a factor on the one that there is."""
+    """A size: an integer, or a factor on the present one."""
     try:
         if not _is_factor(text):
             number = float(text)
@@ -216,7 +212,7 @@ def _label(kind: str, level: Any) -> Any:
 
 
 def number_of_config(job: Job, name: str) -> int:
-    """A whole number of the config that a target names: "config.hidden_size".
+    """An integer of the config that a target names: "config.hidden_size".
 
     Raises RequestError where the file does not say it.
     """
@@ -233,7 +229,6 @@ def number_of_config(job: Job, name: str) -> int:
 
 
 # -- sensitivity -----------------------------------------------------------------------------------
-# What moves a step most: elasticities at some sizes, or the effects of a full factorial grid.
 
 _LENGTHS = ("batch", "seq", "kv")
 _FEW = 32
@@ -261,7 +256,7 @@ def sensitivity(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Elasticities | grids.GridEffects:
-    """How a step answers to its sizes, to each fact of the chip, and to each knob.
+    """The sensitivity of a step to its sizes, to each fact of the chip, and to each knob.
 
     source: a module, a target, a `Form` or the file of one, whose sizes are then given by name.
     over: sizes to look at, with their values, for example {"config.num_hidden_layers": 32};
@@ -276,14 +271,14 @@ def sensitivity(
 
     plot: a PNG, a tornado.  Other arguments are those of `trace` and `estimate`; phase: default
     decode for a Hugging Face model that has it, else forward.
-    Raises RequestError for a name or a level that there is not, and what `form` raises.
+    Raises RequestError for an unknown name or level, and the errors of `form`.
     """
-    known = known_form(source)
+    saved = known_form(source)
     pricing, named = PricingOptions.parted(kwargs)
     (model,), (used,) = conditions_of(sensitivity, pricing, source)
     with telling(progress):
-        if known is not None:
-            step: _Step = _FormStep(known, named, over)
+        if saved is not None:
+            step: _SizedStep = _FormStep(saved, named, over)
         else:
             job = StepRequest.of(sensitivity, source, args, kwargs).job
             step = _JobStep(job, over, model)
@@ -307,7 +302,7 @@ def sensitivity(
 
 
 def _refusals(traces: bool) -> tuple[type[Exception], ...]:
-    """What is raised at sizes that a model does not take."""
+    """The errors at sizes that a model does not take."""
     if not traces:
         return (RequestError,)  # a form needs no torch
     from rooftrace.tracer import TraceError
@@ -315,8 +310,8 @@ def _refusals(traces: bool) -> tuple[type[Exception], ...]:
     return (RequestError, TraceError)
 
 
-class _Step:
-    """A step with the sizes at which it is looked at."""
+class _SizedStep:
+    """A step at some sizes."""
 
     sizes: dict[str, int]
     precisions: tuple[str | None, ...]
@@ -335,11 +330,11 @@ class _Step:
         raise NotImplementedError
 
 
-class _FormStep(_Step):
+class _FormStep(_SizedStep):
     def __init__(
-        self, form: Form, asked: Mapping[str, Any], over: Mapping[str, int] | Sequence[str] | None
+        self, form: Form, named: Mapping[str, Any], over: Mapping[str, int] | Sequence[str] | None
     ) -> None:
-        named = dict(asked)
+        named = dict(named)
         precisions = [named.pop(name, None) for name in grids.PRECISIONS]
         sizes = {**named, **(over if isinstance(over, Mapping) else {})}
         self._form, self.precisions = form, tuple(precisions)
@@ -355,7 +350,7 @@ class _FormStep(_Step):
         return self._form
 
 
-class _JobStep(_Step):
+class _JobStep(_SizedStep):
     def __init__(
         self, job: Job, over: Mapping[str, int] | Sequence[str] | None, model: ExecutionModel
     ) -> None:
@@ -369,13 +364,13 @@ class _JobStep(_Step):
             return
         usual: dict[str, int] = {}
         names = [over] if isinstance(over, str) else over
-        asked = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
-        if not asked:
+        values = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names)
+        if not values:
             raise RequestError("over is empty: name at least one size, for example batch")
-        if any(value is None and name in _LENGTHS for name, value in asked.items()):
+        if any(value is None and name in _LENGTHS for name, value in values.items()):
             usual = sizes_of(job, graph)
         self.sizes = {
-            name: _whole_size(name, value, usual.get(name), job) for name, value in asked.items()
+            name: _size_of(name, value, usual.get(name), job) for name, value in values.items()
         }
 
     def is_size(self, name: str) -> bool:
@@ -398,7 +393,7 @@ class _JobStep(_Step):
         return forms + [_around(fixed, {name: size}) for name, size in rest.items()]
 
     def _at(self, sizes: Mapping[str, int]) -> Job:
-        """The job with some of the sizes asked for."""
+        """The job at some sizes."""
         assert self.job is not None
         request = self.job.request
         lengths: dict[str, Any] = {n: v for n, v in sizes.items() if n in _LENGTHS}
@@ -413,13 +408,13 @@ class _JobStep(_Step):
         others = {n: v for n, v in self.sizes.items() if n not in levels and n not in settings}
         request = self._at(others).request
         request = replace(request, settings={**request.settings, **settings})
-        told = ", ".join(f"{name} {value}" for name, value in settings.items())
-        tell(f"tracing {told}" if told else "tracing")
+        text = ", ".join(f"{name} {value}" for name, value in settings.items())
+        tell(f"tracing {text}" if text else "tracing")
         return form_of(replace(self.job, request=request), levels)
 
 
-def _whole_size(name: str, value: Any, usual: int | None, job: Job) -> int:
-    """The value of a size that was asked for, or that the source has."""
+def _size_of(name: str, value: Any, usual: int | None, job: Job) -> int:
+    """The value of a size: of the request, else of the source."""
     size = value if value is not None else usual
     if size is None and name.startswith("config."):
         size = number_of_config(job, name)
@@ -450,9 +445,9 @@ def _levels(name: str, size: int, most: int) -> Sequence[int]:
 
 
 def _with_executions(grid: Any, pricing: PricingOptions) -> Any:
-    """A grid; executions that it names are changed as the one that was asked for."""
+    """The grid with the changes of the pricing options in the executions that it names."""
     if not isinstance(grid, Mapping):
-        return grid  # whoever reads it says what is wrong
+        return grid  # its reader raises
     levels = grid.get("execution")
     if isinstance(levels, str):
         levels = options.words(levels)
@@ -462,7 +457,7 @@ def _with_executions(grid: Any, pricing: PricingOptions) -> Any:
 
 
 def _grid(
-    step: _Step,
+    step: _SizedStep,
     grid: Mapping[str, Any],
     chip: Chip,
     conditions: Conditions,
@@ -473,8 +468,8 @@ def _grid(
     levels: dict[str, Sequence[int]] = {}
     for factor in factors:
         if factor.kind == grids.SIZE:
-            for place, name in enumerate(factor.names):
-                levels[name] = tuple(sorted({values[place] for values in factor.levels}))
+            for number, name in enumerate(factor.names):
+                levels[name] = tuple(sorted({values[number] for values in factor.levels}))
     if not levels:
         name, size = next(iter(step.sizes.items()))
         levels = {name: (size,)}
@@ -486,17 +481,17 @@ def _grid(
 
 def draw(result: Elasticities | grids.GridEffects, path: Path) -> None:
     """A tornado: the effects of a grid, or times after a number is doubled and halved."""
-    from rooftrace.reporting.figures import elasticity_plot, style, tornado as ofsizes_tornado
+    from rooftrace.reporting.figures import elasticity_plot, style, tornado
 
     if isinstance(result, Elasticities):
         style.save(partial(elasticity_plot, result), path)
         return
     word = "logarithms" if result.log else "means"
-    tornado = partial(
-        ofsizes_tornado,
+    draw_effects = partial(
+        tornado,
         result.effects.main,
         f"What moves {result.title}",
         f"{result.phase}, {result.response} over {len(result):,} points, {word}",
         result.written_mean,
     )
-    style.save(tornado, path)
+    style.save(draw_effects, path)

@@ -1,4 +1,4 @@
-"""The two sides of a diff: what each one asks for, on which chip, from which files."""
+"""The two sides of a diff: the request of each, its chip, and its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILES = "."
 SIDES = ("before", "after")
 _FILES_OF = ("git", "python")
 OPTIONS = (*Job.ARGUMENTS, *PRICES, *_FILES_OF)
-"""What may differ from side to side."""
+"""Options that may differ from side to side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class DiffSide(StepRequest):
     which: str  # before or after
     revision: str | None = None  # a revision, BASE, FILES; None: its files, whatever they are
     python: str | None = None  # an interpreter; None: this one
-    options: Mapping[str, str]  # as they are shown: those of this side alone
+    options: Mapping[str, str]  # of this side alone, as they are shown
 
     @property
     def is_placed(self) -> bool:
-        """Whether it has to run in another place than here."""
+        """Whether it runs at a revision or with another interpreter."""
         return self.revision is not None or self.python is not None
 
 
@@ -46,58 +46,58 @@ def sides_of(
     args: Sequence[Any],
     named: Mapping[str, Any],
     options: tuple[Mapping[str, Any], Mapping[str, Any]],
-    asked: Any,
+    git: Any,
 ) -> tuple[DiffSide, DiffSide]:
     """Both sides of a diff.
 
-    function: the one of ours that was called.  args, named: arguments of both.  options: those of
-    each side.  asked: the revisions, as `diff` takes them.
+    function: the public one that was called.  args, named: arguments of both.  options: those of
+    each side.  git: the revisions, as `diff` takes them.
 
-    Raises RequestError for what makes no sense, and where nothing differs.
+    Raises RequestError for options that make no sense, and where nothing differs.
     """
-    for which, own in zip(SIDES, options, strict=True):
-        _check_options(which, own)
+    for which, changes in zip(SIDES, options, strict=True):
+        _check_options(which, changes)
     before, after = sources
     if after is None:
-        if not any(options) and asked is None:
+        if not any(options) and git is None:
             raise RequestError(
                 "one target alone: name a second one, revisions (git='main'; --git main), or what "
                 "differs from side to side (after={'batch': 8}; --after batch=8)"
             )
         after = before
-    first, second = _revisions(asked)
+    first, second = _revisions(git)
     if named.get("execution") is None:
         named = {**named, "execution": usual_execution(*sources)}
     sides = []
-    for which, side, other, own, revision in (
+    for which, side, other, changes, revision in (
         ("before", before, after, options[0], first),
         ("after", after, before, options[1], second),
     ):
-        request = _request(function, side, other, args, _with(named, own))
+        request = _request(function, side, other, args, _with(named, changes))
         shared = {**named, "chip": request.chip, "execution": request.model}
         made = DiffSide(
             **vars(request),
             which=which,
-            revision=own.get("git", revision),
-            python=_interpreter(which, own),
-            options=_what_differs(own, options, shared),
+            revision=changes.get("git", revision),
+            python=_interpreter(which, changes),
+            options=_differing(changes, options, shared),
         )
         _check_place(made)
         sides.append(made)
     return _both_of_git(sides[0], sides[1])
 
 
-def _with(named: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """What both sides are asked, with what is asked of one; rewrites and settings are added."""
-    asked = {**named, **{name: value for name, value in own.items() if name not in _FILES_OF}}
-    if "chip" in own or "system" in own:
-        for name in {"chip", "system"} - own.keys():
-            asked.pop(name, None)
-    if "rewrites" in own:
-        asked["rewrites"] = (*named.get("rewrites", ()), *own["rewrites"])
-    if "settings" in own:
-        asked["settings"] = {**named.get("settings", {}), **own["settings"]}
-    return asked
+def _with(named: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of both sides, with those of one; its rewrites and settings are added."""
+    made = {**named, **{name: value for name, value in changes.items() if name not in _FILES_OF}}
+    if "chip" in changes or "system" in changes:
+        for name in {"chip", "system"} - changes.keys():
+            made.pop(name, None)
+    if "rewrites" in changes:
+        made["rewrites"] = (*named.get("rewrites", ()), *changes["rewrites"])
+    if "settings" in changes:
+        made["settings"] = {**named.get("settings", {}), **changes["settings"]}
+    return made
 
 
 def _request(
@@ -107,7 +107,7 @@ def _request(
     args: Sequence[Any],
     named: Mapping[str, Any],
 ) -> StepRequest:
-    """What one side is asked.  Sizes and arguments of both go only to a side that takes them."""
+    """The request of one side.  Sizes and arguments of both go only to a side that takes them."""
     this, that = Job(source=side), Job(source=other)
     if this.is_graph and not that.is_graph:
         keep = ("phase", "phases", *PRICES, *this.precisions._fields)
@@ -131,8 +131,8 @@ def _check_options(which: str, options: Any) -> None:
             )
 
 
-def _interpreter(which: str, own: Mapping[str, Any]) -> str | None:
-    python = own.get("python")
+def _interpreter(which: str, options: Mapping[str, Any]) -> str | None:
+    python = options.get("python")
     if python is None:
         return None
     path: str = os.path.abspath(os.path.expanduser(os.fspath(python)))
@@ -143,16 +143,15 @@ def _interpreter(which: str, own: Mapping[str, Any]) -> str | None:
     return path
 
 
-def _revisions(asked: Any) -> tuple[str | None, str | None]:
-    """The revisions of both sides, from what `git=` may be."""
-    if asked is None or asked is False:
+def _revisions(git: Any) -> tuple[str | None, str | None]:
+    """The revisions of both sides, from the value of `git=`."""
+    if git is None or git is False:
         return None, None
-    if asked is True:
+    if git is True:
         return BASE, FILES
-    several = isinstance(asked, (list, tuple))
-    revisions = tuple(asked) if several else (asked,)
+    revisions = tuple(git) if isinstance(git, (list, tuple)) else (git,)
     if not 1 <= len(revisions) <= 2 or not all(isinstance(each, str) for each in revisions):
-        raise RequestError(f"git={asked!r:.60}: expected one revision or two, for example 'main'")
+        raise RequestError(f"git={git!r:.60}: expected one revision or two, for example 'main'")
     if len(revisions) == 1 and ".." in revisions[0] and revisions[0] != "..":
         before, dots, after = revisions[0].partition("...")
         if not dots:
@@ -171,10 +170,10 @@ def _check_place(side: DiffSide) -> None:
             f"git of {side.which}: {side.revision!r}: expected a commit, a branch or a tag, for "
             "example main or HEAD~1"
         )
-    what = "git" if side.revision is not None else "python"
+    option = "git" if side.revision is not None else "python"
     if not side.job.is_named:
         raise RequestError(
-            f"{what} of {side.which}: a module or a graph in memory is of this process; name a "
+            f"{option} of {side.which}: a module or a graph in memory is of this process; name a "
             "target, for example model.py:build"
         )
     name = side.job.name
@@ -182,12 +181,12 @@ def _check_place(side: DiffSide) -> None:
         raise RequestError(
             f"git of {side.which}: {name!r} is in no repository of yours; name a file of one"
         )
-    if what == "python" and side.job.is_graph:
+    if option == "python" and side.job.is_graph:
         raise RequestError(f"python of {side.which}: {name}: a graph is traced already")
 
 
 def _both_of_git(before: DiffSide, after: DiffSide) -> tuple[DiffSide, DiffSide]:
-    """A side without a revision beside one that has a revision is of the working tree."""
+    """The sides; where one has a revision, the other without one is of the working tree."""
     sides = (before, after)
     with_files = [
         replace(side, revision=FILES)
@@ -203,13 +202,13 @@ def _may_have_files(side: DiffSide) -> bool:
     return side.job.is_named and not name.startswith("hf:") and name not in names.configs()
 
 
-def _what_differs(
-    own: Mapping[str, Any], options: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]
+def _differing(
+    changes: Mapping[str, Any], options: Sequence[Mapping[str, Any]], shared: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The values on one side of every option that either side has of its own, as text."""
+    """The values on one side of every option that either side changes, as text."""
     names_ = dict.fromkeys(name for each in options for name in each if name != "git")
     usual = {"python": sys.executable, **shared}
-    values = {name: own.get(name, usual.get(name)) for name in names_}
+    values = {name: changes.get(name, usual.get(name)) for name in names_}
     return {name: _shown(value) for name, value in values.items() if value is not None}
 
 

@@ -1,19 +1,16 @@
-"""Answers to what people ask of a step: sizes, chips, precisions, money, rates, lengths."""
+"""Answers to questions on a step: sizes, chips, precisions, money, rates, lengths."""
 
 from __future__ import annotations
 
 import bisect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import units
-from rooftrace.reporting.commands import questions as asking
+from rooftrace.reporting.commands import questions
 from rooftrace.reporting.commands.arguments import SolveArguments
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
@@ -26,7 +23,7 @@ from rooftrace.reporting.commands.stepforms import (
     known_form,
     level_values,
 )
-from rooftrace.studies.solving import ScalingAnswer, candidates as tables, serving, workloads
+from rooftrace.studies.solving import candidates, serving, workloads
 from rooftrace.studies.sweeps import Form, SweepCase
 from rooftrace.tracer import Job
 
@@ -46,7 +43,7 @@ def solve(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Answer:
-    """The answer to a question about a step, with its margin, the second best and its grounds.
+    """Answer a question about a step, with the margin, the second best and the grounds.
 
     find: a size, as "batch" or "kv": its largest value within the limits; "cheapest", "energy",
     "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP rate and
@@ -62,80 +59,80 @@ def solve(
     arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
-    price where dollars are asked for; and what `form` raises.  Where nothing holds the limits, the
-    answer has no `best`, and says what is nearest.
+    price where dollars are asked for; and the errors of `form`.  If no candidate meets the limits,
+    the answer has no `best`, and names the nearest.
     """
-    known = known_form(source)
-    own, kwargs = taken(SolveArguments, kwargs)
-    find = own.find
-    fixed, kwargs = asking.sizes_of_form(known, at, kwargs)
-    if kwargs.get("chip") is None and kwargs.get("system") is None and find in asking.OF_ALL:
-        kwargs["chip"] = asking.all_chips(find)
-    request = StepRequest.of(solve, source, args, kwargs, form=known)
-    own_numbers = {"chips": asking.with_own_numbers(request.chips, own.price, own.power)}
-    asked = Question(
-        **{**vars(request), **own_numbers}, find=find,
-        values=None if own.over is None else level_values(*asking.over_of(own.over, find)),
-        limits=asking.limits_of(own.step, own.tpot, own.ttft),
-        service=asking.service_of(own.mix, own.apart, own.kept_free),
-        counts=None if own.chips is None else asking.counts_of(own.chips),
+    saved = known_form(source)
+    arguments, kwargs = taken(SolveArguments, kwargs)
+    find, over = arguments.find, arguments.over
+    fixed, kwargs = questions.sizes_of_form(saved, at, kwargs)
+    if kwargs.get("chip") is None and kwargs.get("system") is None and find in questions.OF_ALL:
+        kwargs["chip"] = questions.all_chips(find)
+    request = StepRequest.of(solve, source, args, kwargs, form=saved)
+    chips = questions.with_price_and_power(request.chips, arguments.price, arguments.power)
+    question = Question(
+        **{**vars(request), "chips": chips}, find=find,
+        values=None if over is None else level_values(*questions.over_of(over, find)),
+        limits=questions.limits_of(arguments.step, arguments.tpot, arguments.ttft),
+        service=questions.service_of(arguments.mix, arguments.apart, arguments.kept_free),
+        counts=None if arguments.chips is None else questions.counts_of(arguments.chips),
         at=fixed, most=most,
     )  # fmt: skip
-    asking.check(asked)
+    questions.check(question)
     with telling(progress):
-        return _answer(asked)
+        return _answer(question)
 
 
-def _answer(asked: Question) -> Answer:
-    if asked.find == "rates":
-        return _rates(asked)
-    if asked.find == "passing":
-        return _passing(asked)
-    if asked.find == "chips":
-        return _capacity(asked)
-    return _serving(asked)
+def _answer(question: Question) -> Answer:
+    if question.find == "rates":
+        return _rates(question)
+    if question.find == "passing":
+        return _passing(question)
+    if question.find == "chips":
+        return _capacity(question)
+    return _serving(question)
 
 
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def _serving(asked: Question) -> serving.ServingAnswer:
+def _serving(question: Question) -> serving.ServingAnswer:
     from rooftrace.tracer import TraceError
 
-    form = open_form(asked)
-    asked = asking.settled(asked, form)
-    first = split_of(asked, form)
-    every = every_size(asked, form)
+    form = open_form(question)
+    question = questions.settled(question, form)
+    first = split_of(question, form)
+    every = every_size(question, form)
 
-    def split_over(count: int) -> tables.Split:
-        job = over_chips(asked, count, form.phase)
+    def split_over(count: int) -> candidates.Split:
+        job = over_chips(question, count, form.phase)
         try:
-            return split_of(replace(asked, job=job, values=every))
+            return split_of(replace(question, job=job, values=every))
         except TraceError as error:
             raise RequestError(str(error)) from error
 
-    candidates = tables.Candidates(
-        first=first, split_over=split_over, conditions=asked.conditions, chips=asked.chips,
-        service=asked.service, name=asked.open, at=fixed_sizes(asked, form),
+    table = candidates.Candidates(
+        first=first, split_over=split_over, conditions=question.conditions, chips=question.chips,
+        service=question.service, name=question.open, at=fixed_sizes(question, form),
     )  # fmt: skip
-    counts = asked.counts or ((first.chips,) if first.chips > 1 else None)
-    objective = asked.find if asked.find in serving.OBJECTIVES else "largest"
+    counts = question.counts or ((first.chips,) if first.chips > 1 else None)
+    objective = question.find if question.find in serving.OBJECTIVES else "largest"
     tell("evaluating all candidates")
     levels = levels_of(every)
-    users = form.phase == "decode" and asked.open == "batch"
-    search = serving.Search.over(candidates, every, levels, counts, asked.limits, objective)
+    users = form.phase == "decode" and question.open == "batch"
+    search = serving.Search.over(table, every, levels, counts, question.limits, objective)
     if not search.lines:
-        raise RequestError(f"no candidate can be priced: {'; '.join(candidates.left_out)}")
+        raise RequestError(f"no candidate can be priced: {'; '.join(table.left_out)}")
     best = search.best()
     item = str(form.example.workload.get("item") or "sample")
     return serving.ServingAnswer(
         title=f"{form.title}, {form.phase}",
         item=item,
-        question=_question(asked, objective, item),
+        question=_question(question, objective, item),
         objective=objective,
-        name=asked.open,
-        limits=asked.limits,
-        service=asked.service,
+        name=question.open,
+        limits=question.limits,
+        service=question.service,
         rows=tuple(line.deployment(place) for line, place, _ in best),
         nearest=None if best else search.nearest(),
         breaks=search.breaks(best[0][0], best[0][1]) if best else (),
@@ -144,7 +141,7 @@ def _serving(asked: Question) -> serving.ServingAnswer:
         curves=tuple(line for line in search.lines if len(line.fits)) if users else (),
         rests=tuple(
             grounds_of(
-                asked,
+                question,
                 form,
                 counts={line.chips for line in search.lines},
                 first=[x.configuration.chip.name for x, _, _ in best],
@@ -152,127 +149,106 @@ def _serving(asked: Question) -> serving.ServingAnswer:
         ),
         evaluated=sum(len(line.sizes) for line in search.lines),
         sizes=(int(levels[0]), int(levels[-1])),
-        left_out=tuple(candidates.left_out),
+        left_out=tuple(table.left_out),
     )
 
 
-def _question(asked: Question, objective: str, item: str) -> str:
+def _question(question: Question, objective: str, item: str) -> str:
     words = serving.OBJECTIVES[objective].words.format(item=item)
     if objective == "largest":
-        words = f"{words} {asked.open}"
-    limits = f", {asked.limits}" if str(asked.limits) else ""
-    mix = f", of requests of {asked.service.mix}" if asked.service.mix is not None else ""
+        words = f"{words} {question.open}"
+    limits = f", {question.limits}" if str(question.limits) else ""
+    mix = f", of requests of {question.service.mix}" if question.service.mix is not None else ""
     return f"{words}{limits}{mix}"
 
 
-def _at_one_place(asked: Question) -> tuple[Form, dict[str, int]]:
-    """A form whose only sizes are those that were asked for."""
-    if asked.form is not None:
-        return asked.form, dict(asked.at)
-    batch = asked.job.request.batch or 1
-    form = open_form(replace(asked, values=(batch,)))
-    return form, {**fixed_sizes(asked, form), "batch": batch}
+def _at_one_place(question: Question) -> tuple[Form, dict[str, int]]:
+    """A form whose only sizes are the named ones."""
+    if question.form is not None:
+        return question.form, dict(question.at)
+    batch = question.job.request.batch or 1
+    form = open_form(replace(question, values=(batch,)))
+    return form, {**fixed_sizes(question, form), "batch": batch}
 
 
-def _rates(asked: Question) -> workloads.RatesAnswer:
-    form, sizes = _at_one_place(asked)
-    asked = asking.settled(asked, form)
-    case = SweepCase(form, asked.conditions[0], {})
+def _rates(question: Question) -> workloads.RatesAnswer:
+    form, sizes = _at_one_place(question)
+    question = questions.settled(question, form)
+    case = SweepCase(form, question.conditions[0], {})
     form.numbers({name: sizes[name] for name in form.names if name in sizes})
-    grounds = tuple(grounds_of(asked, form))
+    grounds = tuple(grounds_of(question, form))
     title = f"{form.title}, {form.phase}"
-    return workloads.needed_rates(case, sizes, asked.chips[0], title, grounds)
+    return workloads.needed_rates(case, sizes, question.chips[0], title, grounds)
 
 
-def _capacity(asked: Question) -> workloads.CapacityAnswer:
-    form, sizes = _at_one_place(asked)
-    asked = asking.settled(asked, form)
-    own = {name: sizes[name] for name in form.names if name in sizes}
+def _capacity(question: Question) -> workloads.CapacityAnswer:
+    form, sizes = _at_one_place(question)
+    question = questions.settled(question, form)
+    sizes_of_form = {name: sizes[name] for name in form.names if name in sizes}
+    kept_free = question.service.kept_free
     rows = [
         row
-        for conditions in asked.conditions
+        for conditions in question.conditions
         for row in workloads.needed_chips(
-            SweepCase(form, conditions, {}), own, asked.chips, asked.service.kept_free
+            SweepCase(form, conditions, {}), sizes_of_form, question.chips, kept_free
         )
     ]
     rows.sort(key=lambda row: (row.chips, -row.used))
     return workloads.CapacityAnswer(
         title=f"{form.title}, {form.phase}", sizes=sizes, rows=tuple(rows),
         rests=("by capacity alone: chips share weights, cache and activations evenly, and nothing "
-               "is kept twice", *grounds_of(asked, form)),
+               "is kept twice", *grounds_of(question, form)),
     )  # fmt: skip
 
 
-def _passing(asked: Question) -> workloads.PassingAnswer:
-    form = open_form(asked)
-    asked = asking.settled(asked, form)
-    name = asked.open if asked.open in form.names else form.names[0]
-    fixed = fixed_sizes(asked, form)
+def _passing(question: Question) -> workloads.PassingAnswer:
+    form = open_form(question)
+    question = questions.settled(question, form)
+    name = question.open if question.open in form.names else form.names[0]
+    fixed = fixed_sizes(question, form)
     place = form.names.index(name)
     low = min(regime.low[place] for regime in form.regimes)
     high = max(regime.high[place] for regime in form.regimes)
-    conditions = asked.conditions[0]
-    own = {n: v for n, v in fixed.items() if n in form.names}
+    conditions = question.conditions[0]
+    sizes = {n: v for n, v in fixed.items() if n in form.names}
 
     def shares(size: int) -> workloads.FamilyTimes:
         tell(f"pricing {name} {size:,}")
         result = form.estimate(
-            asked.chips[0], conditions.execution, conditions.dtype, conditions.weights_dtype,
-            conditions.kv_dtype, **own, **{name: size},
+            question.chips[0], conditions.execution, conditions.dtype, conditions.weights_dtype,
+            conditions.kv_dtype, **sizes, **{name: size},
         )  # fmt: skip
         return workloads.times_of(result, size)
 
     before, after = workloads.passing(shares, low, high)
     return workloads.PassingAnswer(
-        title=f"{form.title}, {form.phase}", chip=asked.chips[0].name, name=name, at=fixed,
+        title=f"{form.title}, {form.phase}", chip=question.chips[0].name, name=name, at=fixed,
         looked=(low, high), before=before, after=after,
         rests=("attention: its kernels and the products around them; MLP: the other products of "
                "layers (families dense and moe), without the head",
-               *grounds_of(asked, form)),
+               *grounds_of(question, form)),
     )  # fmt: skip
 
 
-def plot_answer(answer: Answer | ScalingAnswer, path: str | os.PathLike[str]) -> None:
-    """Draw tokens per second of a chip over those of a user: each configuration, and the front.
-
-    Of an answer about scaling: efficiency and seconds of a step over the number of chips.
-
-    Raises RequestError for an answer that compares no deployments.
-    """
-    if isinstance(answer, ScalingAnswer):
-        from rooftrace.reporting.figures import scaling_plot, style
-
-        style.save(partial(scaling_plot, answer), Path(path))
-        return
-    if not isinstance(answer, serving.ServingAnswer) or not answer.curves:
-        raise RequestError(
-            f"{path}: only batches of decode steps have a figure, as find='cheapest' asks for them"
-        )
-    from rooftrace.reporting.figures import front_plot, style
-
-    style.save(partial(front_plot, answer), Path(path))
-
-
-# -- openforms -------------------------------------------------------------------------------------
-# The forms that a question is answered with: of the step with one size open, and of prefills.
+# -- open forms ------------------------------------------------------------------------------------
 
 
 BATCHES = range(1, 4097)
-"""Batches that are looked at where none are asked for."""
+"""The default batches."""
 _EVERY = 512
 _A_DOUBLING = 128
-"""Sizes that are tried first: every one to the first number, then so many for each doubling."""
+"""Sizes that are tried first: every one up to the first number, then so many for each doubling."""
 
 
-def open_form(asked: Question) -> Form:
-    """The form over the size that is left open."""
-    if asked.form is not None:
-        return asked.form
-    values = asked.values
+def open_form(question: Question) -> Form:
+    """The form over the open size."""
+    if question.form is not None:
+        return question.form
+    values = question.values
     if values is None:
-        values = BATCHES if asked.open == "batch" else level_values(asked.open, None)
+        values = BATCHES if question.open == "batch" else level_values(question.open, None)
 
-    decoding = asked.service.mix is not None or asked.limits.tpot is not None
+    decoding = question.service.mix is not None or question.limits.tpot is not None
 
     def build(job: Job) -> Form:
         if decoding and job.phases != ("decode",):
@@ -280,94 +256,94 @@ def open_form(asked: Question) -> Form:
                 "tpot and mix are of decode steps: name the phase decode, or limit a step with "
                 "step="
             )
-        if asked.service.mix is not None:
-            job = replace(job, request=replace(job.request, kv=asked.service.mix.kv))
-        return form_of(job, {asked.open: values}, asked.most)
+        if question.service.mix is not None:
+            job = replace(job, request=replace(job.request, kv=question.service.mix.kv))
+        return form_of(job, {question.open: values}, question.most)
 
-    return decoding_first(asked.job, build, must_decode=decoding)
+    return decoding_first(question.job, build, must_decode=decoding)
 
 
-def split_of(asked: Question, form: Form | None = None) -> tables.Split:
+def split_of(question: Question, form: Form | None = None) -> candidates.Split:
     """The step of a question as each of its chips runs it.  form: the step, where it is there."""
-    prefill = prefill_form(asked) if asked.service.mix is not None else None
-    return tables.Split(form or open_form(asked), prefill)
+    prefill = prefill_form(question) if question.service.mix is not None else None
+    return candidates.Split(form or open_form(question), prefill)
 
 
-def over_chips(asked: Question, count: int, phase: str) -> Job:
-    """The job over a mesh of so many chips.  Raises RequestError for what takes no mesh."""
-    if asked.form is not None:
+def over_chips(question: Question, count: int, phase: str) -> Job:
+    """The job over a mesh of so many chips.  Raises RequestError for a form or source without."""
+    if question.form is not None:
         raise RequestError(
-            f"a saved form is of {units.plural(asked.form.example.processes, 'chip')}; name the "
+            f"a saved form is of {units.plural(question.form.example.processes, 'chip')}; name the "
             "model itself"
         )
-    request = replace(asked.job.request, mesh={"tp": count} if count > 1 else {})
-    job = replace(asked.job, request=request, phases=(phase,), explicit=("mesh",))
+    request = replace(question.job.request, mesh={"tp": count} if count > 1 else {})
+    job = replace(question.job, request=request, phases=(phase,), explicit=("mesh",))
     job.check_source()
     return job
 
 
-def prefill_form(asked: Question) -> Form:
+def prefill_form(question: Question) -> Form:
     """The prefill of one prompt, traced at each length by itself."""
     from rooftrace.tracer.phases import SizedSource
 
-    request = replace(asked.job.request, batch=1, kv=None)
-    job = replace(asked.job, phases=("prefill",), request=request, explicit=())
+    request = replace(question.job.request, batch=1, kv=None)
+    job = replace(question.job, phases=("prefill",), request=request, explicit=())
     sized = SizedSource(job, ("seq",))
 
     def trace(numbers: tuple[int, ...]) -> Any:
         tell(f"tracing the prefill of {numbers[0]:,} tokens")
         return sized.graphs(numbers)["prefill"]
 
-    return Form(title=asked.job.name, phase="prefill", names=("seq",), regimes=(), trace=trace)
+    return Form(title=question.job.name, phase="prefill", names=("seq",), regimes=(), trace=trace)
 
 
-def fixed_sizes(asked: Question, form: Form) -> dict[str, int]:
-    """The sizes that are fixed, for those who read the answer."""
-    if asked.form is not None:
-        fixed = {name: value for name, value in asked.at.items()}
-        left = [name for name in form.names if name not in fixed and name != asked.open]
+def fixed_sizes(question: Question, form: Form) -> dict[str, int]:
+    """The fixed sizes, for readers of the answer."""
+    if question.form is not None:
+        fixed = {name: value for name, value in question.at.items()}
+        left = [name for name in form.names if name not in fixed and name != question.open]
         if left:
             raise RequestError(
                 f"at: this form is over {', '.join(form.names)}; say {' and '.join(left)}, for "
                 f"example at={{{left[0]!r}: 4096}}"
             )
         for name in fixed:
-            if name not in form.names or name == asked.open:
+            if name not in form.names or name == question.open:
                 raise RequestError(f"at {name!r}: it is no fixed size{hint(name, form.names)}")
         return fixed
     workload = form.regimes[0].form.example.workload if form.regimes else {}
     sizes = {}
     for name in ("batch", "kv" if form.phase == "decode" else "seq"):
-        value = getattr(asked.job.request, name) or workload.get(name)
-        if name != asked.open and value:
+        value = getattr(question.job.request, name) or workload.get(name)
+        if name != question.open and value:
             sizes[name] = int(value)
-    if asked.service.mix is not None:
-        sizes["kv"] = asked.service.mix.kv
+    if question.service.mix is not None:
+        sizes["kv"] = question.service.mix.kv
     return sizes
 
 
-def every_size(asked: Question, form: Form) -> Sequence[int]:
-    """The sizes that are asked for, of the size that is left open, in rising order."""
-    place = form.names.index(asked.open) if asked.open in form.names else -1
+def every_size(question: Question, form: Form) -> Sequence[int]:
+    """The values of the open size, in rising order."""
+    place = form.names.index(question.open) if question.open in form.names else -1
     if place < 0:
         raise RequestError(
-            f"find {asked.find!r}: this form is over {', '.join(form.names)}"
-            f"{hint(asked.open, form.names)}"
+            f"find {question.find!r}: this form is over {', '.join(form.names)}"
+            f"{hint(question.open, form.names)}"
         )
-    if asked.values is not None:
-        return asked.values
+    if question.values is not None:
+        return question.values
     low = min((regime.low[place] for regime in form.regimes), default=1)
     high = max((regime.high[place] for regime in form.regimes), default=1)
     return range(low, high + 1)
 
 
 def levels_of(every: Sequence[int]) -> Sequence[int]:
-    """Those of many sizes that are tried first: the first ones, then some of each doubling."""
+    """The sizes of many that are tried first: the first ones, then some of each doubling."""
     if len(every) <= 2 * _EVERY:
         return every
-    places = list(range(_EVERY))
-    while places[-1] < len(every) - 1:
-        next_size = every[places[-1]] * (1 + 1 / _A_DOUBLING)
+    indices = list(range(_EVERY))
+    while indices[-1] < len(every) - 1:
+        next_size = every[indices[-1]] * (1 + 1 / _A_DOUBLING)
         farther = bisect.bisect_left(every, next_size)
-        places.append(min(max(farther, places[-1] + 1), len(every) - 1))
-    return [every[place] for place in places]
+        indices.append(min(max(farther, indices[-1] + 1), len(every) - 1))
+    return [every[index] for index in indices]

@@ -1,191 +1,39 @@
-"""Forms of a source: graphs with formulas, traced at a few sizes, valid at any, saved as files."""
+"""Forms of a source: graphs with formulas, traced at a few sizes, valid at any."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
-
 from rooftrace._progress import tell, telling
-from rooftrace._reading import FileKind, beginning, json_of, record_of, text_of
-from rooftrace._writing import write_packed
 from rooftrace.errors import NoCacheError, RequestError
-from rooftrace.graph import GraphError, GraphFileError, OpGraph, decoded_graph, graphs_bytes
+from rooftrace.graph import OpGraph
 from rooftrace.graph.formulas import (
-    Formula,
-    FormulaError,
-    GraphForm,
-    Regime,
     Survey,
-    leaves as slots,
 )
 from rooftrace.graph.formulas.leaves import Numbers
 from rooftrace.reporting.commands.estimates import Source
-from rooftrace.studies.sweeps import Form
+from rooftrace.studies.sweeps import Form, looks_like_form
 from rooftrace.tracer import Job
 
 if TYPE_CHECKING:
     from rooftrace.tracer.phases import SizedSource
 
 
-# -- form files ------------------------------------------------------------------------------------
-# Forms as files: the graph of each regime with the formulas of its numbers; read without torch.
-
-SCHEMA = "rooftrace.form/1"
-_KIND = FileKind("form", GraphFileError)
-_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, GraphError)
-
-
-@dataclass(frozen=True, slots=True)
-class _Regime:
-    """A regime as it stands in a file."""
-
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-    samples: list[tuple[int, ...]]
-    proven: list[tuple[int, ...]]
-    formulas: list[Any]
-    draws: list[Any]
-    slots: list[Any]
-    template: dict[str, Any] = field(default_factory=dict)
-    series: bool = False  # whether sequences of the graph grow with a size
-    levels: list[list[int]] = field(default_factory=list)  # see `Regime`
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A form as it stands in a file."""
-
-    schema: str
-    title: str
-    phase: str
-    names: tuple[str, ...]
-    regimes: list[dict[str, Any]]
-    digest: str  # of all else
-
-
-def save_form(form: Form, path: str | os.PathLike[str]) -> Path:
-    """Write a form (gzip if the name ends in .gz); `load_form` reads it back."""
-    write_packed(Path(path), encoded_form(form))
-    return Path(path)
-
-
-def encoded_form(form: Form) -> bytes:
-    """A form as it stands in its file."""
-    data = {
-        "schema": SCHEMA,
-        "title": form.title,
-        "phase": form.phase,
-        "names": form.names,
-        "regimes": [_encoded(regime) for regime in form.regimes],
-    }
-    digest = _digest(form.title, form.phase, form.names, data["regimes"])
-    return msgspec.json.encode({**data, "digest": digest})
-
-
-def _digest(title: str, phase: str, names: Sequence[str], regimes: Sequence[Any]) -> str:
-    return hashlib.sha256(msgspec.json.encode([title, phase, names, regimes])).hexdigest()
-
-
-def _encoded(regime: Regime) -> dict[str, Any]:
-    form = regime.form
-    return {
-        "low": regime.low,
-        "high": regime.high,
-        "samples": form.samples,
-        "proven": regime.proven,
-        "levels": [list(values) for values in regime.levels],
-        "formulas": form.formulas,
-        "draws": form.draws,
-        "slots": form.slots,
-        "series": form.grows,
-        "template": _plain(form.example),
-    }
-
-
-def _plain(graph: OpGraph) -> dict[str, Any]:
-    """A graph as plain data, as it stands in a file of graphs."""
-    data: dict[str, Any] = msgspec.json.decode(graphs_bytes({"form": graph}))["graphs"]["form"]
-    return data
-
-
-def load_form(path: str | os.PathLike[str]) -> Form:
-    """A form from its file.
-
-    Raises FileNotFoundError, or GraphFileError for a file that is cut off, of another kind, or
-    whose numbers do not give the graphs that it says they do.
-    """
-    where = str(path)
-    data = json_of(text_of(Path(path), _KIND), where, _KIND)
-    file = record_of(_File, data if isinstance(data, dict) else {}, where, _KIND)
-    if file.schema != SCHEMA:
-        raise GraphFileError(f"{where}: schema is {file.schema!r:.60}, expected {SCHEMA!r}")
-    try:
-        digest = _digest(file.title, file.phase, file.names, file.regimes)
-    except UnicodeEncodeError as problem:  # half of a surrogate pair
-        raise _KIND.unreadable(where, problem) from None
-    if file.digest != digest:
-        raise GraphFileError(f"{where}: its digest is not that of its numbers; make the form again")
-    regimes = tuple(
-        _decoded(entry, file.names, f"regimes.{number}", where)
-        for number, entry in enumerate(file.regimes)
-    )
-    return Form(title=file.title, phase=file.phase, names=file.names, regimes=regimes)
-
-
-def _decoded(entry: Mapping[str, Any], names: Sequence[str], place: str, where: str) -> Regime:
-    known = record_of(_Regime, dict(entry), where, _KIND, place)
-    template = decoded_graph(known.template, where, f"{place}.template")
-    try:
-        form = GraphForm(
-            tuple(names),
-            GraphForm.plain(template, known.series),
-            tuple(msgspec.convert(known.formulas, list[Formula])),
-            tuple(msgspec.convert(known.draws, list[slots.Draw])),
-            tuple(msgspec.convert(known.slots, list[slots.Varying])),
-            tuple(known.samples),
-        )
-        for numbers in (known.low, known.high, *known.samples, *known.proven):
-            if len(numbers) != len(names) or min(numbers, default=1) < 1:
-                raise FormulaError(f"{numbers}: expected a number for each of {', '.join(names)}")
-        if not known.samples or form.at(known.samples[0]) != template:
-            raise FormulaError("the formulas do not give the first graph")
-        for numbers in (known.low, known.high):
-            form.at(numbers).verify()
-    except _DAMAGED as error:
-        raise GraphFileError(f"{where}: {place}: a damaged form: {error}") from None
-    levels = tuple(tuple(values) for values in known.levels)
-    return Regime(form, known.low, known.high, tuple(known.proven), levels)
-
-
-def looks_like_form(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is an existing file that claims to hold a form (by its first bytes)."""
-    try:
-        return Path(path).is_file() and SCHEMA.encode() in beginning(path, 200)
-    except (OSError, ValueError, RequestError):
-        return False
-
-
-# -- stepforms -------------------------------------------------------------------------------------
-# Forms of a source: traced at a few sizes, proven on others, at any size afterwards.
-
 Built = TypeVar("Built")
 Levels = Mapping[str, Sequence[int]]
-"""For each size the values that may be asked for, in rising order."""
+"""The values of each size, in rising order."""
 LONGEST = 131_072
 USUAL: Mapping[str, range] = {
     "batch": range(1, 1025),
     "seq": range(16, LONGEST + 1),
     "kv": range(16, LONGEST + 1),
 }
-"""The values of sizes that are named without any; seq and kv as far as the model takes them."""
+"""The default values of sizes; seq and kv as far as the model takes them."""
 MOST_TRACES = 100
 
 
@@ -207,7 +55,7 @@ def form(
     most: of traces.  Other arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, an empty range, and a size that the model
-    cannot take; and what `trace` raises.
+    cannot take; and the errors of `trace`.
     """
     job = Job.of(form, source, args, kwargs, phase=phase).of_one_phase()
     levels = levels_of(over)
@@ -226,7 +74,7 @@ def form_of(
 ) -> Form:
     """The form of a job of one phase over these levels.
 
-    seen: told the sizes and the graph of the first trace, as soon as it is there.
+    seen: called with the sizes and the graph of the first trace.
     """
     from rooftrace.tracer.phases import SizedSource
 
@@ -235,11 +83,11 @@ def form_of(
 
     def trace(numbers: Numbers) -> OpGraph:
         nonlocal seen
-        told = _told(sized.names, numbers)
-        tell(f"tracing {told}")
+        text = ", ".join(f"{n} {size:,}" for n, size in zip(sized.names, numbers, strict=True))
+        tell(f"tracing {text}")
         graph = sized.graphs(numbers)[phase] if phase else _only(sized.graphs(numbers))
         if seen is not None:
-            seen(told, graph)
+            seen(text, graph)
             seen = None
         return graph
 
@@ -257,9 +105,9 @@ def form_of(
 
 
 def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = False) -> Built:
-    """What is built of one phase of a job: a decode step, if none is named and the source has it.
+    """Build one phase of a job: the decode step, if none is named and the source has one.
 
-    must_decode: raise what the decode step of such a source raises, and build nothing else.
+    must_decode: raise the error of that decode step, and build nothing else.
     """
     from rooftrace.tracer import TraceError
 
@@ -274,11 +122,10 @@ def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = 
 
 def known_form(source: Any) -> Form | None:
     """The form that a source is, or whose file it names; None of any other source."""
-
     if isinstance(source, Form):
         return source
     named = isinstance(source, (str, os.PathLike))
-    return load_form(source) if named and looks_like_form(source) else None
+    return Form.load(source) if named and looks_like_form(source) else None
 
 
 def _phase(job: Job) -> str:
@@ -290,12 +137,8 @@ def _only(graphs: Mapping[str, OpGraph]) -> OpGraph:
     return graph
 
 
-def _told(names: Sequence[str], numbers: Sequence[int]) -> str:
-    return ", ".join(f"{name} {number:,}" for name, number in zip(names, numbers, strict=True))
-
-
 def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Levels) -> Sequence[int]:
-    """The values of a size, without those too long for the model where nobody asked for them."""
+    """The values of a size; default ones without those that are too long for the model."""
     from rooftrace.tracer import TraceError
 
     if values is not USUAL.get(name) or name == "batch":
@@ -373,7 +216,7 @@ def _quoted(values: Any) -> str:
 
 
 def _number(name: str, values: Any, value: Any) -> int:
-    """A whole number.  Raises RequestError for anything else."""
+    """The value as an integer.  Raises RequestError for anything else."""
     try:
         if not isinstance(value, bool) and (not isinstance(value, float) or value.is_integer()):
             return operator.index(int(value) if isinstance(value, float) else value)
@@ -383,7 +226,6 @@ def _number(name: str, values: Any, value: Any) -> int:
 
 
 def _parsed(name: str, text: str) -> Sequence[int]:
-    asked = f"--over {name}={text:.60}"
     try:
         if ".." not in text:
             return tuple(sorted({_whole(part) for part in text.split(",")}))
@@ -394,8 +236,8 @@ def _parsed(name: str, text: str) -> Sequence[int]:
         return range(first, last + 1, _whole(step) if step else 1)
     except (ValueError, OverflowError):
         raise RequestError(
-            f"{asked}: expected numbers as 1,2,4, a range as 1..64, with a step as 1..64:8, or a "
-            "factor as 256..65536:x2"
+            f"--over {name}={text:.60}: expected numbers as 1,2,4, a range as 1..64, with a step "
+            "as 1..64:8, or a factor as 256..65536:x2"
         ) from None
 
 

@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import io
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,12 @@ from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.pricing import check_groups
 from rooftrace.reporting.commands.requests import StepRequest
-from rooftrace.reporting.commands.stepforms import MOST_TRACES, form_of, known_form, levels_of
+from rooftrace.reporting.commands.stepforms import (
+    MOST_TRACES,
+    form_of,
+    known_form,
+    levels_of,
+)
 from rooftrace.studies.forms import Conditions, Points
 from rooftrace.studies.sweeps import Form, Sweep, SweepCase, evaluated, points_of
 from rooftrace.tracer import Job
@@ -42,7 +48,7 @@ FORMATS = (".parquet", ".csv")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(StepRequest):
-    """A sweep as it is asked for: of one phase, with levels by size, and variants."""
+    """The request of a sweep: of one phase, with levels by size, and variants."""
 
     levels: Mapping[str, Sequence[int]]
     variants: tuple[Mapping[str, Any], ...] = ({},)
@@ -51,10 +57,7 @@ class SweepRequest(StepRequest):
     @property
     def points(self) -> int:
         """Points of the grid."""
-        count = 1
-        for values in self.levels.values():
-            count *= len(values)
-        return count
+        return math.prod(map(len, self.levels.values()))
 
     @property
     def lines(self) -> int:
@@ -77,15 +80,15 @@ def sweep(
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Sweep:
-    """What a step costs over ranges of its sizes, on each chip, from a handful of traces.
+    """The cost of a step over ranges of its sizes, on each chip, from a handful of traces.
 
     source: a module, a target, a `Form` or the file of one.  over: the sizes and their values, as
     for `form`.  vary: settings of the source, each with several values; each combination is traced
     by itself.  chip, execution, dtype, kv_dtype: one or several.  out: a .parquet or .csv file;
-    what is done is kept beside traces until it is whole, and the same call goes on from there.
+    finished parts are kept with the traces until it is complete, and the same call resumes there.
 
     Returns the Sweep: `.frame()`, `.crossings()`, `.cliffs()`, `.best()`.  Raises RequestError for
-    a size that there is not, an empty range, and what `form` raises.
+    an unknown size, an empty range, and the errors of `form`.
     """
     request = sweep_request(source, args, **kwargs)
     with telling(progress):
@@ -93,16 +96,16 @@ def sweep(
 
 
 def sweep_request(source: Source, args: Sequence[Any] = (), /, **kwargs: Any) -> SweepRequest:
-    """What a call of `sweep` asks for, checked; nothing is traced.  Raises RequestError."""
-    own, kwargs = taken(SweepArguments, kwargs)
-    levels = levels_of(own.over or ())
-    asked = StepRequest.of(sweep, source, args, kwargs, form=known_form(source))
-    asked.job.refuse(levels, "its values are those of `over`; leave it out")
+    """The request of a call of `sweep`, checked; nothing is traced.  Raises RequestError."""
+    arguments, kwargs = taken(SweepArguments, kwargs)
+    levels = levels_of(arguments.over or ())
+    request = StepRequest.of(sweep, source, args, kwargs, form=known_form(source))
+    request.job.refuse(levels, "its values are those of `over`; leave it out")
     return SweepRequest(
-        **vars(asked.of_one_phase()),
+        **vars(request.of_one_phase()),
         levels=levels,
-        variants=tuple(variants_of(own.vary or {})),
-        most=own.most,
+        variants=tuple(variants_of(arguments.vary or {})),
+        most=arguments.most,
     )
 
 
@@ -165,7 +168,7 @@ def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
 
 
 def _tell_first(request: SweepRequest, sizes: str, graph: OpGraph) -> None:
-    """Tell the time of the first step that was traced, on the first chip: the rest takes longer."""
+    """Report the time of the first traced step on the first chip: the rest takes longer."""
     chip, conditions = request.chips[0], request.conditions[0]
     with contextlib.suppress(MissingPeakError):  # raised where all points are evaluated
         step = estimate(conditions.plan(graph), chip)
@@ -200,19 +203,8 @@ def _with(job: Job, settings: Mapping[str, Any]) -> Job:
     return replace(job, request=request)
 
 
-def plot_sweep(result: Sweep, path: str | os.PathLike[str], size: str | None = None) -> None:
-    """Draw a sweep to a PNG, SVG or PDF: time over a size, a line for each case and chip.
-
-    size: default the first.
-    Crossings of limiters are dots with names, and bands hold 90 % of measured steps.
-    """
-    from rooftrace.reporting.figures import style, sweep_plot
-
-    style.save(lambda: sweep_plot(result, size), Path(path))
-
-
 def write_sweep(result: Sweep, out: Path) -> None:
-    """Write the table of a sweep as parquet or CSV; whole, or not at all."""
+    """Write the table of a sweep as parquet or CSV, atomically."""
     frame = result.frame()
     if out.suffix == ".csv":
         write_bytes(out, frame.to_csv(index=False).encode())
@@ -234,15 +226,13 @@ def write_sweep(result: Sweep, out: Path) -> None:
 
 
 def _name_of(form: Form, some: Points, request: SweepRequest, conditions: Conditions) -> str:
-    """The name of a part: a digest of all that its numbers come from; "" where it is not kept.
+    """The name of a part: a digest of the sources of its numbers; "" where it is not kept.
 
-    A form without regimes is traced point by point, and says nothing of its source.
+    A form without regimes is traced point by point, and has no record of its source.
     """
-    from rooftrace.reporting.commands.stepforms import encoded_form
-
     if not form.regimes:
         return ""
-    digest = hashlib.sha256(encoded_form(form))
+    digest = hashlib.sha256(form.encoded())
     digest.update(repr((conditions, [chip.to_dict() for chip in request.chips])).encode())
     for name, column in zip(some.names, some.columns, strict=True):
         digest.update(name.encode() + column.tobytes())

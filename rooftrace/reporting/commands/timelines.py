@@ -1,4 +1,4 @@
-"""The steps that a result rests on, each an estimate, for a timeline that shows them."""
+"""The steps of a result as estimates, for a timeline."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def save_timeline(result: Any, path: str | Path, *, source: Any = None, **asked:
     """Write the predicted timeline of the steps of a result, for ui.perfetto.dev; its path.
 
     result: an Estimate, a report, a Diff (both sides), Rooflines, an Explanation, a Sweep (its best
-    line), a ServingAnswer (its answer), a ScriptCost (the whole run), or estimates by title; or
-    Elasticities of a `source`, with the chip, the execution and the rest that was asked for.  The
-    file is gzip if its name ends in .gz.  Raises RequestError for a result in which no step is.
+    line), a ServingAnswer (its answer), a ScriptCost (the run), or estimates by title; or
+    Elasticities of a `source`, with the chip, the execution and the other arguments of that call.
+    The file is gzip if its name ends in .gz.  Raises RequestError for a result without a step.
     """
     from rooftrace.reporting.figures import timeline
 
@@ -66,8 +66,8 @@ def _steps(result: Any) -> Iterator[tuple[str, Estimate]]:
                 for chip, made in on_chips.items():
                     yield f"{phase}, {execution}, {chip}", made
     elif isinstance(result, Reports):
-        for target, told in result.reports.items():
-            for title, each in _steps(told):
+        for target, report in result.reports.items():
+            for title, each in _steps(report):
                 yield f"{target}: {title}", each
     elif isinstance(result, Diff):
         yield from result.steps.items()
@@ -96,7 +96,7 @@ def _best_line(sweep: Sweep) -> Iterator[tuple[str, Estimate]]:
 
 
 def _answer(answer: ServingAnswer) -> Iterator[tuple[str, Estimate]]:
-    """The step of the answer, or of what misses the limits by least."""
+    """The step of the answer, or of the nearest candidate."""
     best = answer.best or answer.nearest
     if best is not None:
         yield _title(best.labels, best.sizes, best.chip), best.estimate
@@ -112,7 +112,7 @@ def steps_at(
 ) -> dict[str, Estimate]:
     """The step of a source at sizes by name, as a sensitivity or a choice of meshes has them.
 
-    A pipeline has a step for each stage.  asked: what `estimate` takes.
+    A pipeline has a step for each stage.  asked: arguments of `estimate`.
     """
     pricing, asked = PricingOptions.parted(asked)
     (model,), (chip,) = conditions_of(estimate_source, pricing, source)

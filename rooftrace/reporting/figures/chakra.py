@@ -36,7 +36,7 @@ _TYPED = {
     "comm_tag": _INT32_VAL,
     "tensor_size": _UINT64_VAL,
 }
-"""Attributes of whole numbers that readers take as something else than int64."""
+"""Integer attributes that readers expect in another type than int64."""
 
 Attribute = bool | int | float | str
 
@@ -59,13 +59,13 @@ def node_message(
 ) -> bytes:
     """A node; data and order: the nodes that it waits for.  start, duration: microseconds."""
     parts = [
-        _whole(1, number),
+        _integer(1, number),
         _text(2, name),
-        _whole(3, kind),
+        _integer(3, kind),
         _packed(4, order),
         _packed(5, data),
-        _whole(6, start),
-        _whole(7, duration),
+        _integer(6, start),
+        _integer(7, duration),
         *(node_attribute(*each) for each in attributes.items()),
     ]
     return b"".join(parts)
@@ -94,8 +94,8 @@ def delimited(message: bytes) -> bytes:
     return _varint(len(message)) + message
 
 
-def _whole(field: int, value: int) -> bytes:
-    """A whole number; 0 is left out, as it is what a reader takes."""
+def _integer(field: int, value: int) -> bytes:
+    """An integer; 0 is the default of readers and left out."""
     return _tag(field, _VARINT) + _varint(value) if value else b""
 
 
@@ -121,7 +121,7 @@ def _tag(field: int, wire: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """A whole number in groups of 7 bits, the lowest first."""
+    """An integer in groups of 7 bits, the lowest first."""
     if value < 0:
         raise ValueError(f"{value}: expected no number below 0")
     groups = bytearray()
@@ -136,8 +136,8 @@ def _varint(value: int) -> bytes:
 # A step as execution traces of MLCommons Chakra, which simulators of networks read.
 #
 # One file for each process, NAME.RANK.et, and NAME.groups.json with the ranks of each group.  A
-# node is a kernel with its seconds on the chip, or an exchange with its bytes; what the host does
-# is left out.
+# node is a kernel with its seconds on the chip, or an exchange with its bytes; work of the host is
+# left out.
 
 _SUFFIX = ".et"
 _TWO = {"send": SEND, "recv": RECV}
@@ -151,12 +151,12 @@ def save_chakra(
 
     path: "step.et" makes step.0.et for the process that was traced, and step.groups.json, the
     groups of processes by the names in the trace.  every_rank: a file for each process of the mesh;
-    all do the same, each in its own groups.  A node has the kernel's duration in whole
+    all run the same kernels, each with its groups.  A node has the kernel's duration in rounded
     microseconds, exact over each stream, and in seconds as the attribute "seconds"; FLOPs and bytes
-    as num_ops and tensor_size; comm_size is what a process puts into an exchange.
+    as num_ops and tensor_size; comm_size is the input of a process to an exchange.
 
-    Raises RequestError for what is no estimate, for a pipeline, and with every_rank for a step that
-    sends to single processes, or a group along no axis of the mesh.
+    Raises RequestError for anything but an estimate, for a pipeline, and with every_rank for a step
+    that sends to single processes, or a group along no axis of the mesh.
     """
     asked: object = estimate
     if not isinstance(asked, Estimate):
@@ -200,8 +200,8 @@ def _files(estimate: Estimate, name: str, every_rank: bool) -> dict[str, bytes]:
     nodes = list(_nodes(kernels, traced))
     files = {}
     for rank in ranks:
-        own = {group: numbers[group, members] for group, members in groups[rank].items()}
-        files[f"{name}.{rank}{_SUFFIX}"] = _file(estimate, rank, kernels, nodes, own)
+        named = {group: numbers[group, members] for group, members in groups[rank].items()}
+        files[f"{name}.{rank}{_SUFFIX}"] = _file(estimate, rank, kernels, nodes, named)
     if numbers:
         table = {number: members for (_, members), number in numbers.items()}
         files[f"{name}.groups.json"] = to_json(table, indent=1) + b"\n"
@@ -209,7 +209,7 @@ def _files(estimate: Estimate, name: str, every_rank: bool) -> dict[str, bytes]:
 
 
 def _check_peers(graph: OpGraph, kernels: Sequence[Following], ranks: Sequence[int]) -> None:
-    """Raise RequestError where processes do not all do the same."""
+    """Raise RequestError where processes run different kernels."""
     kinds = [kernel.collective.kind for kernel in kernels if kernel.collective]
     two = next((kind for kind in kinds if kind in _TWO), "")
     if not two and ("stages" in graph.workload or graph.mesh.get("pp", 1) > 1):
@@ -287,7 +287,7 @@ def _nodes(kernels: Sequence[Following], rank: int) -> Iterator[bytes]:
 
 
 def _exchanged(together: Collective, ranks: int, rank: int) -> dict[str, Attribute]:
-    """What a process exchanges; comm_size is what it puts in."""
+    """Facts of an exchange; comm_size is the input of a process."""
     size = together.bytes // ranks if together.kind == "all_gather" else together.bytes
     facts: dict[str, Attribute] = {"comm_size": size}
     number = COLLECTIVES[together.kind].chakra
@@ -324,10 +324,10 @@ def _moved(name: str, group: Group, mesh: Mapping[str, int], rank: int) -> tuple
     if rank in group.ranks:
         return group.ranks
     places = [_place(member, mesh) for member in group.ranks]
-    own = _place(rank, mesh)
+    target = _place(rank, mesh)
     varying = {axis for axis in mesh if len({place[axis] for place in places}) > 1}
     moved = [
-        _rank({axis: (place if axis in varying else own)[axis] for axis in mesh}, mesh)
+        _rank({axis: (place if axis in varying else target)[axis] for axis in mesh}, mesh)
         for place in places
     ]
     if rank not in moved:

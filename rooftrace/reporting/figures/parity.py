@@ -97,7 +97,7 @@ def _label(node: Node) -> str:
 def parity_figure(
     points: Sequence[ParityPoint], title: str = "Predicted and measured", subtitle: str = ""
 ) -> Figure:
-    """Points beside the diagonal and the lines of +-20 %; the worst are named.
+    """Points with the diagonal and the lines of +-20 %; the worst are named.
 
     Raises ValueError without a point.
     """
@@ -225,6 +225,7 @@ def _names(
             point.measured,
             f"{point.label}  {point.measured / point.predicted:.2g}x",
             style.ink_of(tones.get(point.group, style.GREY)),
+            spacing=1.2,
         )
         for point in off[:LABELLED]
     ]

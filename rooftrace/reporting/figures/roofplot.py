@@ -78,7 +78,7 @@ class Words:
     footer: str = ""
 
 
-LEFT, RIGHT, BOTTOM, TOP = 1.05, 0.29, 0.74, 0.28  # inches beside the axes
+LEFT, RIGHT, BOTTOM, TOP = 1.05, 0.29, 0.74, 0.28  # margins of the axes, inches
 
 
 def draw(
@@ -121,7 +121,7 @@ def draw(
     return figure
 
 
-RIM = 2.5  # points of a mark that stay in sight beside one that lies on it
+RIM = 2.5  # points of a mark that stay visible under another mark
 
 
 def apart(points: Sequence[Point], axes: Axes) -> list[Point]:
@@ -184,7 +184,7 @@ def _draw_point(axes: Axes, chips: Sequence[Roof], point: Point, order: float) -
 
 
 def _roof_over(chips: Sequence[Roof], point: Point) -> float:
-    """The lowest roof that is still above the point: its own chip's, or a close one."""
+    """The lowest roof above the point: that of its chip, or a close one."""
     heights = [roof.at(point.x) for roof in chips]
     return min((height for height in heights if height >= point.y * 0.999), default=point.y)
 

@@ -264,7 +264,7 @@ class PlotText:
     """A text of a plot and the point (in data) that it belongs to.
 
     slide: pixels that it may move to the left, along a horizontal line.  first: placed before the
-    others.  leader: a line joins it to its point.
+    others.  leader: a line joins it to its point.  spacing: of its lines, over the size.
     """
 
     x: float
@@ -276,6 +276,7 @@ class PlotText:
     slide: float = 0.0
     first: bool = False
     leader: bool = True
+    spacing: float = 1.15
 
 
 def mark_box(axes: Axes, x: float, y: float, size: float) -> Box:
@@ -298,7 +299,7 @@ def place_texts(
     for text in texts:
         drawn = figure.text(
             0, 0, text.text, fontsize=text.size, color=text.colour, fontweight=text.weight,
-            zorder=7, linespacing=1.15, va="bottom", ha="left", path_effects=halo(),
+            zorder=7, linespacing=text.spacing, va="bottom", ha="left", path_effects=halo(),
         )  # fmt: skip
         printing.take_literally(drawn)
         extent = drawn.get_window_extent(renderer)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 # -- runs ------------------------------------------------------------------------------------------
-# A whole run of a script as a timeline for Perfetto: its data loaders beside the device.
+# The run of a script as a timeline for Perfetto, with tracks for its data loaders and the device.
 #
 # Turns stand in the order in which they ran.  The host loads the batch of a turn while the device
 # runs the turn before; a turn begins when its batch is there and the device is free.
 
 LIMIT_OF_A_RUN = 20_000
-"""Turns that have slices of their own; of a longer stretch, the last turns are one slice."""
+"""Turns shown one slice each; the remaining turns of a longer stretch share one slice."""
 
 _RUN = 1
 _LOADING, _TURNS, _PIECES = 1, 2, 3
@@ -64,10 +64,13 @@ def run_timeline(result: ScriptCost, limit: int = LIMIT_OF_A_RUN) -> dict[str, A
 def write_run(
     path: str | os.PathLike[str], result: ScriptCost, limit: int = LIMIT_OF_A_RUN
 ) -> Path:
-    """Write `run_timeline(...)` (gzip if the name ends in .gz), whole or not at all; its path."""
-    path = Path(path)
-    write_packed(path, to_json(run_timeline(result, limit)))
-    return path
+    """Write `run_timeline(...)` to a path (gzip if it ends in .gz), atomically; return the path."""
+    return _written(path, run_timeline(result, limit))
+
+
+def _written(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> Path:
+    write_packed(Path(path), to_json(contents))
+    return Path(path)
 
 
 def _names() -> Iterator[Event]:
@@ -127,10 +130,10 @@ def _slice(track: int, name: str, begin: float, seconds: float, **facts: Any) ->
 # -- timeline --------------------------------------------------------------------------------------
 # A step as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: predicted, and measured.
 #
-# One process of tracks shows the estimate: what the host enqueues, what the device runs (a track
-# for each of its streams), the modules.  Another shows a run: its kernels by stream and its ops
-# by thread, from a trace, or one track of ops from seconds by op id.  Arrows go from each
-# predicted kernel to the measured one.
+# One process of tracks shows the estimate: launches of the host, kernels of the device (a track
+# for each stream), modules.  Another shows a run: its kernels by stream and its ops by thread,
+# from a trace, or one track of ops from seconds by op id.  Arrows go from each predicted kernel
+# to the measured one.
 
 LIMIT = 50_000
 """Slices of a track; more launches than this are folded (see `playback`)."""
@@ -138,11 +141,11 @@ LIMIT = 50_000
 _PREDICTED, _MEASURED = 1, 2
 _HOST, _DEVICE, _MODULES = 1, 2, 3
 _STREAMS = 4
-"""Predicted tracks: streams of the device beside its main one from this on."""
+"""Predicted tracks: streams of the device other than the main one are numbered from here."""
 _ROUNDING = 1e-6
-"""Of the seconds of an exchange: less than this is not exposed."""
+"""A smaller share of an exchange than this counts as not exposed."""
 _OPS = 100
-"""Measured tracks: streams from 1 on, threads of the host from this on."""
+"""Measured tracks: streams are numbered from 1, threads of the host from here."""
 
 Target = tuple[int, int]
 """(op id, iteration)"""
@@ -192,11 +195,8 @@ def write_timeline(
     measured: Alignment | Mapping[int, float] | None = None,
     limit: int = LIMIT,
 ) -> Path:
-    """Write `timeline(...)` (gzip if the name ends in .gz), whole or not at all; its path."""
-    path = Path(path)
-    contents = timeline(estimate, measured, limit)
-    write_packed(path, to_json(contents))
-    return path
+    """Write `timeline(...)` to a path (gzip if it ends in .gz), atomically; return the path."""
+    return _written(path, timeline(estimate, measured, limit))
 
 
 def write_timelines(report: Results, folder: Path) -> list[str]:
@@ -213,10 +213,9 @@ def write_steps(
 ) -> Path:
     """Write the timelines of several steps, by their titles, into one file; its path.
 
-    Each step has tracks of its own, and all begin at 0.  limit: slices of a track, for all steps
-    together.  gzip if the name ends in .gz; whole or not at all.
+    Steps do not share tracks, and all begin at 0.  limit: slices of a track, for all steps
+    together.  gzip if the name ends in .gz; written atomically.
     """
-    path = Path(path)
     each = max(1_000, limit // max(1, len(steps)))
     made = {title: timeline(estimate, limit=each) for title, estimate in steps.items()}
     events: list[Event] = []
@@ -229,12 +228,11 @@ def write_steps(
         "otherData": {**MADE_BY, **other},
         "traceEvents": sorted(events, key=_order),
     }
-    write_packed(path, to_json(contents))
-    return path
+    return _written(path, contents)
 
 
 def _moved(event: Event, by: int, title: str) -> Event:
-    """An event of a step in a process of its own, which has the title of the step."""
+    """An event moved to the processes of its step, whose names begin with the step's title."""
     place = event["pid"] + by
     if event["name"] == "process_sort_index":
         return {**event, "pid": place, "args": {"sort_index": place}}
@@ -263,17 +261,17 @@ def _step_slice(
 
 
 def _order(event: Event) -> tuple[float, float]:
-    """Names first, then by start; of slices that start together the outer one is first."""
+    """Sort key: names first, then by start; of slices that start together the outer comes first."""
     return event.get("ts", -math.inf), -event.get("dur", 0.0)
 
 
 def _micro(seconds: float) -> float:
-    """Microseconds to the picosecond: kernels are short beside a step."""
+    """Microseconds to the picosecond, as kernels are short compared with a step."""
     return round(seconds * 1e6, 6)
 
 
 def _named(process: int, name: str, tracks: Mapping[int, str]) -> Iterator[Event]:
-    """What the viewer calls a process and its tracks, in this order."""
+    """The names of a process and its tracks in the viewer, and their order."""
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
     for place, (track, title) in enumerate(tracks.items()):
@@ -285,8 +283,8 @@ def _named(process: int, name: str, tracks: Mapping[int, str]) -> Iterator[Event
 def _tracks_of(playback: Playback) -> dict[str, int]:
     """The track of each stream of the device, in the order in which they are first used."""
     names = dict.fromkeys(launch.track for launch in playback.launches if launch.start is not None)
-    beside = [name for name in names if name]
-    return {"": _DEVICE, **{name: _STREAMS + place for place, name in enumerate(beside)}}
+    others = [name for name in names if name]
+    return {"": _DEVICE, **{name: _STREAMS + place for place, name in enumerate(others)}}
 
 
 def _tracks(estimate: Estimate, tracks: Mapping[str, int]) -> Iterator[Event]:
@@ -297,7 +295,7 @@ def _tracks(estimate: Estimate, tracks: Mapping[str, int]) -> Iterator[Event]:
 
 
 def _title(estimate: Estimate, stream: str) -> str:
-    """The name of a stream; what runs beside its stream is in the queue of its group."""
+    """The title of a stream's track; exchanges run in the queue of their group."""
     group = estimate.graph.groups.get(stream.removeprefix(streams.GROUP))
     if not stream.startswith(streams.GROUP) or group is None:
         return stream if stream.startswith("stream ") else f"stream {stream}"
@@ -346,7 +344,7 @@ def _predicted(
 
 
 def _exchanged(estimate: Estimate, exchange: Communication, launch: Played) -> dict[str, Any]:
-    """What a collective exchanges, with whom, and whether computing waits for it."""
+    """Facts of a collective: its kind, peers and bytes, and whether computing waits for it."""
     assert launch.start is not None and launch.end is not None
     exposed, seconds = launch.exposed, launch.end - launch.start
     exposure = "exposed" if exposed >= (1 - _ROUNDING) * seconds else "partly exposed"
@@ -361,7 +359,7 @@ def _exchanged(estimate: Estimate, exchange: Communication, launch: Played) -> d
 
 
 def _repeat_name(estimate: Estimate, fold: Folded) -> str:
-    """ "layers.*", or where a loop stands."""
+    """The name of a folded repeat: "layers.*", or the source line of a loop."""
     repeat = estimate.graph.repeats[fold.repeat]
     if repeat.container is None:
         return repeat.source or "loop"
@@ -369,7 +367,7 @@ def _repeat_name(estimate: Estimate, fold: Folded) -> str:
 
 
 def _facts(row: Row) -> dict[str, Any]:
-    """What a launch of this kernel does: FLOP, byte, what limits it, and which ops it is."""
+    """Facts of one launch of a kernel: FLOP, bytes, limit and ops."""
     n = row.count
     facts: dict[str, Any] = {
         "bound": words.LIMITS[row.timing.regime],
@@ -398,12 +396,12 @@ def _modules(estimate: Estimate, launches: Sequence[Played]) -> Iterator[Event]:
     def closed(down_to: int) -> Iterator[Event]:
         while len(opened) > down_to:
             path, start = opened.pop()
-            known = {"class": classes[path]} if path in classes else {}
-            yield _step_slice(_PREDICTED, _MODULES, _last(path), start, end, module=path, **known)
+            facts = {"class": classes[path]} if path in classes else {}
+            yield _step_slice(_PREDICTED, _MODULES, _last(path), start, end, module=path, **facts)
 
     for launch in launches:
         if launch.start is None or launch.end is None or launch.track:
-            continue  # other streams run beside the modules
+            continue  # modules show the main stream alone
         path = list(_levels(launch.module))
         shared = 0
         while shared < min(len(path), len(opened)) and opened[shared][0] == path[shared]:
@@ -531,10 +529,10 @@ def _arrows(anchors: Mapping[Target, Place], places: Mapping[Target, Place]) -> 
     for target, (track, start) in anchors.items():
         if target in places:
             by_start[start, track].append(target)
-    for number, ((start, own), targets) in enumerate(sorted(by_start.items()), start=1):
+    for number, ((start, predicted), targets) in enumerate(sorted(by_start.items()), start=1):
         track, moment = min((places[target] for target in targets), key=lambda place: place[1])
         shared: Event = {"cat": "same op", "name": "same op", "id": number}
-        yield {"ph": "s", "pid": _PREDICTED, "tid": own, "ts": _micro(start), **shared}
+        yield {"ph": "s", "pid": _PREDICTED, "tid": predicted, "ts": _micro(start), **shared}
         yield {
             "ph": "f", "bp": "e", "pid": _MEASURED, "tid": track, "ts": _micro(moment), **shared
         }  # fmt: skip

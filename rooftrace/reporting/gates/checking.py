@@ -1,4 +1,4 @@
-"""Holds a lock against what the same targets cost now: budgets passed, savings, what is stale."""
+"""Compares a lock with the costs of its targets now: exceeded budgets, savings, stale entries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModuleShift:
     ops: Mapping[str, int] = field(default_factory=dict)  # those removed are below 0
 
 
-class _Moved(Change):
+class _LockedChange(Change):
     """A cost of a lock before and after."""
 
     rounding = 1e-6
@@ -48,17 +48,17 @@ class _Moved(Change):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shift(Plain):
-    """A cost that moved beyond a limit, or moved where no budget holds it."""
+    """A cost that moved beyond its limit, or that moved without a budget."""
 
     place: StepKey
     metric: str
     before: float | None  # None: the lock has no such module
     after: float
-    module: str = ""  # "": the whole step
+    module: str = ""  # "": the step
     limit: Limit = SAME
-    budget: str = ""  # its key in [tool.rooftrace.budgets]; "": none holds it
-    modules: tuple[ModuleShift, ...] = ()  # which of them moved, most first
-    causes: tuple[str, ...] = ()  # sentences of who knows the former code
+    budget: str = ""  # its key in [tool.rooftrace.budgets]; "": none
+    modules: tuple[ModuleShift, ...] = ()  # that moved, most first
+    causes: tuple[str, ...] = ()  # sentences on the code that changed
 
     KEYS = "**place._asdict metric module before after relative budget limit=_limit modules causes"
 
@@ -67,8 +67,13 @@ class Shift(Plain):
         return self.limit.text if self.budget else None
 
     @property
+    def cost(self) -> str:
+        """ "flops" of the step, "h.*.mlp flops" of a module."""
+        return f"{self.module} {self.metric}".lstrip()
+
+    @property
     def relative(self) -> float | None:
-        """Growth over what the lock says; None where that is nothing."""
+        """Growth over the locked cost; None where that is nothing."""
         if not self.before:
             return None
         return (self.after - self.before) / self.before
@@ -78,51 +83,50 @@ class Shift(Plain):
         """Whether the cost is over the limit."""
         if self.limit.ceiling:
             return self.after > self.limit.most
-        return self.before is not None and self.limit.passed(_Moved(self.before, self.after))
+        if self.before is None:
+            return False
+        return self.limit.passed(_LockedChange(self.before, self.after))
 
     @property
     def saved(self) -> bool:
         """Whether the cost shrank by more than it may grow, so that the lock should be renewed."""
         if self.limit.ceiling or self.before is None:
             return False
-        return self.limit.passed(_Moved(self.after, self.before))
+        return self.limit.passed(_LockedChange(self.after, self.before))
 
     def sentence(self) -> str:
         """ "gpt, training on h200-sxm, efficient: flops 1.20 GFLOP -> 2.40 GFLOP (+100.0 %)"."""
         show = TOTALS[self.metric].write
-        what = f"{self.module} {self.metric}" if self.module else self.metric
         before = "nothing" if self.before is None else show(self.before)
-        text = f"{self.place}: {what} {before} -> {show(self.after)}"
+        text = f"{self.place}: {self.cost} {before} -> {show(self.after)}"
         if before == show(self.after):  # too close to tell apart in four digits
-            text = f"{self.place}: {what} {self.before:,} -> {self.after:,}"
+            text = f"{self.place}: {self.cost} {self.before:,} -> {self.after:,}"
         if self.relative is not None:
             text += f" ({self.relative:+.1%})".replace("%", " %")
-        if self.budget and not self.limit.ceiling:
-            more = "" if self.limit.text.endswith("%") else " more"
-            text += f"; allowed is {self.limit.text}{more}"
-        elif self.budget:
-            text += f"; allowed is {self.limit.text}"
+        if self.budget:
+            exact = self.limit.ceiling or self.limit.text.endswith("%")
+            text += f"; allowed is {self.limit.text}{'' if exact else ' more'}"
         return text
 
 
 Cause: TypeAlias = Callable[[Shift], Sequence[str]]
-"""Sentences about what in the code moved a cost, by who has the former revision; may be none."""
+"""Sentences on the code that moved a cost, from its former revision; may be none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateOutcome(Plain, Shown):
-    """What a check says.  `failed` is its verdict."""
+    """The result of a check.  `failed` is its verdict."""
 
     lock: str  # name of the file
     before: Lock
     after: Lock
-    over: tuple[Shift, ...] = ()  # budgets that are passed
+    over: tuple[Shift, ...] = ()  # exceeded budgets
     under: tuple[Shift, ...] = ()  # costs that shrank by more than a budget
     other: tuple[Shift, ...] = ()  # totals that moved otherwise
-    stale: tuple[str, ...] = ()  # sentences: what the lock has and the repository not, or reverse
-    versions: tuple[str, ...] = ()  # "torch 2.8.0 -> 2.13.0": what else than the models differs
+    stale: tuple[str, ...] = ()  # sentences on entries of the lock or the repository alone
+    versions: tuple[str, ...] = ()  # "torch 2.8.0 -> 2.13.0": differences besides the models
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # files, by target
-    strict: bool = False  # whether the lock must be what a new one would be
+    strict: bool = False  # whether the lock must be equal to a new one
     improvements: str = ""
 
     @property
@@ -132,7 +136,7 @@ class GateOutcome(Plain, Shown):
 
     @property
     def failed(self) -> bool:
-        """Whether the check fails: a budget is passed, or the lock is stale."""
+        """Whether the check fails: a budget is exceeded, or the lock is stale."""
         if self.over or self.stale or (self.under and self.improvements == FAILS):
             return True
         return self.strict and self.before != self.after
@@ -176,10 +180,10 @@ def compare_locks(
     strict: bool = False,
     cause: Cause | None = None,
 ) -> GateOutcome:
-    """Hold the lock `before` against costs of now.
+    """Compare the lock `before` with the costs now.
 
-    cause: asked for sentences about each budget that is passed.  Raises BudgetError for a budget
-    of a module or a phase that neither of the two has.
+    cause: gives sentences for each exceeded budget.  Raises BudgetError for a budget of a module or
+    a phase that neither of the two has.
     """
     _check_budgets(before, after, settings)
     locked, now = before.places(), after.places()
@@ -215,7 +219,7 @@ def _compare(
     settings: Settings,
     lists: tuple[list[Shift], list[Shift], list[Shift]],
 ) -> None:
-    """Put what moved at a place into the lists of what is over, under, and neither."""
+    """Put the shifts of a step into the lists of those over, under, and neither."""
     over, under, other = lists
     held: set[str] = set()
     for budget in chosen(settings.budgets_of(place.target), place.phase):
@@ -247,14 +251,14 @@ def _compare(
 
 
 def _modules(budget: Budget, *sides: LockedCosts) -> list[str]:
-    """The modules that a budget is of; [""] is the whole step."""
+    """The modules of a budget; [""] is the step."""
     if not budget.module:
         return [""]
     return matching(budget.module, dict.fromkeys(path for costs in sides for path in costs.modules))
 
 
 def _value(costs: LockedCosts, path: str, metric: str) -> float | None:
-    """A metric of a module, None where it is not there; of the whole step for ""."""
+    """A metric of a module, None where it is not there; of the step for ""."""
     if path and not matching(path, costs.modules):
         return None
     return module_value(costs, path, metric)
@@ -298,7 +302,7 @@ def module_shifts(before: Lock, after: Lock, shift: Shift) -> tuple[ModuleShift,
 
 
 _PART = 0.01
-"""The least share of what a cost moved by that a module is named for."""
+"""The least share of a shift for which a module is named."""
 
 
 def _op_changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
@@ -306,11 +310,11 @@ def _op_changes(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str
     return {name: there - here for name, here, there in counts if there != here}
 
 
-# -- what is stale ---------------------------------------------------------------------------------
+# -- stale locks -----------------------------------------------------------------------------------
 
 
 def _stale(before: Lock, after: Lock) -> Iterator[str]:
-    """Sentences about what one of the two alone has, and what was asked otherwise."""
+    """Sentences on entries of one of the two alone, and on different requests."""
     for name in before.targets.keys() - after.targets.keys():
         yield f"{name!r} is locked, and is no target any more"
     for name in after.targets.keys() - before.targets.keys():
@@ -336,12 +340,12 @@ def _stale(before: Lock, after: Lock) -> Iterator[str]:
 def _asked_otherwise(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     for key, old, new in sorted(union(before, after, None), key=lambda row: row[0]):
         if old != new:
-            said = ["not said" if value is None else repr(value) for value in (new, old)]
-            yield f"{key} is {said[0]}, locked is {said[1]}"
+            now, locked = ("not said" if value is None else repr(value) for value in (new, old))
+            yield f"{key} is {now}, locked is {locked}"
 
 
 def _versions(before: Lock, after: Lock) -> Iterator[str]:
-    """What else than the models' own code two locks were made from differently."""
+    """The differences of two locks besides the code of the models: versions, facts, rules."""
     first, second = before.made_from, after.made_from
     for name in ("rooftrace", "torch"):
         old, new = getattr(first, name), getattr(second, name)
@@ -350,11 +354,10 @@ def _versions(before: Lock, after: Lock) -> Iterator[str]:
     for name, old, new in sorted(union(first.libraries, second.libraries, "none")):
         if old != new:
             yield f"{name} {old} -> {new}"
-    for what, table in (("chip", "chips"), ("constants", "constants"), ("rules", "rules")):
-        facts = getattr(first, table), getattr(second, table)
-        for name in sorted(facts[0].keys() & facts[1].keys()):
-            if facts[0][name] != facts[1][name]:
-                yield f"the numbers of {what} {name}" if what != "rules" else f"the rules of {name}"
+    texts = {"chips": "numbers of chip", "constants": "numbers of constants", "rules": "rules of"}
+    for table, text in texts.items():
+        old, new = getattr(first, table), getattr(second, table)
+        yield from (f"the {text} {n}" for n in sorted(old.keys() & new.keys()) if old[n] != new[n])
 
 
 def _sources(before: Lock, after: Lock) -> dict[str, tuple[str, ...]]:
@@ -372,14 +375,14 @@ def _sources(before: Lock, after: Lock) -> dict[str, tuple[str, ...]]:
 
 
 def _check_budgets(before: Lock, after: Lock, settings: Settings) -> None:
-    """Raise BudgetError for a budget that no step has a use for."""
+    """Raise BudgetError for a budget that applies to no step."""
     steps = [*before.places().items(), *after.places().items()]
     groups = {id(settings.budgets_of(place.target)): place.target for place, _ in steps}
     for target in groups.values():
         budgets = settings.budgets_of(target)
-        mine = [s for s in steps if settings.budgets_of(s[0].target) is budgets]
+        budgeted = [s for s in steps if settings.budgets_of(s[0].target) is budgets]
         for budget in budgets:
-            _check_used(budget, mine)
+            _check_used(budget, budgeted)
 
 
 def _check_used(budget: Budget, steps: Sequence[tuple[StepKey, LockedCosts]]) -> None:

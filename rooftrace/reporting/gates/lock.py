@@ -26,18 +26,16 @@ from rooftrace.hardware import Chip, units
 from rooftrace.reporting.commands.calls import Kept
 
 # -- budgets ---------------------------------------------------------------------------------------
-# Budgets: what may grow by how much, and what must stay below a limit.
-#
 # A budget is a line of [tool.rooftrace.budgets] in pyproject.toml:
 #
-#     time = "5%"                          # the whole step, in every phase: 5 % more than the lock
+#     time = "5%"                          # the step, in every phase: 5 % more than the lock
 #     "training.memory" = "1 GiB"          # one phase: at most 1 GiB more than the lock
 #     "decode.time" = "<= 20 ms"           # a limit, whatever the lock says
 #     "model.layers.*.mlp flops" = 0       # a module, or all that differ only in numbers
 #     "*.attention training.time" = ["2%", "<= 5 ms"]
 
 Said: TypeAlias = str | int | float | list[str | int | float]
-"""What stands behind a key of a table of budgets."""
+"""The value of a key in a table of budgets."""
 
 
 class BudgetError(ValueError):
@@ -49,13 +47,13 @@ SAME = Limit("0", 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits of a metric, of the whole step or of modules, in all phases or in one."""
+    """The limits of a metric, of the step or of modules, in all phases or in one."""
 
     key: str  # as the user wrote it
     metric: str
     limits: tuple[Limit, ...]
     phase: str = ""  # "": all of them
-    module: str = ""  # a starred path or a pattern of paths; "": the whole step
+    module: str = ""  # a starred path or a pattern of paths; "": the step
 
 
 DEFAULT = tuple(Budget(metric, metric, (SAME,)) for metric in TOTALS)
@@ -89,10 +87,7 @@ def _budget(key: str, said: Said, where: str) -> Budget:
 
 
 def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
-    """ "5%", "1 GiB" and 0 are how much a metric may grow; "<= 20 ms" is the most that it may be.
-
-    Raises BudgetError.
-    """
+    """A limit: of growth ("5%", "1 GiB", 0) or an upper one ("<= 20 ms").  Raises BudgetError."""
     text = str(said).strip()
     ceiling = text.startswith("<=")
     amount = text.removeprefix("<=").strip()
@@ -112,7 +107,7 @@ def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
 
 
 def in_full(metric: str, value: float) -> str:
-    """ "65,536 (65.5 kFLOP)": a count also as it is, so that two can be told apart."""
+    """ "65,536 (65.5 kFLOP)": a large count also with all of its digits."""
     short = TOTALS[metric].write(value)
     return f"{value:,} ({short})" if isinstance(value, int) and value >= 1000 else short
 
@@ -143,7 +138,7 @@ _EXAMPLES = {
 
 
 def module_value(costs: LockedCosts, path: str, metric: str) -> float:
-    """A metric of a module and all inside it; "" is the whole step."""
+    """A metric of a module and all inside it; "" is the step."""
     if not path:
         return costs.value(metric)
     inside = f"{path}."
@@ -183,10 +178,8 @@ def chosen(budgets: Sequence[Budget], phase: str) -> list[Budget]:
 
 
 # -- records ---------------------------------------------------------------------------------------
-# Records of locked costs: totals and modules of each target, phase, chip and execution.
-#
-# Their fields are the keys of the file.  Counts are whole numbers; seconds are decimal text with a
-# unit ("738.1235 us"), as many digits as every machine agrees on.
+# Their fields are the keys of the file.  Counts are integers; seconds are decimal text with a
+# unit ("738.1235 us"), with the digits that every machine agrees on.
 
 FORMAT = "rooftrace.lock/1"
 DEPTH = 3
@@ -196,7 +189,7 @@ ROOT = "(root)"
 WAITING = "(waiting for the host)"
 """Seconds of the step that are no kernel's."""
 BY_MODULE = ("time", "flops", "bytes", "kernels")
-"""Metrics that are also known by module; their sums over modules are the totals."""
+"""Metrics by module; their sums over modules are the totals."""
 DIGITS = 7
 """Digits of a time.  Sums of floats differ in the 16th digit between processors and releases of
 numpy, so that one time in a hundred million may be rounded the other way; a change of the model
@@ -206,12 +199,12 @@ _SCALES = (("s", 0), ("ms", -3), ("us", -6), ("ns", -9))
 
 
 class LockError(ValueError):
-    """A lock that cannot be read, or does not fit what is asked of it."""
+    """A lock that cannot be read, or that does not fit the request."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Locked:
-    """Costs that are locked: a time as text, and whole numbers."""
+class _LockedNumbers:
+    """Locked costs: a time as text, and integers."""
 
     time: str
 
@@ -230,7 +223,7 @@ class _Locked:
 
 
 @dataclass(frozen=True, slots=True)
-class LockedModule(_Locked):
+class LockedModule(_LockedNumbers):
     """The costs of a module, or of all modules whose paths differ only in numbers: BY_MODULE."""
 
     flops: int = 0
@@ -239,7 +232,7 @@ class LockedModule(_Locked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LockedCosts(_Locked):
+class LockedCosts(_LockedNumbers):
     """The totals of a step on a chip under an execution model, and its modules."""
 
     flops: int
@@ -251,7 +244,7 @@ class LockedCosts(_Locked):
 
 
 Ops = dict[str, dict[str, int]]
-"""How many of which ops run in each module, by starred path: {"h.*.mlp": {"mm bf16": 24}}."""
+"""Counts of ops by module (a starred path) and op: {"h.*.mlp": {"mm bf16": 24}}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +257,7 @@ class LockedPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedTarget:
-    """What a target was asked at, the digests of its source files, and its phases."""
+    """The request of a target, the digests of its source files, and its phases."""
 
     asked: dict[str, Kept]  # `target`, and values of ASKED
     sources: dict[str, str] = field(default_factory=dict)  # by path, relative to the lock
@@ -272,14 +265,14 @@ class LockedTarget:
 
     @property
     def executions(self) -> tuple[str, ...]:
-        """The executions that it is priced as."""
+        """The executions of its costs."""
         by_chip = (costs for step in self.phases.values() for costs in step.costs.values())
         return tuple(dict.fromkeys(name for costs in by_chip for name in costs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFrom:
-    """What a lock was made from: versions, and digests of facts."""
+    """The sources of a lock: versions, and digests of facts."""
 
     rooftrace: str
     torch: str
@@ -292,7 +285,7 @@ class MadeFrom:
 
 
 class StepKey(NamedTuple):
-    """Where costs belong."""
+    """The step that costs belong to."""
 
     target: str
     phase: str
@@ -305,14 +298,14 @@ class StepKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """The costs of targets, and what they were made from."""
+    """The costs of targets, and their sources."""
 
     made_from: MadeFrom
     targets: dict[str, LockedTarget] = field(default_factory=dict)
     format: str = FORMAT
 
     def places(self) -> dict[StepKey, LockedCosts]:
-        """All costs, by where they belong."""
+        """All costs by step."""
         return {
             StepKey(target, phase, chip, execution): costs
             for target, locked in self.targets.items()
@@ -347,7 +340,6 @@ class TimeScale:
 
 
 # -- entries ---------------------------------------------------------------------------------------
-# From estimates to what a lock keeps of them.
 
 _SLACK = 1e-9
 """Share of a step below which time between kernels is the rounding of sums."""
@@ -401,7 +393,7 @@ def _modules(
 def _times(
     estimate: Estimate, clock: TimeScale, total: Decimal, seconds: dict[str, float]
 ) -> dict[str, Decimal]:
-    """Rounded seconds by module and of waiting; what rounding leaves over has the longest one."""
+    """Rounded seconds by module and of waiting; the longest gets the remainder of rounding."""
     waiting = estimate.t_est - sum(seconds.values())
     if waiting <= _SLACK * estimate.t_est:
         waiting = 0.0
@@ -412,7 +404,7 @@ def _times(
 
 
 def locked_ops(graph: OpGraph, depth: int) -> Ops:
-    """How many ops of each name and precision run in each module of a traced graph."""
+    """Counts of ops by module and by name and precision, of a traced graph."""
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for op in graph.kernels():
         name = op.name.removeprefix("aten.")
@@ -423,7 +415,7 @@ def locked_ops(graph: OpGraph, depth: int) -> Ops:
 
 
 def _calls(graph: OpGraph, op: Op) -> dict[str, int]:
-    """How often an op runs in each module."""
+    """The calls of an op by module."""
     paths = runs.kernel_modules(graph, (op.id,), op)
     return dict.fromkeys(paths, graph.times(op) // len(paths))
 
@@ -435,12 +427,12 @@ def chip_digest(chip: Chip) -> str:
 
 
 def knobs_digest(knobs: Knobs) -> str:
-    """A digest of constants; what they were fitted to is not among them."""
+    """A digest of constants, without their source."""
     return digest({name: value for name, value in knobs.to_dict().items() if name != "source"})
 
 
 def file_digest(path: Path) -> str:
-    """A digest of what stands in a file."""
+    """A digest of the contents of a file."""
     return shortened(hashlib.sha256(path.read_bytes()).hexdigest())
 
 

@@ -35,9 +35,7 @@ from rooftrace.scripts.launch import understood
 from rooftrace.tracer import names
 
 # -- lock files ------------------------------------------------------------------------------------
-# The file of a lock: TOML that a person reviews, sorted, a line for each fact.
-#
-# The same costs are the same bytes on every machine.
+# TOML that a person reviews: sorted, a line for each fact, equal bytes on every machine.
 
 NAME = "costs.lock"
 _AGAIN = "`rooftrace lock` writes it anew"
@@ -52,7 +50,7 @@ _CONFLICT = re.compile(rb"^(<{7}|={7}|>{7})( |$)", re.MULTILINE)
 
 
 def load_lock(path: Path) -> Lock:
-    """Read a lock.  Raises LockError for a file that is none, is cut off, or contradicts itself."""
+    """Read a lock.  Raises LockError for another file, and for one that is cut or edited."""
     where = str(path)
     try:
         raw = text_of(path, _KIND)
@@ -67,8 +65,8 @@ def load_lock(path: Path) -> Lock:
     data = toml_of(raw, where, _KIND)
     made = data.get("format")
     if made != FORMAT:
-        said = f"format {made!r:.60}" if "format" in data else "it does not say its format"
-        raise _KIND.refused(where, f"{said}: this release reads {FORMAT!r}")
+        text = f"format {made!r:.60}" if "format" in data else "it does not say its format"
+        raise _KIND.refused(where, f"{text}: this release reads {FORMAT!r}")
     count = data.pop("steps", None)
     lock = record_of(Lock, data, where, _KIND)
     lock = _checked(lock, where)
@@ -84,7 +82,7 @@ def load_lock(path: Path) -> Lock:
 
 
 def _checked(lock: Lock, where: str) -> Lock:
-    """A lock whose options are those that there are, each of its type."""
+    """The lock with its options checked: names and types."""
 
     def read(table: type, values: Mapping[str, Any], place: str) -> dict[str, Kept]:
         return said(vars(record_of(table, values, where, _KIND, place)))
@@ -99,7 +97,7 @@ def _checked(lock: Lock, where: str) -> Lock:
 
 
 def _sums_differ(costs: LockedCosts) -> str:
-    """How the modules of some costs do not add up to the totals; "" where they do."""
+    """An error where the modules of some costs do not add up to the totals; "" where they do."""
     for metric in BY_MODULE:
         total = costs.value(metric)
         modules = sum(module.value(metric) for module in costs.modules.values())
@@ -110,7 +108,7 @@ def _sums_differ(costs: LockedCosts) -> str:
 
 
 def write_lock(path: Path, lock: Lock) -> None:
-    """Write a lock, whole or not at all.  Raises LockError for one that is too long to review."""
+    """Write a lock, atomically.  Raises LockError for one that is too long to review."""
     text = lock_text(lock).encode()
     if len(text) > _MOST:
         raise LockError(
@@ -135,15 +133,8 @@ def _made_from(made: MadeFrom) -> Iterator[str]:
     yield f"torch = {to_toml(made.torch)}"
     yield f"depth = {made.depth}  # names of modules, numbers of layers not counted"
     yield ""
-    tables: dict[str, Mapping[str, Any]] = {
-        "libraries": made.libraries,
-        "chips": made.chips,
-        "constants": made.constants,
-        "rules": made.rules,
-        "pricing": made.pricing,
-    }
-    for name, table in tables.items():
-        yield from _table(f"made_from.{name}", table)
+    for name in ("libraries", "chips", "constants", "rules", "pricing"):
+        yield from _table(f"made_from.{name}", getattr(made, name))
 
 
 def _target(where: str, target: LockedTarget) -> Iterator[str]:
@@ -165,8 +156,8 @@ def _costs(where: str, costs: LockedCosts) -> Iterator[str]:
     yield f"time = {to_toml(costs.time)}"
     for metric in ("flops", "bytes", "memory", "params", "kernels"):
         number = costs.value(metric)
-        said = f"  # {TOTALS[metric].write(number)}" if number >= 1000 else ""
-        yield f"{metric} = {number}{said}"
+        comment = f"  # {TOTALS[metric].write(number)}" if number >= 1000 else ""
+        yield f"{metric} = {number}{comment}"
     yield ""
     modules = {
         path: {metric: getattr(module, metric) for metric in BY_MODULE}
@@ -186,14 +177,13 @@ def _table(where: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 # -- settings --------------------------------------------------------------------------------------
-# What a repository asks of its gate: [tool.rooftrace] in pyproject.toml.
 
 SECTION = "tool.rooftrace"
 TOLD, FAILS = "told", "fail"
 
 
 class SettingsError(ValueError):
-    """Settings that cannot be read: names the file, the key, and what was expected."""
+    """Settings that cannot be read: names the file, the key, and the expected value."""
 
 
 _SETTING_KIND = FileKind("pyproject.toml", SettingsError)
@@ -206,7 +196,7 @@ TargetSettings = make_dataclass(
     frozen=True,
     kw_only=True,
 )
-"""A table of [tool.rooftrace.targets]: a target, its sizes, and budgets of its own."""
+"""A table of [tool.rooftrace.targets]: a target, its sizes, and its budgets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +226,10 @@ class ToolTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is locked and checked, and where.  Paths in it are relative to its folder."""
+    """The settings of a gate.  Paths in it are relative to its folder."""
 
     folder: Path
-    root: Path  # of the project: what is named is run, read as a lock and written only inside of it
+    root: Path  # of the project: files outside of it are not run, read as a lock or written
     # By name, as `said` keeps them; empty: those of the lock.
     targets: Mapping[str, dict[str, Kept]] = field(default_factory=dict)
     lock: str = NAME
@@ -249,7 +239,7 @@ class Settings:
     depth: int = DEPTH
     pricing: Mapping[str, Kept] = field(default_factory=dict)  # as `said` keeps it
     budgets: Mapping[str, tuple[Budget, ...]] = field(default_factory=dict)  # by target
-    usual: tuple[Budget, ...] = DEFAULT  # of targets without budgets of their own
+    usual: tuple[Budget, ...] = DEFAULT  # of targets without budgets
     improvements: str = TOLD
 
     @property
@@ -262,7 +252,7 @@ class Settings:
         inside(self.root, self.path, f"lock {os.path.relpath(self.path)!r}")
 
     def code(self, former: Lock | None = None) -> list[tuple[str, str]]:
-        """The code that is run, by names and by what names it; what a former lock names may be too.
+        """(code that is run, setting that names it), with the code of a former lock.
 
         Raises ProjectError where it lies outside of the project.
         """
@@ -280,7 +270,7 @@ class Settings:
         return cast(list[str], self.pricing.get("rules", []))
 
     def executions_of(self, target: str) -> tuple[str, ...]:
-        """How a target is priced, by its name."""
+        """The executions of a target, by its name."""
         named = self.executions or self.locked.get(target)
         return named or (usual_execution(self.targets[target]["target"]),)
 
@@ -289,7 +279,7 @@ class Settings:
         return self.budgets.get(target, self.usual)
 
     def as_locked(self, lock: Lock) -> Settings:
-        """These settings with what a lock was asked, where they name no targets themselves."""
+        """These settings with the requests of a lock, where they name no targets themselves."""
         if self.targets:
             return self
         made = lock.made_from
@@ -307,9 +297,9 @@ class Settings:
 
 
 def load_settings(start: Path) -> Settings:
-    """The settings of the project that a folder is in: of its pyproject.toml, if it has any there.
+    """The settings in the pyproject.toml of a folder's project; else the defaults, in this folder.
 
-    Without, nothing but defaults, in this folder.  Raises ProjectError, SettingsError, BudgetError.
+    Raises ProjectError, SettingsError, BudgetError.
     """
     root = project_of(start)
     path = root / FILE
@@ -367,7 +357,6 @@ def read_settings(data: Any, folder: Path) -> Settings:
 
 
 # -- projects --------------------------------------------------------------------------------------
-# The project that a person stands in.  What its files name runs only inside of it.
 
 
 FILE = "pyproject.toml"
@@ -375,7 +364,7 @@ _MARKS = (FILE, ".git")
 
 
 class ProjectError(RequestError):
-    """A file that names what lies outside of its project, or is another user's."""
+    """A file that names files outside of its project, or that belongs to another user."""
 
 
 def project_of(folder: Path) -> Path:
@@ -403,7 +392,7 @@ def project_of(folder: Path) -> Path:
 def inside(root: Path, path: Path, named: str) -> Path:
     """The place of a path, links followed.  Raises ProjectError where that is not in a project.
 
-    named: what names the path, for the message.
+    named: the setting that names the path, for the message.
     """
     check_name(path)
     place = Path(os.path.realpath(path))
@@ -419,10 +408,10 @@ def inside(root: Path, path: Path, named: str) -> Path:
 def code_of(
     root: Path, folder: Path, targets: Mapping[str, Mapping[str, Kept]], rules: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """What code targets and rules run: as it is named, and by what.
+    """(code of targets and rules, setting that names it).
 
     Raises ProjectError for a file outside of the project.  A dotted name is imported as Python
-    does: from the project, else from what is installed.
+    does: from the project, else from the installed packages.
     """
     code = [(path, "rules") for path in rules]
     for path in rules:
@@ -438,7 +427,7 @@ def code_of(
 
 
 def _files_of(asked: Mapping[str, Kept], folder: Path) -> Iterator[str]:
-    """Files of the project whose code a target runs, as far as its name says so."""
+    """Files of the project whose code a target runs, as far as its name tells."""
     target = str(asked["target"])
     if names.is_script(target):
         launch = understood(names.ScriptCommand.of(target).words, folder)

@@ -1,4 +1,4 @@
-"""Functions that make a lock of costs, check it, and find the causes of changes since."""
+"""Makes a lock of costs, and finds the causes of changes since."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from importlib import metadata
 from pathlib import Path, PurePath
 from typing import Any
 
+from rooftrace._processes import processors
 from rooftrace._progress import tell
-from rooftrace.costmodels.estimates import Estimate, estimate as estimate_graph
+from rooftrace.costmodels.estimates import estimate
 from rooftrace.costmodels.fusion import ExecutionModel, plan, usual_execution
 from rooftrace.costmodels.ops import own_rules
 from rooftrace.costmodels.rewrites import check_precisions
@@ -25,25 +26,24 @@ from rooftrace.hardware.units import plural
 from rooftrace.reporting.commands import diff, in_precisions, priced
 from rooftrace.reporting.commands.calls import Kept
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
-from rooftrace.reporting.gates import lock as records, lockfile, lockfile as gate
+from rooftrace.reporting.gates import lock as records, lockfile
 from rooftrace.reporting.gates.checking import Shift
 from rooftrace.tracer import Job, names
 from rooftrace.tracer.phases.apart import Traced, trace_each_apart
 
 # -- causes ----------------------------------------------------------------------------------------
-# Why costs moved since a lock was written: the revision that wrote it is built from git.
 
 _MOST = 2
-"""Causes of a phase that are told."""
+"""Causes of a phase that are named."""
 
 
 def causes_since(
-    settings: gate.Settings, lock: records.Lock
+    settings: lockfile.Settings, lock: records.Lock
 ) -> Callable[[Shift], Sequence[str]] | None:
-    """A function that says in sentences what moved a cost since `lock` was committed.
+    """A function that gives the causes of a shift since `lock` was committed, in sentences.
 
-    None where that cannot be known: outside of git, or where the lock is not committed as it is.
-    The former code is traced when the function is asked, once for each target and way of running.
+    It builds the code of that commit from git, once for each target, chip and execution.  None
+    outside of git, or where the lock is not committed as it is.
     """
     try:
         repository = repositories.repository_at(str(settings.folder))
@@ -59,9 +59,9 @@ def causes_since(
 class _History:
     """Diffs of targets between the commit of a lock and now, each made once."""
 
-    def __init__(self, settings: gate.Settings, lock: records.Lock, commit: Commit) -> None:
+    def __init__(self, settings: lockfile.Settings, lock: records.Lock, commit: Commit) -> None:
         self.settings, self.lock, self.commit = settings, lock, commit
-        self._known: dict[tuple[str, str, str], Diff | str] = {}
+        self._made: dict[tuple[str, str, str], Diff | str] = {}
 
     def causes(self, shift: Shift) -> Sequence[str]:
         """Sentences on the phase of a shift, the largest cause first."""
@@ -80,29 +80,28 @@ class _History:
         return "; ".join(filter(None, (row.cause, f"in {row.where}" if row.where else "", who)))
 
     def _diff(self, place: records.StepKey) -> Diff | str:
-        """The diff of a target, or why there is none."""
+        """The diff of a target, or a sentence on why there is none."""
         key = place.target, place.chip, place.execution
-        if key not in self._known:
-            asked = self.lock.targets[place.target].asked
-            options: dict[str, Any] = {n: v for n, v in asked.items() if n != "target"}
+        if key not in self._made:
+            request = self.lock.targets[place.target].asked
+            options: dict[str, Any] = {n: v for n, v in request.items() if n != "target"}
             try:
                 with inside(self.settings.folder):
                     chips = {chip.name: chip for chip in chips_of(self.settings)}
                     options["chip"] = chips[place.chip]
                     options["execution"] = model_of(place.execution, self.settings)
-                    made = diff(str(asked["target"]), git=self.commit.hash, **options)
+                    made = diff(str(request["target"]), git=self.commit.hash, **options)
                 assert isinstance(made, Diff)  # a target has a step
-                self._known[key] = made
+                self._made[key] = made
             except (ValueError, LookupError, RuntimeError) as error:
                 if not is_ours(error):
                     raise
                 reason = str(error).splitlines()[0]
-                self._known[key] = f"no cause is known from {self.commit}: {reason}"
-        return self._known[key]
+                self._made[key] = f"no cause is known from {self.commit}: {reason}"
+        return self._made[key]
 
 
 # -- making ----------------------------------------------------------------------------------------
-# Locks of what targets cost now, and checks of a lock: what `rooftrace lock` and `check` do.
 
 _MODEL_LIBRARIES = ("diffusers", "peft", "timm", "torchaudio", "torchvision", "transformers")
 """Libraries that bring modules: a model that imports one has other costs with another release."""
@@ -111,11 +110,11 @@ _MEMORY = 2 << 30
 _IMPORTED = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
 
-def locked(settings: gate.Settings) -> records.Lock:
-    """What the targets of some settings cost now, each traced once and priced for every chip.
+def locked(settings: lockfile.Settings) -> records.Lock:
+    """The costs of the targets of some settings now, each traced once and priced for every chip.
 
-    Targets run in processes of their own, as many at once as there are processors and memory.
-    Raises RequestError without targets; and what tracing and pricing raise.
+    Each target runs in a separate process, as many at once as processors and memory allow.
+    Raises RequestError without targets, and the errors of tracing and pricing.
     """
     if not settings.targets:
         raise RequestError(
@@ -123,8 +122,8 @@ def locked(settings: gate.Settings) -> records.Lock:
             'the repository in pyproject.toml: [tool.rooftrace] with targets = ["models.py:build"]'
         )
     with inside(settings.folder):
-        builder = _Builder(settings, chips_of(settings))
-        jobs = {name: _job(name, asked) for name, asked in settings.targets.items()}
+        builder = _LockBuilder(settings, chips_of(settings))
+        jobs = {name: _job(name, request) for name, request in settings.targets.items()}
         traces = _traced(list(jobs.values()))
         for (name, job), made in zip(jobs.items(), traces, strict=True):
             with own_rules(), naming(name):  # rules in the code of one hold for no other
@@ -133,16 +132,16 @@ def locked(settings: gate.Settings) -> records.Lock:
         return builder.lock()
 
 
-def chips_of(settings: gate.Settings) -> list[Chip]:
+def chips_of(settings: lockfile.Settings) -> list[Chip]:
     """The chips of settings; where they name none, that of their knobs, else h200-sxm."""
     options = _options(settings, execution=usual_execution())
     return options.chips(options.executions())
 
 
-def former(settings: gate.Settings, *, update: bool = False) -> records.Lock | None:
-    """The lock that settings name; None where it is to be written anew and cannot be read.
+def former(settings: lockfile.Settings, *, update: bool = False) -> records.Lock | None:
+    """The lock that settings name; None for an unreadable one that is to be written anew.
 
-    Raises LockError where it is needed: to be checked, or for its targets.
+    Raises LockError where its costs or its targets are needed.
     """
     try:
         return lockfile.load_lock(settings.path)
@@ -157,24 +156,24 @@ def size_words(lock: records.Lock) -> str:
     return f"{plural(len(lock.targets), 'target')}, {plural(len(lock.places()), 'step')}"
 
 
-def model_of(name: str, settings: gate.Settings) -> ExecutionModel:
-    """An execution model, with what the settings change."""
+def model_of(name: str, settings: lockfile.Settings) -> ExecutionModel:
+    """An execution model, with the changes of the settings."""
     (model,) = _options(settings, execution=name).executions()
     return model
 
 
-def _options(settings: gate.Settings, **how: Any) -> PricingOptions:
-    """How the targets of settings are priced."""
-    asked = {name: value for name, value in settings.pricing.items() if name != "rules"}
-    return PricingOptions(chip=settings.chips, **{**asked, **how})
+def _options(settings: lockfile.Settings, **how: Any) -> PricingOptions:
+    """The pricing options of settings."""
+    options = {name: value for name, value in settings.pricing.items() if name != "rules"}
+    return PricingOptions(chip=settings.chips, **{**options, **how})
 
 
-def _job(name: str, asked: Mapping[str, Kept]) -> Job:
-    """What tracing a target asks for."""
-    arguments = {key: value for key, value in asked.items() if key != "target"}
+def _job(name: str, request: Mapping[str, Kept]) -> Job:
+    """The job that traces a target."""
+    arguments = {key: value for key, value in request.items() if key != "target"}
     try:
         with naming(name):
-            job = Job.of(locked, asked["target"], (), arguments)
+            job = Job.of(locked, request["target"], (), arguments)
             check_precisions(*job.precisions)
     except UnusedError as error:
         reason = f"{error.reason} (target {name!r})"
@@ -193,21 +192,18 @@ def _traced(jobs: Sequence[Job]) -> list[Traced | None]:
 
 
 def _at_once() -> int:
-    """How many targets are traced at the same time."""
-    processors = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    )
+    """The number of targets that are traced at the same time."""
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
-        return processors or 1
-    return max(1, min(processors or 1, free // _MEMORY))
+        return processors()
+    return max(1, min(processors(), free // _MEMORY))
 
 
-class _Builder:
+class _LockBuilder:
     """Puts the costs of targets together, one target after another."""
 
-    def __init__(self, settings: gate.Settings, chips: Sequence[Chip]) -> None:
+    def __init__(self, settings: lockfile.Settings, chips: Sequence[Chip]) -> None:
         self.settings, self.chips = settings, chips
         self.targets: dict[str, records.LockedTarget] = {}
         self.constants: dict[str, str] = {}
@@ -216,12 +212,12 @@ class _Builder:
 
     def add(self, name: str, made: Traced) -> None:
         """Price the graphs of a target."""
-        asked = self.settings.targets[name]
+        request = self.settings.targets[name]
         models = [model_of(each, self.settings) for each in self.settings.executions_of(name)]
         self.many += [graph for graph in made.graphs.values() if graph.groups][:1]
-        self.libraries |= _libraries(str(asked["target"]), made.files)
+        self.libraries |= _libraries(str(request["target"]), made.files)
         self.targets[name] = records.LockedTarget(
-            asked=asked,
+            asked=request,
             sources=_relative(made.files, self.settings.folder),
             phases={phase: self._phase(graph, models) for phase, graph in made.graphs.items()},
         )
@@ -232,14 +228,11 @@ class _Builder:
         for model in models:
             planned = plan(graph, model)
             for chip in self.chips:
-                estimate = estimate_graph(planned, chip)
-                self._note(estimate)
-                costs[chip.name][model.name] = records.locked_costs(estimate, depth)
+                step = estimate(planned, chip)
+                if step.knobs is not None:
+                    self.constants[step.knobs.title] = records.knobs_digest(step.knobs)
+                costs[chip.name][model.name] = records.locked_costs(step, depth)
         return records.LockedPhase(ops=records.locked_ops(graph, depth), costs=costs)
-
-    def _note(self, estimate: Estimate) -> None:
-        if estimate.knobs is not None:
-            self.constants[estimate.knobs.title] = records.knobs_digest(estimate.knobs)
 
     def lock(self) -> records.Lock:
         """The lock of all targets that were added."""
@@ -276,7 +269,7 @@ def _relative(digests: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _libraries(target: str, sources: Mapping[str, str]) -> set[str]:
-    """Which libraries of models a target is made of, by the imports in its own files."""
+    """The libraries of models that a target uses, by the imports in its files."""
     imported = {"transformers"} if target.startswith("hf:") or names.is_config(target) else set()
     for path in sources:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The pytest plugin: the fixture `cost_of`, and the marker `costs` that holds what it returns.
+"""The pytest plugin: the fixture `cost_of`, and the marker `costs` that checks its results.
 
     def test_it_stays_small(cost_of):
         assert cost_of(Net(), x).flops <= 2e9
@@ -30,7 +30,7 @@ _MARKER = (
 
 @dataclass(frozen=True, repr=False)
 class StepCosts:
-    """What one step costs: plain numbers in SI units, to compare with others."""
+    """The costs of a step: plain numbers in SI units."""
 
     flops: int
     bytes: int  # through HBM
@@ -52,12 +52,12 @@ CostOf = Callable[..., StepCosts]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known, so that --strict-markers accepts it."""
+    """Register the marker, so that --strict-markers accepts it."""
     config.addinivalue_line("markers", _MARKER)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a marker that would hold nothing."""
+    """Refuse a marker on a test without the fixture."""
     if any(item.iter_markers("costs")) and "cost_of" not in getattr(item, "fixturenames", ()):
         pytest.fail(
             "@pytest.mark.costs holds what the fixture cost_of returns, and this test does not "
@@ -68,10 +68,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
-    """cost_of(model, x, chip=, execution=, phase=): what one step of a module costs.
+    """cost_of(model, x, chip=, execution=, phase=): the costs of one step of a module.
 
-    Takes what `rooftrace.estimate` takes.  @pytest.mark.costs says limits for every call in a test,
-    and the chip, phase ... of calls that do not say them.
+    Takes the arguments of `rooftrace.estimate`.  @pytest.mark.costs has limits for every call in a
+    test, and the chip, phase ... of calls that do not name them.
     """
     limits, usual = _marked(request.node)
     called: list[StepCosts] = []
@@ -105,18 +105,18 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
         where = "@pytest.mark.costs"
         if marker.args:
             pytest.fail(f"{where}: {marker.args[0]!r:.60}: say it by name, as {_MARKER}", False)
-        for name, said in marker.kwargs.items():
+        for name, value in marker.kwargs.items():
             if name in how:
-                usual[name] = said
+                usual[name] = value
                 continue
             if name not in TOTALS:
-                known = (*TOTALS, *how)
+                names = (*TOTALS, *how)
                 pytest.fail(
-                    f"{where}({name}=...): expected one of {', '.join(known)}{hint(name, known)}",
+                    f"{where}({name}=...): expected one of {', '.join(names)}{hint(name, names)}",
                     False,
                 )
             try:
-                limits[name] = most(name, said, f"{where}({name}")
+                limits[name] = most(name, value, f"{where}({name}")
             except BudgetError as error:
                 pytest.fail(f"{error})", False)
     return limits, usual

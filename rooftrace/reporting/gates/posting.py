@@ -2,8 +2,8 @@
 
     python -I -S posting.py comment.md
 
-Knows where it runs by what GitHub Actions and GitLab CI set in the environment.  Where it may not
-comment, as for a fork on GitHub, the text goes into the summary of the job; elsewhere to stdout.
+GitHub Actions and GitLab CI are told by their environment variables.  Where it may not comment, as
+for a fork on GitHub, the text goes into the summary of the job; elsewhere to stdout.
 The token goes into one header, to the server of the job, and nowhere else.
 
 One file of the standard library, since it runs where the code of a request has run before: it
@@ -35,7 +35,7 @@ _MARKER = "<!-- rooftrace check -->"
 
 
 class PostError(RuntimeError):
-    """A comment that could not be read or posted: says what it is, or what the server answered."""
+    """A comment that could not be read or posted, with the answer of the server."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,15 +46,15 @@ class Thread:
     comment: str  # URL of one of them, {id} in it
     headers: Mapping[str, str]
     method: str  # of an update
-    event: str  # what it is of, for messages: "pull request 12"
+    event: str  # for messages: "pull request 12"
 
     def ask(self, method: str, url: str, data: Mapping[str, str] | None = None) -> Any:
-        """What the server answers.  Raises PostError."""
+        """The answer of the server.  Raises PostError."""
         return _ask(f"a comment on {self.event}", self.headers, method, url, data)
 
 
 def thread_of(environ: Mapping[str, str]) -> Thread | None:
-    """The thread of the request that this job is about; None where it is about none."""
+    """The thread of the pull or merge request of this job; None where it has none."""
     if "GITHUB_REPOSITORY" in environ:
         return _on_github(environ)
     return _on_gitlab(environ) if "CI_MERGE_REQUEST_IID" in environ else None
@@ -122,7 +122,7 @@ def _on_gitlab(environ: Mapping[str, str]) -> Thread | None:
 def post(thread: Thread, text: str) -> str:
     """Post a comment, or renew the first one that begins with the same line, its marker.
 
-    Returns what was done.  Raises PostError.
+    Returns a sentence on it.  Raises PostError.
     """
     marker = text.split("\n", 1)[0]
     for page in range(1, _PAGES + 1):
@@ -146,7 +146,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _ask(
-    what: str,
+    subject: str,
     headers: Mapping[str, str],
     method: str,
     url: str,
@@ -159,10 +159,10 @@ def _ask(
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=_SECONDS) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
-        raise PostError(f"{method} of {what}: HTTP {error.code}") from None
+        raise PostError(f"{method} of {subject}: HTTP {error.code}") from None
     except (urllib.error.URLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or type(error).__name__
-        raise PostError(f"{method} of {what}: {reason}") from None
+        raise PostError(f"{method} of {subject}: {reason}") from None
 
 
 def _text_of(path: str) -> str:

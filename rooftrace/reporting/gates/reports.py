@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rooftrace.reporting.gates.checking import GateOutcome, ModuleShift, Shift
 
 _MODULES = 4
-"""Modules that are named behind a budget that is passed."""
+"""Modules that are named for an exceeded budget."""
 _OPS = 4
 _SHOWN = 12
 """Rows of a list on a screen."""
@@ -27,7 +27,7 @@ _BAR = 10
 
 
 def gate_view(result: GateOutcome, output: view.Output = "both") -> view.View:
-    """The verdict, the budgets that are passed with their causes, and what else moved."""
+    """The verdict, exceeded budgets with their causes, and other costs that moved."""
     mark = "bad" if result.failed else "good"
     head: list[view.Part] = [view.Note(result.verdict(), mark, label="check  ")]
     head += [_item(line, "warn") for line in result.stale]
@@ -87,8 +87,8 @@ def _row(shift: Shift, longest: float) -> dict[str, Any]:
     mark = "worse" if shift.after > (shift.before or 0) else "good"
     share = abs(shift.relative) / longest if shift.relative is not None else 1.0
     return {
-        "step": _step(shift),
-        "what": _what(shift),
+        "step": str(shift.place),
+        "what": shift.cost,
         "before": view.Cell(shift.before, unit=unit),
         "after": view.Cell(shift.after, unit=unit),
         "change": view.Cell(_unbroken(change_words(shift)), mark),
@@ -110,7 +110,7 @@ def _allowed(shift: Shift) -> str:
 
 
 def change_words(shift: Shift) -> str:
-    """ "+5.0 %", "new" where the lock has nothing."""
+    """ "+5.0 %"; "new" where the lock has none."""
     if shift.relative is None:
         return "new" if shift.after else "0 %"
     if abs(shift.relative) < 1e-6:
@@ -118,14 +118,6 @@ def change_words(shift: Shift) -> str:
     small = abs(shift.relative) < 0.0005
     text = f"{shift.relative:+.3%}" if small else f"{shift.relative:+.1%}"
     return text.replace("%", " %")
-
-
-def _step(shift: Shift) -> str:
-    return str(shift.place)
-
-
-def _what(shift: Shift) -> str:
-    return f"{shift.module} {shift.metric}" if shift.module else shift.metric
 
 
 def cause_notes(
@@ -138,15 +130,15 @@ def cause_notes(
         if cause_lines(shift, output):
             first.setdefault(key, shift)
     for shift in list(first.values())[:most]:
-        what = _what(shift) if output == "screen" else units.CODE.page(_what(shift))
-        yield view.Note(f"Cause of {what} in {_step(shift)}:", "strong")
+        cost = shift.cost if output == "screen" else units.CODE.page(shift.cost)
+        yield view.Note(f"Cause of {cost} in {shift.place}:", "strong")
         yield from map(_item, cause_lines(shift, output))
     if most is not None and len(first) > most:
         yield view.Note(f"and {plural(len(first) - most, 'more cause')}")
 
 
 def cause_lines(shift: Shift, output: view.Output = "screen") -> list[str]:
-    """What moved a cost: sentences of who knows the former code, then the modules."""
+    """The causes of a shift: sentences on the code that changed, then the modules."""
     modules = [module_words(module, shift.metric, output) for module in shift.modules[:_MODULES]]
     if len(shift.modules) > _MODULES:
         modules.append(f"and {plural(len(shift.modules) - _MODULES, 'more module')}")
@@ -170,12 +162,12 @@ def module_words(module: ModuleShift, metric: str, output: view.Output) -> str:
 
 
 def why_notes(result: GateOutcome) -> list[view.Part]:
-    """What else than budgets is worth knowing: versions, and files that differ."""
+    """Notes on other versions, and on files that differ."""
     notes: list[view.Part] = []
     if result.versions:
-        what = "; ".join(result.versions)
+        versions = "; ".join(result.versions)
         cause = "" if result.same else ": a likely cause"
-        notes.append(view.Note(f"made from other versions: {what}{cause}", "warn"))
+        notes.append(view.Note(f"made from other versions: {versions}{cause}", "warn"))
     moved = {shift.place.target for shift in (*result.over, *result.under, *result.other)}
     targets: dict[tuple[tuple[str, ...], bool], list[str]] = {}
     for target, files in result.sources.items():
@@ -189,13 +181,11 @@ def why_notes(result: GateOutcome) -> list[view.Part]:
 
 
 # -- reports ---------------------------------------------------------------------------------------
-# A check as other programs take it: a comment, GitLab's code quality, JUnit.
-#
-# A comment is Markdown as GitHub and GitLab show it.  Neither shows SVG that stands in a comment,
-# so its figures are bars of letters, and a chart in mermaid.
+# A comment is Markdown as GitHub and GitLab show it.  Neither shows SVG in a comment, so its
+# figures are bars of letters, and a chart in Mermaid.
 
 MARKER = "<!-- rooftrace check -->"
-"""The first line of a comment, by which it is known again."""
+"""The first line of a comment, by which it is found again."""
 MOST = 60_000
 """Letters of a comment; GitHub takes 65,536."""
 _ROWS = 10
@@ -204,7 +194,7 @@ _CHART = 8
 
 
 def comment(result: GateOutcome) -> str:
-    """A comment: the verdict, a table with bars, the causes, and all steps folded away."""
+    """A comment: the verdict, a table with bars, the causes; the figure and all steps folded."""
     sign = "❌" if result.failed else "✅"
     parts: list[view.Part] = [view.Note(f"{sign} {result.verdict()}", "strong")]
     parts += [view.Note(line, bullet=1) for line in result.stale]
@@ -259,12 +249,13 @@ def _page(part: view.Part) -> str:
 
 
 def _chart(shifts: Sequence[Shift]) -> str:
-    """The largest changes as bars, in percent of what is locked."""
+    """The largest changes as bars, in percent of the locked costs."""
     moved = [shift for shift in shifts if shift.relative is not None]
     largest = sorted(moved, key=lambda shift: -abs(shift.relative or 0))[:_CHART]
     if not largest:
         return ""
-    lines = "\n".join(f"{n}. {_label(shift)}" for n, shift in enumerate(largest, start=1))
+    labels = [f"{shift.place}: {shift.cost} {change_words(shift)}" for shift in largest]
+    lines = "\n".join(f"{n}. {label}" for n, label in enumerate(labels, start=1))
     values = [round(100 * (shift.relative or 0), 3) for shift in largest]
     low, high = min(0.0, *values), max(0.0, *values)
     chart = [
@@ -279,11 +270,6 @@ def _chart(shifts: Sequence[Shift]) -> str:
     return "\n".join(chart) + "\n\n" + _page(view.Note(lines, lines=True))
 
 
-def _label(shift: Shift) -> str:
-    what = f"{shift.module} {shift.metric}".strip()
-    return f"{shift.place}: {what} {change_words(shift)}"
-
-
 # -- other programs --------------------------------------------------------------------------------
 
 
@@ -296,10 +282,9 @@ def code_quality(result: GateOutcome) -> str:
         ("lower", "info", [(_where(s), s.sentence(), []) for s in result.under]),
     ):
         for where, text, causes in texts:
-            said = visible("; ".join([text, *causes]))
             issues.append(
                 {
-                    "description": said,
+                    "description": visible("; ".join([text, *causes])),
                     "check_name": f"rooftrace-{check}",
                     "fingerprint": hashlib.sha256(
                         visible(f"{check} {where} {text}").encode()
@@ -319,14 +304,14 @@ def _where(shift: Shift) -> str:
 
 def _line(result: GateOutcome, head: str) -> int:
     """The line of a table in the lock, 1 where it has none."""
-    from rooftrace.reporting.gates import lockfile as files
+    from rooftrace.reporting.gates import lockfile
 
-    lines = files.lock_text(result.before).split("\n")
+    lines = lockfile.lock_text(result.before).split("\n")
     return lines.index(head) + 1 if head in lines else 1
 
 
 def junit(result: GateOutcome) -> str:
-    """JUnit: a case for each step, which fails with the budgets that it passes."""
+    """JUnit: a case for each step, which fails with its exceeded budgets."""
     places = result.after.places()
     suite = ElementTree.Element("testsuite", name="rooftrace check", tests=str(len(places) + 1))
     failures = 0

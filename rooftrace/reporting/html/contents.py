@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 
 # -- kernels ---------------------------------------------------------------------------------------
-# The kernels of a step as a page shows them: sums of those that are alike, as columns of numbers.
-#
-# Kernels are alike where name, module pattern, family, part, precision and fusion agree.  A page
-# holds so many of them at most; those with less time are summed up by module, family and part, so
-# that every total stays whole.
+# Sums of kernels with equal name, module pattern, family, part, precision and fusion, as columns of
+# numbers.  A page holds so many of them at most; those with less time are summed up by module,
+# family and part, so that totals stay complete.
 
 MOST_GROUPS = 1500
 OTHERS_DEPTH, MOST_OTHERS = 3, 500
-"""Names of a module path by which kernels beyond the most are summed up: fewer, where that leaves
+"""Names of a module path by which kernels beyond the most are summed up: fewer where there would be
 more sums than these."""
 LONGEST_FORMULA = 240
 INPUTS_SHOWN, OPS_SHOWN = 4, 12
@@ -35,13 +33,13 @@ INPUTS_SHOWN, OPS_SHOWN = 4, 12
 
 @dataclass(slots=True)
 class Interned:
-    """Texts of a page, each of which it holds once."""
+    """Texts of a page, each once."""
 
     texts: list[str] = field(default_factory=list)
     _places: dict[str, int] = field(default_factory=dict)
 
     def place(self, text: str) -> int:
-        """Where a text stands among `texts`."""
+        """The index of a text in `texts`."""
         place = self._places.setdefault(text, len(self.texts))
         if place == len(self.texts):
             self.texts.append(text)
@@ -49,8 +47,8 @@ class Interned:
 
 
 @dataclass(slots=True)
-class _Sums:
-    """Sums of kernels that are alike; `largest` is the one with most time, by which they look."""
+class _GroupSums:
+    """Sums of equal kernels; `largest` is the one with most time, which gives the texts."""
 
     largest: Row
     calls: int = 0
@@ -65,27 +63,20 @@ class _Sums:
 def columns_of(estimates: Sequence[Estimate], interned: Interned) -> dict[str, Any]:
     """The kernels of one step, most time on the first chip first, as columns of equal length.
 
-    estimates: of one plan, on each chip.  Numbers are FLOP, byte and second; texts are places in
+    estimates: of one plan, on each chip.  Numbers are FLOP, byte and second; texts are indices of
     `interned`.
     """
     first = estimates[0]
     sums = _summed(estimates)
     ranked = sorted(sums.items(), key=lambda entry: (-entry[1].seconds[0], entry[0]))
-    looks = [_look(first, entry, key) for key, entry in ranked]
-    texts: Mapping[str, list[int]] = {
-        name: [interned.place(look[name]) for look in looks]
-        for name in ("name", "module", "family", "part", "precision", "shapes", "formula", "ops")
-    }
+    texts = [_texts(first, entry, key) for key, entry in ranked]
     entries = [entry for _, entry in ranked]
     return {
-        **texts,
-        "joins": [interned.place(look["joins"]) for look in looks],
-        "source": [interned.place(look["source"]) for look in looks],
-        "calls": [entry.calls for entry in entries],
-        "flops": [entry.flops for entry in entries],
-        "useful": [entry.useful for entry in entries],
-        "bytes": [entry.bytes for entry in entries],
-        "net": [entry.net for entry in entries],
+        **{name: [interned.place(each[name]) for each in texts] for name in _TEXTS},
+        **{
+            name: [getattr(entry, name) for entry in entries]
+            for name in ("calls", "flops", "useful", "bytes", "net")
+        },
         "seconds": [[entry.seconds[chip] for entry in entries] for chip in range(len(estimates))],
         "limit": [
             [interned.place(max(e.limits[chip], key=e.limits[chip].__getitem__)) for e in entries]
@@ -94,22 +85,24 @@ def columns_of(estimates: Sequence[Estimate], interned: Interned) -> dict[str, A
     }
 
 
-def _summed(estimates: Sequence[Estimate]) -> dict[tuple[str, ...], _Sums]:
+_TEXTS = (
+    *("name", "module", "family", "part", "precision"),
+    *("shapes", "formula", "ops", "joins", "source"),
+)
+"""Keys of the texts of a group."""
+
+
+def _summed(estimates: Sequence[Estimate]) -> dict[tuple[str, ...], _GroupSums]:
     rows = estimates[0].rows
     keys = [_key(estimates[0], row) for row in rows]
     kept = _kept(rows, keys)
-    rest = (
-        []
-        if kept is None
-        else [row for row, key in zip(rows, keys, strict=True) if key not in kept]
-    )
-    depth = _depth(rest)
-    sums: dict[tuple[str, ...], _Sums] = {}
+    depth = _depth([row for row, key in zip(rows, keys, strict=True) if key not in kept])
+    sums: dict[tuple[str, ...], _GroupSums] = {}
     for index, row in enumerate(rows):
-        key = keys[index] if kept is None or keys[index] in kept else _rest(row, depth)
+        key = keys[index] if keys[index] in kept else _rest(row, depth)
         entry = sums.get(key)
         if entry is None:
-            entry = sums[key] = _Sums(row, seconds=[0.0] * len(estimates))
+            entry = sums[key] = _GroupSums(row, seconds=[0.0] * len(estimates))
             entry.limits = [defaultdict(float) for _ in estimates]
         if row.timing.t_device > entry.largest.timing.t_device:
             entry.largest = row
@@ -131,19 +124,17 @@ def _key(estimate: Estimate, row: Row) -> tuple[str, ...]:
     return (row.name, module, row.family, row.part, row.precision, "; ".join(joins))
 
 
-def _kept(rows: Sequence[Row], keys: Sequence[tuple[str, ...]]) -> set[tuple[str, ...]] | None:
-    """The keys with most time, where there are more than a page holds; None: all are kept."""
+def _kept(rows: Sequence[Row], keys: Sequence[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """The keys with most time, as many as a page holds."""
     seconds: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for row, key in zip(rows, keys, strict=True):
         seconds[key] += row.timing.t_device
-    if len(seconds) <= MOST_GROUPS:
-        return None
     ranked = sorted(seconds, key=lambda key: (-seconds[key], key))
     return set(ranked[:MOST_GROUPS])
 
 
 def _depth(rest: Sequence[Row]) -> int:
-    """By how many names of their paths kernels are summed up, so that few enough sums are left."""
+    """The most names of module paths that give at most MOST_OTHERS sums of these kernels."""
     return next(
         depth
         for depth in range(OTHERS_DEPTH, -1, -1)
@@ -157,13 +148,12 @@ def _rest(row: Row, depth: int) -> tuple[str, ...]:
     return ("", module, row.family, row.part, "", "")
 
 
-def _look(estimate: Estimate, entry: _Sums, key: tuple[str, ...]) -> dict[str, str]:
-    """The texts of a group: what it is, its shapes, the formula of its rule, why it is fused."""
+def _texts(estimate: Estimate, entry: _GroupSums, key: tuple[str, ...]) -> dict[str, str]:
+    """The texts of a group: names, shapes, the formula of its rule, the reasons of its fusion."""
     row, graph = entry.largest, estimate.graph
     if not key[0]:  # the sum of smaller ones
-        look = dict.fromkeys(("precision", "shapes", "formula", "ops", "joins", "source"), "")
-        return {"name": "smaller kernels", "module": key[1], "family": row.family,
-                "part": row.part, **look}  # fmt: skip
+        names = {"name": "smaller kernels", "module": key[1]}
+        return {**dict.fromkeys(_TEXTS, ""), **names, "family": row.family, "part": row.part}
     lead = lead_op(estimate.plan, estimate.plan.groups[row.index])
     ops = [words.op_name(graph.ops[i].target) for i in row.ops] if len(row.ops) > 1 else []
     more = f" and {len(ops) - OPS_SHOWN} more" if len(ops) > OPS_SHOWN else ""
@@ -191,7 +181,7 @@ def shapes_of(graph: OpGraph, op: Op) -> str:
 
 
 def formula_of(op: Op) -> str:
-    """What the rule of an op says that it computes: the first sentences of its docstring."""
+    """The formula of an op: the first sentences of the docstring of its rule."""
     rule = find_rule(op.target)
     text = (rule.price.__doc__ or "") if rule is not None else ""
     first = " ".join(text.strip().partition("\n\n")[0].split())
@@ -199,14 +189,12 @@ def formula_of(op: Op) -> str:
 
 
 # -- contents --------------------------------------------------------------------------------------
-# What the script of a report's page draws from: plain numbers and texts of a report, as JSON.
-#
 # Quantities are FLOP, byte, second, FLOP/byte; `Page` of site/app/src/contents.ts has these fields.
 
 MOMENTS = 500
 """Moments of a memory timeline: about as many as a figure has pixels for."""
 MOST_MODULES = 4000
-"""Modules of a phase; of more, those stand on the page that its kernels are shown in."""
+"""Modules of a phase; of more, the page has those of its kernels."""
 HELD = 60
 """Tensors at the peak that are listed."""
 
@@ -300,7 +288,7 @@ def _on_chip(estimate: Estimate) -> dict[str, Any]:
 
 
 def _memory(need: Memory, graph: OpGraph, interned: Interned) -> dict[str, Any]:
-    """The timeline of a phase as columns, and what its peak is made of."""
+    """The timeline of a phase as columns, and its peak by module and tensor."""
     moments = need.timeline.coarse(MOMENTS).moments
     sizes = [moment.by_kind for moment in moments]
     held: dict[str, int] = {}
@@ -339,7 +327,7 @@ def _op_words(graph: OpGraph, index: int) -> str:
 
 
 def _shown_modules(steps: Iterable[Mapping[str, Any]], interned: Interned) -> set[str]:
-    """The modules that kernels on the page stand in, and those around them."""
+    """The modules of the kernels on the page, and those around them."""
     shown = {""}
     for step in steps:
         for place in set(step["groups"]["module"]):
@@ -351,7 +339,7 @@ def _shown_modules(steps: Iterable[Mapping[str, Any]], interned: Interned) -> se
 
 
 def _moved_up(numbers: Mapping[str, int], shown: Collection[str]) -> dict[str, int]:
-    """Sums by module, those of modules that are not shown in the one around them that is."""
+    """Sums by shown module; the sums of others go to the nearest shown one around them."""
     sums: dict[str, int] = {}
     for path, number in numbers.items():
         around = pattern_of(path)
@@ -364,7 +352,7 @@ def _moved_up(numbers: Mapping[str, int], shown: Collection[str]) -> dict[str, i
 def _folded(
     modules: Mapping[str, Mapping[str, Any]], shown: Collection[str]
 ) -> dict[str, dict[str, Any]]:
-    """The modules that are shown, with the parameters of those inside of them that are not."""
+    """The shown modules, with the parameters of the hidden ones inside them."""
     sums = _moved_up({path: entry["parameters"] for path, entry in modules.items()}, shown)
     return {
         path: {**entry, "parameters": sums.get(path, 0)}
@@ -374,7 +362,7 @@ def _folded(
 
 
 def _modules(results: Results, phase: str) -> dict[str, dict[str, Any]]:
-    """Class, how many and parameters of each module pattern."""
+    """Class, count and parameters of each module pattern."""
     modules: dict[str, dict[str, Any]] = {}
     for path, name in results.estimate(phase).graph.modules.items():
         entry = modules.setdefault(pattern_of(path), {"class": name, "count": 0, "parameters": 0})

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
 
 
 # -- cells -----------------------------------------------------------------------------------------
-# A view in a cell of a notebook: HTML; here, and nowhere else, text is escaped for it.
-#
-# It shows what a screen shows: the same parts, names of columns and units.  Long tables are cut.
+# A cell of a notebook has the parts, columns and units of a screen.
 
 MOST_ROWS = 40
-"""Rows of a table in a cell; a sentence says how many more there are."""
+"""Rows of a table in a cell; a sentence counts the others."""
 LONGEST = 60
-"""Letters of a cell of a table; the whole text stands in its tooltip."""
+"""Letters of a cell of a table; its tooltip has the full text."""
 MOST_TEXT = 2000
 """Letters of a sentence."""
 _COLOURS: Mapping[str, str] = {
@@ -47,7 +45,7 @@ _COLOURS: Mapping[str, str] = {
     "network": "#b05fb8",
     "launch": "#b7791f",
 }
-"""By mark: tones that can be read on white and on a dark page."""
+"""By mark: tones that are readable on white and on a dark page."""
 _BOLD = ("strong", "worst")
 _TEXT = "font-family:ui-monospace,Menlo,Consolas,monospace;font-size:12px;line-height:1.5"
 _TABLE = "border-collapse:collapse;margin:6px 0;border:none;font-size:12px"
@@ -70,7 +68,7 @@ def as_cell(view: View, figure: str = "") -> str:
 
 
 def escaped_lines(text: str) -> str:
-    """Text that is no HTML, whatever it says; characters that are not seen are visible escapes."""
+    """Lines of text with HTML and unseen characters escaped."""
     return html.escape(visible(text, lines=True), quote=True)
 
 
@@ -87,7 +85,7 @@ def _parts(section: Section) -> Iterator[str]:
 def _note(note: Note) -> str:
     text = visible(note.text, lines=note.lines or bool(note.code))
     text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
-    label = f"<b>{escaped_lines(visible(note.label))}</b>" if note.label else ""
+    label = f"<b>{escaped(note.label)}</b>" if note.label else ""
     return (
         f'<div style="white-space:pre-wrap;{_style(note.mark)}">{label}{escaped_lines(text)}</div>'
     )
@@ -102,7 +100,7 @@ def _table(table: Table) -> str:
     columns = [column for column in table.columns if column.stands("screen")]
     head = "".join(
         f'<th style="{_CELL};{_side(column)};opacity:.65;font-weight:normal">'
-        f"{escaped_lines(visible(column.name('screen')))}</th>"
+        f"{escaped(column.name('screen'))}</th>"
         for column in columns
     )
     lines, group = [f"<thead><tr>{head}</tr></thead><tbody>"], None
@@ -111,7 +109,7 @@ def _table(table: Table) -> str:
             group = name
             lines.append(
                 f'<tr><td colspan="{len(columns)}" style="{_CELL};text-align:left">'
-                f"<b>{escaped_lines(visible(name))}</b></td></tr>"
+                f"<b>{escaped(name)}</b></td></tr>"
             )
         lines.append(f"<tr>{''.join(_cell(column, row) for column in columns)}</tr>")
     left = len(table.rows) - MOST_ROWS
@@ -137,12 +135,9 @@ def _cell(column: Column, row: object) -> str:
 
 
 # -- document --------------------------------------------------------------------------------------
-# A page of HTML that a person explores: one file that needs no network and opens from disk.
-#
-# What a result says stands in it as plain HTML, so that it is read, searched and printed without
-# a script.  A script of its own sorts tables and, for a report, draws what can be explored.  A
-# policy in the file lets no other script run, and nothing be loaded, whatever a name in the
-# result says.
+# A page of HTML in one file that needs no network and opens from disk.  The result is plain HTML in
+# it, so that it is read, searched and printed without a script.  A script sorts tables and, for a
+# report, draws the explorer.  A policy in the file lets no other script run and loads nothing.
 
 _EXPLORER = """<div id="explorer">
 <noscript><p>What can be explored needs JavaScript; all tables stand below.</p></noscript>
@@ -150,7 +145,7 @@ _EXPLORER = """<div id="explorer">
 
 
 def report_page(results: Results) -> str:
-    """The page of a report, with what its script draws from."""
+    """The page of a report, with the data for its script."""
     from rooftrace.reporting.html.contents import contents
     from rooftrace.reporting.sections import report_view
 
@@ -164,7 +159,7 @@ def report_page(results: Results) -> str:
 
 
 def result_page(view: View, pictures: Mapping[str, bytes] | None = None) -> str:
-    """The page of any other result: its tables are sorted and filtered.
+    """The page of any other result, with tables that can be sorted and filtered.
 
     pictures: PNGs by the names of the images that show them.
     """
@@ -200,19 +195,16 @@ def _page(name: str, written: Hypertext) -> str:
 
 @cache
 def _part(name: str) -> str:
-    """A file that comes along with this module."""
+    """A data file of this package."""
     return files("rooftrace.reporting.html").joinpath(name).read_text(encoding="utf-8")
 
 
 @cache
 def _tones() -> str:
-    """The colours of families, limiters and kinds of bytes, as variables and classes."""
+    """The colours of families, limits and kinds of bytes, as variables and classes."""
     lines = []
-    for group, colours in (
-        ("family", style.FAMILIES),
-        ("limit", style.REGIMES),
-        ("kind", style.KINDS),
-    ):
+    tones = {"family": style.FAMILIES, "limit": style.REGIMES, "kind": style.KINDS}
+    for group, colours in tones.items():
         for name, colour in colours.items():
             label = f"{group}-{name.replace(' ', '-')}"
             lines.append(
@@ -224,9 +216,7 @@ def _tones() -> str:
 
 
 # -- body ------------------------------------------------------------------------------------------
-# A view as HTML for a page; here, and nowhere else, its text is escaped for one.
-#
-# It has what a Markdown page has, and the raw value of each number, by which tables are sorted.
+# A page has the parts of a Markdown page, and the raw value of each number, for sorting.
 
 
 _DASHES = re.compile(r"[^a-z0-9]+")
@@ -243,13 +233,13 @@ class Hypertext:
 
 def as_hypertext(view: View, figures: Mapping[str, str] | None = None) -> Hypertext:
     """The sections of a view.  figures: the HTML of images, by the names of their files."""
-    writer = _Writer(figures or {})
+    writer = _HtmlWriter(figures or {})
     body = "\n".join(writer.section(section, 2) for section in view.sections)
     return Hypertext(body, tuple(writer.headings))
 
 
 def escaped(text: str) -> str:
-    """Text that is no HTML, whatever it says; characters that are not seen are visible escapes."""
+    """Text with HTML and unseen characters escaped."""
     return html.escape(visible(text), quote=True)
 
 
@@ -264,8 +254,8 @@ def inline(text: str) -> str:
 _TAGS = {"code": ("<code>", "</code>"), "strong": ("<strong>", "</strong>"), "": ("", "")}
 
 
-class _Writer:
-    """Writes sections, and takes down their headings."""
+class _HtmlWriter:
+    """Writes sections, and collects their headings."""
 
     def __init__(self, figures: Mapping[str, str]) -> None:
         self._figures = figures
@@ -309,7 +299,7 @@ class _Writer:
 
 
 def _listed(parts: list[str]) -> Iterator[str]:
-    """Parts with a list around items that follow each other; numbered ones have their own."""
+    """Parts with a list around successive items, numbered or not."""
     inside = ""
     for part in parts:
         kind = ("ol" if part.startswith("<li value") else "ul") if part.startswith("<li") else ""
@@ -322,13 +312,11 @@ def _listed(parts: list[str]) -> Iterator[str]:
 
 
 def _page_note(note: Note) -> str:
-    if note.code == "mermaid":  # a page draws its own tree; the source stays at hand
-        source = html.escape(visible(note.text, lines=True))
-        return f"<details><summary>Mermaid</summary><pre><code>{source}</code></pre></details>"
     if note.code:
-        return f"<pre><code>{html.escape(visible(note.text, lines=True))}</code></pre>"
-    lines = note.text.split("\n") if note.lines else [note.text]
-    text = "<br>".join(map(inline, lines))
+        code = f"<pre><code>{escaped_lines(note.text)}</code></pre>"
+        mermaid = note.code == "mermaid"  # a page draws the tree; the source is folded away
+        return f"<details><summary>Mermaid</summary>{code}</details>" if mermaid else code
+    text = "<br>".join(map(inline, note.text_lines))
     text = f"<strong>{text}</strong>" if note.mark in _STRONG else text
     mark = f' class="{note.mark}"' if note.mark else ""
     tag = "li" if note.bullet or note.number else "p"

@@ -1,4 +1,4 @@
-"""A view as a LaTeX document, and the same tables as files of their own that a paper takes in."""
+"""A view as a LaTeX document, and its tables as separate files for a paper."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LEADS = 60
 
 
 def as_latex(view: View, figures: Collection[str] = (), style: str = "screen") -> str:
-    """The whole view as a document of its own.
+    """The view as a complete document.
 
     figures: names of the files that it may show.  style: the width of its tables ("screen",
     "paper", "paper-column").

@@ -222,7 +222,7 @@ _FAMILIES: tuple[Mapping[str, Decimal], ...] = (
 """Units that convert into each other, and the value of one of each."""
 _POWERS = {"K": "$10^3$", "M": "$10^6$", "B": "$10^9$", "T": "$10^{12}$"}
 _LARGEST = 10**6
-"""Numbers of a column are below this, else each keeps its own unit."""
+"""Numbers of a column with a shared unit are below this."""
 _LEAST = Decimal("0.1")
 
 

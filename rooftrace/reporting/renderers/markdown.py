@@ -57,7 +57,7 @@ def _contents(
 
 
 def _linked(title: str) -> str:
-    """A title as the text of a link: what would end it is escaped."""
+    """A title as the text of a link: characters that would end it are escaped."""
     return re.sub(r"(?<!\\)([\[\]])", r"\\\1", inline(title))
 
 

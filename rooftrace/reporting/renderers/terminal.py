@@ -33,7 +33,7 @@ STYLES: Mapping[str, str] = {
     "network": "magenta",
     "launch": "yellow",
 }
-"""Marks of cells and notes; regimes are marks of their own."""
+"""Marks of cells and notes; a regime is its mark."""
 
 
 def as_screen(view: View) -> RenderableType:

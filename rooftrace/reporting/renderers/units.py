@@ -77,7 +77,7 @@ MODULE = Unit("", "string", lambda p: code_span(p or "(root)"), lambda p: p or "
 KERNEL = Unit("", "string", lambda name: code_span(words.kernel_name(name)), _kernel, "both")
 COUNT = Unit("", "integer", _count)
 EXACT = Unit("", "integer", lambda number: f"{number:,}")
-"""A whole number of any size: COUNT rounds beyond 53 bits, and also takes means."""
+"""An integer of any size: COUNT rounds beyond 53 bits, and also takes means."""
 INDEX = Unit("", "integer", str)
 FLOP = Unit("FLOP", "integer", format_flops, lambda n: words.bare(format_flops(n), "FLOP"))
 BYTE = Unit("byte", "integer", format_traffic)

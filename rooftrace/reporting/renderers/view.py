@@ -44,7 +44,7 @@ class Column:
     on: Output = "both"
     of: Callable[[Any], Any] | None = None  # reads the value from a row; None: by the key
     left: Output | Literal[""] | None = None  # where it is flush left; None: as its unit says
-    mark: str = ""  # of every cell that has none of its own
+    mark: str = ""  # of every cell without a mark
     drop: int = 0  # narrow screens: 0 stays, columns of the highest number go first, all at once
     flexible: bool = False  # narrow screens: cut from the left to fit
     clipped: int = 0  # narrow screens: cut from the right, down to so many characters
@@ -147,7 +147,7 @@ class Section:
     """Parts under a title.  Sections inside it have titles one level lower.
 
     A section with a key stands in report.json under `sections`, tables and notes; one without a
-    key has its numbers there under keys of their own.
+    key has its numbers there under other keys.
     """
 
     title: str = ""  # on a page

@@ -50,7 +50,7 @@ LIMITS: Mapping[str, str] = {
 
 
 def percent(share: float | None) -> str:
-    """A share in whole percent for narrow cells: "91%", "<1%" where it would round to 0, "30x"."""
+    """A share in percent for narrow cells: "91%", "<1%" where it would round to 0, "30x"."""
     if share is None:
         return MISSING
     if share >= 9.995:
@@ -330,7 +330,7 @@ _OF_WEIGHTS = ("config", "precision", "quantization", "unbuilt")
 
 
 def of_weights(assumptions: Iterable[Assumption]) -> list[str]:
-    """Assumptions on what weights are stored in, spelled out, each once."""
+    """Assumptions on the types of stored weights, spelled out, each once."""
     return list(dict.fromkeys(f"{a.kind}: {a.text}" for a in assumptions if a.kind in _OF_WEIGHTS))
 
 

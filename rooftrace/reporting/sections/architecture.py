@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PATTERNS_SHOWN, KINDS_SHOWN, CLASSES_SHOWN = 20, 12, 12
 LONGEST_NAME = 60
 _SPECIAL = re.compile(r"[^\w .,:()\[\]{}*/+=-]")
-"""Characters of a label that Mermaid or a page could take for its own: each becomes its code."""
+"""Characters with a meaning in Mermaid or HTML; a label has their codes instead."""
 
 
 def architecture(results: Results) -> view.Section:

@@ -190,7 +190,7 @@ def section(
     key: its name in report.json, under `sections`.  on: the output that it stands on: "page"
     (report.md), "screen" or "both"; anything else raises ValueError.  A second section of one key
     raises ValueError, unless override=True or it is the same function defined again.  A report
-    raises SectionError where the function fails or returns what cannot be shown.
+    raises SectionError where the function fails or returns something that cannot be shown.
     """
     if not isinstance(key, str) or not key.strip():
         raise ValueError(f'section({key!r}): expected a name, for example "energy"')
@@ -233,7 +233,7 @@ def report_view(results: Results, output: view.Output) -> view.View:
             continue
         section = listed.build(results)
         if output == "screen" and section.title and listed in _ADDED.values():
-            head = view.Note(section.title, "strong")  # a screen has no titles of its own
+            head = view.Note(section.title, "strong")  # a screen shows no titles of sections
             section = replace(section, parts=(head, *section.parts))
         sections.append(section)
     return view.View(tuple(sections), title(results), level=1)

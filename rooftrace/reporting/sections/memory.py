@@ -270,7 +270,7 @@ def mesh_words(estimate: Estimate) -> str:
 
 
 class Reached(TypedDict):
-    """What all processes of a step reach together, and how much of it is exchange."""
+    """Rates of all processes of a step together, and the time of their exchanges."""
 
     phase: str
     mesh: str  # sizes of the axes, and the chips

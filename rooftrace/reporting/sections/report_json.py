@@ -132,7 +132,7 @@ class PhaseIsland(Plain):
     KEYS = "phase **island"
 
 
-# -- the model, what was added ---------------------------------------------------------------------
+# -- the model and added sections ------------------------------------------------------------------
 
 
 OF_A_MODEL = {"name": ["string", "null"], "params": ["integer", "null"]}
@@ -210,7 +210,7 @@ class Document(Plain):
 
     @property
     def workload(self) -> SharedWorkload:
-        """What all phases share; null where they differ."""
+        """The workload that all phases share; null where they differ."""
         phases = {phase: graph.workload for phase, graph in self.of.graphs.items()}
         return {**dict.fromkeys(OF_A_WORKLOAD), **self.of.workload, "phases": phases}
 
@@ -236,7 +236,7 @@ class Document(Plain):
 
     @property
     def assumptions(self) -> list[Assumed]:
-        """What the trace could not know and took for granted."""
+        """Assumptions of the trace."""
         return [Assumed(p, a, self.of.resting_share(p, a.id)) for p, a in self.of.assumptions]
 
     @property
@@ -246,7 +246,7 @@ class Document(Plain):
 
     @property
     def together(self) -> list[Reached]:
-        """Steps of several processes: what all of them reach; absent for one process."""
+        """Steps of several processes: rates of all together; absent for one process."""
         return [reached(step) for step in meshed(self.of) if is_whole(step)]
 
     @property
@@ -256,7 +256,7 @@ class Document(Plain):
 
     @property
     def communication(self) -> list[PhaseExchange]:
-        """What a process exchanges, by axis and kind; absent where that is nothing."""
+        """Exchanges of a process, by axis and kind; absent where there are none."""
         return list(exchanged(self.of))
 
     @property
@@ -279,22 +279,22 @@ class Document(Plain):
 
     @property
     def guidance(self) -> Mapping[str, Guidance]:
-        """By phase: what would help the main execution on the first chip; each change alone."""
+        """By phase: changes that speed up the main execution on the first chip, each alone."""
         return self.of.guidance
 
     @property
     def headroom(self) -> Mapping[str, Savings]:
-        """By phase: what fusing saves, of the main execution on the first chip."""
+        """By phase: the savings of fusing, for the main execution on the first chip."""
         return {phase: Savings(headroom) for phase, headroom in self.of.headroom.items()}
 
     @property
     def memory(self) -> Mapping[str, PhaseMemory]:
-        """Byte, by phase: the most that is alive of each role, and of all together."""
+        """By phase: the largest live bytes of each role, and of all together."""
         return {phase: PhaseMemory(self.of, phase) for phase in self.of.memory}
 
     @property
     def notes(self) -> list[PhaseNote]:
-        """Sentences that say what was rewritten and what else is worth knowing."""
+        """Sentences on rewrites and other facts of note."""
         return [
             {"phase": phase, "execution": execution, "text": note}
             for phase, execution, estimate in self.of.of_first_chip()
@@ -303,12 +303,12 @@ class Document(Plain):
 
     @property
     def sections(self) -> Annotated[Mapping[str, AddedSection], ("minProperties", 1)]:
-        """What was added to the report by the user or by another package."""
+        """Sections added to the report by the user or by another package."""
         return {key: AddedSection(section) for key, section in added_sections(self.of).items()}
 
     @property
     def provenance(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each graph was captured with."""
+        """The versions and settings that each graph was captured with."""
         return {phase: graph.provenance for phase, graph in self.of.graphs.items()}
 
 

@@ -37,7 +37,7 @@ class Times(Plain):
 
     @property
     def t_is(self) -> Literal["expected", "bound"]:
-        """What all times but t_bound are: expected, by knobs, or bounds, by datasheet rates."""
+        """The kind of all times but t_bound: expected, by knobs, or bounds, by datasheet rates."""
         return "expected" if self.step.expected else "bound"
 
     @property
@@ -86,7 +86,7 @@ class OperatorSums(Plain):
 
 @dataclass(frozen=True)
 class Costs(Times):
-    """What a step costs on one chip."""
+    """The costs of a step on one chip."""
 
     KEYS = (
         "flops=step.flops flops_causal=step.flops_causal flops_recompute=step.flops_recompute "
@@ -129,7 +129,7 @@ class PhaseStep(Plain):
 
     @property
     def costs(self) -> Costs:
-        """What it costs on the first chip."""
+        """The costs on the first chip."""
         return Costs(next(iter(self.by_chip.values())))
 
     @property
@@ -155,7 +155,7 @@ class Fused(Plain):
 
 @dataclass(frozen=True)
 class Savings(Plain):
-    """What fusing saves in a phase."""
+    """The savings of fusing in a phase."""
 
     of: Headroom
 
@@ -191,7 +191,7 @@ class Savings(Plain):
 
 
 class OnChip(TypedDict):
-    """What a phase takes on one chip."""
+    """The memory of a phase on one chip."""
 
     fits: bool  # the peak, and on a GPU the context of a process
     chips_needed: int
@@ -201,7 +201,7 @@ class OnChip(TypedDict):
 
 @dataclass(frozen=True)
 class PhaseMemory(Plain):
-    """What is alive in a phase, and whether it fits each chip."""
+    """The live bytes of a phase, and whether they fit each chip."""
 
     results: Results
     phase: str
@@ -210,7 +210,7 @@ class PhaseMemory(Plain):
 
     @property
     def need(self) -> Memory:
-        """What is alive."""
+        """The live bytes."""
         return self.results.memory[self.phase]
 
     @property
@@ -220,7 +220,7 @@ class PhaseMemory(Plain):
 
     @property
     def chips(self) -> Annotated[Mapping[str, OnChip], ("minProperties", 1)]:
-        """What the phase takes on each chip, by its name."""
+        """The memory of the phase on each chip, by its name."""
         batches = self.results.largest.get(self.phase, {})
         return {
             chip.name: OnChip(

@@ -1,4 +1,4 @@
-"""Report sections on steps: the longest kernels, costs side by side, and what-ifs that help."""
+"""Report sections on steps: the longest kernels, costs side by side, and useful what-ifs."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def _of_graph(phase: str, graph: OpGraph) -> Iterator[Routed]:
     layers: Counter[tuple[Any, ...]] = Counter()
     for (module, _), (facts, times) in last.items():
         if (facts["rows"], facts["chosen"], facts["classes"]) in spread:
-            continue  # the experts of all processes: those of this one stand in a row of their own
+            continue  # the experts of all processes: another row has those of this one
         layers[(pattern_of(module), *(facts[name] for name in _FACTS))] += times
     for (module, *numbers), count in layers.items():
         fields = dict(zip(_FACTS.values(), numbers, strict=True))

@@ -17,7 +17,7 @@ from rooftrace.hardware.units import (
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.views.folding import entry, grounds
 from rooftrace.studies.explaining import decode_forms
-from rooftrace.studies.solving import Disaggregated, serving, workloads, workloads as rates
+from rooftrace.studies.solving import Disaggregated, serving, workloads
 
 _ROWS = 10
 _FRONT = 8
@@ -191,7 +191,7 @@ def _spread(rows: Sequence[Any], most: int) -> list[Any]:
 # -- rates, lengths, chips -------------------------------------------------------------------------
 
 
-def rates_view(result: rates.RatesAnswer, output: view.Output) -> view.View:
+def rates_view(result: workloads.RatesAnswer, output: view.Output) -> view.View:
     """The limit of a step now, and each rate at which computing would limit it."""
     title = _head(result.title, result.sizes, result.chip)
     head: list[view.Part] = [
@@ -210,7 +210,7 @@ def rates_view(result: rates.RatesAnswer, output: view.Output) -> view.View:
     return _three(title, head, made, result.rests)
 
 
-def _rate(rate: rates.NeededRate) -> Iterator[view.Note]:
+def _rate(rate: workloads.NeededRate) -> Iterator[view.Note]:
     names = {"memory_bandwidth": "HBM bandwidth", "flops": f"FLOP rate ({rate.engine})",
              "link": "link bandwidth"}  # fmt: skip
     written = format_flop_rate if rate.fact == "flops" else format_bandwidth
@@ -231,7 +231,7 @@ def _rate(rate: rates.NeededRate) -> Iterator[view.Note]:
         )  # fmt: skip
 
 
-def passing_view(result: rates.PassingAnswer, output: view.Output) -> view.View:
+def passing_view(result: workloads.PassingAnswer, output: view.Output) -> view.View:
     """The sizes around which attention passes the MLP."""
     title = _head(result.title, result.at, result.chip)
     low, high = result.looked

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WHOLE = 12
 """Tables of so many rows are not folded."""
 _MOST = 20
-"""Rows of a folded table, beside one of each kind for all others."""
+"""Rows of a folded table, without the row of each kind that sums up all others."""
 _NUMBER = re.compile(r"\d+")
 
 

@@ -212,7 +212,7 @@ _ROWS = 15
 
 
 def _size(number: float | None) -> str:
-    """A size; a mean, which is no whole number, with three digits."""
+    """A size; a mean that is no integer has three digits."""
     if number is None:
         return "?"
     return f"{number:.3g}" if number != int(number) else str(int(number))

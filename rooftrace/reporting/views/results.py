@@ -168,7 +168,7 @@ report of predictions loads no code about measured time.
 
 
 def view_of(result: Any, output: view.Output) -> view.View:
-    """The view of a result on an output; a view is its own.
+    """The view of a result on an output; a view is returned as it is.
 
     Raises TypeError for a class that VIEWS does not name.
     """

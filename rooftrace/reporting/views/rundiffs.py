@@ -1,4 +1,4 @@
-"""View of the difference of two measured runs: what became slower, and what was predicted."""
+"""View of the difference of two measured runs: slower ops, and the predicted difference."""
 
 from __future__ import annotations
 
