@@ -284,28 +284,21 @@ def _calibrate_collectives(path: str | None, name: str | None, out: str) -> None
 # -- hardware commands -----------------------------------------------------------------------------
 # Commands on chips, and on systems of many chips: list, show, lint.
 
-Shelf = tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]
-"""The functions of a kind: load one, name all that come with rooftrace, check a file."""
+Kind = Literal["chips", "systems"]
 
 
-def _chips() -> Shelf:
+def _functions(kind: Kind) -> tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]:
+    """The functions of a kind: load one, name all that come with rooftrace, check a file."""
     from rooftrace.hardware import available_chips, load_chip
     from rooftrace.hardware.chipfile import lint_chip
-
-    return load_chip, available_chips, lint_chip
-
-
-def _systems() -> Shelf:
     from rooftrace.hardware.systems import available_systems, lint_system, load_system
 
+    if kind == "chips":
+        return load_chip, available_chips, lint_chip
     return load_system, available_systems, lint_system
 
 
-def _group(
-    kind: Literal["chips", "systems"],
-    shelf: Callable[[], Shelf],
-    helps: tuple[str, str, str, str],
-) -> click.Group:
+def _group(kind: Kind, helps: tuple[str, str, str, str]) -> click.Group:
     """The commands of a kind.  helps: of the group, and of list, show and lint."""
     about, listing, showing, linting = helps
     group = click.Group(kind, help=about)
@@ -320,7 +313,7 @@ def _group(
     @group.command("show", help=showing, results=results())
     @click.argument("name")
     def show(name: str, output: CommandOutput) -> None:
-        load, _, _ = shelf()
+        load, _, _ = _functions(kind)
         output.write(load(name))
 
     @group.command("lint", help=linting)
@@ -328,7 +321,7 @@ def _group(
     def lint(paths: tuple[str, ...]) -> None:
         from rooftrace.hardware.units import plural
 
-        _, available, check = shelf()
+        _, available, check = _functions(kind)
         bad = 0
         for path in paths or available():
             findings = check(path)
@@ -343,13 +336,13 @@ def _group(
     return group
 
 
-chips = _group("chips", _chips, (
+chips = _group("chips", (
     "List, show and lint chips.",
     "List every chip with its dense peaks, memory and ridge point.",
     "Show every fact of a chip (a name or a TOML path) with its source and kind.",
     "Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings.",
 ))  # fmt: skip
-systems = _group("systems", _systems, (
+systems = _group("systems", (
     "List, show and lint systems of many chips.",
     "List every system with its chip and its links.",
     "Show every fact and fitted constant of a system (a name or a TOML path) with its source.",

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 import rooftrace as rt
-from rooftrace._formats import FIGURES, TEXTS
+from rooftrace._formats import FIGURES, TEXTS, USUAL
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, hint
@@ -98,9 +98,8 @@ def report(
             raise RequestError(f"--table {table} is of one step: {other} is for a report")
         _write_table(targets[0], table, align or 16, formats, output, arguments)
         return
-    how = {} if formats is None else {"formats": formats}
-    if formats is not None:
-        check_formats(formats)
+    used = USUAL if formats is None else formats
+    check_formats(used)
     out = output.out
     single = _format_of_file(formats, output)
     many = len(targets) > 1
@@ -109,7 +108,7 @@ def report(
             f"--out {out}: it is for one TARGET, and {len(targets)} are named; name a folder"
         )
     if out not in (None, "-") and not single and not many:
-        check_folder(Path(str(out)), **how)
+        check_folder(Path(str(out)), used)
     arguments = {"max_batch": max_batch, **arguments}
     if many:
         report_many(targets, formats, output, arguments)
@@ -119,7 +118,7 @@ def report(
     if out == "-":
         replace(output, form=(formats or ("json",))[0]).write(result)
         return
-    _write(result, single, how, output)
+    _write(result, single, used, output)
     output.write_timeline(result)
 
 
@@ -148,10 +147,8 @@ def _write_table(
     output.write(rows, of=estimate)
 
 
-def _write(result: Any, single: str, how: Any, output: CommandOutput) -> None:
+def _write(result: Any, single: str, formats: Sequence[str], output: CommandOutput) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.views import shown
-
     paths: Sequence[Path] = ()
     out = output.out
     if out is not None and single:
@@ -159,8 +156,8 @@ def _write(result: Any, single: str, how: Any, output: CommandOutput) -> None:
     elif out is not None:
         with progress():
             tell("writing the report")
-            paths = result.write(Path(out), **how, style=output.style)
-    console().print(rendered(lambda: shown(result, "rich")))
+            paths = result.write(Path(out), formats, style=output.style)
+    console().print(rendered(result, "rich"))
     if paths:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(paths))}")
     elif out is not None:
@@ -278,15 +275,13 @@ def report_many(
     arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
-    from rooftrace.reporting.views import shown
-
     out = output.out
     with progress():
         result = rt.tools.reports(
             targets, out=out, formats=formats, style=output.style, **arguments
         )
     if result.reports:
-        console().print(rendered(lambda: shown(result, "rich")))
+        console().print(rendered(result, "rich"))
     if out is not None and result.reports:
         there = [path for path in sorted(Path(out).iterdir()) if path.name[0] not in "._"]
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)
