@@ -179,17 +179,13 @@ def _end_orderly() -> None:
             signal.signal(number, end)
 
 
-_OPTIONS = {"repeats": "no-repeats"} | {
-    each.name: each.spelled.removeprefix("--")
-    for each in CALLS["estimate"].options()
-    if each.name != "repeats"
-}
+_OPTIONS = {each.name: each.spelled.split("/")[-1] for each in CALLS["estimate"].options()}
 """Options by the names of arguments."""
 
 
 def _message(error: BaseException) -> str:
     if isinstance(error, UnusedError):
-        option = "--" + _OPTIONS.get(error.name, error.name).replace("_", "-")
+        option = _OPTIONS.get(error.name, "--" + error.name.replace("_", "-"))
         value = "" if error.shown in ("True", "False") else f" {error.shown}"
         return f"{option}{value}: {error.reason}"
     if isinstance(error, OSError) and error.strerror and not is_ours(error):
