@@ -28,4 +28,5 @@ from rooftrace.measured.bench.runfile import (
     RunFileError as RunFileError,
 )
 from rooftrace.measured.bench.session import SuitePlan as SuitePlan, start_again as start_again
+from rooftrace.measured.bench.steps import profiler as profiler
 from rooftrace.measured.bench.suite import measure_suite as measure_suite, summary as summary
