@@ -264,7 +264,7 @@ class _Modules(Collapse):
         return replace(self.repeat, names=odd, assumptions=assumptions)
 
     def _check_holds(self) -> None:
-        """What variables keep is the same in all iterations, as seen from each.
+        """Check that variables hold the same values in all iterations, as seen from each.
 
         A Ref can say "of the iteration before", not "of two before": where a variable lives so
         long, or in some iterations only, these have to be written out.

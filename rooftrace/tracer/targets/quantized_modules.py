@@ -76,7 +76,7 @@ _MICROSCALED: Mapping[tuple[int, int], str] = {
 
 
 class NamePattern(Protocol):
-    """What names of modules are held against."""
+    """A pattern for names of modules."""
 
     def match(self, name: str, /) -> Any:
         """Something true where it holds from the start of a name."""
