@@ -67,13 +67,13 @@ class _Iteration:
 
 
 class Blocks:
-    """The iterations in a graph: where they stand, and what they are alike in.
+    """The iterations in a graph: their places, and the ways in which they are alike.
 
     labels: the number of the iteration of each op, of those inside of one; of modules `period` side
     by side, from number `phase` on, make one.  container: their path, None for a loop.  runs: the
     passes, each its blocks by label.  place: (run, label, offset) of a value that a block made.
-    owner: the label of a value that none made, and that only one uses or that bears its name; those
-    beside it may use it, too (a prefetch of weights).
+    owner[value]: the iteration of an external value (a weight), by its only user or by its name;
+    neighbours may read it too (a prefetch of weights).
     """
 
     def __init__(

@@ -304,8 +304,8 @@ class _Modules(Collapse):
                 raise NotAlikeError
 
     def _seen(self, ref: Ref) -> tuple[int, int, int] | None:
-        """What the first iteration holds, as its copies do: (the value where there is none beside
-        it, what the one beside it made, how far away that is); None for what is too far away."""
+        """A held value relative to its iteration: (value at the edge, value made by the neighbour,
+        distance); None if farther than one iteration."""
         place = self.blocks.place.get(ref.id)
         if place is not None and abs(place[1] - self.first) > 1:
             return None

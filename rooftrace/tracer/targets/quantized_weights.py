@@ -136,7 +136,7 @@ class _Weight(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """What was marked: of the cache, and sentences for the reader."""
+    """Marks of a module: the format of its cache, and sentences for the reader."""
 
     kv: str | None
     texts: tuple[str, ...]
