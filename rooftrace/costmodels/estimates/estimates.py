@@ -6,13 +6,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates.census import Census, census
 from rooftrace.costmodels.estimates.nodes import NodeTable, node_table
 from rooftrace.costmodels.estimates.rows import Breakdowns, Row, Together, frame_of, row_of
-from rooftrace.costmodels.fusion import Coverage, ExecutionModel, Plan, Unsupported, plan, runs
+from rooftrace.costmodels.fusion import (
+    Bytes,
+    Coverage,
+    ExecutionModel,
+    Plan,
+    Unsupported,
+    plan,
+    runs,
+)
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.knobs import LEVEL
 from rooftrace.costmodels.memory import Memory, Reserved, reserve
@@ -26,6 +34,8 @@ from rooftrace.hardware.units import format_flops, format_share, format_time, fo
 
 if TYPE_CHECKING:
     import pandas
+
+    from rooftrace.studies.advice import Headroom
 
 # -- itemised --------------------------------------------------------------------------------------
 
@@ -202,7 +212,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         return self.times.t_comp * self.peak
 
     @property
-    def bytes(self) -> Any:
+    def bytes(self) -> Bytes:
         """HBM bytes by role."""
         return self.plan.bytes
 
@@ -305,7 +315,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         are one row with the sums of them all."""
         return frame_of(self.plan, self.rows)
 
-    def headroom(self) -> Any:
+    def headroom(self) -> Headroom:
         """Savings by fusing, as a `Headroom`; `rooftrace.tools.headroom` takes graphs too."""
         from rooftrace.studies.advice import headroom  # above this package, as it prices estimates
 
