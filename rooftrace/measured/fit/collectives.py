@@ -21,6 +21,7 @@ from rooftrace.errors import ProfileError, hint
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES, CollectiveFit
 from rooftrace.hardware.units import listed, plural
+from rooftrace.measured.fit.cases import Errors, errors
 from rooftrace.measured.profiles import tables
 
 SPELLINGS = {text: kind.name for kind in COLLECTIVES.values() for text in kind.spellings}
@@ -169,26 +170,6 @@ class TimedCollective:
     library: str = "nccl"
 
 
-@dataclass(frozen=True, slots=True)
-class FitScore:
-    """Errors of predictions: |predicted / measured - 1|."""
-
-    mean: float
-    p90: float
-    count: int
-
-    def __str__(self) -> str:
-        return f"mean {self.mean:.1%}, p90 {self.p90:.1%} of {self.count}"
-
-
-def score_of(predicted: Any, measured: Any) -> FitScore:
-    """The score of predicted seconds beside measured ones."""
-    errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
-    if not len(errors):
-        return FitScore(float("nan"), float("nan"), 0)
-    return FitScore(float(errors.mean()), float(np.quantile(errors, 0.9)), len(errors))
-
-
 LOW = (-17.0, -19.0, -7.0, -1.0, -0.3, -5.0, -16.0)
 HIGH = (-5.0, -7.0, 0.0, 2.0, 3.0, 0.0, -7.0)
 """Bounds of the logarithms of alpha, step, efficiency and p; of fall; of log direct and turn."""
@@ -293,14 +274,14 @@ class FittedCollective:
     """Constants of one op, and their errors on the points they were fitted to."""
 
     fit: CollectiveFit
-    score: FitScore
+    errors: Errors
 
     def __str__(self) -> str:
-        fit = self.fit
+        fit, off = self.fit, self.errors
         return (
             f"{fit.library} {fit.op}: alpha {fit.alpha * 1e6:.3g} us, step {fit.step * 1e6:.3g} "
             f"us, efficiency {fit.efficiency:.3g}, p {fit.p:.3g}, fall {fit.fall:.3g}, up to "
-            f"{fit.ranks} ranks; {self.score}"
+            f"{fit.ranks} ranks; mean {off.mean:.1%}, p90 {off.p90:.1%} of {off.count}"
         )
 
 
@@ -364,4 +345,6 @@ def _fitted(system: System, points: Sequence[TimedCollective], source: str) -> F
         source=source,
     )
     constants = (fit.alpha, fit.step, fit.efficiency, fit.p, fit.fall)
-    return FittedCollective(fit, score_of(seconds_of(constants, steps, wire, ranks), seconds))
+    names = [f"{p.ranks} ranks, {p.nbytes:g} bytes" for p in points]
+    predicted = seconds_of(constants, steps, wire, ranks).tolist()
+    return FittedCollective(fit, errors(names, predicted, [p.seconds for p in points]))
