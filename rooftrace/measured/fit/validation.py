@@ -370,9 +370,9 @@ class Validation(Plain, Shown):
         All files are made beside `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written.
         """
-        from rooftrace import _results
+        from rooftrace.reporting.commands.reportfolder import write_validation
 
-        return _results.write(self, Path(out), figures)
+        return write_validation(self, Path(out), figures)
 
     def __repr__(self) -> str:
         compared = f"{len(self.steps)} of {self.planned} steps on {self.chip.name}"
