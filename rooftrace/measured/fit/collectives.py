@@ -34,7 +34,7 @@ _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([a-z]\w*)\s+(\w+)\s+(.*)$")
 
 
 def read_collectives(path: str | os.PathLike[str]) -> tuple[TimedCollective, ...]:
-    """The measured collectives of a file; its contents tell what it is.
+    """The measured collectives of a file of either format.
 
     Raises OSError, or ProfileError for a file that holds none.
     """
@@ -120,7 +120,7 @@ def _printed_points(path: Path, rows: list[tuple[int, str]]) -> Iterator[TimedCo
 
 
 def _op_of_name(path: Path, line: int) -> str:
-    """The op by the file's name, where the output does not say what ran."""
+    """The op by the file's name, for an output that names none."""
     for name in (*COLLECTIVES, *SPELLINGS):
         if path.stem.lower().startswith(name):
             return SPELLINGS.get(name, name)
