@@ -18,10 +18,10 @@ from rooftrace.costmodels.ops import Access, Cost, Work, find_rule, kinds_of
 from rooftrace.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
 
 # -- channels last ---------------------------------------------------------------------------------
-# In which memory layout convolutions run: with channels last where a compiler chooses that.
+# Channels last, where a compiler chooses this layout of convolutions.
 #
-# The choice is Inductor's, for a whole graph (`torch/_inductor/graph.py`, `decide_layout_opt`): its
-# weights are how much longer each kind of convolution was measured to take with channels last.
+# Inductor chooses for an entire graph (`torch/_inductor/graph.py`, `decide_layout_opt`) by measured
+# times of each kind of convolution with channels last over those with channels first.
 
 LAST_OVER_FIRST = {"grouped": 1.358, "in_out": 0.725, "small": 0.783, "default": 0.823}
 """Time with channels last over that with channels first, by kind of convolution."""
@@ -32,7 +32,7 @@ SMALL = 64
 
 
 def keeps_channels_last(graph: OpGraph) -> bool:
-    """Whether a compiler lays out the whole step with channels last.
+    """Whether a compiler lays out the entire step with channels last.
 
     Steps without a backward choose by FLOPs.  Training steps keep channels first where one
     convolution has groups of several channels, or makes half its channels or fewer, or where all
@@ -71,21 +71,21 @@ def _kind(op: Op, shape: Sequence[int]) -> str:
 
 
 def weight_shape(op: Op, graph: OpGraph) -> tuple[int, ...] | None:
-    """The shape of a convolution's weight, None where the op names none."""
+    """The shape of a convolution's weight; None where the op has none."""
     weight = op.arguments.get("weight")
     return graph.values[weight.id].shape if isinstance(weight, Ref) else None
 
 
 def has_channels_last(value: Tensor) -> bool:
-    """Whether an image's channels lie side by side in memory."""
+    """Whether an image's channels are contiguous in memory."""
     return len(value.shape) > 3 and value.stride[1] == 1 and value.shape[1] > 1
 
 
 # -- moved -----------------------------------------------------------------------------------------
-# Bytes through HBM: what a kernel group moves once its internal values stay on the chip.
+# Bytes through HBM of a kernel group.
 #
-# A storage that only the group itself writes and reads never reaches HBM; one that several of its
-# ops read is read once.  The compulsory floor is what any execution has to move.
+# A storage that only the group writes and reads never reaches HBM; one that several of its ops read
+# is read once.  The compulsory floor are the bytes that any execution moves.
 
 
 class _Group(Protocol):
@@ -123,9 +123,9 @@ def access_scales(
     op_costs: Sequence[Cost],
     execution: ExecutionModel,
 ) -> list[Mapping[Access, tuple[int, float]]]:
-    """For each group the accesses that an execution has a factor on: copies, and the factor.
+    """For each group its accesses with a factor of the execution: copies, and the factor.
 
-    copies: how many equal storages an access stands for; each is rounded by itself.
+    copies: how many equal storages an access stands for; each is rounded alone.
     """
     scale = _Factors(graph, execution)
     if not scale.active:
@@ -134,20 +134,20 @@ def access_scales(
 
 
 def _widened(cost: Cost, wide: Mapping[int, int]) -> Cost:
-    """The cost where some storages hold what they are computed from."""
+    """The cost where some storages have the wider inputs of their values."""
     if wide.keys().isdisjoint(access.storage for access in cost.traffic):
         return cost
     return Cost(cost.work, {a: size * wide.get(a.storage, 1) for a, size in cost.traffic.items()})
 
 
 def _is_generated(graph: OpGraph, op: int) -> bool:
-    """Whether a compiler writes this op's kernel, and leaves out results that nobody reads."""
+    """Whether a compiler writes this op's kernel, without results that nothing reads."""
     rule = find_rule(graph.ops[op].target)
     return rule is not None and rule.fusion != "opaque"
 
 
 class _Merger:
-    """Adds up the ops of a group, knowing which storages later groups and the caller read."""
+    """Adds up the ops of a group, but for results that neither later groups nor the caller read."""
 
     def __init__(self, graph: OpGraph, groups: Sequence[_Group], op_costs: Sequence[Cost]) -> None:
         self.graph, self.groups, self.op_costs = graph, groups, op_costs
@@ -183,15 +183,15 @@ class _Merger:
 
 
 def _in_parallel(work: Work) -> Work:
-    """The work in a kernel that a compiler writes: it has a thread for each value."""
+    """The work in a generated kernel, which has a thread for each value."""
     return replace(work, rows=None, inner=None) if work.operation == "vector" else work
 
 
 class _Parts:
-    """Which bytes of which storage a group reads from outside, and which it writes.
+    """Bytes by storage that a group reads from outside, and that it writes.
 
     Ops that touch the same value touch the same bytes, which move once; other views of a storage
-    are taken as other bytes of it, all together at most the whole.
+    are taken as other bytes of it, together at most all of it.
     """
 
     def __init__(
@@ -200,13 +200,13 @@ class _Parts:
         self.graph, self.sizes, self.listed = graph, sizes, copies
         self.moved: dict[Access, dict[frozenset[int], int]] = {}
         self.same: dict[int, int] = {}
-        self.copies: dict[int, int] = {}  # how many an op takes of a storage, where it takes all
+        self.copies: dict[int, int] = {}  # of a storage, where an op takes all of them
 
     def add(self, op: Op, cost: Cost) -> None:
         """One more op of the group, in execution order."""
         read, written = self._touched(op)
         self.copies.update(self.listed.get(op.id, {}))
-        # Reads first: what an op writes is not there yet when it reads.
+        # Reads first: an op reads before it writes.
         for access, size in sorted(cost.traffic.items(), key=lambda item: item[0].write):
             touched = frozenset((written if access.write else read).get(access.storage, ()))
             if not access.write:
@@ -218,7 +218,7 @@ class _Parts:
     def _touched(self, op: Op) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """The values through which an op reads and writes each storage.
 
-        An in-place result stands as the operand that it overwrites.
+        An in-place result counts as the operand that it overwrites.
         """
         values = self.graph.values
         read: dict[int, set[int]] = defaultdict(set)
@@ -237,7 +237,7 @@ class _Parts:
         return read, written
 
     def _from_outside(self, read: Access, touched: frozenset[int], size: int) -> int:
-        """Bytes of a read that no earlier op of the group wrote: those are still on the chip."""
+        """Bytes of a read that no earlier op of the group wrote, and left on the chip."""
         write = Access(read.storage, True, read.wire)
         written = self.moved.get(write)
         if written is None:
@@ -327,12 +327,12 @@ def storage_sizes(graph: OpGraph, unmade: Iterable[int] = ()) -> list[int]:
     unmade: storages that never are in memory.
     """
     sizes = [0] * len(graph.values)
-    known: dict[tuple[Any, ...], int] = {}  # few sizes, many values
+    memo: dict[tuple[Any, ...], int] = {}  # few sizes, many values
     for tensor in graph.values:
         form = (tensor.shape, tensor.stride, tensor.dtype)
-        size = known.get(form)
+        size = memo.get(form)
         if size is None:
-            size = known[form] = tensor.nbytes
+            size = memo[form] = tensor.nbytes
         if size > sizes[tensor.storage]:
             sizes[tensor.storage] = size
     for storage in unmade:
@@ -352,8 +352,8 @@ def bytes_by_role(graph: OpGraph, cost: Cost) -> dict[str, int]:
 def compulsory_bytes(graph: OpGraph, op_costs: Sequence[Cost]) -> int:
     """Bytes that any execution moves, each counted once.
 
-    Those are what the step reads from outside (weights, states, inputs) before it overwrites it,
-    and what it leaves behind (outputs, states).
+    These are reads of external values (weights, states, inputs) before the step overwrites them,
+    and writes of values that it leaves behind (outputs, states).
     """
     outside = {graph.values[i].storage for i in graph.external}
     results = outside | {graph.values[i].storage for i in graph.outputs}
@@ -370,10 +370,10 @@ def compulsory_bytes(graph: OpGraph, op_costs: Sequence[Cost]) -> int:
 
 
 class _Floor:
-    """The most that one op reads and writes of each storage, per copy, and what is overwritten.
+    """The most bytes that one op reads and writes of each storage, per copy, and overwritten bytes.
 
-    A storage that all iterations share is overwritten by one after the other: the first one of them
-    reads the most of it.  Of one that nothing is written to, disjoint slices add up.
+    Iterations overwrite a shared storage one after the other: the first of them reads the most of
+    it.  Of a storage that nothing writes, disjoint slices add up.
     """
 
     def __init__(self, graph: OpGraph, outside: Collection[int]) -> None:
@@ -389,15 +389,15 @@ class _Floor:
         self.later: list[dict[int, int]] = []
 
     def enter(self, op: Op) -> None:
-        """Go on to this op: what is left of the iterations before it has run."""
+        """Go on to this op, after the rest of the iterations before it."""
         shared = 0
         while op.repeats[shared : shared + 1] == self.inside[shared : shared + 1] != ():
             shared += 1
         while len(self.later) > shared:
             count = self.graph.repeats[self.inside[len(self.later) - 1]].count
             for storage, size in self.later.pop().items():
-                own = self.inside[len(self.later)] in self.graph.values[storage].repeats
-                more = 0 if own else (count - 1) * size
+                per_iteration = self.inside[len(self.later)] in self.graph.values[storage].repeats
+                more = 0 if per_iteration else (count - 1) * size
                 self.overwritten[storage] += more
                 if self.later:
                     self.later[-1][storage] = self.later[-1].get(storage, 0) + size + more
@@ -412,7 +412,7 @@ class _Floor:
             self._read_slices(op, storage, size)
 
     def _read_slices(self, op: Op, storage: int, size: int) -> None:
-        """Remember which slices of a storage an op reads, if it does so through one view of it."""
+        """Remember the slices of a storage that an op reads through a single view of it."""
         values = {i for i in op.inputs if self.graph.values[i].storage == storage}
         sliced = self.slices.get(min(values)) if len(values) == 1 else None
         if sliced is None or any(ref.then for ref in op.reads if ref.id in values):
@@ -422,7 +422,7 @@ class _Floor:
             parts[place] = max(parts.get(place, 0), size)
 
     def write(self, op: Op, storage: int, size: int) -> None:
-        """An op writes that much."""
+        """An op writes `size` bytes of a storage, or of all its copies together."""
         size = self._each(op, storage, size)
         self.writes[storage] = max(self.writes[storage], size)
         self.overwritten[storage] += size
@@ -447,12 +447,12 @@ class _Floor:
 
 
 # -- slices ----------------------------------------------------------------------------------------
-# Which slices of a value its views are, as far as selecting, slicing and splitting tell.
+# Views as slices of a value, by select, slice and split.
 
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """base: what was sliced.  ranges: [start, stop) along `dimension`, of every iteration."""
+    """base: the sliced value.  ranges: [start, stop) along `dimension`, of every iteration."""
 
     base: Hashable
     dimension: int
@@ -460,15 +460,15 @@ class Slices:
 
 
 _MOST = 1_000_000
-"""Iterations, or places along a dimension, up to which slices are listed.  Beyond, a view is not
-taken as a slice: the traffic that cannot be avoided is then a lower bound still, and a lower one.
+"""Iterations, or positions along a dimension, up to which slices are listed.  Beyond, a view is no
+slice, and the compulsory bytes are a lower bound still, and a lower one.
 """
 
 
 def slices(graph: OpGraph, storages: Collection[int]) -> dict[int, Slices]:
-    """By value of one of these storages: the slices that it is, or is a view of.
+    """By value of one of these storages: its slices, or those of its base.
 
-    Views that are made alike in every iteration have the same base.
+    Equal views of every iteration have the same base.
     """
     cuts: dict[int, Slices] = {}
     bases: dict[int, Hashable] = {}
@@ -478,7 +478,7 @@ def slices(graph: OpGraph, storages: Collection[int]) -> dict[int, Slices]:
         x = op.inputs[0]
         if graph.values[x].storage not in storages:
             continue
-        if x in cuts:  # a slice of a slice lies in it
+        if x in cuts:  # a slice of a slice is inside it
             cuts.update(dict.fromkeys(op.outputs, cuts[x]))
             continue
         (ref, *_) = op.reads
@@ -495,7 +495,7 @@ def slices(graph: OpGraph, storages: Collection[int]) -> dict[int, Slices]:
 
 
 def union(sizes: Mapping[tuple[int, int], int]) -> int:
-    """A sum over ranges that do not overlap: first those that end first."""
+    """A sum over disjoint ranges, those that end first taken first."""
     total = end = 0
     for start, stop in sorted(sizes, key=lambda r: (r[1], r[0])):
         if start >= end:
@@ -504,7 +504,7 @@ def union(sizes: Mapping[tuple[int, int], int]) -> int:
 
 
 def _cut(graph: OpGraph, op: Op, base: Hashable) -> Iterator[tuple[int, Slices]]:
-    """What a view op makes, if it cuts its input along a dimension."""
+    """The results of a view op that slices its input along a dimension."""
     x = graph.values[op.inputs[0]]
     dimension = op.arguments.get("dim", 0)
     if not x.shape or not isinstance(dimension, int):
@@ -527,8 +527,8 @@ def _cut(graph: OpGraph, op: Op, base: Hashable) -> Iterator[tuple[int, Slices]]
     elif op.name in ("aten.split", "aten.split_with_sizes", "aten.chunk") and not copied:
         ends = list(accumulate(graph.values[i].shape[dimension] for i in op.outputs))
         ranges = [[place] for place in zip([0, *ends], ends, strict=False)]
-    for output, places in zip(op.outputs, ranges, strict=False):
-        yield output, Slices(base, dimension, tuple(places))
+    for output, listed in zip(op.outputs, ranges, strict=False):
+        yield output, Slices(base, dimension, tuple(listed))
 
 
 def _turns(op: Op, length: int, turns: int) -> Iterator[tuple[int, int]]:

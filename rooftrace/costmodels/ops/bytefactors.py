@@ -10,10 +10,10 @@ from rooftrace.costmodels.ops.cost import Access, Cost
 from rooftrace.graph import OpGraph
 
 # -- kinds -----------------------------------------------------------------------------------------
-# The kinds of bytes that a run can tell apart: roles, with weights by the family that reads them.
+# Kinds of bytes: roles, with weights by the family that reads them.
 #
-# What an optimizer's kernels move is one kind: they always move states, weights and gradients in
-# the same proportions, so no measurement tells these apart.
+# The bytes of an optimizer's kernels are one kind: they always move states, weights and gradients
+# in the same proportions, so no measurement tells these apart.
 
 WEIGHTS = {name: f"{name} weights" for name in ("attention", "dense", "moe")}
 """The kinds of weights by family; families other than attention and moe are dense."""
@@ -55,7 +55,7 @@ def bytes_by_kind(
 
 
 # -- factors ---------------------------------------------------------------------------------------
-# Measured bytes over those that rules count, kind by kind, and what is behind a difference.
+# Measured bytes over bytes by rule, kind by kind, and the causes of a difference.
 
 FUSIONS = ("none", "detected")
 SOURCES = ("counters", "seconds")
@@ -66,11 +66,9 @@ _LARGEST = 1e6
 class ByteFactor:
     """How many bytes of one kind a run moved for each byte that rules count.
 
-    Raises ValueError for a number that is none, negative or without end.
-
-    rows, experts, precision and cache are known causes of a difference, each the bytes without it
-    over the bytes with it.  The first three are in what rules count already; `cache` is in
-    `unfused`.
+    rows, experts, precision and cache are causes of a difference, each the bytes without it over
+    the bytes with it.  The first three are in bytes by rule already; `cache` is in `unfused`.
+    Raises ValueError for a number that is none, negative or infinite.
     """
 
     factor: float = 1.0  # measured bytes over those by rule, in the kernels that ran
@@ -80,10 +78,10 @@ class ByteFactor:
     why: str = ""  # why the measurements do not identify `factor`, which is 1 then
     grouping: float = 1.0  # bytes by rule in the kernels that ran, over those we detect
     unfused: float = 1.0  # measured bytes over those by rule with a kernel for each op
-    rows: float = 1.0  # whole tables over the rows that were looked up
-    experts: float = 1.0  # all experts over those that tokens were sent to
-    precision: float = 1.0  # weights as wide as what they are multiplied with, over as stored
-    cache: float = 1.0  # bytes read over those that a cache of the chip's size does not hold
+    rows: float = 1.0  # entire tables over the rows that were looked up
+    experts: float = 1.0  # all experts over those with tokens
+    precision: float = 1.0  # weights as wide as the other operand, over as stored
+    cache: float = 1.0  # bytes read over those that miss a cache of the chip's size
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -108,7 +106,7 @@ class ByteFactor:
 
     @property
     def applied(self) -> float:
-        """What bytes by rule are multiplied with, kernel by kernel.
+        """The factor on bytes by rule, kernel by kernel.
 
         A kernel that took longer than its bytes may have moved more of them, or moved them at a
         lower rate; seconds do not tell.  So a factor by seconds above 1 is left to the rates.
@@ -119,11 +117,11 @@ class ByteFactor:
     def residency(self) -> float:
         """The seed's weight residency factor (WRF): bytes as used over bytes as read.
 
-        As used are whole matrices and tables, with all experts, as wide as what they are
-        multiplied with, once for each op that uses them.
+        As used are entire matrices and tables, with all experts, as wide as the other operand, once
+        for each op that uses them.
         """
-        known = self.rows * self.experts * self.precision
-        return known / self.unfused if self.unfused else math.inf
+        causes = self.rows * self.experts * self.precision
+        return causes / self.unfused if self.unfused else math.inf
 
     @property
     def residency_error(self) -> float:
@@ -137,7 +135,7 @@ class ByteFactor:
 
     @property
     def unexplained(self) -> float:
-        """What no known cause accounts for in `residency`; 1 where they account for all."""
+        """The part of `residency` without a cause; 1 where the causes account for all."""
         return 1 / (self.unfused * self.cache) if self.unfused * self.cache else math.inf
 
 
@@ -145,8 +143,8 @@ class ByteFactor:
 class ByteFactors:
     """Factors by kind of bytes, from runs on one device."""
 
-    fusion: str = "detected"  # which executions they are for: those whose `fusion` is this
-    measured: str = ""  # the device, and when: "L4, 2026-11-20"
+    fusion: str = "detected"  # of the executions that they are for
+    measured: str = ""  # the device and date: "L4, 2026-11-20"
     factors: Mapping[str, ByteFactor] = field(default_factory=dict, hash=False)  # by kind
 
     def __post_init__(self) -> None:
@@ -157,23 +155,23 @@ class ByteFactors:
                 raise ValueError(f"kind {kind!r:.60}: expected one of {', '.join(BYTE_KINDS)}")
 
     def scale(self, kind: str) -> float:
-        """What the bytes of a kind are multiplied with; 1 where nothing is known of it."""
-        known = self.factors.get(kind)
-        return known.applied * known.grouping if known else 1.0
+        """The factor on the bytes of a kind; 1 where none was measured."""
+        factor = self.factors.get(kind)
+        return factor.applied * factor.grouping if factor else 1.0
 
     @property
     def identified(self) -> Mapping[str, ByteFactor]:
-        """The factors that the measurements tell."""
+        """The factors that the measurements identify."""
         return {kind: factor for kind, factor in self.factors.items() if factor.identified}
 
     @property
     def unknown(self) -> Mapping[str, str]:
-        """Why a factor is not told, by kind of bytes."""
+        """Why a factor is not identified, by kind of bytes."""
         return {kind: factor.why for kind, factor in self.factors.items() if factor.why}
 
     def unfused(self, kind: str) -> float:
-        """Bytes of a kind, as applied, over those with a kernel for each op; 1 if not known."""
-        known = self.factors.get(kind)
-        if known is None or not known.factor:
+        """Bytes of a kind, as applied, over those with a kernel for each op; 1 by default."""
+        factor = self.factors.get(kind)
+        if factor is None or not factor.factor:
             return 1.0
-        return known.unfused * known.applied / known.factor
+        return factor.unfused * factor.applied / factor.factor

@@ -12,24 +12,24 @@ from rooftrace.errors import hint
 from rooftrace.hardware.precisions import bytes_per_element
 
 WRITTEN_OUT = "written_out"
-"""Of an attention that calls no library's kernel, so that its tiles are not known."""
+"""Of an attention without a library's kernel, so that its tiles are unknown."""
 UNFUSED = "unfused_attention"
 """Of the softmax of an attention for which CUDA has no single kernel: why that is."""
 LIBRARY = "library"
 """Of an attention that another kernel than flash attention runs: EFFICIENT."""
 EFFICIENT = "memory-efficient"
 BESIDE = "beside"
-"""Of a kernel that an op launches beside its own: the name of that op."""
+"""Of an extra kernel of an op: the name of that op."""
 MASK_FACTS = ("visible_pairs", "mask", "window", "visible_keys")
-"""What is known of a mask: pairs of one head that it shows (mean of the batch and the heads), its
-kind, the most keys that one query sees, and the keys that some query sees.  Of attention, or of the
-op that puts the mask on."""
+"""Facts of a mask: visible pairs of one head (mean of the batch and the heads), its kind, the most
+keys that one query sees, and the keys that some query sees.  Of attention, or of the op that
+applies the mask."""
 BY_LENGTHS = "by_lengths"
-"""Of an attention whose kernel is told lengths of sequences in place of its mask."""
+"""Of an attention whose kernel takes lengths of sequences in place of its mask."""
 
 
 # -- kinds -----------------------------------------------------------------------------------------
-# What an op can be: its kind, its family and its traits.  A rule says it, or its cost tells.
+# Kind, family and traits of an op, by its rule or by its cost.
 #
 # kind: the class of kernels whose fitted shares of the chip's peaks apply (see `opclass`, which
 # splits "conv" by sizes).  family: the part of a model that reports put the op under.
@@ -84,7 +84,7 @@ FAMILIES = (
 
 TRAITS = (
     "rereads",  # an activation that uses its input more than once, computing in fp32: x sigmoid(x)
-    "places",  # puts its inputs into a larger result: what makes an input computes it there
+    "places",  # joins its inputs into a larger result, in which their producers compute them
     "picks",  # reads one number for each element of its `target`, not all of its input
 )
 
@@ -106,8 +106,8 @@ _FAMILY_OF: Mapping[str, str] = {
 def kind_of(cost: Cost, fusion: str) -> str:
     """The kind of an op whose rule names none: by its largest matrix work, else by how it fuses.
 
-    Products with `AttentionSizes` are attention, one product of known M, N, K is "mm", several
-    equal ones are "bmm".
+    Products with `AttentionSizes` are attention, one product with M, N, K is "mm", several equal
+    ones are "bmm".
     """
     matrix = {work: flop for work, flop in cost.work.items() if work.operation != "vector"}
     if matrix:
@@ -128,28 +128,26 @@ def family_of(cost: Cost, kind: str) -> str:
     return _FAMILY_OF.get(kind, "elementwise")
 
 
-def check(what: str, value: str | None, known: Collection[str]) -> None:
+def check(noun: str, value: str | None, allowed: Collection[str]) -> None:
     """Raise ValueError for a kind, family, trait or fusion class that does not exist."""
-    if value is None or value in known:
-        return
-    raise ValueError(
-        f'{what} "{value}": expected one of {", ".join(known)}{hint(str(value), known)}'
-    )
+    if value is not None and value not in allowed:
+        names = ", ".join(allowed)
+        raise ValueError(f'{noun} "{value}": expected one of {names}{hint(value, allowed)}')
 
 
 # -- cost ------------------------------------------------------------------------------------------
-# What one op costs on any chip: work by operation and precision, bytes by storage and wire.
+# The cost of one op on any chip: work by operation and precision, bytes by storage and wire.
 #
-# A `Cost` is additive.  It knows no chip, no knob and no fusion. Fusing drops internal values
-# and reads a shared value once; `traffic` does so when it adds up costs.
+# A `Cost` is additive, and independent of chip, knobs and fusion.  Fusing drops internal values and
+# reads a shared value once; `traffic` does so when it adds up costs.
 
 OPERATIONS = ("matmul", "convolution", "vector")
 MATRIX = ("matmul", "convolution")
 """The operations that a matrix engine can run."""
 COMPUTED = ("useful", "masked_executed", "recompute")
-"""The counts that take time; "masked" is what a kernel skips."""
+"""The counts that take time; a kernel skips "masked" work."""
 DENSE = ("useful", "masked", "masked_executed")
-"""The counts of the dense count, without what is computed again."""
+"""The counts of the dense count, without recomputation."""
 
 
 class AttentionSizes(Struct, frozen=True):
@@ -183,7 +181,7 @@ class AttentionSizes(Struct, frozen=True):
 
     @property
     def flop(self) -> float:
-        """FLOP of its products, without those that backward computes again."""
+        """FLOP of its products, without recomputation in backward."""
         each = 2 * (self.width + self.value_width) * (1 + self.backward)
         return self.batch * self.heads * self.visible * each
 
@@ -192,10 +190,10 @@ class Work(Struct, frozen=True):
     """A key of `Cost.work`.
 
     operation: matmul, convolution (both can use the matrix engine) or vector.
-    precision: what it computes in.
+    precision: of the computation.
     rows: M_eff, the rows of the (per-group) matrix product that share one weight tile.  columns,
     inner: its N and K; None where it is no plain product (attention).  Rows or inner of products of
-    different sizes are their mean, which may be no whole number.  Vector work has rows and inner
+    different sizes are their mean, which may be no integer.  Vector work has rows and inner
     where a kernel runs few threads, each in a loop: how many threads there are, and the FLOP of one
     between two waits for memory.
     count: useful; masked (in the dense count, skipped by a kernel that knows the mask);
@@ -206,7 +204,7 @@ class Work(Struct, frozen=True):
     both are in `precision`.
     lined: which of the sizes M, N and K are lengths of rows as they lie in memory, of an operand or
     of the result, in this order ("NK").  Vector work along rows has "N", with their length as
-    `columns`; "" where it is not known, or does not matter.
+    `columns`; "" where it is unknown, or does not matter.
     """
 
     operation: str
@@ -226,7 +224,7 @@ class Work(Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[float, int, float] | None:
-        """M, N, K of one product; None where they are not all known."""
+        """M, N, K of one product; None where one of them is unknown."""
         if self.rows is None or self.columns is None or self.inner is None:
             return None
         return self.rows, self.columns, self.inner
@@ -294,7 +292,7 @@ class Cost(Struct, frozen=True):
         return Cost(work)
 
     def computed(self) -> dict[Work, int]:
-        """What is computed, by work: what a mask hides is a part of the product that it is in."""
+        """Computed FLOP by work; hidden pairs are a part of their product."""
         computed: dict[Work, int] = {}
         for work, flop in self.work.items():
             if work.count in COMPUTED:

@@ -1,10 +1,10 @@
-"""Which family an op belongs to: by what its rule says it is, and by where its results go.
+"""The family of each op, by its rule and by dataflow.
 
 attention: the kernel, or a softmax between two batched products; with it the products that make
-queries, keys and values and the one that takes the result, and what lies between.  A module that
-calls attention and holds no other products is attention as a whole.  moe: everything under the
-smallest module that holds both routing and the experts' products.  head: the product that makes the
-output.  All others have the family of their rule.  No name of a model, module or op decides.
+queries, keys and values and the one that reads the result, and the ops between.  All of a module
+that calls attention and has no other products.  moe: everything under the smallest module with both
+routing and the experts' products.  head: the product that makes the output.  All others have the
+family of their rule.  No name of a model, module or op decides.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def with_families(graph: OpGraph, costs: Sequence[Cost]) -> OpGraph:
     if all(op.family != UNDECIDED for op in graph.ops):
         return graph
     flow = _Flow(graph, costs)
-    attention = _Attention(flow)
+    attention = _AttentionOps(flow)
     modules = attention.modules
     moe = _moe_modules(flow, attention)
     norms = _hand_written_norms(flow)
@@ -64,7 +64,7 @@ def with_families(graph: OpGraph, costs: Sequence[Cost]) -> OpGraph:
 
 @dataclass(frozen=True)
 class _Flow:
-    """A graph with what its ops are, and which op reads what another one made."""
+    """The kinds of the ops of a graph, and its dataflow."""
 
     graph: OpGraph
     costs: Sequence[Cost]
@@ -80,7 +80,7 @@ class _Flow:
 
     @cached_property
     def kinds(self) -> list[str]:
-        """The kind of each op, "" of views, waits and what has no rule."""
+        """The kind of each op, "" of views, waits and ops without a rule."""
         rules = [find_rule(op.target) if op.kind == "kernel" else None for op in self.graph.ops]
         return [r.kind_of(c) if r else "" for r, c in zip(rules, self.costs, strict=True)]
 
@@ -97,7 +97,7 @@ class _Flow:
 
     @cached_property
     def sources(self) -> list[list[int]]:
-        """The ops that made what each op reads."""
+        """By op: the producers of its operands."""
         made = self.graph.producers
         return [
             list(dict.fromkeys(p for i in op.inputs if (p := made.get(i)) is not None))
@@ -106,7 +106,7 @@ class _Flow:
 
     @cached_property
     def readers(self) -> list[list[int]]:
-        """The ops that read what each op made."""
+        """By op: the readers of its results."""
         readers_of: list[list[int]] = [[] for _ in self.graph.ops]
         for op, sources in enumerate(self.sources):
             for source in sources:
@@ -114,9 +114,9 @@ class _Flow:
         return readers_of
 
     def reached(self, start: Iterable[int], up: bool, most: int | None = None) -> set[int]:
-        """What lies above or below some ops, up to and with the next products.
+        """The ops above or below some ops, up to and with the next products.
 
-        most: after so many steps it ends without one.
+        most: steps after which it ends without one.
         """
         edges = self.sources if up else self.readers
         seen: set[int] = set()
@@ -133,12 +133,12 @@ class _Flow:
         return self.is_product(op) or self.kinds[op] in ("attention", "softmax")
 
 
-class _Attention:
+class _AttentionOps:
     """Attention by dataflow.
 
-    cores: the ops of each attention call, by the path of the module that calls it.  modules: paths
-    of those that are attention as a whole.  mixed: paths of those that hold other products too.
-    ops: what belongs to attention in the latter, op by op.
+    cores: the ops of each attention call, by the path of the calling module.  modules: paths of
+    those all of whose ops are attention.  mixed: paths of those with other products too.  ops: the
+    ops of attention in the latter.
     """
 
     def __init__(self, flow: _Flow) -> None:
@@ -152,18 +152,17 @@ class _Attention:
                 self.cores[op.module] |= self._by_hand(op)
         self.cores = {path: core for path, core in self.cores.items() if core}
         inner = _innermost(path for path in self.cores if path)
-        whole = {path for path in inner if self._is_whole(path)}
-        self.modules = frozenset(whole)
-        self.mixed = frozenset(self.cores.keys() - whole)
+        self.modules = frozenset(path for path in inner if self._is_all_attention(path))
+        self.mixed = frozenset(self.cores.keys() - self.modules)
         self.ops: set[int] = set()
         for path in self.mixed:
             self.ops |= self._around(self.cores[path])
 
     def _by_hand(self, softmax: Op) -> set[int]:
         """A softmax between two batched products, with these; nothing where it is none."""
-        flow, own = self.flow, (softmax.id,)
-        above = flow.reached(own, up=True, most=_STEPS_TO_SOFTMAX)
-        below = flow.reached(own, up=False, most=_STEPS_TO_SOFTMAX)
+        flow = self.flow
+        above = flow.reached((softmax.id,), up=True, most=_STEPS_TO_SOFTMAX)
+        below = flow.reached((softmax.id,), up=False, most=_STEPS_TO_SOFTMAX)
         first = {op for op in above if flow.kinds[op] == "bmm"}
         second = {op for op in below if flow.kinds[op] == "bmm"}
         if not first or not second:
@@ -172,10 +171,11 @@ class _Attention:
         between = (above & self._reaching(first, above, up=True)) | self._reaching(
             second, below, up=False
         )
-        return {op for op in {*between, *first, *second, *own} if ops[op].part == softmax.part}
+        members = {*between, *first, *second, softmax.id}
+        return {op for op in members if ops[op].part == softmax.part}
 
     def _reaching(self, ends: Collection[int], within: Collection[int], up: bool) -> set[int]:
-        """What of `within` lies on a way to one of `ends`."""
+        """The ops of `within` on a path to one of `ends`."""
         edges = self.flow.readers if up else self.flow.sources
         reached: set[int] = set()
         stack = [n for op in ends for n in edges[op]]
@@ -186,9 +186,9 @@ class _Attention:
                 stack += edges[op]
         return reached
 
-    def _is_whole(self, path: str) -> bool:
-        """Whether every product under a path makes what attention reads, or is the first one to
-        take what it makes."""
+    def _is_all_attention(self, path: str) -> bool:
+        """Whether attention depends on every product under a path, but for the first ones that
+        read its result."""
         flow = self.flow
         inside = f"{path}."
         under = {
@@ -209,13 +209,13 @@ class _Attention:
         return all(op in wanted for op in under if flow.is_product(op))
 
     def _around(self, core: set[int]) -> set[int]:
-        """The core, what makes only its operands from the first product on, and what takes its
+        """The core, the ops for its operands alone from the first product on, and the ops on its
         results, up to the first product."""
         after = self._after(core)
         return core | after | self._before(core | after)
 
     def _after(self, core: set[int]) -> set[int]:
-        """Where results go, up to the first products, or until they are joined to others."""
+        """The ops on results, up to the first products, or until they are joined to others."""
         flow, members = self.flow, set(core)
         front = [n for op in sorted(core) for n in flow.readers[op]]
         while front:
@@ -229,7 +229,7 @@ class _Attention:
         return ways | self._reaching(ways, members, up=False)
 
     def _joins_others(self, op: int, members: Collection[int]) -> bool:
-        """Whether an op, no product, brings results together with other activations."""
+        """Whether an op, no product, combines results with other activations."""
         graph, flow = self.flow.graph, self.flow
         if flow.is_product(op):
             return False
@@ -240,7 +240,7 @@ class _Attention:
         )
 
     def _before(self, core: set[int]) -> set[int]:
-        """What is made for these alone, from the first products on."""
+        """The ops for these alone, from the first products on."""
         flow, members = self.flow, set(core)
         front = [n for op in sorted(core) for n in flow.sources[op]]
         while front:
@@ -286,8 +286,8 @@ def _innermost(paths: Iterable[str]) -> set[str]:
     return paths - outer
 
 
-def _moe_modules(flow: _Flow, attention: _Attention) -> frozenset[str]:
-    """Smallest modules that hold a choice of the largest and the expert products it feeds."""
+def _moe_modules(flow: _Flow, attention: _AttentionOps) -> frozenset[str]:
+    """Smallest modules with a top k and the expert products that it feeds."""
     calls = {*attention.modules, *attention.mixed}
     routing = {
         op.module
@@ -311,7 +311,7 @@ def _moe_modules(flow: _Flow, attention: _Attention) -> frozenset[str]:
 
 
 def _hand_written_norms(flow: _Flow) -> frozenset[str]:
-    """Modules whose own ops take a mean (or sum of squares), a reciprocal root and no product."""
+    """Modules whose direct ops are a mean (or variance), a root and no product."""
     names: Mapping[str, set[str]] = defaultdict(set)
     products = set()
     for op in flow.graph.ops:
@@ -329,7 +329,7 @@ def _hand_written_norms(flow: _Flow) -> frozenset[str]:
 def _heads(flow: _Flow) -> frozenset[int]:
     """Matrix products whose result is an output, through views, elementwise ops and a loss.
 
-    Not through a residual connection: what it adds to is no head.
+    Not through a residual connection: its operands are no head.
     """
     graph = flow.graph
     producers = graph.producers
@@ -355,5 +355,5 @@ def _heads(flow: _Flow) -> frozenset[int]:
 
 
 def _joins(graph: OpGraph, op: Op) -> bool:
-    """Whether an op brings several activations together, as a residual connection does."""
+    """Whether an op combines several activations, as a residual connection does."""
     return sum(graph.owner(value).role == "activations" for value in op.inputs) > 1

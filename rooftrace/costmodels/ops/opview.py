@@ -1,6 +1,6 @@
-"""An op as a rule sees it: sizes, precisions and arguments of one call, and what it moves.
+"""An op as a rule sees it: sizes, precisions and arguments of one call, and the bytes it moves.
 
-A rule adds up what these methods give: `op.read(tensor)`, `op.write(tensor)`, or `op.streamed()`
+A rule adds up the costs of these methods: `op.read(tensor)`, `op.write(tensor)`, or `op.streamed()`
 for an op that reads each operand once and writes each result once.
 """
 
@@ -44,9 +44,9 @@ class OpView(Struct, frozen=True):
     """An op as a rule sees it: shapes, precisions and attributes, but not which tensors they are.
 
     Two ops with equal views cost the same, so each view is priced once.  `arguments` is a tuple of
-    (schema name, value), without those left at their defaults; tensors stand as Slot(position in
-    inputs).  schema: the names of all arguments that the op can take.  A method that is asked for a
-    name that is not there raises ValueError.  None: the names are not known, and not checked.
+    (schema name, value), without those left at their defaults; a tensor is a Slot(position in
+    inputs).  schema: the names of all arguments of the op; methods raise ValueError for other
+    names.  None: unknown, and not checked.
     """
 
     target: str
@@ -57,7 +57,7 @@ class OpView(Struct, frozen=True):
     schema: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
-        """The op with what it is called with: "mylib.rope.default(x=bf16[8, 64], base=500)"."""
+        """The op with its arguments: "mylib.rope.default(x=bf16[8, 64], base=500)"."""
         shown = (f"{name}={self._shown(value)}" for name, value in self.arguments)
         return f"{self.target}({', '.join(shown)})"
 
@@ -67,7 +67,7 @@ class OpView(Struct, frozen=True):
         return self._argument(name, default)
 
     def fact(self, name: str, default: Any = None) -> Any:
-        """Something the tracer learnt about this op (rows_touched, groups_touched, mask ...)."""
+        """A fact of the tracer about this op (rows_touched, groups_touched, mask ...)."""
         for key, value in self.facts:
             if key == name:
                 return value
@@ -142,7 +142,7 @@ class OpView(Struct, frozen=True):
         """Tensor arguments with their schema names; members of a list have the name of the list.
 
         A tensor that is passed twice, as in x * x, comes once.  Two slices of one storage come
-        both, even if they look alike: what tells them apart is their place, not their sizes.
+        both, even if their sizes are equal.
         """
         self._check(*but, *(only or ()))
         seen = set()
@@ -155,7 +155,7 @@ class OpView(Struct, frozen=True):
                     yield name, self.inputs[slot.index]
 
     def written(self) -> tuple[TensorView, ...]:
-        """What the op writes: its outputs; of an in-place op that returns nothing, its `self`."""
+        """The written tensors: its outputs; of an in-place op without any, its `self`."""
         if self.outputs or not self.target.rsplit(".", 1)[0].endswith("_"):
             return self.outputs
         return self._tensors("self")
@@ -177,7 +177,7 @@ class OpView(Struct, frozen=True):
         return _all_moved(tensors, write=True)
 
     def streamed(self, unread: Collection[str] = ()) -> Cost:
-        """Every operand read once, everything that the op writes written once.
+        """Every operand read once, every written tensor written once.
 
         Not read are the arguments named in `unread`, and the buffers of an out= overload.
         """
@@ -192,7 +192,7 @@ class OpView(Struct, frozen=True):
         return self.read_all(inputs) + self.write_all(self.written())
 
     def reading(self, *names: str) -> Cost:
-        """These arguments read once, everything that the op writes written once."""
+        """These arguments read once, every written tensor written once."""
         inputs = (tensor for _, tensor in self.operands(only=names))
         return self.read_all(inputs) + self.write_all(self.written())
 

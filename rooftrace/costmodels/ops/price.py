@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import compress, groupby, product
 from typing import Any
 
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, references, refs
 from rooftrace.hardware.precisions import precision, storage_bytes
 
 _MOST = 4096
-"""Prices of ops that are kept: the graphs of a script, and those of other lengths, share most."""
+"""Cached prices of ops: the graphs of a script, and those of other lengths, share most."""
 
 
 class PriceError(ValueError):
@@ -35,7 +35,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     """
     memo: dict[Any, tuple[Cost, bool]] = {}
     costs: list[Cost] = []
-    known: list[bool] = []
+    has_rule: list[bool] = []
     sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
     storages = [t.storage for t in graph.values]
     copies = _Copies(graph, sizes, storages)
@@ -43,7 +43,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     for op in graph.ops:
         if op.kind != "kernel":
             costs.append(Cost())
-            known.append(True)
+            has_rule.append(True)
             continue
         key, local = _signature(copies.written_out(op), sizes, storages)
         priced = memo.get(key)
@@ -53,8 +53,8 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
         if find_rule(op.target) is None:
             cost = without_rule(graph, op, cost, outside)
         costs.append(cost.recomputed() if op.part == "recompute" else cost)
-        known.append(priced[1])
-    return tuple(costs), tuple(known)
+        has_rule.append(priced[1])
+    return tuple(costs), tuple(has_rule)
 
 
 def op_cost(graph: OpGraph, op: Op) -> Cost:
@@ -68,12 +68,12 @@ def op_cost(graph: OpGraph, op: Op) -> Cost:
 
 
 def without_rule(graph: OpGraph, op: Op, cost: Cost, outside: Collection[int]) -> Cost:
-    """The traffic that is assumed for an op without a rule.  cost: of streaming all its operands.
+    """The assumed traffic of an op without a rule.  cost: of streaming all its operands.
 
-    It reads its operands and writes its results, whole.  It also reads and writes each operand that
-    it changes in place.  Where such an operand outlives the step (`outside`: a cache, a buffer) and
-    is larger than all others together, it only writes as many bytes as they have: a store into a
-    large cache writes rows.
+    It reads its operands and writes its results in full, and reads and writes each operand that it
+    changes in place.  Where such an operand outlives the step (`outside`: a cache, a buffer) and is
+    larger than all others together, it only writes as many bytes as they have: a store into a large
+    cache writes rows.
     """
     written = _written(graph, op)
     if not written:
@@ -100,7 +100,7 @@ def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
     At least: it writes its new results, and reads nothing, as it may need only the sizes of its
     operands or single rows.  An optimizer's op that changes tensors of the size of a gradient reads
     that, and reads and writes these.  At most: it reads every operand, and writes every result and
-    every operand that it changes, whole.
+    every operand that it changes, in full.
     """
     cost = op_cost(graph, op)
     values = graph.values
@@ -110,17 +110,17 @@ def unknown_bytes(graph: OpGraph, op: Op) -> tuple[int, int]:
     least = sum(s for a, s in sizes.items() if a.write and local[a.storage] not in operands)
     if op.part == "optimizer":
         least += _updated(graph, op)
-    known = {local[access.storage] for access in sizes if access.write}
+    counted = {local[access.storage] for access in sizes if access.write}
     more = sum(
         sizes.get(Access(local.index(storage), False), 0)
         for storage in _written(graph, op)
-        if storage not in known
+        if storage not in counted
     )
     return least, cost.bytes() + more
 
 
 def _updated(graph: OpGraph, op: Op) -> int:
-    """Bytes of gradients that an update reads, and of what it changes that has as many elements."""
+    """Bytes of gradients that an update reads, and of changed tensors of their sizes."""
     values, written = graph.values, _written(graph, op)
     operands = {values[i].storage: values[i] for i in op.inputs}
     gradients = {s: t for s, t in operands.items() if values[s].role == "gradients"}
@@ -157,7 +157,7 @@ def _price(key: tuple[Any, ...], graph: OpGraph) -> tuple[Cost, bool]:
 def _priced(
     key: tuple[Any, ...], rule: Any, schema: tuple[str, ...] | None = None
 ) -> tuple[Cost, bool]:
-    """The cost of an op with this signature by its rule, if it has one, and whether it is known."""
+    """The cost of an op with this signature, and whether a rule or formula gives it."""
     view = _view(key)
     flops = None if rule and rule.is_own else view.fact("flops_given")
     cost = view.streamed()
@@ -185,11 +185,11 @@ def _by_rule(price: Callable[[OpView], Cost], view: OpView) -> Cost:
 
 
 def _with_flops(cost: Cost, flops: int, view: OpView) -> Cost:
-    """The cost with `flops` instead of its own work.
+    """The cost with `flops` in place of its work.
 
-    flops: what a formula registered with torch's counter returns.  They count as the kind of work
-    that the rule has most of.  Without a rule they count as a matrix product, which is what torch's
-    counter counts, in the widest precision of the inputs.
+    flops: of a formula registered with torch's counter.  They count as the kind of work that the
+    rule has most of.  Without a rule they count as a matrix product, as torch's counter counts
+    these alone, in the widest precision of the inputs.
     """
     if cost.work:
         key = max(cost.work, key=lambda k: (k.operation != "vector", cost.work[k]))
@@ -199,7 +199,7 @@ def _with_flops(cost: Cost, flops: int, view: OpView) -> Cost:
 
 
 def _split_masked(cost: Cost, view: OpView) -> Cost:
-    """Matrix products of materialised attention compute masked pairs too: count those apart."""
+    """Masked pairs of matrix products of materialised attention counted apart."""
     visible, pairs = view.fact("useful_pairs"), view.fact("all_pairs")
     if visible is None or pairs is None or visible == pairs:
         return cost
@@ -216,14 +216,14 @@ def _split_masked(cost: Cost, view: OpView) -> Cost:
 
 
 class _Copies:
-    """Lists of all copies of a value, as an op outside of their repeat takes or makes them.
+    """Lists of all copies of a value, for ops outside of their repeat.
 
-    Every copy gets a number behind those of the values, a size and a storage of its own.
+    Every copy gets a number after those of the values, a size and a storage.
     """
 
     def __init__(self, graph: OpGraph, sizes: list[tuple[Any, ...]], storages: list[int]) -> None:
         self.graph, self.sizes, self.storages = graph, sizes, storages
-        self.known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        self.numbers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         self.stored: dict[tuple[int, tuple[int, ...]], int] = {}
         self.owner: dict[int, int] = {}
 
@@ -263,15 +263,15 @@ class _Copies:
 
     def _copies(self, value: int, repeats: tuple[int, ...]) -> list[int]:
         """Numbers for the copies of a value in these repeats."""
-        numbers = self.known.get((value, repeats))
+        numbers = self.numbers.get((value, repeats))
         if numbers is None:
-            numbers = self.known[value, repeats] = []
+            numbers = self.numbers[value, repeats] = []
             storage = self.graph.values[value].storage
-            own = [r in self.graph.values[storage].repeats for r in repeats]
+            copied = [r in self.graph.values[storage].repeats for r in repeats]
             for place in product(*(range(self.graph.repeats[r].count) for r in repeats)):
                 numbers.append(len(self.sizes))
                 self.sizes.append(self.sizes[value])
-                part = tuple(q for q, is_own in zip(place, own, strict=True) if is_own)
+                part = tuple(compress(place, copied))
                 self.storages.append(self._storage(storage, part))
         return numbers
 
@@ -288,7 +288,7 @@ def _signature(
     sizes: Sequence[tuple[Any, ...]],
     storages: Sequence[int],
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """What a price depends on, hashable, and the storages behind its local indices."""
+    """The hashable inputs of a price, and the storages of its local indices."""
     local: dict[int, int] = {}
     slots: dict[int, int] = {}
     described: list[Any] = []

@@ -37,7 +37,7 @@ RuleFunction = Callable[[OpView], Cost]
 
 
 OURS = "rooftrace"
-"""The source of this package's own rules."""
+"""The source of this package's rules."""
 
 
 class DuplicateRuleError(ValueError):
@@ -45,20 +45,20 @@ class DuplicateRuleError(ValueError):
 
 
 class RuleError(ValueError):
-    """A rule of a user's own that raises an error, or that returns no cost."""
+    """A user's rule that raises an error, or that returns no cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How one op is priced, and what it is."""
+    """The price of one op, and its kind, family and traits."""
 
     name: str  # of the op, with or without overload
     price: RuleFunction
     fusion: FusionClass  # how a compiler may fuse it
-    source: str = OURS  # who says so
+    source: str = OURS
     kind: str | None = None  # None: its cost tells
     family: str | None = None  # None: its cost tells
-    label: str | None = None  # what reports call its kernel; None: the op's name
+    label: str | None = None  # of its kernel in reports; None: the op's name
     fused: str | None = None  # label of a kernel of several ops; None: the other ops decide it
     traits: frozenset[str] = frozenset()  # see `kinds`
 
@@ -68,11 +68,11 @@ class Rule:
         return self.source != OURS
 
     def cost_of(self, op: OpView, schema: tuple[str, ...] | None = None) -> Cost:
-        """The cost of an op.  schema: the names of all its arguments, None where not known.
+        """The cost of an op.  schema: the names of all its arguments, None where unknown.
 
-        Whatever the code of a user's own rule raises becomes a RuleError, which names the rule,
-        where it is, and the op.  Only such a rule is held to the schema: a rule of this package is
-        for many ops, and asks for names that some of them do not have.
+        An exception in a user's rule becomes a RuleError, which names the rule, its file and the
+        op.  Only such a rule is held to the schema: a rule of this package is for many ops, and
+        looks for names that some of them do not have.
         """
         if not self.is_own:
             return self.price(op)
@@ -81,7 +81,7 @@ class Rule:
             cost: object = self.price(replace(op, schema=schema))
             for work in cost.work if isinstance(cost, Cost) else ():
                 compute_family(work.precision)
-        except Exception as error:  # whatever the code of a user may raise
+        except Exception as error:  # of a user's code
             raise RuleError(f"{about}{worded(error)}") from error
         if not isinstance(cost, Cost):
             raise RuleError(f"{about}it returned {cost!r:.60}; expected a rooftrace.extend.Cost")
@@ -124,9 +124,9 @@ def rule(
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Register the decorated function `price(op: OpView) -> Cost` for these ops.
 
-    kind, family: what the op is; by default its cost tells.  label: what reports call its kernel.
-    fused: what they call a kernel of several ops that it leads, by default the label.  A second
-    rule for one op raises DuplicateRuleError naming both owners, unless override=True or it is the
+    kind, family: of the op; by default its cost tells.  label: of its kernel in reports.  fused:
+    the label of a kernel of several ops that it leads, by default the same.  A second rule for one
+    op raises DuplicateRuleError naming both owners, unless override=True or it is the
     same function defined again (a file or a notebook cell that ran twice); a name without a
     namespace, and an unknown fusion class, kind, family or trait raise ValueError.
     """
@@ -171,11 +171,11 @@ def rule(
 
 
 builtin = partial(rule, source=OURS)
-"""`rule` for this package's own rules: `@builtin("aten.mm")`."""
+"""`rule` for this package's rules: `@builtin("aten.mm")`."""
 
 
 # -- lookup ----------------------------------------------------------------------------------------
-# Which rule prices an op, of this package, of third-party packages and of users.
+# The rule of an op, of this package, of third-party packages or of users.
 
 
 def find_rule(target: str) -> Rule | None:
@@ -191,17 +191,16 @@ def all_rules() -> Iterator[Rule]:
 
 
 def users_rules() -> tuple[Rule, ...]:
-    """The rules that neither this package nor a third-party package brought, by name."""
+    """The rules of neither this package nor a third-party package, by name."""
     modules = (module for _, module in _extensions.load("rooftrace.rules"))
     brought = {module.__name__.partition(".")[0] for module in modules}
-    own = sorted((rule for rule in RULES.values() if rule.is_own), key=lambda r: r.name)
-    return tuple(r for r in own if (r.price.__module__ or "").partition(".")[0] not in brought)
+    others = sorted((rule for rule in RULES.values() if rule.is_own), key=lambda r: r.name)
+    return tuple(r for r in others if (r.price.__module__ or "").partition(".")[0] not in brought)
 
 
 @contextlib.contextmanager
 def own_rules() -> Iterator[None]:
-    """Undo at the end of the `with` block whatever it registers or replaces: rules, joins,
-    sections and the like."""
+    """Undo the registrations of a `with` block at its end: rules, joins, sections and the like."""
     _load()
     with _extensions.only_here():
         yield

@@ -1,4 +1,4 @@
-"""What every operator costs: one module per kind of operator, each of which registers its rules.
+"""The cost of every operator: one module per kind of operator, each of which registers its rules.
 
 A rule knows shapes, precisions and attributes of one call.  It knows no chip, no fusion and no
 other op.  The docstring of a rule says where its FLOPs come from; `elementwise` says how FLOPs of

@@ -87,7 +87,7 @@ def together(kinds: Sequence[Packed]) -> dict[str, float]:
     spread = sum(kind.count * (kind.queries + kind.keys - mean) ** 2 for kind in kinds)
     longest = max(kinds, key=lambda kind: (kind.queries + kind.keys, kind.visible))
     long = spread / (spread / count + (longest.queries + longest.keys - mean) ** 2) if spread else 0
-    for name, total in totals.items():  # the others keep at least what the least of all has
+    for name, total in totals.items():  # the others keep at least the minimum of all
         most, least = getattr(longest, name), min(getattr(kind, name) for kind in kinds)
         if most > least:
             long = min(long, (total - count * least) / (most - least))
@@ -99,23 +99,18 @@ def together(kinds: Sequence[Packed]) -> dict[str, float]:
 # Scaled dot-product attention as one kernel that never writes its score matrix.
 #
 # FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and
-# the
-# rest: "masked" where a kernel is told the pattern of the mask by numbers and skips by it,
-# "masked_executed" where it reads a mask, or where that has no pattern.  The execution model
-# decides
-# which kernel runs, and whether the scores are materialised.  A kernel skips whole blocks of
-# pairs;
-# here it skips single pairs.
+# others: "masked" where a kernel skips by a mask of numbers, "masked_executed" where it
+# reads a mask, or where that has no pattern.  The execution model decides which kernel runs, and
+# whether the scores are materialised.  A kernel skips blocks of pairs; here it skips single pairs.
 #
-# Bytes are compulsory: query, key, value, mask once; key and value at their own number of heads
-# (grouped queries share them).  Kernels read key and value again per tile of queries; that comes
-# from L2.
+# Bytes are compulsory: query, key, value, mask once; key and value at their number of heads
+# (grouped queries share them).  Kernels read key and value again per tile of queries, from L2.
 
 TOP_LEFT = 1
 """`custom_mask_type` of _efficient_attention_forward: 2 is causal from the bottom right corner."""
 _OFFSETS = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
 _PACKAGE = ("flash_attn", "flashattn")
-"""What flash_attn calls its ops, from 2.7 on (github.com/Dao-AILab/flash-attention)."""
+"""Namespaces of flash_attn's ops, from 2.7 on (github.com/Dao-AILab/flash-attention)."""
 SOFTMAX = 5
 """Flop per visible pair: scale, compare with the running maximum, subtract it, exp, add to the sum.
 
@@ -127,24 +122,24 @@ add, are counted apart or not at all: the former depends on the tile size.
 _QUERY, _KEY, _VALUE = ("query", "q"), ("key", "k"), ("value", "v")
 QKV = ("query", "key", "value", "q", "k", "v")
 UNSTRUCTURED = "full"
-"""What the tracer calls a mask that has no pattern for a kernel to skip by."""
+"""The tracer's name of a mask without a pattern for a kernel to skip by."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The sizes of an attention op, and which (query, key) pairs its kernel computes."""
 
-    heads: int  # query heads over the whole batch
+    heads: int  # query heads over the batch
     e: int  # width of query and key
     ev: int  # width of value
     queries: int
     length: int
     dense: int  # (query, key) pairs of one head
-    visible: int  # those that the mask lets through
+    visible: int  # pairs that the mask shows
     keys: int  # keys that some query sees
     rows: float  # queries that share one tile of keys, the mean by pairs
     skips: bool  # whether the kernel leaves out pairs that are not visible
-    kernel: AttentionSizes | None  # for `attention_time`; None: hand-written, no known kernel
+    kernel: AttentionSizes | None  # for `attention_time`; None: hand-written
 
     @property
     def computed(self) -> int:
@@ -202,7 +197,7 @@ def _kernel(
     op: OpView, kinds: Sequence[Packed], heads: tuple[int, int], widths: tuple[int, int],
     stored: TensorView,
 ) -> AttentionSizes:  # fmt: skip
-    """What the time of a kernel needs.  kinds: its sequences."""
+    """The sizes for the time of a kernel.  kinds: its sequences."""
     return AttentionSizes(
         **together(kinds),  # type: ignore[arg-type]
         heads=heads[0],
@@ -243,7 +238,7 @@ def _of_sequences(
     op: OpView, kinds: Sequence[Packed], *, seen: int, heads: tuple[int, int],
     widths: tuple[int, int], stored: int,
 ) -> AttentionShape:  # fmt: skip
-    """Sizes of sequences that one kernel runs, of which each sees its own keys.
+    """Sizes of sequences in one kernel, each with separate keys.
 
     seen: keys that are read, of all that are stored.
     """
@@ -261,9 +256,9 @@ def _of_sequences(
 
 
 def _band(op: OpView) -> Band:
-    """Which keys the arguments of a kernel let a query see; the corners are the kernels' own."""
+    """The keys that a query sees by the arguments of a kernel; the alignment is the kernel's."""
     kind = op.attribute("custom_mask_type", None)
-    if kind is not None:  # the memory-efficient kernel: its window has the query's own key
+    if kind is not None:  # the memory-efficient kernel: its window includes the query's position
         window = int(op.attribute("window_size", None) or 0)
         ahead = 0 if kind else None
         return Band(window - 1 if window > 0 else None, ahead, kind != TOP_LEFT, least_shift=0)
@@ -277,7 +272,7 @@ def _band(op: OpView) -> Band:
 def _of_requests(
     op: OpView, heads: int, widths: tuple[int, int], key: TensorView
 ) -> AttentionShape:
-    """Sizes of requests packed in one row: each sees its own rows.
+    """Sizes of requests packed in one row, each with separate rows.
 
     heads: of queries.  widths: of query and key, and of value.  key: the keys [1, H, L, E].
     """
@@ -317,7 +312,7 @@ def _mask(op: OpView) -> TensorView | None:
 def _per_pair_extras(op: OpView) -> int:
     """An additive mask is one add per pair; dropout compares with a random number and scales.
 
-    A soft cap is tanh and a product; what it divides by is in the scale.
+    A soft cap is tanh and a product; its division is in the scale.
     """
     mask = _mask(op)
     additive = mask is not None and mask.floating
@@ -476,8 +471,8 @@ def fill_dropout_mask(op: OpView) -> Cost:
 
 
 # -- encoder ---------------------------------------------------------------------------------------
-# A whole transformer layer as one op: what nn.MultiheadAttention and nn.TransformerEncoderLayer
-# call on real tensors, in eval mode and without gradients (their "fast path").
+# A transformer layer as one op: the "fast path" of nn.MultiheadAttention and
+# nn.TransformerEncoderLayer on real tensors, in eval mode and without gradients.
 #
 # The kernels materialise the score matrix; their inner values do not count as traffic.
 

@@ -14,17 +14,17 @@ from rooftrace.hardware.systems.records import torch_ops
 # Collectives between devices: bytes that one device sends over its links, as ring algorithms do.
 #
 # n is the size of the group: an argument of the op, or a fact of the tracer (`group_size`).  Where
-# it is not known, (n - 1) / n is taken as 1, its limit for large groups, and a note of the estimate
+# it is unknown, (n - 1) / n is taken as 1, its limit for large groups, and a note of the estimate
 # says so.  (Thakur et al. 2005, section 4.)  A group of one sends nothing.  Memory is read and
-# written once.  In the schemas of c10d results are arguments; what an op sends is chosen by their
-# names.
+# written once.  In the schemas of c10d results are arguments; the tensors that an op sends are
+# found by the names of arguments.
 
 RESULTS = ("output", "outputs", "output_tensor", "output_tensors", "output_lists", "out")
 """Arguments that are written and not read."""
 
 
 def group_size(op: OpView) -> int | None:
-    """How many devices are in the group; None where nobody knows."""
+    """How many devices are in the group; None where unknown."""
     size = op.attribute("group_size", op.fact("group_size"))
     return int(size) if size is not None else None
 
@@ -48,7 +48,7 @@ def _results(op: OpView) -> tuple[TensorView, ...]:
 
 
 def _moved(op: OpView) -> Cost:
-    """Memory traffic: the tensors that a device sends are read once, those it gets written once."""
+    """Memory traffic: sent tensors are read once, received ones written once."""
     return op.read_all(_sources(op)) + op.write_all(_results(op))
 
 
@@ -70,7 +70,7 @@ def all_reduce(op: OpView) -> Cost:
          family="communication")
 def one_shot_all_reduce(op: OpView) -> Cost:
     """Every device reads the buffers of the n - 1 others, and adds all: n - 1 of each (n = 2 where
-    it is not known)."""
+    unknown)."""
     sources, others = _sources(op), (group_size(op) or 2) - 1
     links = sum((over_link(t, others * t.nbytes) for t in sources), Cost())
     return vector(op, others * total(sources)) + links + _moved(op)
@@ -110,7 +110,7 @@ def scatter(op: OpView) -> Cost:
 
 @builtin(*torch_ops("send", "recv"), "_c10d_functional.batch_p2p_ops", family="communication")
 def between_two(op: OpView) -> Cost:
-    """The whole of the tensors goes over the link, and through memory once."""
+    """All of the tensors goes over the link, and through memory once."""
     return sum((over_link(t, t.nbytes) for t in _sources(op)), Cost()) + op.read_all(_sources(op))
 
 
@@ -132,8 +132,8 @@ def wait(op: OpView) -> Cost:
 # -- fused collective ------------------------------------------------------------------------------
 # Products that exchange their operand or their result with other devices while they compute.
 #
-# They cost what the exchange and the product cost, but that nothing between the two goes through
-# memory a second time.  (Wang et al. 2023, Overlap Communication with Dependent Computation.)
+# They cost as much as the exchange and the product, but nothing between the two goes through memory
+# again.  (Wang et al. 2023, Overlap Communication with Dependent Computation.)
 
 def _made(op: OpView, a: TensorView, b: TensorView, rows: int) -> Cost:
     k = a.shape[-1]

@@ -1,4 +1,4 @@
-"""What rules share: the precisions of products and vector work, and sizes along dimensions."""
+"""Helpers of rules: the precisions of products and vector work, and sizes along dimensions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def along_rows(op: OpView, flop: int, row: TensorView, length: int) -> Cost:
     """
     if not has_arithmetic(op):
         return Cost()
-    width, whole = stored_width(row), length == (row.shape[-1] if row.dim else 1)
+    width, contiguous = stored_width(row), length == (row.shape[-1] if row.dim else 1)
     return Cost.of(
         vector=flop,
         precision=vector_precision(op),
-        columns=length if whole else None,
+        columns=length if contiguous else None,
         widths=(width, width),
-        lined="N" if whole else "",
+        lined="N" if contiguous else "",
     )
 
 
@@ -56,10 +56,10 @@ def product_precision(*operands: TensorView | None) -> str:
 
     Integers of 8 bits compute in int8; wider ones at the rate of fp32, as no chip has another.
     """
-    known = [t for t in operands if t is not None]
-    if all(precision(t.dtype).kind in ("int", "bool") for t in known):
-        return "int8" if all(precision(t.dtype).bits <= 8 for t in known) else "fp32"
-    return widest(*(t.dtype for t in known))
+    tensors = [t for t in operands if t is not None]
+    if all(precision(t.dtype).kind in ("int", "bool") for t in tensors):
+        return "int8" if all(precision(t.dtype).bits <= 8 for t in tensors) else "fp32"
+    return widest(*(t.dtype for t in tensors))
 
 
 def stored_width(tensor: TensorView) -> float:
@@ -70,7 +70,7 @@ def stored_width(tensor: TensorView) -> float:
 def widths(a: TensorView, b: TensorView) -> tuple[float, float]:
     """`stored_width` of the two operands of a product, as it loads them.
 
-    What a product rounds its activations to is loaded as that: a kernel before it has written it.
+    Activations that a product rounds are loaded rounded: a kernel before it has written them.
     """
     computes = {precision(t.dtype).computes for t in (a, b)} - {""}
     most = min((PRECISIONS[name].width / 8 for name in computes), default=math.inf)
@@ -78,9 +78,9 @@ def widths(a: TensorView, b: TensorView) -> tuple[float, float]:
 
 
 def lined(a: TensorView, b: TensorView, of_a: str = "MK", of_b: str = "KN") -> str:
-    """Which of M, N and K are lengths of rows in memory: those of A, of B and of the result.
+    """The sizes among M, N and K that are lengths of rows in memory, of A, of B and of the result.
 
-    of_a, of_b: what the last two sizes of the operands are.  The result has rows of N.
+    of_a, of_b: the last two sizes of the operands.  The result has rows of N.
     """
     rows = {"N"}
     for tensor, names in ((a, of_a), (b, of_b)):
@@ -108,38 +108,38 @@ def extent(shape: tuple[int, ...], dims: Iterable[int]) -> int:
     return math.prod(shape[d] for d in dims)
 
 
-def share(tensor: TensorView, part: float, whole: int) -> int:
-    """Bytes of `part` out of `whole` equal pieces of a tensor; part may be an expected number."""
-    if whole <= 0:
+def share(tensor: TensorView, part: float, total: int) -> int:
+    """Bytes of `part` of `total` equal pieces of a tensor; part may be an expected number."""
+    if total <= 0:
         return 0
-    part = min(part, whole)
+    part = min(part, total)
     if isinstance(part, int):
-        return -(-tensor.nbytes * part // whole)
-    return round(tensor.nbytes * part / whole)
+        return -(-tensor.nbytes * part // total)
+    return round(tensor.nbytes * part / total)
 
 
 def number_of(op: OpView, name: str, otherwise: int) -> float:
-    """A count that the tracer learnt; an expected number of experts is no whole one."""
-    return whole(op.fact(name, otherwise))
+    """A count by the tracer; an expected number of experts may be no integer."""
+    return as_integer(op.fact(name, otherwise))
 
 
 def whole_number_of(op: OpView, name: str, otherwise: int) -> int:
-    """A count that the tracer learnt, without the fraction of an expected number."""
+    """A count by the tracer, without the fraction of an expected number."""
     number: float = op.fact(name, otherwise)
     return int(number) if isinstance(number, float) else number
 
 
-def whole(number: float) -> float:
-    """The number as an int where it is whole; an int stays as it is."""
+def as_integer(number: float) -> float:
+    """The number as an int where it is one."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def rows_reached(op: OpView, indices: int) -> float:
-    """How many different rows so many indices reach, known or expected; all if nothing is known."""
+    """How many different rows so many indices reach, by facts or expected; else all."""
     classes = op.fact("uniform_over")
     if classes is not None and op.fact("rows_touched") is None:
-        own = op.fact("own_rows", classes)
-        return whole(polynomials.expected_rows(indices, int(own), int(classes)))
+        rows = op.fact("own_rows", classes)
+        return as_integer(polynomials.expected_rows(indices, int(rows), int(classes)))
     return number_of(op, "rows_touched", indices)
 
 

@@ -33,7 +33,7 @@ def copied(op: OpView) -> Cost:
 @builtin("aten.copy_", "aten.copy", "aten._copy_from", "aten._copy_from_and_resize",
          fusion="pointwise", kind="cast")
 def copy_into(op: OpView) -> Cost:
-    """The source is read, the destination written; what the destination held is not read."""
+    """The source is read, the destination written and not read."""
     return op.reading("src") if "_copy_from" not in op.target else op.reading("self")
 
 
@@ -47,7 +47,7 @@ def into_a_part(op: OpView) -> Cost:
 
 @builtin("fsdp.split_with_sizes_copy", "fsdp.chunk_cat", kind="copy")
 def between_layouts(op: OpView) -> Cost:
-    """What is gathered, or is to be scattered, read once and written in the other order."""
+    """The gathered tensor, or the one to scatter, read once and written in the other order."""
     source = op.operands(but=("out",))
     return op.read_all(tensor for _, tensor in source) + op.write_all(op.written())
 
@@ -58,7 +58,7 @@ def between_layouts(op: OpView) -> Cost:
          "aten.dstack", "aten.column_stack", "aten.block_diag", "aten._chunk_cat",
          fusion="pointwise", kind="copy")
 def joined(op: OpView) -> Cost:
-    """All inputs read, the whole output written."""
+    """All inputs read, the output written."""
     return op.streamed()
 
 
@@ -71,8 +71,8 @@ def joined(op: OpView) -> Cost:
 def rearranged(op: OpView) -> Cost:
     """The input read once, the output written once.
 
-    tril and triu count the whole input, of which they need about half: a triangle does not make
-    whole cache lines.
+    tril and triu count all of the input, of which they need about half: a triangle does not fill
+    cache lines.
     """
     return op.streamed()
 
@@ -116,7 +116,7 @@ def col2im(op: OpView) -> Cost:
 @builtin("aten.slice_backward", "aten.select_backward", "aten.diagonal_backward",
          fusion="pointwise")
 def part_backward(op: OpView) -> Cost:
-    """Writes zeros everywhere, then the gradient over its part: whole output and gradient."""
+    """Writes zeros everywhere, then the gradient over its part: output and gradient in full."""
     grad, out = op.needed("grad_output"), op.outputs[0]
     size = out.nbytes // max(out.unique_elements, 1) * grad.elements
     return op.read(grad) + op.write(out) + op.write(out, size)
@@ -134,9 +134,9 @@ def unfold_backward(op: OpView) -> Cost:
          "aten.as_strided_scatter", fusion="pointwise", kind="copy")
 def part_replaced(op: OpView) -> Cost:
     """A copy of self with a part replaced: self read where it survives, src once, all written."""
-    whole, part = op.needed("self"), op.needed("src")
-    survives = max(whole.nbytes - part.nbytes, 0)
-    return op.read(whole, survives) + op.read(part) + op.write_all(op.outputs)
+    x, part = op.needed("self"), op.needed("src")
+    survives = max(x.nbytes - part.nbytes, 0)
+    return op.read(x, survives) + op.read(part) + op.write_all(op.outputs)
 
 
 @builtin("aten._pack_padded_sequence", "aten._pad_packed_sequence",
@@ -168,7 +168,7 @@ def empty(op: OpView) -> Cost:
          "aten.triu_indices", "aten.zero", "aten.zero_", "aten._foreach_zero",
          "aten._foreach_zero_", fusion="pointwise")
 def filled(op: OpView) -> Cost:
-    """Every element written; what was there (or the tensor it is like) is not read."""
+    """Every element written; its old value (or the tensor it is like) is not read."""
     return op.write_all(op.written())
 
 
@@ -242,13 +242,13 @@ def view_or_copy(op: OpView) -> Cost:
 
 
 # -- cache -----------------------------------------------------------------------------------------
-# Caches that grow in place: what compiled and efficient execution make of a `cat` with a cache.
+# Caches that grow in place: a `cat` with a cache in compiled and efficient execution.
 
 @builtin("rooftrace.cache_append", label="cache append")
 def cache_append(op: OpView) -> Cost:
     """cache[L, D] <- new[n, D] at row L: new rows are read and written, the others stay.
 
-    So do parts of the cache itself: of a window the oldest row is what the new one is written over.
+    So do parts of the cache itself: in a window the new row overwrites the oldest one.
     """
     cache = op.needed("cache").storage
     new = [t for t in op.tensors("new") if t.storage != cache]

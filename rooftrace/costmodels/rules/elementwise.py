@@ -45,7 +45,7 @@ def flop_per_element(formula: str, complex_values: bool = False) -> int:
     >>> flop_per_element("x * y", complex_values=True)
     6
     """
-    known: dict[str, bool] = {}
+    assigned: dict[str, bool] = {}
 
     def price(operation: str) -> int:
         return COMPLEX_FLOP.get(operation, COMPLEX_FUNCTION) if complex_values else 1
@@ -55,10 +55,10 @@ def flop_per_element(formula: str, complex_values: bool = False) -> int:
         if isinstance(node, ast.Constant):
             return 0, False
         if isinstance(node, ast.Name):
-            return 0, known.get(node.id, node.id.islower())
+            return 0, assigned.get(node.id, node.id.islower())
         if isinstance(node, ast.NamedExpr):
             flop, varies = count(node.value)
-            known[node.target.id] = varies
+            assigned[node.target.id] = varies
             return flop, varies
         if isinstance(node, ast.IfExp):
             test, then, other = count(node.test), count(node.body), count(node.orelse)
@@ -80,10 +80,10 @@ def flop_per_element(formula: str, complex_values: bool = False) -> int:
     return count(ast.parse(formula, mode="eval").body)[0]
 
 
-def _sum(parts: Iterable[tuple[int, bool]], own: int) -> tuple[int, bool]:
+def _sum(parts: Iterable[tuple[int, bool]], flop_here: int) -> tuple[int, bool]:
     parts = list(parts)
     varies = any(v for _, v in parts)
-    return sum(flop for flop, _ in parts) + (own if varies else 0), varies
+    return sum(flop for flop, _ in parts) + (flop_here if varies else 0), varies
 
 
 def pointwise(op: OpView, formula: str, elements: int | None = None) -> Cost:
@@ -268,7 +268,7 @@ def add(op: OpView) -> Cost:
 @builtin("aten.div", "aten.div_", "aten.divide", "aten.divide_", "aten._foreach_div",
          "aten._foreach_div_", fusion="pointwise")
 def div(op: OpView) -> Cost:
-    """x / y, rounded if asked for."""
+    """x / y, rounded with `rounding_mode`."""
     return pointwise(op, "x / y" if op.attribute("rounding_mode") is None else "round(x / y)")
 
 
@@ -298,8 +298,8 @@ def power(op: OpView) -> Cost:
     """x^p: 2 and 3 are products, -2 a product and a reciprocal, any other one function value."""
     formulas = {2: "x * x", 3: "x * x * x", -2: "1 / (x * x)"}
     exponent = op.attribute("exponent")
-    known = isinstance(exponent, (int, float))
-    return pointwise(op, formulas.get(exponent, "pow(x, P)") if known else "pow(x, P)")
+    numeric = isinstance(exponent, (int, float))
+    return pointwise(op, formulas.get(exponent, "pow(x, P)") if numeric else "pow(x, P)")
 
 
 @builtin("aten.clamp", "aten.clamp_", "aten.clip", "aten.clip_", fusion="pointwise")
@@ -408,7 +408,7 @@ def normal(op: OpView) -> Cost:
 def sampled(op: OpView) -> Cost:
     """One comparison (or the like) per sample; probabilities are read where they are tensors.
 
-    `self` of an in-place form, or beside a given `p`, only says the shape.
+    `self` of an in-place form, or together with `p`, only gives the shape.
     """
     shaped = op.target.split(".")[1].endswith("_") or op.attribute("p") is not None
     names = ("p",) if shaped else ("self", "p", "count", "prob")

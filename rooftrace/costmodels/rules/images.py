@@ -17,7 +17,7 @@ from rooftrace.costmodels.rules.common import product_precision, vector, vector_
 
 
 def convolution_flop(batch: int, positions: int, weight: TensorView) -> int:
-    """2 N P C_out (C_in / groups) R S: every position P applies the whole filter bank once.
+    """2 N P C_out (C_in / groups) R S: every position P applies all filters once.
 
     The weight is [C_out, C_in / groups, R, S] ([C_in, C_out / groups, R, S] if transposed), so the
     product of its sizes is the last four factors in both cases.  Positions are those of the output;
@@ -128,7 +128,7 @@ def convolution_double_backward(op: OpView) -> Cost:
 # -- pooling ---------------------------------------------------------------------------------------
 # Pooling: max, average, adaptive and fractional, forward and backward.
 #
-# Windows count whole: cells of padding are counted as if they were data.
+# Windows count in full: cells of padding are counted as if they were data.
 
 def _window(op: OpView, rank: int) -> int:
     """Cells in a window; one number stands for all dimensions."""

@@ -106,7 +106,7 @@ def index_select(op: OpView) -> Cost:
 def _indexed(op: OpView, x: TensorView) -> tuple[int, int]:
     """x[indices]: (rows that the indices choose from, elements of one row).
 
-    An absent index takes its dimension whole; a boolean index covers as many dimensions as it has.
+    An absent index takes all of its dimension; a boolean index covers as many dimensions as it has.
     """
     rows, dim = 1, 0
     for item in op.attribute("indices", ()):
@@ -139,7 +139,8 @@ def gather(op: OpView) -> Cost:
 
 @builtin("aten.masked_select", "aten.nonzero", "aten.nonzero_static", "aten.argwhere")
 def compacted(op: OpView) -> Cost:
-    """What is chosen is written, after a pass that counts and one that moves; inputs count once."""
+    """The chosen elements are written, after a pass that counts and one that moves; inputs count
+    once."""
     return op.streamed()
 
 

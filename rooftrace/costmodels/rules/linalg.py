@@ -41,7 +41,7 @@ _factorisation("linalg_qr", "geqrf", "linalg_householder_product",
                why="R: 2 n^2 (m - n / 3); Q explicitly: the same again (section 5.2).")
 _factorisation("_linalg_svd", "linalg_svdvals", "prims.svd",
                flop=lambda m, n: 4 * m**2 * n + 8 * m * n**2 + 9 * n**3,
-               why="U, S, V by Golub-Reinsch (section 8.6): an upper bound if only S is asked for.")
+               why="U, S, V by Golub-Reinsch (section 8.6): an upper bound if only S is needed.")
 _factorisation("_linalg_eigh", flop=lambda m, n: 9 * n**3, why="Values and vectors (section 8.3).")
 _factorisation("linalg_eig", flop=lambda m, n: 25 * n**3, why="Values and vectors (section 7.5).")
 _factorisation("linalg_matrix_exp", flop=lambda m, n: 2 * 7 * n**3,
@@ -113,7 +113,7 @@ def fft_flop(transforms: int, n: int) -> int:
 def fft(op: OpView) -> Cost:
     """Complex to complex over all of `dim` together: elements / n transforms of n points.
 
-    One pass over memory: what a transform that fits on chip needs.
+    One pass over memory, as of a transform that fits on chip.
     """
     x = op.needed("self")
     n = extent(x.shape, axes(op, x.dim))
@@ -133,7 +133,7 @@ def real_fft(op: OpView) -> Cost:
 #
 # A graph has indices and values, and a sparse tensor that is made of them for a product, with the
 # shape of a dense one and no bytes; how many elements it stores is the fact `stored` (of the
-# first sparse operand).  Where that is not known (the result of `to_sparse`) every element
+# first sparse operand).  Where that is unknown (the result of `to_sparse`) every element
 # counts: an upper bound.  Products run on the vector engine, as cuSPARSE's do.  Bytes: a stored
 # element moves with its indices, 8 bytes each.
 
@@ -142,7 +142,7 @@ INDEX = 8
 
 
 def stored(op: OpView, tensor: TensorView) -> int:
-    """Stored elements of the sparse operand, all if that is not known."""
+    """Stored elements of the sparse operand, all if unknown."""
     return min(whole_number_of(op, "stored", tensor.elements), tensor.elements)
 
 
@@ -214,7 +214,7 @@ def coalesce_pieces(op: OpView) -> Cost:
 
 @builtin("aten._sparse_softmax", "aten._sparse_log_softmax", kind="softmax")
 def sparse_softmax(op: OpView) -> Cost:
-    """Softmax over what is stored: 5 flop each, as in `softmax`."""
+    """Softmax over stored elements: 5 flop each, as in `softmax`."""
     x = op.needed("self")
     size = stored_bytes(op, x)
     return vector(op, 5 * stored(op, x)) + op.read(x, size) + op.write(op.outputs[0], size)
@@ -223,14 +223,14 @@ def sparse_softmax(op: OpView) -> Cost:
 @builtin("aten._to_sparse", "aten._to_sparse_csr", "aten._to_sparse_csc", "aten._to_sparse_bsr",
          "aten._to_sparse_bsc", "aten.to_sparse", "aten.to_sparse_csr")
 def to_sparse(op: OpView) -> Cost:
-    """Every element compared with zero; what is stored, at most all, is written."""
+    """Every element compared with zero; stored elements, at most all, are written."""
     x = op.needed("self")
     return vector(op, x.elements) + op.read(x) + op.write_all(op.outputs)
 
 
 @builtin("aten._to_dense", "aten.to_dense", "aten.sparse_mask", "aten._sparse_mask_projection")
 def to_dense(op: OpView) -> Cost:
-    """What is stored read, the result written."""
+    """Stored elements read, the result written."""
     x = op.needed("self")
     return op.read(x, stored_bytes(op, x)) + op.write_all(op.outputs)
 

@@ -149,7 +149,7 @@ def cross_entropy(op: OpView) -> Cost:
 @builtin("torch_nn._linear_cross_entropy_batch_chunked",
          "torch_nn._linear_cross_entropy_batch_chunked_no_reduction", family="loss")
 def linear_cross_entropy(op: OpView) -> Cost:
-    """Logits[N, C] = x[N, K] W[C, K]^T and their loss, chunk by chunk, never written whole.
+    """Logits[N, C] = x[N, K] W[C, K]^T and their loss, chunk by chunk, never written in full.
 
     2 N K C flop, and as much for the gradient of x and for that of W, which are made at once.
     Vector: log-softmax as in `softmax` (5 per logit), and 3 for its gradient.
@@ -167,7 +167,7 @@ def linear_cross_entropy(op: OpView) -> Cost:
 # -- softmax ---------------------------------------------------------------------------------------
 # Softmax and log-softmax over rows, and their gradients.
 #
-# Their kernels load whole rows, so that their work says how long rows are (`along_rows`).
+# Their kernels load entire rows, so their work has the length of rows (`along_rows`).
 
 def _rows(op: OpView, x: TensorView) -> tuple[int, int]:
     """(rows, n): how many rows are normalised and how long each is."""

@@ -9,6 +9,7 @@ import math
 
 from rooftrace.costmodels.ops import Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import (
+    as_integer,
     is_complex,
     lined,
     number_of,
@@ -16,7 +17,6 @@ from rooftrace.costmodels.rules.common import (
     share,
     stored_width,
     vector,
-    whole,
     widths,
 )
 from rooftrace.costmodels.rules.elementwise import GELU, flop_per_element
@@ -27,7 +27,7 @@ def product(batch: int, m: int, k: int, n: int, a: TensorView, b: TensorView,
             rows: int | None = None, stored: tuple[str, str] = ("MK", "KN")) -> Cost:
     """C[batch, M, N] = A[batch, M, K] B[batch, K, N]: 2 M K N flop each.
 
-    A complex multiply-add is 4 real ones.  stored: what the last two sizes of a and b are.
+    A complex multiply-add is 4 real ones.  stored: the last two sizes of a and b.
     """
     parts = 4 if is_complex(a) and is_complex(b) else 2 if is_complex(a) or is_complex(b) else 1
     return Cost.of(matmul=2 * batch * m * k * n * parts, precision=product_precision(a, b),
@@ -47,7 +47,7 @@ def epilogue(op: OpView, elements: int) -> Cost:
 
 @builtin("aten.mm", kind="mm")
 def mm(op: OpView) -> Cost:
-    """C[M, N] = A[M, K] B[K, N]: 2 M K N flop; of a sparse A only what it stores."""
+    """C[M, N] = A[M, K] B[K, N]: 2 M K N flop; of a sparse A only its stored elements."""
     a, b = op.needed("self"), op.needed("mat2")
     (m, k), n = a.shape, b.shape[1]
     if op.fact("stored") is not None:
@@ -139,7 +139,7 @@ def linear(op: OpView) -> Cost:
 
 @builtin("aten.linear_backward", kind="mm")
 def linear_backward(op: OpView) -> Cost:
-    """dx = dy W, dW = dy^T x, db = sum dy: 2 M K N flop for each matrix gradient asked for."""
+    """dx = dy W, dW = dy^T x, db = sum dy: 2 M K N flop for each matrix gradient in the mask."""
     x, weight = op.needed("self"), op.needed("weight")
     (n, k), m = weight.shape, math.prod(x.shape[:-1])
     wanted = op.attribute("output_mask", (True, True, True))
@@ -259,7 +259,7 @@ def grouped_mm(op: OpView) -> Cost:
     3d x 3d: C[G, M, N] = A[G, M, K] B[G, K, N]  a batched product
     Each is 2 T K N flop (M for the side that is not grouped), whatever the sizes of the groups; T
     are the rows before the last offset (`rows_routed`), which may leave some of A out; of experts
-    over processes an expected number, which is no whole one.  A product
+    over processes an expected number, which may be no integer.  A product
     has the rows of a group that got some, on average: T over those groups.
     """
     a, b = op.needed("self"), op.needed("mat2")
@@ -307,8 +307,8 @@ def _touched(op: OpView, groups: int, rows: float) -> float:
 
 
 def _each(rows: float, touched: float) -> float:
-    """Rows of a group that got some; a whole number stays one."""
-    return whole(rows / max(touched, 1))
+    """Rows of a group that has some."""
+    return as_integer(rows / max(touched, 1))
 
 
 def _routed(op: OpView, rows: int) -> float:
@@ -342,7 +342,7 @@ def route_experts(op: OpView) -> Cost:
 
 
 def _scored(name: str, n: int) -> int:
-    """Flop of what is made of n logits."""
+    """Flop of the scores of n logits."""
     each = {"softmax": 5 * n - 2, "sigmoid": 4 * n, "root of softplus": 6 * n}
     return each.get(name, 0)
 

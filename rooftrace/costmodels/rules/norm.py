@@ -95,7 +95,7 @@ def group_norm(op: OpView) -> Cost:
 
 @builtin("aten.native_group_norm_backward", fusion="reduction", kind="layer norm")
 def group_norm_backward(op: OpView) -> Cost:
-    """Gradients of layer norm over N * group slices; those of weight and bias have C values."""
+    """Gradients of layer norm over N * group slices; gradients of weight and bias have C values."""
     x = op.needed("input")
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0

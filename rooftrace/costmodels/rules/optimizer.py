@@ -84,7 +84,7 @@ def update_scale(op: OpView) -> Cost:
 # -- prims -----------------------------------------------------------------------------------------
 # torch's primitive ops, which forward-mode derivatives and decompositions are written in.
 #
-# Each does what an op of aten does, whose formula counts (`elementwise`).
+# Each has the formula of an op of aten (`elementwise`).
 
 AS_IN_ATEN: tuple[str, ...] = (
     "abs", "acos", "acosh", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "digamma",
@@ -169,7 +169,7 @@ def filled(op: OpView) -> Cost:
 
 @builtin("prims.iota", "prims.normal", "prims.uniform", fusion="pointwise")
 def made(op: OpView) -> Cost:
-    """A scale and an offset for every element; of whole numbers bytes only."""
+    """A scale and an offset for every element; of integers bytes only."""
     return vector(op, 2 * op.outputs[0].elements) + op.write_all(op.outputs)
 
 

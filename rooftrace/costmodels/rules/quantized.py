@@ -1,4 +1,4 @@
-"""Operators on quantised values: those of PyTorch's own namespace, fake ones, bitsandbytes'.
+"""Operators on quantised values: of PyTorch's namespace, fake ones, bitsandbytes'.
 
 A packed weight is given as the tensors inside of it.  Products of int8 by int8 run on the matrix
 engine in int8; a weight that is narrower than its activations is multiplied in the activations'
@@ -59,9 +59,9 @@ def quantized_linear(op: OpView) -> Cost:
     (n, k), m = weight.shape, math.prod(x.shape[:-1])
     precision = "fp16" if "fp16" in op.target else "int8"
     each = 1 + (len(packed_weight(op)) > 1) + ("relu" in op.target)
-    own = m * n * (each if "dynamic" in op.target else each - 1 + REQUANTIZE)
+    after = m * n * (each if "dynamic" in op.target else each - 1 + REQUANTIZE)
     before = 5 * x.elements if "dynamic" in op.target and precision == "int8" else 0
-    return _matmul(m, n, k, precision, x, stored_width(weight)) + _vector(own + before) \
+    return _matmul(m, n, k, precision, x, stored_width(weight)) + _vector(after + before) \
         + op.streamed()
 
 
@@ -89,7 +89,7 @@ POINTWISE = {
     "batch_norm": 5, "batch_norm1d": 5, "batch_norm2d": 5, "batch_norm3d": 5,
     "batch_norm_relu": 6, "batch_norm1d_relu": 6, "batch_norm2d_relu": 6, "batch_norm3d_relu": 6,
 }
-"""Flop for each result: scaling what is read, the operation, and requantising."""
+"""Flop for each result: scaling operands, the operation, and requantising."""
 
 
 @builtin(*(f"quantized.{name}" for name in POINTWISE), fusion="pointwise")
@@ -122,7 +122,7 @@ def quantized_matmul(op: OpView) -> Cost:
 def quantized_embedding(op: OpView) -> Cost:
     """out[T, D] = scale * row + bias of the rows of the indices, of a bag summed: 2 or 3 flop each.
 
-    Read are the rows touched, with their own scale and bias.
+    The rows touched are read, with their scale and bias.
     """
     table, indices = packed_weight(op)[0], op.needed("indices")
     rows = min(rows_reached(op, indices.elements), table.shape[0])
@@ -142,7 +142,7 @@ def quantized_embedding(op: OpView) -> Cost:
 def observe_and_fake_quantize(op: OpView) -> Cost:
     """The range of x (2 comparisons each), its moving average, then x through the grid.
 
-    y = (clamp(round(x / s) + z) - z) * s and a mask of what was not clamped: 8 flop each.
+    y = (clamp(round(x / s) + z) - z) * s and a mask of unclamped values: 8 flop each.
     """
     x = op.needed("self")
     return _vector((2 + 8) * x.elements) + op.streamed()
@@ -242,7 +242,7 @@ m of two speeds, m1 + alpha m2.
 def update(op: OpView) -> Cost:
     """One pass over gradient, weight and states; codes of 8 bits read, written with their scales.
 
-    A state in 8 bits is unpacked and quantised again (as in `quantize`) beside the update; each
+    A state in 8 bits is unpacked and quantised again (as in `quantize`) with the update; each
     weight decayed: 1.  The schema names the gradient and the codes as written: they are read.
     """
     weight, name = op.needed("p"), op.attribute("optimizer_name")

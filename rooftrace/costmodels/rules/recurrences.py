@@ -18,7 +18,7 @@ from rooftrace.costmodels.rules.elementwise import FORMULAS, flop_per_element
 # Kernels of state-space models: recurrences over tokens, and causal convolutions.
 #
 # FLOPs are those of the recurrence as it is computed, an exponential being one (see `elementwise`).
-# Bytes are what each kernel reads and writes, once: of a scan over all tokens that are the operands
+# Bytes are those that each kernel reads and writes, once: of a scan over all tokens the operands
 # and y, since the states stay on the chip.  State-space duality is five kernels, which write for
 # each other (state-spaces/mamba, `ssd_combined.py`).
 #
@@ -40,7 +40,7 @@ def _steps(op: OpView) -> int:
 
 
 def _ending(op: OpView) -> int:
-    """Flop for each y beside the recurrence: D x, the gate."""
+    """Flop for each y besides the recurrence: D x, the gate."""
     return 2 * (op.tensor("D") is not None) + (SILU + 1) * (op.tensor("z") is not None)
 
 
@@ -69,8 +69,8 @@ def selective_state_update(op: OpView) -> Cost:
 
 def _pairs(tokens: int, chunk: int) -> int:
     """Pairs (l, s) of tokens of one chunk with s <= l, over all chunks of a sequence."""
-    whole, rest = divmod(tokens, chunk)
-    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+    full, rest = divmod(tokens, chunk)
+    return full * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
 
 
 @builtin("rooftrace.ssd_steps", kind="ssd", label="ssd: steps")
@@ -166,7 +166,7 @@ def causal_conv1d_update(op: OpView) -> Cost:
 # Linear attention and delta rules as the kernels of flash-linear-attention (fla) run them.
 #
 # A prompt goes in chunks of 64 tokens through a family of kernels (S. Yang et al., arXiv
-# 2312.06635, 2406.06484, 2412.06464).  What one of them writes for the next goes through memory,
+# 2312.06635, 2406.06484, 2412.06464).  Their results for the next one go through memory,
 # and counts as bytes of the result.  Rows of a chunk that is not full are computed too.  One
 # token goes through one kernel, which reads and writes the state.  The kernels count as one
 # launch: the gaps between those of a family are not in its time.
@@ -307,7 +307,7 @@ def _sizes(op: OpView) -> StateSizes:
     )  # fmt: skip
 
 
-# -- Recurrent networks, whole (as cuDNN runs them) and by the cell --------------------------------
+# -- recurrent networks, by cuDNN and by the cell --------------------------------------------------
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 POINTWISE = {
@@ -332,8 +332,8 @@ def _weights(op: OpView) -> tuple[tuple[TensorView, ...], int]:
 
 
 WAITS = 20
-"""Waits for memory of a time step of a layer: two kernels in a row, a product and what is done by
-elements, each with a launch (about 5.6 us in all by `engines.WAIT`; a guess for cuDNN's plain
+"""Waits for memory of a time step of a layer: two kernels in a row, a product and the pointwise
+ops, each with a launch (about 5.6 us in all by `engines.WAIT`; a guess for cuDNN's plain
 algorithm, whose persistent ones may take less)."""
 
 
@@ -431,7 +431,7 @@ def mkldnn_rnn_layer(op: OpView) -> Cost:
     return products + vector(op, steps * hidden * each) + op.streamed()
 
 
-# -- cells: the products are ops of their own, this is what is left --------------------------------
+# -- cells: the pointwise ops after the products ---------------------------------------------------
 
 
 @builtin("aten._thnn_fused_lstm_cell", fusion="pointwise", kind="rnn")

@@ -58,7 +58,7 @@ _reduction("count_nonzero", flop=lambda n: n, why="n comparisons; counting is in
 @builtin("aten.equal", "aten.is_nonzero", "aten._is_all_true",
          "aten._is_any_true", fusion="reduction")
 def truth(op: OpView) -> Cost:
-    """Bytes only: what is reduced are truth values."""
+    """Bytes only: the operands are truth values."""
     return op.streamed()
 
 
@@ -226,7 +226,7 @@ def sort(op: OpView) -> Cost:
     """Rows read, sorted values and their indices written.
 
     Longer rows take one pass per 8 bits of key, each reading and writing keys and indices: all
-    passes but the last move what the outputs hold once more in both directions.
+    passes but the last move the bytes of the outputs once more in both directions.
     """
     x = op.needed("self")
     n = extent(x.shape, axes(op, x.dim, "dim", -1)) if x.dim else 1
