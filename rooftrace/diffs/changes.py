@@ -183,7 +183,7 @@ class Limit:
             return math.inf if change.relative is None else change.relative
         return change.delta
 
-    def passed(self, change: Change) -> bool:
+    def exceeded(self, change: Change) -> bool:
         """Whether a change is over the limit."""
         return self.growth(change) > self.most
 
@@ -255,7 +255,7 @@ class Limited:
                 )
             for where, changes in parts:
                 change = changes.get(limit.metric)
-                if change is not None and limit.passed(change):
+                if change is not None and limit.exceeded(change):
                     sentences.append(limit.sentence(change, self.METRICS, where))
         return sentences
 

@@ -117,7 +117,7 @@ class Guidance(Plain):
 
     def __repr__(self) -> str:
         step = self.step
-        best = f"first: {self.options[0]}" if self.options else "nothing that is modelled"
+        best = f"first: {self.options[0]}" if self.options else "no modelled change"
         return short(
             self,
             f"{step.graph.title} on {step.chip.name}, {step.execution.name}, "
@@ -128,7 +128,7 @@ class Guidance(Plain):
         lines = [f"{number}. {what_if}" for number, what_if in enumerate(self.options, 1)]
         if self.together is not None:
             lines.append(str(self.together))
-        return "\n".join(lines) or "nothing that is modelled would save 1 % of the step"
+        return "\n".join(lines) or "no modelled change saves 1 % or more of the step"
 
 
 # -- whatifs ---------------------------------------------------------------------------------------
