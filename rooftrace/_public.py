@@ -6,16 +6,25 @@ Former names of `rooftrace` work for one more release, with a warning.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 from rooftrace._face import face
 
 MODULES = ("extend", "tools", "types")
+METHODS = {
+    "load_form": "types.Form.load",
+    "load_run": "types.Run.load",
+    "plot_answer": "types.ServingAnswer.plot",
+    "plot_roofline": "types.Rooflines.plot",
+    "plot_sweep": "types.Sweep.plot",
+    "save_form": "types.Form.save",
+}
+"""Former functions that are methods of their first argument, or of the class of their result."""
 
 
 def public(
@@ -31,19 +40,19 @@ def former(name: str) -> Any:
 
     Raises AttributeError for a name that no public module has.
     """
-    for module in MODULES:
-        home = importlib.import_module(f"rooftrace.{module}")
-        if name in home.__all__:
-            warnings.warn(
-                f"rooftrace.{name} is rooftrace.{module}.{name} now; the next release drops the "
-                "former name",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-            value = getattr(home, name)
-            setattr(sys.modules["rooftrace"], name, value)  # one warning for each name
-            return value
-    raise AttributeError(f"module 'rooftrace' has no attribute {name!r}")
+    package = sys.modules["rooftrace"]
+    homes = (module for module in MODULES if name in getattr(package, module).__all__)
+    place = METHODS.get(name) or next((f"{module}.{name}" for module in homes), None)
+    if place is None:
+        raise AttributeError(f"module 'rooftrace' has no attribute {name!r}")
+    warnings.warn(
+        f"rooftrace.{name} is rooftrace.{place} now; the next release drops the former name",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    value = attrgetter(place)(package)
+    setattr(package, name, value)  # one warning for each name
+    return value
 
 
 def _not_compiled(value: Any, module: str) -> Any:

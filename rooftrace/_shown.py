@@ -56,6 +56,6 @@ class Shown:
 
 
 def _render(result: Any, form: str, **how: Any) -> Any:
-    from rooftrace import _results  # reporting imports the layers that use this file
+    from rooftrace.reporting.views import shown  # reporting imports the layers that use this file
 
-    return _results.render(result, form, **how)
+    return shown(result, form, **how)

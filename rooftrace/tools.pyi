@@ -2,7 +2,6 @@ from rooftrace._progress import telling as telling
 from rooftrace.costmodels.fusion import execution_model as execution_model
 from rooftrace.costmodels.rewrites import reprice as reprice
 from rooftrace.measured.alignment import fused as fused
-from rooftrace.measured.bench import load_run as load_run
 from rooftrace.measured.live import (
     lightning_callback as lightning_callback,
     trainer_callback as trainer_callback,
@@ -11,10 +10,6 @@ from rooftrace.reporting.commands.compat import (
     dump_model_info as dump_model_info,
     flop_count_table as flop_count_table,
 )
-from rooftrace.reporting.commands.rooflines import plot_roofline as plot_roofline
-from rooftrace.reporting.commands.solving import plot_answer as plot_answer
-from rooftrace.reporting.commands.stepforms import load_form as load_form, save_form as save_form
-from rooftrace.reporting.commands.sweeps import plot_sweep as plot_sweep
 from rooftrace.reporting.commands.timelines import save_timeline as save_timeline
 from rooftrace.reporting.figures import save_chakra as save_chakra
 from rooftrace.reporting.signed import (

@@ -132,15 +132,27 @@ AGAINST_THE_DIRECTION = {
         ): "a target may be a script"
         for name in ("ScriptError", "ScriptRequest")
     },
-    ("rooftrace._shown", "rooftrace._results"): "print(estimate) is reporting's table",
+    ("rooftrace._shown", "rooftrace.reporting.views.shown"): "print(estimate) is reporting's table",
     (
         "rooftrace.costmodels.estimates.estimates",
-        "rooftrace._results",
+        "rooftrace.studies.advice.headroom",
     ): "estimate.headroom() is README's; advice prices by estimates",
     (
         "rooftrace.measured.fit.validation",
-        "rooftrace._results",
+        "rooftrace.reporting.commands.reportfolder.write_validation",
     ): "validation.write(folder) is README's; reporting makes and writes the files",
+    **{
+        (
+            f"rooftrace.{file}",
+            f"rooftrace.reporting.figures.{name}",
+        ): "result.plot(path) is a figure"
+        for file, name in (
+            ("studies.sweeps.sweeps", "draw_sweep"),
+            ("studies.solving.serving", "draw_answer"),
+            ("studies.solving.meshes", "draw_answer"),
+            ("reporting.commands.rooflinesteps", "folder"),
+        )
+    },
 }
 
 

@@ -18,18 +18,6 @@ from rooftrace.costmodels.ops.rulebook import own_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-LAYERS = (
-    "hardware",
-    "graph",
-    "tracer",
-    "scripts",
-    "costmodels",
-    "studies",
-    "measured",
-    "diffs",
-    "weights",
-    "reporting",
-)
 CODE = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
@@ -76,17 +64,46 @@ def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_stands_below
         flop_registry.update(before)
 
 
-def test_the_picture_of_the_house_has_every_room_in_the_box_of_its_layer() -> None:
-    picture = (ROOT / "docs" / "how-it-works.md").read_text().split("```")[1]
-    shown: dict[str, set[str]] = {}
-    layer = ""
+def boxes(picture: str) -> dict[str, set[str]]:
+    """The words in each box "| name: words |" of a picture; a box ends at a border below it."""
+    result: dict[str, set[str]] = {}
+    name_at: dict[int, str] = {}
     for line in picture.splitlines():
-        words = re.findall(r"[a-z_]+", line)
-        layer = next((word for word in words if f" {word}: " in line and word in LAYERS), layer)
-        shown.setdefault(layer, set()).update(words)
-    for room in (ROOT / "rooftrace").glob("*/**/__init__.pyi"):
-        layer, *path = room.parent.relative_to(ROOT / "rooftrace").parts
-        assert not path or path[-1] in shown[layer], f"{layer}/{'/'.join(path)} is not in it"
+        for border in re.finditer(r"\+", line):
+            name_at.pop(border.start(), None)
+        for cell in re.finditer(r"\|(?= )([^|+]*)(?=\|)", line):
+            if name := re.match(r" (\w+):", cell[1]):
+                name_at[cell.start()] = name[1]
+            if owner := name_at.get(cell.start()):
+                words = re.findall(r"[a-z_]+", cell[1].partition(":")[2] or cell[1])
+                result.setdefault(owner, set()).update(words)
+    return result
+
+
+def test_the_picture_has_a_box_for_each_package_with_its_rooms() -> None:
+    package = ROOT / "rooftrace"
+    rooms: dict[str, set[str]] = {
+        path.parent.name: set()
+        for path in package.glob("*/__init__.py")
+    }  # fmt: skip
+    for path in package.glob("*/*/__init__.py"):
+        rooms[path.parents[1].name].add(path.parent.name)
+    rooms["hardware"] -= {"chips"}  # files of data, no code
+    picture = (ROOT / "docs" / "how-it-works.md").read_text().split("```")[1]
+    assert boxes(picture) == rooms
+
+
+def test_a_task_opens_at_most_three_files_and_each_has_the_name_that_is_said() -> None:
+    page = ROOT / "docs" / "where.md"
+    rows = [line.split("|")[2:-1] for line in page.read_text().splitlines() if line[:2] == "| "]
+    rows = [[cell for cell in row if "](" in cell] for row in rows[1:]]
+    assert len(rows) == 11
+    for row in rows:
+        assert 1 <= len(row) <= 3
+        for cell in row:
+            link = re.search(r"\]\(([^)#]+)(?:#[^)]*)?\) `([^`]+)`", cell)
+            assert link, cell
+            assert link[2] in (page.parent / link[1]).read_text(), f"{link[1]} has no {link[2]!r}"
 
 
 def test_a_knob_acts_where_the_page_says() -> None:
@@ -123,6 +140,17 @@ def test_the_glossary_has_each_word_once() -> None:
     words = [word for word in words if word != "Word"]
     assert len(words) > 50
     assert sorted({word for word in words if words.count(word) > 1}) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_file_of_rooftrace_that_a_page_names_is_there(page: Path) -> None:
+    if page.stem == "scripts-tried":
+        return  # its scripts/ are folders of other repositories
+    packages = "|".join(sorted({path.parent.name for path in ROOT.glob("rooftrace/*/__init__.py")}))
+    names = re.findall(rf"`((?:rooftrace|{packages})/[\w/.-]+\.py)`", page.read_text())
+    missing = [name for name in names if not any(
+        (folder / name).exists() for folder in (ROOT, ROOT / "rooftrace"))]  # fmt: skip
+    assert missing == []
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES],

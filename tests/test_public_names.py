@@ -51,7 +51,7 @@ def test_a_former_name_gives_the_object_and_says_the_new_place(
     (warning,) = told
     assert warning.filename == __file__
     _, _, place = str(warning.message).partition(f"rooftrace.{name} is rooftrace.")
-    assert value is attrgetter(place.partition(" ")[0])(rt)
+    assert value == attrgetter(place.partition(" ")[0])(rt)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert getattr(rt, name) is value  # without a second warning

@@ -148,7 +148,6 @@ for step in range(9):
 ''')
 """
 """Files of a user: measured step times, a run of `rooftrace measure`, a profile and a script."""
-MEASURED = 'rt.measure(model, x, phase="training")'
 COMMANDS = """
 import json, sys
 from rooftrace.measured.bench import measurement as targetruns
@@ -180,11 +179,10 @@ def test_every_block_of_the_readme_runs_from_the_wheel(fresh: Path, tmp_path: Pa
         if text.startswith("# model.py\n"):
             (tmp_path / "model.py").write_text(text, encoding="utf-8")
         elif language:
-            # A step that is timed for a second says as much here as one that is for many.
-            code.append(text.replace(MEASURED, MEASURED.replace(")", ", budget_s=1.0)")))
+            code.append(text)
         elif not golden:
             commands += [line for line in text.splitlines() if line.startswith("rooftrace ")]
-    assert len(commands) >= 10 and len(code) >= 2
+    assert len(commands) >= 10 and code
     assert all(" " in line and "/" not in line.split()[0] for line in commands)
     # Tests of calibration compile what they measure; here that would take a minute more.
     shorter = [line.replace("--execution compiled", "--execution eager") for line in commands]

@@ -55,7 +55,7 @@ def runs(folder: Path) -> list[tuple[str, rt.types.Run, Chip]]:
         chip = path.with_name(path.name.removesuffix(".json.gz") + ".toml")
         if chip.exists():
             name = path.name.removesuffix(".json.gz")
-            found.append((name, rt.tools.load_run(path), rt.load_chip(chip)))
+            found.append((name, rt.types.Run.load(path), rt.load_chip(chip)))
     return found
 
 

@@ -9,4 +9,4 @@ import rooftrace as rt
 models = ["gpt2", "llama-3.1-8b"]
 batches = [1, 4, 16, 64, 256]
 result = rt.roofline(models, phases=["decode"], batch=batches, kv=512, dtype="bf16", chip="l4")
-rt.tools.plot_roofline(result, "decode.png")
+result.plot("decode.png")

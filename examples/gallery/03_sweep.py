@@ -8,4 +8,4 @@ import rooftrace as rt
 
 chips = ["h200-sxm", "l4"]
 swept = rt.sweep("gpt2", over={"batch": "1..1024"}, kv=512, phase="decode", chip=chips)
-rt.tools.plot_sweep(swept, "sweep.png")
+swept.plot("sweep.png")

@@ -9,4 +9,4 @@ import rooftrace as rt
 
 chips = [1, 4, 16, 64, 256]
 answer = rt.tools.scaling("llama-3.1-8b", system="dgx-h100", seq=4096, chips=chips)
-rt.tools.plot_answer(answer, "scaling.png")
+answer.plot("scaling.png")

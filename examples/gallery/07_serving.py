@@ -9,4 +9,4 @@ import rooftrace as rt
 chips = ["l4", "a100-sxm-80", "h100-sxm", "b200-sxm"]
 limits = {"tpot": "50 ms", "ttft": "1 s"}
 answer = rt.solve("llama-3.1-8b", find="cheapest", mix="1024:256", chip=chips, chips=1, **limits)
-rt.tools.plot_answer(answer, "front.png")
+answer.plot("front.png")

@@ -851,11 +851,11 @@ def roofline(
     """Steps of several models under the roofs of several chips.
 
     sources: targets, graphs, or graphs by phase.  batch, seq, kv: a size, or several values of one
-    of them; each value is traced, and `plot_roofline` joins its points.  phases: by default those
+    of them; each value is traced, and `plot` joins its points.  phases: by default those
     that fit each source.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for
     all sources.
 
-    Returns the Rooflines: print it, `.to_frame()`, `plot_roofline`.  Raises RequestError
+    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError
     for no source, for several values of two sizes, and the errors of `report`.
     """
 

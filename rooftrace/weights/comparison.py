@@ -41,7 +41,7 @@ def compare_checkpoints(
     after: str | os.PathLike[str],
     names: tuple[str, str] | None = None,
 ) -> CheckpointDiff:
-    """What changed from one checkpoint to another, in names, shapes, dtypes and values.
+    """Changes from one checkpoint to another, in names, shapes, dtypes and values.
 
     Raises CheckpointError for a file that is no checkpoint or is damaged, and OSError.
     """
@@ -148,7 +148,7 @@ _CONFIG = FileKind("JSON file", CheckpointError)
 
 
 def config_diff(before: str | None, after: str | None) -> ConfigDiff | None:
-    """What differs between two config.json; None where one is not there, or nothing differs.
+    """Differences of two config.json; None if one is missing or both are equal.
 
     A model that cannot be built is said in the note.  Raises CheckpointError for a file that is no
     JSON.

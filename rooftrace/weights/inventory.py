@@ -33,7 +33,7 @@ BINS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightStatistics(Plain):
-    """What the values of a tensor are.  Mean, deviation and range are of the finite ones.
+    """Statistics of the values of a tensor.  Mean, deviation and range are of the finite ones.
 
     The real and the imaginary part of a complex number count as two values.
     """
@@ -163,7 +163,7 @@ class LayerInfo(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo(Plain, Shown):
-    """What a module or a checkpoint consists of.  Sums are over parameters, each counted once."""
+    """The parts of a module or a checkpoint.  Sums are over parameters, each counted once."""
 
     name: str
     kind: str  # the class of the module; "safetensors" or "torch" for files
@@ -280,7 +280,7 @@ class ModuleParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDiff(Plain, Shown, Limited):
-    """What changed in the parameters from one model to another."""
+    """Changes of the parameters from one model to another."""
 
     names: tuple[str, str]
     params: tuple[int, int]
@@ -352,13 +352,13 @@ def _sizes(shape: tuple[int, ...] | None) -> str:
 # Records of a comparison of two checkpoints.
 
 STATUSES = ("drifted", "frozen", "renamed", "dtype", "shape", "added", "removed")
-"""What can be said of a tensor; the first that fits, from the right."""
+"""Statuses of a tensor; the first that fits, from the right."""
 METRICS: Metrics = {
     "drift": SHARE,
     **SIZES,
     **dict.fromkeys(("nonfinite", "changed", "added", "removed"), NUMBER),
 }
-"""What may be held to a limit: "drift>1%", "nonfinite>0"."""
+"""Metrics that a limit may name: "drift>1%", "nonfinite>0"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,7 +442,7 @@ class ConfigDiff(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDiff(Plain, Shown, Limited):
-    """What changed from one checkpoint to another."""
+    """Changes from one checkpoint to another."""
 
     names: tuple[str, str]
     tensors: tuple[TensorDiff, ...]

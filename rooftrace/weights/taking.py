@@ -46,7 +46,7 @@ class _Held(NamedTuple):
 
 @overrides.apart()
 def inventory_of(source: nn.Module | Checkpoint, weights: bool, name: str = "") -> ModelInfo:
-    """What a module or a checkpoint consists of.
+    """The parts of a module or a checkpoint.
 
     weights: read the values too, where there are any.  name: what to call it; by default the
     module's own name or class.  Nothing of a module is run.  Raises RequestError for any other
@@ -241,7 +241,7 @@ def _new_bytes(tensor: Tensor, taken: set[_Region]) -> int:
 
 
 def _parts(tensor: Tensor) -> tuple[StoredPart, ...]:
-    """What a wrapper stores; empty for a plain tensor."""
+    """The stored parts of a wrapper; empty for a plain tensor."""
     parts = _plain_parts(tensor)
     if len(parts) == 1 and (parts[0][0] is tensor or type(tensor) in trees.ORDINARY):
         return ()
@@ -295,7 +295,7 @@ def _plain(tensor: Tensor) -> tuple[Tensor | None, str]:
 
 
 def _notes(layers: list[LayerInfo]) -> Iterator[str]:
-    """What the sums do not say."""
+    """Remarks that the sums do not show."""
     lazy = [layer for layer in layers if layer.shape is None]
     if lazy:
         yield (

@@ -27,11 +27,11 @@ GROUPS: Mapping[str, str] = {
         dump_model_info""",
     "Many chips": """fake_mesh System best_mesh MeshAnswer scaling ScalingAnswer disaggregated
         Disaggregated save_chakra""",
-    "What if": """form Form save_form load_form sweep Sweep plot_sweep sweep_fleet SweepFleet solve
-        ServingAnswer CapacityAnswer RatesAnswer PassingAnswer plot_answer sensitivity Elasticities
-        explore Exploration roofline Rooflines plot_roofline""",
+    "What if": """form Form sweep Sweep sweep_fleet SweepFleet solve
+        ServingAnswer CapacityAnswer RatesAnswer PassingAnswer sensitivity Elasticities
+        explore Exploration roofline Rooflines""",
     "Measure and calibrate": """measure measuring live trainer_callback lightning_callback fused
-        FusedStep Run load_run calibrate Calibration Knobs validate Validation RunDiff""",
+        FusedStep Run calibrate Calibration Knobs validate Validation RunDiff""",
     "Extend": """rule OpView Cost Work Access fusion KernelView section Section Table Column Note
         source phase""",
     "Errors": """RequestError TargetError TraceError UnknownChipError MissingPeakError

@@ -382,7 +382,7 @@ def test_chips_by_capacity(target: str) -> None:
 def test_a_saved_form_gives_the_same_answer(
     target: str, form: rt.types.Form, tmp_path: Path
 ) -> None:
-    path = rt.tools.save_form(form, tmp_path / "form.json.gz")
+    path = form.save(tmp_path / "form.json.gz")
     limit = decode(target, 20, 600).t_est * (1 + 1e-9)
     wanted: dict[str, Any] = {"find": "batch", "tpot": limit, "kv": 600, "chips": 1}
     told = rt.solve(target, over=range(18, 24), **wanted)

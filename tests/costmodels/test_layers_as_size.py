@@ -59,5 +59,5 @@ def test_one_form_holds_for_all_depths(config: str, phase: str) -> None:
 def test_a_form_of_depths_comes_back_from_its_file(config: str, tmp_path: Path) -> None:
     size = "config.num_hidden_layers"
     form = formed(config, "prefill")
-    loaded = rt.tools.load_form(rt.tools.save_form(form, tmp_path / "form.json.gz"))
+    loaded = rt.types.Form.load(form.save(tmp_path / "form.json.gz"))
     assert loaded.graph(**{size: 15}) == form.graph(**{size: 15})

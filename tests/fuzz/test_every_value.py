@@ -197,7 +197,7 @@ def a_sharded_graph(folder: Path) -> bytes:
 
 def a_form(folder: Path) -> bytes:
     form = rt.tools.form(nn.Linear(8, 8), torch.empty(2, 8), over={"batch": range(1, 9)})
-    return rt.tools.save_form(form, folder / "made.json").read_bytes()
+    return form.save(folder / "made.json").read_bytes()
 
 
 def a_project(folder: Path, file: str) -> bytes:
@@ -269,7 +269,7 @@ def use_sharded(path: Path) -> None:
 
 
 def use_form(path: Path) -> None:
-    rt.tools.load_form(path).graph(batch=2)
+    rt.types.Form.load(path).graph(batch=2)
 
 
 def use_kept(path: Path) -> None:

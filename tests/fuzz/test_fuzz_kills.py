@@ -41,7 +41,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = folder / f"m{number}.json"
         path.write_text(json.dumps({**config, "vocab_size": 32 + number, "n_positions": 16}))
         form = rt.tools.form(str(path), over={"batch": [1, 2, 3]}, seq=4)
-        rt.tools.save_form(form, folder / f"m{number}.form.json")
+        form.save(folder / f"m{number}.form.json")
     rows = [f"m0,{batch},8,prefill,bf16,eager,h100-sxm,{1 + batch / 20}" for batch in (1, 2, 4)]
     head = "model,batch,seq,phase,dtype,execution,chip,ms"
     (folder / "steps.csv").write_text("\n".join([head, *rows, ""]))

@@ -150,9 +150,8 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = str(folder / "config.json")
     for name in ("graph.json", "again.json"):
         rt.save(rt.trace(config, seq=8), folder / name)
-    rt.tools.save_form(
-        rt.tools.form(config, over={"batch": [1, 2, 3, 4]}, seq=8), folder / "form.json"
-    )
+    form = rt.tools.form(config, over={"batch": [1, 2, 3, 4]}, seq=8)
+    form.save(folder / "form.json")
     return folder
 
 

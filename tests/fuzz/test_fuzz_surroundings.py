@@ -298,7 +298,7 @@ def said(environment: Mapping[str, str], here: Path, *words: str) -> bytes:
 @pytest.mark.subprocess
 def test_no_environment_changes_a_number(config: Path, tmp_path: Path, fuzz_seconds: float) -> None:
     form = config.with_name("a\udcffé.form.json")
-    rt.tools.save_form(rt.tools.form(str(config), over={"batch": [1, 2, 3]}, seq=4), form)
+    rt.tools.form(str(config), over={"batch": [1, 2, 3]}, seq=4).save(form)
     table = str(config.with_name("table.csv"))
     words = ("sweep", str(form), "--over", "batch=1..3", "--format", "csv", "-o", table)
     expected = said({}, tmp_path, *words)

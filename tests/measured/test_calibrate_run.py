@@ -17,7 +17,7 @@ from rooftrace.costmodels.ops import bytes_by_kind, kinds_of
 from rooftrace.errors import ProfileError, RequestError, UnusedError
 from rooftrace.measured.alignment import KernelTime, steps_of
 from rooftrace.measured.bench import MicroRow, ModelRow, load_run
-from rooftrace.measured.fit.cases import Counts, Ground, stepped
+from rooftrace.measured.fit.cases import ByteSources, Counts, stepped
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
 
@@ -124,7 +124,7 @@ def test_counters_of_rocprof_see_what_a_cache_holds(tmp_path):
         (measured,) = steps_of(run, execution_model("compiled"), None)
         graph = measured.graph()
         step = stepped(measured, graph, rt.plan(graph, "compiled"))
-        ground = Ground(rt.load_chip("h100-sxm"), Knobs("plain"), 3e12, Counts.of(counters))
+        ground = ByteSources(rt.load_chip("h100-sxm"), Knobs("plain"), 3e12, Counts.of(counters))
         found = step.bytes(ground)
         assert bool(found.kernels[0].held) is held and found.flushed is not held
 

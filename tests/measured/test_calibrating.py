@@ -97,7 +97,7 @@ def test_nothing_that_traces_is_an_error() -> None:
 
 
 def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
-    run = rt.tools.load_run(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
+    run = rt.types.Run.load(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
     eager = [row for row in run.models if row.mode == "eager"]
     few = [row for row in eager if row.model in ("decoder", "gpt2")][:6]
     chip = rt.load_chip("rtx-3090")  # of which a CPU is a small share
@@ -113,7 +113,7 @@ def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
 
 @pytest.mark.slow
 def test_a_run_chooses_how_much_to_fit_by_what_was_left_out() -> None:
-    run = rt.tools.load_run(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
+    run = rt.types.Run.load(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
     models = [r for r in run.models if r.mode == "eager" and r.phase in ("prefill", "forward")]
     micro = [row for row in run.micro if row.kind in ("matmul", "softmax")][:60]
     few = replace(run, models=tuple(models[:8]), micro=tuple(micro))

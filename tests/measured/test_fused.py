@@ -434,5 +434,5 @@ def test_measured_kernels_move_less_than_ops_alone_and_more_than_has_to_be(
 @pytest.mark.slow
 def test_a_run_keeps_its_kernels(measured: tuple[rt.types.Run, FusedStep], tmp_path: Path) -> None:
     run, step = measured
-    again = rt.tools.load_run(run.save(tmp_path / "run.json.gz"))
+    again = rt.types.Run.load(run.save(tmp_path / "run.json.gz"))
     assert again.models[0].kernels == run.models[0].kernels == step.kernels

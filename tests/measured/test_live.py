@@ -213,7 +213,7 @@ def test_lengths_between_those_traced_are_priced_by_a_fit_that_is_torchs_count()
     peak = load_chip(CHIP).peak("vector", "fp32")
     assert live.figures.mfu == pytest.approx(counted / seconds / peak)
     assert (live.figures.steps, live.book.fitted) == (10, 2)
-    between = rt.estimate(live.book.whole(_note_of(live, 25)), chip=CHIP, execution="eager")
+    between = rt.estimate(live.book.graph_of_step(_note_of(live, 25)), chip=CHIP, execution="eager")
     live.since_last()
     with live.step():
         model(batches[-2]).sum().backward()

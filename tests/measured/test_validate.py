@@ -64,7 +64,7 @@ def gpu(graph: rt.types.OpGraph, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def suite() -> Run:
     """Ten steps of a real run: of an LSTM, and of GPT-2."""
-    run = rt.tools.load_run(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
+    run = rt.types.Run.load(next((ROOT / "benchmarks" / "measurements").glob("*.json.gz")))
     return replace(run, models=tuple(r for r in run.models if r.model in ("lstm", "gpt2")))
 
 

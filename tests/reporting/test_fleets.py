@@ -216,7 +216,7 @@ def test_a_config_and_a_form_travel_to_a_worker_without_their_disk(
 ) -> None:
     from rooftrace.reporting.commands import fleet_sweeps
 
-    rt.tools.save_form(rt.tools.form("t.py:small", over=OVER), "small.form.json")
+    rt.tools.form("t.py:small", over=OVER).save("small.form.json")
     alone = single("small.form.json", over=OVER)
     source = fleet_sweeps.FleetSource.of("small.form.json").carried()
     code = fleet_sweeps.FleetSource.of("t.py:small").carried()

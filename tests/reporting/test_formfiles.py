@@ -45,7 +45,7 @@ def form() -> rt.types.Form:
 
 @pytest.fixture(scope="module")
 def saved(form: rt.types.Form, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rt.tools.save_form(form, tmp_path_factory.mktemp("forms") / "small.json")
+    return form.save(tmp_path_factory.mktemp("forms") / "small.json")
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -53,13 +53,13 @@ def saved(form: rt.types.Form, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.parametrize("name", ["form.json", "form.json.gz"])
 def test_a_form_comes_back_from_its_file(form: rt.types.Form, tmp_path: Path, name: str) -> None:
-    known = rt.tools.load_form(rt.tools.save_form(form, tmp_path / name))
+    known = rt.types.Form.load(form.save(tmp_path / name))
     assert known.names == form.names and known.where() == form.where()
     for batch, length in ((1, 8), (13, 64), (64, 40)):
         sizes = {"batch": batch, "0.1": length}
         assert known.graph(**sizes) == form.graph(**sizes)
-    again = rt.tools.save_form(known, tmp_path / f"again-{name}")
-    assert rt.tools.load_form(again).where() == form.where()
+    again = known.save(tmp_path / f"again-{name}")
+    assert rt.types.Form.load(again).where() == form.where()
 
 
 class Masked(nn.Module):
@@ -76,7 +76,7 @@ def test_a_form_with_infinities_and_nans_is_proven_and_comes_back(tmp_path: Path
     over = {"batch": range(2, 33), "0.1": range(8, 65, 8)}
     form = rt.tools.form(Masked(), torch.empty(2, 8, 32), over=over)
     assert len(form.regimes) == 1  # a NaN is equal to itself
-    known = rt.tools.load_form(rt.tools.save_form(form, tmp_path / "masked.json"))
+    known = rt.types.Form.load(form.save(tmp_path / "masked.json"))
     json.loads((tmp_path / "masked.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     sizes = {"batch": 13, "0.1": 40}
     assert known.graph(**sizes) == form.graph(**sizes)
@@ -94,7 +94,7 @@ def test_lines_of_a_sweep_are_plain_data_with_all_their_digits(form: rt.types.Fo
 
 
 def test_a_loaded_form_answers_only_where_it_is_proven(saved: Path) -> None:
-    known = rt.tools.load_form(saved)
+    known = rt.types.Form.load(saved)
     with pytest.raises(RequestError, match="nothing is proven there"):
         known.graph(**{"batch": 65, "0.1": 8})
     with pytest.raises(RequestError, match="size 'bacht'"):
@@ -138,7 +138,7 @@ def test_any_damage_of_a_file_is_one_clear_error(saved: Path, tmp_path: Path) ->
             data[place] = ord(draw.choice([d for d in "0123456789" if ord(d) != data[place]]))
         path.write_bytes(data)
         with pytest.raises(GraphFileError, match=r"damaged\.json"):
-            rt.tools.load_form(path)
+            rt.types.Form.load(path)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_wrong_field_is_one_clear_error(
     data = {**json.loads(saved.read_bytes()), key: value}
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(GraphFileError, match=r"wrong\.json"):
-        rt.tools.load_form(tmp_path / "wrong.json")
+        rt.types.Form.load(tmp_path / "wrong.json")
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ def test_numbers_that_disagree_are_refused_whatever_the_digest_says(
     data = json.loads(saved.read_bytes())
     change(next(r for r in data["regimes"] if r["formulas"]))
     monkeypatch.setattr(
-        "rooftrace.reporting.commands.stepforms._digest", lambda *parts: data["digest"]
+        "rooftrace.studies.sweeps.form_files._digest", lambda *parts: data["digest"]
     )
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(GraphFileError, match=r"wrong\.json: regimes"):
-        rt.tools.load_form(tmp_path / "wrong.json")
+        rt.types.Form.load(tmp_path / "wrong.json")
 
 
 # -- sweeps that are stopped -----------------------------------------------------------------------

@@ -196,7 +196,7 @@ def test_two_outputs_of_one_name_are_refused(run: Run, here: Path) -> None:
 
 
 def test_it_is_said_before_the_work(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rt, "priced_graphs", lambda *_, **__: pytest.fail("it traced"))
+    monkeypatch.setattr(rt.tools, "priced_graphs", lambda *_, **__: pytest.fail("it traced"))
     monkeypatch.setattr(rt, "report", lambda *_, **__: pytest.fail("it traced"))
     for words in (("trace", "models.py:build", "-o"), ("report", "models.py:build", "--out")):
         assert run(*words, "thesis.md").code == 2

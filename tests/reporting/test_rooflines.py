@@ -64,7 +64,7 @@ def test_sizes_of_a_target_are_joined_in_order(tmp_path: Path) -> None:
     assert result.over == "batch" and len(list(result.lines)) == 1
     flops = [row.estimate.flops_causal for row in result.rows]
     assert [flop / flops[0] for flop in flops] == pytest.approx([1, 2, 8], rel=1e-5)
-    rt.tools.plot_roofline(result, tmp_path / "a.svg", style="paper")
+    result.plot(tmp_path / "a.svg", style="paper")
     assert b">batch 1<" in (tmp_path / "a.svg").read_bytes()
 
 

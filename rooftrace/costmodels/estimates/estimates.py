@@ -308,9 +308,9 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     def headroom(self) -> Any:
         """What fusing saves, as a `Headroom`; `rooftrace.tools.headroom` takes graphs too."""
-        from rooftrace import _results  # advice prices by estimates, and so stands above them
+        from rooftrace.studies.advice import headroom  # above this package, as it prices estimates
 
-        return _results.headroom(self)
+        return headroom(self)
 
     def __repr__(self) -> str:
         bound = f"bound {format_time(self.t_bound)}"

@@ -99,7 +99,7 @@ def together(kinds: Sequence[Packed]) -> dict[str, float]:
 # Scaled dot-product attention as one kernel that never writes its score matrix.
 #
 # FLOPs are those of the dense score matrix, split into pairs that a query may see ("useful") and
-# others: "masked" where a kernel skips by a mask in numbers, "masked_executed" where it
+# others: "masked" where a kernel skips by a mask of numbers, "masked_executed" where it
 # reads a mask, or where that has no pattern.  The execution model decides which kernel runs, and
 # whether the scores are materialised.  A kernel skips blocks of pairs; here it skips single pairs.
 #

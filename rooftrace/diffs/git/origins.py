@@ -143,7 +143,7 @@ class SideOrigin(Plain):
 
     @property
     def name(self) -> str:
-        """What a column of this side is called; "" where nothing tells it from the other."""
+        """The head of this side's column; "" if it equals the other side's."""
         if self.working_tree is not None:
             return "working tree"
         if self.commit is not None:
@@ -251,7 +251,7 @@ class DiffOrigins(Plain):
         ]
 
     def touched(self) -> str:
-        """What changed the files that ran, in words; "" where nothing did."""
+        """The commits that changed the files that ran, in words; "" for none."""
         parts = [f"{commit}" for commit in self.touching[:_SHOWN]]
         parts += [f"{len(self.touching) - _SHOWN} more"] * (len(self.touching) > _SHOWN)
         files = ", ".join(self.uncommitted[:_SHOWN])

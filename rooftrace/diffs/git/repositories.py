@@ -58,7 +58,7 @@ _KEPT = ("GIT_CONFIG", "GIT_EXEC_PATH", "GIT_CEILING_DIRECTORIES", "GIT_TRACE")
 def git(
     folder: str | os.PathLike[str], *arguments: str, own: Mapping[str, str] | None = None
 ) -> str:
-    """What git prints when run in a folder.  Raises RevisionError with the reason it gives.
+    """The output of git in a folder.  Raises RevisionError with git's reason.
 
     own: variables that lead it to a git folder of our own.
     """
@@ -71,7 +71,7 @@ def git(
 def tried(
     folder: str | os.PathLike[str], *arguments: str, own: Mapping[str, str] | None = None
 ) -> str | None:
-    """What git prints when run in a folder; None where it fails."""
+    """The output of git in a folder; None if it fails."""
     code, out, _ = _ran(folder, arguments, own)
     return None if code else out
 
@@ -174,7 +174,7 @@ class Commit(Plain):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What lies in a working tree besides the commit that it is at."""
+    """Changes of a working tree against its commit."""
 
     changed: int = 0  # tracked files, of which some may be submodules
     untracked: int = 0
@@ -209,11 +209,11 @@ class Repository:
         return make_git_folder(folder, self.root, self.commit_hash("HEAD"))
 
     def git(self, *arguments: str) -> str:
-        """What git prints of the objects and files.  Raises RevisionError."""
+        """The output of git on the objects and files.  Raises RevisionError."""
         return git(self.root, *arguments, own=self._own)
 
     def tried(self, *arguments: str) -> str | None:
-        """What git prints of the objects and files; None where it fails."""
+        """The output of git on the objects and files; None if it fails."""
         return tried(self.root, *arguments, own=self._own)
 
     def commit_hash(self, revision: str) -> str:
@@ -296,7 +296,7 @@ class Repository:
         return None
 
     def state(self) -> State:
-        """What is in the working tree besides HEAD."""
+        """Changes of the working tree against HEAD."""
         entries = iter(self.git("status", "--porcelain=v2", "-z", _SUBMODULES).split("\0"))
         changed, untracked, moved = 0, 0, set()
         for entry in entries:

@@ -41,7 +41,7 @@ _MEDIAN = math.sqrt(math.pi / 2)
 def change_of(
     before: Sequence[float], after: Sequence[float], how: tuple[str, str] = ("mean", "mean")
 ) -> MeasuredChange:
-    """A figure of the measured steps before and after; how: mean or median of each."""
+    """A metric of the measured steps before and after; how: mean or median of each."""
     return MeasuredChange(
         before=middle_of(before, how[0]),
         after=middle_of(after, how[1]),
@@ -82,11 +82,10 @@ def _quantile(free: float) -> float:
 
 
 # -- comparing -------------------------------------------------------------------------------------
-# Two sides into one comparison: totals, rows that fold over layers, modules and families.
 
 
 def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step") -> StepDiff:
-    """What changed from one measured step to another.
+    """The changes from one measured step to another.
 
     Every kernel of both is in one row, so that rows add up to the total `work`.
     """
@@ -95,7 +94,7 @@ def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step"
     for pair in paired(before, after):
         folded[_fold(pair)].append(pair)
     rows = [(_row(pairs, steps), pairs) for pairs in folded.values()]
-    known = any(row.module for row, _ in rows)
+    has_modules = any(row.module for row, _ in rows)
     return StepDiff(
         label=label,
         steps=(before.steps, after.steps),
@@ -104,14 +103,14 @@ def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step"
         timed_inside=before.middle == after.middle == "mean",
         totals=_totals(before, after),
         rows=tuple(sorted((row for row, _ in rows), key=_importance)),
-        modules=_groups(rows, steps, lambda row: row.module or NO_MODULE) if known else (),
+        modules=_groups(rows, steps, lambda row: row.module or NO_MODULE) if has_modules else (),
         families=_groups(rows, steps, lambda row: row.family),
         notes=tuple(_notes(before, after)),
     )
 
 
 def _totals(before: MeasuredSide, after: MeasuredSide) -> dict[str, MeasuredChange]:
-    """The figures that both sides have."""
+    """The metrics that both sides have."""
     how = before.middle, after.middle
     return {
         name: change_of(before.figures[name], after.figures[name], how)
@@ -144,7 +143,7 @@ def _count(pairs: Sequence[KernelPair]) -> MeasuredChange:
 
 
 def _fold(pair: KernelPair) -> Hashable:
-    """What rows of several layers share; kernels by their names without sizes."""
+    """The key that rows of several layers share; kernels by their names without sizes."""
     was, now = pair.before, pair.after
     return (
         was and (was.pattern, was.part, was.name, was.sizes),
@@ -198,7 +197,7 @@ def _status(
 
 
 def _importance(row: KernelChange) -> tuple[bool, float, float, str, str]:
-    """The largest difference first, those within noise after all others."""
+    """The largest difference first, then differences within noise."""
     return (
         row.status == "unclear",
         -abs(row.time.delta),
@@ -230,7 +229,7 @@ def _groups(
 
 
 def _notes(before: MeasuredSide, after: MeasuredSide) -> Iterable[str]:
-    """What a reader should know of the two sides."""
+    """Remarks on the two sides."""
     if before.device != after.device:
         names = [side.device or "an unknown device" for side in (before, after)]
         yield f"two devices: {names[0]} before, {names[1]} after"
@@ -252,11 +251,9 @@ def _notes(before: MeasuredSide, after: MeasuredSide) -> Iterable[str]:
 
 
 # -- pairs -----------------------------------------------------------------------------------------
-# Which call of one side is which of the other, and which kernel.
-#
-# Calls pair in order, by ever looser keys: each pass pairs what stands between two pairs of the one
-# before.  What was moved pairs by its key alone.  Inside of two calls kernels pair by their names,
-# then whatever is left of both stands for each other: one kernel in place of another.
+# Calls pair in order, by ever looser keys: each pass pairs calls between two pairs of the one
+# before.  Calls that moved pair by their key alone.  Inside of two calls kernels pair by their
+# names; the rest of both stand for each other: one kernel in place of another.
 
 
 _Key = Callable[[MeasuredCall], Hashable]
@@ -277,12 +274,12 @@ def _names(call: MeasuredCall) -> tuple[str, ...]:
 
 
 def _purpose(call: MeasuredCall) -> Hashable:
-    """The family of a call, where two calls of it may do the same: addmm in place of mm."""
-    return call.family if call.family not in _ANYTHING else (call.name, _names(call))
+    """The family of a call if its calls do the same (addmm for mm), else its name and kernels."""
+    return call.family if call.family not in _MIXED else (call.name, _names(call))
 
 
-_ANYTHING = frozenset({"elementwise", "other", "copies"})
-"""Families of calls that have nothing else in common."""
+_MIXED = frozenset({"elementwise", "other", "copies"})
+"""Families of calls with different purposes."""
 
 _PASSES: tuple[_Key, ...] = (
     lambda call: (call.name or _names(call), call.module, call.part, call.sizes),
@@ -294,9 +291,9 @@ _PASSES: tuple[_Key, ...] = (
     lambda call: (call.module, call.part, _purpose(call)),
     lambda call: (call.part, _purpose(call)),
 )
-"""What two calls must share: where they stand and what they are, or less."""
+"""Keys of the passes, each looser than the one before."""
 _MOVED = _PASSES[:3]
-"""Keys that say enough to pair calls that are out of order."""
+"""Keys that may also pair calls out of order."""
 
 
 def paired(before: MeasuredSide, after: MeasuredSide) -> list[KernelPair]:
@@ -336,39 +333,39 @@ def _order(calls: Sequence[MeasuredCall]) -> list[tuple[object, ...]]:
 
 
 _Keys = tuple[Sequence[Hashable], ...]
-"""The keys of the things of either side, by their numbers."""
+"""The keys of the items of either side."""
 
 
 def _between(pairing: Pairing[int], keys: _Keys) -> None:
-    """Pair what has no partner yet, in order, between things that have one."""
+    """Pair items without a partner, in order, between items with one."""
     left = pairing.left
     for ranges in list(alignment_keys.gaps(_rising(pairing), *map(len, keys))):
         free = [[i for i in part if i in side] for part, side in zip(ranges, left, strict=True)]
         wanted = [[side[i] for i in each] for side, each in zip(keys, free, strict=True)]
-        # Equal items are all that the search asks for.
+        # The search only compares items for equality.
         for x, y in alignment_keys.common(*wanted):  # type: ignore[arg-type]
             pairing.pair(free[0][x], free[1][y])
 
 
 def _anywhere(pairing: Pairing[int], keys: _Keys) -> None:
-    """Pair what has no partner yet by its key alone, the first with the first."""
+    """Pair items without a partner by their key alone, the first with the first."""
     pairing.by(keys[0].__getitem__, keys[1].__getitem__)
 
 
 def _rising(pairing: Pairing[int]) -> list[tuple[int, int]]:
-    """The longest part of the pairs in which both numbers rise."""
+    """A longest subsequence of the pairs in which both numbers rise."""
     pairs = sorted((pair.before, pair.after) for pair in pairing.pairs)
     ends: list[int] = []
     at: list[int] = []
     above: list[int] = []
     for number, (_, other) in enumerate(pairs):
-        place = bisect_left(ends, other)
-        above.append(at[place - 1] if place else -1)
-        if place == len(ends):
+        length = bisect_left(ends, other)
+        above.append(at[length - 1] if length else -1)
+        if length == len(ends):
             ends.append(other)
             at.append(number)
         else:
-            ends[place], at[place] = other, number
+            ends[length], at[length] = other, number
     chain: list[tuple[int, int]] = []
     number = at[-1] if at else -1
     while number >= 0:
@@ -378,10 +375,10 @@ def _rising(pairing: Pairing[int]) -> list[tuple[int, int]]:
 
 
 def _inside(before: MeasuredCall, after: MeasuredCall) -> list[KernelPair]:
-    """The kernels of two calls that are each other's.
+    """The pairs of kernels of two paired calls.
 
-    They pair by name, then by name without sizes; what is left between two pairs on both sides is
-    one in place of the other.
+    They pair by name, then by name without sizes; kernels that are left between two pairs on both
+    sides replace each other.
     """
     was, now = before.kernels, after.kernels
     pairing = Pairing(range(len(was)), range(len(now)))
@@ -403,7 +400,7 @@ def _inside(before: MeasuredCall, after: MeasuredCall) -> list[KernelPair]:
     return pairs
 
 
-# -- What was predicted for two measured steps, beside what was measured ---------------------------
+# -- predicted differences -------------------------------------------------------------------------
 
 NEAR = (0.5, 2.0)
 """Measured over predicted difference: within these the two agree."""
@@ -414,7 +411,7 @@ _SMALL = 0.02
 def with_prediction(step: StepDiff, before: Estimate, after: Estimate, by_path: bool) -> StepDiff:
     """A comparison with the predicted differences beside the measured ones.
 
-    by_path: whether its modules are those of the graphs.
+    by_path: whether it has the module paths of the graphs.
     """
     both = (before, after)
     busy = "device" if "device" in step.totals else "work"
@@ -428,8 +425,8 @@ def with_prediction(step: StepDiff, before: Estimate, after: Estimate, by_path: 
     prediction = Prediction(diff=diff, totals=totals)
     step = replace(
         step,
-        modules=_beside(step.modules, both, _patterns, "(root)") if by_path else step.modules,
-        families=_beside(step.families, both, lambda row: [row.family], "other"),
+        modules=_predicted(step.modules, both, _patterns, "(root)") if by_path else step.modules,
+        families=_predicted(step.families, both, lambda row: [row.family], "other"),
         prediction=prediction,
     )
     notes = (*_other_devices(step, both), *_disagreements(step))
@@ -440,10 +437,9 @@ def _other_devices(step: StepDiff, estimates: Sequence[Estimate]) -> Iterable[st
     """Sentences on sides that ran on another device than they are predicted for."""
     for which, device, priced in zip(("before", "after"), step.devices, estimates, strict=True):
         chip = priced.chip
-        known = chips_called(device)
-        if (known and chip.name not in known) or (step.timed_inside and not step.on_device) > (
-            chip.kind == "cpu"
-        ):
+        names = chips_called(device)
+        on_host = step.timed_inside and not step.on_device
+        if (names and chip.name not in names) or (on_host and chip.kind != "cpu"):
             ran = device or ("a GPU" if step.on_device else "a CPU")
             yield f"{which}: measured on {ran}, predicted for {chip.title}: two devices"
 
@@ -452,24 +448,24 @@ def _patterns(row: Row) -> list[str]:
     return [pattern_of(path) for path in row.modules]
 
 
-def _beside(
+def _predicted(
     groups: Sequence[GroupChange],
     estimates: tuple[Estimate, Estimate],
     names_of: Callable[[Row], Sequence[str]],
     root: str,
 ) -> tuple[GroupChange, ...]:
-    """Groups with the predicted seconds of their kernels; those only predicted come last."""
+    """Groups with the predicted seconds of their kernels; groups without measurements come last."""
     first, second = (_seconds(estimate.rows, names_of, root) for estimate in estimates)
     predicted = {
         name: MeasuredChange(before, after) for name, before, after in union(first, second, 0.0)
     }
     nothing = MeasuredChange(before=0.0, after=0.0)
-    beside = [replace(g, predicted=predicted.pop(g.name, nothing)) for g in groups]
-    beside += [
+    changes = [replace(g, predicted=predicted.pop(g.name, nothing)) for g in groups]
+    changes += [
         GroupChange(name=name, time=nothing, count=nothing, predicted=change)
         for name, change in predicted.items()
     ]
-    return tuple(beside)
+    return tuple(changes)
 
 
 def _seconds(
@@ -493,25 +489,30 @@ def _disagreements(step: StepDiff) -> Iterable[str]:
     for name in METRICS:
         predicted = step.prediction.totals.get(name)
         if predicted is not None:
-            said = _disagreement(step.totals[name], predicted, step.totals[name].before)
-            if said:
-                amounts = [_signed(name, c.delta) for c in (predicted, step.totals[name])]
-                yield f"{name}: predicted {amounts[0]}, measured {amounts[1]}: {said}"
-    whole = step.totals["work"].before if "work" in step.totals else step.totals["time"].before
+            total = step.totals[name]
+            yield from _disagreement(name, name, total, predicted, total.before)
+    work = step.totals["work" if "work" in step.totals else "time"].before
     for group in step.modules:
         if group.predicted is not None and group.name != NO_MODULE:
-            said = _disagreement(group.time, group.predicted, whole)
-            if said:
-                amounts = [_signed("time", c.delta) for c in (group.predicted, group.time)]
-                yield f"in {group.name}: predicted {amounts[0]}, measured {amounts[1]}: {said}"
+            yield from _disagreement(f"in {group.name}", "time", group.time, group.predicted, work)
 
 
-def _disagreement(measured: MeasuredChange, predicted: MeasuredChange, whole: float) -> str:
-    """How the two differences disagree; "" where they agree, or are too small to tell."""
-    if max(abs(measured.delta), abs(predicted.delta)) <= _SMALL * whole:
+def _disagreement(
+    name: str, metric: str, measured: MeasuredChange, predicted: MeasuredChange, total: float
+) -> Iterable[str]:
+    """A sentence where the differences of a metric disagree; total: its value before."""
+    disagreement = _words(measured, predicted, total)
+    if disagreement:
+        amounts = [_signed(metric, change.delta) for change in (predicted, measured)]
+        yield f"{name}: predicted {amounts[0]}, measured {amounts[1]}: {disagreement}"
+
+
+def _words(measured: MeasuredChange, predicted: MeasuredChange, total: float) -> str:
+    """The disagreement of two differences; "" where they agree, or are too small to tell."""
+    if max(abs(measured.delta), abs(predicted.delta)) <= _SMALL * total:
         return ""
     if measured.within_noise:
-        # Then nothing says that it is not what was predicted, unless that is outside of the noise.
+        # The noise may hide the predicted difference, unless that is larger.
         assert measured.noise is not None
         if abs(measured.delta - predicted.delta) <= measured.noise:
             return ""
@@ -533,7 +534,7 @@ def _signed(metric: str, value: float) -> str:
 
 
 def chip_for(device: str) -> tuple[str | None, str]:
-    """The chip of a device by its name, or None and what to do about it."""
+    """The chip of a device by its name, or None and a remedy."""
     names = chips_called(device) if device else ()
     if len(names) == 1:
         return names[0], ""

@@ -1,4 +1,4 @@
-"""From two files, traces or runs to their comparison, with predictions where graphs are known."""
+"""Compares two files, traces or runs, with predictions where graphs are known."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ Source: TypeAlias = "str | os.PathLike[str] | Trace | Run"
 
 @dataclass(frozen=True, kw_only=True)
 class RunQuestion:
-    """How two measured runs are compared."""
+    """The options of a comparison of two measured runs."""
 
-    graphs: tuple[Graphs | None, Graphs | None] = (None, None)  # of what ran, by phase
+    graphs: tuple[Graphs | None, Graphs | None] = (None, None)  # of the measured code, by phase
     chip: Chip | None = None  # predicted for; None: the device of each side, by its name
-    execution: ExecutionModel | None = None  # how both ran; None: as each side says
-    phases: Sequence[str] | None = None  # only rows of these
+    execution: ExecutionModel | None = None  # of both; None: of each side
+    phases: Sequence[str] | None = None  # only rows of these phases
     names: tuple[str, str] | None = None
     tell: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Predicted:
-    """A side, and its estimate or why there is none."""
+    """A side, with its estimate or the reason why there is none."""
 
     side: MeasuredSide
     estimate: Estimate | None = None
     reason: str = ""
-    by_path: bool = False  # whether modules of the side are those of the graph
+    by_path: bool = False  # whether the side has the module paths of the graph
 
 
 def diff_runs(before: Source, after: Source, question: RunQuestion | None = None) -> RunDiff:
-    """What changed from one measured run to another: two traces, two runs, or one of each.
+    """The changes from one measured run to another: two traces, two runs, or one of each.
 
     Raises ProfileError and RunFileError for files that cannot be read, and MeasuredRequestError for
     two that cannot be compared.
@@ -118,15 +118,15 @@ def _read(source: Source) -> Trace | Run:
 
 
 def _check_used(question: RunQuestion, *measured: Trace | Run) -> None:
-    """Raise UnusedError for what only matters to predictions, where nothing is predicted."""
-    runs_ = [each for each in measured if isinstance(each, Run)]
-    if question.graphs == (None, None) and not any(run.graphs for run in runs_):
+    """Raise UnusedError for options of predictions, where nothing is predicted."""
+    run_files = [each for each in measured if isinstance(each, Run)]
+    if question.graphs == (None, None) and not any(run.graphs for run in run_files):
         reason = "nothing is predicted: say with --target what ran (in Python: graphs=)"
         if question.chip is not None:
             raise UnusedError("chip", question.chip.name, reason)
         if question.execution is not None:
             raise UnusedError("execution", question.execution.name, reason)
-        if question.phases and not runs_:
+        if question.phases and not run_files:
             reason = "a trace is of one step, and does not say its phase"
             raise UnusedError("phases", ",".join(question.phases), reason)
 
@@ -152,16 +152,16 @@ _KEYS: tuple[Callable[[ModelRow], Hashable], ...] = (
     lambda row: (row.phase, tuple(row.sizes.items())),
     lambda row: row.phase,
 )
-"""What two rows of a step have in common that each run has alone: all, or less."""
+"""Keys that pair two rows of a step if each run has them once, each looser than the one before."""
 
 
 def _paired_rows(
     before: Trace | Run, after: Trace | Run, phases: Sequence[str] | None
 ) -> tuple[list[_Rows], tuple[tuple[str, ...], tuple[str, ...]]]:
-    """The rows of two runs that are of one step, and the keys of those that only one side has.
+    """The rows of two runs that are of one step, and the keys of rows that only one side has.
 
-    Rows pair by key, then by phase, sizes and mode, then by phase.  A trace has no rows: beside it
-    a run has one.
+    Rows pair by key, then by phase, sizes and mode, then by phase.  A trace has no rows: a run that
+    is compared with it has one.
     """
     rows = _rows(before, phases), _rows(after, phases)
     if isinstance(before, Run) and isinstance(after, Run):
@@ -225,8 +225,8 @@ def _side(
         return _of_trace(measured, label, graphs, question)
     if row is None:
         raise MeasuredRequestError("the run has no step of a model, only operations alone")
-    own = measured.graphs.get(row.key)
-    graph = own if graphs is None else graphs.get(row.phase, _only(graphs))
+    traced = measured.graphs.get(row.key)
+    graph = traced if graphs is None else graphs.get(row.phase, _only(graphs))
     if graph is None:
         return _Predicted(side=side_of_row(measured, row))
     chip, reason = _chip(question, str(measured.device.get("name") or ""))
@@ -240,7 +240,7 @@ def _side(
 
 
 def _only(graphs: Graphs) -> OpGraph | None:
-    """The graph, where there is one only."""
+    """The only graph, or None."""
     return next(iter(graphs.values())) if len(graphs) == 1 else None
 
 
@@ -277,18 +277,18 @@ def _places(alignment: Alignment) -> dict[int, GraphPlace]:
     graph = alignment.graph
     places: dict[int, GraphPlace] = {}
     paths: dict[int, tuple[str, ...]] = {}
-    for call, (number, turn) in alignment.places.items():
+    for call, (number, iteration) in alignment.places.items():
         op = graph.ops[number]
         if number not in paths:
             paths[number] = runs.kernel_modules(graph, (number,), op)
-        path = paths[number][turn % len(paths[number])]
+        path = paths[number][iteration % len(paths[number])]
         places[call] = GraphPlace(path, pattern_of(path), op.family)
     return places
 
 
 def _compared(before: _Predicted, after: _Predicted, key: str, question: RunQuestion) -> StepDiff:
     sides = (before.side, after.side)
-    if any(side.middle == "median" for side in sides):  # a run has equal layers as one
+    if any(side.middle == "median" for side in sides):  # a run merges equal layers
         sides = (equal_as_one(sides[0]), equal_as_one(sides[1]))
     step = compare_sides(*sides, key)
     if before.estimate is not None and after.estimate is not None:
@@ -300,22 +300,23 @@ def _compared(before: _Predicted, after: _Predicted, key: str, question: RunQues
     return replace(step, notes=(*reasons, *step.notes))
 
 
-# -- rowside ---------------------------------------------------------------------------------------
-# A row of a run as one side of a comparison: its wall times, and its ops where they were timed.
+# -- a row of a run as a side ----------------------------------------------------------------------
 
 
 def side_of_row(run: Run, row: ModelRow, graph: OpGraph | None = None) -> MeasuredSide:
     """The measured step of a row of a run.
 
     Its ops were measured apart from the step: by the profiler, or one by one.  So they have no
-    spread, and do not add up to the step.  graph: of the step, with families, where it is known.
+    spread, and do not add up to the step.  graph: of the step; adds families of ops.
     """
     on_device = run.device.get("type") == "cuda"
-    calls = _kernel_calls(row) if row.kernels else _op_calls(row, graph)
+    calls = _kernel_calls(row)
+    if not row.kernels:
+        calls = tuple(_op_call(op, graph) for op in row.ops if op.seconds > 0)
     rest = 0.0 if row.kernels else row.unattributed or 0.0
     if rest:
-        what = "outside of its ops" if row.source == "replay" else "kernels of no op"
-        calls = (*calls, _single(what, "op", 1, rest, ""))
+        name = _REST if row.source == "replay" else "kernels of no op"
+        calls = (*calls, _single(name, "op", 1, rest, ""))
     figures: dict[str, tuple[float, ...]] = {"time": row.seconds}
     if calls:
         kernels = [kernel for call in calls for kernel in call.kernels if kernel.name != _REST]
@@ -350,10 +351,6 @@ def _notes(row: ModelRow) -> Iterable[str]:
         yield row.note
 
 
-def _op_calls(row: ModelRow, graph: OpGraph | None) -> tuple[MeasuredCall, ...]:
-    return tuple(_op_call(op, graph) for op in row.ops if op.seconds > 0)
-
-
 def _op_call(op: OpTime, graph: OpGraph | None) -> MeasuredCall:
     name = ".".join(op.target.split(".")[:2]).replace(".", "::", 1)
     family = family_of_op(op.target) or "other"
@@ -371,9 +368,9 @@ def _op_call(op: OpTime, graph: OpGraph | None) -> MeasuredCall:
 def _kernel_calls(row: ModelRow) -> tuple[MeasuredCall, ...]:
     calls = []
     for kernel in row.kernels:
-        known = [family_of_op(target) for target in kernel.targets]
-        family = next((f for f in known if f and f != "elementwise"), "")
-        family = family or ("elementwise" if known else family_of_kernel(kernel.name, "kernel"))
+        families = [family_of_op(target) for target in kernel.targets]
+        family = next((f for f in families if f and f != "elementwise"), "")
+        family = family or ("elementwise" if families else family_of_kernel(kernel.name, "kernel"))
         calls.append(_single(kernel.name, "kernel", 1, kernel.seconds, family))
     return tuple(calls)
 

@@ -1,4 +1,4 @@
-"""Whether what the user gives is a measured run or something to trace; loads little to tell."""
+"""Whether an argument is a measured run or a target to trace; loads little to tell."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def is_measured(source: Any) -> bool:
 
     try:
         return source_of(source).gives in ("run", "trace")
-    except (ProfileError, OSError):  # a file of another kind: whoever takes it says what it lacks
+    except (ProfileError, OSError):  # a file of another kind: its reader will refuse it
         return False

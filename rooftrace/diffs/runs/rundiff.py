@@ -19,10 +19,8 @@ from rooftrace.hardware.units import format_time
 from rooftrace.measured.alignment import keys
 
 # -- kernel names ----------------------------------------------------------------------------------
-# What the name of a kernel says: which kernel it is, whatever its tiles, types and release.
-#
 # Two devices, and two releases of a library, name the same kernel differently.  The name of a
-# kernel from a template is kept in its arguments
+# kernel from a template is in its arguments
 # ("elementwise_kernel<..., direct_copy_kernel_cuda, ...>").
 
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(?!\w|::)")
@@ -68,7 +66,7 @@ _FAMILIES = tuple(
 
 @cache
 def kernel_key(name: str) -> str:
-    """What stays of a kernel's name without sizes, types, hashes and namespaces."""
+    """The name of a kernel without sizes, types, hashes and namespaces."""
     tensile = _TENSILE.match(name)
     if tensile:
         return tensile[1]
@@ -94,7 +92,7 @@ def is_communication(name: str) -> bool:
 
 @cache
 def family_of_op(name: str) -> str:
-    """The family of an op by its rule; "" where none knows it."""
+    """The family of an op by its rule; "" without a rule."""
     rule = find_rule(f"{name.replace('::', '.', 1)}.default") if "::" in name else find_rule(name)
     return "" if rule is None else rule.family_of(Cost())
 
@@ -110,7 +108,6 @@ def family_of_kernel(name: str, kind: str) -> str:
 
 
 # -- metrics ---------------------------------------------------------------------------------------
-# What is compared of two measured steps.
 
 METRICS: Metrics = {
     "time": SECONDS,
@@ -129,23 +126,21 @@ METRICS: Metrics = {
     "copies": COUNT,
     "memory": CAPACITY,
 }
-"""Figures of a step.
+"""Metrics of a step.
 
-time: wall.  device: when any kernel or copy runs, = computing + exposed + copying.  exposed:
+time: wall.  device: while any kernel or copy runs, = computing + exposed + copying.  exposed:
 communication that no kernel hides; copying: copies under neither.  idle: time - device, = waiting
-(the host has not launched the next kernel) + queued (it has) + outside (before, after and beside
-its kernels).  communication = hidden + exposed.  work: of all kernels and copies, added up.
-On a host device is when any op runs.  memory: at the peak, of a run.
+(the host has not launched the next kernel) + queued (it has) + outside (before, after and between
+its kernels).  communication = hidden + exposed.  work: the sum over all kernels and copies.
+On a host device is while any op runs.  memory: at the peak, of a run.
 """
 PARTS = ("computing", "exposed", "copying", "waiting", "queued", "outside")
-"""Figures that exclude each other and add up to the time of a step of a GPU's trace."""
+"""Metrics that exclude each other and add up to the time of a step of a GPU's trace."""
 
 
 # -- sides -----------------------------------------------------------------------------------------
-# One side of a comparison: a measured step as its calls and kernels, whatever measured it.
-#
-# Every number is kept for each step that was measured, so that its spread is known.  Sums over the
-# calls are the totals of the side, exactly.
+# Every number is kept for each measured step, for its spread.  Sums over the calls are the totals
+# of the side, exactly.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +155,13 @@ class MeasuredKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCall:
-    """One call of an op in a step, as the code of the model makes it, and its kernels."""
+    """One call of an op by the code of the model, and its kernels."""
 
     name: str  # "aten::linear"; "" for kernels that no op launched
-    sizes: str = ""  # of its tensors, with their types; "" where they were not recorded
-    module: str = ""  # path of the module; "" where it is not known
+    sizes: str = ""  # of its tensors, with their types; "": unknown
+    module: str = ""  # path of the module; "": unknown
     pattern: str = ""  # that path with the numbers of repeated blocks starred
-    part: str = ""  # "backward", or "" for all others
+    part: str = ""  # "backward", or "" for other parts
     family: str = "other"
     kernels: tuple[MeasuredKernel, ...] = ()
 
@@ -180,29 +175,29 @@ class MeasuredCall:
 class MeasuredSide:
     """One measured step of one run."""
 
-    device: str  # its name; "" where it is not known
-    on_device: bool  # whether seconds are those of kernels; else of calls on the host
+    device: str  # its name; "": unknown
+    on_device: bool  # whether seconds are of kernels; else of calls on the host
     figures: Mapping[str, tuple[float, ...]]  # by name in METRICS, for each measured step
-    middle: str  # how a figure stands for all steps: mean or median
+    middle: str  # of the steps: mean or median
     calls: tuple[MeasuredCall, ...]  # in order
     in_order: bool = True  # whether the order of `calls` is that of the step
     notes: tuple[str, ...] = ()
 
     @property
     def steps(self) -> int:
-        """How many steps were measured."""
+        """The number of measured steps."""
         return len(self.figures["time"])
 
     @property
     def timed(self) -> int:
-        """In how many steps its kernels were timed; a run times them once, apart from its steps."""
+        """The number of steps with timed kernels; a run times them once, apart from its steps."""
         return self.steps if self.middle == "mean" else 1
 
 
 def equal_as_one(side: MeasuredSide) -> MeasuredSide:
-    """A side in which equal calls of several layers are one, as a run has them.
+    """A side with equal calls of several layers merged, as a run has them.
 
-    Then a layer that stands once for all of its kind, on one side only, has its counterpart.
+    Then a merged layer of the other side has its counterpart.
     """
     alike: dict[object, list[MeasuredCall]] = {}
     for call in side.calls:
@@ -224,19 +219,18 @@ def _together(calls: Sequence[MeasuredCall]) -> MeasuredCall:
 
 
 def middle_of(values: Sequence[float], how: str) -> float:
-    """The mean or the median of a figure over the measured steps."""
+    """The mean or the median of a metric over the measured steps."""
     return statistics.median(values) if how == "median" else statistics.fmean(values)
 
 
-# -- rundiff ---------------------------------------------------------------------------------------
-# The records of a comparison of two measured runs: totals, rows, modules, families.
+# -- differences -----------------------------------------------------------------------------------
 
 _UNITS = {"second": "s", "byte": "byte", "count": "launches"}
-"""Units of metrics, as JSON names them."""
+"""Units of metrics in JSON."""
 NO_MODULE = "(no module)"
-"""The name of the group of kernels whose module is not known."""
-_NEXT_TO_NONE = 1e-3
-"""Share of a prediction: ratios to a smaller difference say nothing."""
+"""The name of the group of kernels of unknown module."""
+_NEGLIGIBLE = 1e-3
+"""Share of a prediction: ratios to a smaller difference are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,13 +240,13 @@ class MeasuredChange(Change):
     rounding: ClassVar[float] = 1e-9
     """Seconds of a trace are differences of large times, as floats."""
 
-    noise: float | None = None  # half the 95 % interval of the difference; None: not known
+    noise: float | None = None  # half the 95 % interval of the difference; None: unknown
 
     KEYS = "before after delta relative noise within_noise"
 
     @property
     def within_noise(self) -> bool | None:
-        """Whether the steps' own spread explains the difference; None where it is not known."""
+        """Whether the spread of the steps explains the difference; None: unknown."""
         return None if self.noise is None else abs(self.delta) <= self.noise
 
 
@@ -263,8 +257,8 @@ class KernelChange(Plain):
     # slower, faster, same, new, gone; replaced: by another kernel; resized: in the same time;
     # unclear: within noise
     status: str
-    call: tuple[str, str]  # what launched it, before and after; "" where it is not known
-    module: str  # with the numbers of repeated blocks starred; "" where it is not known
+    call: tuple[str, str]  # that launched it, before and after; "": unknown
+    module: str  # with the numbers of repeated blocks starred; "": unknown
     part: str  # "backward" or ""
     family: str
     kind: str  # kernel, memcpy, memset; op: a call on the host
@@ -272,7 +266,7 @@ class KernelChange(Plain):
     kernels: tuple[tuple[str, ...], tuple[str, ...]]  # names before and after
     count: MeasuredChange  # launches in a step
     time: MeasuredChange  # s in a step
-    places: int  # calls of the sequence that it stands for: one in each of so many layers
+    places: int  # calls of the sequence that it stands for, one in each layer
 
     @property
     def short_kernels(self) -> tuple[str, str]:
@@ -300,11 +294,11 @@ class GroupChange(Plain):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction(Plain):
-    """What was predicted for a step, before and after."""
+    """The prediction for a step, before and after."""
 
     diff: Diff  # of its cost
-    totals: Mapping[str, MeasuredChange]  # by name in METRICS, those that can be predicted
-    notes: tuple[str, ...] = ()  # where prediction and measurement disagree
+    totals: Mapping[str, MeasuredChange]  # by name in METRICS, of metrics with a prediction
+    notes: tuple[str, ...] = ()  # disagreements of prediction and measurement
 
     KEYS = "chips=diff.chips executions=diff.executions time_is=diff.time_is totals notes"
 
@@ -314,13 +308,13 @@ class StepDiff(Plain):
     """One measured step before and after."""
 
     label: str  # the key of its row; "step" of a trace
-    steps: tuple[int, int]  # how many were measured
+    steps: tuple[int, int]  # numbers of measured steps
     devices: tuple[str, str]
-    on_device: bool  # whether seconds are those of kernels; else of calls on the host
+    on_device: bool  # whether seconds are of kernels; else of calls on the host
     timed_inside: bool  # whether rows were timed in the step itself, so that parts add up to it
     totals: Mapping[str, MeasuredChange]  # by name in METRICS
     rows: tuple[KernelChange, ...]  # the largest difference first; their times add up to `work`
-    modules: tuple[GroupChange, ...]  # empty where no module is known
+    modules: tuple[GroupChange, ...]  # empty without known modules
     families: tuple[GroupChange, ...]
     notes: tuple[str, ...] = ()
     prediction: Prediction | None = None
@@ -331,7 +325,7 @@ class StepDiff(Plain):
 
     @property
     def seconds_of(self) -> str:
-        """Whose seconds the rows have."""
+        """The subject of the seconds of the rows."""
         return "kernels" if self.on_device else "host calls"
 
     @property
@@ -398,9 +392,9 @@ class RunDiff(Plain, Shown, Limited):
 
 
 def ratio_of(measured: MeasuredChange, predicted: MeasuredChange | None) -> float | None:
-    """Measured difference over the predicted one; None where none is predicted, or next to none."""
+    """Measured difference over the predicted one; None for a negligible prediction, or none."""
     if predicted is None:
         return None
-    if abs(predicted.delta) <= _NEXT_TO_NONE * max(predicted.before, predicted.after):
+    if abs(predicted.delta) <= _NEGLIGIBLE * max(predicted.before, predicted.after):
         return None
     return measured.delta / predicted.delta

@@ -1,8 +1,8 @@
 """A trace of torch.profiler as one side of a comparison: its steps folded into one.
 
-The unit is the call that the model's own code makes ("aten::linear"), with every kernel that is
-launched inside of it.  The most frequent sequence of calls is the reference; the calls of other
-steps are matched to it in order, and what it lacks stands beside it with its share of the steps.
+The unit is a call by the code of the model ("aten::linear"), with every kernel that is launched
+inside of it.  The most frequent sequence of calls is the reference; the calls of other steps are
+matched to it in order, and calls that it lacks are inserted, with their share of the steps.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ _TYPES: Mapping[str, str] = {
 _OPERANDS = 4
 """Operands of a call of which the sizes are kept."""
 
-
 _Kernels: TypeAlias = tuple[tuple[str, str], ...]
 """The name and the kind of each kernel of a call."""
 
@@ -58,8 +57,8 @@ class _Instance(NamedTuple):
     seconds: Sequence[float]  # of each kernel
 
 
-class _Slot:
-    """A place in the sequence of calls, over all steps."""
+class _SequenceCall:
+    """A call of the folded sequence, over all steps."""
 
     def __init__(self, call: MeasuredCall, kernels: _Kernels, steps: int) -> None:
         self.call, self.kernels, self.calls = call, kernels, 0
@@ -68,11 +67,11 @@ class _Slot:
     def add(self, step: int, seconds: Sequence[float]) -> None:
         """The call of one step."""
         self.calls += 1
-        for own, more in zip(self.seconds, seconds, strict=True):
-            own[step] += more
+        for by_step, more in zip(self.seconds, seconds, strict=True):
+            by_step[step] += more
 
     def over(self, steps: int) -> MeasuredCall:
-        """The call with what its kernels took in each of so many steps."""
+        """The call with the seconds of its kernels in each step; steps: their number."""
         kernels = (
             MeasuredKernel(name=name, kind=kind, count=self.calls / steps, seconds=tuple(seconds))
             for (name, kind), seconds in zip(self.kernels, self.seconds, strict=True)
@@ -82,7 +81,7 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlace:
-    """Where a call stands in the graph of what ran."""
+    """The position of a call in the graph of the measured code."""
 
     module: str
     pattern: str
@@ -96,7 +95,7 @@ def side_of_trace(
 ) -> MeasuredSide:
     """The steps of a trace as one side.
 
-    places: of ops of the trace, by their index, in the graph of what ran.  Raises
+    places: positions of ops of the trace, by index, in the graph of the measured code.  Raises
     ProfileError for a file of several ranks.
     """
     if trace.processes > 1:
@@ -125,7 +124,7 @@ def side_of_trace(
 
 
 def _notes(trace: Trace) -> Iterable[str]:
-    """What a reader should know of the steps of a trace."""
+    """Remarks on the steps of a trace."""
     if len(trace.steps) == 1 and trace.steps[0].name == records.WHOLE:
         yield (
             "no steps are marked in it: the whole trace counts as one step; call the profiler's "
@@ -157,9 +156,9 @@ class _StepReader:
         self._roots: dict[int, int] = {}
         self.places: dict[int, GraphPlace] = {}
         for op, place in places.items():
-            known = self.places.get(self.root(op))
-            # A call may be several ops of the graph: what it is for says more than a copy in it.
-            if known is None or known.family in ("elementwise", "other"):
+            earlier = self.places.get(self.root(op))
+            # Of several ops of a call, another family says more than elementwise.
+            if earlier is None or earlier.family in ("elementwise", "other"):
                 self.places[self.root(op)] = place
         self._sizes: dict[int, str] = {}
         self._families: dict[tuple[int, ...], str] = {}
@@ -183,10 +182,10 @@ class _StepReader:
     def _on_device(self, step: TraceStep) -> list[_Instance]:
         kernels = self.trace.kernels
         grouped: dict[int, list[int]] = {}
-        # Kernels of a CUDA graph have one launch: they stand as their streams ran them.
+        # Kernels of a CUDA graph have one launch: they are in the order of their streams.
         for index in sorted(step.kernels, key=self._launch):
             op = kernels.op[index]
-            # A kernel without an op is a call of its own; their keys are below those of ops.
+            # A kernel without an op is a separate call, with a negative key.
             group = -2 - index if op == records.NONE else self.root(op)
             grouped.setdefault(group, []).append(index)
         instances = []
@@ -211,20 +210,17 @@ class _StepReader:
             if self.root(op) != op:
                 continue
             name = self._name(op)
-            # What is around calls of the dispatcher counts without them.
-            seconds = ops.duration[op] if _CALL.fullmatch(name) else ops.own[op]
+            # Ranges around calls of the dispatcher count without them.
+            seconds = ops.duration[op] if _CALL.fullmatch(name) else ops.self_duration[op]
             call = self._call(op, (), (name, "op"))
             instances.append(_Instance(call, ((name, "op"),), [seconds]))
         return instances
 
     def spans(self, step: TraceStep) -> list[tuple[float, float]]:
-        """When each outermost op of a step ran."""
+        """(start, end) of each outermost op of a step."""
         ops = self.trace.ops
-        return [(ops.start[i], ops.start[i] + ops.duration[i]) for i in step.ops if self._is_top(i)]
-
-    def _is_top(self, op: int) -> bool:
-        """Whether no other op is around it."""
-        return self.trace.ops.parent[op] == records.NONE
+        outermost = (op for op in step.ops if ops.parent[op] == records.NONE)
+        return [(ops.start[op], ops.start[op] + ops.duration[op]) for op in outermost]
 
     def _call(self, op: int, launched: Sequence[int], kernel: tuple[str, str]) -> MeasuredCall:
         """A call without its kernels."""
@@ -234,7 +230,7 @@ class _StepReader:
         place = self.places.get(op)
         if place is None:
             stack = ops.stacks.items[ops.modules[op]] if ops.modules[op] != records.NONE else ()
-            # In a graph paths have other names, so that those of classes would not fit beside.
+            # Paths of classes do not mix with paths of the graph.
             path, pattern = ("", "") if self.places else self.paths[stack]
             place = GraphPlace(path, pattern, self._family(op, launched, kernel))
         return MeasuredCall(
@@ -247,7 +243,7 @@ class _StepReader:
         )
 
     def _name(self, op: int) -> str:
-        """The name of a call; of what Inductor wrote, without the number of its graph."""
+        """The name of a call; of a kernel of Inductor, without the number of its graph."""
         return _GRAPH.sub("", self.trace.ops.names.items[self.trace.ops.name[op]])
 
     def _part(self, op: int) -> str:
@@ -263,11 +259,11 @@ class _StepReader:
         if number == records.NONE:
             return ""
         if number not in self._sizes:
-            inputs: records.CallInputs = self.trace.ops.inputs_known.items[number]
+            inputs: records.CallInputs = self.trace.ops.call_inputs.items[number]
             texts = []
-            for place, shape in enumerate(inputs.shapes):
+            for position, shape in enumerate(inputs.shapes):
                 if shape:
-                    written = inputs.types[place] if place < len(inputs.types) else ""
+                    written = inputs.types[position] if position < len(inputs.types) else ""
                     texts.append(f"{_TYPES.get(written, written)}{_sized(shape)}")
             self._sizes[number] = " ".join(texts[:_OPERANDS])
         return self._sizes[number]
@@ -302,38 +298,35 @@ def folded(steps: Sequence[Sequence[_Instance]]) -> tuple[MeasuredCall, ...]:
     """The calls of all steps as one sequence; every second of every step is in it."""
     identities = [tuple((each.call, each.kernels) for each in step) for step in steps]
     reference, _ = Counter(identities).most_common(1)[0]
-    slots = [_Slot(call, kernels, len(steps)) for call, kernels in reference]
-    extra: dict[tuple[int, object, int], _Slot] = {}
-    for number, (step, own) in enumerate(zip(steps, identities, strict=True)):
-        if own == reference:
+    slots = [_SequenceCall(call, kernels, len(steps)) for call, kernels in reference]
+    extra: dict[tuple[int, object, int], _SequenceCall] = {}
+    for number, (step, calls) in enumerate(zip(steps, identities, strict=True)):
+        if calls == reference:
             pairs: Iterable[tuple[int, int]] = ((i, i) for i in range(len(slots)))
         else:
-            pairs = keys.common(own, reference)  # type: ignore[arg-type]  # equality is all it asks
+            pairs = keys.common(calls, reference)  # type: ignore[arg-type]  # compares only
         anchors = dict(pairs)
         anchor, seen = -1, Counter[object]()
-        for place, instance in enumerate(step):
-            if place in anchors:
-                anchor = anchors[place]
+        for index, instance in enumerate(step):
+            if index in anchors:
+                anchor = anchors[index]
                 slots[anchor].add(number, instance.seconds)
                 continue
-            seen[anchor, own[place]] += 1
-            which = (anchor, own[place], seen[anchor, own[place]])
-            if which not in extra:
-                extra[which] = _Slot(instance.call, instance.kernels, len(steps))
-            extra[which].add(number, instance.seconds)
-    placed = [(place, 0, slot) for place, slot in enumerate(slots)]
-    placed += [(anchor, 1, slot) for (anchor, _, _), slot in extra.items()]
-    placed.sort(key=lambda entry: entry[:2])
-    return tuple(slot.over(len(steps)) for _, _, slot in placed)
+            seen[anchor, calls[index]] += 1
+            key = (anchor, calls[index], seen[anchor, calls[index]])
+            if key not in extra:
+                extra[key] = _SequenceCall(instance.call, instance.kernels, len(steps))
+            extra[key].add(number, instance.seconds)
+    ordered = [(index, 0, slot) for index, slot in enumerate(slots)]
+    ordered += [(anchor, 1, slot) for (anchor, _, _), slot in extra.items()]
+    ordered.sort(key=lambda entry: entry[:2])
+    return tuple(slot.over(len(steps)) for _, _, slot in ordered)
 
 
-# -- modulepaths -----------------------------------------------------------------------------------
-# Paths of modules in a trace, so that they are alike in two traces.
-#
-# A profiler numbers the modules of a class through the whole model ("Linear_17"), so one more
-# module shifts all numbers after it.  Here they are numbered inside of the module around them
-# ("Linear.2").
-
+# -- module paths ----------------------------------------------------------------------------------
+# A profiler numbers the modules of a class through the model ("Linear_17"), so one more module
+# shifts all numbers after it.  Here they are numbered inside of the module around them
+# ("Linear.2"), so that paths of two traces agree.
 
 Stack = tuple[str, ...]
 """Modules by their class and number, outermost first: ("Bert_0", "Linear_17")."""
@@ -341,16 +334,15 @@ Stack = tuple[str, ...]
 _WRAPPER = re.compile(
     r"(OptimizedModule|DistributedDataParallel|DataParallel|FullyShardedDataParallel)_\d+"
 )
-"""Modules of torch around a user's own: with and without them it is the same path."""
+"""Modules of torch around one of the user: with and without them it is the same path."""
 _NUMBERED = re.compile(r"(.*)_(\d+)")
 
 
 def module_paths(stacks: Iterable[Stack]) -> Mapping[Stack, tuple[str, str]]:
     """The path of each stack, and that path with the numbers of repeated blocks starred.
 
-    Of the modules along a path the first with siblings of its class is a repeated block, and so is
-    every other one with modules inside; the number of a last module tells q from k and v, and
-    stays.
+    Along a path the first module with siblings of its class is a repeated block, and so is every
+    later one with modules inside; the number of a leaf tells q from k and v, and stays.
     """
     stacks = list(stacks)
     plain = {stack: _unwrapped(stack) for stack in stacks}
@@ -364,22 +356,22 @@ def _unwrapped(stack: Stack) -> Stack:
 
 def _paths(stacks: Iterable[Stack]) -> dict[Stack, tuple[str, str]]:
     inside: dict[Stack, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    whole = {stack[:depth] for stack in stacks for depth in range(1, len(stack) + 1)}
-    for stack in whole:
+    prefixes = {stack[:depth] for stack in stacks for depth in range(1, len(stack) + 1)}
+    for stack in prefixes:
         kind, number = _parts(stack[-1])
         inside[stack[:-1]][kind].add(number)
-    places = {
-        (above, kind): {number: place for place, number in enumerate(sorted(numbers))}
+    order = {
+        (above, kind): {number: index for index, number in enumerate(sorted(numbers))}
         for above, kinds in inside.items()
         for kind, numbers in kinds.items()
     }
     paths: dict[Stack, tuple[str, str]] = {(): ("", "")}
-    for stack in sorted(whole, key=len):
+    for stack in sorted(prefixes, key=len):
         path, pattern = paths[stack[:-1]]
         kind, number = _parts(stack[-1])
-        beside = places[stack[:-1], kind]
-        name = starred = f"{kind}.{beside[number]}"
-        if len(beside) == 1:
+        siblings = order[stack[:-1], kind]
+        name = starred = f"{kind}.{siblings[number]}"
+        if len(siblings) == 1:
             starred = kind
         elif stack in inside or "*" not in pattern:
             starred = f"{kind}.*"
@@ -397,21 +389,19 @@ def _joined(above: str, name: str) -> str:
 
 
 # -- parts of a step -------------------------------------------------------------------------------
-# How a step of a trace divides: computing, communication, copies, and why the device waits.
-#
 # The parts of a step exclude each other and add up to its time.  Communication under a kernel that
 # computes is hidden; the rest is exposed.
 
 
 Interval: TypeAlias = tuple[float, float]
-"""When something starts and ends [s]."""
+"""(start, end) [s]."""
 
 _ROUNDING = 1e-12
 """Seconds: traces have nanoseconds."""
 
 
 def step_figures(trace: Trace, step: TraceStep) -> dict[str, float]:
-    """Every figure of a step but `work`, by name in METRICS."""
+    """Every metric of a step but `work`, by name in METRICS."""
     kernels = trace.kernels
     names = kernels.names.items
     computing: list[Interval] = []
@@ -452,7 +442,7 @@ def step_figures(trace: Trace, step: TraceStep) -> dict[str, float]:
 
 
 def host_figures(step: TraceStep, calls: Iterable[Interval]) -> dict[str, float]:
-    """The figures of a step of a trace without kernels; calls: when each call of an op ran."""
+    """The metrics of a step of a trace without kernels; calls: (start, end) of each call."""
     clipped = [(max(a, step.start), min(b, step.start + step.duration)) for a, b in calls]
     inside = _length([(a, b) for a, b in clipped if a < b])
     idle = _less(step.seconds, inside)
@@ -460,8 +450,7 @@ def host_figures(step: TraceStep, calls: Iterable[Interval]) -> dict[str, float]
 
 
 def _gaps(trace: Trace, step: TraceStep) -> tuple[float, float]:
-    """Seconds of the gaps between kernels in which the host had not yet launched the next one, and
-    of those in which it had."""
+    """Seconds of gaps between kernels before, and after, the host launched the next one."""
     kernels = trace.kernels
     waiting = queued = 0.0
     end: float | None = None
@@ -477,7 +466,7 @@ def _gaps(trace: Trace, step: TraceStep) -> tuple[float, float]:
 
 
 def _less(seconds: float, part: float) -> float:
-    """Seconds less a part of them; 0 where rounding is all that is left."""
+    """Seconds less a part of them; 0 for a remainder of rounding."""
     left = seconds - part
     return left if left > _ROUNDING else 0.0
 

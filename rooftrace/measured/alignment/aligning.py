@@ -1,14 +1,14 @@
-"""Which op of a graph each measured second of a trace belongs to.
+"""The op of a graph that each measured second of a trace belongs to.
 
-Two ways.  A run that wrapped every op in `record_function("op 17")` says so itself.  Any other
-trace is matched in order: the calls of each step and the ops of the graph are two sequences of
-(name, input shapes), and the longest common subsequence pairs them.  Calls are taken at the level
-of the graph: if `linear` calls `addmm`, the call whose name the graph has counts.
+Ops that a run wrapped in `record_function("op 17")` are matched by that number.  Other traces are
+matched in order: the calls of each step and the ops of the graph are two sequences of (name, input
+shapes), paired by their longest common subsequence.  Calls are taken at the level of the graph: if
+`linear` calls `addmm`, the call whose name the graph has counts.
 
-Equal shapes pair first.  Calls and ops left between two pairs may pair by looser shapes: without
+Equal shapes pair first.  Calls and ops between two pairs may pair by looser shapes: without
 dimensions of 1, with leading dimensions merged, or with a weight transposed.
 
-A trace without marks around its steps is cut where the ops of the graph come again (`periods`).
+A trace without marks around its steps is cut where the ops of the graph repeat (`periods`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy
 from rooftrace.errors import ProfileError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_share
-from rooftrace.measured.alignment.alignment import Alignment, Sums
+from rooftrace.measured.alignment.alignment import Alignment, CallSums
 from rooftrace.measured.alignment.keys import (
     CallTree,
     Key,
@@ -86,16 +86,16 @@ def _checked(match: Alignment, minimum: float) -> Alignment:
 def _other_sizes(match: Alignment) -> str:
     """In words: an op that both sides have in different sizes; "" without one."""
     graph = match.graph
-    theirs: Counter[str] = Counter()
-    ours: Counter[str] = Counter()
+    in_trace: Counter[str] = Counter()
+    in_graph: Counter[str] = Counter()
     keys: dict[str, Key] = {}
     for stray in match.only_in_trace:
-        theirs[key_of_call(stray.name, stray.shapes)[0]] += round(stray.count)
+        in_trace[key_of_call(stray.name, stray.shapes)[0]] += round(stray.count)
     for index in match.only_in_graph:
         key = key_of_op(graph, graph.ops[index])
-        ours[key[0]] += graph.times(graph.ops[index])
+        in_graph[key[0]] += graph.times(graph.ops[index])
         keys.setdefault(key[0], key)
-    if 5 * (ours & theirs).total() < 4 * ours.total():
+    if 5 * (in_graph & in_trace).total() < 4 * in_graph.total():
         return ""
     for stray in match.only_in_trace:
         name = key_of_call(stray.name, stray.shapes)[0]
@@ -105,8 +105,6 @@ def _other_sizes(match: Alignment) -> str:
 
 
 # -- marks -----------------------------------------------------------------------------------------
-# Matches a trace whose ops are annotated: each inside `record_function("op 17")`.
-
 
 _OP = re.compile(r"op (\d+)")
 
@@ -119,17 +117,17 @@ def marks_of(trace: Trace) -> list[tuple[int, records.Annotation]]:
 
 @dataclass(frozen=True, slots=True)
 class _Marked:
-    """A range around an op, with the op, its iteration, and the pass over the graph."""
+    """A range around an op."""
 
     range: records.Annotation
-    target: tuple[int, int]
-    run: int
+    target: tuple[int, int]  # (op id, iteration)
+    run: int  # number of the pass over the graph
 
 
 def by_annotation(
     trace: Trace, graph: OpGraph, marks: Sequence[tuple[int, records.Annotation]]
 ) -> Alignment:
-    """The alignment of a trace by its marks.
+    """The alignment of a trace by the marks around its ops.
 
     Their numbers are ids of `graph.expand()`, or of `graph` itself where none is beyond its ops.
     Raises ProfileError for a number that the graph does not have.
@@ -143,7 +141,7 @@ def by_annotation(
         )
     short = last < len(graph.ops)
     level = CallTree(trace, frozenset())
-    sums = Sums(trace, graph)
+    sums = CallSums(trace, graph)
     for step in trace.steps:
         end = step.start + step.duration
         inside = [
@@ -174,18 +172,20 @@ def _passes(
     return marked
 
 
-def _add_marked(level: CallTree, sums: Sums, step: TraceStep, marked: Sequence[_Marked]) -> None:
+def _add_marked(
+    level: CallTree, sums: CallSums, step: TraceStep, marked: Sequence[_Marked]
+) -> None:
     """Add each call of a step to the range in which it begins; its kernels go with it."""
     starts = [mark.range.start for mark in marked]
     ops, kernels = level.trace.ops, level.trace.kernels
     runs: dict[int, list[tuple[OpCall, tuple[int, int] | None]]] = defaultdict(list)
     for call in level.of(step):
-        known = call.op != records.NONE
-        start = ops.start[call.op] if known else kernels.launched[call.kernels[0]]
-        place = bisect_right(starts, start) - 1
-        mark = marked[place] if place >= 0 else None
+        has_op = call.op != records.NONE
+        start = ops.start[call.op] if has_op else kernels.launched[call.kernels[0]]
+        index = bisect_right(starts, start) - 1
+        mark = marked[index] if index >= 0 else None
         inside = mark is not None and start <= mark.range.end
-        if mark is not None and known:
+        if mark is not None and has_op:
             inside = inside and ops.thread[call.op] == mark.range.thread
         target = mark.target if mark is not None and inside else None
         if target is not None or not call.host:
@@ -197,68 +197,68 @@ def _add_marked(level: CallTree, sums: Sums, step: TraceStep, marked: Sequence[_
 
 
 # -- order -----------------------------------------------------------------------------------------
-# Matches the calls of each step and the ops of a graph in order.
-
 
 _ENOUGH = 0.75
-"""A trace of two equal steps, taken as one, matches by half."""
+"""Accept a match above this score: two equal steps read as one score 0.5."""
 
 
 def by_order(trace: Trace, graph: OpGraph) -> Alignment:
     """The alignment of a trace by order.
 
-    Steps are as the trace marks them.  Without the profiler's own marks, the whole trace as one
-    step and a cut by periods are tried too; the best match wins.
+    Steps are those that the trace marks.  Without marks of the profiler, the trace as one step and
+    a cut by periods are tried too; the best match wins.
     """
-    order = _Order(trace, graph)
+    order = _OrderMatcher(trace, graph)
     best = order.matched(trace)
     if trace.cut is None or trace.marked_by == records.PROFILER_STEP or best.score > _ENOUGH:
         return best
-    whole = trace.cut.all()
+    everything = trace.cut.all()
     if trace.marked_by:
-        other = order.matched(replace(trace, steps=(whole,)))
+        other = order.matched(replace(trace, steps=(everything,)))
         best = other if other.score > best.score else best
-    calls = order.of_the_graph(whole)
+    calls = order.of_the_graph(everything)
     for period in periods([call.key for call in calls], order.wanted):
         steps = order.steps_of(period, calls, trace.cut)
         if len(steps) < 2:
             continue
         other = order.matched(replace(trace, steps=steps))
-        # What comes twice inside of a step is at most half of the graph.
+        # A sequence that repeats inside of a step is at most half of the graph.
         if other.ops_matched_share > 0.5 and other.score > best.score:
-            best = replace(other, outside=order.outside(whole, steps))
+            best = replace(other, outside=order.outside(everything, steps))
     return best
 
 
-class _Order:
+class _OrderMatcher:
     """Matches steps of a trace to a graph, both in order."""
 
     def __init__(self, trace: Trace, graph: OpGraph) -> None:
         self.trace, self.graph = trace, graph
         self.kernels = [
-            (op, turn) for op, turn in written_out(graph) if graph.ops[op].kind == "kernel"
+            (op, iteration)
+            for op, iteration in written_out(graph)
+            if graph.ops[op].kind == "kernel"
         ]
         keys = {op.id: key_of_op(graph, op) for op in graph.ops if op.kind == "kernel"}
         self.wanted = [keys[op] for op, _ in self.kernels]
         self.level = CallTree(trace, frozenset(self.wanted))
-        self.known: dict[tuple[Key, ...], tuple[list[tuple[int, int]], int]] = {}
+        self.pairs: dict[tuple[Key, ...], tuple[list[tuple[int, int]], int]] = {}
 
     def matched(self, trace: Trace) -> Alignment:
-        """The steps of `trace` beside the graph."""
-        sums = Sums(trace, self.graph)
+        """The alignment of the steps of `trace`."""
+        sums = CallSums(trace, self.graph)
         differing: tuple[list[OpCall], list[tuple[int, int]]] | None = None
         reshaped = 0
         for step in trace.steps:
             calls = self._calls(step)
             have = tuple(call.key for call in calls)
-            if have not in self.known:
-                self.known[have] = paired(have, self.wanted)
-            pairs, loosely = self.known[have]
+            if have not in self.pairs:
+                self.pairs[have] = paired(have, self.wanted)
+            pairs, loosely = self.pairs[have]
             reshaped += loosely
             differing = differing or (calls, pairs)
             partner = dict(pairs)
-            for place, call in enumerate(calls):
-                sums.add(step, call, self.kernels[partner[place]] if place in partner else None)
+            for index, call in enumerate(calls):
+                sums.add(step, call, self.kernels[partner[index]] if index in partner else None)
             sums.end()
         first = ""
         if differing:
@@ -271,30 +271,30 @@ class _Order:
 
     # -- steps without marks -----------------------------------------------------------------------
 
-    def of_the_graph(self, whole: TraceStep) -> list[OpCall]:
-        """The calls of a trace that the graph has too."""
+    def of_the_graph(self, step: TraceStep) -> list[OpCall]:
+        """The calls of a step that the graph has too."""
         level = self.level
         return [
             call
-            for call in self._calls(whole)
+            for call in self._calls(step)
             if call.op != records.NONE and (call.key in level.keys or level.nearly(call.key))
         ]
 
     def steps_of(
         self, period: Period, calls: Sequence[OpCall], cut: records.Cut
     ) -> tuple[TraceStep, ...]:
-        """From the first call of each period to that of the next; the last is as long as others."""
+        """From the first call of each period to that of the next; the last has median length."""
         steps: list[TraceStep] = []
         for first, count in period.runs:
-            places = [first + turn * period.length for turn in range(count)]
-            starts = [self._start(calls[place].op) for place in places]
-            last = calls[places[-1] + period.length - 1].op
+            firsts = [first + number * period.length for number in range(count)]
+            starts = [self._start(calls[index].op) for index in firsts]
+            last = calls[firsts[-1] + period.length - 1].op
             end = self._end(last)
             if starts != sorted(set(starts)):
                 return ()  # one call is around several of them
             if len(starts) > 1:
                 lengths = [b - a for a, b in pairwise(starts)]
-                after = places[-1] + period.length
+                after = firsts[-1] + period.length
                 until = self._start(calls[after].op) if after < len(calls) else math.inf
                 end = max(end, min(starts[-1] + statistics.median(lengths), until))
             for start, stop in zip(starts, [*starts[1:], end], strict=True):
@@ -314,9 +314,9 @@ class _Order:
         ops, op = self.trace.ops, self._outermost(op)
         return ops.start[op] + ops.duration[op]
 
-    def outside(self, whole: TraceStep, steps: Sequence[TraceStep]) -> float:
+    def outside(self, everything: TraceStep, steps: Sequence[TraceStep]) -> float:
         """Share of the measured seconds that is in none of the steps."""
-        total = sum(call.seconds for call in self._calls(whole))
+        total = sum(call.seconds for call in self._calls(everything))
         inside = sum(call.seconds for step in steps for call in self._calls(step))
         return max(0.0, 1 - inside / total) if total else 0.0
 
@@ -330,49 +330,47 @@ def _first_difference(
 ) -> str:
     """In words, the first difference between trace and graph."""
     paired = dict(pairs)
-    place = next((i for i in range(len(calls)) if paired.get(i) != i), len(calls))
-    other = min(place, len(wanted))
-    here = key_words(calls[place].key) if place < len(calls) else "its end"
+    equal = next((i for i in range(len(calls)) if paired.get(i) != i), len(calls))
+    other = min(equal, len(wanted))
+    call = key_words(calls[equal].key) if equal < len(calls) else "its end"
     if other >= len(wanted):
-        return f"after {place} equal ops the trace has {here}, the graph its end"
+        return f"after {equal} equal ops the trace has {call}, the graph its end"
     op = graph.ops[kernels[other][0]]
     where = f" in {op.module}" if op.module else ""
     return (
-        f"after {place} equal ops the trace has {here}, "
+        f"after {equal} equal ops the trace has {call}, "
         f"the graph {key_words(wanted[other])} (op {op.id}{where})"
     )
 
 
 # -- periods ---------------------------------------------------------------------------------------
-# The periods of a sequence of calls: the steps of a trace without marks.
-#
 # Layers repeat inside of a step as steps repeat inside of a trace, so a sequence alone does not
-# tell which of its periods is a step.  Periods that look most like the graph come first.
+# tell which of its periods is a step.  Periods most similar to the graph come first.
 
 
 _ANCHORS = 4
-"""The number of rarest keys that are examined: in a step they come once, or a few times."""
+"""Rarest keys that are examined: a step has them once, or a few times."""
 _PLACES = 48
-"""How many places of each are compared with its first two."""
+"""Positions of each that are compared with its first two."""
 _BEGINNINGS = 8
-"""How many places where a step may begin are compared with the graph."""
-_STRETCHES = 4
-"""How many stretches, the longest, are compared with it."""
+"""Possible first calls of a step that are compared with the graph."""
+_SEGMENTS = 4
+"""Longest segments that are compared with the graph."""
 _TRIED = 3
-"""How many periods are tried."""
+"""Periods that are tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """`length` calls that come again.  runs: (first call, how many times) of each stretch in which
-    nothing else is between them."""
+    """`length` calls that repeat.  runs: (first call, repetitions) of each segment without calls
+    between repetitions."""
 
     length: int
     runs: tuple[tuple[int, int], ...]
 
 
 def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period]:
-    """The periods of `have` that look like `wanted`, best first; none where nothing comes twice.
+    """The periods of `have` that are similar to `wanted`, best first.
 
     Calls before the first period, and after the last one, are in no run.
     """
@@ -384,11 +382,11 @@ def periods(have: Sequence[Hashable], wanted: Sequence[Hashable]) -> list[Period
     for length in sorted(_lengths(calls)):
         equal = sequence[length:] == sequence[:-length]
         edges = numpy.flatnonzero(numpy.diff(numpy.concatenate(([0], equal, [0]))))
-        stretches = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a >= length]
-        if not stretches:
+        segments = [(int(a), int(b)) for a, b in edges.reshape(-1, 2) if b - a >= length]
+        if not segments:
             continue
-        first, score = _beginning(calls, graph, length, stretches)
-        runs = tuple(_runs(calls, first, length, stretches))
+        first, score = _beginning(calls, graph, length, segments)
+        runs = tuple(_runs(calls, first, length, segments))
         if runs:
             ranked.append((-score, length, Period(length, runs)))
     return [period for _, _, period in sorted(ranked, key=lambda entry: entry[:2])[:_TRIED]]
@@ -413,37 +411,37 @@ def _lengths(calls: Sequence[int]) -> set[int]:
 
 
 def _beginning(
-    calls: Sequence[int], graph: Sequence[int], length: int, stretches: Sequence[tuple[int, int]]
+    calls: Sequence[int], graph: Sequence[int], length: int, segments: Sequence[tuple[int, int]]
 ) -> tuple[int, float]:
-    """The beginning of the period that looks most like the graph, and its likeness (0 to 1)."""
+    """The beginning of the period most similar to the graph, and the similarity (0 to 1)."""
     from rapidfuzz.distance import LCSseq
 
-    best, most = stretches[0][0], -1.0
-    for start, end in sorted(stretches, key=lambda stretch: stretch[0] - stretch[1])[:_STRETCHES]:
-        turn = calls[start : start + length]
-        there = set(turn)
-        heads = [number for number in dict.fromkeys(graph) if number in there][:2]
-        places = [start + offset for offset in range(length) if turn[offset] in heads]
-        for place in [start, *places[:_BEGINNINGS]]:
-            if place > end:
+    best, most = segments[0][0], -1.0
+    for start, end in sorted(segments, key=lambda segment: segment[0] - segment[1])[:_SEGMENTS]:
+        period = calls[start : start + length]
+        numbers = set(period)
+        heads = [number for number in dict.fromkeys(graph) if number in numbers][:2]
+        begins = [start + offset for offset in range(length) if period[offset] in heads]
+        for begin in [start, *begins[:_BEGINNINGS]]:
+            if begin > end:
                 break
-            same = LCSseq.similarity(calls[place : place + length], graph)
+            same = LCSseq.similarity(calls[begin : begin + length], graph)
             score = min(same / length, same / len(graph)) if graph else 0.0
             if score > most:
-                best, most = place, score
+                best, most = begin, score
     return best, most
 
 
 def _runs(
-    calls: Sequence[int], first: int, length: int, stretches: Sequence[tuple[int, int]]
+    calls: Sequence[int], first: int, length: int, segments: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """The periods in each stretch, all of them beginning with the same call."""
-    turn = calls[first : first + length]
-    for start, end in stretches:
+    """The periods in each segment, all of them beginning with the same call."""
+    period = calls[first : first + length]
+    for start, end in segments:
         begins = (
-            place
-            for place in range(start, min(start + length, end + 1))
-            if calls[place] == turn[0] and calls[place : place + length] == turn
+            index
+            for index in range(start, min(start + length, end + 1))
+            if calls[index] == period[0] and calls[index : index + length] == period
         )
         begin = next(begins, None)
         if begin is not None:

@@ -34,8 +34,8 @@ class OpMeasurement:
 
     op: int  # its id
     seconds: tuple[float, ...]  # s of each iteration; of the host in a trace without kernels
-    kernels: float = 0.0  # how many an iteration launched; 0 without any in the trace
-    start: float | None = None  # s, when the first of them began, after the step's beginning
+    kernels: float = 0.0  # launched by an iteration; 0 without any in the trace
+    start: float | None = None  # s from the beginning of the step to that of the first
 
     @property
     def total(self) -> float:
@@ -45,20 +45,20 @@ class OpMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """A trace beside a graph."""
+    """A trace matched with a graph."""
 
     trace: Trace
     graph: OpGraph
     how: str  # "annotations" or "order"
-    measured: Mapping[int, OpMeasurement]  # by op id, those that the trace has
+    measured: Mapping[int, OpMeasurement]  # by op id, of ops that the trace has
     coverage: float  # share of the measured seconds that belong to an op
     only_in_trace: tuple[Stray, ...]  # most seconds first
     only_in_graph: tuple[int, ...]  # ids of kernels of which the trace has no iteration
     step: TraceStep  # the step of median length, for pictures
     # (op id, iteration) by the index of the call
     places: Mapping[int, tuple[int, int]] = field(default_factory=dict, repr=False)
-    first_difference: str = ""  # where the two part, in words
-    reshaped: int = 0  # calls that pair with their sizes written otherwise
+    first_difference: str = ""  # between the two sequences, in words
+    reshaped: int = 0  # calls that pair by looser shapes
     # Share of the measured seconds that is in no step, where steps were cut by their period.
     outside: float | None = None
 
@@ -94,7 +94,7 @@ class Alignment:
         return min(self.coverage, self.ops_matched_share)
 
     def notes(self) -> list[str]:
-        """How steps were told apart, and which kernels have no launch: in sentences."""
+        """Sentences on how steps were separated, and on kernels without a launch."""
         trace = self.trace
         count = units.plural(len(trace.steps), "step")
         notes: list[str] = []
@@ -111,10 +111,10 @@ class Alignment:
             )
         for placed in trace.placements:
             if placed.how not in (records.LAUNCH, records.OP):
-                what = units.plural(placed.kernels, "kernel")
+                count = units.plural(placed.kernels, "kernel")
                 if placed.copies:
-                    what += f" and {units.plural(placed.copies, 'memory operation')}"
-                notes.append(f"{what} of the trace ({format_time(placed.seconds)}) {placed.how}")
+                    count += f" and {units.plural(placed.copies, 'memory operation')}"
+                notes.append(f"{count} of the trace ({format_time(placed.seconds)}) {placed.how}")
         waited = [step.waited for step in trace.steps if step.waited]
         if waited:
             notes.append(
@@ -124,7 +124,7 @@ class Alignment:
         return notes
 
 
-class Sums:
+class CallSums:
     """Adds up the calls of each step, by op and iteration."""
 
     def __init__(self, trace: Trace, graph: OpGraph) -> None:
@@ -168,18 +168,18 @@ class Sums:
 
     def alignment(self, how: str, first: str = "") -> Alignment:
         """The alignment of all steps."""
-        turns: dict[int, list[int]] = defaultdict(list)
-        for op, turn in sorted(self.seconds):
-            turns[op].append(turn)
+        iterations: dict[int, list[int]] = defaultdict(list)
+        for op, iteration in sorted(self.seconds):
+            iterations[op].append(iteration)
         median = statistics.median
         measured = {
             op: OpMeasurement(
                 op,
-                tuple(median(self.seconds[op, turn]) for turn in iterations),
-                statistics.fmean(median(self.kernels[op, turn]) for turn in iterations),
+                tuple(median(self.seconds[op, i]) for i in numbers),
+                statistics.fmean(median(self.kernels[op, i]) for i in numbers),
                 min(self.starts[op]),
             )
-            for op, iterations in turns.items()
+            for op, numbers in iterations.items()
         }
         strays = [
             Stray(name, key[1], count / self.steps, seconds / self.steps)
@@ -204,11 +204,9 @@ class Sums:
 
 
 # -- counters --------------------------------------------------------------------------------------
-# Measured DRAM bytes of each op of a graph: kernels with their counters beside a trace.
-#
-# Both are the same step, run twice: their kernels are two sequences of (name, blocks), matched in
-# order.  ncu empties the caches before each kernel (unless --cache-control none), so a tensor
-# that a kernel finds in L2 in the real run counts as read here.
+# A trace and counters of the same step, run twice, have two sequences of kernels (name, blocks),
+# matched in order.  ncu empties the caches before each kernel (unless --cache-control none), so a
+# tensor that is in L2 in the real run counts as read here.
 
 _KERNEL = records.KINDS.index("kernel")
 _LEAST = 0.5
@@ -220,8 +218,8 @@ class Counted:
     """The DRAM bytes of the ops of a step."""
 
     bytes: Mapping[int, float]  # byte by op id, all iterations; ops with every kernel counted
-    kernels: int  # how many kernels the step launched
-    with_counters: int  # how many of those kernels have counters
+    kernels: int  # that the step launched
+    with_counters: int  # kernels that have counters
 
 
 def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: str = "") -> Counted:
@@ -231,25 +229,25 @@ def counted(alignment: Alignment, counters: Sequence[KernelCounters], source: st
     for a trace without kernels, and where less than half of the step's kernels have counters.
     """
     kernels = alignment.trace.kernels
-    mine = [index for index in alignment.step.kernels if kernels.kind[index] == _KERNEL]
-    if not mine:
+    in_step = [index for index in alignment.step.kernels if kernels.kind[index] == _KERNEL]
+    if not in_step:
         raise ProfileError(
             f"{alignment.trace.source}: no kernels in the trace to set counters beside; profile "
             "with ProfilerActivity.CUDA"
         )
-    have = [_key(kernels[index].name, kernels[index].grid) for index in mine]
+    have = [_key(kernels[index].name, kernels[index].grid) for index in in_step]
     wanted = [_key(launch.name, launch.grid) for launch in counters]
     pairs = common(have, wanted)
-    if len(pairs) < _LEAST * len(mine):
+    if len(pairs) < _LEAST * len(in_step):
         taken = {i for i, _ in pairs}
-        first = next(i for i in range(len(mine)) if i not in taken)
+        first = next(i for i in range(len(in_step)) if i not in taken)
         raise ProfileError(
-            f"{source or 'the counters'}: {format_share(len(pairs) / len(mine))} of the "
-            f"{len(mine):,} kernels of {alignment.step.name!r} are there in order; the first that "
-            f"is not: {have[first][0]}: count the step that the trace has"
+            f"{source or 'the counters'}: {format_share(len(pairs) / len(in_step))} of the "
+            f"{len(in_step):,} kernels of {alignment.step.name!r} are there in order; the first "
+            f"that is not: {have[first][0]}: count the step that the trace has"
         )
-    moved = {mine[i]: float(counters[j].bytes) for i, j in pairs}
-    return Counted(bytes=_by_op(alignment, moved), kernels=len(mine), with_counters=len(pairs))
+    moved = {in_step[i]: float(counters[j].bytes) for i, j in pairs}
+    return Counted(bytes=_by_op(alignment, moved), kernels=len(in_step), with_counters=len(pairs))
 
 
 def _by_op(alignment: Alignment, moved: Mapping[int, float]) -> dict[int, float]:
@@ -270,6 +268,5 @@ def _by_op(alignment: Alignment, moved: Mapping[int, float]) -> dict[int, float]
 
 
 def _key(name: str, grid: tuple[int, ...] | None) -> Key:
-    """The key of a launch: the function without arguments, templates and namespaces, and
-    how many blocks there are."""
+    """The key of a launch: the bare name of the function, and the number of blocks."""
     return base_name(name), () if grid is None else ((math.prod(grid),),)

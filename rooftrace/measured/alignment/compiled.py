@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rooftrace.costmodels.ops import find_rule
@@ -16,10 +16,10 @@ from rooftrace.measured.profiles import records
 
 @dataclass(frozen=True, slots=True)
 class ProgramOp:
-    """An op of the program, as it was before the compiler took it apart."""
+    """An op of the program, before the compiler decomposed it."""
 
     name: str  # "aten::native_layer_norm"
-    module: str = ""  # "layers.0.norm"; "" of the root, or where the compiler does not know
+    module: str = ""  # "layers.0.norm"; "" of the root, or unknown
     backward: bool = False
 
 
@@ -28,12 +28,12 @@ class CompiledKernel:
     """One call of a kernel, which the compiler wrote or took from a library."""
 
     name: str  # "cpp_fused_gelu_view_1", "triton_poi_fused_add_0", "aten::addmm"
-    # how many nodes of an op it computes, by the op's position in `CompiledGraph.ops`
+    # {position of an op in `CompiledGraph.ops`: number of its nodes that the kernel computes}
     parts: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_library(self) -> bool:
-        """Whether it is a call into a library, and not one that the compiler wrote."""
+        """Whether it is a call into a library: the compiler did not write it."""
         return "::" in self.name
 
 
@@ -46,15 +46,15 @@ class CompiledGraph:
 
     @property
     def backward(self) -> bool:
-        """Whether it is the backward of another one."""
+        """Whether it is the backward of another graph."""
         return any(op.backward for op in self.ops)
 
     def homes(self) -> dict[int, int]:
         """The kernel that each op belongs to, by position.
 
-        A library's kernel has the op that it is called for; what is written for it beside that
-        only prepares its operands.  Of other kernels it is the first that has most of its nodes: a
-        compiler computes cheap ops again in each kernel that reads them.
+        A library kernel has the op that it is called for; kernels before it only prepare operands.
+        Of other kernels it is the first with most nodes of the op: a compiler computes cheap ops
+        again in each kernel that reads them.
         """
         homes: dict[int, int] = {}
         most: dict[int, tuple[bool, int]] = {}
@@ -67,7 +67,7 @@ class CompiledGraph:
 
 
 def call_name(name: str) -> str:
-    """The name under which a profiler shows a kernel call of Inductor's.
+    """The name under which a profiler shows a kernel call of Inductor.
 
     "aten::addmm" for "extern_kernels.addmm:3", "mkldnn::_linear_pointwise" for
     "torch.ops.mkldnn._linear_pointwise.default"; generated kernels keep theirs.
@@ -81,15 +81,11 @@ def call_name(name: str) -> str:
     return f"{words[0]}::{words[1]}" if len(words) > 1 else name
 
 
-# -- kerneltimes -----------------------------------------------------------------------------------
-# The measured time of one kernel of a compiled step, and the ops that it computes.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelTime:
-    """The time of one kernel of a compiled step, launched once; or of a call beside it.
+    """The time of one launch in a compiled step: of a kernel, or of a call outside of the graphs.
 
-    Ops are those of the graph of that step, written out, as the execution model `compiled` runs it.
+    Ops are of the expanded graph of the step, as the execution model `compiled` runs it.
     """
 
     name: str  # "triton_poi_fused_add_0", "cpp_fused_gelu_view_1", "aten::addmm"
@@ -101,12 +97,11 @@ class KernelTime:
 
     @property
     def generated(self) -> bool:
-        """Whether the compiler wrote it; others are calls into a library."""
+        """Whether the compiler wrote it; other kernels are calls into a library."""
         return self.compiled and "::" not in self.name
 
 
-# -- anchors ---------------------------------------------------------------------------------------
-# Calls into libraries and the ops that they are for: in order, by name and sizes of operands.
+# -- calls into libraries --------------------------------------------------------------------------
 
 _PRODUCTS = frozenset(
     [
@@ -123,7 +118,7 @@ _PRODUCTS = frozenset(
 )
 _WITH_BIAS = frozenset({"addmm", "baddbmm", "addmm_activation"})
 _OPERANDS = {"convolution": 2, "convolution_backward": 3}
-"""How many tensors tell two calls of one name apart; of other names it is the first."""
+"""Tensors that distinguish two calls of a family; of other families it is the first."""
 _FAMILIES = {
     "convolution_pointwise": "convolution",
     "cudnn_convolution": "convolution",
@@ -140,20 +135,20 @@ _KERNELS = (
     ("convolution", re.compile(r"fprop|conv", re.I)),
     ("product", re.compile(r"gemm|cutlass|cublas|cijk|nvjet|xmma|matmul|gemv", re.I)),
 )
-"""The family of a kernel of a library by its own name, where no op of the host names it."""
+"""The family of a library kernel by its name, where no op of the host names it."""
 
 
 def family(name: str) -> str:
-    """One name for ops that stand for each other: "product" for "aten::mm" and "aten::addmm"."""
+    """One name for interchangeable ops: "product" for "aten::mm" and "aten::addmm"."""
     plain = keys.common_name(name).rpartition("::")[2].strip("_")
     return "product" if plain in _PRODUCTS else _FAMILIES.get(plain, plain)
 
 
 def kernel_family(name: str) -> str:
-    """The family of a library's kernel by its own name; "" where that does not say."""
+    """The family of a library kernel by its name; "": unknown."""
     if "::" in name and "(" not in name and "<" not in name:
         return family(name)
-    return next((known for known, pattern in _KERNELS if pattern.search(name)), "")
+    return next((family for family, pattern in _KERNELS if pattern.search(name)), "")
 
 
 def operands(name: str, shapes: Sequence[records.Shape]) -> keys.Key:
@@ -173,47 +168,30 @@ def operands(name: str, shapes: Sequence[records.Shape]) -> keys.Key:
 def paired(
     called: Sequence[tuple[int, keys.Key]], ops: Sequence[tuple[int, keys.Key]]
 ) -> dict[int, int]:
-    """The op of each call by its place.
+    """The op of each call by its position.
 
-    In order by family and operands; between two pairs by family alone; what is left by family and
+    In order by family and operands; between two pairs by family alone; the rest by family and
     operands in any order.
     """
     have, wanted = [key for _, key in called], [key for _, key in ops]
     pairs = keys.common(have, wanted)
-    names, own_names = [key[0] for key in have], [key[0] for key in wanted]
-    swapped = list(_in_any_order(pairs, have, wanted))
+    # Keys without operands pair in order only.
+    swapped = [(a, b) for a, b in keys.in_any_order(pairs, have, wanted) if have[a][1]]
     taken = {b for _, b in swapped}
     placed = {a for a, _ in swapped}
     more = [
         (a, b)
-        for a, b in keys.between(pairs, names, own_names)
+        for a, b in keys.between(pairs, [key[0] for key in have], [key[0] for key in wanted])
         if a not in placed and b not in taken
     ]
     return {called[a][0]: ops[b][0] for a, b in (*pairs, *swapped, *more)}
 
 
-def _in_any_order(
-    pairs: Iterable[tuple[int, int]], have: Sequence[keys.Key], wanted: Sequence[keys.Key]
-) -> Iterable[tuple[int, int]]:
-    """More pairs of equal keys with operands, the first of those that are left each time."""
-    pairs = list(pairs)
-    done, taken = {a for a, _ in pairs}, {b for _, b in pairs}
-    left: dict[keys.Key, deque[int]] = defaultdict(deque)
-    for number, key in enumerate(wanted):
-        if number not in taken and key[1]:
-            left[key].append(number)
-    for place, key in enumerate(have):
-        if place not in done and left[key]:
-            yield place, left[key].popleft()
-
-
-# -- matching --------------------------------------------------------------------------------------
-# Which op of our graph each op is that a compiler was given.
-#
+# -- ops of the compiler and of our graph ----------------------------------------------------------
 # Both are the same program, captured twice: the sequences are matched in order by name and module,
-# then by name alone between two pairs, then out of order inside of a module.  A compiler is given
-# some ops in parts that stay one op in our graph (RMS norm, recurrent networks): between two pairs
-# the parts belong to the op of the same module that has no partner.
+# then by name alone between two pairs, then out of order inside of a module.  A compiler gets some
+# ops in parts that stay one op in our graph (RMS norm, recurrent networks): between two pairs the
+# parts belong to the op of the same module that has no partner.
 
 _TURNS = (
     ("forward", False, False),
@@ -221,15 +199,14 @@ _TURNS = (
     ("recompute", True, False),
     ("forward", True, False),
 )
-"""Parts of our graph in turn: whether theirs is looked for in graphs with a backward, and among
-ops of a backward."""
+"""(part of our graph, whether to search graphs with a backward, whether among backward ops)."""
 
 
 def matched(graphs: Sequence[CompiledGraph], graph: OpGraph) -> list[dict[int, int]]:
     """For each compiled graph: our op by the position of theirs.
 
-    What a backward graph computes of the forward is looked for among ops of checkpoints that run
-    again, then among those that no forward graph has.
+    Forward ops in a backward graph are searched among recomputed ops of checkpoints, then among
+    those that no forward graph has.
     """
     result: list[dict[int, int]] = [{} for _ in graphs]
     taken: set[int] = set()
@@ -253,7 +230,7 @@ def matched(graphs: Sequence[CompiledGraph], graph: OpGraph) -> list[dict[int, i
 
 
 def is_launched(op: Op) -> bool:
-    """Whether an op of our graph launches anything."""
+    """Whether an op of our graph launches a kernel."""
     rule = find_rule(op.target)
     return op.kind == "kernel" and (rule is None or rule.fusion != "free")
 
@@ -262,67 +239,49 @@ def _pairs(theirs: Sequence[ProgramOp], ours: Sequence[Op]) -> Iterator[tuple[in
     """(position of theirs, our op); several of theirs may be one of ours."""
     names = [keys.common_name(op.name) for op in theirs]
     own_names = [keys.common_name(op.name.replace(".", "::", 1)) for op in ours]
-    exact = keys.common(
-        [(f"{name} in {op.module}", ()) for name, op in zip(names, theirs, strict=True)],
-        [(f"{name} in {op.module}", ()) for name, op in zip(own_names, ours, strict=True)],
-    )
+    have: list[keys.Key] = [
+        (f"{n} in {op.module}", ()) for n, op in zip(names, theirs, strict=True)
+    ]
+    wanted: list[keys.Key] = [
+        (f"{n} in {op.module}", ()) for n, op in zip(own_names, ours, strict=True)
+    ]
+    exact = keys.common(have, wanted)
     pairs = sorted((*exact, *keys.between(exact, names, own_names)))
-    swapped = _swapped(theirs, ours, names, own_names, pairs)
+    # Ops of one name in a module swap, as the two products in the backward of a linear layer.
+    swapped = keys.in_any_order(pairs, have, wanted)
     yield from ((a, ours[b]) for a, b in (*pairs, *swapped))
     placed, taken = {a for a, _ in swapped}, {b for _, b in swapped}
-    for mine, other in keys.gaps(pairs, len(theirs), len(ours)):
-        left = [ours[number] for number in other if number not in taken]
-        for place in mine:
-            whole = next((op for op in left if _is_inside(theirs[place], op)), None)
-            if whole is not None and place not in placed:
-                yield place, whole
-
-
-def _swapped(
-    theirs: Sequence[ProgramOp],
-    ours: Sequence[Op],
-    names: Sequence[str],
-    own_names: Sequence[str],
-    pairs: Sequence[tuple[int, int]],
-) -> list[tuple[int, int]]:
-    """More pairs: ops of one name in one module that stand in another order, as the two products
-    in the backward of a linear layer."""
-    done, taken = {a for a, _ in pairs}, {b for _, b in pairs}
-    left: dict[tuple[str, str], deque[int]] = defaultdict(deque)
-    for number, op in enumerate(ours):
-        if number not in taken:
-            left[own_names[number], op.module].append(number)
-    return [
-        (place, left[names[place], op.module].popleft())
-        for place, op in enumerate(theirs)
-        if place not in done and left[names[place], op.module]
-    ]
+    for parts, others in keys.gaps(pairs, len(theirs), len(ours)):
+        left = [ours[number] for number in others if number not in taken]
+        for part in parts:
+            composite = next((op for op in left if _is_inside(theirs[part], op)), None)
+            if composite is not None and part not in placed:
+                yield part, composite
 
 
 def _is_inside(part: ProgramOp, op: Op) -> bool:
-    """Whether a part of an op may be of this one: both run in the same module."""
+    """Whether a part may belong to this op: both run in the same module."""
     return part.module == op.module or part.module.startswith(f"{op.module}.")
 
 
 # -- dataflow --------------------------------------------------------------------------------------
-# Which op waits for which, and between which kernels of a step it can run therefore.
 
 _FEW = 16
-"""Ops that read one tensor with more readers than this are no neighbours by that."""
+"""Readers of one tensor are kin up to this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """The ops of a graph that launch something, in order, and what each reads from others."""
+    """The ops of a graph that launch kernels, in order, with their neighbours."""
 
     ops: tuple[int, ...]  # ids
-    makers: Mapping[int, frozenset[int]]  # of what an op reads
-    readers: Mapping[int, frozenset[int]]  # of what it writes
-    kin: Mapping[int, frozenset[int]]  # that read a tensor which it reads too
+    makers: Mapping[int, frozenset[int]]  # of the inputs of an op
+    readers: Mapping[int, frozenset[int]]  # of its outputs
+    kin: Mapping[int, frozenset[int]]  # other readers of its inputs
 
     @staticmethod
     def of(graph: OpGraph) -> Dataflow:
-        """The flow of tensors, by who wrote their storage last."""
+        """The flow of tensors, by the last writer of their storage."""
         writer: dict[int, int] = {}
         version: dict[int, int] = {}  # of a storage: by the op that wrote it last
         makers: dict[int, set[int]] = {}
@@ -355,8 +314,8 @@ class Dataflow:
 
 @dataclass(slots=True)
 class Windows:
-    """The first and the last kernel of a step in which each op can run: it waits for what it reads,
-    and what reads it waits for it."""
+    """The first and the last kernel of a step in which each op can run, after its makers and before
+    its readers."""
 
     first: dict[int, int]
     last: dict[int, int]
@@ -368,10 +327,10 @@ class Windows:
         library: Sequence[bool],
         limits: Mapping[int, tuple[int, int]],
     ) -> Windows:
-        """Windows by the kernels of ops that are known.
+        """Windows by the known kernels of ops.
 
         home: known kernels by op.  library: whether each kernel of the step is a call into a
-        library, which shares its kernel with no other op.  limits: windows of ops by themselves.
+        library, which computes one op.  limits: windows of ops without their neighbours.
         """
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -388,6 +347,6 @@ class Windows:
         return Windows(first, last)
 
     def around(self, op: int) -> tuple[int, int]:
-        """The window of an op; where what is known contradicts itself, all between."""
+        """The window of an op; if its ends contradict each other, all between them."""
         ends = self.first[op], self.last[op]
         return min(ends), max(ends)

@@ -1,4 +1,4 @@
-"""A compiled step beside its graph: the kernels that were measured, and those that we detect."""
+"""A compiled step matched with its graph: measured kernels, and kernels that we detect."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rooftrace.measured.alignment.naming import times_by_names
 from rooftrace.measured.profiles import KernelCounters, Trace, read_trace
 
 _BY = {"provenance": "as the compiler noted", "names": "inferred by the names of kernels"}
-"""How the ops of each kernel are known, in words."""
+"""The origin of the ops of each kernel, in words."""
 
 
-class _Row(Protocol):
+class _KernelRow(Protocol):
     """A measured step with the times of its kernels."""
 
     @property
@@ -42,11 +42,11 @@ class _Row(Protocol):
 class FusionDifference:
     """Ops that a compiler has put into other kernels than we do."""
 
-    kind: str  # "more": it fused more than we do; "less"; "otherwise": neither holds the other
+    kind: str  # "more": it fused more than we do; "less"; "otherwise": neither contains the other
     ops: tuple[int, ...]  # ids in the plan's graph
     names: tuple[str, ...]  # of the measured kernels
-    detected: int  # how many kernels we make of them
-    measured: int  # how many it made
+    detected: int  # number of our kernels
+    measured: int  # number of its kernels
     bytes_detected: int  # byte through HBM by our kernels
     bytes_measured: int  # byte through HBM by its kernels, by the same rules
     seconds: float  # s that its kernels took
@@ -64,11 +64,11 @@ class FusionDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class FusedStep:
-    """A compiled step that was measured, beside the kernels that are detected in its graph."""
+    """The kernels of a measured compiled step, and those that we detect in its graph."""
 
     detected: Plan  # as the execution model `compiled` groups it
     kernels: tuple[KernelTime, ...]  # in launch order
-    by: str = "provenance"  # what the compiler noted; "names": by the names of kernels alone
+    by: str = "provenance"  # noted by the compiler; "names": inferred from the names of kernels
 
     @property
     def seconds(self) -> float:
@@ -78,12 +78,12 @@ class FusedStep:
     @property
     def coverage(self) -> float:
         """Share of these seconds that belongs to ops of the graph."""
-        own = sum(kernel.seconds for kernel in self.kernels if kernel.ops or kernel.parts)
-        return own / self.seconds if self.seconds else 0.0
+        matched = sum(kernel.seconds for kernel in self.kernels if kernel.ops or kernel.parts)
+        return matched / self.seconds if self.seconds else 0.0
 
     @property
     def unplaced(self) -> tuple[int, ...]:
-        """Ids of ops that launch something by our rules, and are in no kernel of the step."""
+        """Ids of ops that launch a kernel by our rules, and are in no kernel of the step."""
         placed = {op for kernel in self.kernels for op in kernel.ops}
         return tuple(
             op.id for op in self.detected.graph.ops if is_launched(op) and op.id not in placed
@@ -105,18 +105,18 @@ class FusedStep:
 
     @property
     def group_seconds(self) -> list[float | None]:
-        """Seconds of each group of `measured`; None of one that no kernel of the step computes.
+        """Seconds of each group of `measured`; None where no kernel of the step computes it.
 
-        The pieces of an op that a compiler took apart count for the group that has the op.
+        The parts of an op that a compiler decomposed count for the group that has the op.
         """
         sums: dict[int, float] = defaultdict(float)
-        for kernel, group in zip(self.kernels, self._places, strict=True):
+        for kernel, group in zip(self.kernels, self._group_numbers, strict=True):
             if group is not None:
                 sums[group] += kernel.seconds
         return [sums.get(number) for number in range(len(self.measured.groups))]
 
     @cached_property
-    def _places(self) -> list[int | None]:
+    def _group_numbers(self) -> list[int | None]:
         """The group of `measured` that each kernel belongs to; None of a call without ops."""
         groups = enumerate(self.measured.groups)
         group_of = {op: number for number, group in groups for op in group.ops}
@@ -128,23 +128,23 @@ class FusedStep:
     ) -> list[float | None]:
         """DRAM bytes of each group of `measured`, by a profiler's counters of the same step.
 
-        None of a group with a kernel that was not counted.  Raises ProfileError for counters in
-        which less than half of the compiler's kernels are.
+        None of a group with a kernel that was not counted.  Raises ProfileError where less than
+        half of the compiler's kernels have counters.
         """
         moved = counted_kernels(self.kernels, counters, source)
         sums: dict[int, float] = defaultdict(float)
-        for number, group in enumerate(self._places):
+        for number, group in enumerate(self._group_numbers):
             if group is not None:  # not a number where a kernel of the group was not counted
                 sums[group] += moved.get(number, math.nan)
-        known = {group: size for group, size in sums.items() if not math.isnan(size)}
-        return [known.get(number) for number in range(len(self.measured.groups))]
+        counted = {group: size for group, size in sums.items() if not math.isnan(size)}
+        return [counted.get(number) for number in range(len(self.measured.groups))]
 
     @property
     def activation_fusion(self) -> float:
         """Bytes of activations through HBM in the measured kernels, over those of the unfused step.
 
         It is the factor `ExecutionModel.activation_fusion`, of this step on this device, without
-        its optimizer, which runs beside what is compiled.
+        its optimizer, which is not compiled.
         """
         return self._share("activations")
 
@@ -158,17 +158,17 @@ class FusedStep:
         return self._share("temporary")
 
     def _share(self, role: str) -> float:
-        part, whole = (_bytes_of(role, made) for made in (self.measured, self.unfused))
-        return part / whole if whole else 1.0
+        fused, unfused = (_bytes_of(role, plan) for plan in (self.measured, self.unfused))
+        return fused / unfused if unfused else 1.0
 
     @cached_property
     def agreement(self) -> Agreement:
-        """Of the kernels that we detect with those that the compiler wrote."""
+        """The agreement of the kernels that we detect with those of the compiler."""
         return Agreement.of(*self._partitions())
 
     @cached_property
     def differences(self) -> tuple[FusionDifference, ...]:
-        """Where the two differ, most seconds first."""
+        """The differences of the two, most seconds first."""
         ours, theirs = self._partitions()
         measured = self.measured
         size_of = {
@@ -193,9 +193,9 @@ class FusedStep:
 
     @cached_property
     def joins(self) -> tuple[JoinCheck, ...]:
-        """The joins by which detected kernels grew, and how often the compiler made the same step.
+        """The joins by which detected kernels grew, and how often the compiler made them too.
 
-        Those that it makes least often are first.
+        Joins that it makes least often are first.
         """
         return join_checks(self.detected.groups, self._partitions()[1])
 
@@ -232,14 +232,14 @@ class FusedStep:
         )
 
 
-def fused(step: _Row | Trace | str | Path, graph: OpGraph) -> FusedStep:
-    """The kernels of a compiled step that was measured, beside the graph of the same step.
+def fused(step: _KernelRow | Trace | str | Path, graph: OpGraph) -> FusedStep:
+    """The kernels of a measured compiled step, matched with the graph of the same step.
 
-    step: a row of `rooftrace.measure(..., compiled=True)`, for which the compiler noted which ops
-    are in each kernel; or a trace of torch.profiler, or the path of its file: ops are then told by
-    the names and the order of kernels, and what these cannot tell has no ops.  graph: of
-    `rooftrace.trace` with the same arguments.  Raises ProfileError for a row without kernels, for
-    the graph of another step, and for a trace in which no kernel has an op of the graph.
+    step: a row of `rooftrace.measure(..., compiled=True)`, for which the compiler noted the ops of
+    each kernel; or a trace of torch.profiler, or the path of its file: ops are then inferred from
+    the names and the order of kernels, or left out.  graph: of `rooftrace.trace` with the same
+    arguments.  Raises ProfileError for a row without kernels, for the graph of another step, and
+    for a trace in which no kernel has an op of the graph.
     """
     detected = plan(graph.expand(), execution_model("compiled"))
     if isinstance(step, (str, Path)):
@@ -250,7 +250,7 @@ def fused(step: _Row | Trace | str | Path, graph: OpGraph) -> FusedStep:
     return FusedStep(detected=detected, kernels=step.kernels)
 
 
-def _check(row: _Row, detected: Plan) -> None:
+def _check(row: _KernelRow, detected: Plan) -> None:
     """Raise ProfileError for a row without kernels, or of another graph."""
     if not row.kernels:
         raise ProfileError(
@@ -283,7 +283,7 @@ def _kind(ours: int, theirs: int) -> str:
 
 
 def _in_order(graph: OpGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
-    """Groups in an order in which each stands after those that it reads from.
+    """Groups in an order in which each stands after the groups that it reads from.
 
     A compiler may run an op before one that is earlier in the graph.  Where kernels read from each
     other in a circle, as parts of ops were computed twice, the order of first ops decides.
@@ -311,17 +311,16 @@ def _in_order(graph: OpGraph, groups: Sequence[FusionGroup]) -> list[FusionGroup
     return done
 
 
-# -- joinchecks ------------------------------------------------------------------------------------
-# Which joins of ours a compiler made too: each step by which a detected kernel grew.
+# -- joins that a compiler made too ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class JoinCheck:
-    """How often one join of the table in docs/fusion.md was made by us, and by a compiler."""
+    """How often a join of the table in docs/fusion.md was made by us, and by a compiler."""
 
-    join: str  # its name; its limit and the option of Inductor stand in the table
+    join: str  # its name in the table
     ours: int  # steps by which our kernels grew, of ops in kernels that the compiler wrote
-    made: int  # of these steps: how many it made too
+    made: int  # number of these steps that it made too
 
     def __str__(self) -> str:
         return f"{self.join}: the compiler made {self.made:,} of {plural(self.ours, 'step')}"
@@ -330,8 +329,8 @@ class JoinCheck:
 def join_checks(groups: Iterable[FusionGroup], theirs: Mapping[int, int]) -> tuple[JoinCheck, ...]:
     """The joins that made `groups`, most steps that the compiler did not make first.
 
-    theirs: the compiler's kernel by op.  A step is made too if some op that came to a kernel by it
-    is in one kernel of the compiler with an op that was there before.
+    theirs: the compiler's kernel by op.  The compiler made a step too if it has an op that the step
+    added in one kernel with an op that was there before.
     """
     ours: dict[str, int] = {}
     made: dict[str, int] = {}
@@ -348,59 +347,56 @@ def join_checks(groups: Iterable[FusionGroup], theirs: Mapping[int, int]) -> tup
     return tuple(sorted(checks, key=lambda check: (check.made - check.ours, check.join)))
 
 
-# -- counting --------------------------------------------------------------------------------------
-# Counted bytes of the kernels of a compiled step: launches of a profiler beside its row.
-
+# -- counters --------------------------------------------------------------------------------------
 
 _LEAST = 0.5
-"""Share of the kernels that the compiler wrote that must have counters."""
+"""Share of the compiler's kernels that must have counters."""
 
 
 def counted_kernels(
     calls: Sequence[KernelTime], counters: Sequence[KernelCounters], source: str
 ) -> dict[int, float]:
-    """The bytes of each call of a step by its number; one without counters is not there.
+    """The bytes of each call of a step by its number; calls without counters are left out.
 
     source: the file of the counters.  Kernels that the compiler wrote are matched in order by name.
-    A call of a library has what was launched between two of them, if it is the only one there, or
-    if there are as many launches as calls.  Raises ProfileError where less than half of the
-    compiler's kernels have counters.
+    A library call has the launches between two of them, if it is the only call there, or if there
+    are as many launches as calls.  Raises ProfileError where less than half of the compiler's
+    kernels have counters.
     """
     have = [(keys.base_name(kernel.name), ()) for kernel in calls]
     wanted = [(keys.base_name(launch.name), ()) for launch in counters]
     pairs = keys.common(have, wanted)
     written = [number for number, kernel in enumerate(calls) if kernel.generated]
-    known = {a for a, _ in pairs} & set(written)
-    if len(known) < _LEAST * len(written):
-        first = next(calls[number].name for number in written if number not in known)
+    matched = {a for a, _ in pairs} & set(written)
+    if len(matched) < _LEAST * len(written):
+        first = next(calls[number].name for number in written if number not in matched)
         raise ProfileError(
-            f"{source}: {format_share(len(known) / len(written))} of the {len(written):,} kernels "
-            f"that the compiler wrote are there in order; the first that is not: {first}: count "
-            "the step that was measured"
+            f"{source}: {format_share(len(matched) / len(written))} of the {len(written):,} "
+            f"kernels that the compiler wrote are there in order; the first that is not: {first}: "
+            "count the step that was measured"
         )
     moved: dict[int, float] = {a: float(counters[b].bytes) for a, b in pairs}
-    for mine, other in keys.gaps(pairs, len(calls), len(counters)):
-        sizes = [float(counters[j].bytes) for j in other]
-        if len(mine) == 1:
-            moved[mine[0]] = sum(sizes)
-        elif len(mine) == len(sizes):
-            moved.update(zip(mine, sizes, strict=True))
+    for between, launches in keys.gaps(pairs, len(calls), len(counters)):
+        sizes = [float(counters[j].bytes) for j in launches]
+        if len(between) == 1:
+            moved[between[0]] = sum(sizes)
+        elif len(between) == len(sizes):
+            moved.update(zip(between, sizes, strict=True))
     return moved
 
 
 # -- agreement -------------------------------------------------------------------------------------
-# How far two ways to put the ops of a graph into kernels agree, and where they differ.
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two partitions of the same ops into kernels, ours beside theirs.
+    """The agreement of two partitions of the same ops into kernels, ours and theirs.
 
     precision, recall: of pairs of ops in one kernel; theirs are the truth.  rand: the adjusted Rand
     index (Hubert and Arabie 1985), 1 for equal partitions and about 0 for independent ones.
     """
 
-    ops: int  # how many ops both have
+    ops: int  # that both partitions have
     precision: float
     recall: float
     rand: float
@@ -413,7 +409,7 @@ class Agreement:
 
     @staticmethod
     def of(ours: Mapping[int, int], theirs: Mapping[int, int]) -> Agreement:
-        """Of two kernels by op, over the ops of `theirs`, all of which `ours` has."""
+        """The agreement of two mappings of op to kernel, over the ops of `theirs`."""
         both = Counter((ours[op], theirs[op]) for op in theirs)
         same = sum(comb(n, 2) for n in both.values())
         a = sum(comb(n, 2) for n in Counter(ours[op] for op in theirs).values())

@@ -1,10 +1,11 @@
-"""Keys that match calls of a trace with ops of a graph, and the calls at the level of the graph."""
+"""Keys that match calls of a trace with ops of a graph, and calls at the level of the graph."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rooftrace.costmodels.fusion import runs
@@ -38,14 +39,14 @@ _ONE_OP: Mapping[str, frozenset[str]] = {
 }
 """Ops that backends have under other names: every op that the same rule prices is that op."""
 _SEVERAL_NAMES = frozenset({"attention", "rnn", "batch norm", "layer norm"})
-"""The kinds of these ops, to skip the search for all others."""
+"""The kinds of these ops, to skip the search for other ops."""
 _ONLY_IN_TRACES: Mapping[str, str] = {
     "aten::dropout": "aten::native_dropout",  # the call around it
     "aten::_cudnn_attention_backward": "attention_backward",  # inside of the op, never in a graph
     "aten::_scaled_dot_product_attention_math": "attention",  # a backend that is many kernels
     "aten::_scaled_dot_product_attention_math_for_mps": "attention",
 }
-"""Names that no graph has, so that no rule knows them."""
+"""Names that no graph has, and so no rule."""
 _BY_FIRST_SHAPE = frozenset(
     {"attention", "batch_norm", "batch_norm_backward", "rms_norm", "rms_norm_backward"}
 )
@@ -76,9 +77,9 @@ def _key(name: str, shapes: Sequence[records.Shape]) -> Key:
 
 
 def common_name(name: str) -> str:
-    """One name for all names of an op: "attention" of "aten::_scaled_dot_product_flash_attention".
+    """The common name of an op: "attention" for "aten::_scaled_dot_product_flash_attention".
 
-    Every other name stays, without the underscore of an in-place op: add_ becomes add.
+    Other names only lose the underscore of an in-place op: add_ becomes add.
     """
     dotted = name.replace("::", ".", 1)
     rule = find_rule(f"{dotted}.default")
@@ -102,7 +103,7 @@ WAYS = 3
 
 
 def looser(key: Key, way: int) -> Key:
-    """A key in which some harmless differences of shapes are gone.
+    """A key without some harmless differences of shapes.
 
     way 1: no leading dimensions of 1.  way 2: no dimensions of 1 at all.  way 3: all dimensions but
     the last as one, and of a matrix product the weight as if it lay either way.
@@ -143,18 +144,18 @@ def written_out(graph: OpGraph) -> list[tuple[int, int]]:
     Raises GraphError where that is too long.
     """
     graph.check_length()
-    places = [op.repeats for op in graph.ops]
+    repeats = [op.repeats for op in graph.ops]
 
-    def walk(part: range, depth: int, turn: int) -> Iterator[tuple[int, int]]:
-        for repeat, inside in runs.segments(places, part, depth):
+    def walk(part: range, depth: int, outer: int) -> Iterator[tuple[int, int]]:
+        for repeat, inside in runs.segments(repeats, part, depth):
             if repeat is None:
-                yield from ((index, turn) for index in inside)
+                yield from ((index, outer) for index in inside)
                 continue
             count = graph.repeats[repeat].count
             for iteration in range(count):
-                yield from walk(inside, depth + 1, turn * count + iteration)
+                yield from walk(inside, depth + 1, outer * count + iteration)
 
-    return list(walk(range(len(places)), 0, 0))
+    return list(walk(range(len(repeats)), 0, 0))
 
 
 def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, int]], int]:
@@ -168,22 +169,40 @@ def paired(have: Sequence[Key], wanted: Sequence[Key]) -> tuple[list[tuple[int, 
         if len(pairs) == min(len(have), len(wanted)):
             break
         closer: list[tuple[int, int]] = []
-        for mine, other in gaps(pairs, len(have), len(wanted)):
-            left = [looser(have[i], way) for i in mine]
-            right = [looser(wanted[j], way) for j in other]
-            closer += [(mine[x], other[y]) for x, y in common(left, right)]
+        for calls, ops in gaps(pairs, len(have), len(wanted)):
+            left = [looser(have[i], way) for i in calls]
+            right = [looser(wanted[j], way) for j in ops]
+            closer += [(calls[x], ops[y]) for x, y in common(left, right)]
         pairs = sorted((*pairs, *closer))
     return pairs, len(pairs) - exact
+
+
+def in_any_order(
+    pairs: Sequence[tuple[int, int]],
+    have: Sequence[Hashable],
+    wanted: Sequence[Hashable],
+) -> list[tuple[int, int]]:
+    """More pairs of positions with equal keys, out of order: each takes the first that is left."""
+    done, taken = {a for a, _ in pairs}, {b for _, b in pairs}
+    left: dict[Hashable, deque[int]] = defaultdict(deque)
+    for number, key in enumerate(wanted):
+        if number not in taken:
+            left[key].append(number)
+    return [
+        (position, left[key].popleft())
+        for position, key in enumerate(have)
+        if position not in done and left[key]
+    ]
 
 
 def between(
     pairs: Sequence[tuple[int, int]], have: Sequence[str], wanted: Sequence[str]
 ) -> list[tuple[int, int]]:
-    """More pairs of positions, by name alone, between those that are known; all rise."""
+    """More pairs of positions, by name alone, between the given pairs; all rise."""
     more: list[tuple[int, int]] = []
-    for mine, other in gaps(pairs, len(have), len(wanted)):
-        inside = common([(have[i], ()) for i in mine], [(wanted[j], ()) for j in other])
-        more += [(mine[x], other[y]) for x, y in inside]
+    for calls, ops in gaps(pairs, len(have), len(wanted)):
+        inside = common([(have[i], ()) for i in calls], [(wanted[j], ()) for j in ops])
+        more += [(calls[x], ops[y]) for x, y in inside]
     return more
 
 
@@ -213,7 +232,7 @@ def common(have: Sequence[Key], wanted: Sequence[Key]) -> list[tuple[int, int]]:
             if block.tag == "equal"
             for k in range(block.src_end - block.src_start)
         ]
-        if not last:  # what is near the end of a window may have its partner behind it
+        if not last:  # near the end of a window a partner may be behind it
             block_pairs = block_pairs[: max(1, len(block_pairs) * 3 // 4)]
         pairs += block_pairs
         if last or not block_pairs:
@@ -229,7 +248,7 @@ def key_words(key: Key) -> str:
 
 
 def base_name(name: str) -> str:
-    """ "gemm" of "void cutlass::gemm<float, 3>(Params)", as one profiler or another writes it."""
+    """ "gemm" of "void cutlass::gemm<float, 3>(Params)", for the spelling of any profiler."""
     name = name.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
     plain, before = name, ""
     while plain != before:  # templates nest
@@ -240,7 +259,6 @@ def base_name(name: str) -> str:
 
 
 # -- calls -----------------------------------------------------------------------------------------
-# The calls of a trace at the level of a graph: of nested calls, the one that the graph has.
 
 _HOST_ONLY = frozenset(
     f"aten::{name}" for name in ("flatten", "reshape", "resize", "resolve_conj", "resolve_neg")
@@ -267,7 +285,7 @@ class OpCall:
 
 
 class CallTree:
-    """Cuts the call trees of a trace where they meet the ops of the graph."""
+    """Cuts call trees of a trace at the level of a graph: of nested calls, the one in the graph."""
 
     def __init__(self, trace: Trace, keys: frozenset[Key]) -> None:
         self.trace, self.keys = trace, keys
@@ -290,7 +308,7 @@ class CallTree:
         return calls + [self.bare(kernel) for kernel in self.unnamed(step)]
 
     def roots(self, step: TraceStep) -> Iterator[int]:
-        """The calls of a step that no other of its calls is around."""
+        """The outermost calls of a step."""
         parents = self.trace.ops.parent
         inside = set(step.ops)
         for op in step.ops:
@@ -304,7 +322,7 @@ class CallTree:
                 yield kernel
 
     def bare(self, kernel: int) -> OpCall:
-        """A kernel as a call of its own."""
+        """A kernel as a call."""
         kernels = self.trace.kernels
         name = kernels.names.items[kernels.name[kernel]]
         return OpCall(records.NONE, (name, ()), name, kernels.duration[kernel], (kernel,))
@@ -314,7 +332,7 @@ class CallTree:
         ops = self.trace.ops
         number = (ops.name[op], ops.inputs[op])
         if number not in self._keys:
-            inputs = ops.inputs_known.items[number[1]] if number[1] != records.NONE else None
+            inputs = ops.call_inputs.items[number[1]] if number[1] != records.NONE else None
             shapes = inputs.shapes if inputs else ()
             self._keys[number] = key_of_call(ops.names.items[number[0]], shapes)
         return self._keys[number]
@@ -323,25 +341,27 @@ class CallTree:
         """The calls at the level of the graph in one call tree."""
         key = self.key(op)
         if key in self.keys:
-            return [self.whole(op, key)]
+            return [self.with_inner(op, key)]
         below = [call for called in self.calls.get(op, ()) for call in self.below(called)]
-        known = any(call.key in self.keys for call in below)
-        if not known and self.nearly(key):
-            return [self.whole(op, key)]
-        known = known or any(self.nearly(call.key) for call in below)
+        matches = any(call.key in self.keys for call in below)
+        if not matches and self.nearly(key):
+            return [self.with_inner(op, key)]
+        matches = matches or any(self.nearly(call.key) for call in below)
         # Nothing matches, but an op of the graph in other sizes is the better name for it.
         same = key[0] not in self.names and any(call.key[0] in self.names for call in below)
-        return [*below, *self._own(op, key)] if known or same else [self.whole(op, key)]
+        if matches or same:
+            return [*below, *self._direct(op, key)]
+        return [self.with_inner(op, key)]
 
-    def _own(self, op: int, key: Key) -> list[OpCall]:
-        """The kernels that a call launched itself, beside those of the calls inside of it."""
+    def _direct(self, op: int, key: Key) -> list[OpCall]:
+        """The kernels that a call launched directly, not through a call inside of it."""
         kernels = self.launches.get(op, ())
         if not kernels:
             return []
         seconds = sum(self.trace.kernels.duration[k] for k in kernels)
         return [OpCall(op, key, self.name(op), seconds, kernels)]
 
-    def whole(self, op: int, key: Key) -> OpCall:
+    def with_inner(self, op: int, key: Key) -> OpCall:
         """A call with all calls below it."""
         name = self.name(op)
         if not self.trace.on_device:
@@ -356,7 +376,7 @@ class CallTree:
             yield from self._below(called)
 
     def _on_host(self, op: int) -> bool:
-        """Whether nothing in this call is work: views, allocations, wrappers of them."""
+        """Whether a call does no work: only views, allocations, or wrappers of them."""
         name = self.name(op)
         if name.startswith("aten::"):
             return on_host(name)

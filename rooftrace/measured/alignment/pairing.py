@@ -24,7 +24,7 @@ from rooftrace.tracer import names
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A trace beside the graph that it matches best."""
+    """A trace matched with its best graph."""
 
     estimate: Estimate  # of that graph
     alignment: Alignment
@@ -38,7 +38,7 @@ def best_match(
     model: ExecutionModel,
     tell: Callable[[str], None],
 ) -> Match:
-    """The graph that a trace matches best, priced, and how it matches.
+    """The graph that a trace matches best, priced, with the alignment.
 
     graphs_of: makes the graphs by phase of the code that ran.  Raises MeasuredRequestError without
     it, and ProfileError where the trace matches no graph.
@@ -99,7 +99,6 @@ def graphs_of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None) -> Gra
 
 
 # -- reading ---------------------------------------------------------------------------------------
-# Reads measurements of any kind from a file; the contents tell the kind.
 
 Graphs = Mapping[str, OpGraph]
 """By phase."""
@@ -110,10 +109,10 @@ class MeasuredRequestError(ValueError):
 
 
 def read_measured(path: str, use: str) -> Measured:
-    """The measurements in a file.
+    """The measurements in a file; its contents tell the kind.
 
     use: the purpose, in words, for the error.  Raises the errors of the file's reader, and
-    MeasuredRequestError for counted bytes, which are of use beside measurements only.
+    MeasuredRequestError for counted bytes, which only complement measurements.
     """
     kind = source_of(path)
     place = kind.place(path)
@@ -123,19 +122,18 @@ def read_measured(path: str, use: str) -> Measured:
 
 
 # -- steps -----------------------------------------------------------------------------------------
-# Measured steps with the graphs of their code: from a run file, or a table of step times.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
     """One measured step, and how its graph is made."""
 
-    label: str  # what to call it
-    place: str  # where it stands: the key of a row, or a line of a table
-    group: str  # what ran, whatever its sizes
+    label: str  # for reports
+    place: str  # the key of a row, or the line of a table
+    group: str  # the model or target, whatever its sizes
     seconds: float  # s
     graph: Callable[[], OpGraph]
-    phase: str | None = None  # None where a table does not say
+    phase: str | None = None  # None: unknown, in a table
     row: ModelRow | None = None  # of a run
 
     def why_not(self, error: Exception) -> str:
@@ -198,21 +196,20 @@ def steps_of_run(
     """The models of a run that ran as `execution` dispatches.
 
     target: graphs, or a target in which {target} stands for the row's model; without it a run that
-    was measured here has its graphs, and rows of others name models of the suite, and with
-    `trust_targets` also targets.  Raises MeasuredRequestError where
-    the run has no such row.
+    this process measured has its graphs, and rows of other runs name models of the suite, and with
+    `trust_targets` also targets.  Raises MeasuredRequestError where the run has no such row.
     """
     source = _source(target, trust_targets)
     mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
-    own = run.graphs if target is None else {}
+    graphs = run.graphs if target is None else {}
     steps = [
         MeasuredStep(
             label=row.key,
             place=row.key,
             group=row.model,
             seconds=row.median,
-            graph=partial(own.__getitem__, row.key)
-            if row.key in own
+            graph=partial(graphs.__getitem__, row.key)
+            if row.key in graphs
             else partial(_graph_of_row, row, source, target is None),
             phase=row.phase,
             row=row,
@@ -233,7 +230,7 @@ def steps_of_run(
 
 
 def _source(target: str | Graphs | None, trust_targets: bool) -> TargetTemplate | Graphs | None:
-    """Where graphs come from; None: no name in the measurements is run."""
+    """The source of graphs; None: no name in the measurements is run."""
     if target is None:
         return TRUSTED if trust_targets else None
     return template_of(target) if isinstance(target, str) else target
@@ -275,8 +272,7 @@ def _graph_of_row(row: ModelRow, source: TargetTemplate | Graphs | None, of_suit
 def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph:
     """The graph of a phase of a target at these sizes.
 
-    A target that makes its own inputs does not get sizes that it does not take; its inputs must
-    then have these sizes.
+    A target that makes its inputs gets no sizes; its inputs must then have these sizes.
     """
     from rooftrace.errors import RequestError, TargetError
     from rooftrace.tracer import Request, trace_target
@@ -289,12 +285,12 @@ def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph
         except (RequestError, TargetError) as error:
             first = first or error
             continue
-        known = {n: graph.workload[n] for n in sizes if graph.workload.get(n) is not None}
-        other = [n for n in known if sizes[n] not in (None, known[n])]
+        traced = {n: graph.workload[n] for n in sizes if graph.workload.get(n) is not None}
+        other = [n for n in traced if sizes[n] not in (None, traced[n])]
         if not other:
             return graph
         first = first or MeasuredRequestError(
-            f"{name}: measured with {other[0]} {sizes[other[0]]}, traces with {known[other[0]]}"
+            f"{name}: measured with {other[0]} {sizes[other[0]]}, traces with {traced[other[0]]}"
         )
     raise first or MeasuredRequestError(f"{name}: does not trace at the sizes that were measured")
 
@@ -315,14 +311,12 @@ def _of_phase(graphs: Graphs, phase: str | None) -> OpGraph:
 
 
 # -- templates -------------------------------------------------------------------------------------
-# From a name in measurements to a target: by a template of the user, or not at all.
-#
 # Measurements are data, and a target is code that is imported and called.  So a name in a file is a
 # target only where the user says so: with a template, or with `trust_targets`.
 
 
 NAME = "target"
-"""The column of what ran."""
+"""The column of the model or target."""
 SIZES = ("batch", "seq", "kv", "image_size")
 """Columns of sizes; a run has no image_size."""
 
@@ -340,7 +334,7 @@ _PATH = re.compile(rf"{_PART}(?:/{_PART})*")
 class TargetTemplate:
     """A target with places for the name and the sizes of a measured step."""
 
-    text: str  # as the user wrote it
+    text: str  # of the user
     parts: tuple[tuple[str, str], ...]  # (text, name of the column that follows it or "")
 
     @property
@@ -350,7 +344,7 @@ class TargetTemplate:
 
     @property
     def names_code(self) -> bool:
-        """Whether what it makes is package.module:attr or path/file.py:attr."""
+        """Whether it makes targets such as package.module:attr or path/file.py:attr."""
         return not self.text.startswith("hf:") and any(":" in text for text, _ in self.parts)
 
     def filled(self, values: Mapping[str, Any]) -> str:
@@ -359,8 +353,9 @@ class TargetTemplate:
         values: by column.  A name has letters, digits, "_" and "-" only where the template names
         code, and elsewhere also "." and "/", without a leading "/" and without "..".
         """
-        made = [text + (self._checked(name, values) if name else "") for text, name in self.parts]
-        target = "".join(made)
+        target = "".join(
+            text + (self._checked(name, values) if name else "") for text, name in self.parts
+        )
         if names.is_script(target) and not (self.trusts_names or names.is_script(self._plain)):
             raise MeasuredRequestError(
                 f"--target {shortened(self.text)!r}: {shortened(target)!r} is a script, which a "
@@ -429,12 +424,12 @@ def template_of(text: str, columns: tuple[str, ...] = (NAME, *SIZES)) -> TargetT
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """The beginning of a text that is too long for a message."""
+    """A text, cut to a length for messages."""
     return text if len(text) <= most else f"{text[:most]}…"
 
 
 def not_run(name: str) -> MeasuredRequestError:
-    """The error of a name in a file, where the user did not say that it is a target."""
+    """The error of a name in a file that the user did not declare a target."""
     return MeasuredRequestError(
         f"{shortened(name)!r} stands in a file of measurements, and what such a file names is not "
         'run: say with --target what it stands for, for example --target "models.py:{target}", or '

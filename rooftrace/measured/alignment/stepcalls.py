@@ -22,21 +22,19 @@ from rooftrace.measured.alignment.compiled import (
 from rooftrace.measured.profiles import Trace, TraceStep, records
 
 # -- words -----------------------------------------------------------------------------------------
-# The words in the name of a kernel, and those under which an op of our graph stands in one.
-#
 # Inductor names a kernel after the ops that its nodes were decomposed from: their names without
 # namespace and overload, sorted, each once, joined by underscores, with a number behind them.
 
 _GRAPH = re.compile(r"^graph_\d+_")
-"""What Inductor writes before the name of a kernel in the profiler's range on a CPU."""
+"""The prefix of the name of a kernel in the profiler's range on a CPU."""
 _WRITTEN = re.compile(
     r"^(?:\w+?_)?(?:cpp|mps|(?:triton|pallas|halide|cutedsl)_[a-z]{2,4})_fused(?:_(\w*?))??(?:_(\d+))?$"
 )
 _LONGEST = 9
-"""As many pieces between underscores does the name of an op have at most."""
+"""The most pieces between underscores in the name of an op."""
 _ELSEWHERE, _NO_OP, _UNSORTED = 2.2, 4.0, 3.0
-"""What it costs to read an op that is not in the graph, a piece that is in no op's name, and an op
-that is not in order; an op of the graph costs 1."""
+"""Costs of reading an op that is not in the graph, a piece that is in no op's name, and an op that
+is not in order; an op of the graph costs 1."""
 _ALSO: Mapping[str, frozenset[str]] = {
     "batch_norm": frozenset({"native_batch_norm_legit", "native_batch_norm_legit_functional"}),
     "rms_norm": frozenset({"fused_rms_norm", "rsqrt"}),
@@ -50,7 +48,7 @@ _ALSO: Mapping[str, frozenset[str]] = {
     "upsample_nearest2d": frozenset({"unsafe_index"}),
     "upsample_nearest2d_backward": frozenset({"unsafe_index_put"}),
 }
-"""Other names under which a compiler has an op of ours, and what it takes it apart into."""
+"""Other names of an op in a compiler, and the ops that it decomposes it into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +57,10 @@ class KernelWords:
 
     words: frozenset[str]  # without underscores around them: "softmax" of "_softmax"
     start: str = ""  # of one more op, where the name is cut
-    number: int | None = None  # of the kernel among those of its graph
+    number: int | None = None  # of the kernel in its graph
 
     def names(self, words: frozenset[str]) -> bool:
-        """Whether the name has one of these."""
+        """Whether the name has one of these words."""
         return not self.words.isdisjoint(words) or bool(
             self.start and any(word.startswith(self.start) for word in words)
         )
@@ -81,15 +79,15 @@ def is_generated(name: str) -> bool:
 class Vocabulary:
     """Reads the names of kernels of a step, given the names of the ops in its graph.
 
-    "index_select" may be one op or two: those of the graph are preferred.
+    "index_select" may be one op or two: ops of the graph are preferred.
     """
 
     def __init__(self, ops: Iterable[Op]) -> None:
-        self._own = frozenset(op.name.partition(".")[2].strip("_") for op in ops)
+        self._in_graph = frozenset(op.name.partition(".")[2].strip("_") for op in ops)
         self._read: dict[str, KernelWords] = {}
 
     def words(self, name: str) -> KernelWords:
-        """What the name of a kernel lists: of one that Inductor wrote, or of a library's call."""
+        """The ops in the name of a kernel that Inductor wrote, or of a library call."""
         if name not in self._read:
             self._read[name] = self._of(name)
         return self._read[name]
@@ -102,56 +100,51 @@ class Vocabulary:
         read = self._split((listed or "").split("_"))
         start = ""
         if number is None:
-            whole = len(read)
-            while whole and self._price(read[whole - 1]) > _ELSEWHERE:
-                whole -= 1
-            if whole == len(read) and self._price(read[-1]) > 1:  # "tan" may be cut "tanh"
-                whole -= 1
-            start = "_".join(read[whole:]).lstrip("_")
-            read = read[:whole]
+            complete = len(read)
+            while complete and self._price(read[complete - 1]) > _ELSEWHERE:
+                complete -= 1
+            if complete == len(read) and self._price(read[-1]) > 1:  # "tan" may be cut "tanh"
+                complete -= 1
+            start = "_".join(read[complete:]).lstrip("_")
+            read = read[:complete]
         words = frozenset(_common(word) for word in read if word.strip("_"))
         return KernelWords(words, start, None if number is None else int(number))
 
     def _split(self, pieces: Sequence[str]) -> list[str]:
-        """The words of a name that is cut at underscores: as few, and as well sorted, as can be."""
+        """The cheapest reading of the pieces of a name as words: few, and sorted."""
         best: list[dict[str, tuple[float, tuple[str, ...]]]] = [{} for _ in range(len(pieces) + 1)]
         best[0][""] = (0.0, ())
         for begin in range(len(pieces)):
             for last, (cost, before) in best[begin].items():
                 for end in range(begin + 1, min(begin + _LONGEST, len(pieces)) + 1):
                     word = "_".join(pieces[begin:end])
-                    known = _is_op(word)
-                    if not known and end > begin + 1:
+                    is_op = _is_op(word)
+                    if not is_op and end > begin + 1:
                         continue
-                    price = cost + self._price(word) + _UNSORTED * (known and word <= last)
-                    key = word if known else last
+                    price = cost + self._price(word) + _UNSORTED * (is_op and word <= last)
+                    key = word if is_op else last
                     if key not in best[end] or price < best[end][key][0]:
                         best[end][key] = (price, (*before, word))
         return list(min(best[-1].values())[1])
 
     def _price(self, word: str) -> float:
-        """What it costs to read this word."""
-        if word.strip("_") in self._own:
+        """The cost of reading this word."""
+        if word.strip("_") in self._in_graph:
             return 1.0
         return _ELSEWHERE if _is_op(word) else _NO_OP if word else 0.5
 
 
 def _common(word: str) -> str:
-    """One word for all names of an op: "attention" of "_scaled_dot_product_flash_attention"."""
+    """The common word of an op: "attention" for "_scaled_dot_product_flash_attention"."""
     return keys.common_name(f"aten::{word}").rpartition("::")[2].strip("_")
 
 
 @cache
 def op_words(op_name: str) -> frozenset[str]:
-    """The words under which an op stands in the name of a kernel: "gelu" for "aten.gelu"."""
+    """The words of an op in names of kernels: "gelu" for "aten.gelu"."""
     word = op_name.partition(".")[2].strip("_")
     also = _ALSO.get(_common(word), frozenset()) | _ALSO.get(word, frozenset())
     return frozenset(map(_common, {word, *also}))
-
-
-def words_of(op: Op) -> frozenset[str]:
-    """The words under which this op of a graph stands in the name of a kernel."""
-    return op_words(op.name)
 
 
 @cache
@@ -167,18 +160,17 @@ def _is_op(word: str) -> bool:
 _OTHERS = frozenset(word for also in _ALSO.values() for word in also) | _ALSO.keys()
 
 
-# -- stepcalls -------------------------------------------------------------------------------------
-# The calls of a compiled step in a trace: kernels of compiled graphs, and ops beside them.
+# -- calls -----------------------------------------------------------------------------------------
 
 _REGION = re.compile(r"CompiledFunction(Backward)?$|Torch-Compiled Region")
-"""Calls of the profiler around what was compiled."""
+"""Calls of the profiler around compiled code."""
 _STORES = "AccumulateGrad"
-"""In the name of the call by which autograd stores the gradient of a weight."""
+"""Part of the name of the call by which autograd stores the gradient of a weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """A call in the trace: of a kernel in a compiled graph, or of an op beside it."""
+    """A call in the trace: of a kernel in a compiled graph, or of an op outside of these."""
 
     name: str
     seconds: float
@@ -192,7 +184,7 @@ class StepCall:
 
 
 class StepWalk:
-    """Walks the calls of a trace down to kernels of compiled graphs, and to ops beside them."""
+    """Walks the calls of a trace down to kernels of compiled graphs, and to ops outside of them."""
 
     def __init__(self, trace: Trace, names: frozenset[str], ops: frozenset[keys.Key]) -> None:
         self.trace, self.names = trace, names
@@ -211,7 +203,7 @@ class StepWalk:
             backward = self.tree.name(op).endswith("Backward")
             for called in self.trace.calls.get(op, ()):
                 yield from self._inside(called, backward) if region else self._below(called)
-            yield from self._own(op, region, backward)
+            yield from self._direct(op, region, backward)
             return
         for call in self.tree.below(op):
             if not call.host or call.key in self.tree.keys:
@@ -221,17 +213,17 @@ class StepWalk:
         name, called = plain_name(self.tree.name(op)), self.trace.calls.get(op, ())
         if not self._has_region(op) and (name in self.names or "::" in name):
             if name in self.names or not keys.on_host(name):
-                call = replace(self.tree.whole(op, (name, ())), name=name)
+                call = replace(self.tree.with_inner(op, (name, ())), name=name)
                 yield self._call(call, True, backward)
             return
         for inner in called:
             yield from (
                 self._below(inner) if self._is_region(inner) else self._inside(inner, backward)
             )
-        yield from self._own(op, True, backward)
+        yield from self._direct(op, True, backward)
 
-    def _own(self, op: int, inside: bool, backward: bool) -> Iterator[StepCall]:
-        """Kernels that a call around others launched itself."""
+    def _direct(self, op: int, inside: bool, backward: bool) -> Iterator[StepCall]:
+        """Kernels that a call launched directly, not through a call inside of it."""
         for kernel in self.trace.launches.get(op, ()):
             yield self._bare(kernel, inside, backward)
 
@@ -239,7 +231,7 @@ class StepWalk:
         return replace(self._call(self.tree.bare(kernel), inside, backward), bare=True)
 
     def _call(self, call: keys.OpCall, inside: bool, backward: bool = False) -> StepCall:
-        """Begun with the first of its kernels, or else on the host: one clock orders both."""
+        """A call that begins with its first kernel, or else on the host: one clock orders both."""
         begun, kernels = self.trace.ops.start, self.trace.kernels.start
         stores = not inside and call.op != records.NONE and _STORES in call.name
         return StepCall(
@@ -270,39 +262,39 @@ class StepWalk:
         return next(shapes, None) or next(filter(None, below), None)
 
 
-def calls_beside(
+def calls_outside(
     listed: Sequence[StepCall], ops: Sequence[Op], wanted: Sequence[keys.Key]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """The op of each call outside of compiled graphs, by its number in the list; and the same of
-    calls that are a part of an op.
+    """The op of each call outside of compiled graphs, by its number in the list; and the op of each
+    call that is a part of an op.
 
     In order by name and shapes, and by name alone between two pairs: lists of tensors differ.
-    What is left between two pairs is of the op that stands there, if it is one that we keep whole
-    and a device may take apart (the backward of a recurrent network on a CPU).
+    Calls that are left between two pairs belong to the composite op there, which a device may
+    decompose (the backward of a recurrent network on a CPU).
     """
-    alone = [number for number, call in enumerate(listed) if not call.inside]
-    have = [listed[number].key for number in alone]
+    outside = [number for number, call in enumerate(listed) if not call.inside]
+    have = [listed[number].key for number in outside]
     pairs, _ = keys.paired(have, wanted)
     more = keys.between(pairs, [key[0] for key in have], [key[0] for key in wanted])
-    op_of = {alone[a]: ops[b].id for a, b in (*pairs, *more)}
-    pieces: dict[int, int] = {}
-    for mine, other in keys.gaps(sorted((*pairs, *more)), len(have), len(wanted)):
-        whole = [ops[j].id for j in other if ops[j].target.startswith("rooftrace.")]
-        if len(whole) == 1:
-            left = [alone[i] for i in mine]
+    op_of = {outside[a]: ops[b].id for a, b in (*pairs, *more)}
+    parts: dict[int, int] = {}
+    for calls, others in keys.gaps(sorted((*pairs, *more)), len(have), len(wanted)):
+        composite = [ops[j].id for j in others if ops[j].target.startswith("rooftrace.")]
+        if len(composite) == 1:
+            left = [outside[i] for i in calls]
             longest = max(left, key=lambda number: listed[number].seconds)
-            op_of[longest] = whole[0]
-            pieces.update((number, whole[0]) for number in left if number != longest)
-    return op_of, pieces
+            op_of[longest] = composite[0]
+            parts.update((number, composite[0]) for number in left if number != longest)
+    return op_of, parts
 
 
 def stored_gradients(
-    listed: Sequence[StepCall], beside: Collection[int], graph: OpGraph
+    listed: Sequence[StepCall], outside: Collection[int], graph: OpGraph
 ) -> dict[int, int]:
     """The op that made a gradient, by the number of the call in which autograd stores it.
 
-    It copies what a compiler has laid out otherwise than the weight.  Of gradients of one shape
-    each stands for one.
+    It copies a gradient that a compiler has laid out otherwise than the weight.  Gradients of one
+    shape are matched in order.
     """
     makers: dict[records.Shape, deque[int]] = defaultdict(deque)
     for op in graph.ops:
@@ -312,16 +304,16 @@ def stored_gradients(
     return {
         number: makers[call.gradient].popleft()
         for number, call in enumerate(listed)
-        if call.gradient is not None and number not in beside and makers[call.gradient]
+        if call.gradient is not None and number not in outside and makers[call.gradient]
     }
 
 
 def merged(
-    graph: OpGraph, home: Mapping[int, object], beside: Collection[int]
+    graph: OpGraph, home: Mapping[int, object], outside: Collection[int]
 ) -> Iterator[tuple[int, int]]:
-    """(op, the op that reads it): ops that the compiler has no node of, and has for their reader.
+    """(op, its reader): ops that the compiler merged with their reader, or with an equal op.
 
-    It merged them with what reads them, by a pattern, or with an equal op.
+    It has no node of them, and one of the reader.
     """
     readers: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
@@ -329,7 +321,7 @@ def merged(
             readers[graph.values[value].storage].append(op.id)
     parts = {graph.ops[op].part for op in home}
     for op in reversed(graph.ops):
-        if op.id in home or op.id in beside or not is_launched(op) or op.part not in parts:
+        if op.id in home or op.id in outside or not is_launched(op) or op.part not in parts:
             continue
         later = (
             reader
@@ -342,58 +334,56 @@ def merged(
             yield op.id, reader
 
 
-# -- timing ----------------------------------------------------------------------------------------
-# How long each kernel of a compiled step ran, and the ops behind it, by a trace of the step.
+# -- times of kernels ------------------------------------------------------------------------------
 
-_Place = tuple[int, int]
-"""A kernel that the compiler wrote down: the number of its graph, and its place there."""
+_KernelId = tuple[int, int]
+"""A kernel that the compiler noted: the number of its graph, and its index there."""
 
 
 def kernel_times(
     trace: Trace, compiled: Sequence[CompiledGraph], graph: OpGraph
 ) -> tuple[KernelTime, ...]:
-    """The calls of the first step of `trace`, in order: what they took, and their ops in `graph`.
+    """The calls of the first step of `trace` in order, with seconds and their ops in `graph`.
 
-    compiled: what the compiler made, in the order of its graphs.  graph: written out, as the
-    execution model `compiled` runs it.  A call without ops belongs to nothing in the graph.
-    Raises ProfileError for a trace without steps.
+    compiled: the graphs of the compiler, in order.  graph: expanded, as the execution model
+    `compiled` runs it.  Raises ProfileError for a trace without steps.
     """
     if not trace.steps:
         raise ProfileError(f"{trace.source}: no step in the trace")
     step = trace.steps[0]
     expected = {
-        (number, place): kernel
+        (number, index): kernel
         for number, made in enumerate(compiled)
-        for place, kernel in enumerate(made.kernels)
+        for index, kernel in enumerate(made.kernels)
     }
     partners = matched(compiled, graph)
-    known = {op for each in partners for op in each.values()}
-    outside = [op for op in graph.ops if is_launched(op) and op.id not in known]
-    wanted = [keys.key_of_op(graph, op) for op in outside]
+    in_graphs = {op for each in partners for op in each.values()}
+    left = [op for op in graph.ops if is_launched(op) and op.id not in in_graphs]
+    wanted = [keys.key_of_op(graph, op) for op in left]
     walk = StepWalk(
         trace, frozenset(kernel.name for kernel in expected.values()), frozenset(wanted)
     )
     listed = walk.of(step)
     called = _in_order(listed, expected)
-    beside, pieces = calls_beside(listed, outside, wanted)
-    pieces |= stored_gradients(listed, beside, graph)
-    seconds: dict[_Place, float] = defaultdict(float)
+    outside, part_of = calls_outside(listed, left, wanted)
+    part_of |= stored_gradients(listed, outside, graph)
+    seconds: dict[_KernelId, float] = defaultdict(float)
     for call, at in zip(listed, called, strict=True):
         if at is not None:
             seconds[at] += call.seconds
-    owned = _owned(compiled, partners, seconds, graph, frozenset(beside.values()))
+    owned = _owned(compiled, partners, seconds, graph, frozenset(outside.values()))
     times: list[KernelTime] = []
-    begun: set[_Place] = set()
+    begun: set[_KernelId] = set()
     for number, (call, at) in enumerate(zip(listed, called, strict=True)):
         ops, parts = owned[at] if at is not None else ((), ())
         if at in begun:  # one call of a library is several kernels
             ops, parts = (), tuple(sorted((*ops, *parts)))
         elif at is not None:
             begun.add(at)
-        if number in beside:
-            ops = (beside[number],)
-        elif number in pieces:
-            parts = (pieces[number],)
+        if number in outside:
+            ops = (outside[number],)
+        elif number in part_of:
+            parts = (part_of[number],)
         times.append(
             KernelTime(
                 name=call.name,
@@ -408,23 +398,22 @@ def kernel_times(
 
 
 def _in_order(
-    listed: Sequence[StepCall], expected: Mapping[_Place, CompiledKernel]
-) -> list[_Place | None]:
+    listed: Sequence[StepCall], expected: Mapping[_KernelId, CompiledKernel]
+) -> list[_KernelId | None]:
     """The expected kernel of each call inside of compiled graphs, matched in order by name.
 
-    In a replay of a CUDA graph nobody names the call of a library: its kernels have names of their
-    own.  Between two that match they are paired if there are as many, and if only one call of a
-    library is expected there, all are of it.
+    A replay of a CUDA graph does not name library calls, only their kernels.  Between two matches
+    these are paired if there are as many; if one library call is expected there, it has them all.
     """
     inside = [number for number, call in enumerate(listed) if call.inside]
-    have, places = [(listed[number].name, ()) for number in inside], list(expected)
+    have, kernels = [(listed[number].name, ()) for number in inside], list(expected)
     pairs = keys.common(have, [(kernel.name, ()) for kernel in expected.values()])
-    result: list[_Place | None] = [None] * len(listed)
+    result: list[_KernelId | None] = [None] * len(listed)
     for a, b in pairs:
-        result[inside[a]] = places[b]
-    for mine, other in keys.gaps(pairs, len(inside), len(places)):
-        bare = [inside[i] for i in mine if listed[inside[i]].bare]
-        wanted = [places[j] for j in other if expected[places[j]].is_library]
+        result[inside[a]] = kernels[b]
+    for calls, others in keys.gaps(pairs, len(inside), len(kernels)):
+        bare = [inside[i] for i in calls if listed[inside[i]].bare]
+        wanted = [kernels[j] for j in others if expected[kernels[j]].is_library]
         if len(wanted) == 1:
             wanted *= len(bare)
         if len(wanted) == len(bare):
@@ -436,29 +425,29 @@ def _in_order(
 def _owned(
     compiled: Sequence[CompiledGraph],
     partners: Sequence[Mapping[int, int]],
-    seconds: Mapping[_Place, float],
+    seconds: Mapping[_KernelId, float],
     graph: OpGraph,
-    beside: Collection[int],
-) -> dict[_Place, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """By kernel (graph, place): the ops that it computes, and those of which it computes a part.
+    outside: Collection[int],
+) -> dict[_KernelId, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """By kernel: the ops that it computes, and the ops of which it computes a part.
 
-    An op that was taken apart into several kernels belongs to the one that took most time.
-    beside: ops that ran outside of compiled graphs.
+    An op in several kernels belongs to the one that took most time.  outside: ops that ran outside
+    of compiled graphs.
     """
-    shares: dict[int, list[_Place]] = defaultdict(list)
-    touched: dict[_Place, set[int]] = {}
+    shares: dict[int, list[_KernelId]] = defaultdict(list)
+    touched: dict[_KernelId, set[int]] = {}
     for number, (made, partner) in enumerate(zip(compiled, partners, strict=True)):
         homes = made.homes()
-        for place, kernel in enumerate(made.kernels):
-            touched[number, place] = {partner[op] for op in kernel.parts if op in partner}
-        for op, place in homes.items():
+        for index, kernel in enumerate(made.kernels):
+            touched[number, index] = {partner[op] for op in kernel.parts if op in partner}
+        for op, index in homes.items():
             if op in partner:
-                shares[partner[op]].append((number, place))
-    home = {op: max(places, key=lambda at: seconds.get(at, 0.0)) for op, places in shares.items()}
-    owned: dict[_Place, list[int]] = defaultdict(list)
+                shares[partner[op]].append((number, index))
+    home = {op: max(ids, key=lambda at: seconds.get(at, 0.0)) for op, ids in shares.items()}
+    owned: dict[_KernelId, list[int]] = defaultdict(list)
     for op, at in sorted(home.items()):
         owned[at].append(op)
-    for op, reader in merged(graph, home, beside):
+    for op, reader in merged(graph, home, outside):
         home[op] = home[reader]
         owned[home[reader]].append(op)
     return {

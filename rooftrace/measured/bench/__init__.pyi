@@ -26,7 +26,7 @@ from rooftrace.measured.bench.runfile import (
     OpTime as OpTime,
     Run as Run,
     RunFileError as RunFileError,
-    load_run as load_run,
 )
 from rooftrace.measured.bench.session import SuitePlan as SuitePlan, start_again as start_again
+from rooftrace.measured.bench.steps import profiler as profiler
 from rooftrace.measured.bench.suite import measure_suite as measure_suite, summary as summary

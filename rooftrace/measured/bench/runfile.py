@@ -186,32 +186,27 @@ class Run:
         """Nothing is open."""
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the run to `path`; see `save_run`."""
-        return save_run(self, path)
+        """Write the run, compressed if `path` ends in .gz; nothing is left half-written."""
+        path = Path(path)
+        text = json.dumps(encoded(self), separators=(",", ":"), allow_nan=False).encode()
+        write_packed(path, text)
+        return path
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Run:
+        """The run in a file.
+
+        Raises FileNotFoundError, or RunFileError for a file that is cut off, damaged or of another
+        kind or version.
+        """
+        data = json_of(text_of(Path(path), _KIND), str(path), _KIND)
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise _KIND.refused(str(path), f"schema is {schema!r:.60}, expected {SCHEMA!r}")
+        return decoded(data, str(path))
 
 
 # -- files -----------------------------------------------------------------------------------------
-
-
-def save_run(run: Run, path: str | os.PathLike[str]) -> Path:
-    """Write `run` to `path`, compressed if it ends in .gz; nothing is left half-written."""
-    path = Path(path)
-    text = json.dumps(encoded(run), separators=(",", ":"), allow_nan=False).encode()
-    write_packed(path, text)
-    return path
-
-
-def load_run(path: str | os.PathLike[str]) -> Run:
-    """The run in a file.
-
-    Raises FileNotFoundError, or RunFileError for a file that is cut off, damaged or of another
-    kind or version.
-    """
-    data = json_of(text_of(Path(path), _KIND), str(path), _KIND)
-    schema = data.get("schema") if isinstance(data, dict) else None
-    if schema != SCHEMA:
-        raise _KIND.refused(str(path), f"schema is {schema!r:.60}, expected {SCHEMA!r}")
-    return decoded(data, str(path))
 
 
 def encoded(run: Run) -> dict[str, Any]:

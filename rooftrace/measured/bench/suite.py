@@ -24,7 +24,7 @@ from rooftrace.measured.bench.clock import Bench, MeasureError, pinned_threads
 from rooftrace.measured.bench.measurement import check_phases, measured_row, profiled_step
 from rooftrace.measured.bench.models import MODELS, Make, Sizes, SuiteModel
 from rooftrace.measured.bench.operations import MicroCase, NotOfferedError
-from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run, load_run
+from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run
 from rooftrace.measured.bench.session import (
     Clock,
     Hang,
@@ -90,7 +90,7 @@ def _started(plan: SuitePlan, device: torch.device) -> Run:
     today = time.strftime("%Y-%m-%d", time.gmtime())
     if not plan.out.exists():
         return Run(device=facts, versions=libraries, dates=(today,))
-    run = load_run(plan.out)
+    run = Run.load(plan.out)
     here = [facts.get(key) for key in machine.IDENTITY] + [libraries["torch"]]
     there = [run.device.get(key) for key in machine.IDENTITY] + [run.versions.get("torch")]
     if here != there:

@@ -1,8 +1,8 @@
 """Factors by kind of bytes, fitted to the measured bytes of kernels by maximum likelihood.
 
 A kernel that uses x[k] bytes of kind k is expected to move  sum of factor[k] * x[k].  Factors are
-those with which each kernel's measured bytes, shared among kinds by their part of what is expected
-of it, add up to  factor[k] * sum of x[k]  again: the maximum of the Poisson likelihood (Shepp and
+such that each kernel's measured bytes, shared among kinds by their part of its expected bytes, add
+up to  factor[k] * sum of x[k]  again: the maximum of the Poisson likelihood (Shepp and
 Vardi 1982, "Maximum likelihood reconstruction for emission tomography").  So no measured byte is
 lost, and none counts twice.
 """
@@ -28,43 +28,43 @@ _PRIOR = 1.5
 _TURNS = 60
 _LEAST_NOISE = 1e-3
 """Relative: no counter and no clock is better."""
-_UNTOLD_NOISE = 0.1
-"""Relative, where no kernel is left over to tell it."""
+_USUAL_NOISE = 0.1
+"""Relative, where there are no more kernels than factors."""
 _SMALLEST = 1e-12
 _UNEVEN = 1.2
-"""A single kernel may be noisier than those that tell the noise, by so much."""
+"""Noise of a single kernel over the common noise, at most."""
 _CAREFUL = 1.1
 """HC3 is a little too small where two factors rest on the same kernels."""
 _SEVERAL = 4
-"""So many kernels have residuals that tell their own noise."""
+"""Kernels whose residuals suffice for a separate noise."""
 
 
 _OUTSIDE = 4.0
-"""A kernel is left out beyond so many robust standard deviations."""
+"""Robust standard deviations beyond which a kernel is left out."""
 _FAR = (2.0, 4.0)
-"""It never is if it is off by less than the first, and always is by more than the second."""
+"""Factors off below which a kernel is never left out, and beyond which it always is."""
 _AT_FIRST = 10.0
-"""Before any fit a kernel is left out if it is off by so much from the median of those that move
-mostly the same kind."""
+"""Before any fit: factor off from the median of kernels that move mostly the same kind, beyond
+which a kernel is left out."""
 _ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Factors by column, and how sure each is."""
+    """Factors by column, with their errors."""
 
     factors: Array
     errors: Array  # standard errors: two of them hold 95 %, also where few kernels were measured
-    noise: float  # relative standard deviation of measured bytes around what is expected
-    kept: Array  # by row: whether it took part; a kernel that was interrupted tells no bytes
+    noise: float  # relative standard deviation of measured bytes around expected ones
+    kept: Array  # by row: whether it took part; kernels that were interrupted did not
 
 
 def shared(used: Array, moved: Array) -> Shares:
     """The factors of each column of `used`, from the kernels that agree with each other.
 
-    used: bytes[kernel, kind], by rules.  moved: bytes[kernel], measured.  Kernels far from what
-    the others say are left out: another process ran in between, or their rules do not hold.
-    Without any kernel all factors are 1 and as unsure as before.
+    used: bytes[kernel, kind], by rules.  moved: bytes[kernel], measured.  Outliers are left out:
+    another process ran in between, or their rules do not hold.  Without any kernel all factors are
+    1, with the error of the prior.
     """
     off = np.log(np.maximum(moved, _SMALLEST) / np.maximum(used.sum(axis=1), _SMALLEST))
     kept = np.zeros(len(off), dtype=bool)
@@ -85,10 +85,10 @@ def shared(used: Array, moved: Array) -> Shares:
 
 
 def _fitted(used: Array, moved: Array) -> Shares:
-    """The factors by all these kernels.
+    """The factors of all these kernels.
 
-    An error is by the residuals of the kernels that bear on a factor (MacKinnon and White 1985,
-    HC3); where these are few, by one relative noise that all kernels share.
+    Errors are by the residuals of the kernels that a factor rests on (MacKinnon and White 1985,
+    HC3); where these are few, by one relative noise of all kernels.
     """
     rows, columns = used.shape
     unit = max(float(used.sum()), 1.0) / max(rows, 1)  # numbers near 1
@@ -112,22 +112,20 @@ def _fitted(used: Array, moved: Array) -> Shares:
             break
     expected = _expected(x, factors)
     pull = np.linalg.inv(x.T @ (x / expected[:, None]) / spread + prior)
-    lever = (x / expected[:, None] / spread) @ pull  # what each kernel's bytes move a factor by
+    lever = (x / expected[:, None] / spread) @ pull  # d factor / d bytes of a kernel
     held = np.minimum((lever * x).sum(axis=1), 0.99)
     off = y - expected
     noise, telling = _noise(off, expected, held)
-    if rows <= columns:  # nothing is left over to tell the noise
-        noise = max(noise, _UNTOLD_NOISE)
+    if rows <= columns:  # the residuals do not tell the noise
+        noise = max(noise, _USUAL_NOISE)
     before = pull @ prior @ pull
     by_residual = lever.T @ (lever * ((off / (1 - held)) ** 2)[:, None]) + before
     by_noise = lever.T @ (lever * ((_UNEVEN * noise * expected) ** 2)[:, None]) + before
-    bearing, left = (
-        _bearing(lever * expected[:, None]),
-        max(1 - float(held.sum()) / max(rows, 1), 0),
-    )
-    own = (_CAREFUL * _widened(bearing * left)) ** 2 * np.diag(by_residual)
-    together = _widened(np.full(columns, telling)) ** 2 * np.diag(by_noise)
-    errors = np.sqrt(np.where(bearing >= _SEVERAL, own, together))
+    bearing = _bearing(lever * expected[:, None])
+    left = max(1 - float(held.sum()) / max(rows, 1), 0)
+    separate = (_CAREFUL * _widened(bearing * left)) ** 2 * np.diag(by_residual)
+    common = _widened(np.full(columns, telling)) ** 2 * np.diag(by_noise)
+    errors = np.sqrt(np.where(bearing >= _SEVERAL, separate, common))
     kept = np.ones(rows, dtype=bool)
     return Shares(factors, errors, noise, kept)
 
@@ -139,34 +137,33 @@ def _expected(used: Array, factors: Array) -> Array:
 
 
 def _noise(off: Array, expected: Array, held: Array) -> tuple[float, float]:
-    """The relative noise of a kernel, and how many kernels tell it; large ones tell most.
+    """The relative noise of a kernel, and the effective number of kernels that tell it.
 
-    One that a factor follows has no say in it.
+    Large kernels weigh most, and a kernel that a factor follows weighs nothing.
     """
-    say = expected * (1 - held)
-    free = float(say.sum())
+    weight = expected * (1 - held)
+    free = float(weight.sum())
     square = float((off**2 / expected).sum()) / free if free else 1.0
-    telling = free**2 / float((say**2).sum()) if free else 1.0
+    telling = free**2 / float((weight**2).sum()) if free else 1.0
     return max(float(square**0.5), _LEAST_NOISE), telling
 
 
 def _bearing(parts: Array) -> Array:
-    """By column: how many kernels bear on a factor, by the parts of its variance."""
+    """By column: the effective number of kernels that a factor rests on, by parts of variance."""
     square = parts**2
     result: Array = square.sum(axis=0) ** 2 / np.maximum((square**2).sum(axis=0), _SMALLEST**4)
     return result
 
 
 def _widened(free: Array) -> Array:
-    """How much wider than a normal distribution Student's is, at 95 %, by degrees of freedom."""
+    """The width of Student's distribution over that of a normal one, at 95 %."""
     from scipy.stats import t
 
     result: Array = t.ppf(0.97725, np.maximum(free, 1.0)) / 2
     return result
 
 
-# -- byfactors -------------------------------------------------------------------------------------
-# From measured bytes of kernels to a factor for each kind of bytes, and what is behind it.
+# -- factors of measured steps ---------------------------------------------------------------------
 
 _SURE = 0.25
 """A factor is identified if its standard error is at most this share of it, or of `_SMALL`."""
@@ -177,14 +174,14 @@ _RESTS = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredFactors:
-    """Factors of a run by kind of bytes, and what they rest on."""
+    """Factors of a run by kind of bytes, and the kernels they rest on."""
 
     factors: ByteFactors
-    kernels: int  # how many kernels' bytes were measured, and agree with each other
-    apart: int  # how many were measured and left out, as they are far from what the others say
-    of: int  # how many kernels the steps have
-    noise: float  # relative standard deviation of a kernel's bytes around what is expected
-    # Weights by kind and layer: "dense weights of layers.3"; empty unless asked for.
+    kernels: int  # number of kernels with measured bytes that agree
+    apart: int  # number of measured kernels that were left out as outliers
+    of: int  # number of kernels of the steps
+    noise: float  # relative standard deviation of a kernel's bytes around the expected ones
+    # Weights by kind and layer: "dense weights of layers.3"; empty without `by_layer`.
     by_layer: Mapping[str, ByteFactor] = field(default_factory=dict)
 
 
@@ -193,16 +190,15 @@ def byte_factors(
 ) -> MeasuredFactors:
     """The factors of measured steps by kind of bytes.
 
-    A kind that the measurements do not tell says why.  It takes part in the fit, so that the errors
-    of others hold whatever it is.  measured: the device and the day.
-    fusion: of the executions that they are for.  by_layer: also a factor for the weights of each
-    layer.
+    The record of a kind that the measurements do not tell says why.  It takes part in the fit, so
+    that the errors of others hold.  measured: the device and the day.  fusion: of the executions
+    that they are for.  by_layer: also a factor for the weights of each layer.
     """
-    fit = _Fit(steps, lambda kernel, kind: kind)
+    fit = _FactorFit(steps, lambda kernel, kind: kind)
     factors = {kind: _factor(steps, fit, kind, kind) for kind in BYTE_KINDS if kind in fit.ran}
     layers: dict[str, ByteFactor] = {}
     if by_layer:
-        fine = _Fit(steps, _in_layer)
+        fine = _FactorFit(steps, _in_layer)
         layers = {
             column: _factor(steps, fine, column, kind)
             for column, kind in fine.kind_of.items()
@@ -223,8 +219,8 @@ def _in_layer(kernel: KernelBytes, kind: str) -> str:
     return f"{kind} of {kernel.layer}" if kernel.layer and kind.endswith("weights") else kind
 
 
-class _Fit:
-    """A column for each kind of bytes (or for less than a kind), a row for each measured kernel."""
+class _FactorFit:
+    """A column for each kind of bytes (or part of a kind), a row for each measured kernel."""
 
     def __init__(
         self, steps: Sequence[StepBytes], column_of: Callable[[KernelBytes, str], str]
@@ -234,7 +230,7 @@ class _Fit:
         self.kind_of: dict[str, str] = {}
         self.rows: list[tuple[dict[str, float], float]] = []
         for step in steps:
-            whole: dict[str, float] = defaultdict(float)
+            total: dict[str, float] = defaultdict(float)
             for kernel in step.kernels:
                 row: dict[str, float] = defaultdict(float)
                 for kind, size in kernel.used.items():
@@ -244,11 +240,11 @@ class _Fit:
                     left = max(size - kernel.held.get(kind, 0.0), 0.0)
                     row[column] += left
                     self.expected[column] += left
-                    whole[column] += left
+                    total[column] += left
                 if kernel.moved is not None and any(row.values()):
                     self.rows.append((row, kernel.moved))
             if step.moved is not None:
-                self.rows.append((whole, step.moved))
+                self.rows.append((total, step.moved))
         self.columns = list(self.ran)
         self.shares: Shares = shared(*self._arrays())
 
@@ -266,7 +262,7 @@ class _Fit:
         return float(self.shares.errors[self.columns.index(column)])
 
     def rests_on(self, column: str) -> int:
-        """How many of the kernels that took part have a good part of their bytes in a column."""
+        """The number of kernels in the fit with a good part of their bytes in a column."""
         return sum(
             bool(kept) and row.get(column, 0.0) >= _RESTS * sum(row.values()) > 0
             for (row, _), kept in zip(self.rows, self.shares.kept, strict=True)
@@ -286,10 +282,10 @@ class _Fit:
         return ""
 
 
-def _factor(steps: Sequence[StepBytes], fit: _Fit, column: str, kind: str) -> ByteFactor:
-    """The factor of a kind, and what is known to be behind it.
+def _factor(steps: Sequence[StepBytes], fit: _FactorFit, column: str, kind: str) -> ByteFactor:
+    """The factor of a kind, with the causes behind it.
 
-    A column that is less than a kind is taken to be fused as its kind is.
+    A column that is a part of a kind is assumed to be fused like its kind.
     """
     why = fit.why_unknown(column)
     factor, error = (1.0, 0.0) if why else (fit.factor(column), fit.error(column))

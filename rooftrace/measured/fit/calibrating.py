@@ -29,10 +29,10 @@ from rooftrace.measured.alignment import (
 from rooftrace.measured.bench import Run
 from rooftrace.measured.fit.byfactors import MeasuredFactors, byte_factors
 from rooftrace.measured.fit.cases import (
+    ByteSources,
     Case,
     Counts,
     Errors,
-    Ground,
     SteppedPlan,
     alone_case,
     errors,
@@ -66,7 +66,7 @@ ONE = ("pace",)
 _GAIN = 0.05
 """The least gain that counts, as a share of the error."""
 NOTHING = "nothing"
-"""How the start itself is named among what was tried."""
+"""The name of the start among the tries."""
 
 
 def choose(
@@ -74,13 +74,13 @@ def choose(
 ) -> tuple[Fit, dict[str, Errors]]:
     """The fit with as many free numbers as the measurements support, and the errors of all tries.
 
-    Tried are, in this order: the start as it is, one factor on all of it, compute and memory, the
-    overheads beside these; then both again after the shares of classes were fitted to single
-    kernels.  A later one is kept if it `is_better` on left-out groups than the one kept so far.
-    The errors are by the names of the free numbers.
+    Tries, in order: the start, one factor on all of it, compute and memory, these with overheads;
+    then the last two again after the shares of classes were fitted to single kernels.  A later one
+    is kept if it `is_better` on left-out groups than the best so far.  The errors are by the names
+    of the free numbers.
 
-    With too few groups to leave some out, one factor is fitted, and the errors are empty; the
-    measurements move it as far as they can tell.  Raises CalibrationError for several chips.
+    With too few groups to leave some out, one factor is fitted, and the errors are empty.  Raises
+    CalibrationError for several chips.
     """
     check_one_chip((*cases, *kernels))
     plain = Starts((), start)
@@ -109,10 +109,10 @@ def choose(
 
 
 def is_better(cases: Sequence[Case], new: Sequence[float], old: Sequence[float]) -> bool:
-    """Whether predictions are nearer to the measurements than others by more than chance.
+    """Whether new predictions are nearer to the measurements than old ones by more than chance.
 
-    The gain is the mean over groups of how much smaller their mean error is.  It has to be larger
-    against its standard error than one gain in ten by chance, and than `_GAIN` of the error.
+    The gain is the mean over groups of the decrease of their mean error.  It must exceed the 90 %
+    quantile of chance by its standard error, and `_GAIN` of the error.
     """
     gains: dict[str, list[float]] = defaultdict(list)
     for case, near, far in zip(cases, new, old, strict=True):
@@ -127,14 +127,13 @@ def is_better(cases: Sequence[Case], new: Sequence[float], old: Sequence[float])
 
 
 # -- calibrating -----------------------------------------------------------------------------------
-# From measurements to a knob file: traces the measured steps, fits, and reports the errors.
 
 Tell = Callable[[str], None]
 CACHE = 2.0
-"""Bandwidth of a GPU's last cache over its memory's, where nothing says more.
+"""Bandwidth of a GPU's last cache over that of its memory, where no other value is known.
 
-Chosen with compiled steps of timm on RTX 4090 (72 MB of L2) in sight, of families that are kept for
-fits and one eighth of the others: 1.5 to 3 do about as well there, and 1 does worse.
+Chosen by compiled steps of timm on RTX 4090 (72 MB of L2), of families that are kept for fits and
+one eighth of the others: 1.5 to 3 do about as well there, and 1 does worse.
 """
 _FEWEST = 3
 """A run of fewer steps is fitted to its single kernels.  So is one of fewer models whose kernels
@@ -149,11 +148,11 @@ class Calibration(Shown):
     chip: str  # its name
     execution: str  # how the steps ran
     what: str  # "steps", or "kernels" of a trace
-    measured: int  # how many there were
-    failures: Mapping[str, str]  # why some were left out, by where they stand
+    measured: int  # number of steps or kernels
+    failures: Mapping[str, str]  # {key or line of a step that was left out: reason}
     before: Errors  # of predictions without any knobs
     kernels: int = 0  # single kernels that shares of classes were fitted to
-    # Errors on what was left out, by the names that were free, where the measurements chose.
+    # Errors on left-out groups, by the names that were free, where the measurements chose.
     tried: Mapping[str, Errors] = field(default_factory=dict)
     # Factors on bytes, which the knobs hold too; None where no single kernel was measured.
     traffic: MeasuredFactors | None = None
@@ -164,7 +163,7 @@ class Calibration(Shown):
         return self.fit.knobs
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the knobs as TOML, whole or not at all."""
+        """Write the knobs as TOML; nothing is left half-written."""
         from rooftrace._writing import write_bytes
 
         path = Path(path)
@@ -199,16 +198,16 @@ def calibrated(
 ) -> Calibration:
     """Knobs from whatever was measured.
 
-    measured: a file of any kind that `source_of` knows except counters, or its reader's result.
+    measured: a file of any kind of `source_of` except counters, or its reader's result.
     graphs_of, template, trust_targets: as in `validated`.  start: where the fit begins (default:
-    the knobs that are typical of the chip and the execution).  free: knobs to fit; None takes as
-    many as the measurements support (see `choose`).  Steps that do not trace are
-    left out and reported.  counters: a file of a hardware profiler, of one of the steps that were
-    measured; a total is of `counted_steps` steps.  factors: whether to fit factors on bytes too;
-    by_layer: and those of the weights of each layer.
+    the knobs typical of the chip and the execution).  free: knobs to fit; None takes as many as
+    the measurements support (see `choose`).  Steps that do not trace are left out and reported.
+    counters: a file of a hardware profiler, of one of the measured steps; a total is of
+    `counted_steps` steps.  factors: whether to fit factors on bytes too; by_layer: also those of
+    the weights of each layer.
 
-    Raises MeasuredRequestError where nothing is left, and CalibrationError where there is less than
-    there are knobs to fit.
+    Raises MeasuredRequestError where no step is left, and CalibrationError for fewer measurements
+    than knobs to fit.
     """
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")
@@ -217,14 +216,14 @@ def calibrated(
     begin = start_of(start, chip, model)
     run = measured if isinstance(measured, Run) else None
     counts = Counts.of(counters, counted_steps)
-    wanted = _Wanted(
+    wanted = _FitRequest(
         chip=chip,
         model=model,
         start=begin,
         free=free,
         title=title or f"{chip.name}, {model.name}",
         tell=progress or (lambda _: None),
-        ground=Ground(chip, begin, sustained(run, chip, begin), counts),
+        ground=ByteSources(chip, begin, sustained(run, chip, begin), counts),
         factors=factors,
         by_layer=by_layer,
     )
@@ -242,7 +241,7 @@ def calibrated(
 def _check_no_kernels(
     counters: str | os.PathLike[str] | None, counted_steps: int | None, by_layer: bool
 ) -> None:
-    """Raise UnusedError for what tells bytes of kernels, beside a table of step times."""
+    """Raise UnusedError for options on bytes of kernels, with a table of step times."""
     why = "a table of step times has no kernels; calibrate by --run TARGET, a run or a trace"
     if counters is not None:
         raise UnusedError("counters", os.fspath(counters), why)
@@ -253,7 +252,7 @@ def _check_no_kernels(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Wanted:
+class _FitRequest:
     """The request of a fit."""
 
     chip: Chip
@@ -262,14 +261,14 @@ class _Wanted:
     free: Sequence[str] | None  # knobs to fit; None: as many as the measurements support
     title: str  # of the knobs
     tell: Tell
-    ground: Ground  # what measured bytes are compared on
+    ground: ByteSources  # of the measured bytes
     factors: bool = True
     by_layer: bool = False
     traffic: MeasuredFactors | None = None
     plain: Sequence[Case] = ()  # the cases with bytes by rule, where the others have factors
 
-    def with_traffic(self, steps: Sequence[StepBytes], label: str) -> _Wanted:
-        """The request with the factors of these steps, which the start of the fit has then."""
+    def with_traffic(self, steps: Sequence[StepBytes], label: str) -> _FitRequest:
+        """The request with the factors of these steps in the start of the fit."""
         if not self.factors:
             return self
         self.tell("comparing bytes")
@@ -283,22 +282,22 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _PlannedStep:
     """A measured step with its graph, and its kernels where they were measured."""
 
     step: MeasuredStep
-    planned: Plan  # as the request's execution model runs it
+    planned: Plan  # under the execution model of the request
     kernels: SteppedPlan | None
 
 
 def _graphs(
-    measured: Sequence[MeasuredStep], wanted: _Wanted
-) -> tuple[list[_Made], dict[str, str]]:
+    measured: Sequence[MeasuredStep], wanted: _FitRequest
+) -> tuple[list[_PlannedStep], dict[str, str]]:
     """The steps that trace, and why others do not, by step.
 
     Raises MeasuredRequestError where none does.
     """
-    made: list[_Made] = []
+    made: list[_PlannedStep] = []
     failures: dict[str, str] = {}
     for number, step in enumerate(measured):
         wanted.tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
@@ -306,7 +305,7 @@ def _graphs(
             graph = step.graph()
             model = wanted.model if step.row is None else wanted.model.as_called
             planned = plan(graph, model)
-            made.append(_Made(step, planned, stepped(step, graph, planned)))
+            made.append(_PlannedStep(step, planned, stepped(step, graph, planned)))
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             failures[step.place] = step.why_not(error)
     if not made:
@@ -318,7 +317,7 @@ def _graphs(
 
 
 def _cases(
-    made: Sequence[_Made], wanted: _Wanted, failures: dict[str, str]
+    made: Sequence[_PlannedStep], wanted: _FitRequest, failures: dict[str, str]
 ) -> tuple[list[Case], list[Case]]:
     """Cases of the steps, and cases of their measured kernels."""
     chip, model = wanted.chip, wanted.model
@@ -348,7 +347,7 @@ def _cases(
     return cases, alone
 
 
-def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibration:
+def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _FitRequest) -> Calibration:
     """Knobs from the steps of a run, and from single kernels: those of few steps alone."""
     made, failures = _graphs(steps, wanted)
     kernels = [each.kernels for each in made if each.kernels is not None]
@@ -368,11 +367,11 @@ def _of_run(run: Run, steps: Sequence[MeasuredStep], wanted: _Wanted) -> Calibra
     if wanted.model.dispatch == "eager" and wanted.free is None:
         alone += _of_operations(run, wanted, failures)
     elif not kernels:
-        alone = []  # kernels of other executions are fused: operations alone are none of theirs
+        alone = []  # kernels of other executions are fused, unlike operations alone
     return _calibration(cases, alone, wanted, len(steps), failures)
 
 
-def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[Case]:
+def _of_operations(run: Run, wanted: _FitRequest, failures: dict[str, str]) -> list[Case]:
     """Cases of the operations that the run measured alone."""
     from rooftrace.measured.bench import traced_micro
 
@@ -393,7 +392,9 @@ def _of_operations(run: Run, wanted: _Wanted, failures: dict[str, str]) -> list[
     return cases
 
 
-def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted) -> Calibration:
+def _of_trace(
+    trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _FitRequest
+) -> Calibration:
     """Knobs from the kernels of one trace; equal kernels are left out together."""
     device = next(iter(trace.devices.values()), wanted.chip.name)
     if wanted.model.fusion != "none" and is_compiled(trace):
@@ -414,7 +415,7 @@ def _of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wan
 
 
 def _of_compiled_trace(
-    trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _Wanted, device: str
+    trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _FitRequest, device: str
 ) -> Calibration:
     """Knobs from the kernels of a compiled step, whose ops are told by the names of kernels."""
     best, _ = pairing.best_fused(trace, graphs_of, wanted.tell)
@@ -432,7 +433,7 @@ def _of_compiled_trace(
 
 
 def _of_kernels(
-    cases: Sequence[Case], wanted: _Wanted, measured: int, failures: Mapping[str, str]
+    cases: Sequence[Case], wanted: _FitRequest, measured: int, failures: Mapping[str, str]
 ) -> Calibration:
     """Knobs from single kernels; those of one op and one module pattern are left out together."""
     apart = [replace(case, group=pattern_of(case.name)) for case in cases]
@@ -442,7 +443,7 @@ def _of_kernels(
 def _calibration(
     cases: Sequence[Case],
     alone: Sequence[Case],
-    wanted: _Wanted,
+    wanted: _FitRequest,
     measured: int,
     failures: Mapping[str, str],
     what: str = "steps",
@@ -463,7 +464,7 @@ def _calibration(
         "not_identified": list(result.unidentified),
     }
     knobs = replace(result.knobs, source=source)
-    if what == "kernels":  # how far steps are off as a whole, single kernels do not tell
+    if what == "kernels":  # single kernels do not tell the residuals of steps
         knobs = replace(knobs, residuals={})
     result = replace(result, knobs=knobs)
     plain = wanted.plain or cases
@@ -494,11 +495,11 @@ def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Kn
 
 
 def usual_start(chip: Chip, model: ExecutionModel) -> Knobs:
-    """The knobs that estimates without a fit take: typical of the chip and the execution.
+    """The knobs of estimates without a fit: typical of the chip and the execution.
 
-    Measured steps hold what a GPU's last cache gives (see `CACHE`), so a fit takes it into account.
+    Measured steps have the gain of a GPU's last cache (see `CACHE`), so a fit accounts for it.
     """
     usual = replace(model, knobs=TYPICAL, utilization=ExecutionModel().utilization).knobs_on(chip)
-    assert usual is not None  # as nothing else was asked for
+    assert usual is not None  # as knobs are typical
     cached = chip.kind == "gpu" and chip.l2_capacity is not None and usual.cache == 1
     return replace(usual, cache=CACHE) if cached else usual

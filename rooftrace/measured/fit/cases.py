@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from rooftrace._amounts import Array
 
 # -- cases -----------------------------------------------------------------------------------------
-# The cases of a fit: measured times, each with the kernels that took it.
-#
-# A whole step is one case.  A kernel of a step, or an operation alone, is a case with its own row
-# of the table only, so that a fit sees the speed of each class.
+# A step is one case.  A kernel of a step, or an operation alone, is a case with one row of the
+# table, so that a fit sees the speed of each class.
 
 MAPPED = 32 * 2**20
 """Bytes: glibc maps a larger block anew at every call (the highest M_MMAP_THRESHOLD), and its first
@@ -47,7 +45,7 @@ use is a page fault every 4 KiB."""
 
 
 class CalibrationError(ValueError):
-    """Measurements do not suffice for a fit: the message says what there is and what is needed."""
+    """Measurements do not suffice for a fit: the message names the present and the needed ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +54,12 @@ class Case:
 
     name: str
     table: KernelTable  # the kernels
-    seconds: float  # s, of a whole step, or of these kernels alone
-    dispatches: int = 0  # what the host enqueued for it; 0 where the host does not matter
+    seconds: float  # s, of a step, or of these kernels alone
+    dispatches: int = 0  # that the host enqueued; 0 where the host does not matter
     layouts: bool = False  # whether hidden layout copies count; see `KernelTable.seconds`
     group: str = ""  # cases of one group are left out together when a fit is checked
     dispatch: float | None = None  # s of each dispatch; None: the knob of this name
-    host: float = 0.0  # s of the host beside them: views, calls of modules
+    host: float = 0.0  # other s of the host: views, calls of modules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +75,6 @@ class Errors(Plain):
     worst_case: str  # its name
 
 
-# -- from measurements ----------------------------------------------------------------------------
-
-
 def step_case(
     name: str,
     graph: OpGraph | Plan,
@@ -88,17 +83,17 @@ def step_case(
     seconds: float,
     group: str = "",
 ) -> Case:
-    """The case of a whole measured step.  Raises CalibrationError for a time of 0 or below."""
+    """The case of a measured step.  Raises CalibrationError for a time of 0 or below."""
     if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
         raise CalibrationError(f"{name}: {seconds!r} seconds: expected a time above 0")
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     table, _ = kernel_table(planned, chip)
     model = planned.execution
-    each, dispatches, beside = _host(model, chip), 0, 0.0
+    each, dispatches, other = _host(model, chip), 0, 0.0
     for launch in planned.launches:
         times = math.prod(planned.graph.repeats[r].count for r in launch.repeats)
         dispatches += times * launch.dispatches
-        beside += times * (launch.views * each.view + launch.calls * each.call)
+        other += times * (launch.views * each.view + launch.calls * each.call)
     return Case(
         name=name,
         table=table,
@@ -107,12 +102,12 @@ def step_case(
         layouts=planned.copies_layouts,
         group=group,
         dispatch=None if model.dispatch == "eager" else each.dispatch,
-        host=beside,
+        host=other,
     )
 
 
 def _host(model: ExecutionModel, chip: Chip) -> HostSeconds:
-    """What the host takes at a pace of 1: predictions have a pace of their own."""
+    """Host seconds at a pace of 1: predictions multiply by the pace."""
     knobs = model.knobs_on(chip)
     if knobs is not None and knobs.pace != 1:
         model = replace(model, knobs=replace(knobs, pace=1.0))
@@ -122,7 +117,7 @@ def _host(model: ExecutionModel, chip: Chip) -> HostSeconds:
 def alone_case(
     name: str, planned: Plan, chip: Chip, seconds: float, group: str = ""
 ) -> Case | None:
-    """The case of an operation that was timed alone, on caches that hold none of its data.
+    """The case of an operation that was timed alone, on cold caches.
 
     None if its time tells little about its kernel: it is too short, or its result is mapped anew.
     """
@@ -147,13 +142,13 @@ def kernel_cases(
 ) -> list[Case]:
     """A case for each kernel that was measured.
 
-    seconds: of each group of the plan, all iterations together; None where it is not known.
+    seconds: of each group of the plan, all iterations together; None: unknown.
     """
-    table, place = kernel_table(planned, chip)
-    made = _Cases(planned, chip, table, name, group)
-    for index, known in enumerate(seconds):
-        if known is not None:
-            made.add([index], place, known)
+    table, row_of = kernel_table(planned, chip)
+    made = _KernelCases(planned, chip, table, name, group)
+    for index, measured in enumerate(seconds):
+        if measured is not None:
+            made.add([index], row_of, measured)
     return made.cases
 
 
@@ -162,8 +157,8 @@ def profiled_cases(
 ) -> list[Case]:
     """A case for all equal kernels of one op, if the profile has as many calls as the graph.
 
-    Calls and ops are compared by name and input shapes.  Other counts give no case: the profile may
-    hide the inner calls of an op, or another step ran in between.
+    Calls and ops are compared by name and input shapes.  Where counts differ, the profile may hide
+    the inner calls of an op, or another step ran in between.
     """
     calls: dict[keys.Key, list[float]] = defaultdict(lambda: [0, 0.0])
     for op in ops:
@@ -174,16 +169,16 @@ def profiled_cases(
     for index, kernel in enumerate(planned.groups):
         if len(kernel.ops) == 1:
             alike[keys.key_of_op(planned.graph, planned.graph.ops[kernel.ops[0]])].append(index)
-    table, place = kernel_table(planned, chip)
-    made = _Cases(planned, chip, table, name, group)
+    table, row_of = kernel_table(planned, chip)
+    made = _KernelCases(planned, chip, table, name, group)
     for key, groups in alike.items():
         count, seconds = calls.get(key, (0, 0.0))
         if count == sum(planned.groups[i].times for i in groups):
-            made.add(groups, place, seconds)
+            made.add(groups, row_of, seconds)
     return made.cases
 
 
-class _Cases:
+class _KernelCases:
     """Cases of kernels of one step."""
 
     def __init__(
@@ -194,13 +189,13 @@ class _Cases:
         self.layouts = planned.copies_layouts
         self.cases: list[Case] = []
 
-    def add(self, groups: Sequence[int], place: Sequence[int], seconds: float) -> None:
-        """Add a case: these kernels together took so long."""
+    def add(self, groups: Sequence[int], row_of: Sequence[int], seconds: float) -> None:
+        """Add a case: the seconds of these groups together."""
         waits = self.chip.host_waits
         count = sum(self.planned.groups[index].times for index in groups)
         if seconds <= 0 or (waits and seconds < count * SHORTEST):
             return
-        rows = [place[index] for index in groups]
+        rows = [row_of[index] for index in groups]
         data = {name: column[rows] for name, column in self.table.data.items()}
         data["count"] = np.array([float(self.planned.groups[i].times) for i in groups])
         lead = self.planned.graph.ops[self.planned.groups[groups[0]].ops[0]]
@@ -226,7 +221,7 @@ def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
 
 
 def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Errors:
-    """How far predictions are off.  Raises CalibrationError without any."""
+    """The errors of predictions.  Raises CalibrationError without any."""
     if not names:
         raise CalibrationError("no predictions to compare with measurements")
     off = np.array(predicted) / np.array(measured) - 1
@@ -271,8 +266,8 @@ class Stack:
 
     def _at_full_pace(self, knobs: Knobs) -> Array:
         total = np.zeros(len(self.measured))
-        for (layouts, table, owner), known in zip(self.parts, self._terms, strict=True):
-            terms = known if knobs.tiling == self._tiling else table.tiles(knobs)
+        for (layouts, table, owner), at_start in zip(self.parts, self._terms, strict=True):
+            terms = at_start if knobs.tiling == self._tiling else table.tiles(knobs)
             device = table.seconds(knobs, layouts, terms).device
             device = device + knobs.launch_on(table.chip)
             total += np.bincount(owner, table.data["count"] * device, len(total))
@@ -291,32 +286,31 @@ def _joined(tables: Sequence[KernelTable]) -> KernelTable:
     return KernelTable(tables[0].chip, np.concatenate([t.kind for t in tables]), data)
 
 
-# -- traffic ---------------------------------------------------------------------------------------
-# Factors on bytes from whatever was measured of kernels: seconds, or counters.
+# -- measured bytes --------------------------------------------------------------------------------
 
 _STREAMS = ("copy", "elementwise")
 """Kinds of operations that only move bytes."""
 _LARGE = 2**25
 """Bytes of an operation that no cache holds."""
 _FLUSHES = "counters"
-"""The source whose profiler empties the caches before each kernel (ncu, unless told otherwise)."""
+"""The source whose profiler empties the caches before each kernel (ncu, by default)."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a hardware profiler counted of one step."""
+    """The counts of a hardware profiler in one step."""
 
     source: str = ""  # path of the file
     kernels: tuple[KernelCounters, ...] = ()  # in order
     flushed: bool = False  # whether the caches were emptied before each kernel
-    total: float | None = None  # byte of one step, where the file tells only this
+    total: float | None = None  # byte of one step, where the file has only this
 
     @staticmethod
     def of(path: str | os.PathLike[str] | None, steps: int | None = None) -> Counts:
         """The counts in a file; a total is of `steps` steps, or of as many as the file says.
 
-        Raises ProfileError for a file that holds no counts, and MeasuredRequestError for a total
-        of nobody knows how many steps.
+        Raises ProfileError for a file without counts, and MeasuredRequestError for a total of an
+        unknown number of steps.
         """
         if path is None:
             if steps is not None:
@@ -342,18 +336,18 @@ class Counts:
             )
         kind, name = str(run.device.get("type", "")), run.device.get("name", "")
         if bool(self.kernels) != (kind == "cuda"):
-            counted = "kernels of a GPU" if self.kernels else "memory controllers of a CPU"
+            counts = "kernels of a GPU" if self.kernels else "memory controllers of a CPU"
             raise MeasuredRequestError(
-                f"{self.source}: counts {counted}, and the run is of a {kind.upper()} ({name}); "
+                f"{self.source}: counts {counts}, and the run is of a {kind.upper()} ({name}); "
                 "count the device that was measured"
             )
-        known = {launch.capability for launch in self.kernels if launch.capability}
-        own = str(run.device.get("capability", ""))
-        if known and own and known != {own}:
+        counted = {launch.capability for launch in self.kernels if launch.capability}
+        measured = str(run.device.get("capability", ""))
+        if counted and measured and counted != {measured}:
             raise MeasuredRequestError(
                 f"{self.source}: kernels of a device of compute capability "
-                f"{', '.join(sorted(known))}, and {name} has {own}; count the device that was "
-                "measured"
+                f"{', '.join(sorted(counted))}, and {name} has {measured}; count the device that "
+                "was measured"
             )
 
 
@@ -376,8 +370,8 @@ def _each(path: str, counts: Sequence[MemoryCount], steps: int | None) -> float:
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What measured bytes are compared on: the chip, the start of a fit, and its bandwidth."""
+class ByteSources:
+    """The sources of measured bytes: the chip with its bandwidth, the start of a fit, counters."""
 
     chip: Chip
     knobs: Knobs
@@ -391,10 +385,10 @@ class SteppedPlan:
 
     ran: Plan
     detected: Plan
-    seconds: Sequence[float | None]  # by group of `ran`, all times that it ran
+    seconds: Sequence[float | None]  # by group of `ran`, all its launches
     compiled: FusedStep | None = None
 
-    def bytes(self, ground: Ground) -> StepBytes:
+    def bytes(self, ground: ByteSources) -> StepBytes:
         """The bytes of its kernels."""
         by_kernel: Sequence[float | None] = ()
         counted = ground.counted
@@ -402,8 +396,8 @@ class SteppedPlan:
             by_kernel = self.compiled.counted(counted.kernels, counted.source)
         return self.counted(ground, by_kernel)
 
-    def counted(self, ground: Ground, by_kernel: Sequence[float | None] = ()) -> StepBytes:
-        """The bytes of its kernels; by_kernel: by counters, of each group, all times."""
+    def counted(self, ground: ByteSources, by_kernel: Sequence[float | None] = ()) -> StepBytes:
+        """The bytes of its kernels; by_kernel: by counters, of each group, all its launches."""
         measured = Measured(
             seconds=self.seconds,
             counted=by_kernel,
@@ -423,8 +417,8 @@ class SteppedPlan:
 def stepped(step: MeasuredStep, graph: OpGraph, planned: Plan) -> SteppedPlan | None:
     """The kernels of a measured step; None where the row has no seconds of single kernels.
 
-    planned: the graph under the execution model that the step ran as.  Raises ProfileError for
-    kernels of another graph.
+    planned: the graph under the execution model of the step.  Raises ProfileError for kernels of
+    another graph.
     """
     row, fusion = step.row, planned.execution.fusion
     if row is None:
@@ -441,7 +435,7 @@ def of_fused(step: FusedStep) -> SteppedPlan:
     return SteppedPlan(step.measured, step.detected, step.group_seconds, step)
 
 
-def of_alignment(alignment: Alignment, planned: Plan, ground: Ground) -> StepBytes:
+def of_alignment(alignment: Alignment, planned: Plan, ground: ByteSources) -> StepBytes:
     """The bytes of the kernels of an eager trace, with counters where there are any."""
     step = SteppedPlan(planned, planned, of_ops(planned, alignment.seconds))
     counters = ground.counted
@@ -452,12 +446,11 @@ def of_alignment(alignment: Alignment, planned: Plan, ground: Ground) -> StepByt
 
 
 def of_ops(planned: Plan, amounts: Mapping[int, float]) -> list[float | None]:
-    """Sums by group of a plan of what is known by op; None where an op of it is not known."""
-    sums: list[float | None] = []
-    for group in planned.groups:
-        known = [amounts[op] for op in group.ops if op in amounts]
-        sums.append(sum(known) if len(known) == len(group.ops) else None)
-    return sums
+    """Sums by group of a plan of amounts by op; None where the amount of an op is missing."""
+    return [
+        sum(amounts[op] for op in group.ops) if all(op in amounts for op in group.ops) else None
+        for group in planned.groups
+    ]
 
 
 def seconds_by_op(row: ModelRow) -> dict[int, float]:
@@ -466,9 +459,9 @@ def seconds_by_op(row: ModelRow) -> dict[int, float]:
 
 
 def sustained(run: Run | None, chip: Chip, knobs: Knobs) -> float:
-    """Byte/s that the device sustained in a run: its quickest stream that no cache holds.
+    """Byte/s that the device sustained in a run, by its quickest operation beyond the caches.
 
-    Without one it is the chip's bandwidth times the share that `knobs` say it sustains.
+    Without one it is the chip's bandwidth times the share `knobs.memory`.
     """
     streams = [
         row.bytes / row.median
@@ -479,10 +472,10 @@ def sustained(run: Run | None, chip: Chip, knobs: Knobs) -> float:
 
 
 def on_its_kernels(step: SteppedPlan, knobs: Knobs) -> Plan:
-    """The kernels that ran, with the bytes that these knobs say they move."""
+    """The kernels that ran, with the bytes that they move by these knobs."""
     traffic = knobs.traffic
     if traffic is None:
         return step.ran
-    alone = {kind: replace(f, grouping=1.0) for kind, f in traffic.factors.items()}
-    own = replace(knobs, traffic=replace(traffic, factors=alone))
-    return step.ran.as_run(replace(step.ran.execution, knobs=own))
+    ungrouped = {kind: replace(f, grouping=1.0) for kind, f in traffic.factors.items()}
+    knobs = replace(knobs, traffic=replace(traffic, factors=ungrouped))
+    return step.ran.as_run(replace(step.ran.execution, knobs=knobs))

@@ -19,22 +19,21 @@ if TYPE_CHECKING:
     from rooftrace._amounts import Array
 
 # -- free knobs ------------------------------------------------------------------------------------
-# Knobs that a fit may change, as a vector: the logarithm of each over its start.
 
 LAYOUT, LAYOUT_PRIOR = "layout", 0.5
-"""One factor on the layout copies of all classes, and how far it usually is from 1: a guess."""
+"""One factor on the layout copies of all classes, and its prior deviation: a guess."""
 STEP = (*(item.name for item, facts in numbers.knobs_of(Knobs) if facts.prior), LAYOUT)
-"""Knobs of a whole chip that a fit can free (pace is one factor on all of them); beside them
-"tiling.prologue" and its like, "attention.start" and its like, and "mm.compute", "layer
-norm.memory" ...: the shares of a class.
+"""Knobs of a chip that a fit can free (pace is one factor on all of them).  Others are
+"tiling.prologue" and its like, "attention.start" and its like, and the shares of a class:
+"mm.compute", "layer norm.memory".
 
-What a knob's declaration has as `prior` is the standard deviation of its logarithm around its
-start, before anything is measured.  Those of pace, compute and memory are how far fitted numbers of
-GPUs scatter around the typical ones, as root mean square of the logarithm: pace 0.22, compute 0.20,
-memory 0.19, over seven fits to steps of image models (timm; RTX 3090 thrice, RTX 4090 twice, a card
-held to 300 W at 0.65 of its rates) and language models on A100.  On CPUs, twelve fits to halves of
-this project's own runs are 0.38 around the typical memory, and 0.09 around the typical compute, all
-on one machine.  Those of the others are guesses: steps of large batches do not tell them."""
+The `prior` in a knob's declaration is the standard deviation of its logarithm around its start,
+before anything is measured.  For pace, compute and memory it is the scatter of fitted numbers of
+GPUs around the typical ones, as root mean square of the logarithm: pace 0.22, compute 0.20, memory
+0.19, over seven fits to steps of image models (timm; RTX 3090 thrice, RTX 4090 twice, a card held
+to 300 W at 0.65 of its rates) and language models on A100.  On CPUs, twelve fits to halves of this
+project's runs are 0.38 around the typical memory, and 0.09 around the typical compute, all on one
+machine.  Other priors are guesses: steps of large batches do not tell them."""
 TABLES: Mapping[str, tuple[str, ...]] = {
     name: tuple(item.name for item, facts in numbers.knobs_of(record) if facts.prior)
     for name, record in (("tiling", numbers.Tiling), ("attention", numbers.AttentionKnobs))
@@ -44,11 +43,11 @@ _SHARES = tuple(item.name for item, facts in numbers.knobs_of(numbers.Share) if 
 _ALONE = 0.8
 """The prior of a share or a number of tiles where single kernels were measured."""
 _NOISE = 0.1
-"""Standard deviation of the logarithm of a measurement over a good prediction: of steps of image
-models that a fit had not seen, on three GPUs, it is 0.08 to 0.12."""
+"""Standard deviation of the logarithm of a measurement over a good prediction: 0.08 to 0.12 for
+unseen steps of image models on three GPUs."""
 _LEAST_NOISE = 0.02
 _NOISE_CASES = 2.0
-"""Measurements that this first guess counts for beside those of a fit."""
+"""Weight of this first guess, in measurements."""
 UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
 _CLOSE = 1e-4  # of its own size, a step of the solver is the last
@@ -74,7 +73,7 @@ class Space:
         ]
 
     def _start(self, path: str, facts: numbers.KnobFacts) -> float:
-        """The number of a knob, or where a fit begins where it is as if it were not there."""
+        """The start of a knob in a fit: its number, unless that is neutral."""
         if path == LAYOUT:
             return 1.0
         value = _number(self._begin, path)
@@ -114,7 +113,7 @@ class Space:
             return np.concatenate([robust, vector / priors])
 
         vector, noise = np.zeros(len(self.names)), _NOISE
-        for _ in range(3):  # how far off cases are is known better each time
+        for _ in range(3):  # the noise is known better each time
             solution = least_squares(
                 residuals, vector, method="lm", args=(noise,), xtol=_CLOSE, ftol=_CLOSE
             )
@@ -140,37 +139,33 @@ def _path(name: str) -> str:
 
 
 def _number(knobs: Knobs, path: str) -> Any:
-    """The number at a path; of a class that has no share of its own, that of `Knobs.share`."""
+    """The number at a path; of a class without a share, that of `Knobs.share`."""
     kind = path.removeprefix("shares.").rpartition(".")[0]
     record, name = numbers.place_of(knobs, path, missing=knobs.share(kind))
     return getattr(record, name)
 
 
 def _facts(knobs: Knobs, path: str) -> numbers.KnobFacts:
-    """What the declaration of a knob says of it."""
+    """The declaration of a knob."""
     facts = numbers.facts_of(knobs, path, missing=numbers.PLAIN) if path != LAYOUT else None
     return facts or numbers.KnobFacts(prior=LAYOUT_PRIOR)
 
 
 def _noise(off: Array, free: int) -> float:
-    """The standard deviation of residuals: of those that a fit left, and of the first guess.
+    """The geometric mean of the standard deviation of residuals and of the first guess.
 
-    Their mean is of logarithms, as a scale is as likely to be half as twice what is thought.  A fit
-    of as many numbers as measurements leaves no residuals, which says nothing of how good it is.
+    Residuals weigh by their degrees of freedom: a fit of as many numbers as measurements has none.
     """
-    told = max(0, len(off) - free)
+    freedom = max(0, len(off) - free)
     scatter = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
-    weight = told / (_NOISE_CASES + told)
+    weight = freedom / (_NOISE_CASES + freedom)
     return math.exp(weight * math.log(scatter) + (1 - weight) * math.log(_NOISE))
 
 
 # -- fitting ---------------------------------------------------------------------------------------
-# From measured times to knobs: a robust fit that reports what it cannot identify.
-#
-# Every number is fitted as a factor (its logarithm is free), around a prior that says how far
-# such a factor usually is from where the fit starts: few measurements move it little, many as far
-# as they say.  A number that they tell little about is reported as not identified, and keeps its
-# start, which is what is typical of such chips.
+# Every number is fitted as a factor (its logarithm is free), around a prior for its distance from
+# the start: few measurements move it little.  A number that they tell little about is reported as
+# not identified, and keeps its start, which is typical of such chips.
 
 _FEWEST_KERNELS = 5
 FEW = ("compute", "memory")
@@ -181,7 +176,7 @@ FEW = ("compute", "memory")
 class FittedNumber:
     """A number that a fit may change."""
 
-    name: str  # of the knob, as `free` takes it
+    name: str  # of the knob, for `free`
     start: float  # where the fit began
     value: float  # where it ended; the start, where not identified
     error: float  # relative standard error
@@ -190,7 +185,7 @@ class FittedNumber:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Fitted knobs and how far to trust them."""
+    """Fitted knobs, with their errors."""
 
     knobs: Knobs
     parameters: tuple[FittedNumber, ...]
@@ -200,7 +195,7 @@ class Fit:
     correlations: Mapping[tuple[str, str], float] = field(default_factory=dict)
     # Left-out errors of the cases in which a class of kernels takes most of the time.
     by_class: Mapping[str, Errors] = field(default_factory=dict)
-    outside: tuple[float, ...] = ()  # s: each case as a fit without its group predicts it
+    outside: tuple[float, ...] = ()  # s of each case, predicted by a fit without its group
 
     @property
     def unidentified(self) -> tuple[str, ...]:
@@ -216,13 +211,13 @@ def fit(
     check: bool = True,
     kernels: Sequence[Case] = (),
 ) -> Fit:
-    """Knobs that make predictions of `cases` right, beginning at `start`.
+    """Knobs fitted to `cases`, beginning at `start`.
 
-    free: names of what may change (see `STEP`).  check: also fit without each fifth of the groups,
-    and report the errors there.  kernels: cases of single kernels; the shares of their classes, and
-    the numbers of tiles, are fitted to them first (without those of the groups that are left out).
-    Raises CalibrationError for fewer cases than free knobs, for several chips, and for a name that
-    is no knob.
+    free: names of knobs that may change (see `STEP`).  check: also fit without each fifth of the
+    groups, and report the errors there.  kernels: cases of single kernels; the shares of their
+    classes, and the numbers of tiles, are fitted to them first (without left-out groups).  Raises
+    CalibrationError for fewer cases than free knobs, for several chips, and for a name that is no
+    knob.
     """
     names = list(dict.fromkeys(free))
     if len(cases) < max(1, len(names)):
@@ -245,7 +240,7 @@ def check_one_chip(cases: Sequence[Case]) -> None:
 def fitted(
     cases: Sequence[Case], shares: Starts, names: Sequence[str], title: str, check: bool = True
 ) -> Fit:
-    """The fit of `cases`, begun at the shares that single kernels have; `names` may be none."""
+    """The fit of `cases`, beginning at the shares of single kernels; `names` may be empty."""
     start, of_kernels = shares.without(())
     stack = Stack(cases, start)
     knobs, parameters, covariance = _solved(Space(start, names, cases[0].table.chip), stack)
@@ -274,23 +269,23 @@ class Starts:
 
     def __init__(self, kernels: Sequence[Case], start: Knobs) -> None:
         self.kernels, self.start = kernels, start
-        self._known: dict[frozenset[str], tuple[Knobs, tuple[FittedNumber, ...]]] = {}
+        self._fits: dict[frozenset[str], tuple[Knobs, tuple[FittedNumber, ...]]] = {}
 
     def without(self, groups: Iterable[str]) -> tuple[Knobs, tuple[FittedNumber, ...]]:
-        """Knobs, and which of their numbers were fitted."""
+        """Knobs, and their fitted numbers."""
         key = frozenset(groups)
-        if key not in self._known:
+        if key not in self._fits:
             seen = [case for case in self.kernels if case.group not in key]
-            self._known[key] = _kernels_first(seen, self.start)
-        return self._known[key]
+            self._fits[key] = _kernels_first(seen, self.start)
+        return self._fits[key]
 
     def begin(self, groups: Iterable[str]) -> Knobs:
-        """Where a fit without these groups begins."""
+        """The start of a fit without these groups."""
         return self.without(groups)[0]
 
 
 def _kernels_first(kernels: Sequence[Case], start: Knobs) -> tuple[Knobs, tuple[FittedNumber, ...]]:
-    """Starts of the classes of which enough single kernels were measured, and what tiles take."""
+    """Shares of the classes with enough measured kernels, and numbers of tiles, fitted to them."""
     if not kernels:
         return start, ()
     counts = Counter(CLASSES[kind] for case in kernels for kind in set(case.table.kind.tolist()))
@@ -316,8 +311,11 @@ def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[FittedNumber, ...]
     The covariance is that of the identified numbers.
     """
     _, deviations, _ = space.solve(stack)
-    known = [d <= UNKNOWN * p for d, p in zip(deviations, space.priors, strict=True)]
-    kept = [name for name, ok in zip(space.names, known, strict=True) if ok]
+    kept = [
+        name
+        for name, deviation, prior in zip(space.names, deviations, space.priors, strict=True)
+        if deviation <= UNKNOWN * prior
+    ]
     final = Space(space.start, kept, space.chip, space.alone)
     vector, errors_kept, covariance = final.solve(stack)
     at = dict(zip(kept, zip(vector, errors_kept, strict=True), strict=True))
@@ -341,8 +339,7 @@ def _correlations(names: Sequence[str], covariance: Array) -> dict[tuple[str, st
     return correlations
 
 
-# -- leftout ---------------------------------------------------------------------------------------
-# How far to trust a fit: predictions of cases by a fit without them, and intervals by these.
+# -- left-out cases --------------------------------------------------------------------------------
 
 FOLDS = 5
 FEWEST_GROUPS = 3
@@ -351,7 +348,7 @@ _LEAST_SPREAD = 1e-4
 
 
 def use_of(free: Sequence[str]) -> str:
-    """What was fitted, as `Knobs.use` names it, where these numbers were."""
+    """The value of `Knobs.use` after a fit of these numbers."""
     if not free:
         return NO_FIT
     return ONE_FACTOR if list(free) == ["pace"] else FITTED
@@ -362,7 +359,7 @@ def left_out(
 ) -> list[float] | None:
     """The prediction of each case by a fit without its group; None with too few groups.
 
-    begin: where a fit begins that has not seen some groups.
+    begin: the start of a fit without some groups.
     """
     groups = sorted({group_of(case) for case in cases})
     if len(groups) < FEWEST_GROUPS or len(cases) < len(free) + FEWEST_GROUPS:
@@ -382,7 +379,7 @@ def left_out(
 
 
 def group_of(case: Case) -> str:
-    """What is left out together with a case."""
+    """The name of the cases that are left out together with a case."""
     return case.group or case.name
 
 
@@ -392,18 +389,18 @@ def group_of(case: Case) -> str:
 def with_interval(
     knobs: Knobs, use: str, cases: Sequence[Case], predicted: Sequence[float], start: Knobs
 ) -> Knobs:
-    """Knobs with the spreads and the ends of intervals that left-out cases have.
+    """Knobs with the spreads and the ends of intervals of left-out cases.
 
-    predicted: seconds of each case by a fit without it.  start: the knobs that know how far steps
-    usually are from a fit of this use, for where the cases are few.
+    predicted: seconds of each case by a fit without it.  start: the knobs with the usual residuals
+    of this use, which weigh most where cases are few.
     """
     measured = [case.seconds for case in cases]
     spread = max(_LEAST_SPREAD, spread_of(predicted, measured))
     knobs = replace(knobs.with_shares(spread=_spreads(cases, knobs, predicted)), spread=spread)
     off = [math.log(m / p) for m, p in zip(measured, predicted, strict=True)]
     deviations = deviations_of(cases, knobs)
-    known = start.residuals.get(use)
-    usual = known.spread if known is not None else start.spread
+    residuals = start.residuals.get(use)
+    usual = residuals.spread if residuals is not None else start.spread
     ends = Residuals.of_steps(
         [each / deviation for each, deviation in zip(off, deviations, strict=True)],
         [group_of(case) for case in cases],
@@ -414,17 +411,15 @@ def with_interval(
 
 
 def with_usual_interval(knobs: Knobs, use: str, cases: Sequence[Case], free: int) -> Knobs:
-    """Knobs with the interval that steps usually have after a fit of this use.
+    """Knobs with the usual interval of steps after a fit of this use, where no case was left out.
 
-    None of the cases was left out.  A fit to few of them is off by its own error, too.
+    A fit to few cases widens it by the error of the fit.
     """
     groups = len({group_of(case) for case in cases})
-    known = knobs.residuals.get(use)
-    usual = known.spread if known is not None else knobs.spread
-    spread = usual * math.sqrt(1 + free / groups)
-    if known is None:
-        return replace(knobs, spread=spread, use=use, residuals={})
-    return replace(knobs, spread=spread, use=use, residuals={use: replace(known, spread=spread)})
+    usual = knobs.residuals.get(use)
+    spread = (knobs.spread if usual is None else usual.spread) * math.sqrt(1 + free / groups)
+    residuals = {} if usual is None else {use: replace(usual, spread=spread)}
+    return replace(knobs, spread=spread, use=use, residuals=residuals)
 
 
 def spread_of(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -434,7 +429,7 @@ def spread_of(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def deviations_of(cases: Sequence[Case], knobs: Knobs) -> list[float]:
-    """The standard deviation of the logarithm of each case, as estimates have it."""
+    """The standard deviation of the logarithm of each case, by the rule of estimates."""
     spreads = np.array([knobs.share(name).spread or knobs.spread for name in CLASSES])
     shares = _time_shares(cases, knobs)
     deviations: list[float] = np.sqrt(shares @ spreads**2).tolist()

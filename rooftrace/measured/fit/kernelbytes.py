@@ -1,4 +1,4 @@
-"""Bytes that kernels of a measured step move, and why weights are read less than used."""
+"""Bytes that kernels of a measured step move, and why fewer bytes of weights are read than used."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from rooftrace.graph import Op, OpGraph, pattern_of
 from rooftrace.hardware import Chip
 
 # -- causes ----------------------------------------------------------------------------------------
-# Why a step reads fewer bytes of its weights than it uses: what rules know of it.
-#
-# As used are whole matrices and tables, all experts, as wide as what they are multiplied with, once
-# for each op that uses them.
+# Causes of reading fewer bytes of weights than used.  Used bytes are complete matrices and tables,
+# all experts, as wide as the other operand, once for each op that uses them.
 
 CAUSES = ("rows", "experts", "precision")
 _WEIGHTS = "weights"
@@ -28,7 +26,7 @@ _WEIGHTS = "weights"
 
 @dataclass(frozen=True, slots=True)
 class Causes:
-    """Bytes of weights by kind: as used, and after each cause in turn; the last are by rule."""
+    """Bytes of weights by kind, by rule, and the bytes that each cause saves."""
 
     used: Mapping[str, float] = field(default_factory=dict)  # byte by kind, by rule
     # By cause, byte by kind that it saves.
@@ -36,7 +34,7 @@ class Causes:
 
 
 def causes_of(unfused: Plan) -> Causes:
-    """What looking up rows, sending tokens to few experts, and storing narrowly save of weights.
+    """Savings of weights by row look-ups, by routing to few experts, and by narrow storage.
 
     unfused: the step with a kernel for each op.
     """
@@ -50,20 +48,20 @@ def causes_of(unfused: Plan) -> Causes:
             name = kind(access)
             if access.wire != "hbm" or access.write or not name.endswith(_WEIGHTS):
                 continue
-            whole = max(_largest(graph, op, access.storage), size)
+            full = max(_largest(graph, op, access.storage), size)
             times = group.times
             used[name] += times * size
             cause = "experts" if op.family == "moe" else "rows"
-            saved[cause][name] += times * (whole - size)
+            saved[cause][name] += times * (full - size)
             wider = _wider(graph, op, cost, access.storage)
-            saved["precision"][name] += times * whole * (wider - 1)
+            saved["precision"][name] += times * full * (wider - 1)
     return Causes(dict(used), {cause: dict(by_kind) for cause, by_kind in saved.items()})
 
 
 def factors_of(causes: Sequence[Causes], kind: str) -> dict[str, float]:
     """By cause: bytes without it over bytes with it, of one kind in several steps.
 
-    Their product is bytes as used over bytes by rule.
+    Their product is used bytes over bytes by rule.
     """
     after = sum(cause.used.get(kind, 0.0) for cause in causes)
     factors: dict[str, float] = {}
@@ -81,7 +79,7 @@ def _largest(graph: OpGraph, op: Op, storage: int) -> float:
 
 
 def _wider(graph: OpGraph, op: Op, cost: Cost, storage: int) -> float:
-    """How many times as wide as stored an op uses a weight: a product, or a cast that it feeds."""
+    """The width at which an op uses a weight, over its stored width: in a product, or by a cast."""
     for work in cost.work:
         if work.operation in MATRIX and work.widths is not None and work.widths[1]:
             return work.widths[0] / work.widths[1]
@@ -92,26 +90,25 @@ def _wider(graph: OpGraph, op: Op, cost: Cost, storage: int) -> float:
     return max(result.nbytes / weight.nbytes, 1.0)
 
 
-# -- kernelbytes -----------------------------------------------------------------------------------
-# The kernels of a measured step with their bytes: by rules, held by a cache, and measured.
+# -- bytes of kernels ------------------------------------------------------------------------------
 
 MEMORY_BOUND = 1.5
-"""A kernel tells bytes by its seconds if its bytes take so many times as long as its work."""
+"""Least ratio of memory to compute seconds of a kernel whose seconds tell its bytes."""
 _MOSTLY = 0.5
 SHORTEST = 20e-6
-"""Seconds: on a CPU a kernel below this is mostly its call, and the profiler's own time."""
+"""Seconds: on a CPU a shorter kernel is mostly its call, and time of the profiler."""
 _LEAST_LAUNCHES, _BRIEF = 4.0, 2e-6
-"""On a GPU a kernel tells bytes by its seconds if it takes so many launches, and these seconds."""
+"""Least launch times, and seconds, of a kernel on a GPU whose seconds tell its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelBytes:
-    """One kernel of a measured step; bytes are those of all times that it ran."""
+    """One kernel of a measured step; bytes are of all its launches."""
 
     layer: str  # "layers.3"; "" outside of layers
-    used: Mapping[str, float]  # byte by kind, as its rules count
-    held: Mapping[str, float]  # byte by kind: those of them that a cache answered
-    moved: float | None  # byte, measured; None where nothing tells
+    used: Mapping[str, float]  # byte by kind, by its rules
+    held: Mapping[str, float]  # byte by kind of these that a cache answered
+    moved: float | None  # byte, measured; None: unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,24 +116,24 @@ class StepBytes:
     """The kernels of one measured step, and the bytes of the same step in other kernels."""
 
     kernels: tuple[KernelBytes, ...]
-    by: str  # "counters" or "seconds": where `moved` is from
+    by: str  # "counters" or "seconds": the source of `moved`
     detected: Mapping[str, float]  # byte by kind, in the kernels that we detect
     unfused: Mapping[str, float]  # byte by kind, with a kernel for each op
-    causes: Causes  # why weights are read less than they are used
+    causes: Causes  # of reading fewer bytes of weights than used
     # Byte by kind that a cache of the chip's size holds, whether or not `held` has them.
     cached: Mapping[str, float] = field(default_factory=dict)
     flushed: bool = False  # whether the counters were read on empty caches
-    moved: float | None = None  # byte of the whole step, where a counter tells only this
+    moved: float | None = None  # byte of the step, where a counter has only this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was measured of the kernels of a plan; a list has an entry for each group."""
+    """Measurements of the kernels of a plan; a list has an entry for each group."""
 
-    seconds: Sequence[float | None] = ()  # s, all times that it ran
-    counted: Sequence[float | None] = ()  # byte, all times that it ran
+    seconds: Sequence[float | None] = ()  # s, all its launches
+    counted: Sequence[float | None] = ()  # byte, all its launches
     flushed: bool = False  # whether the caches were emptied before each counted kernel
-    total: float | None = None  # byte of the whole step
+    total: float | None = None  # byte of the step
 
 
 def step_bytes(
@@ -147,23 +144,23 @@ def step_bytes(
     knobs: Knobs,
     bandwidth: float,
 ) -> StepBytes:
-    """The bytes of each kernel of `ran`, in which the step ran.
+    """The bytes of each kernel of `ran`, the plan in the kernels that ran.
 
     detected: the same step in the kernels that we detect.  bandwidth: byte/s that the device
-    sustains.  Without counters the bytes of a kernel that its memory limits are its seconds times
-    that bandwidth, times the share of it that `knobs` say kernels of its class reach.  With a total
-    alone no kernel's bytes are known.
+    sustains.  Without counters the bytes of a memory-bound kernel are its seconds times that
+    bandwidth, times the share of it that kernels of its class reach by `knobs`.  With a total alone
+    no kernel's bytes are known.
     """
     counters = any(size is not None for size in measured.counted)
     held_by = _held(ran, chip)
-    # What a cache answers no DRAM counter sees; in seconds it is as much as its bandwidth saves.
+    # DRAM counters do not see cache hits; in seconds these save what the bandwidth of a cache does.
     part = 1 - 1 / knobs.cache
     if counters or measured.total is not None:
         part = 0.0 if measured.flushed else 1.0
         moved = list(measured.counted)
     else:
         moved = _derived(ran, measured, chip, knobs, bandwidth)
-        if knobs.cache == 1:  # how much faster a cache is nobody says
+        if knobs.cache == 1:  # the bandwidth of the cache is unknown
             moved = [
                 None if _is_mostly(held, cost.bytes()) else size
                 for size, held, cost in zip(moved, held_by, ran.costs, strict=False)
@@ -192,7 +189,7 @@ def step_bytes(
 
 
 def _by_kind(planned: Plan, amounts: Sequence[Mapping[Access, float]]) -> list[dict[str, float]]:
-    """Amounts by kind of bytes, of each kernel all times that it ran."""
+    """Amounts by kind of bytes, of each kernel all its launches."""
     return [
         _times(
             bytes_by_kind(each, kinds_of(planned.graph, group.ops, planned.op_costs)), group.times
@@ -210,30 +207,30 @@ def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _held(planned: Plan, chip: Chip) -> Sequence[Mapping[Access, float]]:
-    """What the last cache still holds of each access of each kernel; nothing if unknown."""
+    """Bytes of each access of each kernel that the last cache still holds; none if unknown."""
     if chip.l2_capacity is None:
         return [{} for _ in planned.groups]
     return warm_accesses(planned, chip.l2_capacity.value)
 
 
 def _is_mostly(held: Mapping[Access, float], size: float) -> bool:
-    """Whether a cache holds most bytes of a kernel, whose seconds then tell nothing of memory."""
+    """Whether a cache holds most bytes of a kernel, so that its seconds do not tell its bytes."""
     return sum(held.values()) > _MOSTLY * size
 
 
 def _derived(
     planned: Plan, measured: Measured, chip: Chip, knobs: Knobs, bandwidth: float
 ) -> list[float | None]:
-    """The bytes of each kernel by its seconds; None of one that memory does not limit."""
+    """The bytes of each kernel by its seconds; None of one that is not memory-bound."""
     if not measured.seconds:
         return []
-    table, place = kernel_table(planned, chip, reuse=False)
+    table, rows = kernel_table(planned, chip, reuse=False)
     compute = table.seconds(knobs, planned.copies_layouts).compute
     launch = knobs.launch_on(chip)
     least = SHORTEST if chip.host_waits else max(_LEAST_LAUNCHES * launch, _BRIEF)
     moved: list[float | None] = []
     for group, cost, row, seconds in zip(
-        planned.groups, planned.costs, place, measured.seconds, strict=True
+        planned.groups, planned.costs, rows, measured.seconds, strict=True
     ):
         share = knobs.share(CLASSES[table.kind[row]]).memory
         work = float(compute[row])
@@ -249,7 +246,7 @@ def _derived(
 
 
 def _without(seconds: float, work: float, p: float) -> float:
-    """What is left of seconds without the part of the work that memory does not hide."""
+    """Seconds without the part of the work that memory does not hide."""
     if math.isinf(p) or seconds <= work:
         return seconds
     rest: float = (seconds**p - work**p) ** (1 / p)

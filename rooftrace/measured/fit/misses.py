@@ -1,4 +1,4 @@
-"""Measured seconds of a row by op, and likely reasons for the miss of each kernel's prediction."""
+"""Measured seconds of a row by op, and likely reasons for the miss of each kernel."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from rooftrace.measured.alignment import Alignment, Stray, keys
 from rooftrace.measured.bench import ModelRow
 
 # -- row seconds -----------------------------------------------------------------------------------
-# The op of a graph that each second of a run's row belongs to.
-#
-# A replay names ops by id.  The profiler sums equal calls, by name and input shapes, with their own
-# time and, in newer runs, the time that includes inner calls.
+# A replay names ops by id.  The profiler sums equal calls, by name and input shapes, without inner
+# calls and, in newer runs, also with them.
 
 _FEWEST = 0.8
-"""Share of the graph's calls of an op that a run must have to be a run of them: a mixture of
-experts that routes its tokens otherwise has calls of other sizes, and few of these."""
+"""Share of the graph's calls of an op that a run must have to match them: a mixture of experts that
+routes its tokens otherwise has few calls of these sizes."""
 
 # The profiler counts a kernel for the innermost op, which a graph has under another name or only as
-# a part of another op: pattern, common name, how many shapes tell two apart.
+# a part of another op: (pattern, common name, number of shapes that distinguish two calls).
 _INNERMOST: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
     (re.compile(pattern), name, shapes)
     for pattern, name, shapes in (
         # Casts and layout changes end in copy_.
         (r"aten::(_to_copy|clone|copy|contiguous)", "copy", 1),
-        # Each backend's own convolution is called inside of aten::convolution.
+        # The convolution of each backend is called inside of aten::convolution.
         (r"aten::(cudnn_|miopen_|mkldnn_|_slow_|slow_|thnn_)?_?conv(olution|_depthwise|2d|3d)\w*"
          r"(?<!backward)", "convolution", 2),
         (r"aten::(convolution|_slow_conv2d|mkldnn_convolution)_backward", "convolution back", 3),
@@ -59,7 +57,7 @@ class RowSeconds:
 
     seconds: Mapping[int, float]  # s by op id, all iterations together
     total: float  # s of all ops of the row, unattributed seconds included
-    strays: tuple[Stray, ...]  # calls that the graph has not, or not as often; most seconds first
+    strays: tuple[Stray, ...]  # calls that exceed those of the graph; most seconds first
 
     @property
     def coverage(self) -> float:
@@ -78,7 +76,7 @@ def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
     total = row.attributed + (row.unattributed or 0.0)
     if row.source == "replay":
         return _by_id(row, estimate, total)
-    kernels = _Kernels(estimate)
+    kernels = _KeyedKernels(estimate)
     calls = [(keys.key_of_call(call.target, call.shapes), call) for call in row.ops]
     seen: Counter[tuple[keys.Key, str]] = Counter()  # a key may have wrappers of the same name
     inclusive: dict[tuple[keys.Key, str], float] = defaultdict(float)
@@ -89,26 +87,26 @@ def seconds_of_row(row: ModelRow, estimate: Estimate) -> RowSeconds:
     for key, call in calls:
         if call.seconds <= 0:  # all of it is in the calls inside
             continue
-        own = kernels.own_share(key, seen[key, call.target])
-        if own:
-            kernels.add(kernels.exact[key], call.seconds * own)
-        others = kernels.around(key) if own < 1 else ()
+        share = kernels.op_share(key, seen[key, call.target])
+        left = 1 - share
+        if share:
+            kernels.add(kernels.exact[key], call.seconds * share)
+        others = kernels.around(key) if share < 1 else ()
         if others:
-            kernels.add(others, call.seconds * (1 - own))
-        elif own < 1:
-            left = 1 - own
+            kernels.add(others, call.seconds * left)
+        elif share < 1:
             strays.append(Stray(call.target, key[1], call.count * left, call.seconds * left))
-    whole: dict[keys.Key, float] = {}
+    with_inner: dict[keys.Key, float] = {}
     for (key, target), seconds in inclusive.items():
-        if kernels.own_share(key, seen[key, target]) == 1:
-            whole[key] = max(seconds, whole.get(key, 0.0))
-    strays = _less(strays, kernels.fill(whole, sum(stray.seconds for stray in strays)))
+        if kernels.op_share(key, seen[key, target]) == 1:
+            with_inner[key] = max(seconds, with_inner.get(key, 0.0))
+    strays = _less(strays, kernels.fill(with_inner, sum(stray.seconds for stray in strays)))
     strays.sort(key=lambda stray: -stray.seconds)
     return RowSeconds(dict(kernels.seconds), total, tuple(strays))
 
 
 def _less(strays: Sequence[Stray], seconds: float) -> list[Stray]:
-    """Strays less the seconds that belong to ops, where it is unknown which strays they were."""
+    """Strays less seconds that belong to ops, in proportion, as their strays are unknown."""
     total = sum(stray.seconds for stray in strays)
     if not seconds:
         return list(strays)
@@ -118,7 +116,7 @@ def _less(strays: Sequence[Stray], seconds: float) -> list[Stray]:
     return [replace(s, count=s.count * kept, seconds=s.seconds * kept) for s in strays]
 
 
-class _Kernels:
+class _KeyedKernels:
     """The kernels of an estimate by the keys of calls, and their measured seconds."""
 
     def __init__(self, estimate: Estimate) -> None:
@@ -138,8 +136,8 @@ class _Kernels:
             for index in row.ops:
                 self._weights[index] += row.timing.t_device / len(row.ops)
 
-    def own_share(self, key: keys.Key, calls: int) -> float:
-        """Share of these calls that are ops of the graph themselves."""
+    def op_share(self, key: keys.Key, calls: int) -> float:
+        """Share of these calls that are ops of the graph, not parts of others."""
         launches = self.launches[key]
         if not launches or calls < _FEWEST * launches:
             return 0.0
@@ -147,21 +145,21 @@ class _Kernels:
 
     def around(self, key: keys.Key) -> Sequence[int]:
         """The ops that such calls are parts of."""
-        own = self.exact.get(key)
+        exact = self.exact.get(key)
         for name in (_innermost(key), _foreach(key)):
             ops = self.loose.get(name)
-            if ops and ops != own:
+            if ops and ops != exact:
                 return ops
         return ()
 
-    def fill(self, whole: Mapping[keys.Key, float], most: float) -> float:
+    def fill(self, with_inner: Mapping[keys.Key, float], most: float) -> float:
         """Raise the seconds of ops to those that include inner calls, by at most `most` in all.
 
         Returns the seconds added.
         """
         missing = {
             key: seconds - sum(self.seconds.get(index, 0.0) for index in self.exact[key])
-            for key, seconds in whole.items()
+            for key, seconds in with_inner.items()
         }
         wanted = sum(more for more in missing.values() if more > 0)
         if not wanted:
@@ -174,9 +172,9 @@ class _Kernels:
 
     def add(self, owners: Sequence[int], seconds: float) -> None:
         """Share seconds among ops."""
-        whole = sum(self._weights[index] for index in owners)
+        total = sum(self._weights[index] for index in owners)
         for index in owners:
-            share = self._weights[index] / whole if whole else 1 / len(owners)
+            share = self._weights[index] / total if total else 1 / len(owners)
             self.seconds[index] += seconds * share
 
 
@@ -207,8 +205,6 @@ def _by_id(row: ModelRow, estimate: Estimate, total: float) -> RowSeconds:
 
 
 # -- misses ----------------------------------------------------------------------------------------
-# Each kernel as predicted beside what was measured, and a likely reason where the two differ.
-#
 # A reason comes from the numbers (a share of the bandwidth, kernels that were not fused), never
 # from a fit.  Predicted seconds are `t_device`, the gap between kernels included.
 
@@ -222,13 +218,13 @@ FEW_TILES = 0.7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One row of an estimate beside its measurement."""
+    """One row of an estimate with its measurement."""
 
     row: Row
-    predicted: float  # s, all launches that the row stands for
+    predicted: float  # s, all launches of the row
     measured: float | None  # s, of the same launches; None where the run has none of its ops
-    measured_ops: int  # how many of its ops the run has
-    kernels: float | None  # that the run launched for one of ours; None where it does not say
+    measured_ops: int  # number of its ops that the run has
+    kernels: float | None  # that the run launched for one of ours; None: unknown
     reason: str  # why the two differ, as far as the numbers show; "" where they are close
 
     @property
@@ -238,7 +234,7 @@ class Node:
 
 
 def nodes(estimate: Estimate, measured: Alignment | Mapping[int, float]) -> tuple[Node, ...]:
-    """Every kernel of `estimate` beside what was measured, in the order of its rows.
+    """Every kernel of `estimate` with its measurement, in the order of its rows.
 
     measured: an alignment with `estimate.graph`, or seconds by op id of that graph, all iterations
     together (a run that timed op by op).
@@ -247,10 +243,16 @@ def nodes(estimate: Estimate, measured: Alignment | Mapping[int, float]) -> tupl
     launched: Mapping[int, float] = {}
     if isinstance(measured, Alignment) and measured.trace.on_device:
         launched = {op: measurement.kernels for op, measurement in measured.measured.items()}
-    standing: Counter[int] = Counter()  # an op may stand in two rows: at the edge of iterations
+    launches = launches_by_op(estimate)
+    return tuple(_node(estimate, row, seconds, launched, launches) for row in estimate.rows)
+
+
+def launches_by_op(estimate: Estimate) -> Counter[int]:
+    """Launches by op id: an op may be in two rows, at the edge of iterations."""
+    launches: Counter[int] = Counter()
     for row in estimate.rows:
-        standing.update(dict.fromkeys(row.ops, row.count))
-    return tuple(_node(estimate, row, seconds, launched, standing) for row in estimate.rows)
+        launches.update(dict.fromkeys(row.ops, row.count))
+    return launches
 
 
 def worst(kernels: tuple[Node, ...], count: int = 20) -> tuple[Node, ...]:
@@ -263,30 +265,25 @@ def _node(
     row: Row,
     seconds: Mapping[int, float],
     launched: Mapping[int, float],
-    standing: Mapping[int, int],
+    launches: Mapping[int, int],
 ) -> Node:
     predicted = row.timing.t_device
-    here = [op for op in row.ops if op in seconds]
-    if not here:
-        return Node(
-            row=row,
-            predicted=predicted,
-            measured=None,
-            measured_ops=0,
-            kernels=None,
-            reason="not in the run",
-        )
-    measured = sum(seconds[op] * row.count / standing[op] for op in here)
-    kernels = sum(launched[op] for op in here) if all(op in launched for op in here) else None
-    reason = _reason(estimate, row, measured, kernels)
-    if len(here) < len(row.ops):
-        part = f"{len(here)} of its {len(row.ops)} ops are in the run"
-        reason = f"{part}; {reason}" if reason else part
+    timed = [op for op in row.ops if op in seconds]
+    measured = kernels = None
+    reason = "not in the run"
+    if timed:
+        measured = sum(seconds[op] * row.count / launches[op] for op in timed)
+        if all(op in launched for op in timed):
+            kernels = sum(launched[op] for op in timed)
+        reason = _reason(estimate, row, measured, kernels)
+        if len(timed) < len(row.ops):
+            part = f"{len(timed)} of its {len(row.ops)} ops are in the run"
+            reason = f"{part}; {reason}" if reason else part
     return Node(
         row=row,
         predicted=predicted,
         measured=measured,
-        measured_ops=len(here),
+        measured_ops=len(timed),
         kernels=kernels,
         reason=reason,
     )

@@ -51,14 +51,14 @@ def as_it_ran(
     """
     ran = step.measured.as_run(model)
     seconds: dict[int, float] = {}
-    for group, known in zip(ran.groups, step.group_seconds, strict=True):
-        if known is not None:
-            seconds |= dict.fromkeys(group.ops, 0.0) | {group.ops[0]: known}
+    for group, measured in zip(ran.groups, step.group_seconds, strict=True):
+        if measured is not None:
+            seconds |= dict.fromkeys(group.ops, 0.0) | {group.ops[0]: measured}
     return estimate(ran, chip), seconds
 
 
 def strays_of(step: FusedStep) -> list[Stray]:
-    """The calls of a compiled step that are of no op, longest first."""
+    """The calls of a compiled step without an op, longest first."""
     calls = [k for k in step.kernels if not k.ops and not k.parts and k.seconds]
     return [Stray(k.name, (), 1, k.seconds) for k in sorted(calls, key=lambda k: -k.seconds)]
 
@@ -71,11 +71,11 @@ def validate_compiled(
     counters: str | os.PathLike[str] | None,
     tell: Tell,
 ) -> Validation:
-    """A trace of a compiled step beside the prediction for the very kernels that ran.
+    """A trace of a compiled step against the prediction for the kernels that ran.
 
-    graphs_of: makes the graphs by phase; of several the one that matches best is taken.  counters:
-    a CSV of Nsight Compute or rocprof of the same step.  Raises ProfileError where the trace or the
-    counters match none of them.
+    graphs_of: makes the graphs by phase, of which the best match is taken.  counters: a CSV of
+    Nsight Compute or rocprof of the same step.  Raises ProfileError where the trace or the counters
+    match none of them.
     """
     step, phases = pairing.best_fused(trace, graphs_of, tell)
     priced, seconds = as_it_ran(step, model, chip)
@@ -88,8 +88,8 @@ def validate_compiled(
         source = os.fspath(counters)
         by_group = step.counted(counts_of(source, "counters"), source)
         moved = {op: size for op, number in first.items() if (size := by_group[number]) is not None}
-        whole = {o: 0.0 for op in moved for o in ran.groups[first[op]].ops}
-        dram = dram_by_row(priced, whole | moved)
+        others = {o: 0.0 for op in moved for o in ran.groups[first[op]].ops}
+        dram = dram_by_row(priced, others | moved)
         predicted = sum(row.bytes for row in priced.rows if row.index in dram)
         notes.append(
             f"counters of {plural(len(dram), 'kernel')}: {format_traffic(sum(dram.values()))} "
@@ -113,7 +113,7 @@ def validate_compiled(
 
 
 def _words(step: FusedStep, phases: tuple[str, ...]) -> str:
-    """How kernels were told, and how far those that we detect agree."""
+    """A note on how ops of kernels were inferred, and the agreement with detected kernels."""
     best = step.detected.source.phase
     among = f"the trace matches {best} best of {', '.join(phases)}; " if len(phases) > 1 else ""
     return (
@@ -124,7 +124,6 @@ def _words(step: FusedStep, phases: tuple[str, ...]) -> str:
 
 
 # -- validating ------------------------------------------------------------------------------------
-# Predicted against measured: traces the measured code, prices it, and compares the two.
 
 
 def validated(
@@ -138,15 +137,15 @@ def validated(
     counters: str | os.PathLike[str] | None = None,
     progress: Tell | None = None,
 ) -> Validation:
-    """Measurements of any kind, beside their predictions.
+    """Measurements of any kind against their predictions.
 
-    measured: a file of any kind that `source_of` knows, or its reader's result.  graphs_of: makes
-    the graphs by phase of the measured code; template: a target for the names in the measurements,
+    measured: a file of any kind of `source_of`, or its reader's result.  graphs_of: makes the
+    graphs by phase of the measured code; template: a target for the names in the measurements,
     without graphs.  trust_targets: without either, these names are targets.  phases: only these.
     counters: a CSV of Nsight Compute or of rocprof of the same step as a trace.  A step that does
     not trace is left out and reported.
 
-    Raises MeasuredRequestError where the two do not fit together, and the errors of the readers.
+    Raises MeasuredRequestError where measurements and code do not match, and errors of the readers.
     """
     source = ""
     tell = progress or (lambda _: None)
@@ -183,18 +182,18 @@ def _notes_of_run(run: Run, chip: Chip) -> list[str]:
 
 def _notes_of_table(table: Sequence[StepTime], chip: Chip, model: ExecutionModel) -> list[str]:
     notes = []
-    for what, ours in (("chip", chip.name), ("execution", model.name)):
-        theirs = {getattr(step, what) for step in table} - {None, ours}
-        if theirs:
-            names = units.listed(sorted(map(repr, theirs)))
-            notes.append(f"the table says {what} {names}; predicted for {ours!r}")
+    for field, predicted in (("chip", chip.name), ("execution", model.name)):
+        others = {getattr(step, field) for step in table} - {None, predicted}
+        if others:
+            names = units.listed(sorted(map(repr, others)))
+            notes.append(f"the table says {field} {names}; predicted for {predicted!r}")
     return notes
 
 
 def _of_phases(
     measured: Sequence[MeasuredStep], phases: Sequence[str] | None
 ) -> Sequence[MeasuredStep]:
-    """The steps of these phases, and those whose phase the measurements do not say."""
+    """The steps of these phases, and steps of unknown phase."""
     if not phases:
         return measured
     chosen = [step for step in measured if step.phase is None or step.phase in phases]
@@ -208,13 +207,13 @@ def _of_phases(
 
 @dataclass(frozen=True)
 class _StepKernels:
-    """The kernels of one measured step beside their predictions."""
+    """The kernels of one measured step with their predictions."""
 
     checks: tuple[NodeCheck, ...]
     strays: Sequence[Stray]
     total: float  # s, measured
     matched: float  # s of these that belong to `checks`
-    told: str  # "by kernel": those that ran; "by op": of a replay; "by sum": of equal ops
+    by: str  # "kernel": that ran; "op": of a replay; "sum": of equal ops
 
 
 def _kernels_of(
@@ -235,7 +234,7 @@ def _kernels_of(
             strays_of(compiled),
             compiled.seconds,
             compiled.coverage * compiled.seconds,
-            "by kernel",
+            "kernel",
         )
     if not row.ops or row.device_seconds is None:
         return None
@@ -245,7 +244,7 @@ def _kernels_of(
         ops.strays,
         ops.total,
         sum(ops.seconds.values()),
-        "by op" if row.source == "replay" else "by sum",
+        "op" if row.source == "replay" else "sum",
     )
 
 
@@ -264,15 +263,15 @@ def _compared(
                 raise MeasuredRequestError(f"{step.seconds!r} seconds: expected a time above 0")
             graph = step.graph()
             priced = estimate(graph, chip, model if step.row is None else model.as_called)
-            own = _kernels_of(step, graph, priced, model)
+            of_step = _kernels_of(step, graph, priced, model)
         except (ValueError, LookupError, RuntimeError, OSError) as error:
             failures[step.place] = step.why_not(error)
             continue
         device = step.row.device_seconds if step.row else None
         peak = step.row.peak_bytes if step.row else None
         steps.append(step_check(step.label, step.group, priced, step.seconds, device, peak))
-        if own is not None:
-            kernels.append((step.label, own))
+        if of_step is not None:
+            kernels.append((step.label, of_step))
     if not steps:
         first = next(iter(failures.values()), "there are none")
         raise MeasuredRequestError(
@@ -287,22 +286,22 @@ def _compared(
         steps=tuple(steps),
         planned=len(measured),
         failures=failures,
-        notes=tuple(filter(None, _notes_of_steps({own.told for _, own in kernels}, chip, model))),
-        nodes=tuple(check for _, own in kernels for check in own.checks),
-        strays=tuple((label, stray) for label, own in kernels for stray in own.strays),
-        op_seconds=sum(own.total for _, own in kernels),
-        op_matched=sum(own.matched for _, own in kernels),
+        notes=tuple(filter(None, _notes_of_steps({k.by for _, k in kernels}, chip, model))),
+        nodes=tuple(check for _, of_step in kernels for check in of_step.checks),
+        strays=tuple((label, stray) for label, of_step in kernels for stray in of_step.strays),
+        op_seconds=sum(of_step.total for _, of_step in kernels),
+        op_matched=sum(of_step.matched for _, of_step in kernels),
     )
 
 
-def _notes_of_steps(told: Collection[str], chip: Chip, model: ExecutionModel) -> Iterator[str]:
-    """What a reader should know of the kernels; told: how those of the steps were."""
+def _notes_of_steps(sources: Collection[str], chip: Chip, model: ExecutionModel) -> Iterator[str]:
+    """Notes on the kernels; sources: values of `_StepKernels.by`."""
     yield _knob_note(model, chip)
-    if "by kernel" in told:
+    if "kernel" in sources:
         yield "kernels of compiled steps are those that ran, and are predicted as such"
-    elif told:
+    elif sources:
         yield _fusion_note(model)
-    if "by sum" in told:
+    if "sum" in sources:
         yield "the profiler sums identical ops; the sum is split in proportion to the predictions"
 
 
@@ -339,16 +338,16 @@ def validate_trace(
     counters: str | os.PathLike[str] | None,
     tell: Tell,
 ) -> Validation:
-    """A trace beside the graph of the measured code: op by op, and its steps.
+    """A trace against the graph of the measured code: op by op, and its steps.
 
-    graphs_of: makes the graphs by phase; of several the one that matches best is taken, and a note
-    says so.  counters: a CSV of Nsight Compute or of rocprof of the same step.  Raises ProfileError
-    where the trace or the counters match none of them.
+    graphs_of: makes the graphs by phase, of which the best match is taken, with a note.  counters:
+    a CSV of Nsight Compute or of rocprof of the same step.  Raises ProfileError where the trace or
+    the counters match none of them.
     """
     counts = None if counters is None else counts_of(os.fspath(counters), "counters")
     match = pairing.best_match(trace, graphs_of, chip, model, tell)
     priced, alignment = match.estimate, match.alignment
-    graph, trace = priced.graph, alignment.trace  # with the steps that were told apart
+    graph, trace = priced.graph, alignment.trace  # with the steps of the alignment
     label = f"{graph.model.get('name') or 'model'} {graph.phase}"
     busy = [step.busy for step in trace.steps if step.busy is not None]
     device = statistics.median(busy) if busy else None
@@ -358,7 +357,7 @@ def validate_trace(
         _knob_note(model, chip),
         _fusion_note(model),
     ]
-    # Seconds without an op are means over the steps, and so is what they are a share of.
+    # Seconds without an op are means over the steps, and so is the total.
     rest = sum(stray.seconds for stray in alignment.only_in_trace)
     total = rest / (1 - alignment.coverage) if rest else sum(alignment.seconds.values())
     dram = None
@@ -386,7 +385,7 @@ def validate_trace(
 
 
 def _traffic(priced: Estimate, dram: Mapping[int, float]) -> str:
-    """The bytes that were counted beside those predicted for the same kernels."""
+    """Counted bytes against the predicted bytes of the same kernels, in words."""
     predicted = sum(row.bytes for row in priced.rows if row.index in dram)
     moved = sum(dram.values())
     more = f" ({predicted / moved - 1:+.1%})" if moved else ""

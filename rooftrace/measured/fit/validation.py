@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, Stray
 from rooftrace.measured.fit.cases import Errors, errors
-from rooftrace.measured.fit.misses import Node
+from rooftrace.measured.fit.misses import Node, launches_by_op
 from rooftrace.measured.profiles import Records
 
 LINES: Mapping[str, str] = {
@@ -35,19 +35,19 @@ LINES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCheck(Plain):
-    """One measured step beside its estimate."""
+    """One measured step with its estimate."""
 
     label: str
-    group: str  # what ran, whatever its sizes
+    group: str  # the model or target, whatever its sizes
     phase: str
     measured: float  # s
     predicted: float  # s, `t_est`
     interval: tuple[float, float] | None  # s that 90 % of steps are between; None without knobs
     shares: Mapping[str, float]  # of `t_est` by regime, as predicted
-    device: float | None  # s of all kernels as measured; None where that was not seen
+    device: float | None  # s of all kernels as measured; None: unknown
     device_predicted: float  # s, `t_serial`
-    peak: int | None = None  # byte, measured; None where the run does not say
-    peak_predicted: int | None = None  # byte; None where none was measured
+    peak: int | None = None  # byte, measured; None: unknown
+    peak_predicted: int | None = None  # byte; None without a measured one
 
     KEYS = (
         "label group phase measured_s=measured predicted_s=predicted interval_s=interval error "
@@ -89,12 +89,12 @@ class StepCheck(Plain):
 
 @dataclass(frozen=True, slots=True)
 class NodeCheck(Plain):
-    """One kernel of a step beside its measurement."""
+    """One kernel of a step with its measurement."""
 
     step: str  # label of its step
     kind: str  # its class (see `opclass`)
     node: Node
-    dram: float | None = None  # byte that counters saw; None where they did not see all of it
+    dram: float | None = None  # byte, counted; None where a part was not counted
 
     KEYS = (
         "step kernel=node.row.index name=node.row.name class=kind module=node.row.module "
@@ -106,12 +106,12 @@ class NodeCheck(Plain):
 
     @property
     def ops(self) -> int:
-        """How many ops its kernel stands for."""
+        """The number of ops of its kernel."""
         return len(self.node.row.ops)
 
     @property
     def miss_s(self) -> float | None:
-        """Measured seconds less the predicted ones; None where it was not found."""
+        """Measured seconds less the predicted ones; None where it was not measured."""
         return None if self.node.measured is None else self.node.miss
 
 
@@ -145,7 +145,7 @@ def step_check(
     device: float | None = None,
     peak: int | None = None,
 ) -> StepCheck:
-    """A measured step [s] beside its estimate."""
+    """A measured step [s] with its estimate."""
     return StepCheck(
         label=label,
         group=group,
@@ -178,11 +178,9 @@ def node_checks(
 
 def dram_by_row(estimate: Estimate, counted: Mapping[int, float]) -> dict[int, float]:
     """Bytes by the index of a row, from bytes by op id; rows with an uncounted op are left out."""
-    standing: Counter[int] = Counter()  # an op may stand in two rows: at the edge of iterations
-    for row in estimate.rows:
-        standing.update(dict.fromkeys(row.ops, row.count))
+    launches = launches_by_op(estimate)
     return {
-        row.index: sum(counted[op] * row.count / standing[op] for op in row.ops)
+        row.index: sum(counted[op] * row.count / launches[op] for op in row.ops)
         for row in estimate.rows
         if all(op in counted for op in row.ops)
     }
@@ -207,24 +205,21 @@ def _summed(group: Sequence[NodeCheck]) -> NodeCheck:
         count=sum(node.row.count for node in all_nodes),
         bytes=sum(node.row.bytes for node in all_nodes),
     )
-    known = first.node.measured is not None
+    is_measured = first.node.measured is not None
     node = replace(
         first.node,
         row=row,
         predicted=sum(node.predicted for node in all_nodes),
-        measured=sum(node.measured or 0.0 for node in all_nodes) if known else None,
+        measured=sum(node.measured or 0.0 for node in all_nodes) if is_measured else None,
     )
     dram = None if first.dram is None else sum(check.dram or 0.0 for check in group)
     return replace(first, node=node, dram=dram)
 
 
-# -- the chip that was measured --------------------------------------------------------------------
-
-
 def other_device(name: str, kind: str, chip: Chip) -> str:
     """A sentence if the measured device is not this chip; "" if it is, or may be.
 
-    name: what the device calls itself, "" where unknown; kind: gpu or cpu.
+    name: reported by the driver, "" where unknown; kind: gpu or cpu.
     """
     if kind != chip.kind:
         called = f"{name}, a {kind.upper()}" if name else f"a {kind.upper()}"
@@ -240,7 +235,6 @@ def other_device(name: str, kind: str, chip: Chip) -> str:
 
 
 # -- validation ------------------------------------------------------------------------------------
-# A validation: measurements beside their predictions, and the errors.
 
 SCHEMA = "rooftrace.validation/1"
 _IN_JSON = 100
@@ -249,7 +243,7 @@ _IN_JSON = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Validation(Plain, Shown):
-    """Measurements beside what was predicted for them."""
+    """Measurements against their predictions."""
 
     kind: Records  # run, trace or steps
     source: str  # path of the file, "" without one
@@ -257,9 +251,10 @@ class Validation(Plain, Shown):
     execution: str  # predicted for
     knobs: str  # title of the calibrated knobs, "" without knobs
     steps: tuple[StepCheck, ...]
-    planned: int  # how many steps were measured
-    failures: Mapping[str, str] = field(default_factory=dict)  # why some are left out, by place
-    notes: tuple[str, ...] = ()  # what a reader should know of the comparison
+    planned: int  # number of measured steps
+    # {key or line of a step that was left out: reason}
+    failures: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()  # remarks for readers
     nodes: tuple[NodeCheck, ...] = ()  # predicted kernels, where ops were measured
     strays: tuple[tuple[str, Stray], ...] = ()  # (step, measured calls that are no op of its graph)
     op_seconds: float = 0.0  # s, measured, of all ops and kernels
@@ -279,13 +274,13 @@ class Validation(Plain, Shown):
 
     @property
     def inside(self) -> tuple[int, int] | None:
-        """How many steps are in their interval, and how many have one; None without any."""
-        known = [step.inside for step in self.steps if step.inside is not None]
-        return (sum(known), len(known)) if known else None
+        """(steps inside of their interval, steps with an interval); None without any."""
+        inside = [step.inside for step in self.steps if step.inside is not None]
+        return (sum(inside), len(inside)) if inside else None
 
     @property
     def lines(self) -> dict[str, tuple[StepCheck, ...]]:
-        """The steps by line of the summary: those of LINES in its order, then other phases."""
+        """The steps by line of the summary: lines of LINES in its order, then other phases."""
         groups: dict[str, list[StepCheck]] = {name: [] for name in dict.fromkeys(LINES.values())}
         for step in self.steps:
             groups.setdefault(step.line, []).append(step)
@@ -300,13 +295,13 @@ class Validation(Plain, Shown):
     @property
     def peak_errors(self) -> Errors | None:
         """Errors of the memory at the peak; None where no step has it."""
-        known = [step for step in self.steps if step.peak_error is not None]
-        if not known:
+        steps = [step for step in self.steps if step.peak_error is not None]
+        if not steps:
             return None
         return errors(
-            [step.label for step in known],
-            [float(step.peak_predicted or 0) for step in known],
-            [float(step.peak or 0) for step in known],
+            [step.label for step in steps],
+            [float(step.peak_predicted or 0) for step in steps],
+            [float(step.peak or 0) for step in steps],
         )
 
     @property
@@ -329,7 +324,7 @@ class Validation(Plain, Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of validation.json: seconds, bytes, errors as (predicted - measured) /
-        measured; null is what was not measured."""
+        measured; null: not measured."""
         return {**plain_record(self, self.KEYS), "source": Path(self.source).name}
 
     KEYS = (
@@ -375,9 +370,9 @@ class Validation(Plain, Shown):
         All files are made beside `out` first and then moved in, so nothing is left half-written.
         Raises ReportFolderError where the folder cannot be written.
         """
-        from rooftrace import _results
+        from rooftrace.reporting.commands.reportfolder import write_validation
 
-        return _results.write(self, Path(out), figures)
+        return write_validation(self, Path(out), figures)
 
     def __repr__(self) -> str:
         compared = f"{len(self.steps)} of {self.planned} steps on {self.chip.name}"

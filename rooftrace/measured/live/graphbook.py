@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,12 +25,11 @@ from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.values import tensors_in
 
 # -- prices ----------------------------------------------------------------------------------------
-# What a part of a step costs, in sums that add up over parts and over steps.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Sums of a part, of a step, or of many steps."""
+    """Costs of a part of a step, of a step, or of many steps: sums that add up."""
 
     flops: float = 0.0  # FLOP, attention dense, without recomputation
     flops_matrix: float = 0.0  # FLOP of these in matrix products and convolutions
@@ -42,7 +42,7 @@ class Price:
     bound: float = 0.0  # s
 
     def times(self, count: int) -> Price:
-        """The sums of so many of them."""
+        """The price of `count` of them."""
         return Price(**{part.name: count * getattr(self, part.name) for part in fields(self)})
 
 
@@ -63,7 +63,7 @@ def price_of(estimate: Estimate) -> Price:
 
 
 def total(prices: Iterable[Price]) -> Price:
-    """The sums of several."""
+    """The price of several together."""
     listed = list(prices)
     return Price(
         **{part.name: sum(getattr(price, part.name) for price in listed) for part in fields(Price)}
@@ -71,10 +71,8 @@ def total(prices: Iterable[Price]) -> Price:
 
 
 # -- tracing ---------------------------------------------------------------------------------------
-# From notes of a step that ran to its graphs: the calls are run again, on meta copies.
-#
-# Nothing of the user's changes: modules, gradients, optimizers and random numbers stay what they
-# are.
+# Noted calls are run again on meta copies.  Modules, gradients, optimizers and random generators of
+# the user do not change.
 
 _SHARDED = (
     "{name} has weights spread over several processes ({kind}): what one process runs is traced "
@@ -105,8 +103,8 @@ def graph_of(
     # Steps of one optimizer are of one object, so that its state stays one.
     optimizers = [notebook.optimizers[number] for number in steps]
 
-    def step(*everything: Any) -> None:
-        modules, (inputs, *stepped) = everything[:count], everything[count:]
+    def step(*args: Any) -> None:
+        modules, (inputs, *stepped) = args[:count], args[count:]
         for (note, call), (args, kwargs) in zip(calls, inputs, strict=True):
             _run(modules[note.module], note, call, args, kwargs, forward)
         for optimizer in stepped:
@@ -142,15 +140,15 @@ def _run(
         output = forward(module, *args, **kwargs)
     outputs = tensors_in(output)
     roots: list[Tensor] = [outputs[root] for root in note.roots if root < len(outputs)]
-    for turn in range(note.backwards if roots else 0):
+    for number in range(note.backwards if roots else 0):
         ones = [torch.ones_like(root) for root in roots]
-        torch.autograd.backward(roots, ones, retain_graph=turn + 1 < note.backwards)
+        torch.autograd.backward(roots, ones, retain_graph=number + 1 < note.backwards)
 
 
 def _ready(optimizer: Optimizer, on_cpu: bool) -> None:
-    """Give each trained weight a gradient, where no backward of this trace has.
+    """Give each trained weight without a gradient an empty one.
 
-    On a CPU torch steps weight after weight, and on meta as a GPU does, unless it is told.
+    torch steps weights one by one on a CPU, but on meta as on a GPU, unless `foreach` is set.
     """
     for group in optimizer.param_groups:
         if on_cpu and "foreach" in group and not (group["foreach"] or group.get("fused")):
@@ -170,7 +168,7 @@ def _refuse_sharded(module: nn.Module) -> None:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Random numbers, the warnings that were shown and the mode of autograd stay what they are."""
+    """Restore random generators, the record of shown warnings and the mode of autograd."""
     with (
         overrides.draws_undone(),
         warnings.catch_warnings(),
@@ -181,19 +179,18 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-# -- graphbook -------------------------------------------------------------------------------------
-# The graphs of what steps did, each traced when its price is first asked for, and their prices.
+# -- graph book ------------------------------------------------------------------------------------
 
 Part = CallNote | int
 """A kind of call, or the number of an optimizer."""
 
 
 class GraphBook:
-    """Graphs and prices by the parts of steps.
+    """Graphs and prices by the parts of steps, each traced when its price is first needed.
 
-    graph: of a whole step, where the caller has it: then nothing is traced, and steps that do
-    something else than the first are not priced.  kinds: of so many kinds of calls each is traced;
-    of others those that no fit to these tells (`fitted`), up to twice as many.
+    graph: of a step, from the caller: then nothing is traced, and steps that differ from the first
+    are not priced.  kinds: number of kinds of calls that are traced; others are traced, up to twice
+    as many, where no fit to these holds (`fitted`).
     """
 
     def __init__(
@@ -213,9 +210,9 @@ class GraphBook:
         self._first: StepPattern | None = None
         self._tried = 0  # kinds of calls that were traced, or failed
         self.fitted = 0  # kinds of calls whose price is a fit to those of others
-        self.assumed: dict[str, None] = {}  # sentences on what the traces took for granted
+        self.assumed: dict[str, None] = {}  # assumptions of the traces, in sentences
         self.unknown: dict[str, None] = {}  # ops without a rule
-        self.refused: dict[str, int] = {}  # how many kinds were not traced, by the reason
+        self.refused: dict[str, int] = {}  # number of kinds that were not traced, by the reason
 
     def price(self, pattern: StepPattern) -> Price | None:
         """The price of a step; None where part of it cannot be priced."""
@@ -233,15 +230,15 @@ class GraphBook:
         return total(price.times(count) for price, count in prices if price is not None)
 
     def graphs(self, pattern: StepPattern) -> tuple[tuple[OpGraph, int], ...]:
-        """The graphs of a step that was priced, and how often each ran."""
+        """(graph, count) of the parts of a priced step."""
         if self.graph is not None:
             return ((self.graph, 1),)
         parts: list[tuple[Part, int]] = [*pattern.calls, *((n, 1) for n in pattern.optimizers)]
-        known = [(self._graphs[part], count) for part, count in parts if part in self._graphs]
-        return tuple(sorted(known, key=lambda entry: entry[0].phase != "training"))
+        traced = [(self._graphs[part], count) for part, count in parts if part in self._graphs]
+        return tuple(sorted(traced, key=lambda entry: entry[0].phase != "training"))
 
-    def whole(self, step: StepNote) -> OpGraph:
-        """The graph of one whole step, in order.  Raises what `rooftrace.trace` raises."""
+    def graph_of_step(self, step: StepNote) -> OpGraph:
+        """The graph of a step in order.  Raises the errors of `rooftrace.trace`."""
         return self.graph or self._graph_of(step.calls, step.optimizers)
 
     def estimated(self, graph: OpGraph) -> Estimate:
@@ -254,7 +251,7 @@ class GraphBook:
             if price is not None:
                 self.fitted += 1
             elif self._tried < 2 * self._kinds and self._notebook.arguments_of(note):
-                del self._prices[note]  # a few more, so that others lie between those traced
+                del self._prices[note]  # trace a few more, so that others are between traced ones
             else:
                 self._refuse(_TOO_MANY.format(kinds=2 * self._kinds))
         self._tried += note not in self._prices
@@ -275,7 +272,7 @@ class GraphBook:
                 self._prices[part] = price_of(priced)
                 self.assumed |= dict.fromkeys(a.text for a in graph.assumptions)
                 self.unknown |= dict.fromkeys(op.target for op in priced.unsupported_ops())
-            except Exception as error:  # the loop goes on, whatever a user's code raises on meta
+            except Exception as error:  # code of the user on meta must not stop the loop
                 self._refuse(f"not counted: {worded(error).splitlines()[0]}")
         return self._prices[part]
 
@@ -298,21 +295,19 @@ _TOO_MANY = (
 )
 
 
-# -- sizefits --------------------------------------------------------------------------------------
-# Prices of calls at sizes that were not traced, from traced calls that differ in sizes alone.
-#
-# Padding to the longest text of a batch gives nearly every batch a length of its own.  FLOP of such
-# calls are polynomials of their sizes, so a few traces tell all: a fit that meets each of them,
-# with traces left over, is taken, and only between sizes that were traced.
+# -- fits of sizes ---------------------------------------------------------------------------------
+# Padding to the longest text of a batch gives nearly every batch another length.  FLOP of such
+# calls are polynomials of their sizes: a fit to traced calls that differ in sizes alone holds if
+# it meets each of them, with more traces than terms, and only between traced sizes.
 
 
 LEAST = 5
 """Traces that a fit needs."""
 _TOLERANCES = {"flops_matrix": 1e-6, "flops": 0.01, "useful_s": 0.01, "matrix_s": 0.1}
 _NEAR = 0.05
-"""Relative errors at traced sizes up to which a fit holds, of each sum and of others.
+"""Relative errors at traced sizes up to which a fit holds; _NEAR for sums without a tolerance.
 
-FLOP in products are polynomials; a kernel of attention that skips masked blocks rounds its own.
+FLOP in products are polynomials; an attention kernel that skips masked blocks rounds them.
 """
 _OF_ONE = ((0,), (1,), (2,))
 _OF_TWO = ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2), (2, 1))
@@ -320,14 +315,13 @@ _OF_TWO = ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2), (2, 1))
 
 
 def fitted(note: CallNote, traced: Mapping[CallNote, Price]) -> Price | None:
-    """The price of a call between traced ones; None where no fit holds there."""
+    """The price of a call between traced ones; None where no fit holds."""
     alike = [other for other in traced if _shape(other) == _shape(note)]
     if len(alike) < LEAST:
         return None
     rows = [_numbers(other) for other in (*alike, note)]
-    varying = dict.fromkeys(
-        column for column in zip(*rows, strict=True) if len(set(column)) > 1
-    )  # sizes that always are equal are one
+    # Sizes that are equal in all calls are one.
+    varying = dict.fromkeys(column for column in zip(*rows, strict=True) if len(set(column)) > 1)
     if not 1 <= len(varying) <= 2:
         return None
     if any(not min(column[:-1]) <= column[-1] <= max(column[:-1]) for column in varying):
@@ -335,11 +329,14 @@ def fitted(note: CallNote, traced: Mapping[CallNote, Price]) -> Price | None:
     powers: Sequence[tuple[int, ...]] = _OF_ONE if len(varying) == 1 else _OF_TWO
     if len(alike) <= len(powers):
         return None
-    terms = [[_term(point, power) for power in powers] for point in zip(*varying, strict=True)]
+    terms = [
+        [float(math.prod(map(pow, point, power))) for power in powers]
+        for point in zip(*varying, strict=True)
+    ]
     values: dict[str, float] = {}
     for part in fields(Price):
-        known = [getattr(traced[other], part.name) for other in alike]
-        value = _fit(terms, known, _TOLERANCES.get(part.name, _NEAR))
+        prices = [getattr(traced[other], part.name) for other in alike]
+        value = _fit(terms, prices, _TOLERANCES.get(part.name, _NEAR))
         if value is None:
             return None
         values[part.name] = value
@@ -347,29 +344,22 @@ def fitted(note: CallNote, traced: Mapping[CallNote, Price]) -> Price | None:
 
 
 def _fit(
-    terms: Sequence[Sequence[float]], known: Sequence[float], tolerance: float
+    terms: Sequence[Sequence[float]], prices: Sequence[float], tolerance: float
 ) -> float | None:
-    """The value at the last point; None where a known one is missed by more than that."""
-    if any(value != value for value in known):  # there is no interval
+    """The fit to all points but the last, at the last one; None where it misses a price."""
+    if any(map(math.isnan, prices)):  # there is no interval
         return float("nan")
-    matrix, values = numpy.array(terms), numpy.array(known)
-    scale = numpy.abs(matrix).max(axis=0)
-    solved: Any = numpy.linalg.lstsq(matrix[:-1] / scale, values, rcond=None)[0]
-    errors = numpy.abs(matrix[:-1] / scale @ solved - values)
+    matrix, values = numpy.array(terms), numpy.array(prices)
+    matrix = matrix / numpy.abs(matrix).max(axis=0)
+    solved: Any = numpy.linalg.lstsq(matrix[:-1], values, rcond=None)[0]
+    errors = numpy.abs(matrix[:-1] @ solved - values)
     if (errors > tolerance * numpy.abs(values) + 1e-12).any():
         return None
-    return float(matrix[-1] / scale @ solved)
-
-
-def _term(point: Sequence[int], power: Sequence[int]) -> float:
-    result = 1.0
-    for size, exponent in zip(point, power, strict=True):
-        result *= size**exponent
-    return result
+    return float(matrix[-1] @ solved)
 
 
 def _shape(note: CallNote) -> Hashable:
-    """What fitted calls have in common: everything but their sizes."""
+    """The key of calls that differ in sizes alone."""
     tensors, plain, names = note.sizes
     kinds = tuple((len(shape), dtype, gradient) for shape, dtype, gradient in tensors)
     settings = (note.module, note.training, note.gradients, note.autocast)

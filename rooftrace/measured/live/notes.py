@@ -1,4 +1,8 @@
-"""Notes of a step that runs: calls told apart by their arguments, gradients, and optimizers."""
+"""Notes of a running step: its calls of modules by kind, their gradients, and optimizers.
+
+A note has sizes and meta copies of the arguments, never their data, so that a step of any size can
+be traced later.  Hooks exist only during a step, and none inside of compiled code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from rooftrace.tracer.values import inputs_on_meta, masks, tensors_in
 
 _PLAIN = (int, float, bool, str, type(None))
 _NO_SIZE = frozenset(("num_items_in_batch",))
-"""Arguments whose value changes from step to step, and no work with it."""
+"""Arguments whose value changes between steps without changing the work."""
 _SIMPLE = (Tensor, *_PLAIN)
 _TOKENS = ("input_ids", "decoder_input_ids")
 
@@ -30,14 +34,14 @@ CallSizes = tuple[
 
 @dataclass(frozen=True, slots=True)
 class ItemCount:
-    """How many items a call has, and what they are."""
+    """The numbers of items of a call."""
 
     samples: int = 0
     tokens: int = 0
 
 
 def sizes_of(args: Sequence[Any], kwargs: dict[str, Any]) -> CallSizes:
-    """What tells calls apart: sizes of tensors, plain values, names.  It runs in every step."""
+    """The key of a kind of calls: sizes of tensors, plain values, names.  Runs in every step."""
     leaves: list[Any] = [*args, *(kwargs[name] for name in kwargs if name not in _NO_SIZE)]
     tensors: list[Any] = [item for item in leaves if isinstance(item, Tensor)]
     if not all(isinstance(item, _SIMPLE) for item in leaves):
@@ -53,9 +57,9 @@ def sizes_of(args: Sequence[Any], kwargs: dict[str, Any]) -> CallSizes:
 
 
 def counted_in(args: Sequence[Any], kwargs: dict[str, Any]) -> ItemCount:
-    """Samples, and tokens where the call has any: whole numbers [batch, length], or embeddings.
+    """Samples, and tokens where the call has integers [batch, length] or embeddings.
 
-    Tokens are those that the call runs, padding included.
+    Padding counts as tokens.
     """
     tensors = tensors_in((tuple(args), kwargs))
     if not tensors:
@@ -67,27 +71,22 @@ def counted_in(args: Sequence[Any], kwargs: dict[str, Any]) -> ItemCount:
     first = tensors[0] if ids is None else ids
     if not first.dim():
         return ItemCount()
-    whole = first.dtype in (torch.int32, torch.int64) and first.dim() == 2
-    return ItemCount(int(first.shape[0]), int(first.numel()) if whole else 0)
+    are_ids = first.dtype in (torch.int32, torch.int64) and first.dim() == 2
+    return ItemCount(int(first.shape[0]), int(first.numel()) if are_ids else 0)
 
 
 # -- notes -----------------------------------------------------------------------------------------
-# What a real step does, noted while it runs: calls of modules, gradients, optimizers that stepped.
-#
-# A note has sizes and meta twins of the arguments, never their data, so that a step of any size
-# can be traced later.  Hooks are there for the length of a step alone, and none inside of
-# compiled code.
 
 _AUTOCAST = ("cpu", "cuda")
 _WRAPPERS = ("_orig_mod", "module")
-"""Where torch.compile, and DistributedDataParallel, keep the module that they stand around."""
+"""Attributes of torch.compile and DistributedDataParallel with the module that they wrap."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallNote:
-    """Calls of one kind: with these sizes and settings, and with these gradients.
+    """Calls of one kind: with equal sizes, settings and gradients, so of equal work.
 
-    Equal notes are of equal work.  module: its number among the modules of the session.
+    module: its number among the modules of the session.
     """
 
     module: int
@@ -95,13 +94,13 @@ class CallNote:
     training: bool
     gradients: bool  # whether autograd recorded it
     autocast: tuple[tuple[str, torch.dtype], ...]  # devices on which it was on
-    roots: tuple[int, ...] = ()  # outputs that a gradient came into, by their number
-    backwards: int = 0  # how many times
+    roots: tuple[int, ...] = ()  # numbers of outputs from which a backward began
+    backwards: int = 0  # number of backward passes
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The arguments of a call on meta, and the mode of each part of the module as it ran."""
+    """The arguments of a call on meta, and the mode of each part of the module."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -110,15 +109,15 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class StepPattern:
-    """What a step did, in whatever order: equal patterns are equal work."""
+    """The work of a step, without its order."""
 
-    calls: frozenset[tuple[CallNote, int]]  # kinds of calls, and how often each ran
-    optimizers: tuple[int, ...]  # by their number in the session, as often as they stepped
+    calls: frozenset[tuple[CallNote, int]]  # (kind of calls, count)
+    optimizers: tuple[int, ...]  # by their number in the session, once for each step
 
 
 @dataclass(frozen=True, slots=True)
 class StepNote:
-    """What one step did, in order."""
+    """The work of one step, in order."""
 
     calls: tuple[CallNote, ...]
     optimizers: tuple[int, ...]
@@ -126,13 +125,13 @@ class StepNote:
 
     @property
     def pattern(self) -> StepPattern:
-        """What it did, in whatever order."""
+        """The work without its order."""
         return StepPattern(frozenset(Counter(self.calls).items()), tuple(sorted(self.optimizers)))
 
 
 @dataclass(slots=True)
-class _Running:
-    """A call of this step; hooks on its outputs say where gradients came in."""
+class _RunningCall:
+    """A call of this step; hooks on its outputs note gradients."""
 
     note: CallNote
     fires: dict[int, int] = field(default_factory=dict)
@@ -141,7 +140,7 @@ class _Running:
     def done(self) -> CallNote:
         """The note, with the outputs from which a backward began.
 
-        A scalar that got a gradient is the loss; other outputs may have theirs through it.
+        A scalar with a gradient is the loss; other outputs may have gradients through it.
         """
         roots = sorted(self.fires.keys() & self.scalars) or sorted(self.fires)
         backwards = max((self.fires[root] for root in roots), default=0)
@@ -151,8 +150,8 @@ class _Running:
 class Notebook:
     """Notes the steps of some modules: `with notebook.step():` around each, then `take()`.
 
-    hooks: whether calls are seen by hooks; else the loop tells them (`begin`, `watch`).
-    most: of so many kinds of calls the arguments are kept.
+    hooks: whether hooks note calls; else the loop does (`begin`, `watch`).
+    most: number of kinds of calls whose arguments are kept.
     """
 
     def __init__(
@@ -170,15 +169,15 @@ class Notebook:
         self.optimizers: list[Optimizer] = []
         self._items = items
         self._counts: dict[CallNote, ItemCount] = {}
-        self._own = {id(p) for module in self.modules for p in module.parameters()}
+        self._parameters = {id(p) for module in self.modules for p in module.parameters()}
         self._depth = 0
-        self._calls: list[_Running] = []
+        self._calls: list[_RunningCall] = []
         self._stepped: list[int] = []
         self._samples = self._tokens = 0
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """One step: what it does is noted."""
+        """One step: its work is noted."""
         self._depth, self._calls, self._stepped = 0, [], []
         self._samples = self._tokens = 0
         with contextlib.ExitStack() as undo:
@@ -188,7 +187,7 @@ class Notebook:
             yield
 
     def take(self) -> StepNote:
-        """What the last step did."""
+        """The note of the last step."""
         return StepNote(
             tuple(call.done() for call in self._calls),
             tuple(self._stepped),
@@ -206,7 +205,7 @@ class Notebook:
             undo.callback(module.register_forward_hook(self._after).remove)
             return
 
-        def around(*args: Any, **kwargs: Any) -> Any:  # outside of what `module.compile()` compiled
+        def around(*args: Any, **kwargs: Any) -> Any:  # outside of the code of `module.compile()`
             self._before(number, module, args, kwargs)
             output = compiled(*args, **kwargs)
             self._after(module, args, output)
@@ -223,7 +222,7 @@ class Notebook:
             self.begin(number, args, kwargs)
 
     def begin(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Note a call that begins; its arguments are kept where it is the first of its kind."""
+        """Note a call that begins; the first of its kind keeps its arguments."""
         note = CallNote(
             module=number,
             sizes=sizes_of(args, kwargs),
@@ -239,7 +238,7 @@ class Notebook:
             self._counts[note] = counted_in(args, kwargs)
             if len(self.arguments) < self._most:
                 self.arguments[note] = self._kept(number, args, kwargs)
-        self._calls.append(_Running(note))
+        self._calls.append(_RunningCall(note))
         if number == 0:
             counted = self._counts[note]
             if self._items is not None:
@@ -248,11 +247,11 @@ class Notebook:
             self._tokens += counted.tokens
 
     def _kept(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> CallArguments:
-        """The arguments of a call on meta, without the batch itself, which would stay in memory."""
+        """The arguments of a call on meta, without references to the batch."""
         with torch.inference_mode(False), torch.no_grad():
             on_meta, named = inputs_on_meta((tuple(args), dict(kwargs)))
-        for twin in tensors_in((on_meta, named)):
-            twin.__dict__.pop(masks.REAL, None)
+        for tensor in tensors_in((on_meta, named)):
+            tensor.__dict__.pop(masks.REAL, None)
         modes = tuple(part.training for part in self.modules[number].modules())
         return CallArguments(on_meta, named, modes)
 
@@ -282,22 +281,22 @@ class Notebook:
     def _on_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        for number, known in enumerate(self.optimizers):
-            if known is optimizer:
+        for number, other in enumerate(self.optimizers):
+            if other is optimizer:
                 self._stepped.append(number)
                 return
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in self._own for p in parameters):
+        if any(id(p) in self._parameters for p in parameters):
             self.optimizers.append(optimizer)
             self._stepped.append(len(self.optimizers) - 1)
 
 
-def _fired(call: _Running, index: int, gradient: Tensor) -> None:
+def _fired(call: _RunningCall, index: int, gradient: Tensor) -> None:
     call.fires[index] = call.fires.get(index, 0) + 1
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module inside of torch.compile's and DistributedDataParallel's wrappers."""
+    """The module inside of wrappers of torch.compile and DistributedDataParallel."""
     while True:
         wraps = "_orig_mod" in module._modules or isinstance(
             module, nn.parallel.DistributedDataParallel

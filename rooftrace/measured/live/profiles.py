@@ -19,7 +19,7 @@ from rooftrace.errors import RequestError, worded
 from rooftrace.hardware import Chip, available_chips, load_chip
 from rooftrace.hardware.chipfile import chips_called
 from rooftrace.hardware.units import format_capacity
-from rooftrace.measured.bench import measure_chip
+from rooftrace.measured.bench import measure_chip, profiler
 from rooftrace.measured.fit import Validation, validated
 from rooftrace.measured.live.graphbook import GraphBook
 from rooftrace.measured.live.notes import StepNote
@@ -27,15 +27,15 @@ from rooftrace.measured.profiles import Trace, read_trace, records
 from rooftrace.tracer import torch_private
 
 _SECONDS = 8.0
-"""For the rates of a CPU."""
+"""Budget for the rates of a CPU."""
 _NEAR = 0.1
-"""The relative difference between two capacities that still are of one chip."""
+"""The largest relative difference between two capacities of one chip."""
 
 
 def chip_at_hand(device: torch.device) -> Chip:
-    """The chip of a device.  A CPU is measured, once in a process: that takes some seconds.
+    """The chip of a device.  A CPU is measured, once in a process, in some seconds.
 
-    Raises RequestError for a GPU that is none of the chips that come along.
+    Raises RequestError for a GPU that is none of the bundled chips.
     """
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -50,7 +50,7 @@ def _measured(device: str) -> Chip:
 
 
 def name_of(device: str, capacity: int) -> str:
-    """The name of the chip that calls itself `device` and has so many bytes.
+    """The name of the chip of a device by its reported name and bytes of memory.
 
     Raises RequestError where none, or more than one, fits.
     """
@@ -89,14 +89,13 @@ def device_of(modules: Sequence[Any]) -> torch.device:
 
 
 # -- profiles --------------------------------------------------------------------------------------
-# A few steps of a loop under torch's profiler; all others go without it.
 
 _STEP = records.PROFILER_STEP
-"""The range around a step, by which the reader of traces tells steps."""
+"""The range around a step, by which the reader of traces separates steps."""
 
 
 class FewSteps:
-    """Profiles so many steps, after one that warms the profiler up.
+    """Profiles `count` steps, after one that warms the profiler up.
 
     Sizes are recorded, stacks and memory are not: they cost time in every op.
     """
@@ -133,7 +132,7 @@ class FewSteps:
             torch.cuda.synchronize(self._device)
 
     def ended(self, note: StepNote) -> None:
-        """Called after a step of the profiler, with what it did."""
+        """Called after a step of the profiler, with its note."""
         self._left -= 1
         if self._warm:
             self.ran.append(note)
@@ -153,7 +152,7 @@ class FewSteps:
             recorded.export_chrome_trace(str(Path(self._folder.name) / "steps.json"))
 
     def trace(self) -> Trace | None:
-        """The steps that did the same as the first; None where no step was profiled."""
+        """The steps with the work of the first; None where no step was profiled."""
         if self._folder is None:
             return None
         trace = read_trace(Path(self._folder.name) / "steps.json")
@@ -168,7 +167,7 @@ class FewSteps:
     def by_name(self) -> dict[str, float]:
         """Seconds of a step by the name of the op, most first; empty where none was profiled.
 
-        They are of the device; on a CPU of the host, each op without those that it calls.
+        They are of the device; on a CPU self seconds of the host.
         """
         trace = self.trace() if not self.active else None
         sums: dict[str, float] = {}
@@ -177,17 +176,11 @@ class FewSteps:
         return dict(sorted(sums.items(), key=lambda entry: -entry[1]))
 
     def _start(self) -> bool:
-        from torch.profiler import ProfilerActivity, profile
-
         if torch_private.profiler_enabled():
             self.trouble = "a profiler of the loop's own was running: no step was profiled for this"
             self._left = 0
             return False
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        # acc_events: torch 2.11 warns that others are cleared, as if there were several cycles.
-        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler = profiler(self._device)
         self._profiler.start()
         return True
 
@@ -195,39 +188,26 @@ class FewSteps:
 # -- remarks ---------------------------------------------------------------------------------------
 # The profiled steps beside their estimate, and what a reader of the figures should know.
 
-_OWN_GRAPH = (
+_GRAPH_OF_CALLER = (
     "counted is the graph that was handed in, for steps that do what the first timed one did"
 )
-_NONE_YET = "no step was profiled, so single kernels are not compared"
+NOT_PROFILED = "no step was profiled, so single kernels are not compared"
 _SHOWN = 5
 """Names, and assumptions, in one note."""
 
 
-class ProfileCheck:
-    """Sets the profiled steps beside the estimate of the first of them, once."""
-
-    def __init__(self, few: FewSteps, book: GraphBook) -> None:
-        self._few, self._book = few, book
-        self._made: Validation | str = _NONE_YET
-
-    def checked(self) -> Validation | str:
-        """The comparison, or why there is none."""
-        if self._made == _NONE_YET and not self._few.active:
-            self._made = self._check()
-        return self._made
-
-    def _check(self) -> Validation | str:
-        if self._few.trouble:
-            return self._few.trouble
-        trace = self._few.trace()
-        if trace is None:
-            return _NONE_YET
-        book = self._book
-        try:
-            graph = book.whole(self._few.ran[0])
-            return validated(trace, book.chip, book.execution, lambda: {graph.phase: graph})
-        except Exception as error:  # a step that does not trace, or a profile of something else
-            return f"kernels are not compared: {worded(error).splitlines()[0]}"
+def checked(few: FewSteps, book: GraphBook) -> Validation | str:
+    """The profiled steps against the estimate of the first, or why they are not compared."""
+    if few.trouble:
+        return few.trouble
+    trace = None if few.active else few.trace()
+    if trace is None:
+        return NOT_PROFILED
+    try:
+        graph = book.graph_of_step(few.ran[0])
+        return validated(trace, book.chip, book.execution, lambda: {graph.phase: graph})
+    except Exception as error:  # a step that does not trace, or a profile of something else
+        return f"kernels are not compared: {worded(error).splitlines()[0]}"
 
 
 def outside_of(validation: Validation) -> dict[str, float]:
@@ -241,9 +221,9 @@ def outside_of(validation: Validation) -> dict[str, float]:
 def remarks(
     checked: Validation | str, book: GraphBook, device: torch.device, counted: str
 ) -> Iterator[str]:
-    """What was not counted or compared, and what the counts rest on, in sentences.
+    """Sentences on work that was not counted or compared, and on the basis of the counts.
 
-    counted: what the counts of the book's traces have and have not.
+    counted: the sentence on counts of traces.
     """
     for reason, kinds in book.refused.items():
         yield f"{reason} ({kinds:,} kinds of steps or parts)" if kinds > 1 else reason
@@ -268,7 +248,7 @@ def remarks(
             "a fit that meets those: FLOP in products exactly, MFU within 1 %, expected seconds "
             "within 5 %"
         )
-    yield counted if book.graph is None else _OWN_GRAPH
+    yield counted if book.graph is None else _GRAPH_OF_CALLER
     processes = _processes()
     if processes > 1:
         yield (

@@ -1,4 +1,4 @@
-"""What a loop reached: its rates beside the prediction, and the kernels that are off."""
+"""Results of a loop: its rates and the predicted ones, and the kernels that are off."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SCHEMA = "rooftrace.live/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Rates of some steps on one device; None where nothing says it.
+    """Rates of some steps on one device; None: unknown.
 
-    Rates are over the time of the steps, not over what lies between them.
+    Rates are over the time of the steps, without the time between them.
     """
 
-    steps: int  # that were timed and whose work is known
-    uncounted: int  # that were timed and whose work is not known: in no other number
+    steps: int  # timed steps of known work
+    uncounted: int  # timed steps of unknown work: in no other number
     seconds: float | None = None  # s of a step, mean
     outside: float | None = None  # s between two steps, mean: data, logs, evaluation
     flops: float | None = None  # FLOP of a step, mean
-    bytes: float | None = None  # byte of a step through HBM, as counted: mean
+    bytes: float | None = None  # byte of a step through HBM, by rules: mean
     mfu: float | None = None  # useful matrix FLOPs per second over the peak
     hfu: float | None = None  # with recomputation and masked blocks
     bandwidth_share: float | None = None  # counted bytes per second over the chip's bandwidth
@@ -43,7 +43,7 @@ class Figures:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """ItemCount HBM bytes per second [byte/s]."""
+        """HBM bytes per second, by rules [byte/s]."""
         return self.bytes / self.seconds if self.bytes is not None and self.seconds else None
 
     @property
@@ -52,7 +52,7 @@ class Figures:
         return self.seconds / self.expected if self.seconds and self.expected else None
 
     def logged(self) -> dict[str, float]:
-        """The figures as a logger takes them, by name; those that are not known are left out."""
+        """The figures for a logger, by name; unknown ones are left out."""
         named = {
             "mfu": self.mfu,
             "hfu": None if self.hfu == self.mfu else self.hfu,
@@ -72,12 +72,12 @@ class OffKernel(Plain):
 
     name: str
     module: str  # a path, with stars for numbers that differ; "" is the root
-    source: str  # "model.py:12": the line that called it; "" where it is not known
+    source: str  # "model.py:12": the line that called it; "": unknown
     part: str  # forward, backward, optimizer
     launches: int
     measured: float  # s of all of them in one step
     expected: float  # s
-    reason: str  # why, as far as the numbers show
+    reason: str  # a likely one by the numbers
 
     KEYS = "* lost"
 
@@ -89,11 +89,11 @@ class OffKernel(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class LiveResult(Plain, Shown):
-    """A loop beside its prediction; print() shows it."""
+    """A loop against its prediction; print() shows it."""
 
     chip: Chip
     execution: str
-    device: str  # what the device calls itself
+    device: str  # name reported by its driver
     figures: Figures
     median: float | None  # s of a step, of the last 1,000 at the most
     warmups: int  # steps before the first that was timed
@@ -102,7 +102,7 @@ class LiveResult(Plain, Shown):
     typical: float | None = None  # measured over expected seconds of a typical kernel
     outside_graph: Mapping[str, float] = field(default_factory=dict)  # s of a step by call
     matched: float | None = None  # share of the profiled time that belongs to a predicted kernel
-    notes: tuple[str, ...] = ()  # what was not counted, and what is assumed
+    notes: tuple[str, ...] = ()  # on uncounted work and assumptions
     validation: Validation | None = field(default=None, repr=False)  # of the profiled steps
 
     schema = SCHEMA

@@ -1,4 +1,4 @@
-"""A live session: a user's loop timed and profiled against its prediction, and its slow kernels."""
+"""A live session: a loop timed and profiled against its prediction, and its slow kernels."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from rooftrace.measured.live import graphbook
 from rooftrace.measured.live.graphbook import GraphBook, Price, total
 from rooftrace.measured.live.notes import ItemCount, Notebook, StepNote, StepPattern, is_compiled
 from rooftrace.measured.live.profiles import (
+    NOT_PROFILED,
     FewSteps,
-    ProfileCheck,
+    checked,
     chip_at_hand,
     device_of,
     outside_of,
@@ -37,17 +38,17 @@ from rooftrace.measured.live.profiles import (
 from rooftrace.measured.live.results import Figures, LiveResult, OffKernel
 
 _LAST = 1000
-"""So many times are kept for the median."""
+"""Times that are kept for the median."""
 
 
 @dataclass(slots=True)
-class _Sum:
+class _StepSum:
     steps: int = 0
     seconds: float = 0.0
     samples: int = 0
     tokens: int = 0
 
-    def add(self, other: _Sum) -> None:
+    def add(self, other: _StepSum) -> None:
         """Add the steps of another."""
         self.steps += other.steps
         self.seconds += other.seconds
@@ -57,20 +58,20 @@ class _Sum:
 
 @dataclass
 class StepTally:
-    """Steps since it was made."""
+    """Sums of timed steps."""
 
-    sums: dict[StepPattern, _Sum] = field(default_factory=dict)
+    sums: dict[StepPattern, _StepSum] = field(default_factory=dict)
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
-    folded: _Sum = field(default_factory=lambda: _Sum())  # of patterns that are not kept
+    folded: _StepSum = field(default_factory=_StepSum)  # of priced patterns that are not kept
     folded_price: Price = field(default_factory=Price)
-    unknown: _Sum = field(default_factory=lambda: _Sum())  # of these, those that have no price
+    unknown: _StepSum = field(default_factory=_StepSum)  # of patterns without a price
     outside: float = 0.0  # s, between steps
     gaps: int = 0
 
     def add(self, pattern: StepPattern, seconds: float, counted: ItemCount) -> None:
         """Count one step."""
-        step = _Sum(1, seconds, counted.samples, counted.tokens)
-        self.sums.setdefault(pattern, _Sum()).add(step)
+        step = _StepSum(1, seconds, counted.samples, counted.tokens)
+        self.sums.setdefault(pattern, _StepSum()).add(step)
         self.last.append(seconds)
 
     def add_outside(self, seconds: float) -> None:
@@ -80,11 +81,11 @@ class StepTally:
 
     @property
     def patterns(self) -> int:
-        """How many different steps are kept apart."""
+        """The number of different steps that are kept apart."""
         return len(self.sums)
 
     def fold(self, price_of: Callable[[StepPattern], Price | None]) -> None:
-        """Price the steps, and keep their sums alone: of the most frequent one all is kept."""
+        """Price the steps and keep only their sums, except for the most frequent one."""
         often = max(self.sums, key=lambda pattern: self.sums[pattern].steps)
         for pattern in [other for other in self.sums if other != often]:
             entry, price = self.sums.pop(pattern), price_of(pattern)
@@ -98,19 +99,18 @@ class StepTally:
         return statistics.median(self.last) if self.last else None
 
     def figures(self, price_of: Callable[[StepPattern], Price | None], chip: Chip) -> Figures:
-        """The rates of the steps whose work is known."""
-        priced = {pattern: price_of(pattern) for pattern in self.sums}
-        known, unknown, prices = _Sum(), _Sum(), [self.folded_price]
-        known.add(self.folded)
+        """The rates of the steps of known work."""
+        priced, unknown, prices = _StepSum(), _StepSum(), [self.folded_price]
+        priced.add(self.folded)
         unknown.add(self.unknown)
-        for pattern, price in priced.items():
-            entry = self.sums[pattern]
-            (unknown if price is None else known).add(entry)
+        for pattern, entry in self.sums.items():
+            price = price_of(pattern)
+            (unknown if price is None else priced).add(entry)
             if price is not None:
                 prices.append(price.times(entry.steps))
         outside = self.outside / self.gaps if self.gaps else None
-        if not known.steps:
-            return Figures(  # rates that need no count of the work, of all steps
+        if not priced.steps:
+            return Figures(  # rates of all steps that need no price
                 steps=0,
                 uncounted=unknown.steps,
                 seconds=unknown.seconds / unknown.steps if unknown.steps else None,
@@ -118,7 +118,7 @@ class StepTally:
                 samples_per_s=_ratio(unknown.samples, unknown.seconds) or None,
                 tokens_per_s=_ratio(unknown.tokens, unknown.seconds) or None,
             )
-        sums, steps, seconds = total(prices), known.steps, known.seconds
+        sums, steps, seconds = total(prices), priced.steps, priced.seconds
         interval = (sums.low / steps, sums.high / steps)
         return Figures(
             steps=steps,
@@ -130,8 +130,8 @@ class StepTally:
             mfu=_ratio(sums.useful_s, seconds),
             hfu=_ratio(sums.matrix_s, seconds),
             bandwidth_share=_ratio(sums.bytes / chip.memory_bandwidth.value, seconds),
-            samples_per_s=_ratio(known.samples, seconds) or None,
-            tokens_per_s=_ratio(known.tokens, seconds) or None,
+            samples_per_s=_ratio(priced.samples, seconds) or None,
+            tokens_per_s=_ratio(priced.tokens, seconds) or None,
             expected=sums.expected / steps,
             interval=None if any(map(math.isnan, interval)) else interval,
             expected_mfu=_ratio(sums.useful_s, sums.expected),
@@ -142,15 +142,9 @@ def _ratio(amount: float, seconds: float) -> float | None:
     return amount / seconds if seconds > 0 else None
 
 
-# -- session ---------------------------------------------------------------------------------------
-# A loop of the user's own beside its prediction: steps timed as they run, a few profiled.
-
 # -- marks -----------------------------------------------------------------------------------------
-# Moments of a loop, and the seconds between two of them, without waiting for the device.
-#
-# On CUDA a moment is an event on the current stream: the host goes on, and the seconds are read
-# when the device has passed both.  Elsewhere, and with a clock that the caller hands in, it is a
-# number.
+# On CUDA a mark is an event on the current stream: the host does not wait, and seconds are read
+# when the device has passed both.  Elsewhere, and with a clock of the caller, it is a number.
 
 
 Mark = Any
@@ -161,11 +155,7 @@ class HostMarks:
     """Moments by a clock of the host."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-
-    def now(self) -> Mark:
-        """This moment."""
-        return self._clock()
+        self.now: Callable[[], Mark] = clock
 
     def passed(self, mark: Mark) -> bool:
         """Whether the seconds until this moment can be read without waiting."""
@@ -183,7 +173,7 @@ class CudaMarks:
         self._device = device
 
     def now(self) -> Mark:
-        """The moment at which the device has done what was queued so far."""
+        """The moment at which the device has finished the work queued so far."""
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -199,7 +189,7 @@ class CudaMarks:
 
 
 def marks_for(device: torch.device, clock: Callable[[], float] | None) -> HostMarks | CudaMarks:
-    """Moments of a device; by `clock` where the caller has one."""
+    """Moments of a device, or of the caller's clock."""
     if clock is not None:
         return HostMarks(clock)
     return CudaMarks(device) if device.type == "cuda" else HostMarks()
@@ -207,10 +197,8 @@ def marks_for(device: torch.device, clock: Callable[[], float] | None) -> HostMa
 
 # -- session ---------------------------------------------------------------------------------------
 
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
 
 _COUNTED = (
     "counted are the calls of the module, their backward and its optimizers; a loss or other work "
@@ -219,10 +207,10 @@ _COUNTED = (
 
 
 @dataclass(slots=True)
-class _Timed:
+class _UnreadStep:
     """A step whose seconds are not read yet."""
 
-    before: Mark | None  # the end of the step before; None where something else was between
+    before: Mark | None  # the end of the step before; None after an untimed step
     start: Mark
     end: Mark
     note: StepNote
@@ -231,8 +219,8 @@ class _Timed:
 class LiveSession:
     """Steps of a loop; `live` says how it is used.
 
-    forward: how a call is run again on meta, where the loop tells its calls itself (`note_call`).
-    counted: a sentence on what the counts have and have not.
+    forward: runs a call again on meta, where the loop notes its calls (`note_call`).
+    counted: a sentence on the counted work.
     """
 
     def __init__(
@@ -266,15 +254,15 @@ class LiveSession:
             self._notebook, self.chip, self.execution, kinds, graph, forward or graphbook.called
         )
         self._marks = marks_for(self._device, clock)
-        self._about = counted
+        self._counted = counted
         self._warmup, self._few = warmup, FewSteps(self._device, profile)
         self._undo: contextlib.ExitStack | None = None  # of the step that runs
         self._start: Mark | None = None
         self._before: Mark | None = None  # the end of the last timed step
         self._count = self._profiled = 0
-        self._waiting: deque[_Timed] = deque()
+        self._waiting: deque[_UnreadStep] = deque()
         self._all, self._window = StepTally(), StepTally()
-        self._profile = ProfileCheck(self._few, self.book)
+        self._check: Validation | str = NOT_PROFILED
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -321,7 +309,7 @@ class LiveSession:
         self.end()
 
     def begin(self) -> None:
-        """A step begins here, for loops in which no block can stand around it."""
+        """Begin a step, for loops in which no `with` block can contain it."""
         if self._undo is not None:
             raise RequestError("live.step(): a step of this session runs already; end it first")
         with contextlib.ExitStack() as undo:
@@ -332,7 +320,7 @@ class LiveSession:
         self._start = self._marks.now()
 
     def end(self) -> None:
-        """The step that began ends here."""
+        """End the step that began."""
         if self._undo is None or self._start is None:
             raise RequestError("live: a step ends that did not begin")
         end, profiles = self._marks.now(), self._profiles
@@ -344,28 +332,28 @@ class LiveSession:
             self._profiled += 1
             self._before = None
         elif self._count >= self._warmup:
-            self._waiting.append(_Timed(before, self._start, end, note))
+            self._waiting.append(_UnreadStep(before, self._start, end, note))
         else:
             self._before = None
         self._count += 1
         self._read(wait=False)
 
     def abandon(self) -> None:
-        """The step that began is not counted; nothing happens where none did."""
+        """Leave the step that began uncounted, if there is one."""
         if self._undo is not None:
             self._undo.close()
             self._undo = self._before = None
 
     def note_call(self, number: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Note a call of a module whose own calls are not seen."""
+        """Note a call of a module without hooks."""
         self._notebook.begin(number, args, kwargs)
 
     def watch(self, output: Any) -> None:
-        """Note which tensors of the output of the call that was noted last get a gradient."""
+        """Note the tensors of the output of the last call that get a gradient."""
         self._notebook.watch(output)
 
     def close(self) -> None:
-        """End what a loop that ended early left open."""
+        """End the step and the profiler of a loop that ended early."""
         self.abandon()
         self._few.stop()
 
@@ -374,7 +362,7 @@ class LiveSession:
         return self._count >= self._warmup and self._few.active
 
     def _read(self, wait: bool) -> None:
-        """Add the steps to the tallies that the device has passed."""
+        """Add the steps that the device has passed to the tallies."""
         while self._waiting and (wait or self._marks.passed(self._waiting[0].end)):
             step = self._waiting.popleft()
             seconds, pattern = self._marks.between(step.start, step.end), step.note.pattern
@@ -385,11 +373,11 @@ class LiveSession:
                 if step.before is not None:
                     tally.add_outside(self._marks.between(step.before, step.start))
 
-    # -- what they say -----------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     @property
     def figures(self) -> Figures:
-        """The rates of all timed steps; what is not priced yet is traced now."""
+        """The rates of all timed steps; unpriced parts are traced now."""
         return self._figures_of(self._all)
 
     def since_last(self) -> Figures:
@@ -405,7 +393,7 @@ class LiveSession:
 
     @property
     def graphs(self) -> tuple[tuple[OpGraph, int], ...]:
-        """The graphs of the step that ran most often, and how often each ran in it."""
+        """(graph, count) of the parts of the most frequent step."""
         self._figures_of(self._all)
         sums = self._all.sums
         if not sums:
@@ -414,10 +402,11 @@ class LiveSession:
 
     @property
     def result(self) -> LiveResult:
-        """Everything that is known so far, also during the loop."""
+        """The results so far, also during the loop."""
         figures = self.figures
-        checked = self._profile.checked()
-        validation = checked if isinstance(checked, Validation) else None
+        if self._check == NOT_PROFILED:
+            self._check = checked(self._few, self.book)
+        validation = self._check if isinstance(self._check, Validation) else None
         outside = self._few.by_name() if validation is None else outside_of(validation)
         return LiveResult(
             chip=self.chip,
@@ -431,15 +420,15 @@ class LiveSession:
             typical=typical_ratio(validation) if validation else None,
             outside_graph=outside,
             matched=validation.coverage if validation else None,
-            notes=tuple(remarks(checked, self.book, self._device, self._about)),
+            notes=tuple(remarks(self._check, self.book, self._device, self._counted)),
             validation=validation,
         )
 
 
 _PATTERNS = 10_000
-"""So many different steps are kept apart before they are priced and added up."""
+"""Different steps that are kept apart before they are priced and added up."""
 _KEPT = 4
-"""Of so many times the kinds of calls that are traced the arguments are kept."""
+"""Kinds of calls whose arguments are kept, over kinds that are traced."""
 
 
 def live(
@@ -453,7 +442,7 @@ def live(
     graph: OpGraph | None = None,
     clock: Callable[[], float] | None = None,
 ) -> LiveSession:
-    """Your own loop while it runs: MFU, rates and step time beside the prediction.
+    """Your loop while it runs: MFU, rates and step time beside the prediction.
 
         with rt.live(model, chip="h100-sxm") as live:
             for batch in loader:
@@ -463,21 +452,21 @@ def live(
 
     Or `@rt.live(model, ...)` on the function of one step; the function then has it as `.live`.
 
-    modules: those that a step calls, as it calls them (what torch.compile returned, DDP around it).
-    Every call is noted with its sizes, settings, backward and the optimizer steps, and each kind of
-    them is traced once on meta copies, when figures are first read; nothing of the loop changes.
-    chip: a name or a file; by default the CUDA device's own, and a CPU is measured for 8 s.
+    modules: the modules that a step calls (the result of torch.compile, the DDP wrapper).  Every
+    call is noted with its sizes, settings, backward and the optimizer steps, and each kind of calls
+    is traced once on meta copies, when figures are first read; the loop does not change.
+    chip: a name or a file; by default that of the CUDA device, and a CPU is measured for 8 s.
     execution: compiled where the module is, else eager.  warmup: steps before anything is timed.
-    profile: so many steps then go through torch.profiler (0: none); all others cost two clocks.
-    kinds: calls of so many sizes are traced each; others are priced by a fit to these, which has to
-    meet them all, or are traced up to twice as many, or are shown as not counted.
-    items: a function of the arguments of the first module's call that says how many items it has;
-    by default samples are the first size of its first tensor, tokens the ids in it.
-    graph: that of the whole step (`rooftrace.capture`), in place of tracing the calls.
-    clock: gives seconds, in place of the device's own events.
+    profile: number of steps under torch.profiler (0: none); each other step costs two clocks.
+    kinds: number of kinds of calls that are traced; others are priced by a fit to these that meets
+    them all, or are traced, up to twice as many, or are shown as not counted.
+    items: a function of the arguments of the first module's call: its number of items; by default
+    samples are the first size of its first tensor, tokens the ids in it.
+    graph: of the step (`rooftrace.capture`), in place of tracing the calls.
+    clock: gives seconds, in place of events of the device.
 
-    Raises RequestError for what is no module, or on no CPU or CUDA device, for numbers that make no
-    sense, and for a GPU whose chip cannot be told; UnknownChipError and ExecutionError.
+    Raises RequestError for arguments that are no module, or on no CPU or CUDA device, for numbers
+    that make no sense, and for a GPU of unknown chip; UnknownChipError and ExecutionError.
     """
     return LiveSession(
         modules,
@@ -499,21 +488,19 @@ def _check_counts(**counts: Any) -> None:
             raise RequestError(f"{name}={count!r:.40}: expected a whole number from {least} on")
 
 
-# -- offkernels ------------------------------------------------------------------------------------
-# Which kernels of a profiled step are off: far slower than expected, most seconds lost first.
+# -- off kernels -----------------------------------------------------------------------------------
 
 
 FAR = 1.5
-"""Measured over expected seconds from which a kernel is off, where kernels typically keep to it."""
+"""Measured over expected seconds from which a kernel is off, over the typical ratio if above 1."""
 LEAST = 0.005
-"""Share of a step's measured seconds that it must lose."""
+"""Least share of a step's measured seconds that an off kernel loses."""
 
 
 def typical_ratio(validation: Validation) -> float | None:
-    """Measured over expected seconds of a typical kernel; None where none was measured.
+    """Median of measured over expected seconds, weighted by expected ones; None without kernels.
 
-    It is the median, each kernel weighing as much as it was expected to take: few kernels that are
-    far off do not move it.
+    A few kernels that are far off do not move it.
     """
     ratios = sorted(
         (check.node.measured / check.node.predicted, check.node.predicted)
@@ -529,9 +516,9 @@ def typical_ratio(validation: Validation) -> float | None:
 
 
 def off_kernels(validation: Validation) -> tuple[OffKernel, ...]:
-    """The kernels that are off, equal ones in similar modules as one.
+    """The kernels that are far slower than expected, equal ones in similar modules as one.
 
-    Where kernels typically take longer than expected, one is off that is far beyond that.
+    Most lost seconds are first.
     """
     typical = max(1.0, typical_ratio(validation) or 1.0)
     least = LEAST * validation.op_seconds

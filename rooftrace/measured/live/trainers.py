@@ -1,4 +1,4 @@
-"""The callback for the Trainer of transformers, and the session that all such callbacks share."""
+"""The callback for the Trainer of transformers, and the base class of all callbacks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _log = logging.getLogger("rooftrace")
 
 
 class Watching:
-    """Watches a training, and remembers what it reached.
-
-    Only the first process watches: its figures are of one device.
-    """
+    """The session of a training, in its first process: figures are of one device."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         for name in options:
@@ -35,12 +32,12 @@ class Watching:
                     f"{hint(name, _OPTIONS)}"
                 )
         self._options = dict(options)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self.live: LiveSession | None = None
 
     @property
     def result(self) -> LiveResult:
-        """What the training reached so far.  Raises RequestError before it has begun."""
+        """The results so far.  Raises RequestError before the training has begun."""
         if self.live is None:
             raise RequestError(
                 "the result of a callback is there when training has begun, in the first process"
@@ -60,8 +57,8 @@ class Watching:
             return {}
         figures = self.live.since_last().logged()
         for reason in self.live.book.refused:
-            if reason not in self._told:
-                self._told.add(reason)
+            if reason not in self._warned:
+                self._warned.add(reason)
                 _log.warning("rooftrace: %s", reason)
         return figures
 
@@ -71,10 +68,7 @@ class Watching:
             self.live.close()
 
 
-# -- trainers --------------------------------------------------------------------------------------
-# The callback for the Trainer of transformers.
-
-_WITHOUT = (
+_NO_TRANSFORMERS = (
     "rooftrace.tools.trainer_callback needs transformers, which is not installed: pip install "
     '"rooftrace[hf]" accelerate'
 )
@@ -99,7 +93,7 @@ def trainer_callback(**options: Any) -> Any:
     try:
         from transformers import TrainerCallback
     except ImportError:
-        raise RequestError(_WITHOUT) from None
+        raise RequestError(_NO_TRANSFORMERS) from None
 
     class RooftraceCallback(OfTrainer, TrainerCallback):  # type: ignore[misc]
         """Watches a training of transformers' Trainer."""
@@ -147,11 +141,11 @@ class OfTrainer(Watching):
 
 
 def _callers(callback: OfTrainer) -> tuple[Any, Any]:
-    """The handler that calls a callback, and its trainer; None for what is not in the stack.
+    """The handler that calls a callback, and its trainer, from the stack; None if not there.
 
-    The Trainer hands neither to its callbacks.  The first is needed because loggers that are called
-    before do not see what a callback adds to the logs; the second has the module that is called,
-    which torch.compile or DDP may have wrapped.
+    The Trainer passes neither to its callbacks.  The handler is needed because loggers that are
+    called earlier miss additions to the logs; the trainer has the module that is called, which
+    torch.compile or DDP may have wrapped.
     """
     handler = trainer = None
     frame = sys._getframe(1)
@@ -169,12 +163,12 @@ def _callers(callback: OfTrainer) -> tuple[Any, Any]:
 # -- The callback for the Trainer of Lightning, under either of its names --------------------------
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_WITHOUT_of_lightnings = (
+_NO_LIGHTNING = (
     "rooftrace.tools.lightning_callback needs Lightning, which is not installed: pip install "
     "lightning, or pytorch-lightning"
 )
 _COMPILED = ("forward", "training_step", "validation_step", "test_step", "predict_step")
-"""What a LightningModule that torch.compile wrapped has as its own attributes."""
+"""Instance attributes of a LightningModule that torch.compile wrapped."""
 
 _COUNTED = (
     "counted are training_step with its loss, the backward from it and the optimizer; other hooks "
@@ -195,8 +189,8 @@ def lightning_callback(**options: Any) -> Any:
     the first process and its device.  After training `print(callback)` shows everything, and
     `callback.result` has it.
 
-    What is counted is `training_step` with its loss, run again on meta copies with no trainer
-    attached.  With manual optimization it is the calls of the module's children.
+    Counted is `training_step` with its loss, run again on meta copies without a trainer.  With
+    manual optimization counted are the calls of the module's children.
 
     options: chip, execution, warmup, profile, kinds, items, graph and clock, as for
     `rooftrace.live`; items is given the batch.  Raises RequestError for another option, and without
@@ -215,11 +209,11 @@ def lightning_callback(**options: Any) -> Any:
 
 
 def _callback_class() -> Any:
-    """The base class of callbacks, of the package that the program has loaded already, if any."""
+    """The base class of callbacks, preferably of a package that is already imported."""
     for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
         with contextlib.suppress(ImportError):
             return importlib.import_module(name).Callback
-    raise RequestError(_WITHOUT_of_lightnings)
+    raise RequestError(_NO_LIGHTNING)
 
 
 class OfLightning(Watching):
@@ -230,11 +224,11 @@ class OfLightning(Watching):
         if not trainer.is_global_zero:
             return
         self._batches = 0
-        self._whole = bool(pl_module.automatic_optimization)
+        self._automatic = bool(pl_module.automatic_optimization)
         more: dict[str, Any] = {}
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             more["execution"] = "compiled"
-        if self._whole:
+        if self._automatic:
             step = _TrainingStep(trainer)
             self.begin_training([pl_module], forward=step, counted=_COUNTED, **more)
         else:
@@ -249,18 +243,18 @@ class OfLightning(Watching):
             return
         self.live.abandon()
         self.live.begin()
-        if self._whole:
+        if self._automatic:
             self.live.note_call(0, (batch,), {})
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """A backward begins from this loss."""
-        if self.live is not None and self._whole:
+        if self.live is not None and self._automatic:
             self.live.watch(loss)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """A batch has ended; every so many of them are logged."""
+        """A batch has ended; the trainer logs every few batches."""
         if self.live is None:
             return
         self.live.end()
@@ -291,7 +285,7 @@ class _TrainingStep:
 
     def __call__(self, module: nn.Module, batch: Any) -> Any:
         if getattr(module, "_compiler_ctx", None) is not None:
-            for name in _COMPILED:  # these are bound to the module that is trained
+            for name in _COMPILED:  # bound to the module in training
                 vars(module).pop(name, None)
         vars(module)["_device"] = torch.device("meta")
         kind: Any = type(module)

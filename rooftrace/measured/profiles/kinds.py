@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 from rooftrace._extensions import failures, load, owner, refuse_second, track
 from rooftrace._reading import beginning
 from rooftrace.errors import ProfileError
-from rooftrace.measured.bench import Run, load_run
+from rooftrace.measured.bench import Run
 from rooftrace.measured.profiles.counters import MemoryCount, read_likwid, read_rocprof
 from rooftrace.measured.profiles.kineto import read_trace
 from rooftrace.measured.profiles.perfstat import is_perf_stat, read_perf_stat
@@ -116,7 +116,7 @@ def _text_source(
 
 
 SOURCES = (
-    _text_source("run", "run", "a run file of `rooftrace measure`", _is_run, load_run),
+    _text_source("run", "run", "a run file of `rooftrace measure`", _is_run, Run.load),
     _text_source("trace", "trace", "a trace of torch.profiler", _is_trace, read_trace),
     _text_source("counters", "counters", "a CSV of Nsight Compute", _is_counters, read_counters),
     _text_source("rocprof", "counters", "a CSV of AMD's rocprof", _is_rocprof, read_rocprof),

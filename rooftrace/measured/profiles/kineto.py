@@ -1,7 +1,7 @@
 """Traces of torch.profiler (Kineto, in Chrome's format; plain or gzip), read as a stream.
 
-Of every event only the fields of a record are kept, in columns, so that memory grows with the
-number of ops and kernels, not with the size of the file.  `linking` finds nesting and launches.
+Only the fields of records are kept, in columns, so that memory grows with the number of ops and
+kernels, not with the size of the file.  `linking` adds nesting and launches.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _KIND = FileKind("trace", ProfileError)
 _HOW = "make it with torch.profiler's export_chrome_trace(FILE)"
 _DEVICE_WORK = {"kernel": 0, "gpu_memcpy": 1, "memcpy": 1, "gpu_memset": 2, "memset": 2}
 _MODULE = "nn.Module: "
-_TOLD = 1 << 16
-"""Events after which progress is told."""
+_REPORTED = 1 << 16
+"""Events between two reports of progress."""
 _BLOCK = 1 << 16
 """Bytes that are parsed at a time."""
 
@@ -52,13 +52,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     no op and no kernel in it.
     """
     path = Path(path)
-    reader = _Reader()
+    reader = _KinetoReader()
     count = 0
     with _opened(path) as file:
         reader.devices = _devices(file)
         for event in _events(path, file):
             count += 1
-            if not count % _TOLD:
+            if not count % _REPORTED:
                 tell(f"reading {path.name}, {count:,} events")
             try:
                 reader.take(event)
@@ -138,12 +138,12 @@ def _devices(file: IO[bytes]) -> dict[int, str]:
         return {
             device["id"]: device["name"] for device in record_of(list[_Device], listed, "", _KIND)
         }
-    except (ValueError, RecursionError):  # the file says later on what it is
+    except (ValueError, RecursionError):  # reading the events will refuse the file
         return {}
 
 
 def _first_byte(file: IO[bytes]) -> bytes:
-    """The first byte that is no white space; the file stands at its beginning afterwards."""
+    """The first byte that is no white space; rewinds the file."""
     block = file.read(4096)
     file.seek(0)
     return block.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
@@ -174,7 +174,7 @@ _Facts = TypedDict(
     },
     total=False,
 )
-"""What is read of the arguments of an event, which depend on its category and the version."""
+"""Arguments of an event that are read; they depend on its category and the version."""
 
 
 class _Always(TypedDict):
@@ -182,8 +182,8 @@ class _Always(TypedDict):
     ts: float | str
 
 
-class _Event(_Always, total=False):
-    """What is read of an event."""
+class _KinetoEvent(_Always, total=False):
+    """Fields of an event that are read."""
 
     dur: float | str
     pid: int | str | None
@@ -191,7 +191,7 @@ class _Event(_Always, total=False):
     args: _Facts
 
 
-class _Reader:
+class _KinetoReader:
     """Collects the records of events.  Times are kept in seconds since the first event."""
 
     def __init__(self) -> None:
@@ -214,7 +214,7 @@ class _Reader:
             self._takers[category] = self._taker(category.lower())
         taker = self._takers[category]
         if taker is not None:
-            checked = record_of(_Event, event, "its values", _KIND)
+            checked = record_of(_KinetoEvent, event, "its values", _KIND)
             taker(cast(Mapping[str, Any], checked))
 
     def _taker(self, category: str) -> Callable[[Mapping[str, Any]], None] | None:
@@ -271,7 +271,7 @@ class _Reader:
             record = CallInputs(
                 _shapes(shapes), tuple(map(str, types or ())), _shapes(strides or ())
             )
-            number = self._inputs[key] = self.ops.inputs_known.number(record)
+            number = self._inputs[key] = self.ops.call_inputs.number(record)
         return number
 
     def _kernel(self, kind: int, event: Mapping[str, Any]) -> None:
@@ -366,16 +366,13 @@ def _shift(starts: array[float], by: float) -> None:
 
 
 def _external(facts: Mapping[str, Any]) -> int:
-    """The id that ties a kernel to the op around its launch; its key depends on the version."""
+    """The id that links a kernel to the op around its launch; its key depends on the version."""
     number = facts.get("External id", facts.get("external id", NONE))
     return number if isinstance(number, int) else NONE
 
 
 def _shapes(item: Any) -> tuple[Any, ...]:
-    """Sizes of each operand as tuples, in a tuple of tuples for a list of tensors.
-
-    Raises TypeError for what are no sizes.
-    """
+    """Sizes of each operand, nested for a list of tensors.  Raises TypeError for other items."""
     if not all(isinstance(x, list) for x in item):
         raise TypeError(f"sizes {item!r:.60}: expected a list for each operand")
     return tuple(map(_sizes, item))

@@ -3,10 +3,10 @@
 Ops and module calls nest in time on their thread.  A kernel belongs to the op with its external id,
 else to the innermost op around the runtime call that has its correlation.
 
-A kernel belongs to the step in which the host launched it, on whatever thread, and not to the one
-in which the device runs it: the device lags behind.  If the trace lacks the launch, its number
-tells between which two launches it was, because correlations rise.  Kernels that the host launched
-before the trace begins are in no step.
+A kernel belongs to the step in which the host launched it, on any thread, not to the step in which
+the device runs it: the device lags behind.  If the trace lacks the launch, its correlation tells
+between which two launches it was, because correlations rise.  Kernels that the host launched before
+the trace begins are in no step.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ _NAMED_STEP = re.compile(r"(train(ing)?[ _]?)?(step|iter(ation)?)[ _#:]*\d*", re
 """Usual names of the range around a step: record_function("step"), "iteration 3"."""
 _SLACK = 0.5e-9
 """Seconds: times are written with three decimals of a microsecond."""
-
-
 _DEEPEST = 1000
-"""Modules that call each other: the path of each is kept."""
+"""The most nested calls of modules: the path of each is kept."""
 
 
 class Launches:
@@ -93,7 +91,7 @@ def link(
     annotations: Sequence[Annotation],
     device_steps: Sequence[Annotation] = (),
 ) -> Linked:
-    """Fill in parents, self times, module stacks, and the op of each kernel; the steps.
+    """Fill in parents, self times, module stacks, and the op of each kernel; return the steps.
 
     device_steps: ranges of steps as the device saw them, for traces without any launch.
     """
@@ -111,36 +109,36 @@ def link(
 
 
 def _nest(ops: Ops, modules: ModuleSpans) -> None:
-    """Parents, self times and module stacks, by how intervals lie in each other on a thread."""
+    """Parents, self times and module stacks, by the nesting of intervals on a thread."""
     count = len(ops)
     ops.parent = array("i", [NONE]) * count
-    ops.own = array("d", ops.duration)
+    ops.self_duration = array("d", ops.duration)
     # Of two that start and end together, a module is outside of an op.
     start = modules.start + ops.start
     duration = modules.duration + ops.duration
     thread = modules.thread + ops.thread
     stack: list[tuple[int, float, tuple[str, ...]]] = []
     current = NONE
-    for place in by_time(start, duration, thread):
-        index = place - len(modules.start)
-        if thread[place] != current:
-            stack, current = [], thread[place]
-        begin = start[place]
+    for position in by_time(start, duration, thread):
+        index = position - len(modules.start)
+        if thread[position] != current:
+            stack, current = [], thread[position]
+        begin = start[position]
         while stack and stack[-1][1] <= begin + _SLACK:
             stack.pop()
         path = stack[-1][2] if stack else ()
-        end = begin + duration[place]
+        end = begin + duration[position]
         if index < 0:
             if len(path) >= _DEEPEST:
                 raise ProfileError(
                     f"calls of modules nest more than {_DEEPEST:,} deep in the trace"
                 )
-            name = modules.names.items[modules.name[place]]
+            name = modules.names.items[modules.name[position]]
             stack.append((stack[-1][0] if stack else NONE, end, (*path, name)))
             continue
         if stack and stack[-1][0] != NONE:
             parent = ops.parent[index] = stack[-1][0]
-            ops.own[parent] = max(0.0, ops.own[parent] - ops.duration[index])
+            ops.self_duration[parent] = max(0.0, ops.self_duration[parent] - ops.duration[index])
         if path and ops.modules[index] == NONE:
             ops.modules[index] = ops.stacks.number(path)
         stack.append((index, end, path))
@@ -191,11 +189,11 @@ class _Innermost:
         if thread not in self.threads:
             ops = self.ops
             order = by_time(ops.start, ops.duration)
-            mine = [i for i in order if ops.thread[i] == thread]
-            self.threads[thread] = [ops.start[i] for i in mine], mine
-        starts, mine = self.threads[thread]
-        place = bisect_right(starts, moment + _SLACK) - 1
-        op = mine[place] if place >= 0 else NONE
+            on_thread = [i for i in order if ops.thread[i] == thread]
+            self.threads[thread] = [ops.start[i] for i in on_thread], on_thread
+        starts, on_thread = self.threads[thread]
+        last = bisect_right(starts, moment + _SLACK) - 1
+        op = on_thread[last] if last >= 0 else NONE
         while op != NONE and self.ops.start[op] + self.ops.duration[op] + _SLACK < moment:
             op = self.ops.parent[op]
         return op
@@ -204,7 +202,7 @@ class _Innermost:
 def by_time(
     start: array[float], duration: array[float], thread: array[int] | None = None
 ) -> array[int]:
-    """Indices by thread, then by start; of those that start together the longest first."""
+    """Indices by thread, then by start, then the longest first."""
     keys = [-numpy.frombuffer(duration), numpy.frombuffer(start)]
     if thread is not None:
         keys.append(numpy.frombuffer(thread, dtype=numpy.intc))
@@ -218,8 +216,7 @@ def by_time(
 
 
 class Linked(NamedTuple):
-    """The steps of a trace; the name of their marks ("" without any); a Cutter for other steps; and
-    how kernels were put into steps."""
+    """The steps of a trace, with fields of `Trace`."""
 
     steps: tuple[TraceStep, ...]
     marked_by: str
@@ -228,7 +225,7 @@ class Linked(NamedTuple):
 
 
 def _marks(annotations: Sequence[Annotation]) -> list[Annotation]:
-    """The ranges around steps: those of the profiler's schedule, else those named like a step."""
+    """The ranges around steps: of the profiler's schedule, else with a name like "step"."""
     for pattern in (STEP, _NAMED_STEP):
         marks: list[Annotation] = []
         for annotation in annotations:
@@ -251,9 +248,9 @@ def _moments(
     launches: Launches,
     ranges: Sequence[tuple[float, float, float]],
 ) -> tuple[array[float], list[str]]:
-    """When the host launched each kernel, and the source of that time.
+    """The time at which the host launched each kernel, and the rule that gave it.
 
-    ranges: of each step, when it begins and ends on the device, and when it begins on the host.
+    ranges: (begin on the device, end on the device, begin on the host) of each step.
     """
     numbers = sorted((number, launches.start[row]) for number, row in launches.rows.items())
     correlations = [number for number, _ in numbers]
@@ -262,48 +259,48 @@ def _moments(
     for index, correlation in enumerate(kernels.correlation):
         start, op = kernels.start[index], kernels.op[index]
         if kernels.launched[index] >= 0:
-            moment, known = kernels.launched[index], LAUNCH
+            moment, rule = kernels.launched[index], LAUNCH
         elif op != NONE:
-            moment, known = ops.start[op], OP
+            moment, rule = ops.start[op], OP
         elif correlations and correlation != NONE:
-            place = bisect_right(correlations, correlation) - 1
-            moment, known = (_BEFORE, EARLIER) if place < 0 else (numbers[place][1], ORDER)
-            if moment > start:  # of another process or device: the numbers say nothing
-                moment, known = start, START
+            last = bisect_right(correlations, correlation) - 1
+            moment, rule = (_BEFORE, EARLIER) if last < 0 else (numbers[last][1], ORDER)
+            if moment > start:  # of another process or device: correlations do not compare
+                moment, rule = start, START
         elif ranges and not correlations:
-            place = bisect_right(starts, start + _SLACK) - 1
-            inside = place >= 0 and start <= ranges[place][1]
-            moment, known = (ranges[place][2], DEVICE) if inside else (_BEFORE, OUTSIDE)
+            last = bisect_right(starts, start + _SLACK) - 1
+            inside = last >= 0 and start <= ranges[last][1]
+            moment, rule = (ranges[last][2], DEVICE) if inside else (_BEFORE, OUTSIDE)
         else:
-            moment, known = start, START
+            moment, rule = start, START
         moments.append(moment)
-        how.append(known)
+        how.append(rule)
     return moments, how
 
 
 def _placements(
     kernels: Kernels, how: Sequence[str], steps: Sequence[TraceStep], marked: bool
 ) -> tuple[Placement, ...]:
-    """The kernels that each rule placed, as sums; most seconds first."""
+    """Sums of the kernels of each rule, most seconds first."""
     inside = {index for step in steps for index in step.kernels}
     by_rule: dict[str, list[int]] = {}
-    for index, known in enumerate(how):
-        outside = index not in inside and known != EARLIER
-        by_rule.setdefault(OUTSIDE if outside and marked else known, []).append(index)
+    for index, rule in enumerate(how):
+        outside = index not in inside and rule != EARLIER
+        by_rule.setdefault(OUTSIDE if outside and marked else rule, []).append(index)
     rows = [
         Placement(
-            known,
+            rule,
             sum(kernels.kind[i] == 0 for i in listed),
             sum(kernels.kind[i] != 0 for i in listed),
             sum(kernels.duration[i] for i in listed),
         )
-        for known, listed in by_rule.items()
+        for rule, listed in by_rule.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.how)))
 
 
 class Cutter:
-    """Cuts steps out of a trace at the times when the host begins and ends them."""
+    """Cuts steps out of a trace at times of the host."""
 
     def __init__(
         self,
@@ -337,7 +334,7 @@ class Cutter:
         )
 
     def all(self) -> TraceStep:
-        """One step of the whole trace, without what the host launched before it begins."""
+        """One step of the trace, without kernels that the host launched before it begins."""
         starts = [*self.op_starts[:1], *self.moments[:1]]
         kernels = self.kernels
         ran = ((kernels.start[i], kernels.duration[i]) for i in self.launched)
@@ -351,7 +348,7 @@ class Cutter:
         kernels = self.kernels
         intervals = [(kernels.start[i], kernels.start[i] + kernels.duration[i]) for i in launched]
         busy, gaps = busy_and_gaps(intervals)
-        # What was launched before the trace is nobody's here, so waiting for it is no step's time.
+        # Kernels launched before the trace are in no step, and neither are waits for them.
         until = min(end, self.earlier_end)
         waits = ((max(start, a), min(until, b)) for a, b in self.waits)
         waited, _ = busy_and_gaps([(a, b) for a, b in waits if a < b])

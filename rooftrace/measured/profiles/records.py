@@ -23,7 +23,7 @@ PROFILER_STEP = "ProfilerStep"
 WHOLE = "the whole trace"
 """The name of the step of a trace without marks."""
 
-# What says which step a kernel belongs to.
+# Rules that put a kernel into a step.
 LAUNCH, OP, ORDER, DEVICE, START, EARLIER = (
     "are in the step of their launch",
     "are in the step of the op that launched them",
@@ -35,7 +35,7 @@ LAUNCH, OP, ORDER, DEVICE, START, EARLIER = (
 OUTSIDE = "are in no step: launched outside of all of them"
 
 Shape = tuple[Any, ...]
-"""Sizes of a tensor; of a list of tensors, their shapes."""
+"""Sizes of a tensor, or shapes of a list of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CpuOp:
     thread: int  # number of the thread in the trace
     sequence: int | None  # a backward op shares it with its forward op
     backward: bool  # whether autograd ran it
-    external: int | None  # kernels name the op by it
+    external: int | None  # number by which kernels refer to the op
     parent: int | None  # index of the op that called it
     modules: tuple[str, ...]  # nn.Module calls around it, outermost first ("Linear_0")
 
@@ -81,13 +81,13 @@ class Kernel:
     grid: tuple[int, ...] | None  # blocks by dimension
     block: tuple[int, ...] | None  # threads of a block by dimension
     bytes: int | None  # byte moved by a copy; None for a kernel
-    op: int | None  # index of the innermost op that launched it; None: the trace does not say
+    op: int | None  # index of the innermost op that launched it; None: unknown
     launched: float | None  # s, when the host launched it
 
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """A range that the program named: "ProfilerStep#3", or a name given to `record_function`."""
+    """A range of the program: "ProfilerStep#3", or a name passed to `record_function`."""
 
     name: str
     start: float  # s
@@ -153,9 +153,9 @@ class Ops(Records[CpuOp]):
     """CPU ops in the order of the file."""
 
     def __init__(self) -> None:
-        self.names, self.inputs_known, self.stacks = Numbered(), Numbered(), Numbered()
+        self.names, self.call_inputs, self.stacks = Numbered(), Numbered(), Numbered()
         self.name, self.inputs, self.modules = array("i"), array("i"), array("i")
-        self.start, self.duration, self.own = array("d"), array("d"), array("d")
+        self.start, self.duration, self.self_duration = array("d"), array("d"), array("d")
         self.thread, self.parent, self.backward = array("i"), array("i"), array("b")
         self.sequence, self.external = array("q"), array("q")
 
@@ -165,15 +165,15 @@ class Ops(Records[CpuOp]):
         return CpuOp(
             index=index,
             name=self.names.items[self.name[index]],
-            inputs=None if inputs == NONE else self.inputs_known.items[inputs],
+            inputs=None if inputs == NONE else self.call_inputs.items[inputs],
             start=self.start[index],
             duration=self.duration[index],
-            self_duration=self.own[index],
+            self_duration=self.self_duration[index],
             thread=self.thread[index],
-            sequence=_known(self.sequence[index]),
+            sequence=_optional(self.sequence[index]),
             backward=bool(self.backward[index]),
-            external=_known(self.external[index]),
-            parent=_known(self.parent[index]),
+            external=_optional(self.external[index]),
+            parent=_optional(self.parent[index]),
             modules=() if stack == NONE else self.stacks.items[stack],
         )
 
@@ -201,12 +201,12 @@ class Kernels(Records[Kernel]):
             stream=self.stream[index],
             start=self.start[index],
             duration=self.duration[index],
-            correlation=_known(self.correlation[index]),
-            external=_known(self.external[index]),
+            correlation=_optional(self.correlation[index]),
+            external=_optional(self.external[index]),
             grid=grid,
             block=block,
-            bytes=_known(self.bytes[index]),
-            op=_known(self.op[index]),
+            bytes=_optional(self.bytes[index]),
+            op=_optional(self.op[index]),
             launched=None if launched < 0 else launched,
         )
 
@@ -214,7 +214,7 @@ class Kernels(Records[Kernel]):
 KINDS = ("kernel", "memcpy", "memset")
 
 
-def _known(number: int) -> int | None:
+def _optional(number: int) -> int | None:
     return None if number == NONE else number
 
 
@@ -233,7 +233,7 @@ class TraceStep:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step: the slower of host and device sets the pace."""
+        """Seconds of the step: of the slower of host and device."""
         return max(self.duration - self.waited, self.busy or 0.0)
 
     @property
@@ -249,7 +249,7 @@ class TraceStep:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The kernels that one rule put into steps, or into none."""
+    """The kernels that one rule assigned to steps, or to none."""
 
     how: str  # the rule, in words
     kernels: int
@@ -264,12 +264,12 @@ class OpSum:
     name: str
     shapes: tuple[Shape, ...] | None  # None where shapes were not recorded
     count: int
-    device_seconds: float | None  # s, of the kernels that it launched itself; None: no kernels
+    device_seconds: float | None  # s, of the kernels that it launched directly; None: no kernels
     self_cpu_seconds: float  # s, on the host, without the ops that it called
 
     @property
     def seconds(self) -> float:
-        """Device seconds; in a trace without kernels the host's own seconds."""
+        """Device seconds; in a trace without kernels self seconds of the host."""
         return self.self_cpu_seconds if self.device_seconds is None else self.device_seconds
 
 
@@ -295,8 +295,8 @@ class Trace:
     devices: Mapping[int, str]  # names by number
     marked_by: str = ""  # name of the ranges around its steps; "" without such ranges
     cut: Cut | None = field(default=None, repr=False)  # makes other steps of the trace
-    placements: tuple[Placement, ...] = ()  # how kernels were put into steps
-    processes: int = 1  # how many ran its ops: more than one where files of ranks were joined
+    placements: tuple[Placement, ...] = ()  # of kernels in steps
+    processes: int = 1  # of its ops: more than one where files of ranks were joined
 
     @property
     def on_device(self) -> bool:
@@ -306,7 +306,7 @@ class Trace:
     @property
     def has_shapes(self) -> bool:
         """Whether input shapes were recorded."""
-        return bool(self.ops.inputs_known.items)
+        return bool(self.ops.call_inputs.items)
 
     @property
     def step_time(self) -> float:
@@ -341,20 +341,21 @@ class Trace:
             if op != NONE:
                 device[op] += duration
         sums: dict[tuple[int, int], list[float]] = {}
-        for name, inputs, on_device, own in zip(ops.name, ops.inputs, device, ops.own, strict=True):
+        columns = (ops.name, ops.inputs, device, ops.self_duration)
+        for name, inputs, on_device, on_host in zip(*columns, strict=True):
             entry = sums.setdefault((name, inputs), [0, 0.0, 0.0])
             entry[0] += 1
             entry[1] += on_device
-            entry[2] += own
+            entry[2] += on_host
         totals = [
             OpSum(
                 ops.names.items[name],
-                None if inputs == NONE else ops.inputs_known.items[inputs].shapes,
+                None if inputs == NONE else ops.call_inputs.items[inputs].shapes,
                 int(count),
                 seconds if self.on_device else None,
-                own,
+                on_host,
             )
-            for (name, inputs), (count, seconds, own) in sums.items()
+            for (name, inputs), (count, seconds, on_host) in sums.items()
         ]
         return tuple(sorted(totals, key=lambda entry: (-entry.seconds, entry.name)))
 

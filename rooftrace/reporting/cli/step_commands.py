@@ -87,7 +87,7 @@ def roofline(targets: tuple[str, ...], output: CommandOutput, arguments: dict[st
     with progress():
         result = rt.roofline(list(targets), **arguments)
         if output.plot is not None:
-            rt.tools.plot_roofline(result, output.plot, style=output.style)
+            result.plot(output.plot, style=output.style)
     output.write(result)
 
 
@@ -196,7 +196,9 @@ def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None
         else:
             result = rt.solve(target, **arguments)
         if output.plot is not None and find != "critical-batch":
-            rt.tools.plot_answer(result, output.plot)
+            from rooftrace.reporting.figures import draw_answer
+
+            draw_answer(result, Path(output.plot))
     output.write(result)
     if getattr(result, "rows", True) == ():
         raise click.exceptions.Exit(1)
@@ -285,9 +287,9 @@ def sweep(
                 complain(f"stopped; what is done is in {out}.parts, the same command goes on")
             sys.exit(130)
         if save_form is not None:
-            rt.tools.save_form(result.cases[0].form, save_form)
+            result.cases[0].form.save(save_form)
         if plot is not None:
-            rt.tools.plot_sweep(result, plot)
+            result.plot(plot)
     CommandOutput(form=output.form).write(result)
     if output.form == "terminal":
         for path, word in ((out, "written"), (save_form, "form written"), (plot, "drawn")):

@@ -211,7 +211,9 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
 
         Raises RequestError for none, and ExecutionError.
         """
-        named = list(usual) if self.execution is None else each_execution(self.execution)
+        named: list[Any] = list(usual)
+        if self.execution is not None:
+            named = each_of("execution", self.execution, (str, ExecutionModel))
         changes: dict[str, Any] = {}
         if self.knobs is None or self.knobs != TYPICAL:
             changes["knobs"] = self.knobs
@@ -291,28 +293,20 @@ def tell_borrowed(models: Iterable[ExecutionModel], chips: Sequence[Chip]) -> No
             tell(WARNING + text)
 
 
-def of_many(model: ExecutionModel) -> list[str]:
-    """Settings of an execution that only steps of several processes use, in words."""
-    settings = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
-    return settings + ([f"exchange={model.exchange}"] if model.exchange != "as-run" else [])
-
-
 def check_groups(graphs: Callable[[], Iterable[OpGraph]], models: Iterable[ExecutionModel]) -> None:
     """Raise RequestError for settings of several processes where steps are of one.
 
     graphs: makes the graphs of the steps, called where it matters.
     """
-    for settings in map(of_many, models):
+    for model in models:
+        settings = [f"{name}={value:g}" for name, value in model.disturbances.asked.items()]
+        if model.exchange != "as-run":
+            settings.append(f"exchange={model.exchange}")
         if settings and not any(graph.groups for graph in graphs()):
             raise RequestError(
                 f"{', '.join(settings)} (--what-if, --exchange): it is of steps of several "
                 "processes, and this is of one; name a mesh, as --mesh dp=4"
             )
-
-
-def each_execution(value: Any) -> list[Any]:
-    """The execution models, or their names, of an argument.  Raises RequestError for none."""
-    return each_of("execution", value, (str, ExecutionModel))
 
 
 def each_of(name: str, value: Any, kinds: tuple[type[Any], ...]) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
@@ -36,11 +35,11 @@ def roofline(
     """Steps of several models under the roofs of several chips.
 
     sources: targets, graphs, or graphs by phase.  batch, seq, kv: a size, or several values of one
-    of them; each value is traced, and `plot_roofline` joins its points.  phases: by default those
+    of them; each value is traced, and `plot` joins its points.  phases: by default those
     that fit each source.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for
     all sources.
 
-    Returns the Rooflines: print it, `.to_frame()`, `plot_roofline`.  Raises RequestError
+    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError
     for no source, for several values of two sizes, and the errors of `report`.
     """
     several = [sources] if _is_one(sources) else list(sources)
@@ -68,19 +67,6 @@ def roofline(
             traced.append((source, sizes, graphs))
         rows = list(_rows(traced, _names(several, traced), chips, model))
     return Rooflines(tuple(rows), over)
-
-
-def plot_roofline(
-    result: Rooflines, path: str | os.PathLike[str], *, style: str = "screen"
-) -> None:
-    """Draw all steps on one roofline: a PNG, SVG or PDF, as the file ends.
-
-    style: "screen", "paper" (7.2 in wide) or "paper-column" (3.5 in).  Raises RequestError for
-    another ending or style.
-    """
-    from rooftrace.reporting.figures import folder
-
-    folder.draw_roofline(result, Path(path), style)
 
 
 def _is_one(sources: Any) -> bool:

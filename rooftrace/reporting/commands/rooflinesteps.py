@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part
@@ -117,6 +119,16 @@ class Rooflines(Shown):
     def __repr__(self) -> str:
         steps = some(f"{r.label} {format_time(r.estimate.t_est)}" for r in self.rows)
         return short(self, steps)
+
+    def plot(self, path: str | os.PathLike[str], *, style: str = "screen") -> None:
+        """Draw all steps on one roofline: a PNG, SVG or PDF, as the file ends.
+
+        style: "screen", "paper" (7.2 in wide) or "paper-column" (3.5 in).  Raises RequestError for
+        another ending or style.
+        """
+        from rooftrace.reporting.figures import folder
+
+        folder.draw_roofline(self, Path(path), style)
 
     @cached_property
     def models(self) -> list[str]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell, telling
@@ -26,7 +23,7 @@ from rooftrace.reporting.commands.stepforms import (
     known_form,
     level_values,
 )
-from rooftrace.studies.solving import ScalingAnswer, candidates, serving, workloads
+from rooftrace.studies.solving import candidates, serving, workloads
 from rooftrace.studies.sweeps import Form, SweepCase
 from rooftrace.tracer import Job
 
@@ -231,27 +228,6 @@ def _passing(question: Question) -> workloads.PassingAnswer:
                "layers (families dense and moe), without the head",
                *grounds_of(question, form)),
     )  # fmt: skip
-
-
-def plot_answer(answer: Answer | ScalingAnswer, path: str | os.PathLike[str]) -> None:
-    """Draw tokens per second of a chip over those of a user: each configuration, and the front.
-
-    Of an answer about scaling: efficiency and seconds of a step over the number of chips.
-
-    Raises RequestError for an answer that compares no deployments.
-    """
-    if isinstance(answer, ScalingAnswer):
-        from rooftrace.reporting.figures import scaling_plot, style
-
-        style.save(partial(scaling_plot, answer), Path(path))
-        return
-    if not isinstance(answer, serving.ServingAnswer) or not answer.curves:
-        raise RequestError(
-            f"{path}: only batches of decode steps have a figure, as find='cheapest' asks for them"
-        )
-    from rooftrace.reporting.figures import front_plot, style
-
-    style.save(partial(front_plot, answer), Path(path))
 
 
 # -- open forms ------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from rooftrace.reporting.commands.pricing import check_groups
 from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.stepforms import (
     MOST_TRACES,
-    encoded_form,
     form_of,
     known_form,
     levels_of,
@@ -204,17 +203,6 @@ def _with(job: Job, settings: Mapping[str, Any]) -> Job:
     return replace(job, request=request)
 
 
-def plot_sweep(result: Sweep, path: str | os.PathLike[str], size: str | None = None) -> None:
-    """Draw a sweep to a PNG, SVG or PDF: time over a size, a line for each case and chip.
-
-    size: default the first.
-    Crossings of limiters are dots with names, and bands hold 90 % of measured steps.
-    """
-    from rooftrace.reporting.figures import style, sweep_plot
-
-    style.save(lambda: sweep_plot(result, size), Path(path))
-
-
 def write_sweep(result: Sweep, out: Path) -> None:
     """Write the table of a sweep as parquet or CSV, atomically."""
     frame = result.frame()
@@ -244,7 +232,7 @@ def _name_of(form: Form, some: Points, request: SweepRequest, conditions: Condit
     """
     if not form.regimes:
         return ""
-    digest = hashlib.sha256(encoded_form(form))
+    digest = hashlib.sha256(form.encoded())
     digest.update(repr((conditions, [chip.to_dict() for chip in request.chips])).encode())
     for name, column in zip(some.names, some.columns, strict=True):
         digest.update(name.encode() + column.tobytes())

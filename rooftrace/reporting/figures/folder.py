@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rooftrace._escapes import file_part
+from rooftrace.errors import RequestError
 from rooftrace.reporting.figures.printing import SCREEN, Medium, medium_of, save
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from rooftrace.reporting.commands import rooflinesteps
     from rooftrace.reporting.sections import Results
+    from rooftrace.studies.sweeps import Sweep
 
 
 def figures(report: Results, medium: Medium = SCREEN) -> Iterator[tuple[str, Callable[[], Figure]]]:
@@ -60,3 +62,27 @@ def draw_roofline(result: rooflinesteps.Rooflines, path: Path, style: str = "scr
 
     medium = medium_of(style)
     save(lambda: roofline_figure(result, medium), path, medium=medium)
+
+
+def draw_sweep(result: Sweep, path: Path, size: str | None = None) -> None:
+    """Draw the seconds of a sweep over a size; default: its first."""
+    from rooftrace.reporting.figures.sweepplot import sweep_plot
+
+    save(lambda: sweep_plot(result, size), path)
+
+
+def draw_answer(answer: object, path: Path) -> None:
+    """Draw an answer about deployments or about scaling.  Raises RequestError for other answers."""
+    from rooftrace.reporting.figures.sweepplot import scaling_plot
+    from rooftrace.reporting.figures.tornadoes import front_plot
+    from rooftrace.studies.solving import ScalingAnswer
+    from rooftrace.studies.solving.serving import ServingAnswer
+
+    if isinstance(answer, ScalingAnswer):
+        save(partial(scaling_plot, answer), path)
+    elif isinstance(answer, ServingAnswer) and answer.curves:
+        save(partial(front_plot, answer), path)
+    else:
+        raise RequestError(
+            f"{path}: only batches of decode steps have a figure, as find='cheapest' asks for them"
+        )

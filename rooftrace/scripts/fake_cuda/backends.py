@@ -1,4 +1,4 @@
-"""What torch says of its libraries for CUDA: versions, switches, NVTX, NCCL, gradient scaling."""
+"""Answers of torch about its CUDA libraries: versions, switches, NVTX, NCCL, gradient scaling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cuda_version() -> str:
 
 
 def answers(here: Emulation) -> Iterator[Answers]:
-    """What each of these libraries says."""
+    """The answers of each of these libraries."""
     yield torch.version, _version(here)
     yield torch_private.bindings, {**_settings(here), **_collectives()}
     if _BUILT_WITH is None:

@@ -24,7 +24,7 @@ _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
 def answers(here: Emulation) -> Iterator[Answers]:
-    """What torch.cuda asks of its C half, and functions of its own that ask more."""
+    """Answers for the C half of torch.cuda, and for functions of torch.cuda that need more."""
     yield torch_private.bindings, _names(here)
     yield torch.cuda, _functions(here)
     yield _cuda.CudaError, {"__init__": _named_by_its_code}
@@ -127,7 +127,7 @@ class Runtime:
         return memory.free(self._here), self._here.device.memory
 
     def cudaGetErrorString(self, error: Any) -> str:
-        """What an error is called."""
+        """The name of an error."""
         return "no error" if not error else f"CUDA error {error}"
 
     def __getattr__(self, name: str) -> Any:
@@ -224,7 +224,7 @@ _torch: Any = torch
 
 
 def default_answers(types: dict[str, Any]) -> Iterator[Answers]:
-    """What applies a default device, and what sets a default type.  types: of the device."""
+    """Functions that apply a default device or set a default type.  types: of the device."""
     yield torch_private.DeviceContext, {"__torch_function__": _choosing()}
     default = _DefaultType(types)
     yield _torch, {"set_default_tensor_type": default.set_}
@@ -272,7 +272,7 @@ class _DefaultType:
             torch.set_default_device(None)
 
     def making(self) -> Any:
-        """What `torch.Tensor(2, 3)` calls: no default device, but this type decides."""
+        """The constructor of `torch.Tensor(2, 3)`: this type decides, not the default device."""
         original: Any = Tensor.__new__
 
         def __new__(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -130,7 +130,7 @@ def _last(node: ast.expr) -> str:
 
 NAME = "triton"
 VERSION = "3.4.0"
-"""What the stand-in says that it is: code that asks compares it with the least that it needs."""
+"""The version of the stand-in: code compares it with the least version that it needs."""
 _KINDS = ("JITFunction", "KernelInterface", "Autotuner", "Heuristics")
 """Classes of Triton whose objects are kernels."""
 
@@ -428,7 +428,7 @@ def _launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _of_module(module: ModuleType) -> tuple[Any, dict[str, Any]]:
-    """What is replaced in a module once it is there, and where."""
+    """The object to patch once a module is loaded, and its replacements."""
     if module.__name__ == _TRITON:
         return module.JITFunction, {"run": _launch}
     return module, _compilers(module)
@@ -459,7 +459,7 @@ def watch_imports() -> None:
 
 
 def answers() -> Iterator[Answers]:
-    """What loads or makes code for a GPU fails with an error that says what to do."""
+    """Loaders and compilers of code for a GPU fail with an error that says what to do."""
     yield type(torch.ops), {"load_library": _library_loader()}
     yield ExtensionFileLoader, {"create_module": _module_loader()}
     for name in (_TRITON, _CPP):

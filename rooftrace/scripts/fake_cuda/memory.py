@@ -25,7 +25,7 @@ _NOTES = "_rooftrace"
 
 
 def file_answers(here: Emulation) -> Iterator[Answers]:
-    """What writes and reads files, and pickles tensors and storages of the device."""
+    """Functions that write and read files, and pickle tensors and storages of the device."""
     functions = _functions(here)
     yield torch, functions
     yield serialization, {**functions, "default_restore_location": _placing()}
@@ -66,7 +66,7 @@ def _functions(here: Emulation) -> dict[str, Any]:
 
 
 def _placing() -> Any:
-    """What puts a storage that was read where it belongs."""
+    """The function that moves a storage that was read to its device."""
     home: Any = serialization
     place = original_of(home, "default_restore_location")
 
@@ -117,7 +117,7 @@ _REBUILD = "_rebuild_meta_tensor_no_storage"
 
 
 def _states() -> Any:
-    """What says which attributes of a tensor belong into a file."""
+    """The function that chooses the attributes of a tensor that go into a file."""
     home: Any = utils
     state_of = original_of(home, "_get_obj_state")
 
@@ -382,7 +382,7 @@ def _memory_functions(here: Emulation) -> dict[str, Any]:
 
 
 class Statistics(OrderedDict[str, Any]):
-    """What `torch.cuda.memory_stats()` returns; a statistic that is not known is an error."""
+    """The result of `torch.cuda.memory_stats()`; an unknown statistic is an error."""
 
     def __missing__(self, name: str) -> Any:
         raise DeviceError.of(

@@ -139,7 +139,7 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What an emulated device says of itself.  None: not known, and an error where it is asked.
+    """Facts of a fake device.  None: unknown, and an error when code asks for it.
 
     name: what `torch.cuda.get_device_name()` says.  memory: bytes in total, as nvidia-smi lists
     them; reserved: those of a process outside of its allocator.  clock: hertz.  count: devices of
@@ -198,7 +198,7 @@ class Device:
         return int(digits[:-1]), int(digits[-1], 16)
 
     def properties(self, index: int) -> Properties:
-        """What `torch.cuda.get_device_properties(index)` returns."""
+        """The result of `torch.cuda.get_device_properties(index)`."""
         threads, shared = _PER_SM.get(self.capability, (2048, 100))
         major, minor = self.capability
         known: dict[str, Any] = {

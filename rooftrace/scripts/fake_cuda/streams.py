@@ -73,7 +73,7 @@ class Queues:
 
 
 def answers(here: Emulation) -> Iterator[Answers]:
-    """What chooses a stream, and the classes of streams and events."""
+    """Functions that choose a stream, and the classes of streams and events."""
     own = Queues(here)
     yield bindings, _names(own)
     yield _cuda.Stream, {**overrides.methods(_Stream), "__new__": staticmethod(_stream_maker(own))}

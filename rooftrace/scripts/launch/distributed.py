@@ -174,7 +174,7 @@ class Processes:
         return group
 
     def backend(self, group: Any = None) -> str:
-        """What `get_backend` says: the backend that the program asked for."""
+        """The result of `get_backend`: the backend that the program asked for."""
         original = original_of(dist.distributed_c10d, "get_backend")
         backend = original(group)  # raises the errors of torch
         world = self._asked.get(id(dist.group.WORLD))
@@ -305,11 +305,11 @@ _RANK_NAMES = frozenset(
         *("process_id", "process_index", "local_process_index", "index", "idx", "i"),
     )
 )
-"""What the first parameter of a function of one rank is called."""
+"""Names of the first parameter of a function of one rank."""
 
 
 class OtherProcesses:
-    """What a program starts, by the processes that it has."""
+    """The other processes that a program starts, by the ways of starting them."""
 
     def __init__(self, launch: CommandLine, processes: Processes) -> None:
         self._launch, self._processes = launch, processes

@@ -114,7 +114,7 @@ _DEFAULT_PORT = "29500"
 
 
 def parsed(launcher: str, parser: argparse.ArgumentParser, words: Sequence[str]) -> Any:
-    """What a launcher's parser makes of words.  Raises RequestError with what it says."""
+    """Words parsed by a launcher's parser.  Raises RequestError with the parser's message."""
 
     def error(message: str) -> Any:
         raise RequestError(f"{launcher} {' '.join(words)}: {message}")
@@ -404,7 +404,7 @@ def _understood(words: Sequence[str]) -> CommandLine:
 
 
 def _python(words: Sequence[str]) -> CommandLine:
-    """What `python ...` runs."""
+    """The program of `python ...`."""
     place = 1
     while place < len(words):
         word = words[place]

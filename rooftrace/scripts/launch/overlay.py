@@ -90,7 +90,7 @@ class Layer:
         return self._meant(at) if links else None
 
     def _target(self, path: str) -> str | None:
-        """What a link says that a program sees at a path; None for what is no link."""
+        """The target of a link that a program sees at a path; None for no link."""
         try:
             return os.fsdecode(self._os["readlink"](self.place(path)))
         except (OSError, ValueError):
@@ -426,7 +426,7 @@ class _Entry:
         return self._entry.is_file(follow_symlinks=False)
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """What `os.stat` tells."""
+        """The result of `os.stat`."""
         if follow_symlinks and self._entry.is_symlink():
             return os.stat(self.path)
         return self._entry.stat(follow_symlinks=False)
@@ -439,7 +439,7 @@ class _Entry:
 
 
 class _Entries:
-    """What `os.scandir` returns: an iterator that is closed."""
+    """The result of `os.scandir`: an iterator that can be closed."""
 
     def __init__(self, entries: list[os.DirEntry[str]], folder: str) -> None:
         self._entries = iter([_Entry(entry, folder) for entry in entries])

@@ -30,8 +30,8 @@ OFFLINE: Mapping[str, str] = {
     "MPLBACKEND": "Agg",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""What a program is told unless the user has said otherwise: it downloads and sends nothing, and
-opens no window."""
+"""Variables of a program, unless the user sets them: it downloads and sends nothing, and opens no
+window."""
 OFFLINE_TEXT = (
     "nothing is downloaded or logged to a service: the program runs with "
     + ", ".join(f"{name}={value}" for name, value in OFFLINE.items())

@@ -327,7 +327,7 @@ class ProgramRun:
 
     @property
     def assumed(self) -> tuple[tuple[str, str], ...]:
-        """What was assumed up to now of what is not there: pairs of a kind and a text."""
+        """Assumptions so far about missing parts: pairs of a kind and a text."""
         return (*self._assumed, *([AXIS] if self._processes.axis_assumed else ()))
 
     def assume(self, assumption: tuple[str, str]) -> None:

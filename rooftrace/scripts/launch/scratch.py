@@ -41,7 +41,7 @@ _OF_FOLDERS = sum(1 << bit for bit in range(4, 13))
 _BY_VERSION = ((1, _WRITE_FILE | _OF_FOLDERS), (2, _REFER), (3, _TRUNCATE))
 """The version of Landlock from which on a kernel knows a right to write."""
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "shm")
-"""What stays writable below /dev: devices that keep nothing, and shared memory."""
+"""Writable below /dev: devices that keep nothing, and shared memory."""
 
 
 _GUARDED: list[str] = []
@@ -52,7 +52,7 @@ UNGUARDED = (
     f"--scratch catches what {_CAUGHT} write, and no other library in C and no program that the "
     "script starts: this system has no Landlock (Linux 5.13), by which the kernel refuses those"
 )
-"""What is said where the kernel cannot guard."""
+"""The warning on a kernel without Landlock."""
 _CAN_EMPTY = (
     "--scratch: a library in C and a program that the script starts can empty a file elsewhere, by "
     "truncate(2), which the kernel refuses since Linux 6.2"
@@ -96,7 +96,7 @@ def guard(folder: str | os.PathLike[str]) -> str:
 
 
 def refusal(error: BaseException | None) -> str:
-    """What a user has to know of an error that comes of the guard; "" where none does."""
+    """An explanation of an error that the guard causes; "" for other errors."""
     while error is not None and _GUARDED:
         if _of_guard(error):
             return (
@@ -141,7 +141,7 @@ def _system_call(number: int, *arguments: Any) -> int:
 
 
 def _done(returned: int) -> int:
-    """What a call returned that did not fail."""
+    """The result of a call; raises OSError if the call failed."""
     if returned < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -157,7 +157,7 @@ class SimulatedClock(HostClock):
 
     @property
     def said(self) -> str:
-        """What the simulated time left out of that of this machine."""
+        """A sentence on the time of this machine that the simulated time leaves out."""
         left = perf_counter() - self._began - self._real
         return (
             f"the time that the script saw is that of the chip: {format_time(left)} of this "

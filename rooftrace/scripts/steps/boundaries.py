@@ -23,7 +23,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What begins a turn.
+    """The event that begins a turn.
 
     at: "auto": calls of modules and steps of optimizers, as `Kinds` reads them; "batch": a data
     loader gives one; "call": a module with weights is called from outside of any module;

@@ -80,7 +80,7 @@ class Look:
 
     @property
     def key(self) -> Any:
-        """What calls that look alike have in common."""
+        """A key that is equal for calls that look alike."""
         return self.kind, self.sizes
 
 
@@ -99,7 +99,7 @@ class ModuleCall:
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What it gets."""
+        """The arguments and keywords of the call."""
         return tuple(self.args), dict(self.kwargs)
 
     def look(self) -> Look:
@@ -172,7 +172,7 @@ def resized(arguments: Any, sizes: Sequence[int]) -> Any:
 
 
 def state_of(module: nn.Module) -> Any:
-    """What a module and those in it hold beside their weights: equal as long as nothing changes."""
+    """The state of a module and its submodules without weights; equal while nothing changes."""
     return tuple(
         (id(inner), name, _held(item))
         for inner in module.modules()
@@ -193,7 +193,7 @@ def _held(item: Any) -> Any:
 
 
 def _inside(module: nn.Module) -> nn.Module:
-    """What wrappers of torch hold: of a compiled module, of a replica or a shard."""
+    """The module inside torch's wrappers: of a compiled module, a replica or a shard."""
     inner = trees.asked(module, "_orig_mod")
     if inner is None and type(module).__module__.startswith("torch."):
         held = dict(module.named_children())  # TorchScript's are no dictionary
@@ -213,7 +213,7 @@ class _Leaf:
 
 
 class Result:
-    """What a call returned, so that another that looks like it can be answered without running."""
+    """The result of a call, kept so that a call that looks alike need not run."""
 
     def __init__(self, output: Any, values: Values) -> None:
         leaves, self._spec = torch_private.tree_flatten(output)
@@ -227,7 +227,7 @@ class Result:
 
     @property
     def leaves(self) -> tuple[Any, ...] | None:
-        """What it is made of; None where it depends on weights, or a value in it is known."""
+        """Its leaves; None if it depends on weights, or holds a known value."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
         bare = self.known and not any(leaf.grad or leaf.known is not None for leaf in tensors)
         return tuple(self._leaves) if bare else None

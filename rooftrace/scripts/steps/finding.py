@@ -217,7 +217,7 @@ class Finder(TurnsOfThreads):
             self._proves = False
 
     def _known(self, made: ModuleCall, whole: bool) -> tuple[Any] | None:
-        """What the call returns, where it need not run; else None, and the turn is ready for it.
+        """The result of a call that need not run; else None, and the turn is ready for the call.
 
         whole: none of it has run yet, and torch.jit.trace does not wait for its ops.
         """
@@ -246,7 +246,7 @@ class Finder(TurnsOfThreads):
         return None
 
     def _answer(self, turn: OpenTurn, look: Look) -> Result | None:
-        """What a call of a turn that is not recorded gives; None where it has to run."""
+        """The result of a call in an unrecorded turn; None if it has to run."""
         if turn.by_form is not None:
             self._recorder.log = turn.after
             return None if turn.calls else turn.by_form.result
@@ -305,7 +305,7 @@ class Finder(TurnsOfThreads):
 
     @property
     def learnt(self) -> stepping.Learnt | None:
-        """What is known of the open turn; None where none is open."""
+        """Facts learnt about the open turn; None if none is open."""
         return None if self._turn is None else self._turn.learnt
 
     # -- turns -------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ class Finder(TurnsOfThreads):
 def noted_call(
     recorder: ScriptRecorder, module: nn.Module, arguments: Any
 ) -> tuple[Any, Ops | None]:
-    """What a call gives, and its ops; None where it changes what the module holds.
+    """The result of a call, and its ops; None for the ops if the call changes the module's state.
 
     arguments: those without a name, and those with one.
     """

@@ -344,7 +344,7 @@ class TurnKeeper:
         return TRAINING if turn.kind == TRAINING or look is None else look.key
 
     def _renew(self, named: bool = True) -> None:
-        """What was recorded is dropped, and what runs from here on enters another graph.
+        """Drop the recording; later ops enter another graph.
 
         named: which knows the modules, the states of optimizers, and what else there is.
         """
@@ -438,7 +438,7 @@ class TurnKeeper:
         self._renew()
 
     def _close_piece(self, turn: OpenTurn, named: bool = False) -> None:
-        """What was recorded becomes a piece; what was taken to be like the last one does not.
+        """Make the recording a piece, unless it was taken to equal the last piece.
 
         named: see `_renew`.
         """

@@ -76,7 +76,7 @@ class DeviceTensors:
             self._alive[key] = weakref.ref(storage), spec
 
     def meet_results(self, tape: Tape) -> None:
-        """What ops of a recording have made, and what stood before it, as far as it is alive."""
+        """Note the live tensors that ops of a recording made, and those from before it."""
         for reference in tape.tags.references():
             storage = reference()
             if storage is not None:
@@ -94,7 +94,7 @@ class DeviceTensors:
         return there
 
     def stand_in(self, tape: Tape) -> None:
-        """What is alive and a recording does not know stands from before it."""
+        """Declare live tensors that a recording does not know as older than it."""
         number = 0
         for storage, spec in self.there():
             if not knows(tape, storage):
@@ -119,7 +119,7 @@ def knows(tape: Tape, storage: Any) -> bool:
 # of a view of it, it is that of the host tensor, unless either was written to in the meantime.
 
 _VERSIONS = DispatchKey.ADInplaceOrView
-"""What has a view share the version of its base; torch switches it off while a mode has an op."""
+"""The key by which a view shares the version of its base; torch excludes it inside a mode."""
 
 
 _MAX_MADE = 10**9
@@ -128,7 +128,7 @@ _CPU = torch.device("cpu")
 
 
 class _HostCopy(NamedTuple):
-    """What the bytes of a tensor of the device hold."""
+    """The host copy of a tensor of the device."""
 
     storage: Any  # a weak reference to these bytes
     source: Tensor
@@ -283,7 +283,7 @@ class Shapes:
             self._storages[key] = weakref.ref(storage, lambda _: self._storages.pop(key, None))
 
     def follow(self, arguments: Any, out: Any) -> None:
-        """What was computed from such tensors, and from none of the device, is one of them."""
+        """Mark results that were computed from such tensors alone as such tensors."""
         if not self._storages:
             return
         own = [tensor in self for tensor in tensors_in(arguments) if trees.on_meta(tensor)]
@@ -371,8 +371,10 @@ class Presented(functions.Functions):
         return None if isinstance(asked, torch.dtype) else asked
 
     def _leaving(self, tensor: Tensor, asked: Any) -> Tensor:
-        """What a tensor is copied from that goes to meta, where it has no numbers and no bytes of
-        the device, or from there."""
+        """The source of a copy to meta: without numbers, and without bytes of the device.
+
+        Raises NotImplementedError, as torch does, for a copy from meta to the host.
+        """
         if tensor in self._shapes:
             if not _is_meta(asked):
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
@@ -445,7 +447,7 @@ def move_in_place() -> None:
 
 
 def show_devices(shown: torch.device, shapes: Shapes) -> None:
-    """What torch's C half says of places on meta is shown on the device, as tensors are."""
+    """Show devices that torch's C half reports as meta as the fake device, as tensors are shown."""
     place = torch.UntypedStorage.device.__get__
 
     def device(storage: Any) -> torch.device:

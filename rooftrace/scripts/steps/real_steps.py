@@ -44,7 +44,7 @@ class RealTurn(Struct, frozen=True, kw_only=True):
 
 
 class RealScript(Struct, frozen=True):
-    """What ran: its turns in order, how it ended, and whether it called what it had compiled.
+    """A script that ran: its turns in order, its end, and whether it called compiled code.
 
     code: with which it exited.  failure: the error that ended it.
     """

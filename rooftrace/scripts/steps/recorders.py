@@ -64,7 +64,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self.origins.tells_compiled = True
 
     def renew(self, record: bool = True, prepare: Callable[[], None] = lambda: None) -> None:
-        """What was recorded is dropped, and another graph is recorded from here on, if `record`.
+        """Drop the recording, and record another graph from here on, if `record`.
 
         prepare: is called before anything is.
         """
@@ -197,7 +197,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         return made
 
     def given(self, result: Result, module: nn.Module, arguments: Any) -> Any:
-        """What a call that is not run gives: tensors of the device, as ops make them."""
+        """The result of a call that does not run: tensors of the device, as ops make them."""
         output = result.again(module, self.values, arguments)
         self.device_tensors.meet(tensors_in(output))
         return output
@@ -228,7 +228,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
                 self.entries.standing.add(part, kind, name + suffix)
 
     def stand_in(self) -> None:
-        """What else is alive on the device stands from before this recording."""
+        """Declare all other live tensors of the device as older than this recording."""
         self.device_tensors.stand_in(self)
 
     def settle(self, gradients: Collection[int]) -> None:
@@ -238,7 +238,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self.entries.standing.settle({*gradients, *self._inputs}, blocks)
 
     def enter_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """What a step is given: those that the graph does not know become its inputs."""
+        """Make tensors that the graph does not know inputs of the step."""
         if not self.recording:
             return
         tensors = [trees.unwrapped(tensor) for tensor in tensors]

@@ -29,7 +29,7 @@ from rooftrace.graph.formulas import GraphForm
 TRAINING, INFERENCE = "training", "inference"
 OURS = "rooftrace"
 _SUMS = ("turns", "run", "by_form", "loading", "batches", "brought", "taken")
-"""What equal turns in several places add up to."""
+"""Fields that are summed over equal turns in several places."""
 
 
 class TurnPiece(Struct, frozen=True):
@@ -72,7 +72,7 @@ class Turns(Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, tuple[TurnPiece, ...], str]:
-        """What equal turns have in common: the kind, the pieces, what was called."""
+        """A key that is equal for equal turns: kind, pieces, called modules."""
         return self.kind, self.pieces, self.label
 
     def and_also(self, other: Turns) -> Turns:
@@ -106,7 +106,7 @@ class Derived(Struct):
 
 
 def graph_form(graphs: Mapping[int, OpGraph]) -> GraphForm:
-    """What a graph is at any length, from those at some.
+    """The form of a graph at any length, from graphs at some lengths.
 
     Bytes of small constants that are not the same at all lengths are left out: they are values, of
     which no cost depends.  Raises StructureError where no formulas give these graphs.

@@ -188,7 +188,7 @@ FORKED = "a process that the script forked computes on the device: what it runs 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptRequest:
-    """What is asked of a script.
+    """The request for a script.
 
     command: "train.py --flag", "torchrun ... train.py", as words.  chip: that it sees.  steps: it
     is ended after so many training steps; None: it runs to its end.  ranks: of how many processes

@@ -62,7 +62,7 @@ class Seen:
 
 @dataclass
 class LengthForm:
-    """What calls of one kind are at any length within bounds.
+    """Calls of one kind at any length within bounds.
 
     column: the place of the length among the sizes of a call.  bounds: the smallest and the largest
     length at which it was checked.  ends: lengths at which calls are known to run otherwise.
@@ -174,7 +174,7 @@ class Lost:
     ops: Ops | None
 
     def said(self) -> str:
-        """What is not exact."""
+        """Remarks on inexact parts."""
         low, high = min(self.sizes), max(self.sizes)
         return (
             f"{plural(len(self.sizes), 'turn')} like {self.form.sample.stretch.label} with lengths "
@@ -191,7 +191,7 @@ class LengthTurn:
 
     @property
     def result(self) -> Result:
-        """What its call returns."""
+        """The result of its call."""
         return self.form.sample.result.of(self.form.leaves.at((self.length,)))
 
     def stretch(self, book: Book) -> Turns:
@@ -286,7 +286,7 @@ class LengthForms:
             self._lost.remove(lost)
 
     def said(self) -> dict[str, str]:
-        """What is not exact."""
+        """Remarks on inexact parts."""
         said = {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
         if self._otherwise:
             said["after lengths"] = (
@@ -328,7 +328,7 @@ def _at(form: RecordForm, length: int) -> Any:
 
 @dataclass
 class LoadedBatches:
-    """What data loaders did for a turn."""
+    """Work of data loaders for a turn."""
 
     seconds: float = 0.0
     batches: int = 0
@@ -391,7 +391,7 @@ class SteadyTurns:
     reached: dict[Any, float] = field(default_factory=dict)  # as of an open turn
 
     def answer(self, place: int, look: Look) -> Result | None:
-        """What the call at this place of a turn gave; None where it looked otherwise."""
+        """The result of the call at this place of a turn; None if that call looked different."""
         if place < len(self.calls) and self.calls[place] == look.key:
             return self.results[place]
         return None
@@ -424,7 +424,7 @@ STEP = "step"
 
 
 class Watcher(Protocol):
-    """What is told of a script's calls and batches."""
+    """An observer of a script's calls and batches."""
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module inside of another, or in a thread that does not lead."""

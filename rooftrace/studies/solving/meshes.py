@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rooftrace._plain import Plain
@@ -161,6 +163,12 @@ class ScalingAnswer(Plain, Shown):
     rows: tuple[MeshRow, ...]  # fewest chips first; batches of one size for each replica
     left_out: tuple[str, ...]
     rests: tuple[str, ...]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw efficiency and seconds of a step over the number of chips: PNG, SVG or PDF."""
+        from rooftrace.reporting.figures import draw_answer
+
+        draw_answer(self, Path(path))
 
     def weak(self, row: MeshRow) -> float:
         """Items per second of a chip, as a share of what it is on the fewest chips."""

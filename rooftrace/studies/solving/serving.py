@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,15 @@ class ServingAnswer(Plain, Shown):
 
     def __repr__(self) -> str:
         return short(self, f"{self.question}: {self.best or self.nearest}")
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw tokens per second of a chip over those of a user: each configuration, and the front.
+
+        path: of a PNG, SVG or PDF.  Raises RequestError for an answer that compares no deployments.
+        """
+        from rooftrace.reporting.figures import draw_answer
+
+        draw_answer(self, Path(path))
 
     @property
     def best(self) -> Deployment | None:

@@ -4,6 +4,7 @@ from rooftrace.studies.sweeps.evaluating import (
     evaluated as evaluated,
     points_of as points_of,
 )
+from rooftrace.studies.sweeps.form_files import looks_like_form as looks_like_form
 from rooftrace.studies.sweeps.sweeps import (
     Sweep as Sweep,
     SweepCase as SweepCase,

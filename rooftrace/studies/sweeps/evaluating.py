@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rooftrace._shown import short
+from rooftrace._writing import write_packed
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.ops import MATRIX
@@ -20,6 +23,7 @@ from rooftrace.graph import OpGraph
 from rooftrace.graph.formulas import GraphForm, Regime
 from rooftrace.hardware import Chip
 from rooftrace.studies.forms import Conditions, PlanForm, PlanForms, Points
+from rooftrace.studies.sweeps.form_files import form_bytes, read_form
 
 # -- forms -----------------------------------------------------------------------------------------
 # A step for any sizes: its graph where it is proven, and its plans under any conditions.
@@ -55,6 +59,24 @@ class Form:
             f"{self.title}, {self.phase} over {', '.join(self.names)}: {len(self.regimes)} regimes "
             f"from {samples} traces, proven on {held} others",
         )
+
+    def encoded(self) -> bytes:
+        """The bytes of the file of the form."""
+        return form_bytes(self.title, self.phase, self.names, self.regimes)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the form (gzip if the name ends in .gz); `Form.load` reads it back."""
+        write_packed(Path(path), self.encoded())
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Form:
+        """The form in a file, which needs no torch.
+
+        Raises FileNotFoundError, or GraphFileError for a file that is cut off, of another kind, or
+        whose formulas do not give its graphs.
+        """
+        return cls(*read_form(path))
 
     @property
     def example(self) -> OpGraph:

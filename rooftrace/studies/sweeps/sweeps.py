@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -134,6 +136,16 @@ class Sweep(Shown):
     def whole(self) -> bool:
         """Whether all lines are there."""
         return len(self) >= self.wanted
+
+    def plot(self, path: str | os.PathLike[str], size: str | None = None) -> None:
+        """Draw time over a size to a PNG, SVG or PDF: a line for each case and chip.
+
+        size: default the first.
+        Crossings of limiters are dots with names, and bands hold 90 % of measured steps.
+        """
+        from rooftrace.reporting.figures import draw_sweep
+
+        draw_sweep(self, Path(path), size)
 
     # -- tables ------------------------------------------------------------------------------------
 
