@@ -18,7 +18,7 @@ from rooftrace.tracer.values import copies, trees
 # An exported program as modules, with the paths and class names that they had.
 
 _FOR_READERS = ("nn_module_stack", "stack_trace")
-"""What is kept of the notes on nodes of an exported program; the rest has fake tensors."""
+"""Notes kept of nodes of an exported program; the others hold fake tensors."""
 
 
 def named_class(kind: type, name: str) -> Any:

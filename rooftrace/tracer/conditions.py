@@ -136,7 +136,7 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 
 
 def _number(frame: FrameType, step: dis.Instruction) -> float | None:
-    """What a step loads, a constant or a variable, where that is a number."""
+    """The number that a step loads, a constant or a variable; None for other values."""
     loaded = step.argval
     if step.opname not in ("LOAD_CONST", "LOAD_SMALL_INT"):
         named = step.opname.startswith("LOAD_") and "ATTR" not in step.opname

@@ -1,4 +1,4 @@
-"""What a call or a command asks for, as one record.
+"""The request of a call or a command, as one record.
 
 Every source takes the same arguments.  An argument that a source cannot use is an error, which
 quotes the nearest name that it can use; else the user would believe that it had an effect.
@@ -75,7 +75,7 @@ class Job:
         named: Mapping[str, Any],
         **ours: Any,
     ) -> Job:
-        """What a call of `function`, one of ours, asks of a source.
+        """The job of a call of `function`, one of ours, for a source.
 
         named: keyword arguments of the call, for the source or for us.  ours: arguments that
         `function` has by name, so that they are for us; None leaves one out.  Raises RequestError

@@ -17,7 +17,7 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.graph import looks_saved
 
 BOUNDARIES = ("auto", "batch", "call", "optimizer", "mark")
-"""What may begin a turn of a script."""
+"""Events that may begin a turn of a script."""
 CHECKPOINTS = ("none", "full", "selective")
 """none: all are kept.  full: those inside of a layer are made again.  selective: as full, but every
 second matrix product, attention and what is exchanged are kept."""
@@ -175,7 +175,7 @@ def where_of(target: str) -> str:
 # -- scripts and their command lines ---------------------------------------------------------------
 
 RUN = "run:"
-"""What stands before a command that is a target."""
+"""The prefix of a target that is a command."""
 _SCRIPTS = (".py", ".ipynb")
 STEPS = 3
 """How many training steps a script runs, if nobody says."""

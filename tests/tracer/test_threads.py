@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace import _processes
 from rooftrace.errors import RequestError
 from rooftrace.tracer.phases.counters import _ForwardTracker
-from rooftrace.tracer.recording import entry_points, kept_whole, overrides
+from rooftrace.tracer.recording import entry_points, kept_whole
 from rooftrace.tracer.recording.recorder import Recorder
 
 from .. import process_state
@@ -266,7 +267,7 @@ print(len(calls) >= 3 and all(calls))
 
 _COLLECTED = """
 import gc, threading
-from rooftrace.tracer.recording import overrides as shared
+from rooftrace import _processes as shared
 
 class Held:
     pass
@@ -297,7 +298,7 @@ def test_a_kernel_that_cannot_be_held_stays_while_others_run(
     """Older releases of torch have nothing to hold a kernel with."""
     monkeypatch.setattr(entry_points, "_kernel_of", None)
     for others in (False, True, True, False):
-        monkeypatch.setattr(overrides, "alone", lambda others=others: not others)
+        monkeypatch.setattr(_processes, "alone", lambda others=others: not others)
         with kept_whole():
             assert _has_attention()
         assert _has_attention() is others
@@ -322,7 +323,7 @@ def nothing_left() -> Iterator[None]:
 @pytest.fixture(params=[True, False], ids=["alone", "beside"])
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Both ways of drawing random numbers: in a process of one thread, and of several."""
-    monkeypatch.setattr(overrides, "alone", lambda: request.param)
+    monkeypatch.setattr(_processes, "alone", lambda: request.param)
     alone_traced()  # what is loaded at first use is loaded
     yield
 

@@ -373,7 +373,7 @@ class DynamoFunctions:
 
 
 def _run_on_fakes(*args: Any, **kwargs: Any) -> Any:
-    """What Dynamo runs a node of its graph by; the result is of fake tensors.
+    """The function by which Dynamo runs a node of its graph; the result is of fake tensors.
 
     Torch makes a fake tensor of what `torch.tensor` makes on the CPU, and forgets it on meta.
     """
@@ -398,7 +398,7 @@ def _depth(function: _Function) -> int:
 
 
 NO_REASON = "step_unsupported"
-"""What Dynamo says of a graph that ends at a line where it can go on in no other way."""
+"""Dynamo's reason for a graph that ends at a line because it cannot go on."""
 _PLAIN: tuple[tuple[str, str], ...] = (
     (r"generic_jump|Data-dependent branching", "if or while asks for the value of a tensor"),
     (r"Unsupported Tensor\.item\(\)", "item() takes a number out of a tensor"),
@@ -435,13 +435,13 @@ def plain_reason(text: str) -> str:
 
 
 def hints_of(text: str) -> tuple[str, ...]:
-    """What the message advises, each once; without the advice to report it."""
+    """Hints of the message, each once; without the advice to report it."""
     hints = _HINT.findall(text.partition(_MORE)[0])
     return tuple(dict.fromkeys(hint for hint in hints if not hint.startswith(_OWN_HINTS)))
 
 
 def guard_words(text: str) -> str:
-    """What a guard of compiled code hints to differ, from the message of Dynamo."""
+    """The difference that a guard of compiled code names, from the message of Dynamo."""
     first = text.strip().partition("\n")[0]
     matched = _GUARD.match(first)
     return matched.group(1) if matched else first

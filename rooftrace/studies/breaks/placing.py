@@ -269,7 +269,7 @@ class Cause:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What makes two causes the same one."""
+        """A key that is equal for the same cause."""
         return self.source, self.reason
 
 

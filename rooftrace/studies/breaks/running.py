@@ -311,7 +311,7 @@ class DynamoWatch(torch_private.TorchDispatchMode, Tape):
     # -- compiling ---------------------------------------------------------------------------------
 
     def backend(self) -> Callable[..., Any]:
-        """What Dynamo hands its graphs to: each is run node after node."""
+        """The backend for Dynamo's graphs: it runs each node after node."""
 
         def collect(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             number, self.graphs = self.graphs, self.graphs + 1
@@ -356,7 +356,7 @@ class DynamoWatch(torch_private.TorchDispatchMode, Tape):
             self.tags.end()
 
     def run_of(self, graph_breaks: int, notes: Sequence[str] = ()) -> placing.DynamoRun:
-        """What was noted."""
+        """The run as noted."""
         return placing.DynamoRun(
             causes=self.functions.told(),
             stretches=tuple(self.stretches),

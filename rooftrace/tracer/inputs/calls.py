@@ -123,7 +123,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 class _State:
-    """What objects hold: their attributes, the items of containers, the variables of functions."""
+    """The state of objects: attributes, items of containers, variables of functions."""
 
     def __init__(self) -> None:
         self._depths: dict[int, int] = {}

@@ -154,7 +154,7 @@ def _one_hot(classes: Tensor, count: int) -> Tensor:
 
 
 def _objects(head: _Head, name: str) -> _Guesses:
-    """What there is to be found in each image: a class, a box and a mask for each object."""
+    """The objects of each image: a class, a box and a mask each."""
     count = head.sizes.number("num_labels", default=2)
     objects = [
         {

@@ -35,7 +35,7 @@ _SIDE = 24
 _ROWS = 16
 """Length of a sequence that somebody else embedded."""
 _REGIONS = 36
-"""What a detector finds in an image."""
+"""Regions that a detector finds in an image."""
 SECONDS = 10
 """Length of a sound."""
 
@@ -204,7 +204,7 @@ def _past(sizes: Sizes, name: str) -> Layouts:
 
 
 def _regions(sizes: Sizes, name: str) -> Layouts:
-    """What a detector found in an image: features and places."""
+    """Regions of a detector: features and places."""
     width = sizes.number("visual_feat_dim", default=2048)
     places = sizes.number("visual_pos_dim", default=4)
     return [
@@ -223,7 +223,7 @@ def _rendered(sizes: Sizes, name: str) -> Layouts:
 
 
 def _embedded_regions(sizes: Sizes, name: str) -> Layouts:
-    """What a detector found in an image: embeddings beside those of the text."""
+    """Regions of a detector: embeddings, next to those of the text."""
     width = sizes.number("visual_embedding_dim", default=512)
     regions = _floats(sizes.batch, _REGIONS, width)
     both = sizes.length + _REGIONS
@@ -368,7 +368,7 @@ def _candidates(
 def outcome(
     module: nn.Module, arguments: Mapping[str, Any], training: bool = True, turned: int = 0
 ) -> tuple[Any, Exception | None]:
-    """What the module returns for these arguments, or its error.
+    """The result of the module for these arguments, or its error.
 
     turned: how many source lines may be tried the other way, that asked for unknown conditions.
     """

@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(slots=True)
 class _Iteration:
-    """What is its own in one iteration, in order of first use, and the indices that it writes."""
+    """Values of one iteration alone, in order of first use, and the indices that it writes."""
 
     own: dict[int, int] = field(default_factory=dict)
     assumed: dict[int, int] = field(default_factory=dict)
@@ -67,13 +67,13 @@ class _Iteration:
 
 
 class Blocks:
-    """The iterations in a graph: where they stand, and what they are alike in.
+    """The iterations in a graph: their places, and the ways in which they are alike.
 
     labels: the number of the iteration of each op, of those inside of one; of modules `period` side
     by side, from number `phase` on, make one.  container: their path, None for a loop.  runs: the
     passes, each its blocks by label.  place: (run, label, offset) of a value that a block made.
-    owner: the label of a value that none made, and that only one uses or that bears its name; those
-    beside it may use it, too (a prefetch of weights).
+    owner[value]: the iteration of an external value (a weight), by its only user or by its name;
+    neighbours may read it too (a prefetch of weights).
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Blocks:
         return list(self._seen[label].assumed)
 
     def beside(self, value: int, label: int) -> int:
-        """What iteration `label` owns in the place of a value that another one owns."""
+        """The value of iteration `label` that corresponds to a value of another iteration."""
         number = self._number[value]
         return next(other for other in self.own(label) if self._number.get(other) == number)
 
@@ -309,7 +309,7 @@ def _passes(marks: Sequence[tuple[int, bool] | None]) -> list[dict[int, Block]]:
 
 
 def _trim(run: Mapping[int, Block]) -> None:
-    """What follows the last iteration of a pass, outside of all, is not part of it."""
+    """Cut the ops after the last iteration of a pass that belong to no iteration."""
     blocks = list(run.values())
     if len(blocks) > 1:
         size = blocks[-2].stop - blocks[-2].start
@@ -433,7 +433,7 @@ class Collapse:
         )
 
     def _held_inside(self, holds: Sequence[Ref], label: int) -> Iterator[Ref]:
-        """What an iteration holds; of the iterations before that what the one beside it made."""
+        """Values that an iteration holds; of earlier iterations, those that its neighbour made."""
         for ref in holds:
             place = self.blocks.place.get(ref.id)
             if self._known(ref) and (place is None or abs(place[1] - label) <= 1):
@@ -441,7 +441,7 @@ class Collapse:
                     yield self._argument(ref, label)
 
     def _held_outside(self, holds: Sequence[Ref], label: int | None) -> Iterator[Ref]:
-        """What an op outside holds; of the values of an iteration those of all, or of the last."""
+        """Values that an op outside holds; of an iteration's values all, or the last ones."""
         whole = self._held_by_all({ref.id for ref in holds})
         for ref in holds:
             if ref.id in whole:

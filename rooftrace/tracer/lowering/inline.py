@@ -209,7 +209,7 @@ def fold(
 
 
 def _held_by_caller(block: Template, written: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
-    """What variables of the caller keep while the block runs: of this call, and of no other.
+    """Values that variables of the caller hold while the block runs: in this call alone.
 
     written: the block that will be written in its place, whose ops hold what they hold.
     """
@@ -327,8 +327,10 @@ class _Inlined:
         return used
 
     def _with_owners(self, op: Op, used: Mapping[int, int]) -> Op:
-        """What an op holds as owners of bytes, which those of a call's arguments need not be; what
-        is used later is there anyway, whatever the recorded call did with its own."""
+        """An op that holds the owners of its bytes; a call's argument may be a view of another.
+
+        Values that later ops use live on anyway, and are left out.
+        """
         owners = [self._with_owner(ref) for ref in op.holds]
         touched = {self.values[i].storage for i in (*op.inputs, *op.outputs)}
         touched |= {ref.id for ref in owners if ref == Ref(ref.id) and used.get(ref.id, 0) > op.id}

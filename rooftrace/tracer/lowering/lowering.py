@@ -489,7 +489,7 @@ def _is_called(node: fx.Node) -> bool:
 
 
 class _TorchFlops:
-    """What torch's registry counts for an op; None where it has no formula.  Equal calls once."""
+    """FLOPs of an op by torch's registry; None without a formula.  Equal calls count once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int | None] = {}
@@ -551,7 +551,7 @@ def _given(target: Any, flops: int | None) -> dict[str, Any]:
 
 
 def _in_place(target: Any, args: Sequence[Any], outputs: list[TorchTensor]) -> Any:
-    """What an op returned: one tensor, or several with None where its output_mask wants none."""
+    """The result of an op: one tensor, or several, None where its output_mask wants none."""
     names = [argument.name for argument in target._schema.arguments]
     place = names.index("output_mask") if "output_mask" in names else len(args)
     if place < len(args) and sum(args[place]) == len(outputs):

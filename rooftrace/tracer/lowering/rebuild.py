@@ -140,7 +140,7 @@ _RUNS_AS = {
     torch.ops.aten.mm.dtype: wide_mm,
     torch.ops.aten.bmm.dtype: wide_mm,
 }
-"""What is run in place of an op that not every device has a kernel for."""
+"""Replacements of ops for which some devices have no kernel."""
 
 
 def _positions(op: Op) -> list[int]:

@@ -264,7 +264,7 @@ class _Modules(Collapse):
         return replace(self.repeat, names=odd, assumptions=assumptions)
 
     def _check_holds(self) -> None:
-        """What variables keep is the same in all iterations, as seen from each.
+        """Check that variables hold the same values in all iterations, as seen from each.
 
         A Ref can say "of the iteration before", not "of two before": where a variable lives so
         long, or in some iterations only, these have to be written out.
@@ -304,8 +304,8 @@ class _Modules(Collapse):
                 raise NotAlikeError
 
     def _seen(self, ref: Ref) -> tuple[int, int, int] | None:
-        """What the first iteration holds, as its copies do: (the value where there is none beside
-        it, what the one beside it made, how far away that is); None for what is too far away."""
+        """A held value relative to its iteration: (value at the edge, value made by the neighbour,
+        distance); None if farther than one iteration."""
         place = self.blocks.place.get(ref.id)
         if place is not None and abs(place[1] - self.first) > 1:
             return None

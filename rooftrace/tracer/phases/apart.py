@@ -102,7 +102,7 @@ class ProcessPlace:
         return env
 
     def told(self) -> dict[str, Any]:
-        """What `starting` and `worker` are told."""
+        """The message to `starting` and `worker`."""
         return {
             "path": sys.path if self._is_ours else _users_path(),
             "whole": self._is_ours,
@@ -165,14 +165,14 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job in a process of its own: what it traced, or its error."""
+    """The outcome of a job in its own process: the traced graphs, or the error."""
 
     traced: Traced | None
     error: Exception | None = None
     reads: Reads = field(default_factory=Reads)
 
     def graphs(self) -> Traced:
-        """What was traced.  Raises the error where there is one."""
+        """The traced graphs.  Raises the error if there is one."""
         if self.traced is None:
             assert self.error is not None
             raise self.error
@@ -292,7 +292,7 @@ def _answers(told: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, An
 
 
 def _said(line: str, python: str) -> dict[str, Any]:
-    """What one line of the other process says.  Raises RequestError for no interpreter of ours."""
+    """One line of the other process, parsed.  Raises RequestError for no interpreter of ours."""
     try:
         said = json.loads(line)
     except ValueError:

@@ -279,7 +279,7 @@ def _unshared(item: Any) -> Any:
 # tensor of a cache comes back one longer.
 
 _LIKELY = re.compile(r"past|cache|kv|mem")
-"""What the names of arguments that take a cache have; no other is tried where one has it."""
+"""Parts of the names of arguments that take a cache; if one matches, no other is tried."""
 _SHOWN = 200  # letters of an output in a message
 
 

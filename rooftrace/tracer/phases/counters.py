@@ -31,7 +31,7 @@ from rooftrace.tracer.values import META, REAL_VALUE, own_tensors, tensors_in, w
 
 @dataclass(frozen=True)
 class PeerCount:
-    """What one counter says of one call."""
+    """The count of one counter for one call."""
 
     peer: str  # its name
     version: str = ""

@@ -51,7 +51,7 @@ def lent(root: nn.Module) -> Iterator[dict[int, Any]]:
 
 @contextlib.contextmanager
 def unseen(recorder: Recorder) -> Iterator[None]:
-    """What runs inside is no work of the step: twins are made."""
+    """Ops that run inside are no work of the step: meta copies are made."""
     with (
         torch.no_grad(),
         torch_private.DisableTorchFunction(),

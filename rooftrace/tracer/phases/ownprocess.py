@@ -33,7 +33,7 @@ from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError
 
 Answer = Callable[[bytes], bytes]
-"""What the caller answers to a question of the process."""
+"""The caller's answer to a question of the process."""
 
 _TOLD, _ASKED, _RESULT, _REFUSED = b"t", b"?", b"=", b"!"
 _PRELOADED = (
@@ -41,7 +41,7 @@ _PRELOADED = (
     *("rooftrace.scripts.steps.running", "rooftrace.tracer.phases.worker"),
     *("rooftrace.tracer.inputs", "rooftrace.tracer.phases.running", "rooftrace.tracer.targets"),
 )
-"""What the server imports."""
+"""Modules that the server imports."""
 _READ_BY_IMPORTS = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_")
 """How variables begin that are read while Python starts or torch is imported."""
 _STOPPED = 128 + signal.SIGINT
@@ -86,7 +86,7 @@ class Channel:
         return (kind, content) if len(content) == size else (b"", b"")
 
     def ask(self, question: bytes) -> bytes:
-        """What the caller answers."""
+        """Ask the caller; return the answer."""
         with self._lock:
             self.send(_ASKED, question)
             return self.receive()[1]
@@ -136,7 +136,7 @@ def get_ready() -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a process is to call, and where.  name: "module:function"."""
+    """The function that a process calls, and its folder.  name: "module:function"."""
 
     name: str
     arguments: bytes

@@ -28,7 +28,7 @@ _INTERFACE = "rooftrace_packed"
 _PROBES = (1, 2)
 """Cached lengths by which the rows of a cache are told from its other dimensions."""
 _FREE = {"s_aux": "sinks, a score for each head beside the keys", "softcap": "the cap of scores"}
-"""What some models do to their scores in the kernel, which no rule counts."""
+"""Changes of scores inside the kernel, in some models, that no rule counts."""
 
 
 def check_lengths(lengths: RequestLengths | None, module: nn.Module) -> RequestLengths:

@@ -336,7 +336,7 @@ class PhaseRunner:
         return attempted(run, self.options, f"{phase.name} of {kind}", kind)
 
     def _fed_inputs(self, phase: names.Phase) -> dict[str, Any]:
-        """What a call after a cache is given beside it."""
+        """Arguments of a call that follows a cache, without the cache."""
         inputs, count = self.inputs, phase.tokens
         if phase.name == "requests":
             return step_inputs(self.calls, check_lengths(inputs.lengths, self.module))

@@ -144,7 +144,7 @@ def _is_kept(path: Path) -> bool:
 
 
 def _place_of(job: Job) -> list[str]:
-    """What a target's name leads to: the same name in another folder is another model."""
+    """The place of a target: the same name in another folder is another model."""
     if not job.is_code:
         return [os.path.realpath(job.name) if os.path.exists(job.name) else job.name]
     path, _, attribute = job.name.rpartition(":")
@@ -179,7 +179,7 @@ def _digest(path: str) -> str:
 
 @functools.cache
 def _environment() -> list[Any]:
-    """What a trace depends on besides its source: Python, packages, and rooftrace's own files."""
+    """Dependencies of a trace besides its source: Python, packages, files of rooftrace."""
     from importlib.metadata import distributions
 
     packages = sorted(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace._processes import Shared, alone
+from rooftrace import _processes
 from rooftrace.tracer.recording.attention import scaled_dot_product_attention
 from rooftrace.tracer.recording.library import Library
 from rooftrace.tracer.recording.overrides import Scope
@@ -97,7 +97,7 @@ def _registered() -> Callable[[], None]:
     kernels = [_kernel_of(f"aten::{name}", key) for name, key in _PLACES] if _kernel_of else []
 
     def undo() -> None:
-        if kernels or alone():
+        if kernels or _processes.alone():
             _TAKEN_AWAY.append(kernels)
             library._destroy()
         else:
@@ -115,7 +115,7 @@ def _with_kernels() -> Any:
     return library
 
 
-_KERNELS = Shared(_registered)
+_KERNELS = _processes.Shared(_registered)
 
 
 def _op(name: str) -> Any:

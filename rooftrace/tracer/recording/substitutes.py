@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace._processes import alone
+from rooftrace import _processes
 from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.overrides import original_of, replaced
@@ -36,7 +36,7 @@ def draws_repeated(tape: Tape) -> Iterator[None]:
 
     At the end the process's generators are as if nothing had been drawn inside.
     """
-    if alone():
+    if _processes.alone():
         with _seeded():
             yield
     else:

@@ -36,8 +36,8 @@ class RecordedCall:
     origin: taperecords.Origin | None  # where the first op comes from; None where there is none
     part: str = "forward"  # of the step; a call of a module by code, or its backward
     saved: list[tuple[fx.Node, int | None, taperecords.Spec]] = field(default_factory=list)
-    """What else is read outside, found when a backward has read it; as `results`.  A storage of -1
-    and below is that of an argument, -1 that of the first."""
+    """Other values read outside, as `results`; known once a backward has read them.  A storage
+    below 0 is that of an argument: -1 of the first."""
 
     @property
     def made(self) -> tuple[tuple[fx.Node, int | None, taperecords.Spec], ...]:

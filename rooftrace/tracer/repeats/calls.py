@@ -305,7 +305,7 @@ class CallReplay:
     def _returned(
         self, known: Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
     ) -> tuple[Any, list[Any]]:
-        """What the call returns, and the leaves of that."""
+        """The result of the call, and its leaves."""
         tape, values = self._tape, self._tape.values
         leaves, contents = _copies(known.returned, None, known.values)
         made: set[int] = set()

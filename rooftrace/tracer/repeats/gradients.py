@@ -170,7 +170,7 @@ class Stacks:
             layers.close(call, last, returned)
 
     def twins(self) -> Iterator[Twin]:
-        """What was recorded again of layers that others repeat."""
+        """Second recordings of layers that others repeat."""
         for layers in filter(None, self._layers.values()):
             yield from layers.twins()
 
@@ -259,7 +259,7 @@ class Layers:
         )
 
     def twins(self) -> Iterator[Twin]:
-        """What the last layer has recorded forward, and the first one backward, as the blocks."""
+        """Forward of the last layer and backward of the first, recorded as the blocks are."""
         closing, first = self._closing, self._first
         if closing is None:
             return
@@ -363,7 +363,7 @@ class Layers:
 
 
 _NODE = "_LayerBackward"
-"""What autograd calls the node of a repeated call."""
+"""Autograd's name of the node of a repeated call."""
 
 
 class _Layer(torch.autograd.Function):

@@ -146,7 +146,7 @@ class LastLayer:
         )
 
     def _only_held(self, inside: Collection[fx.Node], read: Iterable[fx.Node]) -> Iterator[fx.Node]:
-        """What forward has made, and autograd has kept until some op of backward without need."""
+        """Results of forward that autograd keeps until some op of backward, without need."""
         tape, forward = self._tape, self.forward
         end = forward.first_storage + forward.storages
         storages = set(map(_storage_of, read))
@@ -194,7 +194,7 @@ class LastLayer:
         )
 
     def sources(self, block: RecordedCall, first: Recording) -> list[tuple[str, Any]]:
-        """What each input of the backward block is in a layer that repeats `first`."""
+        """The source of each input of the backward block, in a layer that repeats `first`."""
         arguments = {node: place for place, node in enumerate(self._nodes) if node is not None}
         arrived = {node: place for place, node in self.arrived.items()}
         positions = {node: place for place, node in enumerate(self.forward.nodes)}

@@ -302,7 +302,7 @@ class Rolling(LoopWatch):
             del scope.kept[_NAME]
 
     def called(self, values: range, frame: FrameType) -> Any:
-        """What `range` gives to the code of this frame."""
+        """The result of `range` in the code of this frame."""
         alone = self.tape.threads.own()
         free = self.enabled and self.turn is None and alone and not _transformed()
         if free and values[MIN_TURNS - 1 :]:

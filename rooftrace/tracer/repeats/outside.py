@@ -158,7 +158,7 @@ class Place:
     key: str | None = None
 
     def value(self) -> Any:
-        """What is there now."""
+        """The present value."""
         if isinstance(self.holder, CellType):
             return trees.cell_content(self.holder)
         if self.key is None:

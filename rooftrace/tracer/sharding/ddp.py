@@ -29,7 +29,7 @@ HOOKED = (
     "a hook of the user's exchanges the gradients of DistributedDataParallel: they are counted as "
     "they are exchanged without it"
 )
-"""What is assumed of a wrapper with a communication hook."""
+"""The assumption on a wrapper with a communication hook."""
 
 _FIRST = 1 << 20
 """Bytes of the first bucket: small, so that the exchange begins early."""
@@ -161,7 +161,7 @@ class Reducer:
 
 
 def share_buffers(module: nn.Module, how: Replication) -> None:
-    """What a forward does first: all replicas get the buffers of the first process."""
+    """The first work of a forward: all replicas get the buffers of the first process."""
     import torch.distributed as dist
 
     buffers = list(nn.Module.buffers(module))
@@ -213,7 +213,7 @@ class _Exchange(_NoReducer):
         self._reducer, self._armed, self._running = reducer, False, False
 
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """What a forward does last where gradients are to be exchanged (not inside no_sync)."""
+        """The last work of a forward whose gradients are exchanged (not inside no_sync)."""
         self._armed = True
 
     def ready(self, parameter: nn.Parameter) -> None:

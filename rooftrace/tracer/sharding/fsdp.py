@@ -88,11 +88,11 @@ class Stream:
         self.name = f"stream {next(_numbers)}" if name is None else name
 
     def wait_event(self, event: Event) -> None:
-        """What comes next here starts after the event."""
+        """Later work of this stream starts after the event."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
-        """What comes next here starts after what is on the other stream now."""
+        """Later work of this stream starts after the present work of the other stream."""
         if stream is not self:
             self.wait_event(stream.record_event())
 

@@ -41,7 +41,7 @@ class _Passing(nn.Identity):
     """Stands for a module of another stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What it was called with first."""
+        """The first argument."""
         return args[0] if args else next(iter(kwargs.values()))
 
 
@@ -72,7 +72,7 @@ def split(model: Any, count: int) -> list[Stage]:
 
 
 def _look(layers: nn.ModuleList, place: range) -> tuple[Any, ...]:
-    """What decides the cost of these layers: their classes, and the sizes of their weights."""
+    """A key of the cost of these layers: their classes, and the sizes of their weights."""
     return tuple(
         (type(layers[n]).__name__, tuple(tuple(p.shape) for p in layers[n].parameters()))
         for n in place
@@ -120,7 +120,7 @@ def keep(model: Any, stage: Stage) -> None:
 
 
 def _hidden(base: Any, **kwargs: Any) -> Any:
-    """What a stage hands to the next one."""
+    """The hidden states that a stage sends to the next one."""
     kwargs.pop("labels", None)
     kwargs.pop("logits_to_keep", None)
     return base(**kwargs).last_hidden_state

@@ -25,7 +25,7 @@ from rooftrace.tracer.values import dtype_name
 # The precision that a model of a config computes in, and where that stands.
 
 DEFAULT = torch.bfloat16
-"""What models are published in, where nothing says."""
+"""The precision of published models whose config names none."""
 _FIELDS = ("dtype", "torch_dtype")
 _HALF = 1.5, 3.0
 """Bytes of a parameter between which most are stored in 16 bits."""
@@ -45,7 +45,7 @@ class ComputeDtype(NamedTuple):
     total: int = 0
 
     def by_size(self, parameters: int) -> ComputeDtype:
-        """What the bytes of a parameter say, where nothing else did and an index has them."""
+        """The precision by the bytes of a parameter in an index, if nothing else names one."""
         each = self.total / (parameters or 1) if self.assumed else 0.0
         if each < _HALF[0]:
             return self
@@ -58,7 +58,7 @@ class ComputeDtype(NamedTuple):
 
 
 def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
-    """What the model of a config computes in.
+    """The precision in which the model of a config computes.
 
     A dtype of the whole config decides, else that of a config inside (of the language model first),
     else what most numbers of the checkpoint in `folder` are stored in, else bfloat16, which is

@@ -45,7 +45,7 @@ _OTHERS = (
 
 
 class _Config(TypedDict, total=False):
-    """What is read of a config here; transformers checks the rest."""
+    """Fields of a config that are read here; transformers checks the rest."""
 
     model_type: str | None
     architectures: list[str] | None
@@ -78,7 +78,7 @@ def fields_in(path: Path) -> dict[str, Any]:
 
 
 def config_in_gguf(path: Path, request: Request) -> Described:
-    """What the header of a GGUF file describes.  Raises TargetError for other files."""
+    """The model in the header of a GGUF file.  Raises TargetError for other files."""
     target = str(path)
     fields, tensors = quantized_weights.read_gguf(path)
     fields = with_settings(fields, request.settings, fields, target)
@@ -87,7 +87,7 @@ def config_in_gguf(path: Path, request: Request) -> Described:
 
 
 def config_in(path: Path, data: Mapping[str, Any], request: Request) -> Described:
-    """What a config.json and the files beside it describe.  Raises TargetError for other files.
+    """The model of a config.json and its neighbour files.  Raises TargetError for other files.
 
     data: its fields (see `fields_in`).
     """
@@ -155,7 +155,7 @@ def _described(
     find: Find,
     config: Any = None,
 ) -> Described:
-    """What the fields of a config say.
+    """The model that the fields of a config describe.
 
     folder: of the checkpoint's tensors; None where nobody knows.  find: its other files.  config:
     its object, where there is one.  Raises TargetError.
@@ -206,7 +206,7 @@ def _check_counts(data: Mapping[str, Any], target: str) -> None:
 
 
 def config_on_hub(target: str, request: Request) -> Described:
-    """What a repository's config describes, cached here or on the hub.  Raises TargetError."""
+    """The model of a repository's config, cached here or on the hub.  Raises TargetError."""
     name = target.removeprefix("hf:")
     if request.settings:
         raise RequestError(
@@ -304,7 +304,7 @@ class Built(NamedTuple):
 def _assumed(
     described: Described, module: nn.Module, stored: Marked
 ) -> tuple[tuple[str, str], ...]:
-    """What a config leaves open, and what it declares: kinds and texts of assumptions."""
+    """Gaps and declarations of a config: kinds and texts of assumptions."""
     said = described.precision.text
     more = unbuilt(described.data, module, described.declared)
     return (

@@ -286,7 +286,7 @@ def _see(name: str, module: Any) -> None:
 
 
 def _stamp(file: str) -> tuple[int, ...]:
-    """What changes when a file is written, without reading it."""
+    """A stamp that changes when a file is written, without reading the file."""
     try:
         state = os.stat(file)
     except OSError:

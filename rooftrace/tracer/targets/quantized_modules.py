@@ -76,7 +76,7 @@ _MICROSCALED: Mapping[tuple[int, int], str] = {
 
 
 class NamePattern(Protocol):
-    """What names of modules are held against."""
+    """A pattern for names of modules."""
 
     def match(self, name: str, /) -> Any:
         """Something true where it holds from the start of a name."""
@@ -279,7 +279,7 @@ _CLASSES = frozenset({"Linear", "Embedding"})
 
 
 def activations_in(kind: str, bits: int) -> str:
-    """What products compute in whose activations are rounded to this; "" for 16 bits."""
+    """The precision of products whose activations are rounded to this; "" for 16 bits."""
     known = {("float", 8): "fp8", ("float", 4): "fp4", ("int", 8): "int8", ("int", 4): "int4"}
     if bits < 16 and (kind, bits) not in known:
         raise Unread(f"activations of {bits}-bit {kind}")

@@ -136,7 +136,7 @@ class _Weight(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """What was marked: of the cache, and sentences for the reader."""
+    """Marks of a module: the format of its cache, and sentences for the reader."""
 
     kv: str | None
     texts: tuple[str, ...]
@@ -212,7 +212,7 @@ def _plain(form: WeightFormat) -> str:
 
 
 def _not_understood(module: nn.Module, said: Declared) -> str:
-    """What is priced unquantised because of a declaration that is not understood."""
+    """The assumption that a module is priced unquantised, for an unknown declaration."""
     total = sum(p.numel() for p in module.parameters()) or 1
     could = sum(w.tensor.numel() for w in _weights(module))
     return (
@@ -291,7 +291,7 @@ def _inner_of(part: nn.Module, tensor: Tensor) -> int:
 
 
 def _names(path: str, name: str, tensor: Tensor) -> Iterator[str]:
-    """What checkpoints call the module of a weight.
+    """Names that checkpoints give the module of a weight.
 
     transformers keeps all experts of a layer in one tensor, and checkpoints have a module for each:
     "mlp.experts" with "gate_up_proj" is "mlp.experts.0.gate_proj" and "mlp.experts.0.up_proj".

@@ -273,7 +273,7 @@ def other_model(data: Mapping[str, Any], target: str) -> tuple[nn.Module, tuple[
 
 
 def _what(data: Mapping[str, Any]) -> str:
-    """What a file is that no library builds a module from, and what to name instead."""
+    """The kind of a file that no library builds a module from, and a target to name instead."""
     if "weight_map" in data:
         return (
             "the index of a sharded checkpoint, which names tensors and no model: name its "
