@@ -164,7 +164,7 @@ _FILE = _reading.FileKind("histogram", RequestError, "it holds counts by class, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How unknown choices fall."""
+    """A policy for choices by unknown scores."""
 
     name: str = "expected"  # the word before the colon
     exponent: float = 0.0  # of a skewed policy

@@ -500,16 +500,9 @@ def _encode_exchange(op: Op, words: _Words) -> list[Any]:
 
 
 def _encode_repeat(repeat: Repeat) -> list[Any]:
-    return [
-        repeat.id,
-        repeat.count,
-        repeat.container,
-        repeat.first,
-        repeat.step,
-        repeat.source,
-        [[value, list(names)] for value, names in repeat.names.items()],
-        [[number, list(others)] for number, others in repeat.assumptions.items()],
-    ]
+    *plain, names, assumptions = msgspec.structs.astuple(repeat)
+    lists = [[[key, list(items)] for key, items in m.items()] for m in (names, assumptions)]
+    return [*plain, *lists]
 
 
 def _encode_assumption(item: Assumption) -> list[Any]:

@@ -80,7 +80,7 @@ class Group(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return len(self.ranks)
 
 
@@ -148,7 +148,7 @@ _OF_MODELS = frozenset({"tp", "sp", "cp", "ep", "pp", "etp", "tensor", "model", 
 
 
 def replicas_of(mesh: Mapping[str, int]) -> int | None:
-    """How many batches a mesh works on at a time: the product of its axes of data.
+    """Number of batches that a mesh works on at a time: the product of its axes of data.
 
     None where an axis has a name that says neither data nor model parallelism.
     """

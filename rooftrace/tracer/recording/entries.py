@@ -504,7 +504,7 @@ _HELD = ("parameter", "buffer", "optimizer")
 
 
 class Spans:
-    """Which bytes of which buffers have a storage number, by the tensors that entered."""
+    """Byte ranges of buffers that have a storage number, by the tensors that entered."""
 
     def __init__(self) -> None:
         # By buffer: a reference to it, and (start, end, number) of the tensors that entered.
@@ -542,7 +542,7 @@ class Spans:
         self._spans[trees.bytes_of(tensor)] = reference, spans
 
     def _of(self, tensor: Tensor) -> list[tuple[int, int, int]]:
-        """Of the buffer of a tensor; of none that lay there before and was freed."""
+        """The spans of the buffer of a tensor, not of a freed one at the same address."""
         key = trees.bytes_of(tensor)
         reference, spans = self._spans.get(key, (no_storage, []))
         buffer = reference()
@@ -550,7 +550,7 @@ class Spans:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends in its buffer [byte]."""
+    """Begin and end of a tensor in its buffer [byte]."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if not tensor.numel():

@@ -60,7 +60,7 @@ _GRADIENTS: dict[str, Callable[..., Any]] = {"mish_backward": _mish_backward}
 
 _REPLACED = {**_ENTRIES, **_GRADIENTS}
 _PLACES = tuple((name, key) for name in _REPLACED for key in ("Meta", "AutogradMeta"))
-"""Where in the dispatcher they stand, by op and dispatch key."""
+"""Their slots in the dispatcher: op and dispatch key."""
 
 
 def whole_entry(func: Any) -> Callable[..., Any] | None:

@@ -107,7 +107,7 @@ def _choice(
 
 
 def _rows(choice: Mapping[str, Any], counts: Tensor) -> int:
-    """How many rows of all processes choose: each may send a part of its rows."""
+    """Rows of all processes that choose: each may send a part of its rows."""
     chosen = int(choice["chosen"])
     return len(counts) * -(-int(counts.sum()) // max(chosen, 1))
 

@@ -25,7 +25,7 @@ from rooftrace.tracer.values.trees import OURS
 # One pair of hooks on the calls of all modules, for all recordings of the process.
 
 _NAME = "calls"
-"""Under which a scope keeps who watches its calls."""
+"""The key of `Scope.kept` for the watcher of calls."""
 
 
 class CallWatcher(Protocol):
@@ -176,7 +176,7 @@ _NONE = taperecords.CompiledCall("")
 """Stands for no call where torch remembers the one set before."""
 _CALLS = ("", "_call_impl", "_wrapped_call_impl", "__call__", "forward")
 _ATTENTION = "torch.nn.attention."
-"""Where torch has functions of attention, each of which is one kernel, compiled or not."""
+"""Modules of torch whose functions of attention are one kernel each, compiled or not."""
 _COUNTER = "set_fullgraph_compiled_frame_count"
 """Counts the frames that fullgraph=True compiles, which must not be none, from torch 2.12 on."""
 

@@ -26,16 +26,16 @@ from rooftrace.tracer.values import trees
 # A test that uses any other op is not recognised.
 
 _SAME = {"aten.eq.Tensor": True, "aten.ne.Tensor": False}
-"""Of a number and itself: nan alone differs."""
+"""Results for a finite number and itself: nan alone differs."""
 _INFINITE = {"aten.ne.Scalar": True, "aten.eq.Scalar": False}
-"""Of a number and infinity."""
+"""Results for a finite number and infinity."""
 _BELOW = {
     "aten.lt.Scalar": True,
     "aten.le.Scalar": True,
     "aten.gt.Scalar": False,
     "aten.ge.Scalar": False,
 }
-"""Of a number and infinity; of a number and minus infinity it is the opposite."""
+"""Results for a finite number and infinity; the opposite for minus infinity."""
 _TESTS = {"aten.isfinite": True, "aten.isnan": False, "aten.isinf": False}
 _BOTH = ("aten.mul", "aten.logical_and", "aten.bitwise_and")
 _EITHER = ("aten.logical_or", "aten.bitwise_or")

@@ -162,7 +162,7 @@ def packed_attention(
 def _each(
     cached: Sequence[int], new: Sequence[int], window: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of each request its queries, its rows among keys and values, and which of them are seen."""
+    """For each request: its queries, its rows among keys and values, and the visible pairs."""
     rows = RequestLengths(tuple(cached), tuple(new)).rows(window)
     before, after, token = 0, sum(rows), 0
     for held, count in zip(rows, new, strict=True):

@@ -341,7 +341,7 @@ class Threads:
             self._say("a thread that the step started was still running when the step ended")
 
     def _places(self) -> dict[int, tuple[Any, int]]:
-        """Where the other threads stand: the innermost frame of each, and its instruction."""
+        """Positions of the other threads: the innermost frame of each, and its instruction."""
         frames = sys._current_frames()
         others = self._threads.idents.keys() - {threading.get_ident()}
         return {n: (frames[n], frames[n].f_lasti) for n in others if n in frames}
