@@ -227,7 +227,7 @@ def test_nothing_is_listed_where_nothing_applies() -> None:
         graph = rt.trace(product, torch.empty(8192, 8192).bfloat16(), phase="training")
     told = rt.tools.guidance(graph, "a100-sxm-80", "efficient")
     assert told.options == () and told.together is None
-    assert str(told) == "nothing that is modelled would save 1 % of the step"
+    assert str(told) == "no modelled change saves 1 % or more of the step"
 
 
 def test_a_step_without_kernels_has_no_guidance() -> None:

@@ -359,7 +359,7 @@ def test_a_whole_check_gives_its_models_no_token(
     assert runner.run(python=sys.executable) == 1
     assert looted(runner) == "" and len(list(loot.iterdir())) >= 2, runner.outcomes
     (comment,) = server.comments
-    assert "budgets passed" in comment["body"] and "❌" in comment["body"]
+    assert "budgets exceeded" in comment["body"] and "❌" in comment["body"]
 
 
 COMMENTS = {

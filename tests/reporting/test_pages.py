@@ -139,11 +139,11 @@ def test_headings_of_one_name_have_anchors_of_their_own() -> None:
 def test_a_report_on_a_screen_says_what_would_help_in_four_lines_a_phase() -> None:
     report = rt.report(block(), x(), execution="eager")
     lines = str(report).splitlines()
-    start = next(place for place, line in enumerate(lines) if line.startswith("would help"))
+    start = next(place for place, line in enumerate(lines) if line.startswith("suggestion"))
     shown = lines[start + 1 : lines.index("", start)]
     assert len(shown) <= 4 * len(report.phases)
     assert [line.split()[0] for line in shown if not line.startswith(" ")] == list(report.phases)
     told = report.guidance["forward"]
     assert f"1. {told.options[0].action}" in shown[0]
     assert told.together is not None and told.together.action in "\n".join(shown)
-    assert "would help" not in str(report.estimate("forward"))
+    assert "suggestion" not in str(report.estimate("forward"))

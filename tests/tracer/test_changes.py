@@ -54,7 +54,7 @@ def test_a_slip_in_a_metric_is_answered_with_the_one_that_was_meant(limits, slip
 def test_what_grows_beyond_its_limit_is_a_sentence(text, before, after, passed):
     limit = Limit.parse(text, TOTALS)
     change = Change(before, after)
-    assert limit.passed(change) == passed
+    assert limit.exceeded(change) == passed
     sentence = limit.sentence(change, TOTALS, "here: ")
     if passed:
         assert sentence.startswith(f"here: {limit.metric} grew by ") and repr(text) in sentence
@@ -62,7 +62,7 @@ def test_what_grows_beyond_its_limit_is_a_sentence(text, before, after, passed):
 
 def test_a_ceiling_does_not_ask_what_was_before():
     limit = Limit("<= 5", 5, ceiling=True)
-    assert limit.passed(Change(100, 6)) and not limit.passed(Change(0, 5))
+    assert limit.exceeded(Change(100, 6)) and not limit.exceeded(Change(0, 5))
 
 
 @given(

@@ -225,7 +225,7 @@ def _names(
             point.measured,
             f"{point.label}  {point.measured / point.predicted:.2g}x",
             style.ink_of(tones.get(point.group, style.GREY)),
-            spacing=1.2,
+            spacing=None,
         )
         for point in off[:LABELLED]
     ]

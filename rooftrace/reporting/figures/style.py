@@ -264,7 +264,7 @@ class PlotText:
     """A text of a plot and the point (in data) that it belongs to.
 
     slide: pixels that it may move to the left, along a horizontal line.  first: placed before the
-    others.  leader: a line joins it to its point.  spacing: of its lines, over the size.
+    others.  leader: a line joins it to its point.  spacing: linespacing of matplotlib.
     """
 
     x: float
@@ -276,7 +276,7 @@ class PlotText:
     slide: float = 0.0
     first: bool = False
     leader: bool = True
-    spacing: float = 1.15
+    spacing: float | None = 1.15
 
 
 def mark_box(axes: Axes, x: float, y: float, size: float) -> Box:

@@ -79,20 +79,20 @@ class Shift(Plain):
         return (self.after - self.before) / self.before
 
     @property
-    def passed(self) -> bool:
+    def exceeded(self) -> bool:
         """Whether the cost is over the limit."""
         if self.limit.ceiling:
             return self.after > self.limit.most
         if self.before is None:
             return False
-        return self.limit.passed(_LockedChange(self.before, self.after))
+        return self.limit.exceeded(_LockedChange(self.before, self.after))
 
     @property
     def saved(self) -> bool:
         """Whether the cost shrank by more than it may grow, so that the lock should be renewed."""
         if self.limit.ceiling or self.before is None:
             return False
-        return self.limit.passed(_LockedChange(self.after, self.before))
+        return self.limit.exceeded(_LockedChange(self.after, self.before))
 
     def sentence(self) -> str:
         """ "gpt, training on h200-sxm, efficient: flops 1.20 GFLOP -> 2.40 GFLOP (+100.0 %)"."""
@@ -146,16 +146,16 @@ class GateOutcome(Plain, Shown):
         steps = plural(len(self.after.places()), "step")
         if self.over:
             places = {shift.place for shift in self.over}
-            text = f"{plural(len(self.over), 'budget')} passed in {len(places)} of {steps}"
+            text = f"{plural(len(self.over), 'budget')} exceeded in {len(places)} of {steps}"
             return f"{text}; where that is meant: rooftrace check --update"
         if self.stale:
             return f"{self.lock} is stale: rooftrace check --update writes it anew"
         if self.under:
             more = f"{plural(len(self.under), 'cost')} lower than in {self.lock}"
-            return f"no budget is passed, {more}: rooftrace check --update keeps that"
+            return f"no budget is exceeded, {more}: rooftrace check --update keeps that"
         if self.failed:
             return f"{self.lock} is not what a new one would be: rooftrace check --update"
-        same = "costs are as locked" if self.same else "no budget is passed"
+        same = "costs are as locked" if self.same else "no budget is exceeded"
         return f"{steps}: {same}"
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ def _compare(
                     limit=limit,
                     budget=budget.key,
                 )
-                if shift.passed:
+                if shift.exceeded:
                     over.append(shift)
                 elif shift.saved:
                     under.append(shift)
@@ -246,7 +246,7 @@ def _compare(
     for metric in TOTALS:
         first, second = before.value(metric), after.value(metric)
         shift = Shift(place=place, metric=metric, before=first, after=second)
-        if metric not in held and (shift.passed or shift.saved):
+        if metric not in held and (shift.exceeded or shift.saved):
             other.append(shift)
 
 

@@ -34,7 +34,7 @@ def gate_view(result: GateOutcome, output: view.Output = "both") -> view.View:
     sections = [view.Section(parts=head, place=1)]
     if result.over:
         parts = _table(result.over, output)
-        sections.append(view.Section(title="Budgets passed", parts=parts, place=2))
+        sections.append(view.Section(title="Budgets exceeded", parts=parts, place=2))
         causes = list(cause_notes(result.over, output))
         sections.append(view.Section(title="Causes", parts=causes, place=3))
     for title, shifts in (("Lower than locked", result.under), ("Also moved", result.other)):

@@ -314,7 +314,7 @@ def chips_beside(results: Results) -> view.Section:
 # -- suggestions -----------------------------------------------------------------------------------
 
 ON_A_SCREEN, LEAST, MOST = 9, 2, 4  # lines over all phases; of a phase
-NOTHING = "nothing that is modelled would save 1 %"
+NOTHING = "no modelled change saves 1 % or more"
 EACH_ALONE = (
     "Each is one change alone, priced by an estimate of its own; gains do not add up. What saves "
     "less than 1 % of the step is left out."
@@ -381,7 +381,7 @@ def helping_on_screen(results: Results) -> view.Section:
         lines = list(_whatif_rows(guidance, most)) or [{"action": NOTHING}]
         rows += [{"phase": "" if place else phase, **line} for place, line in enumerate(lines)]
     columns = (
-        view.Column("phase", units.TEXT, "would help"),
+        view.Column("phase", units.TEXT, "suggestion"),
         view.Column("action", units.TEXT, f"what to do, {results.main}", clipped=30),
         view.Column("limit", units.TEXT, "acts on", drop=1),
         view.Column("after", units.SECOND, "then"),

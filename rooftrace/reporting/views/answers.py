@@ -72,7 +72,7 @@ def asked(title: str, question: str) -> view.Section:
 def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
     best = result.best
     if best is None:
-        yield view.Note(f"nothing does: {result.evaluated:,} candidates were evaluated", "bad")
+        yield view.Note(f"no candidate meets the limits ({result.evaluated:,} evaluated)", "bad")
         nearest = result.nearest
         if nearest is not None:
             yield view.Note(f"nearest: {_deployed(nearest, result.name)}", "strong", bullet=1)

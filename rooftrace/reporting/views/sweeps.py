@@ -156,8 +156,8 @@ def _proven(result: Sweep) -> Iterator[view.Note]:
         before = f"{settings}: " if settings else ""
         for where, regime in zip(case.form.where(), case.form.regimes, strict=True):
             yield view.Note(
-                f"{before}{where}: {len(regime.form.samples)} traces fitted, "
-                f"{len(regime.proven)} others equal",
+                f"{before}{where}: fitted on {plural(len(regime.form.samples), 'trace')}, "
+                f"checked on {len(regime.proven)}",
                 "faint",
                 bullet=1,
             )
