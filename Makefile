@@ -83,7 +83,7 @@ types: $(INSTALLED) ## mypy, strict
 golden: $(INSTALLED) ## rewrite the golden files; read their diff before you commit
 	@$(PYTEST) --update-golden
 	@$(BIN)/python tests/update_readme.py
-	@git --no-pager diff --stat -- tests/golden README.md docs/gallery.md
+	@git --no-pager diff --stat -- tests/golden README.md docs
 
 fuzz: $(INSTALLED) ## attack files, commands, names and threads with random input (FUZZ=600 seconds for each)
 	@$(PYTEST) tests/fuzz --fuzz-seconds=$(or $(FUZZ),600) --hypothesis-profile=explore

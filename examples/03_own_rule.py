@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.extend import Cost, OpView, rule
 
 library = torch.library.Library("mylib", "DEF")
 library.define("swish_sum(Tensor x, Tensor y) -> Tensor")
@@ -37,10 +38,10 @@ for op in rt.estimate(graph).unsupported_ops():
 
 
 # %%
-@rt.extend.rule("mylib::swish_sum", fusion="pointwise")
-def swish_sum(op: rt.extend.OpView) -> rt.extend.Cost:
+@rule("mylib::swish_sum", fusion="pointwise")
+def swish_sum(op: OpView) -> Cost:
     """out = x * sigmoid(x) + y.  Sigmoid is 4 flop, the product and the sum are one each."""
-    return rt.extend.Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
+    return Cost.of(vector=6 * op.outputs[0].elements) + op.streamed()
 
 
 estimate = rt.estimate(graph)

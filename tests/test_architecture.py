@@ -133,10 +133,13 @@ AGAINST_THE_DIRECTION = {
         for name in ("ScriptError", "ScriptRequest")
     },
     ("rooftrace._shown", "rooftrace.reporting.views.shown"): "print(estimate) is reporting's table",
-    (
-        "rooftrace.costmodels.estimates.estimates",
-        "rooftrace.studies.advice.headroom",
-    ): "estimate.headroom() is README's; advice prices by estimates",
+    **{
+        (
+            "rooftrace.costmodels.estimates.estimates",
+            f"rooftrace.studies.advice.{name}",
+        ): "estimate.headroom() is README's; advice prices by estimates"
+        for name in ("headroom", "Headroom")
+    },
     (
         "rooftrace.measured.fit.validation",
         "rooftrace.reporting.commands.reportfolder.write_validation",

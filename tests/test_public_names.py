@@ -73,13 +73,21 @@ def test_importing_a_former_name_warns_once() -> None:
     assert ran.stderr.count("DeprecationWarning") == 2
 
 
-@pytest.mark.parametrize("folder", ["rooftrace", "tests", "docs", "examples", "benchmarks", "site"])
-def test_nothing_uses_a_former_name(folder: str) -> None:
-    former = re.compile(rf"\b(?:rt|rooftrace)\.(?:{'|'.join(FORMER.split())})\b(?!/\d)")
-    files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".pyi", ".md")]
+@pytest.mark.parametrize(
+    "folder", ["rooftrace", "tests", "docs", "examples", "benchmarks", "site", "README.md"]
+)
+def test_all_code_and_all_pages_use_names_that_are_there(folder: str) -> None:
+    former = re.compile(rf"\brooftrace\.(?:{'|'.join(FORMER.split())})\b(?!/\d)")
+    used = re.compile(r"\brt\.(?:(extend|tools|types)\.)?([A-Za-z]\w*)")
+    homes = {"": dir(rt), **{name: dir(getattr(rt, name)) for name in _public.MODULES}}
+    paths = {ROOT / folder, *(ROOT / folder).rglob("*")}
+    files = {path for path in paths if path.suffix in (".py", ".pyi", ".md")}
     assert files
-    used = {str(path): former.findall(path.read_text(encoding="utf-8")) for path in files}
-    assert not {path: names for path, names in used.items() if names}
+    for path in files - {Path(__file__)}:
+        text = path.read_text(encoding="utf-8")
+        assert not former.findall(text), path
+        unknown = {name for home, name in used.findall(text) if name not in homes[home]}
+        assert not unknown, path
 
 
 def test_editors_are_led_to_the_function_that_does_the_work() -> None:

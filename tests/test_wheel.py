@@ -151,7 +151,7 @@ for step in range(9):
 COMMANDS = """
 import json, sys
 from rooftrace.measured.bench import measurement as targetruns
-from rooftrace.reporting import measurements
+from rooftrace.reporting.commands import measurements
 from rooftrace.reporting.cli import cli, main
 
 # Of `calibrate --run`: longer says no more here.

@@ -29,12 +29,12 @@ from rooftrace.costmodels.timing.collectives import (
 from rooftrace.hardware.chipfile import toml_sections
 from rooftrace.hardware.systems.reading import collective_rows, exchange_rows
 from rooftrace.hardware.systems.records import ExchangeFit
+from rooftrace.measured.fit.cases import errors
 from rooftrace.measured.fit.collectives import (
     as_fit,
     fit_constants,
     least,
     rounded,
-    score_of,
     seconds_of,
 )
 
@@ -260,10 +260,16 @@ def exchange_block(table: Table) -> tuple[str, dict[str, object]]:
 
 def told(title: str, table: Table, keys: list[str]) -> None:
     """A line for all rows, and one for each group."""
-    print(f"{title}: {score_of(table.predicted, table.seconds)}")
+    print(f"{title}: {score_of(table)}")
     for key, group in table.groupby(keys):
         name = " ".join(map(str, key if isinstance(key, tuple) else (key,)))
-        print(f"    {name}: {score_of(group.predicted, group.seconds)}")
+        print(f"    {name}: {score_of(group)}")
+
+
+def score_of(table: Table) -> str:
+    """The errors of predicted seconds, in words."""
+    off = errors([""] * len(table), table.predicted, table.seconds)
+    return f"mean {off.mean:.1%}, p90 {off.p90:.1%} of {off.count}"
 
 
 def main() -> None:

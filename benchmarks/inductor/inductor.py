@@ -1,6 +1,6 @@
 """What Inductor would launch for a graph of ours on a CUDA device, on a machine without one.
 
-A graph goes back to torch.fx (`rooftrace.to_fx`), through Inductor's decompositions on fake CUDA
+A graph goes back to torch.fx (`to_fx`), through Inductor's decompositions on fake CUDA
 tensors, and through its lowering and scheduler; no code is generated.  Every node remembers the op
 of ours that it came from.  Needs the triton wheel, no GPU.
 """

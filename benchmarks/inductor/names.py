@@ -62,10 +62,10 @@ def twice(
     step = real_step(module, prepared, phase, compiled=True, options=noted.options)
     for _ in range(WARMUPS):
         step()
-    with profiler(bench):  # the first use of it takes time of its own
+    with profiler(bench.device):  # the first use of it takes time of its own
         step()
     state = step.ready()
-    with profiler(bench) as recorded:
+    with profiler(bench.device) as recorded:
         bench.wall(lambda: step.run(state))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.json"

@@ -31,7 +31,7 @@ class Metric:
     """A quantity that may grow.
 
     unit: of `hardware.units`.  write: a value in words.  relative: whether a limit may be a share
-    of what was before.  symbol: what may stand behind the prefix of a count: "FLOP".
+    of the quantity before.  symbol: allowed behind the prefix of a count: "FLOP".
     """
 
     unit: str
@@ -47,7 +47,7 @@ CAPACITY = Metric("byte", format_capacity)
 COUNT = Metric("count", format_count)
 EXACT = Metric("count", lambda number: f"{number:,.0f}")
 NUMBER = Metric("count", EXACT.write, relative=False)
-"""A count of which no share is meant: what grows is counted from 0."""
+"""A count whose limits are no shares: growth is counted from 0."""
 SHARE = Metric("share", format_share, relative=False)
 
 Metrics = Mapping[str, Metric]
@@ -102,7 +102,7 @@ class Change(Plain):
 
     @property
     def within_noise(self) -> bool | None:
-        """Whether noise explains the difference; None where there is none, or it is not known."""
+        """Whether noise explains the difference; None without a difference or a known noise."""
         return None
 
     @property
@@ -114,7 +114,7 @@ class Change(Plain):
 
     @property
     def mark(self) -> str:
-        """How a change is marked in a view: to have more of a cost is worse."""
+        """The mark of a change in a view: more of a cost is worse."""
         if self.within_noise or not self.delta:
             return "faint"
         return "worse" if self.delta > 0 else "good"
@@ -144,11 +144,11 @@ class FailOnError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How much a metric may grow, or the most that it may be."""
+    """The allowed growth of a metric, or its allowed maximum."""
 
     text: str  # as the user wrote it
     most: float  # SI units, or a fraction
-    relative: bool = False  # of what was before
+    relative: bool = False  # to the quantity before
     ceiling: bool = False  # the most that it may be, whatever it was before
     metric: str = ""
 
@@ -156,8 +156,8 @@ class Limit:
     def parse(cls, text: str, metrics: Metrics, of: str = "", example: str = "") -> Limit:
         """The limit of "time>5%"; an absolute one takes a unit ("memory>1 GiB").
 
-        metrics: those that may be named.  of, example: what is compared and another limit, for the
-        message of the FailOnError that is raised for a text that cannot be read.
+        metrics: those that may be named.  of, example: the compared thing and another limit, for
+        the message of the FailOnError that is raised for a text that cannot be read.
         """
         match = _CONDITION.fullmatch(text)
         if match is None or match[1] not in metrics:
@@ -176,7 +176,7 @@ class Limit:
         return cls(text, most, relative, metric=match[1])
 
     def growth(self, change: Change) -> float:
-        """What is held to the limit: a difference, or a share of what was before."""
+        """The number held to the limit: a difference, or a share of the quantity before."""
         if self.ceiling:
             return change.after
         if self.relative:
@@ -200,7 +200,7 @@ class Limit:
 
 
 def amount_of(text: str, metric: Metric) -> tuple[float, bool]:
-    """A quantity in SI units, or a share of what was before, and which of the two it is.
+    """A quantity in SI units, or a share of the quantity before, and whether it is a share.
 
     Raises ValueError for another text.
     """
@@ -221,7 +221,7 @@ def amount_of(text: str, metric: Metric) -> tuple[float, bool]:
 class Limited:
     """A result of two sides, whose changes may be held to limits.
 
-    METRICS: what a limit may be of.  COMPARED, EXAMPLE: what is compared and another limit, for the
+    METRICS: metrics of limits.  COMPARED, EXAMPLE: the compared thing and another limit, for the
     message of a limit that cannot be read.
     """
 
@@ -231,8 +231,8 @@ class Limited:
     EXAMPLE: ClassVar[str] = ""
 
     def places(self) -> Sequence[tuple[str, Mapping[str, Change]]]:
-        """The places that are held to limits: how a sentence on each begins, and what changed there
-        by metric."""
+        """The parts that are held to limits: the beginning of a sentence on each, and changes by
+        metric."""
         raise NotImplementedError
 
     @classmethod
@@ -245,15 +245,15 @@ class Limited:
 
         Raises FailOnError for a condition that cannot be read, and for a metric that no place has.
         """
-        places, sentences = self.places(), []
-        there = {name for _, changes in places for name in changes}
+        parts, sentences = self.places(), []
+        there = {name for _, changes in parts for name in changes}
         for limit in self.limits(conditions):
             if limit.metric not in there:
                 raise FailOnError(
                     f"--fail-on {limit.text!r}: {limit.metric} was not measured in both; there are "
                     f"{', '.join(name for name in self.METRICS if name in there)}"
                 )
-            for where, changes in places:
+            for where, changes in parts:
                 change = changes.get(limit.metric)
                 if change is not None and limit.exceeded(change):
                     sentences.append(limit.sentence(change, self.METRICS, where))
@@ -277,7 +277,7 @@ class Pair(NamedTuple, Generic[T]):
 
 
 class Pairing(Generic[T]):
-    """The pairs of two sides so far, and what has no partner yet: its runs, in order.
+    """The pairs of two sides so far, and the runs of things without a partner, in order.
 
     before, after: the things of each side; a mapping has how often each runs.
     """
@@ -303,10 +303,10 @@ class Pairing(Generic[T]):
         *,
         alone: bool = False,
     ) -> None:
-        """Pair what has the same key, the first with the first; a key of None pairs nothing.
+        """Pair things of the same key, the first with the first; a key of None pairs nothing.
 
-        before, after: give the key of a thing of either side.  alone: only what alone has its key
-        on its side.
+        before, after: give the key of a thing of either side.  alone: only things whose key is
+        unique on their side.
         """
         keys = {item: before(item) for item in self.left[0]}
         queues: dict[Hashable, deque[T]] = defaultdict(deque)

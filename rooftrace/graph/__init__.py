@@ -1,4 +1,4 @@
-"""The operator graph: plain records of what a step runs, as a file, and as formulas of its sizes.
+"""The operator graph: plain records of the ops of a step, as a file, and as formulas of its sizes.
 
 No torch, no costs, no chips.
 """

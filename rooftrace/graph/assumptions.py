@@ -1,6 +1,6 @@
-"""Assumptions that a user can decide: their kinds, what each takes, and where it counts.
+"""Assumptions that a user can decide: kinds, values, and the modules or lines that they hold for.
 
-What `--assume routing=` takes is read here, files of counts too; what a policy expects of a choice
+Values of `--assume routing=` are read here, files of counts too; what a policy expects of a choice
 is in values/distinct.
 """
 
@@ -22,7 +22,7 @@ from rooftrace.graph.records import pattern_of
 
 ROUTING = "routing"
 FALLBACK = "fallback"
-"""Kind of those that say what code runs in place of a package's kernel: nobody decides them."""
+"""Kind of assumptions on code that runs in place of a package's kernel: nobody decides them."""
 ALIASES: Mapping[str, str] = {"balanced-routing": ROUTING}
 """Other names of kinds, as they were called before."""
 POLICIES: Mapping[str, str] = {
@@ -39,10 +39,10 @@ ASSUMABLE: Mapping[str, str] = {
     "value": "a number, for an unknown one",
     ROUTING: f"{', '.join(POLICIES)}, for choices by unknown scores",
 }
-"""The kinds of assumption that a user can decide, and what each takes."""
+"""The kinds of assumption that a user can decide, and the values of each."""
 
 _LINE = re.compile(r"@.+:\d+$")
-"""What ends a key that is for a line."""
+"""The end of a key that is for a line."""
 _WORDS = {"true": True, "false": False}
 
 
@@ -113,7 +113,7 @@ def decided(assume: Mapping[str, Any], kind: str, where: str, line: str = "") ->
 def check_histograms(assume: Mapping[str, Any], facts: Iterable[Mapping[str, Any]]) -> None:
     """Raise RequestError for a histogram that fits none of the choices that a trace made.
 
-    facts: those of the assumptions on routing; see `Assumption.facts`.
+    facts: of the assumptions on routing; see `Assumption.facts`.
     """
     made = [fact for fact in facts if "policy" in fact]
     for key, value in assume.items():
@@ -131,13 +131,13 @@ def check_histograms(assume: Mapping[str, Any], facts: Iterable[Mapping[str, Any
 
 def check_modules(assume: Mapping[str, Any], paths: Iterable[str], name: str) -> None:
     """Raise RequestError for an assumption about a module that is not among `paths`."""
-    known = [path for path in paths if path]
+    named = [path for path in paths if path]
     for key in assume:
         pattern = key.partition("@")[2]
         if _LINE.search(key) or not pattern:
             continue
-        if not any(_stands_for(pattern, path) for path in known):
-            shown = list(dict.fromkeys(pattern_of(path) for path in known))
+        if not any(_stands_for(pattern, path) for path in named):
+            shown = list(dict.fromkeys(pattern_of(path) for path in named))
             raise RequestError(
                 f"assumption {key!r}: no module of {name} is called {pattern!r}; "
                 f"there are {', '.join(shown[:12]) or 'none'}{', ...' if shown[12:] else ''}"
@@ -169,7 +169,7 @@ class Policy:
     name: str = "expected"  # the word before the colon
     exponent: float = 0.0  # of a skewed policy
     counts: tuple[float, ...] = ()  # of a histogram: how often each class was chosen
-    named: bool = False  # the histogram names its classes: those behind the last have no count
+    named: bool = False  # the histogram names its classes: later ones have no count
     source: str = ""  # of a histogram: its file, "" for a list
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ class Policy:
 
 
 SAID = "on unknown scores: "
-"""What stands before the numbers in a sentence on a choice."""
+"""The beginning of a sentence on a choice."""
 
 
 def said_of_routing(facts: Mapping[str, Any]) -> str:
@@ -203,7 +203,7 @@ def said_of_routing(facts: Mapping[str, Any]) -> str:
 
 
 def policy_of(value: Any) -> Policy:
-    """The policy that a user asked for.
+    """The policy of a `routing=` value.
 
     Reads the file of a histogram.  Raises RequestError, which does not quote the value.
     """

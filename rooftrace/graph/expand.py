@@ -21,7 +21,7 @@ from rooftrace.graph.records import (
 
 
 class Rolled(Protocol):
-    """What a graph with repeats says of itself."""
+    """The fields of a graph with repeats."""
 
     @property
     def values(self) -> tuple[Tensor, ...]: ...
@@ -93,7 +93,7 @@ class _Written:
         )
 
     def _neighbour(self, then: Neighbour | None, iteration: int | None) -> Neighbour | None:
-        """What stays of a Neighbour: those of other repeats."""
+        """A Neighbour of another repeat, with its new id; None for one of this repeat."""
         if then is None or then.repeat == self.repeat.id:
             return None
         return replace(then, value=self._one(then.value, None, iteration))
@@ -104,9 +104,9 @@ class _Written:
             copies = self.ids[value]
             return copies[0 if value in self.reversed else -1]
         if then is not None and then.repeat == self.repeat.id:
-            beside = iteration + then.shift
-            if 0 <= beside < self.repeat.count:
-                return self.ids[then.value][beside]
+            neighbour = iteration + then.shift
+            if 0 <= neighbour < self.repeat.count:
+                return self.ids[then.value][neighbour]
         copies = self.ids[value]
         return copies[iteration] if len(copies) > 1 else copies[0]
 
@@ -136,8 +136,8 @@ class _Written:
         )
 
     def _assumptions(self, assumptions: tuple[int, ...], iteration: int) -> tuple[int, ...]:
-        known = self.repeat.assumptions
-        return tuple(known[a][iteration] if a in known else a for a in assumptions)
+        listed = self.repeat.assumptions
+        return tuple(listed[a][iteration] if a in listed else a for a in assumptions)
 
     def _argument(self, item: Argument, iteration: int | None) -> Argument:
         if type(item) is Ref:
@@ -189,8 +189,8 @@ def numbered(
         size, count = len(group), repeat.count if varies else 1
         back = varies and any(index in in_reverse for index, _ in group)
         for offset in range(size):
-            places = range(start + offset, start + offset + size * count, size)
-            ids.append(tuple(reversed(places)) if back else tuple(places))
+            numbers = range(start + offset, start + offset + size * count, size)
+            ids.append(tuple(reversed(numbers)) if back else tuple(numbers))
         start += size * count
     return ids, start
 
@@ -207,7 +207,7 @@ def _runs_of(ops: Sequence[Op], repeat: int) -> Iterator[tuple[list[Op], bool]]:
 
 
 def grouped(items: Sequence[Any], test: Callable[[Any], bool]) -> Iterator[tuple[list[Any], bool]]:
-    """Items side by side for which `test` says the same, and what it says."""
+    """Runs of items for which `test` says the same, each with the answer."""
     group: list[Any] = []
     kind = False
     for item in items:

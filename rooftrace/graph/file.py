@@ -42,7 +42,7 @@ from rooftrace.hardware.precisions import precision
 # Where pricing cannot be closed over the iterations, these bounds keep it short.
 
 MOST_ELEMENTS = (1 << 63) - 1
-"""Elements of all copies of a value together, and runs of an op: what torch can count."""
+"""Most elements of all copies of a value, and most runs of an op: torch counts no further."""
 MOST_LISTED = 1_000_000
 """Copies that an op takes or makes as one list: such an op is priced copy by copy."""
 MOST_VISITS = 5_000_000
@@ -132,7 +132,7 @@ SCHEMA = "rooftrace.graph/3"
 
 
 class GraphFileError(GraphError):
-    """A file that is no saved graph: names the file and what is wrong."""
+    """A file that is no saved graph: names the file and the fault."""
 
 
 _KIND = FileKind("saved graph", GraphFileError)
@@ -368,7 +368,7 @@ class _Ref:
 
 
 class _Facts(TypedDict, total=False):
-    """What is computed with, of what the file says of the model and the workload."""
+    """The facts of the model and the workload that estimates read."""
 
     name: str
     dtype: str | None

@@ -1,4 +1,4 @@
-"""The operator graph: plain records of what a step runs, with sizes; no torch, no costs, no chips.
+"""The operator graph: plain records of the ops of a step, with sizes; no torch, no costs, no chips.
 
 A captured step is an `OpGraph`: values (tensors) by id, and ops in execution order that
 read and write them.  Everything later (costs, fusion, memory, reports) is a pure function of these
@@ -85,7 +85,7 @@ class OpGraph(Shown):
 
     @property
     def processes(self) -> int:
-        """How many processes run the step together: those of the mesh, or of its groups."""
+        """Number of processes that run the step together: of the mesh, or of its groups."""
         highest = max((max(group.ranks) + 1 for group in self.groups.values()), default=1)
         return max(highest, math.prod(self.mesh.values()))
 
@@ -140,12 +140,12 @@ class OpGraph(Shown):
 
     @cached_property
     def unrecorded(self) -> tuple[Assumption, ...]:
-        """What ran out of sight: with any of these all totals are a lower bound."""
+        """Work that ran out of sight: with any of these all totals are a lower bound."""
         return tuple(item for item in self.assumptions if item.kind in LOWER_BOUND)
 
     @cached_property
     def flops_torch(self) -> int:
-        """Sum of torch's own FLOP counts over the ops that it has formulas for."""
+        """Sum of torch's FLOP counts over the ops that it has formulas for."""
         return sum((op.flops_torch or 0) * self.times(op) for op in self.ops)
 
     def replace(self, **changes: Any) -> OpGraph:
@@ -183,7 +183,7 @@ class OpGraph(Shown):
         return short(self, f"{self.title}: {total:,} ops{once}; {len(self.values):,} values")
 
     def __str__(self) -> str:
-        """How large the graph is, and its first kernels: how often each runs, where, on what."""
+        """Sizes of the graph, and its first kernels: count, module and shapes of each."""
         kernels = [op for op in self.ops if op.kind != "view"]
         total, launched = (sum(map(self.times, ops)) for ops in (self.ops, kernels))
         lines = [
@@ -203,7 +203,7 @@ class OpGraph(Shown):
     # -- checking --------------------------------------------------------------------------------
 
     def verify(self) -> OpGraph:
-        """Return self if every id exists, is made once and before use, and names are known.
+        """Return self if every id exists, is made once and before use, and names exist.
 
         Raises GraphError naming the first op or value that breaks a rule.
         """

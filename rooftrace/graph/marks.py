@@ -1,11 +1,11 @@
-"""Ops of ours that stand in a graph for what the host tells the device beside its work.
+"""Ops of ours that stand in a graph for orders of the host to the device that are no work.
 
 A stream is a queue of the device.  `record_event` makes an event, a value without bytes, when
-everything before it on its stream is done; `wait_event` holds back its own stream until then.
+everything before it on its stream is done; `wait_event` holds its stream back until then.
 `resize_storage` frees the bytes of a tensor that stays alive, or allocates them again.
 `free_storages` is where the code lets go of tensors that would else last to the end of a step, and
 `bring_storages` where tensors come from the host that would else be there from its beginning.
-`graph_break` ends a compiled graph: what follows is another one or, with the fact `eager`, code
+`graph_break` ends a compiled graph: the next ops are another one or, with the fact `eager`, code
 that Python runs op by op.
 """
 
@@ -31,9 +31,9 @@ STREAM_MARKS = frozenset({RECORD_EVENT, WAIT_EVENT})
 BOUNDARIES = STREAM_MARKS | {GRAPH_BREAK}
 """Marks that no kernel begins before and ends after."""
 MEMORY_MARKS = frozenset({FREE_STORAGES, BRING_STORAGES})
-"""Marks of what code does with tensors, which any code that runs the graph does itself."""
+"""Marks of acts of code on tensors, which any code that runs the graph does itself."""
 MARKS = BOUNDARIES | MEMORY_MARKS | {RESIZE_STORAGE}
-"""Ops without work of their own, which no pass may leave out."""
+"""Ops without work, which no pass may leave out."""
 
 COMPILED, ENTERS = "compiled", "enters"
 """Facts of an op: in which callable of torch.compile it runs, and whether a call begins with it."""
@@ -56,7 +56,7 @@ def eager_ops(ops: Sequence[Op]) -> frozenset[int]:
 
 
 def with_breaks(graph: OpGraph, cuts: Mapping[int, bool]) -> OpGraph:
-    """The graph with a break in front of these ops.  cuts: whether what follows is eager."""
+    """The graph with a break in front of these ops.  cuts: whether the ops behind it are eager."""
     if not cuts:
         return graph
     ops: list[Op] = []
@@ -90,7 +90,7 @@ def _like(op: Op) -> Op:
 def compiled_cuts(ops: Sequence[Op]) -> dict[int, bool]:
     """In front of which ops compiled code of the script begins or ends, as its facts tell.
 
-    What has no work of its own, or works beside the main stream, is where kernels around it are.
+    A view, or an op on a side stream, counts as inside where the kernels around it are.
     """
     inside = [COMPILED in op.facts for op in ops]
     after: Op | None = None

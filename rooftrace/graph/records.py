@@ -19,7 +19,7 @@ from rooftrace.hardware.precisions import storage_bytes
 ROLES = ("weights", "activations", "kv", "gradients", "optimizer", "temporary", "constants")
 """Whose bytes a tensor is.
 
-weights: parameters and persistent buffers.  activations: inputs and what forward makes of them.
+weights: parameters and persistent buffers.  activations: inputs and results of forward.
 kv: state that one call hands to the next (key/value cache, recurrent state).  gradients: gradients
 of parameters.  optimizer: optimizer states and master weights.  temporary: gradients of
 activations, materialised attention scores and other values that no later step needs.  constants:
@@ -51,7 +51,7 @@ def pattern_of(path: str) -> str:
 
 
 def split(path: str, container: str) -> tuple[int, str] | None:
-    """(3, ".mlp") for "layers.3.mlp" in "layers"; None for what is not in the container."""
+    """(3, ".mlp") for "layers.3.mlp" in "layers"; None for a path outside the container."""
     prefix = below(container, "")
     if not path.startswith(prefix):
         return None
@@ -69,10 +69,10 @@ def below(container: str, name: str) -> str:
 
 
 class Group(Struct, frozen=True):
-    """Processes that communicate with each other, by their ranks in the whole job.
+    """Processes that communicate with each other, by their ranks in the job.
 
     axis: the axis of the device mesh along which they lie ("dp"), several joined by "+" ("dp+cp");
-    "" where no mesh is known.
+    "" without a mesh.
     """
 
     ranks: tuple[int, ...]
@@ -85,14 +85,14 @@ class Group(Struct, frozen=True):
 
 
 class Collective(Struct, frozen=True):
-    """What one op exchanges with other processes.
+    """The exchange of one op with other processes.
 
-    kind: one of `COLLECTIVES` of systems.  group: a key of `OpGraph.groups`.  bytes: of the whole
-    buffer, by the convention of nccl-tests: what a process has after an all_gather, what it has
-    before a reduce_scatter, what it sends in an all_to_all (its own part included), and the tensor
+    kind: one of `COLLECTIVES` of systems.  group: a key of `OpGraph.groups`.  bytes: of the full
+    buffer, by the convention of nccl-tests: the result of an all_gather, the input of a
+    reduce_scatter, the send buffer of an all_to_all (with the part that stays), and the tensor
     itself for all others.  dtype: its precision.  waits: whether the stream that issued it goes on
-    only when it is done; else it runs beside, until something reads what it made.  splits: bytes to
-    each process, where they differ.  peer: the other rank of send and recv.
+    only when it is done; else it runs asynchronously, until an op reads its result.  splits: bytes
+    to each process, where they differ.  peer: the other rank of send and recv.
     """
 
     kind: str
@@ -110,8 +110,8 @@ def axis_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
     mesh: sizes by axis, outermost first; rank 0 is at the origin and the innermost axis runs
     fastest.  A group along an axis has all processes of the mesh that differ in that axis only.
     """
-    places = [mesh_coordinates(rank, mesh) for rank in ranks]
-    varying = [axis for axis in mesh if len({place[axis] for place in places}) > 1]
+    coordinates = [mesh_coordinates(rank, mesh) for rank in ranks]
+    varying = [axis for axis in mesh if len({place[axis] for place in coordinates}) > 1]
     expected = 1
     for axis in varying:
         expected *= mesh[axis]
@@ -166,14 +166,14 @@ def replicas_of(mesh: Mapping[str, int]) -> int | None:
 
 
 class GraphError(ValueError):
-    """An operator graph that breaks its own rules, or a file that is not one."""
+    """An operator graph that is inconsistent, or a file that is none."""
 
 
 class Tensor(Struct, frozen=True):
-    """One value.  `storage` is the id of the value that owns the bytes: its own unless a view.
+    """One value.  `storage` is the id of the value that owns the bytes: itself unless a view.
 
-    repeats: ids of the repeats in which every iteration has its own, outermost first.  then: the
-    storage in iterations that view what the one beside them made.  stored: the precision in which
+    repeats: ids of the repeats in which every iteration has a copy, outermost first.  then: the
+    storage in iterations that view a value of their neighbour.  stored: the precision in which
     the checkpoint declares this weight, "" where it says nothing.
     """
 
@@ -228,15 +228,15 @@ class Op(Struct, frozen=True, dict=True):
     called it ("" is the root); a backward op has the path of the forward op that it differentiates.
     call: how many times that module had been called before.  function: the torch-level name
     (linear, or the autograd node in backward).  source: "file.py:12" of the caller.  flops_torch:
-    what torch's own FLOP registry says, None where it has no formula.  facts: small things known
-    only while tracing (rows_touched, groups_touched, mask, flops_given ...).  assumptions: ids of
+    the count of torch's FLOP registry, None where it has no formula.  facts: small facts from
+    tracing (rows_touched, groups_touched, mask, flops_given ...).  assumptions: ids of
     the assumptions it rests on.  repeats: ids of the repeats that it is in, outermost first: it
-    runs once in every iteration.  steps: whole-number arguments that grow by so much from one
+    runs once in every iteration.  steps: integer arguments that grow by so much from one
     iteration of the innermost repeat to the next.  holds: values that no later op reads and that
     were still there as it ran: a variable names them, or a running autograd node has them.  An
     output of the graph that an op holds was let go of then; the others last to the end.
-    stream: the queue of the device that it was put on, "" for the main one.  collective: what it
-    exchanges with other processes, None for an op that works alone.
+    stream: the queue of the device that it was put on, "" for the main one.  collective: its
+    exchange with other processes, None for an op that works alone.
     """
 
     id: int
@@ -274,13 +274,13 @@ class Op(Struct, frozen=True, dict=True):
 class Assumption(Struct, frozen=True):
     """Something the trace could not know and took for granted.
 
-    kind: what it is about (routing, branch, density, value, shape, loss, optimizer ...).
-    where: module path.  text: one sentence for the reader.  value: what was taken.  op: the op that
-    needed it, "" where none did.  The ops that rest on it name it in `Op.assumptions`.
+    kind: its subject (routing, branch, density, value, shape, loss, optimizer ...).
+    where: module path.  text: one sentence for the reader.  value: the assumed one.  op: the op
+    that needed it, "" where none did.  The ops that rest on it name it in `Op.assumptions`.
     facts: numbers of an assumption on routing: `policy`; how many `rows` (tokens) choose `chosen`
     of `classes` (experts) each; how many `distinct` classes that is expected to reach; and how many
-    are `drawn`, in the indices that the code got.  Of an exchange with other processes: those of
-    all `processes` together among the classes of one; a row itself chooses `chosen_each` of all.
+    are `drawn`, in the indices that the code got.  Of an exchange with other processes: the rows
+    of all `processes` together among the classes of one; a row itself chooses `chosen_each` of all.
     """
 
     id: int
@@ -301,7 +301,7 @@ class Repeat(Struct, frozen=True):
     names: names of values that do not follow from the module path, by value, for each iteration;
     assumptions: ids of the assumptions of each iteration, by the id that the graph shows.
 
-    Ops of one repeat may stand in several places: forward, backward.  Backward and recomputation
+    A repeat may have several runs of ops: forward, backward.  Backward and recomputation
     run the iterations in reverse.
     """
 
@@ -335,10 +335,10 @@ class Repeat(Struct, frozen=True):
 
 
 class Neighbour(Struct, frozen=True):
-    """What an iteration reads of the iteration beside it.
+    """A value that an iteration reads from its neighbour.
 
-    Iteration i of `repeat` reads iteration ``i + shift`` of `value`.  What stands in the graph
-    beside a Neighbour is what the iteration at the edge reads, which has no such neighbour.
+    Iteration i of `repeat` reads iteration ``i + shift`` of `value`.  The id next to
+    a Neighbour in the graph is read by the iteration at the edge, which has no such neighbour.
     """
 
     repeat: int
@@ -354,7 +354,7 @@ class Ref(Struct, frozen=True):
     """A value used as an argument: ``Ref(7)`` is the value with id 7.
 
     In a repeat, iteration i reads iteration i of a value that has iterations too; `then` says
-    otherwise.  Outside of the repeat it is what the iteration that ran last made, or, where
+    otherwise.  Outside of the repeat it is the value of the iteration that ran last, or, where
     `every` is set, one item of a list for each iteration.
     """
 
@@ -395,5 +395,5 @@ def refs(argument: Argument) -> Iterator[int]:
 
 
 def in_order(holds: Iterable[Ref]) -> tuple[Ref, ...]:
-    """What an op holds, each once, by id."""
+    """The held values of an op, each once, by id."""
     return tuple(sorted(dict.fromkeys(holds), key=lambda ref: ref.id))

@@ -118,7 +118,7 @@ def _beside(module: nn.Module, seen: set[int]) -> _Named:
     """Tensors in other attributes; packed weights are unpacked."""
     if isinstance(module, torch.jit.ScriptModule):
         return  # its other attributes are code's
-    for name, tensor in trees.beside_in(module, seen):
+    for name, tensor in trees.held_tensors(module, seen):
         yield "attribute", name, tensor
     for name, item in vars(module).items():
         if isinstance(item, torch.ScriptObject) and hasattr(item, "unpack"):

@@ -166,7 +166,7 @@ def test_typical_numbers_go_by_the_generation_and_by_what_the_chip_sustains() ->
 @given(st.integers(1, 600), st.integers(1, 600), st.integers(32, 4096))
 def test_a_library_that_looks_at_rows_alone_takes_no_other_tile(m, n, k) -> None:
     sizes = {"rows": m, "columns": n, "inner": k, "products": 1, "width_a": 1, "width_b": 1,
-             "whole": 1}  # fmt: skip
+             "padded": 1}  # fmt: skip
     arrays = {name: np.array([float(value)]) for name, value in sizes.items()}
     flop = tile_terms(arrays, 132, Tiling(pick="rows")).flop[0]
     allowed = set()

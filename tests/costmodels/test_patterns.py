@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow
 from rooftrace.costmodels.rewrites.patterns import LAST, Along, NonTensor, Number, Pat, match
-from rooftrace.costmodels.rewrites.places import ValueFlow
 
 GATED = Pat("mul", Pat("silu", "gate"), "up")
 

@@ -67,11 +67,11 @@ import msgspec, ijson, numpy
 import rooftrace
 from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.measured.bench import load_run
+from rooftrace.measured.bench import Run
 from rooftrace.measured.profiles import read_trace
 from rooftrace.graph import load_graphs
 
-readers = {"trace": read_trace, "graph": load_graphs, "run": load_run, "knobs": load_knobs,
+readers = {"trace": read_trace, "graph": load_graphs, "run": Run.load, "knobs": load_knobs,
            "chip": load_chip}
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 for line in sys.stdin.read().splitlines():

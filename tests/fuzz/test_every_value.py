@@ -35,7 +35,7 @@ from rooftrace.graph import load_graphs, save_graphs
 from rooftrace.graph.assumptions import policy_of
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.hardware.systems import load_system
-from rooftrace.measured.bench import load_run
+from rooftrace.measured.bench import Run
 from rooftrace.measured.profiles import (
     read_counters,
     read_likwid,
@@ -301,7 +301,7 @@ KINDS: dict[str, Kind] = {
     "loop.graph.json": Kind(good("loop.json"), use_graphs),
     "sharded.graph.json": Kind(a_sharded_graph, use_sharded),
     "form.json": Kind(a_form, use_form),
-    "run.json": Kind(good("run.json"), load_run),
+    "run.json": Kind(good("run.json"), Run.load),
     "trace.json": Kind(text_of_trace, read_trace),
     "config.json": Kind(good("config.json"), lambda p: trace_target(p, ["prefill"], batch=1)),
     "number.json": Kind(

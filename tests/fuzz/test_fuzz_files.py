@@ -25,7 +25,7 @@ from rooftrace.costmodels.kernels.knobs import dump_knobs, load_knobs
 from rooftrace.errors import is_ours
 from rooftrace.graph import load_graphs
 from rooftrace.hardware.chipfile import dump_chip, lint_chip, load_chip
-from rooftrace.measured.bench import load_run
+from rooftrace.measured.bench import Run
 from rooftrace.measured.profiles import (
     read_counters,
     read_likwid,
@@ -195,7 +195,7 @@ def use_trace(path: Path) -> None:
 
 
 def use_run(path: Path) -> None:
-    load_run(path)
+    Run.load(path)
     rt.calibrate(path, "h100-sxm", free=["compute"])
 
 
@@ -262,7 +262,7 @@ def step_seconds(path: Path) -> list[tuple[str, float]]:
 HELD: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "graph.json": (lambda p: sizes(load_graphs(p)), {"forward": (55, 1), "training": (254, 0)}),
     "loop.json": (lambda p: sizes(load_graphs(p)), {"forward": (23, 1)}),
-    "run.json": (lambda p: [(r.model, r.phase) for r in load_run(p).models], [("lstm", "forward")]),
+    "run.json": (lambda p: [(r.model, r.phase) for r in Run.load(p).models], [("lstm", "forward")]),
     "trace.json": (lambda p: [a.name for a in read_trace(p).annotations], ["ProfilerStep#0"]),
     "config.json": (lambda p: [*trace_target(p, ["prefill"], batch=1, seq=8)], ["prefill"]),
     "knobs.toml": (lambda p: (load_knobs(p).compute, load_knobs(p).memory), (1, 1)),

@@ -16,7 +16,7 @@ from rooftrace.costmodels.kernels import Knobs, load_knobs
 from rooftrace.costmodels.ops import bytes_by_kind, kinds_of
 from rooftrace.errors import ProfileError, RequestError, UnusedError
 from rooftrace.measured.alignment import KernelTime, steps_of
-from rooftrace.measured.bench import MicroRow, ModelRow, load_run
+from rooftrace.measured.bench import MicroRow, ModelRow, Run
 from rooftrace.measured.fit.cases import ByteSources, Counts, stepped
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
@@ -205,8 +205,8 @@ def test_a_chip_is_asked_for_where_the_run_is_of_another_machine(tmp_path):
 def test_a_file_of_a_run_has_no_graphs(tmp_path):
     run, _ = run_on_a_gpu(graph_of())
     path = run.save(tmp_path / "run.json")
-    assert load_run(path) == run
-    assert not load_run(path).graphs
+    assert Run.load(path) == run
+    assert not Run.load(path).graphs
 
 
 def test_an_eager_run_of_this_machine_needs_nothing_else():

@@ -9,7 +9,8 @@ from rooftrace.costmodels.timing import collective_seconds
 from rooftrace.errors import ProfileError
 from rooftrace.hardware.systems import dump_system, load_system
 from rooftrace.measured.fit import calibrate_collectives, read_collectives
-from rooftrace.measured.fit.collectives import score_of, seconds_of
+from rooftrace.measured.fit.cases import errors
+from rooftrace.measured.fit.collectives import seconds_of
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.quick
@@ -91,7 +92,7 @@ def table(folder: Path, op: str = "all_reduce", ranks: tuple[int, ...] = (2, 4, 
 def test_constants_are_found_again_in_what_they_predict(op: str, tmp_path: Path) -> None:
     result = calibrate_collectives(table(tmp_path, op), load_system("dgx-h100"))
     (fitted,) = result.fitted
-    assert fitted.score.mean < 0.02
+    assert fitted.errors.mean < 0.02
     for size in SIZES[::4]:
         ours = collective_seconds(result.system, op, size, range(8)).seconds
         theirs = collective_seconds(load_system("dgx-h100"), op, size, range(8)).seconds
@@ -107,7 +108,7 @@ def test_a_table_and_a_single_prediction_are_one_formula() -> None:
     ours = seconds_of(constants, np.full(len(SIZES), 14.0), wire, np.full(len(SIZES), 8.0))
     single = [collective_seconds(system, "all_reduce", size, range(8)).seconds for size in SIZES]
     assert ours == pytest.approx(single)
-    assert score_of(ours, single).p90 == pytest.approx(0)
+    assert errors([""] * len(single), ours, single).p90 == pytest.approx(0)
 
 
 def test_ranks_beyond_a_node_and_too_few_sizes_are_told(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rooftrace.diffs.runs.comparing import chip_for
 from rooftrace.diffs.runs.diffing import RunQuestion, diff_runs
 from rooftrace.graph.graph import OpGraph
 from rooftrace.measured.alignment import MeasuredRequestError
-from rooftrace.measured.bench.runfile import MicroRow, ModelRow, OpTime, Run, load_run
+from rooftrace.measured.bench.runfile import MicroRow, ModelRow, OpTime, Run
 from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.conftest import Run as RunCommand
 
@@ -92,7 +92,7 @@ def test_a_run_file_gives_what_the_run_gives(tmp_path: Path) -> None:
     b.save(tmp_path / "b.json")
     from_files = rt.diff(tmp_path / "a.json.gz", tmp_path / "b.json")
     assert from_files.steps == rt.diff(a, b, names=("x", "y")).steps
-    assert load_run(tmp_path / "b.json") == b
+    assert Run.load(tmp_path / "b.json") == b
 
 
 def test_operations_alone_tell_of_the_machine() -> None:

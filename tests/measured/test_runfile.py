@@ -19,8 +19,6 @@ from rooftrace.measured.bench.runfile import (
     RunFileError,
     Trouble,
     encoded,
-    load_run,
-    save_run,
 )
 
 pytestmark = pytest.mark.quick
@@ -73,8 +71,8 @@ RUN = Run(
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_a_run_comes_back_as_it_was(tmp_path: Path, name: str) -> None:
-    path = save_run(RUN, tmp_path / "new" / name)
-    assert load_run(path) == RUN
+    path = RUN.save(tmp_path / "new" / name)
+    assert Run.load(path) == RUN
     assert (path.read_bytes()[:2] == b"\x1f\x8b") == name.endswith(".gz")
     first = path.read_bytes()
     RUN.save(path)
@@ -102,12 +100,12 @@ def test_a_row_takes_the_place_of_what_was_there() -> None:
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
 def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, name: str) -> None:
-    path = save_run(RUN, tmp_path / name)
+    path = RUN.save(tmp_path / name)
     whole = path.read_bytes()
     for length in range(0, len(whole), max(1, len(whole) // 40)):
         path.write_bytes(whole[:length])
         with pytest.raises(RunFileError) as caught:
-            load_run(path)
+            Run.load(path)
         message = str(caught.value)
         assert str(path) in message and "\n" not in message and "measure" in message
 
@@ -150,19 +148,19 @@ def test_a_damaged_file_is_refused(tmp_path: Path, data: Any, word: str) -> None
     path = tmp_path / "run.json.gz"
     path.write_bytes(gzip.compress(json.dumps(data).encode()))
     with pytest.raises(RunFileError) as caught:
-        load_run(path)
+        Run.load(path)
     message = str(caught.value)
     assert word in message and str(path) in message and "measure" in message
 
 
 def test_a_file_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        load_run(tmp_path / "none.json")
+        Run.load(tmp_path / "none.json")
 
 
 def test_a_run_that_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
-    path = save_run(RUN, tmp_path / "run.json")
+    path = RUN.save(tmp_path / "run.json")
     with pytest.raises(ValueError, match="JSON"):
-        save_run(RUN.with_row(replace(MICRO, seconds=(float("inf"),))), path)
-    assert load_run(path) == RUN
+        RUN.with_row(replace(MICRO, seconds=(float("inf"),))).save(path)
+    assert Run.load(path) == RUN
     assert os.listdir(tmp_path) == ["run.json"]

@@ -7,7 +7,7 @@ import torch
 
 import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
-from rooftrace.measured.bench import Bench, Run, SuitePlan, load_run
+from rooftrace.measured.bench import Bench, Run, SuitePlan
 from rooftrace.measured.bench.session import script_rows
 from rooftrace.reporting.cli import main
 
@@ -101,7 +101,7 @@ def test_the_budget_ends_a_script(script: Path) -> None:
 def test_measured_beside_predicted(script: Path) -> None:
     command = [f"{script} cpu", "--device", "cpu", "-o", "run.json.gz", "--budget", "60"]
     assert asked("measure", *command) == 0
-    run = load_run("run.json.gz")
+    run = Run.load("run.json.gz")
     assert [row.phase for row in run.models] == ["training", "forward"]
     with pytest.raises(ValueError, match="what such a file names is not run"):
         rt.validate("run.json.gz", "l4")

@@ -46,8 +46,6 @@ from rooftrace.measured.bench.runfile import (
     ModelRow,
     Run,
     RunFileError,
-    load_run,
-    save_run,
 )
 from rooftrace.measured.bench.session import Session, SuitePlan
 from rooftrace.measured.bench.steps import (
@@ -304,7 +302,7 @@ def test_a_case_that_fails_is_written_down_and_the_next_one_runs(session: Sessio
     session.attempt("offer", 5, raising(NotOfferedError("no such kernel here")))
     assert session.attempt("good", 5, lambda: row("good"))
     session.flush()  # a slow disk is not written to after every case
-    found = load_run(session.plan.out)
+    found = Run.load(session.plan.out)
     assert {t.key: t.reason for t in found.errors} == {
         "memory": "OutOfMemoryError: CUDA out of memory.",
         "dtype": 'NotImplementedError: "mm" not implemented for Half',
@@ -357,7 +355,7 @@ def test_a_case_that_hangs_is_left_behind_by_a_new_process(
     assert Path(first, "rooftrace", "__init__.py").samefile(rt.__file__)
     assert arguments[:3] == [sys.executable, "-m", "rooftrace.measured"]
     assert arguments[arguments.index("--budget") + 1] == "60"  # what is left of it
-    assert [t.key for t in load_run(session.plan.out).errors] == ["endless"]
+    assert [t.key for t in Run.load(session.plan.out).errors] == ["endless"]
     assert "endless hangs; starting again after it" in capfd.readouterr().err
 
 
@@ -368,7 +366,7 @@ def test_a_lost_device_leaves_a_whole_file(
     monkeypatch.setattr(Session, "_alive", lambda self: False)
     with pytest.raises(MeasureError, match=r"after 'bad' .*illegal.*same command goes on"):
         session.attempt("bad", 5, raising(RuntimeError("CUDA error: an illegal address")))
-    found = load_run(session.plan.out)
+    found = Run.load(session.plan.out)
     assert [r.key for r in found.micro] == ["good"]
     assert [t.key for t in found.errors] == ["bad"]
 
@@ -382,15 +380,14 @@ def test_what_was_tried_is_not_tried_again(session: Session) -> None:
 
     session.attempt("case", 5, work)
     session.flush()
-    again = Session(session.plan, bench(), load_run(session.plan.out), 9.0, None, FakeClock())
+    again = Session(session.plan, bench(), Run.load(session.plan.out), 9.0, None, FakeClock())
     again.attempt("case", 5, work)
     assert calls == ["called"]
 
 
 def test_a_file_of_another_device_or_kind_is_refused(plan: SuitePlan) -> None:
-    save_run(
-        Run(device={"type": "cuda", "name": "NVIDIA H200"}, versions={"torch": "2.11.0"}), plan.out
-    )
+    other = Run(device={"type": "cuda", "name": "NVIDIA H200"}, versions={"torch": "2.11.0"})
+    other.save(plan.out)
     with pytest.raises(
         MeasureError, match=r"NVIDIA H200 \(cuda, torch 2\.11\.0\); this is .*--out"
     ):
@@ -453,7 +450,7 @@ def test_the_suite_runs_and_goes_on(
     lines: list[str] = []
     run = measure_suite(plan, lines.append, clock=FakeClock())
     assert {key for key, _ in attempts} == {r.key for r in (*run.micro, *run.models)}
-    assert load_run(plan.out) == run
+    assert Run.load(plan.out) == run
     assert not run.errors, run.errors
     assert {r.kind for r in run.micro} > {"matmul", "convolution", "norm"}
     steps = {(r.model, r.phase, r.mode) for r in run.models}
@@ -582,7 +579,7 @@ def test_it_runs_with_torch_alone(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr  # of ours, or of how we call torch
-    run = load_run(out)
+    run = Run.load(out)
     assert {r.model for r in run.models if r.mode == "eager"} == {"lstm", "mobile"}
 
 

@@ -23,7 +23,7 @@ def page(section: Section) -> str:
 
 
 @pytest.fixture(scope="module")
-def report() -> rt.Report:
+def report() -> rt.types.Report:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).bfloat16()
         x = torch.empty(64, 1024, dtype=torch.bfloat16)
@@ -32,7 +32,7 @@ def report() -> rt.Report:
     )
 
 
-def test_indicators_follow_from_each_other_as_their_formulas_say(report: rt.Report) -> None:
+def test_indicators_follow_from_each_other_as_their_formulas_say(report: rt.types.Report) -> None:
     for execution in ("eager", "efficient"):
         e = report.estimate("forward", execution)
         value = {name: of(e) for name, _, of, _ in INDICATORS}
@@ -51,7 +51,7 @@ def test_indicators_follow_from_each_other_as_their_formulas_say(report: rt.Repo
         assert value["MFU"] == pytest.approx(value["F_matrix"] / value["T_est"] / e.peak)
 
 
-def test_indicators_stand_under_each_execution(report: rt.Report) -> None:
+def test_indicators_stand_under_each_execution(report: rt.types.Report) -> None:
     text = page(indicators([report.estimate("forward", name) for name in ("eager", "efficient")]))
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert [re.match(r"\| `(\w+)`", row)[1] for row in rows] == [name for name, *_ in INDICATORS]
@@ -59,7 +59,7 @@ def test_indicators_stand_under_each_execution(report: rt.Report) -> None:
     assert f"| {report.estimate('forward').ridge:.1f} FLOP/byte" in rows[8]
 
 
-def test_the_worked_example_comes_to_the_time_of_its_kernel(report: rt.Report) -> None:
+def test_the_worked_example_comes_to_the_time_of_its_kernel(report: rt.types.Report) -> None:
     estimate = report.estimate("forward", "eager")
     text = page(worked_example(estimate))
     assert "2 x 64 x 1,024 x 4,096 = 536.9 MFLOP" in text
@@ -92,7 +92,7 @@ def test_names_cannot_break_a_diagram_or_a_page() -> None:
     assert "<script" not in as_hypertext(View((section,))).body
 
 
-def test_sections_that_are_not_there_are_named(report: rt.Report) -> None:
+def test_sections_that_are_not_there_are_named(report: rt.types.Report) -> None:
     text = page(architecture(report))
     (line,) = [line for line in text.splitlines() if line.startswith("Not in this report")]
     for reason in ("no layer chooses among experts", "one process runs", "no step trains"):

@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.hardware import units
 from rooftrace.reporting.gates import lock as records, lockfile
 from rooftrace.reporting.gates.lockfile import load_settings
 from tests.reporting.conftest import Ran, Run
@@ -105,7 +106,7 @@ def test_a_lock_reads_back_as_it_was_written(repo: Path) -> None:
 def test_times_are_rounded_to_seven_digits_and_read_back(seconds: float) -> None:
     clock = records.TimeScale(seconds)
     text = clock.written(clock.rounded(seconds))
-    assert rt.hardware.units.parse(text, "second") == pytest.approx(seconds, rel=1e-6)
+    assert units.parse(text, "second") == pytest.approx(seconds, rel=1e-6)
     noisy = seconds * (1 + 4e-16)  # the last bit of a float
     assert records.TimeScale(noisy).written(records.TimeScale(noisy).rounded(noisy)) == text
 

@@ -20,7 +20,7 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def report() -> rt.Report:
+def report() -> rt.types.Report:
     how = {"mesh": {"pp": 2, "dp": 2}, "microbatches": 4, "schedule": "gpipe"}
     return rt.report(
         "llama-3.1-8b", phase="training", seq=64, system="dgx-h100", settings=SMALL, **how

@@ -181,7 +181,7 @@ def whole(root: Path) -> tuple[object, ...]:
     )
 
 
-def width(diff: rt.Diff) -> tuple[float, float]:
+def width(diff: rt.types.Diff) -> tuple[float, float]:
     """The width of the model on both sides, by its parameters: width * width + width."""
     params = diff.phases[0].totals["params"]
     return tuple(((4 * n + 1) ** 0.5 - 1) / 2 for n in (params.before, params.after))  # type: ignore[return-value]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rooftrace.reporting.figures import breakdown, roofline, roofplot, style
+from rooftrace.reporting.figures import breakdown, roofline, style
 from rooftrace.reporting.figures.folder import figures
 from rooftrace.reporting.figures.style import Box, Label
 from tests.conftest import mostly_heavy

@@ -32,7 +32,7 @@ def target(tmp_path: Path) -> str:
     return f"{tmp_path}/m.py:build"
 
 
-def flops(change: rt.Diff) -> tuple[float, float]:
+def flops(change: rt.types.Diff) -> tuple[float, float]:
     total = change.phases[0].totals["flops"]
     return total.before, total.after
 

@@ -60,7 +60,7 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def report() -> rt.Report:
+def report() -> rt.types.Report:
     return rt.report(Stack(), torch.randn(16, 32), chip=["h200-sxm", "l4"])
 
 
@@ -104,7 +104,7 @@ def plain(text: str) -> str:
     return text.replace("`", "").replace("**", "")
 
 
-def test_tables_of_a_page_are_those_of_the_report(report: rt.Report) -> None:
+def test_tables_of_a_page_are_those_of_the_report(report: rt.types.Report) -> None:
     expected = []
     for section in report_view(report, "page").sections:
         for table in tables_of(section):
@@ -115,7 +115,7 @@ def test_tables_of_a_page_are_those_of_the_report(report: rt.Report) -> None:
     assert _Parsed(report_page(report)).cells == expected
 
 
-def test_sums_of_what_is_explored_are_those_of_the_estimates(report: rt.Report) -> None:
+def test_sums_of_what_is_explored_are_those_of_the_estimates(report: rt.types.Report) -> None:
     data = contents(report)
     for phase in report.phases:
         for execution in report.executions:
@@ -131,7 +131,7 @@ def test_sums_of_what_is_explored_are_those_of_the_estimates(report: rt.Report) 
 
 
 def test_what_is_too_much_for_a_page_is_summed_up_and_nothing_is_lost(
-    report: rt.Report, monkeypatch: pytest.MonkeyPatch
+    report: rt.types.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernelgroups, "MOST_GROUPS", 3)
     data = contents(report)
@@ -181,7 +181,7 @@ def test_modules_that_are_all_different_are_summed_up_too(monkeypatch: pytest.Mo
     assert sum(memory["modules"].values()) == held
 
 
-def test_memory_of_a_page_is_that_of_the_timeline(report: rt.Report) -> None:
+def test_memory_of_a_page_is_that_of_the_timeline(report: rt.types.Report) -> None:
     data = contents(report)["memory"]["training"]
     need = report.memory["training"]
     assert data["peak"] == need.peak
@@ -190,7 +190,7 @@ def test_memory_of_a_page_is_that_of_the_timeline(report: rt.Report) -> None:
     assert sum(data["modules"].values()) == sum(tensor.bytes for tensor in need.tensors)
 
 
-def test_a_kernel_says_its_shapes_and_the_formula_of_its_rule(report: rt.Report) -> None:
+def test_a_kernel_says_its_shapes_and_the_formula_of_its_rule(report: rt.types.Report) -> None:
     data = contents(report)
     groups = data["steps"]["forward"]["naive"]["groups"]
     texts = data["texts"]
@@ -202,7 +202,7 @@ def test_a_kernel_says_its_shapes_and_the_formula_of_its_rule(report: rt.Report)
     assert "2 M K N flop" in texts[groups["formula"][place]]
 
 
-def test_parameters_of_modules_are_those_of_the_module(report: rt.Report) -> None:
+def test_parameters_of_modules_are_those_of_the_module(report: rt.types.Report) -> None:
     modules = contents(report)["modules"]["forward"]
     whole = sum(parameter.numel() for parameter in Stack().parameters())
     assert sum(module["parameters"] for module in modules.values()) == whole
@@ -222,7 +222,9 @@ def hostile_page() -> str:
     return report_page(rt.report(Stack(name), torch.randn(16, 32), phases=["forward"]))
 
 
-def test_names_bring_no_elements_and_no_attributes(hostile_page: str, report: rt.Report) -> None:
+def test_names_bring_no_elements_and_no_attributes(
+    hostile_page: str, report: rt.types.Report
+) -> None:
     allowed = set(_Parsed(report_page(report)).tags)
     parsed = _Parsed(hostile_page)
     assert set(parsed.tags) <= allowed
@@ -240,7 +242,7 @@ def test_the_data_of_a_page_ends_no_element(hostile_page: str) -> None:
     assert any("onerror=alert(1)" in text for text in json.loads(island[1])["texts"])
 
 
-def test_a_page_lets_its_own_script_run_and_loads_nothing(report: rt.Report) -> None:
+def test_a_page_lets_its_own_script_run_and_loads_nothing(report: rt.types.Report) -> None:
     page = report_page(report)
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -295,7 +297,7 @@ def test_headings_are_listed_once_each() -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_report_writes_its_page(report: rt.Report, tmp_path: Path) -> None:
+def test_a_report_writes_its_page(report: rt.types.Report, tmp_path: Path) -> None:
     (written,) = report.write(tmp_path / "out", ["html"])
     assert written.name == "report.html"
     assert written.read_text(encoding="utf-8") == report_page(report)

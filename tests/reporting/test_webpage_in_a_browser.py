@@ -90,7 +90,7 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def report() -> rt.Report:
+def report() -> rt.types.Report:
     return rt.report(Stack(), torch.randn(256, 64), chip=["h200-sxm", "l4"])
 
 
@@ -134,7 +134,7 @@ def verdict(page: Any) -> str:
     return str(page.inner_text('[data-testid="verdict"]'))
 
 
-def test_switches_show_the_step_that_they_name(report: rt.Report, opened: Open) -> None:
+def test_switches_show_the_step_that_they_name(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report))
     for phase in report.phases:
         page.check(f'input[value="{phase}"]', force=True)
@@ -147,7 +147,7 @@ def test_switches_show_the_step_that_they_name(report: rt.Report, opened: Open) 
                 assert format_time(estimate.t_bound) in verdict(page)
 
 
-def test_a_link_opens_what_it_was_made_of(report: rt.Report, opened: Open) -> None:
+def test_a_link_opens_what_it_was_made_of(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report), "#phase=training&execution=naive&chip=l4&by=bytes")
     assert format_time(report.estimate("training", "naive", "l4").t_est) in verdict(page)
     assert page.is_checked('input[value="bytes"]')
@@ -155,7 +155,7 @@ def test_a_link_opens_what_it_was_made_of(report: rt.Report, opened: Open) -> No
     assert "phase=forward" in page.evaluate("location.hash")
 
 
-def test_a_box_is_as_wide_as_its_share_and_zooms(report: rt.Report, opened: Open) -> None:
+def test_a_box_is_as_wide_as_its_share_and_zooms(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report), "#phase=forward&by=parameters")
     box = page.locator('[data-path="head"]').bounding_box()
     whole = page.locator('[role="tree"]').bounding_box()
@@ -172,7 +172,7 @@ def test_a_box_is_as_wide_as_its_share_and_zooms(report: rt.Report, opened: Open
     assert page.locator('[data-path="head"]').count() == 1
 
 
-def test_the_tree_of_modules_is_walked_by_keys(report: rt.Report, opened: Open) -> None:
+def test_the_tree_of_modules_is_walked_by_keys(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report), "#phase=forward&by=parameters")
     page.focus('[role="treeitem"][tabindex="0"]')
     focused = "document.activeElement.dataset.path"
@@ -191,7 +191,9 @@ def test_the_tree_of_modules_is_walked_by_keys(report: rt.Report, opened: Open) 
     playwright.expect(page).not_to_have_url(re.compile("module="))
 
 
-def test_a_search_marks_modules_and_leaves_rows_that_match(report: rt.Report, opened: Open) -> None:
+def test_a_search_marks_modules_and_leaves_rows_that_match(
+    report: rt.types.Report, opened: Open
+) -> None:
     page = opened(report_page(report), "#phase=forward")
     page.fill('input[placeholder="module, kernel, family"]', "HEAD")
     assert page.locator(".box.found").count() == 1
@@ -202,7 +204,7 @@ def test_a_search_marks_modules_and_leaves_rows_that_match(report: rt.Report, op
 
 @pytest.mark.parametrize("head", ["FLOP", "Time", "Calls"])
 def test_rows_of_kernels_are_sorted_by_the_head_that_is_clicked(
-    report: rt.Report, opened: Open, head: str
+    report: rt.types.Report, opened: Open, head: str
 ) -> None:
     page = opened(report_page(report), "#phase=training&execution=naive")
     page.click(f'table.kernels th button:text-is("{head}")')
@@ -215,7 +217,7 @@ def test_rows_of_kernels_are_sorted_by_the_head_that_is_clicked(
     assert before != after
 
 
-def test_a_mark_of_the_roofline_opens_its_row(report: rt.Report, opened: Open) -> None:
+def test_a_mark_of_the_roofline_opens_its_row(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report), "#phase=forward&execution=naive")
     mark = page.locator(".figure svg g[aria-label=dot] path").first
     mark.scroll_into_view_if_needed()
@@ -229,7 +231,7 @@ def test_a_mark_of_the_roofline_opens_its_row(report: rt.Report, opened: Open) -
     assert "2 M K N flop" in page.inner_text("tr.opened")
 
 
-def test_memory_says_what_is_alive_at_the_cursor(report: rt.Report, opened: Open) -> None:
+def test_memory_says_what_is_alive_at_the_cursor(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report), "#phase=training")
     need = report.memory["training"]
     alive = '[data-testid="alive"]'
@@ -257,17 +259,19 @@ def test_tables_below_are_sorted_and_filtered(opened: Open) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_enough_contrast(report: rt.Report, opened: Open, scheme: str) -> None:
+def test_text_has_enough_contrast(report: rt.types.Report, opened: Open, scheme: str) -> None:
     page = opened(report_page(report), color_scheme=scheme)
     assert page.evaluate(CONTRAST) == []
 
 
-def test_a_phone_shows_the_page_without_scrolling_sideways(report: rt.Report, opened: Open) -> None:
+def test_a_phone_shows_the_page_without_scrolling_sideways(
+    report: rt.types.Report, opened: Open
+) -> None:
     page = opened(report_page(report), viewport={"width": 375, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
 
 
-def test_paper_has_no_controls(report: rt.Report, opened: Open) -> None:
+def test_paper_has_no_controls(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report), "#phase=training")
     page.emulate_media(media="print")
     assert not page.is_visible(".search input")
@@ -283,7 +287,9 @@ def test_names_run_nothing(opened: Open) -> None:
     page.locator(".box >> nth=-1").hover()
 
 
-def test_the_page_reads_without_a_script(report: rt.Report, browser: Any, tmp_path: Path) -> None:
+def test_the_page_reads_without_a_script(
+    report: rt.types.Report, browser: Any, tmp_path: Path
+) -> None:
     file = tmp_path / "page.html"
     file.write_text(report_page(report), encoding="utf-8")
     context = browser.new_context(java_script_enabled=False)

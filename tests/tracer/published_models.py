@@ -68,7 +68,7 @@ def models() -> list[Published]:
         return [Published(**row) for row in tomllib.load(file)["model"]]
 
 
-def counted(model: Published, made: rt.Inventory) -> int:
+def counted(model: Published, made: rt.types.ModelInfo) -> int:
     """What rooftrace counts for this row: bytes, or parameters."""
     return made.total_params if model.in_parameters else made.bytes_parameters
 
@@ -119,7 +119,7 @@ in another precision (`--kv-dtype`).
 """
 
 
-def weights_columns(model: Published, made: rt.Inventory) -> list[str]:
+def weights_columns(model: Published, made: rt.types.ModelInfo) -> list[str]:
     """The columns of a row on weights."""
     published, ours, beside = value(model.published), counted(model, made), value(model.beside)
     unit = " (p)" if model.in_parameters else ""
@@ -135,7 +135,7 @@ def weights_columns(model: Published, made: rt.Inventory) -> list[str]:
     ]
 
 
-def row(model: Published, made: rt.Inventory, cache: int | None) -> str:
+def row(model: Published, made: rt.types.ModelInfo, cache: int | None) -> str:
     """The row of a checkpoint: its inventory, and bytes of its cache for one more token."""
     by_hand = model.cache.replace("*", "\N{MULTIPLICATION SIGN}")
     if cache is None:

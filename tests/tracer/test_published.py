@@ -46,7 +46,7 @@ def by_name(model: Published) -> str:
 
 
 @cache
-def inventory(path: str) -> rt.Inventory:
+def inventory(path: str) -> rt.types.ModelInfo:
     return rt.inventory(path)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
-from rooftrace.costmodels.estimates.nodes import BYTES, Aligned, aligned, with_shape
+from rooftrace.costmodels.estimates.nodes import Aligned, aligned, with_shape
 from rooftrace.costmodels.estimates.rows import Row
 from rooftrace.costmodels.fusion import Plan, runs
 from rooftrace.costmodels.kernels import Knobs, engines
@@ -29,27 +29,27 @@ class Product(Plain):
     """Equal products C[M, N] = A[M, K] B[K, N] of a step, cut into equal tiles."""
 
     operation: str  # "matmul", or "convolution": as the product that it implies
-    kind: str  # what the rule calls the kernel: mm, bmm, grouped mm, conv, rnn ...
-    rows: float | None  # M; the mean where the groups of a call differ; None: not known
+    kind: str  # of the kernel by its rule: mm, bmm, grouped mm, conv, rnn ...
+    rows: float | None  # M; the mean where the groups of a call differ; None: unknown
     columns: int | None  # N
     inner: float | None  # K; the mean where the groups of a call differ
     # Products of this size in a call: of a batch, of the groups that got rows, of a convolution's
     # groups; real ones, of which a complex product is four.
     batch: float | None
-    precision: str  # what it computes in
+    precision: str  # of computing
     calls: int
     flops: int  # FLOP, without those that backward computes again
     flops_recompute: int
     modules: tuple[str, ...]  # whose code calls it, indices starred
     parts: tuple[str, ...]  # forward, backward, recompute
-    # Seconds of the kernels with what is fused to them; several products of a kernel share it by
-    # their seconds at the peak.
+    # Seconds of the kernels, fused ops included; several products of a kernel share them by their
+    # seconds at the peak.
     seconds: float
     share: float  # of t_serial
-    tile: tuple[int, int] | None  # M and N of what one block computes
+    tile: tuple[int, int] | None  # M and N of one block
     split: int | None  # blocks that share one tile's K
-    tile_efficiency: float | None  # the share of what whole tiles compute that C has
-    wave_efficiency: float | None  # the share of the SMs that has a block, over whole waves
+    tile_efficiency: float | None  # FLOP of C over those of its full tiles
+    wave_efficiency: float | None  # the share of the SMs that has a block, over full waves
     seconds_wasted: float | None  # that full tiles in full waves, fed at once, would save
     odd: tuple[str, ...]  # which of M, N, K are rows in memory that do not keep the alignment
     aligned: tuple[float, int, float] | None  # M, N, K with those up to the next size that does
@@ -58,14 +58,14 @@ class Product(Plain):
 
     @property
     def shape(self) -> tuple[float, int, float] | None:
-        """M, N, K; None where they are not all known."""
+        """M, N, K; None where any is unknown."""
         if self.rows is None or self.columns is None or self.inner is None:
             return None
         return self.rows, self.columns, self.inner
 
     @property
     def flops_wasted(self) -> int | None:
-        """FLOP that whole tiles compute beyond those of C; None where no tile is known."""
+        """FLOP of full tiles beyond those of C; None where no tile is modelled."""
         if self.tile_efficiency is None:
             return None
         done = self.flops + self.flops_recompute
@@ -139,13 +139,10 @@ class Census(Plain, Shown):
 
 
 # -- counting --------------------------------------------------------------------------------------
-# The census of a step: every matrix product by its sizes, how it fills tiles, and odd sizes.
-#
 # Rows are exact: their FLOP and those of the attention kernels are the matrix FLOP of the step.
-# What tiles and waves leave is what the kernel model says (`itemising.tiles`), None where it
-# models nothing.  A convolution stands as the product that it is when its windows are written
-# out: M the positions of all images, N the output channels of a group, K the values that each of
-# them sums.
+# Efficiencies of tiles and waves are those of the kernel model (`tiles`), None where it has none.
+# A convolution stands as an im2col product: M the positions of all images, N the output channels
+# of a group, K the values that each of them sums.
 
 ATTENTION = "attention"
 """The kind of ops whose products are inside of one kernel."""
@@ -158,7 +155,7 @@ class _Call:
     row: Row  # of the kernel
     op: Op
     kind: str
-    works: dict[Work, int]  # FLOP of one call; the keys differ in what they count as alone
+    works: dict[Work, int]  # FLOP of one call; the keys differ in `count` alone
     part: float = 1.0  # of the seconds of the kernel
     aligned: Aligned | None = None
 
@@ -173,13 +170,13 @@ class _Call:
 
     @property
     def batch(self) -> float | None:
-        """Products of its size; None where that is not known."""
+        """Products of its size; None if unknown."""
         shape = self.work.shape
         if shape is None or 0 in shape:
             return None
         each, flop = 2 * shape[0] * shape[1] * shape[2], sum(self.works.values())
-        whole = round(flop / each)
-        return whole if abs(whole * each - flop) <= 0.5 else flop / each  # FLOP are rounded
+        count = round(flop / each)
+        return count if abs(count * each - flop) <= 0.5 else flop / each  # FLOP are rounded
 
 
 def census(
@@ -190,12 +187,12 @@ def census(
     knobs: Knobs | None,
     headline: float,
     t_serial: float,
-    align: int = BYTES,
+    align: int = engines.ACCESS,
 ) -> Census:
     """Every matrix product of an estimate, whose fields these are.
 
     headline: FLOP/s of its peak.  t_serial: seconds that shares are of.  align: bytes; sizes are
-    odd whose rows in memory are no whole number of them.  Raises ValueError for less than 1 byte.
+    odd whose rows in memory are no multiple of them.  Raises ValueError for less than 1 byte.
     """
     from rooftrace.costmodels.estimates.tiles import tiled_kernels  # loads numpy
 
@@ -208,14 +205,14 @@ def census(
         call.aligned = aligned(planned.graph, call.op, call.work, align)
         if call.aligned is not None:
             lengthened.append((call, *_lengthened(planned, call, call.aligned)))
-    own = list(dict.fromkeys(call.row.index for call in products))
-    wanted = [(group, planned.costs[group]) for group in own]
+    groups = list(dict.fromkeys(call.row.index for call in products))
+    wanted = [(group, planned.costs[group]) for group in groups]
     wanted += [(call.row.index, cost) for call, cost, _ in lengthened]
     kernels = tiled_kernels(planned, chip, knobs, headline, wanted)
-    now = dict(zip(own, kernels, strict=False))
+    now = dict(zip(groups, kernels, strict=False))
     more = {
         id(call): (flop, kernel.seconds - now[call.row.index].seconds)
-        for (call, _, flop), kernel in zip(lengthened, kernels[len(own) :], strict=True)
+        for (call, _, flop), kernel in zip(lengthened, kernels[len(groups) :], strict=True)
     }
     pieces = [
         _product(planned, chip, call, now[call.row.index], more.get(id(call)), t_serial)
@@ -321,22 +318,16 @@ _LISTS = ("modules", "parts")
 
 def _added_up(pieces: Sequence[Product]) -> tuple[Product, ...]:
     """Equal products, cut into equal tiles, as one; most seconds first."""
-    groups: dict[Any, list[Product]] = {}
+    groups: dict[Product, list[Product]] = {}
+    summed: dict[str, Any] = dict.fromkeys((*_SUMS, *_LISTS))
     for piece in pieces:
-        alike = {name: None for name in (*_SUMS, *_LISTS)}
-        groups.setdefault(_key(piece, alike), []).append(piece)
+        groups.setdefault(replace(piece, **summed), []).append(piece)
     products = [_sum(group) for group in groups.values()]
     return tuple(sorted(products, key=lambda product: (-product.seconds, str(product.shape))))
 
 
-def _key(piece: Product, without: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(
-        getattr(piece, name) for name in Product.__dataclass_fields__ if name not in without
-    )
-
-
 def _sum(group: Sequence[Product]) -> Product:
-    """The sum of products that differ in where and when they run alone."""
+    """The sum of equal products of several modules, kernels or parts of the step."""
     first = group[0]
     sums: dict[str, Any] = {
         name: None if getattr(first, name) is None else sum(getattr(p, name) for p in group)

@@ -1,8 +1,8 @@
 """Why another counter's number differs from ours: every difference by module and op.
 
-Both sides are added up by module (its own ops, without its children).  Only matrix products and
-convolutions are set side by side: other counters leave vector work out, or count some of it by
-conventions of their own.  The differences add up to the difference of the totals.
+Both sides are added up by module (without its children).  Only matrix products and convolutions
+are compared: other counters leave vector work out, or count it by other conventions.  The
+differences add up to the difference of the totals.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ tells nothing of an op but its name."""
 _MATRIX_WORDS = ("mm", "matmul", "linear", "conv", "attention", "lstm", "gru", "rnn", "einsum")
 """Parts of the names of ops that may hold matrix work."""
 
-# By name: it is our own stand-in, and the only op whose backward autograd runs in part.
+# By name: a stand-in of rooftrace, and the only op whose backward autograd runs in part.
 _RNN_BACKWARD = "rooftrace.rnn_backward"
 _BEYOND = ("computes the scores a second time", "makes gradients that nothing reads")
-"""What a fused kernel computes beyond its ops: for attention, for a recurrent network.
-"""
+"""Work of a fused kernel beyond its ops: for attention, for a recurrent network."""
 
 _Counts = Counter[tuple[str, str]]
 """FLOP (or calls) by module path and op."""
@@ -64,7 +63,7 @@ class Difference(Plain):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Plain):
-    """Our count of a step beside a peer's; the optimizer is left out."""
+    """Our count of a step compared with a peer's; the optimizer is left out."""
 
     peer: str
     version: str
@@ -74,9 +73,9 @@ class Comparison(Plain):
     flops_vector: int  # our other FLOPs
     peer_matrix: int = 0  # the peer's, a multiply-add as 2
     peer_vector: int = 0
-    peer_unit: str = "FLOP"  # "MAC" where the peer's own figures count a multiply-add as 1
+    peer_unit: str = "FLOP"  # "MAC" where the peer counts a multiply-add as 1
     differences: tuple[Difference, ...] = ()  # largest first; they sum to ours - the peer's
-    note: str = ""  # what else to know of the peer's count
+    note: str = ""  # on the peer's count
     error: str = ""  # why the peer has none
 
     def __repr__(self) -> str:
@@ -104,7 +103,7 @@ class Comparison(Plain):
 
 
 def compare(graph: OpGraph, peer: PeerCount) -> Comparison:
-    """Our count of `graph` beside what `peer` counted of the same step (without its optimizer)."""
+    """Compare our count of `graph` with the peer's of the same step (without its optimizer)."""
     ours, again, vector = _ours(plan(graph, AS_CALLED))
     made = Comparison(
         peer=peer.peer,
@@ -187,7 +186,7 @@ def _dense(cost: Cost) -> tuple[int, int]:
 
 
 def unread_gradients(graph: OpGraph, op: Op) -> int:
-    """FLOP of gradients that only a whole recurrent backward makes; autograd leaves them out.
+    """FLOP of gradients that only a fused recurrent backward makes; autograd leaves them out.
 
     Each layer and direction makes the gradient of its first hidden state, 2 B (G H) H, which is
     never needed here, and the gradient of its input, 2 T B (G H) I, which counts if nothing reads
@@ -287,7 +286,7 @@ def _reason(
 
 
 def _is_foreign(op: str) -> bool:
-    """Whether an op is not one of torch's own, so that it may do anything."""
+    """Whether an op is from outside of torch, so that it may do anything."""
     namespace, dot, _ = op.partition(".")
     return bool(dot) and namespace not in ("aten", "prim", "prims")
 

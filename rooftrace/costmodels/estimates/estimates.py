@@ -6,20 +6,28 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates.census import Census, census
 from rooftrace.costmodels.estimates.nodes import NodeTable, node_table
 from rooftrace.costmodels.estimates.rows import Breakdowns, Row, Together, frame_of, row_of
-from rooftrace.costmodels.fusion import Coverage, ExecutionModel, Plan, Unsupported, plan, runs
+from rooftrace.costmodels.fusion import (
+    Bytes,
+    Coverage,
+    ExecutionModel,
+    Plan,
+    Unsupported,
+    plan,
+    runs,
+)
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.knobs import LEVEL
 from rooftrace.costmodels.memory import Memory, Reserved, reserve
 from rooftrace.costmodels.ops import COMPUTED, MATRIX
 from rooftrace.costmodels.timing.queue import Communication
 from rooftrace.costmodels.timing.timings import StepTimes
-from rooftrace.graph import Assumption, OpGraph, assumptions as asked
+from rooftrace.graph import Assumption, OpGraph, assumptions
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic
@@ -27,8 +35,9 @@ from rooftrace.hardware.units import format_flops, format_share, format_time, fo
 if TYPE_CHECKING:
     import pandas
 
+    from rooftrace.studies.advice import Headroom
+
 # -- itemised --------------------------------------------------------------------------------------
-# What an estimate consists of, item by item, and whose constants it has.
 
 
 class Itemised:
@@ -43,11 +52,11 @@ class Itemised:
 
     @property
     def borrowed(self) -> str:
-        """That these times have constants of other chips, which are named; "" where they do not."""
+        """A sentence that these times have constants of other chips; "" where they do not."""
         return self.plan.execution.borrowed_on(self.chip)
 
     def by_node(self) -> NodeTable:
-        """Every kernel with the bytes of weights and of all else that it reads, and that it writes.
+        """Every kernel with the bytes of weights, of other reads, and of writes.
 
         Equal kernels of equal modules stand once; nodes add up to `flops` and `bytes_hbm`.
         """
@@ -57,7 +66,7 @@ class Itemised:
         """Every matrix product by M, N, K and precision, with its tiles and odd sizes.
 
         Rows and the attention kernels add up to `flops_matrix`.  align: bytes; sizes are odd whose
-        rows in memory are no whole number of them.
+        rows in memory are no multiple of them.
         """
         return census(
             self.plan,
@@ -75,7 +84,7 @@ class Itemised:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Shown, Together, Breakdowns, Itemised):
-    """What a step costs on a chip.  Quantities: FLOP, byte, second, FLOP/byte.
+    """The cost of a step on a chip.  Quantities: FLOP, byte, second, FLOP/byte.
 
     print() shows the table; `to_frame()` is a pandas frame with one row per kernel; `by_module()`
     and the like are mappings with sums of kernels.
@@ -85,12 +94,12 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     chip: Chip
     rows: tuple[Row, ...]  # one per kernel group, in launch order
     times: StepTimes
-    knobs: Knobs | None  # what times were computed with; None: the peaks of the datasheet
+    knobs: Knobs | None  # None: the peaks of the datasheet
     peak: float  # FLOP/s, dense, of the engine that runs most of the matrix FLOPs
-    peak_precision: str  # what it computes in ("tf32" where fp32 convolutions run there)
+    peak_precision: str  # of that engine ("tf32" where fp32 convolutions run there)
     exchanges: tuple[Communication, ...] = ()  # with other processes, in launch order
 
-    # -- what was estimated ---------------------------------------------------------------------
+    # -- the step -------------------------------------------------------------------------------
 
     @property
     def graph(self) -> OpGraph:
@@ -124,17 +133,17 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences that say what was rewritten and what else is worth knowing."""
+        """Sentences on rewrites, missing rules and assumptions."""
         return (*self.plan.notes, *self.resting_notes)
 
     @property
     def resting_notes(self) -> tuple[str, ...]:
-        """Those of the notes that say what share of it rests on what is missing or unknown."""
+        """The notes on shares of the step that rest on assumptions."""
         return resting_notes(self.graph.assumptions, lambda: self.assumption_seconds, self.t_est)
 
     @property
     def own_notes(self) -> tuple[str, ...]:
-        """Those of the notes that are on rules and joins which users and packages add."""
+        """The notes on rules and joins which users and packages add."""
         return self.plan.own_notes
 
     def unsupported_ops(self) -> tuple[Unsupported, ...]:
@@ -143,8 +152,8 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     @cached_property
     def assumption_seconds(self) -> Mapping[int, float]:
-        """Device seconds of the kernels that rest on each assumption, by its id: of those whose own
-        sizes, values or facts came from it."""
+        """Device seconds of the kernels whose sizes, values or facts come from each assumption, by
+        its id."""
         seconds: dict[int, float] = defaultdict(float)
         for row in self.rows:
             for assumption, share in runs.resting_shares(self.graph, row.ops).items():
@@ -153,12 +162,12 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes alive over the step as it is run: the peak, what it is made of, the timeline."""
+        """Bytes alive over the step as it is run: the peak, its tensors, the timeline."""
         return self.plan.memory
 
     @cached_property
     def reserved(self) -> Reserved | None:
-        """What PyTorch's allocator and libraries make of that on the chip; None on a CPU."""
+        """GPU memory by PyTorch's allocator, with libraries' workspaces; None on a CPU."""
         if self.chip.kind != "gpu":
             return None
         return reserve(self.plan.graph, self.chip, self.memory.peak, self.plan.unmade)
@@ -173,13 +182,13 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
     def total(self) -> int:
         """FLOP of the step, `flops`, under the name that fvcore's FlopCountAnalysis has for it.
 
-        A multiply-add is 2 FLOP; fvcore's own number counts it as 1, like `macs`.
+        A multiply-add is 2 FLOP; fvcore counts it as 1, like `macs`.
         """
         return self.flops
 
     @property
     def flops_causal(self) -> int:
-        """FLOP of what the mask lets through, without recomputation."""
+        """FLOP without masked attention scores and without recomputation."""
         return self.plan.total.flops(counts=("useful",))
 
     @property
@@ -203,7 +212,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         return self.times.t_comp * self.peak
 
     @property
-    def bytes(self) -> Any:
+    def bytes(self) -> Bytes:
         """HBM bytes by role."""
         return self.plan.bytes
 
@@ -219,7 +228,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     @property
     def bytes_compulsory(self) -> int:
-        """Bytes that any execution has to move: inputs and weights in, results out, once each."""
+        """Bytes that any execution moves: inputs and weights in, results out, once each."""
         return self.plan.compulsory
 
     @property
@@ -249,7 +258,7 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     @property
     def t_est(self) -> float:
-        """Expected seconds of the step; with knobs=None what it takes at least (a bound)."""
+        """Expected seconds of the step; with knobs=None a lower bound."""
         return self.times.t_est
 
     @property
@@ -279,8 +288,8 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
 
     @property
     def totals(self) -> dict[str, float]:
-        """What diffs, budgets and locks hold to limits, by their names for it: second, FLOP, byte
-        through HBM, byte at the peak of memory, parameters, kernels."""
+        """Totals by the names that diffs, budgets and locks limit: second, FLOP, byte through HBM,
+        byte at the peak of memory, parameters, kernels."""
         return {
             "time": self.t_est,
             "flops": self.flops,
@@ -306,8 +315,8 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         are one row with the sums of them all."""
         return frame_of(self.plan, self.rows)
 
-    def headroom(self) -> Any:
-        """What fusing saves, as a `Headroom`; `rooftrace.tools.headroom` takes graphs too."""
+    def headroom(self) -> Headroom:
+        """Savings by fusing, as a `Headroom`; `rooftrace.tools.headroom` takes graphs too."""
         from rooftrace.studies.advice import headroom  # above this package, as it prices estimates
 
         return headroom(self)
@@ -329,7 +338,7 @@ def estimate(
     execution: str | ExecutionModel | None = None,
     system: str | System | None = None,
 ) -> Estimate:
-    """What the captured step costs on `chip` when run as `execution` says (a Plan has its own).
+    """The cost of the captured step on `chip` under `execution` (a Plan has its execution).
 
     chip: default the one that the knobs of the execution were fitted on, else h200-sxm.
 
@@ -364,15 +373,18 @@ def _ratio(a: float, b: float) -> float | None:
 
 
 # -- resting ---------------------------------------------------------------------------------------
-# What shares of a step rest on: packages that are missing, masks and lengths that nobody knows.
 
 
-_SAID = {asked.FALLBACK: "runs in place of a kernel", "mask": "rests on", "lengths": "rests on"}
-"""Kinds of assumptions that a note spells out, and what a share of the step does."""
+_VERBS = {
+    assumptions.FALLBACK: "runs in place of a kernel",
+    "mask": "rests on",
+    "lengths": "rests on",
+}
+"""The verb of a note, by the kind of assumption."""
 
 
 def resting_notes(
-    assumptions: Iterable[Assumption], seconds_of: Callable[[], Mapping[int, float]], t_est: float
+    assumed: Iterable[Assumption], seconds_of: Callable[[], Mapping[int, float]], t_est: float
 ) -> tuple[str, ...]:
     """A sentence for each such assumption that time rests on; a fallback that a rewrite took has
     none.
@@ -380,9 +392,9 @@ def resting_notes(
     seconds_of: gives the seconds that rest on each assumption, by its id.  t_est: of the step.
     """
     together: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for item in assumptions:
-        if item.kind in _SAID:
-            together[_SAID[item.kind], item.text] += seconds_of().get(item.id, 0.0)
+    for item in assumed:
+        if item.kind in _VERBS:
+            together[_VERBS[item.kind], item.text] += seconds_of().get(item.id, 0.0)
     return tuple(
         f"{format_share(seconds / t_est)} of the step {does}: {text}"
         for (does, text), seconds in together.items()

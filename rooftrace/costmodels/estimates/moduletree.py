@@ -15,10 +15,9 @@ from rooftrace.graph import Op, OpGraph, Ref, Tensor, pattern_of
 from rooftrace.hardware.precisions import precision
 
 # -- precision islands -----------------------------------------------------------------------------
-# Where a step computes in another floating precision than the one that it is priced in.
-#
-# `reprice` changes only what is in the model's own precision; an explicit cast to fp32 (a norm, a
-# router, logits for the loss) stays.  This lists what stayed.
+# Tensors in another floating precision than the one that the step is priced in.  `reprice` changes
+# only tensors in the model's precision; an explicit cast to fp32 (a norm, a router, logits for the
+# loss) stays.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Island:
 
 
 def islands(graph: OpGraph) -> tuple[Island, ...]:
-    """Islands of a graph, most bytes first; what the optimizer keeps and makes is left out."""
+    """Islands of a graph, most bytes first, without tensors of the optimizer."""
     expected = {graph.model.get("priced_dtype") or graph.model.get("dtype")}
     expected |= {graph.workload.get(name) for name in ("weights_dtype", "kv_dtype")}
     counts: dict[tuple[str, str], list[int]] = {}
@@ -61,36 +60,33 @@ def _owners(graph: OpGraph) -> Iterator[tuple[str, Tensor]]:
 
 
 # -- moduletree ------------------------------------------------------------------------------------
-# The tree of modules of an estimate: shapes, parameters, FLOP, bytes and seconds of each module.
-#
-# Sums of a module include the modules inside it.  Siblings that are alike stand once, with a
-# count.
+# Sums of a module include the modules inside it.  Equal siblings stand once, with a count.
 
 T = TypeVar("T")
 COLUMNS = (
     "input_size", "output_size", "num_params", "params_percent", "kernel_size", "mult_adds",
     "trainable", "flops", "bytes", "time",
 )  # fmt: skip
-"""What can be printed of each module: the names are torchinfo's; the last three are ours."""
+"""Columns of a module: torchinfo's names, and three more."""
 USUAL = ("input_size", "output_size", "num_params", "mult_adds")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Names of weights that are no parameters, where the module is not at hand to ask."""
+"""Names of weights that are no parameters, where the module is not at hand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNode:
     """A module, or `count` modules that are alike.  Numbers are sums over all of them."""
 
-    name: str  # its own name in the module around it; of several "0-31"
+    name: str  # in the module around it; of several "0-31"
     path: str  # of the first of them
     kind: str  # name of its class
     depth: int  # 0: the root
     count: int = 1
-    input: Tensor | None = None  # the first activation that the module reads; None: none known
+    input: Tensor | None = None  # the first activation that the module reads; None: unknown
     output: Tensor | None = None  # the last one that it makes for others
     kernel_size: tuple[int, ...] | None = None  # of a convolution or pooling
     params: int = 0  # numbers in parameters, those of the modules inside included
-    trainable: int | None = None  # how many of them a gradient is asked for; None: not known
+    trainable: int | None = None  # how many of them require a gradient; None: unknown
     macs: int = 0  # multiply-adds in matrix products and convolutions
     flops: int = 0  # FLOP, a multiply-add as 2, with vector work
     bytes: int = 0  # through HBM
@@ -110,7 +106,7 @@ class Summary(Estimate):
 
     tree: ModuleNode
     depth: int = 3  # how far down the tree is printed
-    col_names: tuple[str, ...] = ()  # what is printed of each module
+    col_names: tuple[str, ...] = ()  # printed columns
 
     @property
     def estimate(self) -> Estimate:
@@ -124,9 +120,9 @@ class Summary(Estimate):
 
     @property
     def trainable_params(self) -> int | None:
-        """How many of them a gradient is asked for; None where that is not known."""
-        known = self.graph.model.get("params_trainable", self.tree.trainable)
-        return None if known is None else int(known)
+        """Numbers in parameters that require a gradient; None if unknown."""
+        count = self.graph.model.get("params_trainable", self.tree.trainable)
+        return None if count is None else int(count)
 
     @property
     def total_mult_adds(self) -> int:
@@ -159,16 +155,13 @@ def module_tree(
     shapes, sums = _Shapes(graph), _sums(estimate)
     params = _parameters(graph, gradients)
     for path, (count, trainable) in params.items():
-        for around in _around(path):
-            entry = sums[around]
-            entry.params += count
-            entry.trainable += trainable
-    known = gradients is not None or graph.model.get("params_trainable") == graph.model.get(
-        "params"
-    )
+        for parent in around(path):
+            sums[parent].params += count
+            sums[parent].trainable += trainable
+    all_trainable = graph.model.get("params_trainable") == graph.model.get("params")
     for path in [*graph.modules, *sums]:
-        for around in _around(path):
-            sums.setdefault(around, _Sums())
+        for parent in around(path):
+            sums.setdefault(parent, _ModuleSums())
     order = {path: index for index, path in enumerate(graph.modules)}
     below: dict[str, list[str]] = defaultdict(list)
     for path in sorted(sums, key=lambda path: (order.get(path, len(order)), path)):
@@ -177,7 +170,7 @@ def module_tree(
 
     def node(path: str, depth: int) -> ModuleNode:
         entry: dict[str, Any] = asdict(sums[path])
-        if not known:
+        if gradients is None and not all_trainable:
             entry["trainable"] = None
         children = [node(child, depth + 1) for child in below.get(path, ())]
         return ModuleNode(
@@ -233,7 +226,7 @@ def _together(nodes: Sequence[ModuleNode]) -> ModuleNode:
         return first
     name = _ranges([int(node.name) for node in nodes]) if first.name.isdigit() else first.name
     inside = zip(*(node.children for node in nodes), strict=True)
-    names = ["count", *(each.name for each in fields(_Sums))]
+    names = ["count", *(each.name for each in fields(_ModuleSums))]
     if first.trainable is None:
         names.remove("trainable")
     sums: dict[str, Any] = {n: sum(getattr(node, n) for node in nodes) for n in names}
@@ -263,7 +256,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 @dataclass(slots=True)
-class _Sums:
+class _ModuleSums:
     params: int = 0
     trainable: int = 0
     macs: int = 0
@@ -272,7 +265,7 @@ class _Sums:
     seconds: float = 0.0
 
 
-def _around(path: str) -> list[str]:
+def around(path: str) -> list[str]:
     """A path and those of all modules around it, the root last."""
     paths = [path]
     while path:
@@ -281,30 +274,30 @@ def _around(path: str) -> list[str]:
     return paths
 
 
-def _sums(estimate: Estimate) -> defaultdict[str, _Sums]:
+def _sums(estimate: Estimate) -> defaultdict[str, _ModuleSums]:
     """FLOP, bytes and seconds by module path, the modules inside included."""
-    sums: defaultdict[str, _Sums] = defaultdict(_Sums)
+    sums: defaultdict[str, _ModuleSums] = defaultdict(_ModuleSums)
     graph, costs = estimate.graph, estimate.plan.op_costs
     for index, op in enumerate(graph.ops):
         cost, paths = costs[index], _paths(graph, op)
         times = graph.times(op)
         flops, macs = times * cost.flops(), times * cost.flops(MATRIX) // 2
         for path in paths if flops else ():
-            for around in _around(path):
-                sums[around].flops += flops // len(paths)
-                sums[around].macs += macs // len(paths)
+            for parent in around(path):
+                sums[parent].flops += flops // len(paths)
+                sums[parent].macs += macs // len(paths)
     for row in estimate.rows:
         for path in row.modules:
-            for around in _around(path):
-                sums[around].bytes += row.bytes // len(row.modules)
-                sums[around].seconds += row.timing.t_device / len(row.modules)
+            for parent in around(path):
+                sums[parent].bytes += row.bytes // len(row.modules)
+                sums[parent].seconds += row.timing.t_device / len(row.modules)
     return sums
 
 
 def _paths(graph: OpGraph, op: Op, path: str | None = None) -> tuple[str, ...]:
     """The module paths in which an op stands, over the iterations of its repeats.
 
-    path: of a module around the op, in place of the op's own.
+    path: of a module around the op, in place of that of the op.
     """
     paths = [op.module if path is None else path]
     for number in op.repeats:
@@ -317,7 +310,7 @@ def _paths(graph: OpGraph, op: Op, path: str | None = None) -> tuple[str, ...]:
 def _parameters(
     graph: OpGraph, gradients: Mapping[str, bool] | None
 ) -> Mapping[str, tuple[int, int]]:
-    """How many numbers the parameters of each module hold, and how many of these are trainable."""
+    """Numbers in the parameters of each module, and in the trainable ones."""
     everything = graph.model.get("params_trainable") == graph.model.get("params")
     counts: dict[str, tuple[int, int]] = {}
     for index in graph.external:
@@ -325,17 +318,13 @@ def _parameters(
         if value.role != "weights" or value.storage != index or not value.name:
             continue
         for name in _names(graph, index):
-            path, _, own = name.rpartition(".")
-            if gradients is None:
-                if own in _BUFFERS:
-                    continue
-                asked = everything
-            elif name not in gradients:
-                continue  # a buffer
-            else:
-                asked = gradients[name]
+            path, _, last = name.rpartition(".")
+            is_buffer = last in _BUFFERS if gradients is None else name not in gradients
+            if is_buffer:
+                continue
+            trains = everything if gradients is None else gradients[name]
             count, trainable = counts.get(path, (0, 0))
-            counts[path] = count + value.elements, trainable + value.elements * asked
+            counts[path] = count + value.elements, trainable + value.elements * trains
     return counts
 
 
@@ -356,7 +345,7 @@ def _names(graph: OpGraph, index: int) -> Iterable[str]:
 
 
 class _Shapes:
-    """What each module reads and makes, by its path, from what flows between forward ops."""
+    """Inputs and outputs of each module, by its path, from the dataflow of forward ops."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.inputs: dict[str, Tensor] = {}
@@ -368,18 +357,18 @@ class _Shapes:
         self._readers = self._by_value()
         last: dict[str, int] = {}
         for op in self._forward:
-            around = _around(op.module)
+            paths = around(op.module)
             for value in op.inputs:
-                self._read(op, value, around)
+                self._read(op, value, paths)
             for value in op.outputs[:1]:
-                last.update((path, value) for path in around)
+                last.update((path, value) for path in paths)
             for value in op.outputs:
-                self._made(op, value, around)
+                self._made(op, value, paths)
             window = _window(graph, op)
             if window is not None:
                 self._put(self.windows, op, op.module, window)
         for op in self._forward:
-            for path in _around(op.module):
+            for path in around(op.module):
                 if path not in self.outputs and path in last:
                     self._put(self.outputs, op, path, graph.values[last[path]])
 
@@ -397,33 +386,33 @@ class _Shapes:
             readers[value].add("(outside)")
         return readers
 
-    def _read(self, op: Op, value: int, around: Sequence[str]) -> None:
+    def _read(self, op: Op, value: int, paths: Sequence[str]) -> None:
         tensor = self._graph.values[value]
         if tensor.role != "activations":
             return
         maker = self._makers.get(value)
-        for path in around:
+        for path in paths:
             if path not in self.inputs and (maker is None or not _inside(maker, path)):
                 self._put(self.inputs, op, path, tensor)
 
-    def _made(self, op: Op, value: int, around: Sequence[str]) -> None:
+    def _made(self, op: Op, value: int, paths: Sequence[str]) -> None:
         tensor = self._graph.values[value]
         if tensor.role not in ("activations", "temporary"):
             return
-        for path in around:
+        for path in paths:
             if any(not _inside(reader, path) for reader in self._readers[value]):
                 self._put(self.outputs, op, path, tensor)
 
-    def _put(self, places: dict[str, T], op: Op, path: str, value: T) -> None:
-        """Note a value of the module at `path`, and of those of the other iterations."""
+    def _put(self, values: dict[str, T], op: Op, path: str, value: T) -> None:
+        """Set a value of the module at `path`, and of those of the other iterations."""
         for each in _paths(self._graph, op, path):
-            places[each] = value
+            values[each] = value
 
 
-def _inside(path: str, around: str) -> bool:
-    if not around:
+def _inside(path: str, parent: str) -> bool:
+    if not parent:
         return path != "(outside)"
-    return path == around or path.startswith(f"{around}.")
+    return path == parent or path.startswith(f"{parent}.")
 
 
 def _window(graph: OpGraph, op: Op) -> tuple[int, ...] | None:

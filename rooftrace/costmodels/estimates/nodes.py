@@ -23,14 +23,9 @@ if TYPE_CHECKING:
     import pandas
 
 # -- aligned sizes ---------------------------------------------------------------------------------
-# Sizes whose rows in memory are no whole number of loads, and what padded ones would cost.
-#
 # A thread loads 16 bytes at once.  Where the rows of a matrix do not begin at multiples of that, as
-# with 50257 logits in bf16, kernels load it in smaller pieces, and take longer for it
-# (`Share.odd`).
+# with 50257 logits in bf16, kernels load it in smaller pieces, and take longer (`Share.odd`).
 
-BYTES = 16
-"""What a thread loads at once."""
 NAMES = ("M", "N", "K")
 
 
@@ -44,11 +39,11 @@ class Aligned:
 
 
 def aligned(graph: OpGraph, op: Op, work: Work, bytes_aligned: int) -> Aligned | None:
-    """The next aligned sizes of a product of an op; None where all are aligned or not known.
+    """The next aligned sizes of a product of an op; None where all are aligned or unknown.
 
     A size is odd where it is the length of the rows of an operand or of the result, as they lie in
-    memory, and these are no whole number of `bytes_aligned`.  Convolutions are left out: their K is
-    no row in memory.
+    memory, and these are no multiple of `bytes_aligned`.  Convolutions are left out: their K is no
+    row in memory.
     """
     if work.operation != "matmul" or work.shape is None or 0 in work.shape:
         return None
@@ -84,8 +79,8 @@ def with_shape(
 ) -> tuple[Cost, int]:
     """The cost of a kernel with one of its products at other sizes, and how many FLOP more.
 
-    flop: of that product, which may be a part of what `cost.work` has under its key.  batch: how
-    many products of the shape it is.  output: the storage of its result, and bytes of an element.
+    flop: of that product, which may be a part of `cost.work[work]`.  batch: how many products of
+    the shape it is.  output: the storage of its result, and bytes of an element.
     """
     assert work.shape is not None
     larger = round(flop * made.grown)
@@ -107,20 +102,18 @@ def with_shape(
 
 
 # -- nodes -----------------------------------------------------------------------------------------
-# The nodes of a step: what each kernel computes, and whose bytes it reads and writes.
-#
 # Rows are exact: weights + inputs + outputs of a node are its HBM bytes, and nodes add up to the
 # step.
 
 STORED = ("weights", "kv", "optimizer", "constants")
-"""Roles of what lies in memory from step to step."""
+"""Roles of tensors that stay in memory from step to step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNode(Plain):
     """Equal kernels of modules whose paths differ in numbers alone; sums over all of them."""
 
-    name: str  # of the op, or of what was fused
+    name: str  # of the op, or of the fused pattern
     module: str  # path with starred indices
     family: str
     part: str
@@ -208,27 +201,13 @@ def node_table(planned: Plan, chip: str, rows: Sequence[Row], *, expected: bool)
     for row in rows:
         key = (row.name, pattern_of(row.module), row.family, row.part)
         entry = sums.setdefault(key, [0, 0, 0, 0, 0, 0.0])
-        weights, inputs, outputs = _moved(planned.graph, planned.costs[row.index])
-        added = (row.count, row.flops, row.count * weights, row.count * inputs)
-        for place, number in enumerate((*added, row.count * outputs, row.timing.t_device)):
+        moved = (row.count * size for size in _moved(planned.graph, planned.costs[row.index]))
+        for place, number in enumerate((row.count, row.flops, *moved, row.timing.t_device)):
             entry[place] += number
+    names = [each.name for each in fields(StepNode)]
     nodes = [
-        StepNode(
-            name=name,
-            module=module,
-            family=family,
-            part=part,
-            calls=calls,
-            flops=flops,
-            weights=weights,
-            inputs=inputs,
-            outputs=outputs,
-            seconds=seconds,
-        )
-        for (name, module, family, part), (
-            calls, flops, weights, inputs, outputs, seconds,
-        ) in sums.items()
-    ]  # fmt: skip
+        StepNode(**dict(zip(names, (*key, *entry), strict=True))) for key, entry in sums.items()
+    ]
     return NodeTable(
         title=planned.graph.title,
         phase=planned.graph.phase,

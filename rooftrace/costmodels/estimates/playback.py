@@ -1,4 +1,4 @@
-"""The launch queue of an estimate, kernel by kernel: what each waits for, and when it runs."""
+"""The launch queue of an estimate, kernel by kernel, with dependencies and times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rooftrace.costmodels.estimates.estimates import Estimate, estimate as estimate_of
+from rooftrace.costmodels.estimates.estimates import Estimate, estimate
 from rooftrace.costmodels.estimates.rows import Row
 from rooftrace.costmodels.fusion import Launch, plan, runs
 from rooftrace.costmodels.timing import streams
@@ -15,10 +15,8 @@ from rooftrace.costmodels.timing.queue import Communication, Queue, host_seconds
 from rooftrace.graph import REVERSED, Collective, Op, OpGraph, marks, pattern_of
 
 # -- waiting ---------------------------------------------------------------------------------------
-# A step written out kernel by kernel, each with the kernels that it waits for.
-#
-# A kernel waits for those that made what it reads or writes, for the one before it on its stream,
-# for the exchange before it of its group, and for what the events before it stand for.
+# A kernel waits for the makers of its inputs and outputs, for the one before it on its stream, for
+# the exchange before it of its group, and for the events before it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,20 +27,20 @@ class Following:
     start: float  # seconds since the step began
     seconds: float
     stream: str
-    data: tuple[int, ...]  # the kernels that made what it reads or writes
+    data: tuple[int, ...]  # kernels that made its inputs and outputs
     order: tuple[int, ...]  # the kernels that its stream, its group and events put before it
     collective: Collective | None = None
     exchange: Communication | None = None
 
 
 @dataclass(slots=True)
-class _Order:
-    """Which kernels the streams of a step have put before the next one."""
+class _KernelOrder:
+    """Kernels that the streams of a step have put before the next one."""
 
     last: dict[str, int] = field(default_factory=dict)  # by stream, and by queue of a group
     held: dict[str, set[int]] = field(default_factory=dict)
     events: dict[int, set[int]] = field(default_factory=dict)
-    synced: int = -1  # what the host has waited for
+    synced: int = -1  # the last kernel that the host has waited for
 
     def mark(self, op: Op) -> None:
         """An event made, or waited for."""
@@ -53,7 +51,7 @@ class _Order:
             held |= self.events.get(op.inputs[0], set())
 
     def before(self, kernel: streams.StreamKernel) -> set[int]:
-        """What comes before a kernel that is launched now."""
+        """Kernels that come before one that is launched now."""
         ahead = self.held.pop(kernel.stream, set()) | {self.synced}
         queues = (kernel.stream, kernel.lane) if kernel.lane else (kernel.stream,)
         return (ahead | {self.last.get(queue, -1) for queue in queues}) - {-1}
@@ -62,20 +60,20 @@ class _Order:
         """A kernel is the last one of its stream, and an exchange of its group."""
         if kernel.lane:
             self.last[kernel.lane] = number
-        if not kernel.beside:
+        if not kernel.is_async:
             self.last[kernel.stream] = number
 
 
-def written_out(estimate: Estimate) -> Estimate:
+def written_out(step: Estimate) -> Estimate:
     """A step without repeats: its estimate has a row for every kernel."""
-    if not estimate.graph.repeats:
-        return estimate
-    return estimate_of(plan(estimate.plan.source.expand(), estimate.execution), estimate.chip)
+    if not step.graph.repeats:
+        return step
+    return estimate(plan(step.plan.source.expand(), step.execution), step.chip)
 
 
-def kernels_in_order(estimate: Estimate) -> list[Following]:
+def kernels_in_order(step: Estimate) -> list[Following]:
     """The kernels of a step in order, those of repeats written out."""
-    flat = written_out(estimate)
+    flat = written_out(step)
     graph = flat.graph
     walked = streams.Streams.of(
         flat.plan,
@@ -84,7 +82,7 @@ def kernels_in_order(estimate: Estimate) -> list[Following]:
         flat.chip.host_waits,
     )
     exchanges = {exchange.kernel: exchange for exchange in flat.exchanges}
-    order, writers = _Order(), dict[int, int]()
+    order, writers = _KernelOrder(), dict[int, int]()
     kernels: list[Following] = []
     for item in walked.items:
         run = walked.next(item)
@@ -116,12 +114,9 @@ def kernels_in_order(estimate: Estimate) -> list[Following]:
 
 
 # -- playing ---------------------------------------------------------------------------------------
-# The queue of an estimate written out: when the host enqueues what, and the device runs it.
-#
-# `timing` says when each kernel of a graph runs the first time; here are the launches of all
-# iterations, one by one, of a step on several streams with the stream of each.  Where there are
-# more than a limit, iterations of the repeats with the highest counts stand once, beside one span
-# for those that follow.
+# The launches of all iterations, one by one; `timing` has the first run of each kernel only.  Where
+# there are more than a limit, the repeats with the highest counts are folded: their first
+# iteration, and one span for the others.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +136,7 @@ class Played:
     host_end: float
     start: float | None = None  # on the device, None for host work alone
     end: float | None = None
-    track: str = ""  # the stream that it runs on, or the queue of its group where it runs beside
+    track: str = ""  # its stream, or its group's queue where it is asynchronous
     exposed: float = 0.0  # seconds for which computing waits for this exchange
 
 
@@ -170,22 +165,22 @@ class Playback:
     end: float
 
 
-def play(estimate: Estimate, limit: int = 50_000) -> Playback:
+def play(step: Estimate, limit: int = 50_000) -> Playback:
     """The launches of a step, at most `limit` of them as far as repeats allow."""
-    launches = estimate.plan.launches
-    counts = {repeat.id: repeat.count for repeat in estimate.graph.repeats}
+    launches = step.plan.launches
+    counts = {repeat.id: repeat.count for repeat in step.graph.repeats}
     fold = _to_fold(launches, counts, limit)
-    return _Player(estimate, fold).playback()
+    return _Player(step, fold).playback()
 
 
 def _to_fold(launches: Sequence[Launch], counts: dict[int, int], limit: int) -> frozenset[int]:
     """The repeats that must stand once to keep to the limit: those with the highest counts."""
     left = dict(counts)
     folded: set[int] = set()
-    places = Counter(launch.repeats for launch in launches)
+    counted = Counter(launch.repeats for launch in launches)
     while left and limit < sum(
         times * math.prod(1 if r in folded else counts[r] for r in repeats)
-        for repeats, times in places.items()
+        for repeats, times in counted.items()
     ):
         largest = max(left, key=lambda r: (left[r], -r))
         folded.add(largest)
@@ -194,28 +189,26 @@ def _to_fold(launches: Sequence[Launch], counts: dict[int, int], limit: int) -> 
 
 
 class _Player:
-    """Walks the streams of a step, and remembers the launches that are to be written out."""
+    """Walks the streams of a step, and collects the launches."""
 
-    def __init__(self, estimate: Estimate, fold: frozenset[int]) -> None:
-        self.estimate, self.fold = estimate, fold
-        seconds = [row.timing.t_device / row.count for row in estimate.rows]
-        host, waits = host_seconds(estimate.execution, estimate.chip), estimate.chip.host_waits
-        self.streams = streams.Streams.of(estimate.plan, seconds, host, waits)
-        counts = [repeat.count for repeat in estimate.graph.repeats]
-        self.queue = Queue(seconds, estimate.plan.launches, host, counts, waits)
-        self.is_single = not streams.has_streams(estimate.plan)
-        self.places = [item.repeats for item in self.streams.items]
-        self.bases = [_shown_module(estimate.graph, row) for row in estimate.rows]
+    def __init__(self, step: Estimate, fold: frozenset[int]) -> None:
+        self.estimate, self.fold = step, fold
+        seconds = [row.timing.t_device / row.count for row in step.rows]
+        host, waits = host_seconds(step.execution, step.chip), step.chip.host_waits
+        self.streams = streams.Streams.of(step.plan, seconds, host, waits)
+        counts = [repeat.count for repeat in step.graph.repeats]
+        self.queue = Queue(seconds, step.plan.launches, host, counts, waits)
+        self.is_single = not streams.has_streams(step.plan)
+        self.repeats = [item.repeats for item in self.streams.items]
+        self.bases = [_shown_module(step.graph, row) for row in step.rows]
         self.inside: list[tuple[int, int]] = []  # (repeat, iteration), outermost first
-        self.hidden: list[streams.KernelRun] | None = (
-            None  # runs of iterations that are not written out
-        )
+        self.hidden: list[streams.KernelRun] | None = None  # runs of folded iterations
         self.played: list[tuple[Played, streams.KernelRun | None]] = []
         self.folded: list[Folded] = []
 
     def playback(self) -> Playback:
         """The launches of host and streams in order."""
-        self._run(range(len(self.places)), 0, 0)
+        self._run(range(len(self.repeats)), 0, 0)
         end = self.streams.ended().end
         launches = (
             played if run is None else replace(played, exposed=run.exposed)
@@ -224,7 +217,7 @@ class _Player:
         return Playback(tuple(launches), tuple(self.folded), end)
 
     def _run(self, part: range, depth: int, turn: int) -> None:
-        for repeat, inside in runs.segments(self.places, part, depth):
+        for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is None:
                 for index in inside:
                     self._next(self.streams.items[index], turn)
@@ -277,7 +270,7 @@ class _Player:
         for run in self.hidden:
             tracks.setdefault(run.track, []).append(run)
         self.hidden = None
-        return {track: (those[0].start, those[-1].end) for track, those in tracks.items()}
+        return {track: (tracked[0].start, tracked[-1].end) for track, tracked in tracks.items()}
 
     def _next(self, item: streams.Item, turn: int) -> None:
         begin = self.streams.host
@@ -301,16 +294,16 @@ class _Player:
             self.played.append((played, run))
 
     def _module(self, row: int) -> str:
-        """Where the kernel runs this time."""
+        """The module of the kernel in this iteration."""
         return _module_of(self.estimate, row, self.bases[row], self.inside)
 
 
-def _module_of(estimate: Estimate, row: int, path: str, inside: Sequence[tuple[int, int]]) -> str:
-    """Where a kernel runs in these iterations; backward goes through them in reverse.
+def _module_of(step: Estimate, row: int, path: str, inside: Sequence[tuple[int, int]]) -> str:
+    """The module of a kernel in these iterations; backward goes through them in reverse.
 
-    One that begins beside a repeat, where its module is, is one further in every iteration.
+    One that begins before its module's repeat is one iteration further in each.
     """
-    graph, of = estimate.graph, estimate.rows[row]
+    graph, of = step.graph, step.rows[row]
     back = of.part in REVERSED
     within = {r for op in of.ops if graph.ops[op].module == path for r in graph.ops[op].repeats}
     for index, iteration in inside:

@@ -41,7 +41,7 @@ class Row:
     family: str
     part: str
     flops: int  # dense, without recomputation
-    flops_causal: int  # of what the mask lets through
+    flops_causal: int  # without masked attention scores
     flops_recompute: int
     bytes: int  # through HBM
     bytes_by_role: Mapping[str, int]
@@ -151,14 +151,13 @@ def records_of(planned: Plan, rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
 
 
 # -- communication ---------------------------------------------------------------------------------
-# What a step exchanges with other processes, by the axis of the mesh and the kind of exchange.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
     """Equal exchanges of one process over one axis of the mesh, added up."""
 
-    axis: str  # of the mesh; the name of the group where no mesh is known
+    axis: str  # of the mesh; without a mesh the name of the group
     kind: str  # all_gather, all_reduce ...
     ranks: Positive  # processes of a group
     level: str  # the outermost level of links that they use
@@ -167,42 +166,35 @@ class Exchanged:
     bytes_sent: float  # by one process over its links
     seconds: float
     exposed: float  # seconds for which computing waits
-    beyond: str  # what lies outside of measurements, "" where nothing does
+    beyond: str  # a phrase on what exceeds the measurements, "" for nothing
 
 
 def added_up(exchanges: Iterable[Communication]) -> tuple[Exchanged, ...]:
     """Exchanges by axis, kind, size of the group and level, longest first."""
-    rows: dict[tuple[str, str, int, str], Exchanged] = {}
+    groups: dict[tuple[str, str, int, str], list[Communication]] = defaultdict(list)
     for item in exchanges:
-        if item.ranks <= 1:
-            continue
-        key = item.axis, item.kind, item.ranks, item.level
-        row = rows.get(key) or Exchanged(
-            axis=item.axis,
-            kind=item.kind,
-            ranks=item.ranks,
-            level=item.level,
-            calls=0,
-            bytes=0,
-            bytes_sent=0.0,
-            seconds=0.0,
-            exposed=0.0,
-            beyond="",
+        if item.ranks > 1:
+            groups[item.axis, item.kind, item.ranks, item.level].append(item)
+    rows = [
+        Exchanged(
+            axis=axis,
+            kind=kind,
+            ranks=ranks,
+            level=level,
+            calls=sum(item.calls for item in items),
+            bytes=sum(item.calls * item.nbytes for item in items),
+            bytes_sent=sum(item.calls * item.sent for item in items),
+            seconds=sum(item.calls * item.seconds for item in items),
+            exposed=sum(item.exposed for item in items),
+            beyond=next((item.beyond for item in items if item.beyond), ""),
         )
-        rows[key] = replace(
-            row,
-            calls=row.calls + item.calls,
-            bytes=row.bytes + item.calls * item.nbytes,
-            bytes_sent=row.bytes_sent + item.calls * item.sent,
-            seconds=row.seconds + item.calls * item.seconds,
-            exposed=row.exposed + item.exposed,
-            beyond=row.beyond or item.beyond,
-        )
-    return tuple(sorted(rows.values(), key=lambda row: -row.seconds))
+        for (axis, kind, ranks, level), items in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
 class Together:
-    """What an estimate says of all processes of its mesh; a part of `Estimate`."""
+    """Totals over all processes of the mesh; a part of `Estimate`."""
 
     exchanges: tuple[Communication, ...]
     times: StepTimes
@@ -214,29 +206,29 @@ class Together:
 
     @cached_property
     def communication(self) -> tuple[Exchanged, ...]:
-        """What this process exchanges, by axis and kind, longest first."""
+        """Exchanges of this process by axis and kind, longest first."""
         return added_up(self.exchanges)
 
     @property
     def processes(self) -> int:
-        """How many processes run the step together, a chip each."""
+        """Number of processes that run the step together, a chip each."""
         return self.graph.processes
 
     @property
     def replicas(self) -> int | None:
-        """How many batches they work on at a time; None where the mesh does not say."""
+        """Number of batches that they work on at a time; None if unknown from the mesh."""
         if not self.graph.mesh:
             return 1 if self.processes == 1 else None
         return replicas_of(self.graph.mesh)
 
     @property
     def item(self) -> str:
-        """What a step produces: token or sample."""
+        """The item that a step produces: token or sample."""
         return str(self.graph.workload.get("item", "sample"))
 
     @property
     def items(self) -> int:
-        """How many items (tokens or samples) one step produces."""
+        """Number of items (tokens or samples) of one step."""
         return int(self.graph.workload.get("items", 1))
 
     @property
@@ -264,7 +256,6 @@ class Together:
 
 
 # -- breakdowns ------------------------------------------------------------------------------------
-# Sums of an estimate's kernels by module, operator, family or part, as mappings.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -274,7 +265,7 @@ class BreakdownRow(Plain, Mapping[str, Any]):
     Kernels of several modules count in equal parts.
     """
 
-    key: str  # what they share: a module path, the name of an operator, a family, a part
+    key: str  # a module path, the name of an operator, a family, a part
     calls: int = 0  # kernels launched
     flops: int = 0  # FLOP, attention counted dense, without recomputation
     flops_recompute: int = 0  # FLOP done a second time in backward
@@ -291,7 +282,7 @@ class BreakdownRow(Plain, Mapping[str, Any]):
 
     @property
     def name(self) -> str:
-        """What the kernels share: `key`."""
+        """The name that the kernels share: `key`."""
         return self.key
 
     @property
@@ -321,7 +312,7 @@ class Breakdown(Shown, Mapping[str, BreakdownRow]):
     """
 
     def __init__(self, by: str, rows: Sequence[BreakdownRow]) -> None:
-        self.by = by  # what the names are: module, operator, family, part
+        self.by = by  # module, operator, family, part
         self.rows = tuple(rows)
         self._by_name = {row.key: row for row in self.rows}
 
@@ -354,11 +345,17 @@ class Breakdown(Shown, Mapping[str, BreakdownRow]):
         return short(self, f"{len(self)} by {self.by}: {some(rows)}")
 
 
-def summed(key: str, rows: Sequence[BreakdownRow]) -> BreakdownRow:
-    """One row with the sums of several."""
+def summed(
+    key: str, rows: Sequence[BreakdownRow], step_seconds: float | None = None
+) -> BreakdownRow:
+    """One row with the sums of several; step_seconds: those of the share, else shares add up."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         seconds[row.regime] += row.t_device
+    t_device = sum(row.t_device for row in rows)
+    share = sum(row.share for row in rows)
+    if step_seconds is not None:
+        share = t_device / step_seconds if step_seconds else 0.0
     return BreakdownRow(
         key=key,
         calls=sum(row.calls for row in rows),
@@ -368,14 +365,14 @@ def summed(key: str, rows: Sequence[BreakdownRow]) -> BreakdownRow:
         t_comp=sum(row.t_comp for row in rows),
         t_hbm=sum(row.t_hbm for row in rows),
         t_net=sum(row.t_net for row in rows),
-        t_device=sum(row.t_device for row in rows),
+        t_device=t_device,
         regime=max(seconds, key=lambda regime: seconds[regime], default="launch"),
-        share=sum(row.share for row in rows),
+        share=share,
     )
 
 
 class Breakdowns:
-    """The breakdowns of an estimate, by what its kernels share."""
+    """The breakdowns of an estimate by operator, family, part or module."""
 
     rows: tuple[Row, ...]
     times: StepTimes
@@ -419,29 +416,21 @@ class Breakdowns:
         return Breakdown(by, sums_by(self.rows, keys, self.times.t_serial))
 
 
-class _Sums:
-    """Sums of kernels while they are added up."""
-
-    __slots__ = ("bytes", "calls", "flops", "recompute", "regimes", "t")
-
-    def __init__(self) -> None:
-        self.calls = self.flops = self.recompute = self.bytes = 0
-        self.t = [0.0, 0.0, 0.0, 0.0]  # s: of engines, HBM, links, and of the kernels
-        self.regimes: dict[str, float] = {}  # seconds by what limits them
-
-    def add(self, row: Row, parts: int) -> None:
-        """Add one of `parts` equal parts of a row."""
-        timing = row.timing
-        self.calls += row.count // parts
-        self.flops += row.flops // parts
-        self.recompute += row.flops_recompute // parts
-        self.bytes += row.bytes // parts
-        for index, seconds in enumerate(
-            (timing.t_comp, timing.t_hbm, timing.t_net, timing.t_device)
-        ):
-            self.t[index] += seconds / parts
-        regime = timing.regime
-        self.regimes[regime] = self.regimes.get(regime, 0.0) + timing.t_device / parts
+def _part(row: Row, parts: int) -> BreakdownRow:
+    """One of `parts` equal parts of a row."""
+    timing = row.timing
+    return BreakdownRow(
+        key="",
+        calls=row.count // parts,
+        flops=row.flops // parts,
+        flops_recompute=row.flops_recompute // parts,
+        bytes=row.bytes // parts,
+        t_comp=timing.t_comp / parts,
+        t_hbm=timing.t_hbm / parts,
+        t_net=timing.t_net / parts,
+        t_device=timing.t_device / parts,
+        regime=timing.regime,
+    )
 
 
 def sums_by(
@@ -451,27 +440,11 @@ def sums_by(
 
     The kernels of a row belong to its keys in equal parts.
     """
-    sums: defaultdict[str, _Sums] = defaultdict(_Sums)
+    parts: defaultdict[str, list[BreakdownRow]] = defaultdict(list)
     for row in rows:
         names = keys(row)
+        part = _part(row, len(names))
         for name in names:
-            sums[name].add(row, len(names))
-    entries = sorted(sums.items(), key=lambda entry: (-entry[1].t[3], entry[0]))
-    return [_row(key, entry, total) for key, entry in entries]
-
-
-def _row(key: str, entry: _Sums, total: float) -> BreakdownRow:
-    t_comp, t_hbm, t_net, t_device = entry.t
-    return BreakdownRow(
-        key=key,
-        calls=entry.calls,
-        flops=entry.flops,
-        flops_recompute=entry.recompute,
-        bytes=entry.bytes,
-        t_comp=t_comp,
-        t_hbm=t_hbm,
-        t_net=t_net,
-        t_device=t_device,
-        regime=max(entry.regimes, key=lambda regime: entry.regimes[regime]),
-        share=t_device / total if total else 0.0,
-    )
+            parts[name].append(part)
+    sums = [summed(name, each, total) for name, each in parts.items()]
+    return sorted(sums, key=lambda row: (-row.t_device, row.key))

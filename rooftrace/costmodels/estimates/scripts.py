@@ -41,17 +41,17 @@ class TurnCost(Plain):
 
     @property
     def label(self) -> str:
-        """What was called: the class of the module, with the sizes of its tensors."""
+        """The class of the called module, with the sizes of its tensors."""
         return self.stretch.label
 
     @property
     def called(self) -> str:
-        """The class of the module that was called first, or what began the turn."""
+        """The class of the module that was called first, or another cause of the turn."""
         return self.label.partition("(")[0]
 
     @property
     def turns(self) -> int:
-        """How many such turns there were."""
+        """Number of such turns."""
         return self.stretch.turns
 
     @property
@@ -63,10 +63,10 @@ class TurnCost(Plain):
     def t_interval(self) -> tuple[float, float] | None:
         """Seconds between which 90 % of such steps were measured; None without knobs."""
         ends = [(step.t_interval, times) for step, times in self.parts if step.t_est]
-        known = [(end, times) for end, times in ends if end is not None]
-        if len(known) < len(ends):
+        intervals = [(end, times) for end, times in ends if end is not None]
+        if len(intervals) < len(ends):
             return None
-        low, high = (sum(end[side] * times for end, times in known) for side in (0, 1))
+        low, high = (sum(end[side] * times for end, times in intervals) for side in (0, 1))
         return low, high
 
     @property
@@ -120,7 +120,7 @@ class TurnCost(Plain):
 
     @property
     def limit(self) -> str:
-        """What takes most of the time: compute, hbm, network or launch."""
+        """The regime with most of the time: compute, hbm, network or launch."""
         seconds: Counter[str] = Counter()
         for step, times in self.parts:
             for regime, share in step.times.regime_seconds.items():
@@ -226,15 +226,15 @@ class ScriptCost(Plain, Shown):
         return next(row for row in self.rows if row.stretch.key == stretch.key)
 
     def whole(self, row: TurnCost) -> Estimate:
-        """The estimate of a whole turn, its pieces as one graph."""
+        """The estimate of a turn, its pieces as one graph."""
         if len(row.parts) == 1 and row.parts[0][1] == 1:
             return row.parts[0][0]
         return estimate(self.script.graph_of(row.stretch), self.chip, self.execution)
 
     def by_shape(self) -> tuple[ShapeCost, ...]:
-        """What a turn costs by the shape of its input: of a server's loop, as its batch changes.
+        """Costs of a turn by the shape of its input, as a server's batch changes.
 
-        Only what was called with several shapes is there; the smallest comes first.
+        Only modules called with several shapes are there; the smallest comes first.
         """
         groups: dict[tuple[str, str], dict[tuple[int, ...], list[TurnCost]]] = {}
         for row in self.rows:
@@ -250,19 +250,19 @@ class ScriptCost(Plain, Shown):
 
     @property
     def title(self) -> str:
-        """Which script, on which chip, how."""
+        """The script, the chip and the execution."""
         ranks = f", rank {self.script.rank} of {self.script.world}" if self.script.world > 1 else ""
         return f"{self.script.name} on {self.chip.name}{ranks}, {self.execution_name}"
 
     @property
     def execution_name(self) -> str:
-        """How its turns run: eager, compiled or, where one part does so and another not, mixed."""
+        """Name of the execution of its turns: eager, compiled or, for both, mixed."""
         names = {step.execution.name for row in self.rows for step, _ in row.parts}
         return names.pop() if len(names) == 1 else self.execution.name
 
     @cached_property
     def compiled(self) -> CompiledPart | None:
-        """What of the steady turn is compiled by the script itself; None where nothing is."""
+        """The part of the steady turn that the script compiles; None for nothing."""
         if self.steady is None or self.execution.dispatch != "mixed":
             return None
         part = CompiledPart.of(self.steady.parts)
@@ -279,7 +279,7 @@ class ScriptCost(Plain, Shown):
         return sum(row.stretch.loading for row in self.rows)
 
     def assumptions(self) -> tuple[str, ...]:
-        """What was assumed of values that no trace knows, each sentence once."""
+        """Assumptions on values that no trace has, each sentence once."""
         texts = (a.text for graph in self.script.graphs for a in graph.assumptions)
         return tuple(dict.fromkeys(texts))
 
@@ -302,7 +302,7 @@ class ScriptCost(Plain, Shown):
 
 
 def price_script(script: Script, chip: Chip, model: ExecutionModel) -> ScriptCost:
-    """What the turns of a script cost on a chip, run as the model says."""
+    """The costs of a script's turns on a chip under an execution model."""
     with collector_paused():
         steps = [estimate(graph, chip, model) for graph in script.graphs]
     rows: dict[object, TurnCost] = {}
@@ -319,13 +319,12 @@ def price_script(script: Script, chip: Chip, model: ExecutionModel) -> ScriptCos
 
 
 # -- compiled --------------------------------------------------------------------------------------
-# What of a turn runs in code that the script compiles.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPart(Plain):
-    """What of a turn is compiled, beside all of it.  callables: what torch.compile was called on,
-    of those that ran."""
+    """The compiled part of a turn, and the totals of the turn.  callables: arguments of
+    torch.compile that ran."""
 
     flops: int
     ops: int
@@ -335,7 +334,7 @@ class CompiledPart(Plain):
 
     @staticmethod
     def of(parts: Sequence[tuple[Estimate, int]]) -> CompiledPart:
-        """That of a turn of these parts, each of which runs so often."""
+        """The compiled part of a turn of these estimates, each with how often it runs."""
         sums = [0, 0, 0, 0]
         names: dict[str, None] = {}
         for step, repeated in parts:
@@ -348,8 +347,8 @@ class CompiledPart(Plain):
                 inside = compiled and op.id not in eager
                 for place, amount in enumerate((*(inside * a for a in amounts), *amounts)):
                     sums[place] += amount
-            told = (op.facts.get(marks.COMPILED) for op in step.plan.source.ops)
-            names |= dict.fromkeys(name for name in told if name)
+            compiled_by = (op.facts.get(marks.COMPILED) for op in step.plan.source.ops)
+            names |= dict.fromkeys(name for name in compiled_by if name)
         flops, ops, of_flops, of_ops = sums
         return CompiledPart(
             flops=flops, ops=ops, of_flops=of_flops, of_ops=of_ops, callables=tuple(sorted(names))

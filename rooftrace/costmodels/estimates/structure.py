@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 from rooftrace.costmodels.estimates.estimates import Estimate
+from rooftrace.costmodels.estimates.moduletree import around
 from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.graph import Op, OpGraph, Tensor, pattern_of
@@ -21,7 +22,7 @@ ATTENTION = "attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModulePattern:
-    """Modules with parameters of their own whose paths differ in indices alone."""
+    """Modules that own parameters and whose paths differ in indices alone."""
 
     pattern: str  # path with starred indices
     kind: str  # name of the class of the first of them
@@ -38,14 +39,14 @@ class AttentionCalls:
     heads_kv: int  # of keys and values, as the kernel gets them
     width: int  # numbers of a query and of a key, each head
     width_values: int
-    queries: int  # positions that ask
-    keys: int  # positions that are asked
+    queries: int  # positions
+    keys: int  # positions
     useful: float  # share of the scores that the mask lets through
     count: int  # kernels of a step
 
     @property
     def kind(self) -> str:
-        """How heads share keys and values: multi-head, grouped-query or multi-query."""
+        """Sharing of keys and values by heads: multi-head, grouped-query or multi-query."""
         if self.heads_kv == self.heads:
             return "multi-head"
         return "multi-query" if self.heads_kv == 1 else "grouped-query"
@@ -53,7 +54,7 @@ class AttentionCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelKind:
-    """Kernels of one kind: that of their rule, or the name of what was fused."""
+    """Kernels of one kind: that of their rule, or the name of their fused pattern."""
 
     kind: str
     count: int  # of a step
@@ -72,7 +73,7 @@ class Anatomy:
 
 
 def anatomy(estimate: Estimate) -> Anatomy:
-    """What the model of an estimate is made of, by the graph as its execution runs it."""
+    """The parts of an estimate's model, by the graph as its execution runs it."""
     return Anatomy(
         patterns=tuple(_patterns(estimate.plan.source)),
         classes=tuple(_classes(estimate.plan.source)),
@@ -168,13 +169,13 @@ def _kernels(estimate: Estimate) -> Sequence[KernelKind]:
 # -- wiring ----------------------------------------------------------------------------------------
 # How the modules of a model are wired, as its forward pass ran: a picture for each distinct block.
 #
-# A node is a module, or an op that the block's own code runs, as the sum of a residual.  An edge
-# says that what one made is read by the other; views are looked through.
+# A node is a module, or an op that the block's code runs, as the sum of a residual.  An edge is
+# data that one makes and the other reads; views are looked through.
 
 INPUT, OUTPUT = "input", "output"
 MOST_NODES = 40
 MOST_BLOCKS = 4
-LARGE = 0.25  # share of the forward pass: blocks with more of it have a picture of their own
+LARGE = 0.25  # share of the forward pass: blocks with more of it get a picture
 SPREAD = 0.6  # share: a module with more of it is looked into, unless it is a block of a stack
 _LISTS = ("ModuleList", "ModuleDict")
 """Classes of torch that hold modules and are never called."""
@@ -182,7 +183,7 @@ _LISTS = ("ModuleList", "ModuleDict")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WiredNode:
-    """A module, an op of the block's own code, or what goes in and comes out."""
+    """A module, an op of the block's code, or the input or output of the block."""
 
     path: str  # of the module; of an op its name
     kind: str  # name of the module's class; "" for an op
@@ -198,13 +199,13 @@ class WiredNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """The picture of one block: its nodes in the order in which they ran, and what they read."""
+    """The picture of one block: its nodes in the order in which they ran, and their edges."""
 
     path: str  # "" is the model
     kind: str
     count: int  # equal blocks that it stands for
     nodes: tuple[WiredNode, ...]
-    edges: tuple[tuple[int, int], ...]  # places in `nodes`: what one makes the other reads
+    edges: tuple[tuple[int, int], ...]  # indices in `nodes`: of the maker and of the reader
 
 
 def wirings(estimate: Estimate) -> tuple[Wiring, ...]:
@@ -231,14 +232,9 @@ def _seconds(estimate: Estimate) -> Mapping[str, float]:
     """Seconds of the forward pass by module, those inside included."""
     seconds: dict[str, float] = defaultdict(float)
     for row in estimate.rows:
-        if row.part != "forward":
-            continue
-        path = estimate.graph.ops[row.ops[0]].module
-        while True:
-            seconds[path] += row.timing.t_device
-            if not path:
-                break
-            path = path.rpartition(".")[0]
+        if row.part == "forward":
+            for path in around(estimate.graph.ops[row.ops[0]].module):
+                seconds[path] += row.timing.t_device
     return seconds
 
 
@@ -282,7 +278,7 @@ def _wired(planned: Plan, block: WiredNode, shares: Mapping[str, float]) -> Wiri
         _draw(drawing, graph, op, units[op.id], kernels, shares)
     _ends(drawing, graph, inside)
     all_of_them = block.share / shares[path] if shares.get(path) else 1.0
-    places = {name: place for place, name in enumerate(drawing.nodes)}
+    index = {name: number for number, name in enumerate(drawing.nodes)}
     return Wiring(
         path=path,
         kind=block.kind,
@@ -290,7 +286,7 @@ def _wired(planned: Plan, block: WiredNode, shares: Mapping[str, float]) -> Wiri
         nodes=tuple(
             replace(node, share=node.share * all_of_them) for node in drawing.nodes.values()
         ),
-        edges=tuple((places[a], places[b]) for a, b in drawing.edges),
+        edges=tuple((index[a], index[b]) for a, b in drawing.edges),
     )
 
 
@@ -299,23 +295,17 @@ def _is_in(module: str, path: str) -> bool:
 
 
 def _opened(graph: OpGraph, path: str, shares: Mapping[str, float]) -> frozenset[str]:
-    """Modules that are looked into: the block, lists in it, and for a model what has most of it."""
+    """Modules that are opened: the block, lists in it, and of a model the one with most time."""
     opened = {path}
     for module in graph.modules:
-        around = module.rpartition(".")[0]
-        if not module or around not in opened or module == path:
+        parent = module.rpartition(".")[0]
+        if not module or parent not in opened or module == path:
             continue
-        large = not path and shares.get(module, 0.0) >= SPREAD
-        if graph.modules[module] in _LISTS or (
-            large and not _is_numbered(module) and _is_around(graph, module)
-        ):
+        is_in_stack = module.rpartition(".")[2].isdigit()
+        large = not path and not is_in_stack and shares.get(module, 0.0) >= SPREAD
+        if graph.modules[module] in _LISTS or (large and _is_around(graph, module)):
             opened.add(module)
     return frozenset(opened)
-
-
-def _is_numbered(module: str) -> bool:
-    """Whether a module is one of a stack."""
-    return module.rpartition(".")[2].isdigit()
 
 
 def _own_kernels(planned: Plan, opened: frozenset[str]) -> dict[int, tuple[str, str]]:
@@ -336,7 +326,7 @@ def _draw(
     kernels: Mapping[int, tuple[str, str]],
     shares: Mapping[str, float],
 ) -> None:
-    """Take up one op: as part of a module's node, as a node of its own, or looked through."""
+    """Draw one op: in its module's node, as a node, or looked through."""
     if unit is None and op.kind != "kernel":
         through = frozenset().union(
             *(drawing.makers.get(value, frozenset()) for value in op.inputs)
@@ -366,7 +356,7 @@ def _draw(
 
 
 def _stands_for(graph: OpGraph, op: Op, unit: str) -> int:
-    """How many modules of a stack the one at `unit` stands for, in which this op runs."""
+    """Number of modules of a stack that the one at `unit` represents for this op."""
     repeats = (graph.repeats[number] for number in op.repeats)
     return prod(repeat.count for repeat in repeats if repeat.path(unit, 1) != unit)
 

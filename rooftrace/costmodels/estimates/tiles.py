@@ -36,7 +36,7 @@ def tiled_kernels(
     """Kernels in the place of those of a plan, priced as `time_plan` prices them, without links.
 
     knobs: None: at the datasheet's rates.  headline: FLOP/s.  wanted: numbers of groups of the
-    plan, each with the cost of one kernel, which may differ from its own.
+    plan, each with the cost of one kernel in its place.
     """
     wanted = list(wanted)
     if not wanted:
@@ -68,7 +68,7 @@ def tiled_kernels(
 def _uses(
     cost: Cost, chip: Chip, execution: ExecutionModel, choice: int | None
 ) -> Mapping[Work, TileUse]:
-    """The tiles of the products of a kernel whose sizes are known.
+    """The tiles of the products of a kernel that have sizes.
 
     choice: those of its longest product, -1 for none, by knobs; None: each has its fastest ones, at
     the datasheet's rates.

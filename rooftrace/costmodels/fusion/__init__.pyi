@@ -13,6 +13,7 @@ from rooftrace.costmodels.fusion.joins import fusion as fusion
 from rooftrace.costmodels.fusion.kernels import KernelView as KernelView
 from rooftrace.costmodels.fusion.partition import FusionGroup as FusionGroup, beyond as beyond
 from rooftrace.costmodels.fusion.plans import (
+    Bytes as Bytes,
     Coverage as Coverage,
     Launch as Launch,
     Plan as Plan,

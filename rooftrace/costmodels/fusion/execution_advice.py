@@ -1,4 +1,4 @@
-"""Advice on how to run a step, from the structure of its graph and from what a script compiles."""
+"""The usual execution of a step, and notes from the structure of its graph."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rooftrace.tracer import Job
 from rooftrace.tracer.recording import registered_ops
 
 _HEAD = 20_000
-"""Bytes at the beginning of a saved graph in which it says what it is of."""
+"""Bytes at the beginning of a saved graph that hold its provenance."""
 
 
 def usual_execution(*sources: Any) -> str:
-    """How steps run where nobody says: those of a script as it compiles them, others efficiently.
+    """The default execution: of a script's steps as it compiles them, of others efficient.
 
-    Sources are what `estimate` takes; None is none.  Raises RequestError for sources of both kinds.
+    sources: as of `estimate`; None is none.  Raises RequestError for sources of both kinds.
     """
     of_scripts = [_is_of_script(source) for source in sources if source is not None]
     if len(set(of_scripts)) > 1:
@@ -38,7 +38,7 @@ def usual_execution(*sources: Any) -> str:
 
 
 def _is_of_script(source: Any) -> bool:
-    """Whether a source is a script, or what was recorded of one."""
+    """Whether a source is a script, or a record of one."""
     if isinstance(source, OpGraph):
         return bool(source.provenance.get("script"))
     if isinstance(source, Mapping):
@@ -54,9 +54,8 @@ def _is_of_script(source: Any) -> bool:
 def as_written(graph: OpGraph, model: ExecutionModel) -> tuple[OpGraph, ExecutionModel]:
     """A graph as an execution model runs it, and that model.
 
-    The one for mixed steps is that for eager ones where the script compiles nothing of the step,
-    and that for compiled ones where it compiles all; else breaks stand where compiled code begins
-    and ends.
+    A mixed model becomes eager where the script compiles nothing of the step, and compiled where
+    it compiles all; else breaks stand where compiled code begins and ends.
     """
     if model.dispatch != "mixed":
         return graph, model
@@ -69,7 +68,6 @@ def as_written(graph: OpGraph, model: ExecutionModel) -> tuple[OpGraph, Executio
 
 
 # -- advice ----------------------------------------------------------------------------------------
-# What the structure of a graph says about how a step could be cheaper.  Knows no model's name.
 
 PRODUCT = ("matmul",)  # not a convolution over a window of the state
 
@@ -101,8 +99,8 @@ def attention_apart(graph: OpGraph) -> tuple[str, ...]:
 def rules_of_no_op(graph: OpGraph) -> tuple[str, ...]:
     """A sentence for each rule of a user's for an op that torch does not have.
 
-    Nothing is said where nothing is known: torch is not loaded, or no op of the library is.  Rules
-    of a package are left out, as it may be for several releases of a library.
+    None where torch is not loaded, or no op of the library is.  Rules of a package are left out,
+    as it may be for several releases of a library.
     """
     there = {name for op in graph.ops for name in (op.name, op.target)}
     sentences = []
@@ -145,7 +143,7 @@ def _kept_apart(join: str, reasons: Counter[str], joined: int) -> str:
 
 
 def unknown_groups(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
-    """A sentence about collectives whose group has an unknown size, none where all are known."""
+    """A sentence about collectives whose group has an unknown size, if any."""
     calls: Counter[str] = Counter()
     for op, cost in zip(graph.ops, op_costs, strict=True):
         size = op.arguments.get("group_size", op.facts.get("group_size"))
@@ -160,7 +158,7 @@ def unknown_groups(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
 
 
 def cache_products(graph: OpGraph, op_costs: Sequence[Cost]) -> tuple[str, ...]:
-    """A sentence about matrix products of the whole cache with weights, none where there are none.
+    """A sentence about matrix products of the full cache with weights, if any.
 
     In every step they repeat the same product for every cached token.  As the product is linear,
     the weights can be multiplied into the query instead.
@@ -204,10 +202,10 @@ def _multiplies(
 
 
 def _made_of(graph: OpGraph, role: str, alone: bool = False) -> dict[int, int]:
-    """Values of this role that come from outside, and what views and pointwise ops make of them.
+    """Values of this role from outside, and results of views and pointwise ops on them.
 
     Each value is mapped to the number of elements of the value from outside.  alone: leaves out
-    what is made of other values too.
+    results of other values too.
     """
     values = graph.values
     derived = {

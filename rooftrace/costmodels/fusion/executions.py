@@ -1,4 +1,4 @@
-"""Execution models, which turn an op graph into kernels, and names of rewrites for `rewriting`."""
+"""Execution models, which turn an op graph into kernels, and names of rewrites."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ KERNELS: tuple[str, ...] = (
     "fused-experts",
     "index-scores",
 )
-"""Rewrites that put the kernel of a library in place of what its fallback writes out."""
+"""Rewrites that replace the written-out fallback of a library by its kernel."""
 
 REWRITES = (
-    "routed-experts",  # before the kernels: what it makes runs in these
+    "routed-experts",  # before the kernels, which run its ops
     *KERNELS,
     "absorb-latent",
     "fused-qkv",
@@ -44,19 +44,18 @@ REWRITES = (
 
 
 # -- executions ------------------------------------------------------------------------------------
-# How a step is run: what turns an op graph into kernels.  Knows no chip and no model.
 
 ATTENTION = ("flash", "materialised")
 SDPA = "sdpa"
 ATTENTION_LIBRARIES = (SDPA, "vllm", "flash2", "flash3", "cudnn", "flashinfer", "triton")
-"""Whose attention kernels run.  The first two stand for those that PyTorch's
-`scaled_dot_product_attention`, and vLLM, run on the chip at hand."""
+"""Whose attention kernels run.  The first two depend on the chip: those of PyTorch's
+`scaled_dot_product_attention`, and those of vLLM."""
 FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph", "mixed")
 KV_APPEND = ("as-run", "in-place")
 EXCHANGE = ("as-run", "deepep", "deepep-low-latency")
 TYPICAL = "typical"
-"""Stands for the knobs that are typical of the chip's kind and the execution."""
+"""The knobs that are typical of the chip's kind and the execution."""
 
 
 class ExecutionError(ValueError):
@@ -82,11 +81,11 @@ class WeightResidency:
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """Engines below their peak; None leaves an engine at its own peak."""
+    """Engines below their peak; None leaves an engine at its peak."""
 
     b_sat: float | None = None  # rows at which products reach it: eta_tc = min(1, M_eff / b_sat)
     eta_scalar: float | None = None  # rate of vector work over the headline matrix peak
-    tiles: bool = True  # whether products take whole tiles in whole waves (kernels.utilization)
+    tiles: bool = True  # whether products are padded to tiles and waves (kernels.engines)
 
     def eta(self, rows: float | None) -> float:
         """Share of the matrix peak that a product with this many rows reaches."""
@@ -97,12 +96,9 @@ class Utilization:
 
 @dataclass(frozen=True, slots=True)
 class Disturbances:
-    """What slows a step of many processes beside its own work; by default nothing does.
+    """Slowdowns of a step of many processes, as what-ifs; none by default."""
 
-    What-ifs: no step is said to have them unless they are asked for.
-    """
-
-    interference: float = 0.0  # share by which computing slows while an exchange runs beside it
+    interference: float = 0.0  # share by which computing slows during an exchange
     # How far chips are apart for the same work, as standard deviation over mean: all wait for the
     # slowest of them.
     stragglers: float = 0.0
@@ -119,7 +115,7 @@ class Disturbances:
 
     @property
     def asked(self) -> dict[str, float]:
-        """Those that slow something, by name."""
+        """Disturbances other than the default, by name."""
         plain = Disturbances()
         values = asdict(self)
         return {name: value for name, value in values.items() if value != getattr(plain, name)}
@@ -127,17 +123,17 @@ class Disturbances:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionModel(Plain):
-    """How a step is run; validates itself."""
+    """The way in which a step is run; validates itself."""
 
     name: str = "custom"
     attention: str = "flash"  # one kernel; or "materialised": the score matrix goes through HBM
     attention_library: str = SDPA  # whose kernel that is, one of ATTENTION_LIBRARIES
     fusion: str = "none"  # "detected": groups of the graph; "factor": by the two factors below
-    # The host enqueues every op; "compiled": every group; "graph": all; "mixed": groups within what
-    # the script compiles, and ops outside of that.
+    # The host enqueues every op; "compiled": every group; "graph": all; "mixed": groups of the
+    # script's compiled code, and ops outside of it.
     dispatch: str = "eager"
     kv_append: str = "as-run"  # a `cat` reads L rows, writes L + 1; "in-place": the new rows only
-    rewrites: tuple[str, ...] = ()  # names in REWRITES: what a server runs in place of the module
+    rewrites: tuple[str, ...] = ()  # names in REWRITES
     exchange: str = "as-run"  # rows go to experts as the module sends them; or by DeepEP's kernels
     weight_residency: WeightResidency = field(default_factory=WeightResidency)
     activation_fusion: float = 1.0  # factor on activation bytes
@@ -145,9 +141,9 @@ class ExecutionModel(Plain):
     utilization: Utilization = field(default_factory=Utilization)
     disturbances: Disturbances = field(default_factory=Disturbances)  # of steps of many processes
     tf32: bool = False  # whether fp32 matrix products run on the matrix engine
-    beside: bool = True  # whether ops launch what CUDA's library launches beside their own kernel
+    beside: bool = True  # whether ops launch the helper kernels of CUDA's libraries
     # Constants of real kernels, in place of `utilization`.  "typical": those of the chip's kind,
-    # unless `utilization` says something of its own.  None: the peaks of the datasheet.
+    # unless `utilization` is set.  None: the peaks of the datasheet.
     knobs: Knobs | str | None = TYPICAL
 
     def __post_init__(self) -> None:
@@ -213,13 +209,13 @@ class ExecutionModel(Plain):
 
     @property
     def outside(self) -> ExecutionModel:
-        """How runs what is not compiled: of a mixed step that is eager."""
+        """The execution of ops that are not compiled: of a mixed step, eager."""
         return replace(self, fusion="none", dispatch="eager") if self.dispatch == "mixed" else self
 
     @property
     def as_called(self) -> ExecutionModel:
-        """This execution with what ops launch beside their own kernel left out, so that its ops are
-        those of the graph: for what was measured op by op."""
+        """This execution without helper kernels of ops, so that its ops are those of the graph: for
+        measurements op by op."""
         return replace(self, beside=False) if self.beside else self
 
     @property
@@ -230,12 +226,12 @@ class ExecutionModel(Plain):
         return replace(self, knobs=replace(self.knobs, traffic=None))
 
     def refitted(self, traffic: ByteFactors) -> ExecutionModel:
-        """This model of the seed's kind with measured factors in place of its own constants.
+        """This model of the seed's kind with measured factors in place of its constants.
 
-        Weights, activations and temporaries take what was measured over the unfused graph, or what
-        the kernels that ran move of it by rule; where nothing is known, they keep their constant.
+        Weights, activations and temporaries take the measured bytes over those of the unfused
+        graph, or the bytes of the kernels that ran by rule, or else keep their constant.
         """
-        told = traffic.identified
+        measured = traffic.identified
 
         def over_unfused(kind: str, constant: float) -> float:
             return max(traffic.unfused(kind), 1e-6) if kind in traffic.factors else constant
@@ -245,7 +241,7 @@ class ExecutionModel(Plain):
             weight_residency=WeightResidency(
                 **{
                     name: 1 / over_unfused(kind, 1.0)
-                    if kind in told
+                    if kind in measured
                     else self.weight_residency.of(name)
                     for name, kind in WEIGHTS.items()
                 }
@@ -256,10 +252,8 @@ class ExecutionModel(Plain):
 
     @property
     def factors_changed(self) -> dict[str, Any]:
-        """What differs from the preset of this name, of what says how bytes and rates are counted.
-
-        By dotted name: {"weight_residency.moe": 2}; empty for a model without a preset.
-        """
+        """Fields on bytes and rates that differ from the preset of this name, by dotted name:
+        {"weight_residency.moe": 2}; empty for a model without a preset."""
         preset = PRESETS.get(self.name)
         if preset is None:
             return {}
@@ -277,7 +271,7 @@ class ExecutionModel(Plain):
         return changed
 
     def knobs_on(self, chip: Chip) -> Knobs | None:
-        """The constants that times on this chip are computed with; None for those of datasheets."""
+        """The constants for times on this chip; None for those of datasheets."""
         if not isinstance(self.knobs, str):
             return self.knobs
         if self.utilization != Utilization():
@@ -285,13 +279,13 @@ class ExecutionModel(Plain):
         return Knobs.typical(chip, compiled=self.fusion != "none")
 
     def borrowed_on(self, chip: Chip) -> str:
-        """That times on this chip have constants of others, which are named; "" where not."""
+        """A sentence that times on this chip have constants of other chips; "" where not."""
         knobs = self.knobs_on(chip)
         return knobs.borrowed(chip) if knobs is not None else ""
 
     @staticmethod
     def chip_of(chip: str | Chip | None, models: Iterable[ExecutionModel]) -> Chip:
-        """The chip to price on: this one; where none is asked for that of a fit, else h200-sxm.
+        """The chip to price on: this one; for None that of a fit, else h200-sxm.
 
         Raises UnknownChipError, and ExecutionError for fits of several chips, and of a chip that
         does not come along.
@@ -319,25 +313,23 @@ class ExecutionModel(Plain):
             ) from None
 
     def _check_rewrites(self) -> None:
-        asked = self.rewrites
-        listed = isinstance(asked, (tuple, list))
-        if not listed or not all(isinstance(name, str) for name in asked):
+        names = self.rewrites
+        listed = isinstance(names, (tuple, list))
+        if not listed or not all(isinstance(name, str) for name in names):
             raise ExecutionError(
-                f"rewrites={asked!r}: expected a tuple of names, for example ('last-logits',)"
+                f"rewrites={names!r}: expected a tuple of names, for example ('last-logits',)"
             )
-        for name in asked:
+        for name in names:
             if name not in REWRITES:
-                names = ", ".join(REWRITES)
                 raise ExecutionError(
-                    f"rewrite {name!r}: expected one of {names}{hint(name, REWRITES)}"
+                    f"rewrite {name!r}: expected one of {', '.join(REWRITES)}{hint(name, REWRITES)}"
                 )
-        object.__setattr__(self, "rewrites", tuple(name for name in REWRITES if name in asked))
+        object.__setattr__(self, "rewrites", tuple(name for name in REWRITES if name in names))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> ExecutionModel:
         """The inverse of `to_dict`.  Raises ExecutionError naming an unknown knob."""
-        values = _known(ExecutionModel, data)
-        values = _with_parts(values)
+        values = _with_parts(_checked(ExecutionModel, data))
         if isinstance(values.get("knobs"), Mapping):
             values["knobs"] = Knobs.from_dict(values["knobs"])
         return ExecutionModel(**values)
@@ -348,13 +340,13 @@ _PARTS: Mapping[str, type] = {
     "utilization": Utilization,
     "disturbances": Disturbances,
 }
-"""Fields that are records of their own."""
+"""Fields that are records."""
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an execution model, with a record for each mapping that stands for one."""
     return {
-        name: _PARTS[name](**_known(_PARTS[name], value, f"{name}."))
+        name: _PARTS[name](**_checked(_PARTS[name], value, f"{name}."))
         if name in _PARTS and isinstance(value, Mapping)
         else value
         for name, value in values.items()
@@ -371,18 +363,18 @@ def _inside(
         if owner not in _PARTS:
             records = ", ".join(f"{record}." for record in _PARTS)
             raise ExecutionError(f"{dotted!r} is no execution knob; with a dot there are {records}")
-        changed = _known(_PARTS[owner], {name: value}, f"{owner}.")
+        changed = _checked(_PARTS[owner], {name: value}, f"{owner}.")
         made[owner] = replace(made.get(owner, changes.get(owner, getattr(model, owner))), **changed)
     return made
 
 
 def _positive(value: Any) -> bool:
-    """A finite number above 0 (what a JSON file or a command line may not hold)."""
+    """Whether a value is a finite number above 0."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and 0 < value < math.inf
 
 
-def _known(kind: type, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _checked(kind: type, data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     names = sorted(f.name for f in fields(kind))
     for key in data:
         if key not in names:
@@ -450,13 +442,13 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
 
     knobs may be the path of a knob file, a calibration, "typical" (those of the chip's kind) or
     "none"; disturbances and other records may be mappings.  A name with a dot changes one field of
-    a record: {"weight_residency.moe": 2}. A model with factors on bytes of its
-    own, such as seed-efficient, takes only those that were measured from knobs that have them, and
-    keeps its rates.
-    Raises ExecutionError for a preset or a knob that does not exist, and what `load_knobs` raises.
+    a record: {"weight_residency.moe": 2}.  A model with factors on bytes, such as seed-efficient,
+    takes only measured factors from knobs, and keeps its rates.
+    Raises ExecutionError for a preset or a knob that does not exist, and all that `load_knobs`
+    raises.
     """
     inner = {name: changes.pop(name) for name in list(changes) if "." in name}
-    changes = _with_parts(_known(ExecutionModel, changes))
+    changes = _with_parts(_checked(ExecutionModel, changes))
     if "knobs" in changes:
         changes["knobs"] = _read_knobs(changes["knobs"])
     if inner:
@@ -478,7 +470,7 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
 
 
 def _changed(model: ExecutionModel, changes: Mapping[str, Any]) -> ExecutionModel:
-    """A model with changes; measured factors take the place of a model's own factors."""
+    """A model with changes; measured factors replace the factors of the model."""
     knobs = changes.get("knobs")
     if isinstance(knobs, Knobs) and knobs.traffic is not None and model.fusion == "factor":
         others = {name: value for name, value in changes.items() if name != "knobs"}
@@ -487,7 +479,7 @@ def _changed(model: ExecutionModel, changes: Mapping[str, Any]) -> ExecutionMode
 
 
 def _read_knobs(knobs: Any) -> Any:
-    """Knobs by name or path, those of a calibration, or what else was passed."""
+    """Knobs by name or path, those of a calibration, or the value that was passed."""
     if not isinstance(knobs, (str, os.PathLike)):
         return getattr(knobs, "knobs", knobs)
     if knobs in (TYPICAL, "none"):

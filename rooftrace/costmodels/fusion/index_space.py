@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
-from rooftrace.costmodels.fusion.runs import copies
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.graph import GraphError, Op, OpGraph, Ref, marks, references
+from rooftrace.graph import GraphError, Op, OpGraph, marks
 from rooftrace.hardware.precisions import precision
 
 # -- stored wide -----------------------------------------------------------------------------------
@@ -147,132 +146,3 @@ def goes_down(graph: OpGraph, op: Op) -> bool:
         return False
     left = max((graph.values[i].elements for i in op.outputs), default=0)
     return math.prod(shape[d] for d in reduced) > DOWN and left < math.prod(shape)
-
-
-def index_space(graph: OpGraph, op: Op, kind: str | None) -> tuple[int, int | None]:
-    """How many elements an op goes over, and how many its reduction leaves (None without one)."""
-    outputs = [graph.values[i].elements for i in op.outputs]
-    # A batch norm in evaluation knows its mean and variance: nothing is left to reduce.
-    if kind != "reduction" or op.arguments.get("training") is False:
-        # A list of unequal outputs (_foreach_add) is one iteration space.
-        if len(outputs) > 1 and any(
-            type(item) is tuple and references(item) for item in op.arguments.values()
-        ):
-            return sum(copies(graph, op, i) * graph.values[i].elements for i in op.outputs), None
-        return max(outputs, default=0), None
-    target, rule = op.arguments.get("target"), find_rule(op.target)
-    if isinstance(target, Ref) and rule is not None and "picks" in rule.traits:
-        return graph.values[target.id].elements, 1
-    inputs = [graph.values[i].elements for i in op.inputs]
-    size = max([*inputs, *outputs], default=0)
-    smallest = min((n for n in outputs if n), default=1)
-    if smallest < size:
-        if size < UNROLLED * smallest and max(outputs) == smallest:
-            return smallest, None
-        return size, smallest
-    # Writes full rows back (softmax): the reduction runs along `dim`, or along the last dimension.
-    shape = graph.values[op.inputs[0]].shape if op.inputs else ()
-    dimension = op.arguments.get("dim", -1)
-    axis = dimension if isinstance(dimension, int) and -len(shape) <= dimension < len(shape) else -1
-    length = shape[axis] if shape else 1
-    return size, size // max(length, 1)
-
-
-def needed_by(needs: Sequence[Sequence[int]]) -> list[list[int]]:
-    """For each op the ones that need it."""
-    users: list[list[int]] = [[] for _ in needs]
-    for op, before in enumerate(needs):
-        for other in before:
-            users[other].append(op)
-    return users
-
-
-def stored(
-    graph: OpGraph,
-    classes: Sequence[str | None],
-    needs: Sequence[Sequence[int]],
-    segments: Sequence[int] = (),
-) -> set[int]:
-    """Ops whose results a library kernel, a wait or the caller reads: they are written to HBM.
-
-    segments: the compiled graph of each op; results that another one reads are stored.
-    """
-    outputs = {graph.values[i].storage for i in graph.outputs}
-    stored = _leaving(graph, needs, segments) if segments else set[int]()
-    for op in graph.ops:
-        if op.kind == "sync" or classes[op.id] == "opaque":
-            stored.update(needs[op.id])
-        if any(graph.values[i].storage in outputs for i in op.outputs):
-            stored.add(op.id)
-    return stored
-
-
-def _leaving(graph: OpGraph, needs: Sequence[Sequence[int]], segments: Sequence[int]) -> set[int]:
-    """Ops whose results another compiled graph reads."""
-    storage = [value.storage for value in graph.values]
-    leaves: set[tuple[int, int]] = set()  # compiled graph and storage
-    for op in graph.ops:
-        read = {storage[i] for i in op.inputs}
-        for other in needs[op.id]:
-            if segments[other] != segments[op.id]:
-                made = read.intersection(storage[i] for i in graph.ops[other].outputs)
-                leaves.update((segments[other], place) for place in made)
-    return {
-        op.id
-        for op in graph.ops
-        if any((segments[op.id], storage[i]) in leaves for i in op.outputs)
-    }
-
-
-def long_chains(
-    graph: OpGraph,
-    classes: Sequence[str | None],
-    needs: Sequence[Sequence[int]],
-    segments: Sequence[int] = (),
-) -> set[int]:
-    """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more.
-
-    segments: the compiled graph of each op, in which a chain ends.
-    """
-    uses = Counter(
-        graph.values[i].storage for op in graph.ops if op.kind != "view" for i in op.inputs
-    )
-    lengths = [0] * len(graph.ops)
-    long: set[int] = set()
-    for op in graph.ops:
-        if classes[op.id] != "pointwise":
-            continue
-        before = (n for n in needs[op.id] if not segments or segments[n] == segments[op.id])
-        length = 1 + sum(lengths[n] for n in before)
-        if length >= LONG_CHAIN and any(uses[graph.values[i].storage] > 1 for i in op.outputs):
-            long.add(op.id)
-            length = 0  # it is written, and read from there
-        lengths[op.id] = min(length, LONG_CHAIN)
-    return long
-
-
-def dependencies(graph: OpGraph, classes: Sequence[str | None]) -> list[list[int]]:
-    """For each op the kernels that have to run before it: writers of its operands, and earlier
-    readers of a storage that it overwrites."""
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = defaultdict(list)
-    needs: list[list[int]] = []
-    values = graph.values
-    for op in graph.ops:
-        if op.kind == "view" or classes[op.id] == "free":
-            needs.append([])
-            continue
-        read = {values[i].storage for i in op.inputs}
-        before = {writer[s] for s in read if s in writer}
-        if op.kind == "kernel":
-            for storage in {values[i].storage for i in op.outputs}:
-                if storage in read or storage in writer:
-                    before.update(readers.pop(storage, ()))
-                    if storage in writer:
-                        before.add(writer[storage])
-                writer[storage] = op.id
-            for storage in read:
-                readers[storage].append(op.id)
-        before.discard(op.id)
-        needs.append(sorted(before))
-    return needs

@@ -7,21 +7,15 @@ code that applies joins (`grouping`, `partition`).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rooftrace.costmodels.fusion.index_space import (
-    dependencies,
-    index_space,
-    long_chains,
-    needed_by,
-    stored,
-    stored_wide,
-)
-from rooftrace.costmodels.fusion.runs import listed
+from rooftrace.costmodels.fusion.index_space import LONG_CHAIN, UNROLLED, stored_wide
+from rooftrace.costmodels.fusion.runs import copies, listed
 from rooftrace.costmodels.ops import MATRIX, Cost, find_rule, op_cost
-from rooftrace.graph import Op, OpGraph, Tensor, marks
+from rooftrace.graph import Op, OpGraph, Ref, Tensor, marks, references
 
 MAX_GROUP = 64
 """The most ops that one kernel holds (Inductor's limit, config.max_fusion_size)."""
@@ -76,23 +70,90 @@ class Facts:
 
     @cached_property
     def needs(self) -> list[list[int]]:
-        """For each op the kernels that have to run before it."""
-        return dependencies(self.graph, self.classes)
+        """For each op the kernels that have to run before it: writers of its operands, and earlier
+        readers of a storage that it overwrites."""
+        writer: dict[int, int] = {}
+        readers: dict[int, list[int]] = defaultdict(list)
+        needs: list[list[int]] = []
+        values = self.graph.values
+        for op in self.graph.ops:
+            if op.kind == "view" or self.classes[op.id] == "free":
+                needs.append([])
+                continue
+            read = {values[i].storage for i in op.inputs}
+            before = {writer[s] for s in read if s in writer}
+            if op.kind == "kernel":
+                for storage in {values[i].storage for i in op.outputs}:
+                    if storage in read or storage in writer:
+                        before.update(readers.pop(storage, ()))
+                        if storage in writer:
+                            before.add(writer[storage])
+                    writer[storage] = op.id
+                for storage in read:
+                    readers[storage].append(op.id)
+            before.discard(op.id)
+            needs.append(sorted(before))
+        return needs
 
     @cached_property
     def needed_by(self) -> list[list[int]]:
         """For each op the ops that need it."""
-        return needed_by(self.needs)
+        users: list[list[int]] = [[] for _ in self.needs]
+        for op, before in enumerate(self.needs):
+            for other in before:
+                users[other].append(op)
+        return users
 
     @cached_property
     def stored(self) -> set[int]:
-        """Ops whose results a library kernel, a wait or the caller reads."""
-        return stored(self.graph, self.classes, self.needs, self.segments)
+        """Ops whose results a library kernel, a wait, another compiled graph or the caller reads:
+        they are written to HBM."""
+        values = self.graph.values
+        outputs = {values[i].storage for i in self.graph.outputs}
+        stored = self._leaving() if self.segments else set[int]()
+        for op in self.graph.ops:
+            if op.kind == "sync" or self.classes[op.id] == "opaque":
+                stored.update(self.needs[op.id])
+            if any(values[i].storage in outputs for i in op.outputs):
+                stored.add(op.id)
+        return stored
+
+    def _leaving(self) -> set[int]:
+        """Ops whose results another compiled graph reads."""
+        ops, segments = self.graph.ops, self.segments
+        storage = [value.storage for value in self.graph.values]
+        leaves: set[tuple[int, int]] = set()  # compiled graph and storage
+        for op in ops:
+            read = {storage[i] for i in op.inputs}
+            for other in self.needs[op.id]:
+                if segments[other] != segments[op.id]:
+                    made = read.intersection(storage[i] for i in ops[other].outputs)
+                    leaves.update((segments[other], place) for place in made)
+        return {
+            op.id for op in ops if any((segments[op.id], storage[i]) in leaves for i in op.outputs)
+        }
 
     @cached_property
     def long(self) -> set[int]:
-        """Ops that end a LONG_CHAIN."""
-        return long_chains(self.graph, self.classes, self.needs, self.segments)
+        """Ops whose result is used several times, and takes LONG_CHAIN pointwise ops or more."""
+        values, segments = self.graph.values, self.segments
+        uses = Counter(
+            values[i].storage for op in self.graph.ops if op.kind != "view" for i in op.inputs
+        )
+        lengths = [0] * len(self.graph.ops)
+        long: set[int] = set()
+        for op in self.graph.ops:
+            if self.classes[op.id] != "pointwise":
+                continue
+            before = self.needs[op.id]
+            if segments:  # a chain ends with its compiled graph
+                before = [n for n in before if segments[n] == segments[op.id]]
+            length = 1 + sum(lengths[n] for n in before)
+            if length >= LONG_CHAIN and any(uses[values[i].storage] > 1 for i in op.outputs):
+                long.add(op.id)
+                length = 0  # it is written, and read from there
+            lengths[op.id] = min(length, LONG_CHAIN)
+        return long
 
     @cached_property
     def wide(self) -> set[int]:
@@ -105,8 +166,33 @@ class Facts:
         return listed(self.graph)
 
     def space(self, number: int) -> tuple[int, int | None]:
-        """The size of an op's iteration space, and the elements that its reduction leaves."""
-        return index_space(self.graph, self.graph.ops[number], self.classes[number])
+        """The elements of an op's iteration space, and those that its reduction leaves, if any."""
+        graph, op = self.graph, self.graph.ops[number]
+        outputs = [graph.values[i].elements for i in op.outputs]
+        # A batch norm in evaluation has its mean and variance: nothing is left to reduce.
+        if self.classes[number] != "reduction" or op.arguments.get("training") is False:
+            # A list of unequal outputs (_foreach_add) is one iteration space.
+            arguments = op.arguments.values()
+            if len(outputs) > 1 and any(type(x) is tuple and references(x) for x in arguments):
+                sizes = (copies(graph, op, i) * graph.values[i].elements for i in op.outputs)
+                return sum(sizes), None
+            return max(outputs, default=0), None
+        target = op.arguments.get("target")
+        if isinstance(target, Ref) and self.has_trait(number, "picks"):
+            return graph.values[target.id].elements, 1
+        inputs = [graph.values[i].elements for i in op.inputs]
+        size = max([*inputs, *outputs], default=0)
+        smallest = min((n for n in outputs if n), default=1)
+        if smallest < size:
+            if size < UNROLLED * smallest and max(outputs) == smallest:
+                return smallest, None
+            return size, smallest
+        # Writes full rows back (softmax): the reduction runs along `dim`, or the last dimension.
+        shape = graph.values[op.inputs[0]].shape if op.inputs else ()
+        dim, rank = op.arguments.get("dim", -1), len(shape)
+        axis = dim if isinstance(dim, int) and -rank <= dim < rank else -1
+        length = shape[axis] if shape else 1
+        return size, size // max(length, 1)
 
     def cost(self, number: int) -> Cost:
         """The cost of an op."""

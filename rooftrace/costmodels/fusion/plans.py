@@ -12,7 +12,7 @@ from typing import Any
 from rooftrace._extensions import failures
 from rooftrace._plain import Share
 from rooftrace._shown import short
-from rooftrace.costmodels.fusion import traffic as layouts, traffic as moved
+from rooftrace.costmodels.fusion import traffic
 from rooftrace.costmodels.fusion.execution_advice import (
     as_written,
     attention_apart,
@@ -36,14 +36,14 @@ from rooftrace.hardware.units import format_flops, format_traffic
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the host does next, once in every iteration of `repeats`."""
+    """The next action of the host, once in every iteration of `repeats`."""
 
     dispatches: int  # things that the host enqueues
     on_device: bool  # whether the last of them is a kernel group
     sync: bool = False  # whether the host then waits for the device
     repeats: tuple[int, ...] = ()
-    views: int = 0  # views that the host makes beside them
-    calls: int = 0  # modules that Python calls beside them
+    views: int = 0  # that the host makes
+    calls: int = 0  # of modules by Python
     singles: int = 0  # ops between compiled graphs, which Python enqueues one by one
     entries: int = 0  # compiled graphs that the host enters behind another one
 
@@ -62,7 +62,7 @@ def launches_of(
 
 
 class _Host:
-    """What the host does, group after group."""
+    """Collects the launches of the host, group after group."""
 
     def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
         self.graph, self.dispatch = graph, execution.dispatch
@@ -93,7 +93,7 @@ class _Host:
         return tuple(self.launches)
 
     def _enqueue(self, last: int, repeats: tuple[int, ...]) -> Launch:
-        """What the host does for what is next; in other repeats that is launches of their own."""
+        """The launch for the next group; ops in other repeats get separate launches."""
         if last in self.alone:
             return self._one_by_one(last, repeats)
         if self.dispatch in ("compiled", "mixed"):
@@ -128,7 +128,7 @@ class _Host:
         if marks.is_eager(stop):
             self.launches.append(replace(before, repeats=stop.repeats))
             return
-        graph = 1 if self.dispatch == "graph" else 0  # captured on its own, and launched on its own
+        graph = 1 if self.dispatch == "graph" else 0  # a graph captured and launched separately
         self.launches.append(replace(before, dispatches=graph, entries=1, repeats=stop.repeats))
 
 
@@ -150,7 +150,7 @@ _NOT_CALLED = frozenset({"ModuleList", "ModuleDict"})
 
 
 def calls_before(graph: OpGraph) -> tuple[int, ...]:
-    """How many modules are called between each op and the one before it."""
+    """Number of modules called between each op and the one before it."""
     counts = []
     path: list[str] = []
     call = 0
@@ -170,7 +170,6 @@ def calls_before(graph: OpGraph) -> tuple[int, ...]:
 
 
 # -- coverage --------------------------------------------------------------------------------------
-# How much of a plan's totals rests on rules, and which ops have none.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +186,7 @@ class Unsupported:
 
     @property
     def most(self) -> int:
-        """The upper bound; `bytes` where none is known."""
+        """The upper bound; `bytes` without one."""
         return self.bytes if self.bytes_most is None else self.bytes_most
 
     @property
@@ -203,7 +202,7 @@ class Unsupported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """How much of a total rests on explicit rules."""
+    """The part of a total that rests on explicit rules."""
 
     ops: int
     ops_with_rule: int
@@ -217,48 +216,40 @@ class Coverage:
         return self.bytes_with_rule / self.bytes if self.bytes else 1.0
 
 
-def coverage_of(graph: OpGraph, costs: Sequence[Cost], known: Sequence[bool]) -> Coverage:
-    """The coverage of a graph.  costs, known: the cost of each op, and whether it has a rule."""
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    least: Counter[str] = Counter()
-    most: Counter[str] = Counter()
-    where: dict[str, dict[str, None]] = defaultdict(dict)
-    shapes: dict[str, str] = {}
+def coverage_of(graph: OpGraph, costs: Sequence[Cost], has_rule: Sequence[bool]) -> Coverage:
+    """The coverage of a graph.  costs, has_rule: of each op."""
+    unruled: dict[str, list[tuple[Op, int]]] = defaultdict(list)  # with the bytes, by target
     ops = total = 0
-    for op, cost, has_rule in zip(graph.ops, costs, known, strict=True):
+    for op, cost, ruled in zip(graph.ops, costs, has_rule, strict=True):
         if op.kind != "kernel":
             continue
-        times = graph.times(op)
-        size = times * (cost.bytes() + cost.bytes("link"))
-        ops += times
+        size = graph.times(op) * (cost.bytes() + cost.bytes("link"))
+        ops += graph.times(op)
         total += size
-        if not has_rule:
-            counts[op.target] += times
-            sizes[op.target] += size
-            low, high = unknown_bytes(graph, op)
-            least[op.target] += times * low
-            most[op.target] += times * high
-            where[op.target][pattern_of(op.module)] = None
-            shapes.setdefault(op.target, _shapes(graph, op.inputs[:3]))
-    unsupported = tuple(
-        Unsupported(
-            target=target,
-            count=counts[target],
-            bytes=sizes[target],
-            shapes=shapes[target],
-            modules=tuple(where[target]),
-            bytes_least=least[target],
-            bytes_most=most[target],
-        )
-        for target in sorted(counts, key=lambda t: (-sizes[t], t))
-    )
+        if not ruled:
+            unruled[op.target].append((op, size))
+    unsupported = [_unsupported(graph, members) for members in unruled.values()]
     return Coverage(
         ops=ops,
-        ops_with_rule=ops - counts.total(),
+        ops_with_rule=ops - sum(each.count for each in unsupported),
         bytes=total,
-        bytes_with_rule=total - sizes.total(),
-        unsupported=unsupported,
+        bytes_with_rule=total - sum(each.bytes for each in unsupported),
+        unsupported=tuple(sorted(unsupported, key=lambda each: (-each.bytes, each.target))),
+    )
+
+
+def _unsupported(graph: OpGraph, members: Sequence[tuple[Op, int]]) -> Unsupported:
+    """The ops of one target, given with their bytes."""
+    first = members[0][0]
+    bounds = [(graph.times(op), *unknown_bytes(graph, op)) for op, _ in members]
+    return Unsupported(
+        target=first.target,
+        count=sum(times for times, _, _ in bounds),
+        bytes=sum(size for _, size in members),
+        shapes=_shapes(graph, first.inputs[:3]),
+        modules=tuple(dict.fromkeys(pattern_of(op.module) for op, _ in members)),
+        bytes_least=sum(times * least for times, least, _ in bounds),
+        bytes_most=sum(times * most for times, _, most in bounds),
     )
 
 
@@ -269,8 +260,6 @@ def _shapes(graph: OpGraph, inputs: Sequence[int]) -> str:
 
 
 # -- plans -----------------------------------------------------------------------------------------
-# From an op graph to a plan: price every op, group, add up traffic; still without a chip.
-#
 # A plan is made once per execution model; `estimate` puts it on chips.
 
 
@@ -305,12 +294,12 @@ class Plan:
     execution: ExecutionModel
     op_costs: tuple[Cost, ...]  # one per op of `graph`, bound to storages
     groups: tuple[FusionGroup, ...]  # kernels in launch order
-    costs: tuple[Cost, ...]  # what each of them costs, once
-    launches: tuple[Launch, ...]  # what the host does
+    costs: tuple[Cost, ...]  # of each of them, once
+    launches: tuple[Launch, ...]  # of the host
     coverage: Coverage
     compulsory: int  # bytes that any execution moves
-    notes: tuple[str, ...] = ()  # what was rewritten or is worth knowing, a sentence each
-    own_notes: tuple[str, ...] = ()  # those of them on rules and joins that users and packages add
+    notes: tuple[str, ...] = ()  # on rewrites and the like, a sentence each
+    own_notes: tuple[str, ...] = ()  # notes on rules and joins that users and packages add
 
     def __repr__(self) -> str:
         return short(
@@ -324,9 +313,9 @@ class Plan:
     def each(
         graph: OpGraph, executions: Sequence[str | ExecutionModel], *, savings: bool = True
     ) -> list[Plan]:
-        """A plan under each execution model, as `plan` makes it; what they share is priced once.
+        """A plan under each execution model, as `plan` makes it; shared graphs are priced once.
 
-        savings: whether the notes on rewrites say what these save.
+        savings: whether the notes on rewrites name their savings.
         """
         OpGraph.check(graph, "plan")
         written = [as_written(graph, execution_model(execution)) for execution in executions]
@@ -345,12 +334,12 @@ class Plan:
     def total(self) -> Cost:
         """Work and traffic of all groups."""
         work: Counter[Any] = Counter()
-        traffic: Counter[Any] = Counter()
+        accesses: Counter[Any] = Counter()
         for group, cost in zip(self.groups, self.costs, strict=True):
-            for sums, amounts in ((work, cost.work), (traffic, cost.traffic)):
+            for sums, amounts in ((work, cost.work), (accesses, cost.traffic)):
                 for key, amount in amounts.items():
                     sums[key] += group.times * amount
-        return Cost(work, traffic)
+        return Cost(work, accesses)
 
     def why(self, kernel: int) -> str:
         """Why the ops of a kernel are one: a line for each step by which it grew.
@@ -366,22 +355,33 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Bytes alive over the step as it is run: what stays inside of a kernel takes none."""
+        """Bytes alive over the step as it is run, without values inside of kernels."""
         return memory(self.graph, self.unmade)
 
     @cached_property
     def unmade(self) -> frozenset[int]:
         """Storages that stay inside of the kernels that write them, and so never are in memory."""
-        return _unmade(self)
+        graph = self.graph
+        inside = {
+            access.storage
+            for group in self.groups
+            if len(group.ops) > 1
+            for op in group.ops
+            for access in self.op_costs[op].traffic
+            if access.write
+        }
+        outside = {access.storage for cost in self.costs for access in cost.traffic}
+        kept = {graph.values[i].storage for i in (*graph.outputs, *graph.external)}
+        return frozenset(inside - outside - kept)
 
     @cached_property
     def channels_last(self) -> bool:
         """Whether a compiler lays out images with channels last."""
-        return self.execution.fusion == "detected" and layouts.keeps_channels_last(self.graph)
+        return self.execution.fusion == "detected" and traffic.keeps_channels_last(self.graph)
 
     @cached_property
     def eager(self) -> frozenset[int]:
-        """The kernels of a mixed step that run outside of what is compiled, by their places."""
+        """Indices of the kernels of a mixed step that are not compiled."""
         if self.execution.dispatch != "mixed":
             return frozenset()
         ops = marks.eager_ops(self.graph.ops)
@@ -393,7 +393,7 @@ class Plan:
 
     @property
     def copies_layouts(self) -> bool:
-        """Whether convolutions copy what they read and write into another memory layout.
+        """Whether convolutions copy inputs and outputs into another memory layout.
 
         They do where channels come first, as in eager mode; a compiler chooses a layout once.
         """
@@ -434,7 +434,7 @@ class Plan:
         return replace(
             self,
             groups=groups,
-            costs=moved.group_costs(self.graph, groups, self.op_costs, costing),
+            costs=traffic.group_costs(self.graph, groups, self.op_costs, costing),
             launches=launches_of(self.graph, groups, self.execution),
         )
 
@@ -459,7 +459,7 @@ def _planned(
     savings: bool,
 ) -> Plan:
     """classified: the graph with the family of each op.  priced: the costs of its ops."""
-    op_costs, known = priced
+    op_costs, has_rule = priced
     last: tuple[OpGraph, tuple[Cost, ...]] = classified, op_costs
 
     def costs_of(other: OpGraph) -> tuple[Cost, ...]:
@@ -470,9 +470,9 @@ def _planned(
 
     rewritten, notes = rewrite(classified, model, costs_of if savings else None)
     if rewritten is not classified:
-        op_costs, known = price_ops(rewritten)
+        op_costs, has_rule = price_ops(rewritten)
     groups = fuse(rewritten, model, op_costs)
-    costs = moved.group_costs(rewritten, groups, op_costs, model)
+    costs = traffic.group_costs(rewritten, groups, op_costs, model)
     own_notes = (
         *rules_of_no_op(rewritten),
         *joined_by_users(groups),
@@ -486,8 +486,8 @@ def _planned(
         groups=groups,
         costs=costs,
         launches=launches_of(rewritten, groups, model),
-        coverage=coverage_of(rewritten, op_costs, known),
-        compulsory=moved.compulsory_bytes(rewritten, op_costs),
+        coverage=coverage_of(rewritten, op_costs, has_rule),
+        compulsory=traffic.compulsory_bytes(rewritten, op_costs),
         notes=(
             *notes,
             *attention_apart(rewritten),
@@ -498,19 +498,3 @@ def _planned(
         ),
         own_notes=own_notes,
     )
-
-
-def _unmade(planned: Plan) -> frozenset[int]:
-    """Storages that stay inside of the kernels that write them, and so never are in memory."""
-    graph = planned.graph
-    inside = {
-        access.storage
-        for group in planned.groups
-        if len(group.ops) > 1
-        for op in group.ops
-        for access in planned.op_costs[op].traffic
-        if access.write
-    }
-    outside = {access.storage for cost in planned.costs for access in cost.traffic}
-    kept = {graph.values[i].storage for i in (*graph.outputs, *graph.external)}
-    return frozenset(inside - outside - kept)

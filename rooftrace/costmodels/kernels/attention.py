@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.kernels.engines import TILED, engine_of, p_norm
+from rooftrace.costmodels.kernels.engines import PARTIAL, TILED, engine_of, matrix_engine, p_norm
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.kernels.numbers import AttentionKnobs
 from rooftrace.costmodels.ops import AttentionSizes
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 # -- fused attention -------------------------------------------------------------------------------
-# Seconds of a fused attention kernel: its blocks, its bytes, its companions.
-#
 # A flash attention kernel gives each block some rows of the score matrix, and walks over their
 # keys.
-#   rows     are whole tiles; the heads of a group share a tile where the kernel packs them,
-#   keys     are whole steps; a causal block ends at its last row, so that blocks differ in length,
-#   a step   takes its two products and its exponentials; a block takes a start beside its steps,
+#   rows     are padded to tiles; the heads of a group share a tile where the kernel packs them,
+#   keys     are padded to steps; a causal block ends at its last row, so that blocks differ,
+#   a step   takes its two products and its exponentials; a block takes a start and its steps,
 #   blocks   fill the SMs, and the last ones to end leave some idle; few blocks are split along
 #            their keys where that is faster, and the partial results combined by one more kernel,
 #   memory   streams key and value while blocks compute; query and output of the first and the last
@@ -47,10 +45,8 @@ EXPONENTIALS = 16
 """Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
 MOST_SPLITS = 32
 """Parts of one row's keys: vLLM's default for CUDA graphs."""
-_PARTIAL = 4 + 4
-"""Bytes of an fp32 partial result, written and read again."""
 _WIDE = 2
-"""Bytes of an element of query and output, unless they are told."""
+"""Bytes of an element of query and output."""
 _WIDTHS = 32
 """Heads are padded to a multiple of this."""
 _WIDE_ENGINE = 1500
@@ -65,7 +61,7 @@ of its smaller tiles may run on that kernel, too."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """How a kernel cuts its work.
+    """Tiles of a kernel.
 
     Where one block does not fill an SM, several share it in the order of the grid, so that one
     computes while another loads.
@@ -86,10 +82,10 @@ FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True,
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
-For `vector` see `attention_rows`."""
+Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
-"""Of flashinfer and of vLLM's Triton backend: heads of a group share a tile, keys are split."""
+"""flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
 LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton")
 """Whose kernels these are; a case's `library` is a place here."""
 IDEAL = AttentionKnobs()
@@ -97,7 +93,7 @@ IDEAL = AttentionKnobs()
 
 @dataclass(frozen=True, slots=True)
 class AttentionEngine:
-    """A chip as attention sees it: SMs, and what they do in a second."""
+    """A chip as attention sees it: SMs, and their rates per second."""
 
     units: int  # SMs
     rate: float  # FLOP of bf16
@@ -109,20 +105,18 @@ class AttentionEngine:
 
 
 def attention_engine(chip: Chip) -> AttentionEngine | None:
-    """The chip as attention sees it; None without a matrix engine or a known SM count and clock."""
-    if chip.sm_count is None or chip.clock is None or chip.kind != "gpu":
+    """The chip as attention sees it; None without a matrix engine, SM count or clock."""
+    engine = matrix_engine(chip)
+    if engine is None or chip.clock is None or not chip.has_peak("matrix", "bf16"):
         return None
-    if not chip.has_peak("matrix", "bf16"):
-        return None
-    units, rate = int(chip.sm_count.value), chip.peak("matrix", "bf16")
-    clocks, lanes = units * chip.clock.value, chip.peak("vector", "fp32") / 2
+    rate, clocks = chip.peak("matrix", "bf16"), engine.units * chip.clock.value
     of = Knobs.generation(chip)
     return AttentionEngine(
-        units,
+        engine.units,
         rate,
         clocks,
-        lanes,
-        chip.memory_bandwidth.value,
+        chip.peak("vector", "fp32") / 2,
+        engine.memory,
         warp_groups=of == "hopper",
         wide=of is not None or rate / clocks >= _WIDE_ENGINE,
     )
@@ -137,7 +131,7 @@ class AttentionBlocks:
 
     count: Array  # blocks of the kernel
     tiles: Array  # tiles of rows over one key and value head
-    mean: Array  # keys that a block walks over, in whole steps
+    mean: Array  # keys that a block walks over, padded to steps
     longest: Array  # keys of the longest block
     split: Array  # parts of a row's keys
 
@@ -197,19 +191,19 @@ def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
     tiles = np.ceil(queries * packed / kernel.rows)
     count = sizes["batch"] * sizes["heads"] / packed * tiles
     span = kernel.rows / packed
-    # A block ends at its last row: it walks over what a row sees, half its rows more, half a step.
+    # A block ends at its last row: it walks over a row's keys, half its rows more, half a step.
     # Of a window it begins at its first row: half its rows more for all that have left keys behind.
-    whole, most = np.ceil(sizes["keys"] / kernel.keys) * kernel.keys, _most_seen(sizes)
+    padded, most = np.ceil(sizes["keys"] / kernel.keys) * kernel.keys, _most_seen(sizes)
     leaving = np.clip((sizes["keys"] - most) / queries, 0.0, 1.0)
     ends = (tiles * span - queries) / 2 + (span - 1) / 2 * (1 + leaving)
     more = ends + np.maximum(kernel.keys - span, 0) / 2
-    mean = np.clip(sizes["visible"] / queries + more, kernel.keys, whole)
+    mean = np.clip(sizes["visible"] / queries + more, kernel.keys, padded)
     steps = np.ceil(np.minimum(most + span - 1, sizes["keys"]) / kernel.keys)
     return _Walked(sizes["batch"], packed, tiles, count, mean, steps)
 
 
 def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
-    """How many heads share a tile of rows."""
+    """Number of heads that share a tile of rows."""
     import numpy as np
 
     return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
@@ -265,7 +259,7 @@ def attention_seconds(
 
     sizes: arrays of one length.  batch, queries (of one request), keys, visible ((query, key) pairs
     of one head that are computed), heads, kv_heads, width (of query and key), value_width, size and
-    kv_size (bytes of what is multiplied, and of an element of key and value), rate (FLOP/s of the
+    kv_size (bytes of a multiplied element, and of one of key and value), rate (FLOP/s of the
     products), bytes (through HBM), masked (a mask of numbers: no flash kernel takes one), paged (a
     cache in pages), library (of LIBRARIES; without it the newest flash kernel of the chip), long
     (how many requests have long_queries, long_keys and long_visible, while the others are alike).
@@ -288,9 +282,9 @@ def attention_seconds(
         apart = (moved - stream) / waves
         inside = p_norm(overlap, walk, moved - apart)
         copies = _copies(cases, kernel) * knobs.prepare
-        beside = cases["paged"] * (cases["batch"] * knobs.request + copies)
+        paging = cases["paged"] * (cases["batch"] * knobs.request + copies)
         combine = (blocks.split > 1) * knobs.combine
-        device = inside + apart + beside + combine
+        device = inside + apart + paging + combine
         best = device.argmin(axis=0), np.arange(device.shape[1])
         faster = device[best] < result.device[may]
         rows = np.flatnonzero(may)[faster]
@@ -351,7 +345,7 @@ def _walk(
 
 
 def _cache_bytes(sizes: Mapping[str, Array]) -> Array:
-    """Key and value: what streams while blocks compute."""
+    """Bytes of key and value, which stream while blocks compute."""
     width = sizes["width"] + sizes["value_width"]
     return sizes["batch"] * sizes["keys"] * sizes["kv_heads"] * width * sizes["kv_size"]
 
@@ -361,7 +355,7 @@ def _partial_bytes(sizes: Mapping[str, Array], blocks: AttentionBlocks) -> Array
     import numpy as np
 
     rows = sizes["batch"] * sizes["queries"] * sizes["heads"]
-    partial = np.where(blocks.split > 1, blocks.split * _PARTIAL, 0.0) * sizes["value_width"]
+    partial = np.where(blocks.split > 1, blocks.split * PARTIAL, 0.0) * sizes["value_width"]
     copy = sizes["paged"] * np.where(sizes["size"] < _WIDE, 2 * sizes["size"], 0.0)
     return rows * (partial + copy * sizes["width"])
 
@@ -376,23 +370,18 @@ def _copies(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Flags:
 
 
 # -- attention rows --------------------------------------------------------------------------------
-# Attention in a table of kernels: its columns there, and the seconds of its rows.
-#
-# What a rule says of an attention op (`AttentionSizes` of its work) is a group of columns, all
-# zero in the rows of other kernels.  Rows whose products run on the matrix engine of a chip with
-# a known SM count take the seconds of `attention_time`; backward and all else keep the shares of
-# their class.
+# `AttentionSizes` of a kernel's work are columns of a table of kernels, zero in the rows of other
+# kernels.  Rows whose products run on the matrix engine of a chip with an SM count take the seconds
+# of `attention_seconds`; backward and all else keep the shares of their class.
 
 # -- which library's kernel runs -------------------------------------------------------------------
-# What measurements tell of each.
-#
-# An execution names the library (`ExecutionModel.attention_library`).  Two names stand for what a
-# program runs on the chip at hand: "sdpa" is the flash kernel of `scaled_dot_product_attention`,
-# which is FlashAttention 2 on every GPU, and "vllm" is FlashAttention 3 where the chip has the
-# instructions for it (FlashAttention 2 elsewhere).
+# An execution names the library (`ExecutionModel.attention_library`).  Two names depend on the
+# chip: "sdpa" is the flash kernel of `scaled_dot_product_attention`, FlashAttention 2 on every GPU;
+# "vllm" is FlashAttention 3 where the chip has the instructions for it (FlashAttention 2
+# elsewhere).
 
 SDPA = "sdpa"
-"""Stands for the library whose kernel PyTorch's `scaled_dot_product_attention` runs."""
+"""The library whose kernel PyTorch's `scaled_dot_product_attention` runs."""
 WIDE = ("flash2", "flashinfer", "triton")
 """Libraries that multiply in half precision: entries of an fp8 cache are converted first."""
 HOPPER = AttentionKnobs(
@@ -408,7 +397,7 @@ AMPERE = AttentionKnobs(
 )
 """FlashAttention 2 in vLLM 0.14 on A100, from the same source; fp8 caches were not measured.
 `products` and the instructions of its kernel stand for each other there, since all heads are of one
-width.  Both are over what `Knobs.typical` says that A100 sustains (1.12 and 0.85): of the
+width.  Both are over the sustained rates of A100 in `Knobs.typical` (1.12 and 0.85): of the
 datasheet they are 1.0 and 0.7."""
 GEFORCE = replace(AMPERE, products=1.0, stream=0.7)
 """FlashAttention 2 on other GPUs: with products at their full rate the growth of published step
@@ -441,7 +430,7 @@ def library_on(name: str, chip: Chip) -> str:
 def attention_knobs(
     numbers: AttentionKnobs | str, chip: Chip, library: str = SDPA
 ) -> AttentionKnobs:
-    """The numbers themselves; for "usual", those of the library's kernels on chips like this one.
+    """The numbers themselves; for "usual", those of the library's kernels on such chips.
 
     library: one of ATTENTION_LIBRARIES.
     """
@@ -463,7 +452,7 @@ COLUMNS = ("kernels", *_SIZES, "size", "rate", "library")
 multiplied.  rate: FLOP/s of the products, 0 where they do not run on the matrix engine in half
 precision or less.  library: the place in LIBRARIES of whose kernel it is."""
 _WIDEST = 2
-"""Bytes of an element that kernels multiply whose tiles are known."""
+"""Bytes of the widest element that modelled kernels multiply."""
 
 
 def products_of(engine: str, name: str, chip: Chip, library: str) -> tuple[float, float, float]:

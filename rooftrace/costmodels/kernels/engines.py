@@ -25,15 +25,12 @@ if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array
 
 # -- classes ---------------------------------------------------------------------------------------
-# Classes of kernels: those of one class reach similar shares of a chip's peaks.
-#
-# A group's class is that of its heaviest op: a convolution with its epilogue is a convolution.
-# Measured efficiencies differ between the classes.  An op's rule or its cost says which class it is
-# in (`Rule.kind_of`).
+# Kernels of one class reach similar shares of a chip's peaks.  A group's class is that of its
+# heaviest op: a convolution with its epilogue is a convolution.
 
 LARGE_WINDOW = 5
-"""With channels first, depthwise convolutions with a wider window run on slower kernels: PyTorch's
-own are written out for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up to 5
+"""With channels first, depthwise convolutions with a wider window run on slower kernels: PyTorch
+has unrolled ones for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up to 5
 (`check_cudnn_depthwise_workload_with_filter`)."""
 LARGE_WINDOW_LAST = 7
 """With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
@@ -43,10 +40,8 @@ LARGE_WINDOW_LAST = 7
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
     """The class of one op: the kind of its rule or cost, and "elementwise" without a rule.
 
-    The class of a convolution also depends on its sizes.
-
-    channels_last: whether a compiler lays all images out so.  cost: what the op costs, where that
-    is known already.
+    The class of a convolution also depends on its sizes.  channels_last: whether a compiler lays
+    all images out so.  cost: of the op, if it is at hand.
     """
     rule = find_rule(op.target)
     if rule is None:
@@ -91,28 +86,26 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         return f"conv 1x1{ending}"
     if len(window) == 3:
         return "conv 3d"
-    # Adjacent channels that are no whole number of such loads are loaded in smaller pieces.
-    whole = ACCESS * 8 // precision(image.dtype).bits
-    odd = shape[0] % whole or (shape[1] % whole and shape[1] > whole)
+    # Adjacent channels that are no multiple of such a load are loaded in smaller pieces.
+    load = ACCESS * 8 // precision(image.dtype).bits
+    odd = shape[0] % load or (shape[1] % load and shape[1] > load)
     return "conv, odd channels" if last and odd else f"conv{ending}"
 
 
 # -- engines ---------------------------------------------------------------------------------------
-# What an engine of a chip does with the work of a kernel: which engine that is, and its share.
-#
-# First which engine runs which work, and how rows are loaded; then how much of a matrix engine a
-# product can use.  Seconds by these numbers are those of `seconds`.
+# Which engine of a chip runs which work, how rows are loaded, and how much of a matrix engine a
+# product can use.
 
 STREAMING = ("vector", "fp32")
 """The engine and precision of a product that streams one matrix past a few vectors."""
 
 WAIT = 280e-9
-"""Seconds that a thread of a GPU waits for what it loads.  Steps of efficientformerv2 on RTX 3090
-and 4090, most of whose time is upsampling, take 250 to 300 ns for each value of a thread."""
+"""Seconds that a thread of a GPU waits for a load.  Steps of efficientformerv2 on RTX 3090 and
+4090, most of whose time is upsampling, take 250 to 300 ns for each value of a thread."""
 
 
 def reached(rows: Any, inner: Any, chip: Chip) -> Any:
-    """FLOP/s that threads reach which wait for memory; infinite where nothing says how many.
+    """FLOP/s of latency-bound threads; inf where the thread count is unknown.
 
     rows, inner: of vector work (see `Work`), numbers or arrays.
     """
@@ -145,15 +138,15 @@ def engine_of(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, s
 
 
 def precision_on(chip: Chip, name: str) -> str:
-    """What products of this precision compute in on a chip: bf16_afp8 is fp8, or bf16 without."""
-    known = precision(name)
-    if not known.computes:
+    """The precision in which a chip computes such products: bf16_afp8 in fp8, or bf16 without."""
+    stored = precision(name)
+    if not stored.computes:
         return name
-    return known.computes if chip.has_peak("matrix", known.computes) else known.element
+    return stored.computes if chip.has_peak("matrix", stored.computes) else stored.element
 
 
 def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[str, str]:
-    """The (engine, precision) of a product; `engine_of` says it for all but small ones on GPUs.
+    """The (engine, precision) of a product: that of `engine_of` but for small ones on GPUs.
 
     A product of fewer rows or columns than a matrix instruction has streams one matrix past a few
     vectors.  It runs on the vector engine where that is faster than mostly empty instructions.
@@ -166,21 +159,21 @@ def product_engine(work: Work, chip: Chip, execution: ExecutionModel) -> tuple[s
 class Running:
     """How products run on their engines: numbers, or arrays where that differs by their sizes.
 
-    rate: FLOP/s at the peak.  whole: 1 where a tile is computed whole, as on a matrix engine, else
-    0.  unit: the place in UNITS of the engine and the precision that it computes in.
+    rate: FLOP/s at the peak.  padded: 1 where a tile is computed in full, as on a matrix engine,
+    else 0.  unit: the index in UNITS of the engine and the precision that it computes in.
     """
 
     rate: Any
-    whole: Any
+    padded: Any
     unit: Any
 
 
 def running(
     work: Work, shape: tuple[Any, Any, Any] | None, chip: Chip, execution: ExecutionModel
 ) -> Running:
-    """What `product_engine` says of products, or `engine_of` of other work.
+    """The engines of products by `product_engine`, and of other work by `engine_of`.
 
-    shape: M, N, K, numbers or arrays; None where they are not known.
+    shape: M, N, K, numbers or arrays; None if unknown.
     """
     import numpy as np
 
@@ -195,7 +188,7 @@ def running(
 
 
 def unit_of(engine: str, name: str) -> int:
-    """The place in UNITS of an engine that computes in this precision."""
+    """The index in UNITS of an engine that computes in this precision."""
     return UNITS.index(f"{engine} {compute_family(name)}")
 
 
@@ -204,10 +197,10 @@ def streams(
 ) -> Any:
     """Whether a product that this engine runs streams one matrix past a few vectors instead.
 
-    shape: M, N, K of the product, numbers or arrays; None where they are not known.
+    shape: M, N, K of the product, numbers or arrays; None if unknown.
 
     r vectors take as long as on the vector engine where its rate / r is the matrix engine's rate /
-    LEAST; whole instructions hold LEAST or more.
+    LEAST: an instruction holds LEAST rows or more.
     """
     if engine[0] == "vector" or work.operation != "matmul" or shape is None:
         return False
@@ -251,8 +244,8 @@ LONG = 1024
 def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
     """1 where rows in memory begin at no multiple of `ACCESS` bytes, and that slows the kernel.
 
-    sizes: "M", "N" and "K" of the work, numbers or arrays of one length; those that are in
-    `work.lined` are needed.  A mean that is no whole number counts as aligned.
+    sizes: "M", "N" and "K" of the work (those in `work.lined`), numbers or arrays of one length.
+    A fractional mean counts as aligned.
     """
     odd: Any = 0.0
     width = min(work.widths or (float(precision(work.precision).bits / 8),))
@@ -266,16 +259,14 @@ def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
 
 
 # -- tiles of products -----------------------------------------------------------------------------
-# How much of a matrix engine a product can use: whole tiles, in whole waves, fed by the cache.
-#
 # A kernel cuts C[M, N] = A[M, K] B[K, N] into tiles; each is one block's work on one SM, so
-#   tiles   are whole: M and N are padded to the tile's sizes (quantisation of tiles),
-#   waves   are whole: the last leaves SMs idle unless the tiles fill it (quantisation of waves),
-#   feeding a tile takes (a + b) K elements from L2 for 2 a b K flop: small tiles are slow; the
-#           bytes are those of what is stored, which may be narrower than what is multiplied,
-#   walking over K takes a while however little is multiplied: a block has few loads on their way,
+#   tiles:    M and N are padded to the tile's sizes (tile quantisation),
+#   waves:    the last one leaves SMs idle unless the tiles fill it (wave quantisation),
+#   feeding   a tile takes (a + b) K elements from L2 for 2 a b K flop: small tiles are slow; the
+#             bytes are those of the stored elements, which may be narrower than the multiplied,
+#   walking   over K takes a while however little is multiplied: a block has few loads in flight,
 #   splitting K over s blocks fills waves and shortens walks; s partial results go through HBM.
-# A library picks the tile and the split that suit the product; so does this, from a few usual ones.
+# As a library does, this picks the fastest tile and split from a few usual ones.
 # See NVIDIA, "Matrix Multiplication Background User's Guide", on tile and wave quantization.
 
 TILES = (
@@ -290,12 +281,12 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 FEED = 64
 """Bytes that an SM takes from L2 in a clock (one port; microbenchmarks of V100 to H100 agree)."""
 _DEPTH = 32
-"""K goes through a tile in steps of this; parts of a split are whole numbers of them, the last ones
-may have none: a split that suits a longer K is open to a shorter one, as if K were padded."""
+"""K goes through a tile in steps of this; parts of a split are multiples of them, the last ones may
+have none: a split that suits a longer K is open to a shorter one, as if K were padded."""
 VECTOR_STEPS = 1 / 16
 """Filling a tile takes a time: steps of the matrix engine, of which the vector engine of a
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
-_PARTIAL = 4 + 4
+PARTIAL = 4 + 4
 """Bytes of an fp32 partial result, written and read again."""
 
 
@@ -309,7 +300,7 @@ class MatrixEngine:
 
 
 def matrix_engine(chip: Chip) -> MatrixEngine | None:
-    """The matrix engine of a chip; None where its SM count or clock is not known."""
+    """The matrix engine of a chip; None where its SM count or clock is unknown."""
     if chip.sm_count is None or chip.clock is None or chip.kind != "gpu":
         return None
     units = int(chip.sm_count.value)
@@ -320,30 +311,27 @@ def matrix_engine(chip: Chip) -> MatrixEngine | None:
 IDEAL = Tiling()
 TILED = 1024
 """Products, or attention kernels, that are timed at once, each in all tiles or splits."""
-SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "whole")
-"""What `tile_terms` asks of products."""
+SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "padded")
+"""The sizes of products that `tile_terms` reads."""
 
 
 def product_sizes(
-    work: Work, shape: tuple[Amount, Amount, Amount], flop: Amount, whole: Amount
+    work: Work, shape: tuple[Amount, Amount, Amount], flop: Amount, padded: Amount
 ) -> dict[str, Amount]:
-    """What `tile_terms` asks of products of this shape, M, N, K, that take so many FLOP together.
-
-    whole: that of `running`.
-    """
+    """SIZES of products of this shape (M, N, K) of `flop` together; padded: see `Running`."""
     import numpy as np
 
     each = np.maximum(2 * math.prod(shape), 1.0)
     products = np.maximum(1.0, np.rint(flop / each))
-    numbers = (*shape, products, *stored_widths(work), whole)
+    numbers = (*shape, products, *stored_widths(work), padded)
     return dict(zip(SIZES, numbers, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class TileTerms:
-    """What every tile and split takes for some products: arrays [products, tiles x splits]."""
+    """Amounts of every tile and split for some products: arrays [products, tiles x splits]."""
 
-    flop: Array  # of whole waves; infinite for tiles that a library does not take
+    flop: Array  # of full waves; infinite for tiles that a library does not take
     feed: Array  # bytes from L2
     spill: Array  # bytes of partial results through HBM
     walk: Array  # bytes that HBM could move while a block walks over its part of K
@@ -354,30 +342,30 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
     """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
 
     sizes: arrays of one length: rows, columns, inner, products (in one kernel), width_a and width_b
-    (bytes of a stored element of A and of B), whole (1 where a tile's arithmetic is done whole, as
-    on a matrix engine; 0 where rows and columns that C lacks are left out, as in matrix-vector
-    kernels of the vector engine).  What C lacks is never loaded.  units: SMs.
+    (bytes of a stored element of A and of B), padded (1 where a tile is computed in full, as on a
+    matrix engine; 0 where rows and columns that C lacks are skipped, as in matrix-vector kernels
+    of the vector engine).  Padding is never loaded.  units: SMs.
     """
     import numpy as np
 
     a, b, split = _choices()  # [tiles, 1, 1] twice, [splits, 1]
-    rows, columns, inner, products, width_a, width_b, whole = (sizes[name] for name in SIZES)
+    rows, columns, inner, products, width_a, width_b, padded = (sizes[name] for name in SIZES)
     shape = (len(a), len(split), len(rows))
     is_split, depth = split > 1, np.ceil(inner / (split * _DEPTH)) * _DEPTH
     depth = np.where(is_split, depth, inner)
     loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
-    done = np.where(whole > 0, a * b, loaded_a * loaded_b)
+    done = np.where(padded > 0, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     walk = LEAST * (width_a + width_b) * depth * units / tiling.busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
     flop = np.ceil(tiles * split / units)
     flop *= 2 * units
     flop *= done
-    flop *= depth + tiling.prologue * np.where(whole > 0, 1.0, VECTOR_STEPS)
+    flop *= depth + tiling.prologue * np.where(padded > 0, 1.0, VECTOR_STEPS)
     if tiling.pick == "rows":
         np.copyto(flop, np.inf, where=is_split | ~_by_rows(a, b, rows))
     feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
-    spill = np.where(is_split, split * rows * columns * products * _PARTIAL, 0.0)
+    spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
     return TileTerms(
         *(
             np.broadcast_to(term, shape).reshape(len(a) * len(split), len(rows)).T
@@ -387,7 +375,7 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
 
 
 def _by_rows(a: Array, b: Array, rows: Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which tiles a library takes that looks at the rows of C alone: [tiles, 1, products].
+    """Tiles of a library that looks at the rows of C alone: [tiles, 1, products].
 
     So do the fp8 kernels of CUTLASS in vLLM (csrc/quantization/cutlass_w8a8): 128 x 128 above 128
     rows, 64 x 128 above 64, 64 x 64 below, or as narrow as 16 with operands swapped.
@@ -439,12 +427,12 @@ def tile_seconds(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> A
 
 @dataclass(frozen=True, slots=True)
 class TileUse:
-    """How one product C[M, N] of a kernel is cut into tiles, and what of them it fills."""
+    """How one product C[M, N] of a kernel is cut into tiles, and the shares that it fills."""
 
     rows: int
     columns: int
     split: int  # parts of K
-    tile_efficiency: float  # the share of what its tiles compute that the product has
+    tile_efficiency: float  # the share of its tiles' FLOP that the product needs
     wave_efficiency: float  # the share of the SMs that has a block, over all waves
 
     @staticmethod
@@ -456,9 +444,9 @@ class TileUse:
         """
         tile, number = divmod(place, len(SPLITS))
         (a, b), split = TILES[tile], SPLITS[number]
-        rows, columns, _, products, _, _, whole = (float(sizes[name][0]) for name in SIZES)
+        rows, columns, _, products, _, _, padded = (float(sizes[name][0]) for name in SIZES)
         tiles = math.ceil(rows / a) * math.ceil(columns / b)
-        high, wide = (a, b) if whole else (min(a, rows), min(b, columns))
+        high, wide = (a, b) if padded else (min(a, rows), min(b, columns))
         waves = tiles * products * split / units
         filled = min(1.0, rows * columns / (tiles * high * wide))
         return TileUse(a, b, split, filled, waves / math.ceil(waves))

@@ -1,4 +1,4 @@
-"""How far steps were from their predictions, and the intervals that hold a stated share of them.
+"""Knobs of kernels, and intervals from how far measured steps were from their predictions.
 
 A residual is log(measured / predicted) of a step that no fit had seen, in standard deviations of
 that step (`Knobs.spread` and those of classes, by its time).  Intervals are conformal: their ends
@@ -46,16 +46,16 @@ from rooftrace.hardware.chipfile import toml_sections
 from rooftrace.hardware.precisions import PRECISIONS, compute_family
 
 LEVEL = 0.9
-"""The share of steps that an interval holds, where nothing else is asked for."""
+"""The share of steps that an interval holds, by default."""
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 """The shares that files have ends for; between them ends are interpolated."""
 NO_FIT, ONE_FACTOR, FITTED = "no fit", "one factor", "fitted"
 USES = (NO_FIT, ONE_FACTOR, FITTED)
-"""What was fitted to the chip that a step runs on: nothing, one factor on all, more than that."""
+"""Fitted to the chip of a step: nothing, one factor on all, or more than that."""
 FEW = 10
 """Below so many families an interval is a guess made wider, and says so."""
 _PRIOR_WEIGHT = 4.0
-"""Families that the usual spread counts for beside those that were measured."""
+"""Families that the usual spread counts for, added to the measured ones."""
 
 
 class ResidualsError(ValueError):
@@ -64,7 +64,7 @@ class ResidualsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """The ends of intervals at each of some levels, and what they come from."""
+    """The ends of intervals at some levels, and the steps that they come from."""
 
     levels: tuple[float, ...]  # shares of steps, rising
     low: tuple[float, ...]  # of each level, in standard deviations; at most 0
@@ -101,19 +101,19 @@ class Residuals:
 
     @property
     def few(self) -> bool:
-        """Whether they are too few for an interval that holds what it says."""
+        """Whether they are too few for an interval that holds its stated share."""
         return self.groups < FEW
 
     @property
-    def told(self) -> str:
-        """How many steps they are of, and what that means for an interval."""
+    def basis(self) -> str:
+        """Number of steps and families, and whether few of them make an interval wider."""
         steps = f"{self.count:,} steps of {self.groups:,} families that no fit had seen"
         return f"{steps}: so few that it is made wider" if self.few else steps
 
     def ends(self, level: float = LEVEL) -> tuple[float, float]:
-        """Where an interval for this share of steps ends, in standard deviations.
+        """Ends of an interval for this share of steps, in standard deviations.
 
-        Raises ResidualsError outside of the levels that there are.
+        Raises ResidualsError outside of `levels`.
         """
         _check_level(level, self.levels)
         return _between(level, self.levels, self.low), _between(level, self.levels, self.high)
@@ -122,11 +122,10 @@ class Residuals:
     def of_steps(
         values: Sequence[float], groups: Sequence[str], usual: float = 1.0, of: str = ""
     ) -> Residuals:
-        """Those of left-out steps.
+        """The residuals of left-out steps.
 
         values: log(measured / predicted) over the standard deviation of each step.  groups: the
-        family of each.  usual: the standard deviation of such values as far as anybody knows, for
-        where there are few.
+        family of each.  usual: the prior standard deviation of such values, for few families.
         """
         sizes = Counter(groups)
         weights = [1 / (len(sizes) * sizes[group]) for group in groups]
@@ -142,21 +141,21 @@ class Residuals:
 
 
 _FARTHEST = 1000.0
-"""Standard deviations, and standard deviations of logarithms, beyond which nothing is said."""
+"""The largest standard deviations, and ends in them, that are accepted."""
 
 
 def normal_ends(level: float = LEVEL) -> tuple[float, float]:
-    """Ends in standard deviations of a normal distribution: for knobs that have no residuals."""
+    """Ends of a normal distribution in standard deviations, for knobs without residuals."""
     _check_level(level, LEVELS)
     end = NormalDist().inv_cdf((1 + level) / 2)
     return -end, end
 
 
-def _check_level(level: float, known: Sequence[float]) -> None:
+def _check_level(level: float, levels: Sequence[float]) -> None:
     number = isinstance(level, (int, float)) and not isinstance(level, bool)
-    if not number or not known[0] <= level <= known[-1]:
+    if not number or not levels[0] <= level <= levels[-1]:
         raise ResidualsError(
-            f"level={level!r:.60}: expected a share of steps from {known[0]:g} to {known[-1]:g}"
+            f"level={level!r:.60}: expected a share of steps from {levels[0]:g} to {levels[-1]:g}"
         )
 
 
@@ -164,8 +163,8 @@ def _between(level: float, levels: Sequence[float], ends: Sequence[float]) -> fl
     """An end between those of two levels, by -log(1 - level), in which tails are about straight."""
     for (before, first), (after, second) in pairwise(zip(levels, ends, strict=True)):
         if before <= level <= after:
-            whole = math.log((1 - before) / (1 - after))
-            return first + (second - first) * math.log((1 - before) / (1 - level)) / whole
+            span = math.log((1 - before) / (1 - after))
+            return first + (second - first) * math.log((1 - before) / (1 - level)) / span
     return ends[0]  # there is one level only
 
 
@@ -175,9 +174,9 @@ def _between(level: float, levels: Sequence[float], ends: Sequence[float]) -> fl
 def _ends(
     level: float, values: Sequence[float], weights: Sequence[float], groups: int, usual: float
 ) -> tuple[float, float]:
-    """The ends of one level: at each side by its own quantile, where there are enough families.
+    """The ends of one level: a quantile at each side, where there are enough families.
 
-    With fewer they are of the sizes of residuals, with yet fewer of a wide distribution.
+    With fewer the quantile of absolute residuals, with yet fewer that of a wide distribution.
     """
     correction = (groups + 1) / groups if groups else math.inf
     side = (1 + level) / 2
@@ -192,7 +191,7 @@ def _ends(
 
 
 def _quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
-    """The value that so large a share of the weight does not pass, between two of `values`."""
+    """The weighted quantile at `share`, interpolated between two of `values`."""
     total, before = 0.0, None
     for value, weight in sorted(zip(values, weights, strict=True)):
         if total + weight >= share - 1e-9:
@@ -209,7 +208,7 @@ def _wide(
     squares = sum(weight * value**2 for value, weight in zip(values, weights, strict=True))
     freedom = _PRIOR_WEIGHT + groups
     scale = math.sqrt((_PRIOR_WEIGHT * usual**2 + groups * squares) / freedom)
-    # A predicted value is off by its own deviation, and by that of the mean of those known.
+    # A prediction is off by its deviation, and by that of the mean of the measured ones.
     return student(side, freedom) * scale * math.sqrt(1 + 1 / freedom)
 
 
@@ -225,7 +224,7 @@ def student(share: float, freedom: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """An end as files have it: four digits, never nearer than it is."""
+    """An end with four digits, rounded away from 0."""
     if not value:
         return 0.0
     digits = 3 - math.floor(math.log10(abs(value)))
@@ -235,11 +234,11 @@ def _rounded(value: float) -> float:
     )
 
 
-# -- Calibrated constants by kernel class: class names, shares of peaks, typical values, and files -
+# -- classes of kernels ----------------------------------------------------------------------------
 
 LAST = ", channels last"
-"""Suffix of the classes for images with channels last, where eager kernels differ.  If a knob file
-has no share for such a class, the share of the class without the suffix applies."""
+"""Suffix of the classes for images with channels last, where eager kernels differ.  A knob file
+without a share for such a class uses that of the class without the suffix."""
 CLASSES = (
     "conv",
     f"conv{LAST}",
@@ -256,8 +255,7 @@ CLASSES = (
     "grouped conv backward",
     *KINDS[1:],
 )
-"""Every class, matrix work first.  A group is in the first class that one of its ops has.
-"""
+"""Every class, matrix work first.  A group is in the first class that one of its ops has."""
 UNITS = tuple(
     f"{engine} {family}"
     for engine in ENGINES
@@ -267,16 +265,13 @@ UNITS = tuple(
 
 
 # -- knobs -----------------------------------------------------------------------------------------
-# Calibrated constants: the fraction of its datasheet peaks a chip reaches, per kernel class.
-#
 # A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
-#   t_comp = FLOP of whole tiles and waves / (compute * share of its class * datasheet peak),
+#   t_comp = FLOP of full tiles and waves / (compute * share of its class * datasheet peak),
 #   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
-#            where bytes that the last cache still holds (see `reuse`) count 1 / cache each.
-# compute and memory are what a chip sustains; the shares differ little between chips of a kind.
+#            where bytes that the last cache still holds (see `works`) count 1 / cache each.
+# compute and memory: sustained by the chip; the shares differ little between chips of a kind.
 # Where pace is not 1, all of these times, and those of the host, are divided by it.
-# Attention forward takes the seconds of `attention_time` instead, where the chip's SM count is
-# known; its shares are for the rest.
+# Attention forward takes the seconds of `attention.py` instead, on chips with an SM count.
 
 SCHEMA = "rooftrace.knobs/1"
 _SHIPPED = Path(__file__).parent / "fitted"
@@ -284,9 +279,9 @@ _KIND = FileKind("knob file", KnobsError)
 MOST_OVERLAP = 20.0
 """An exponent from which on a soft maximum is a maximum."""
 _LEFT_OUT = (("cache", 1.0), ("pace", 1.0))
-"""Numbers that a file leaves out."""
+"""Values of numbers that a file leaves out."""
 USUAL = "usual"
-"""Stands for the numbers that are usual for the chip's generation."""
+"""The usual numbers of the chip's generation."""
 
 
 @dataclass(frozen=True)
@@ -321,12 +316,12 @@ class Knobs(Plain):
     view: float | None = knob(None, unit="second")
     # Of Python per call of a module, eager; None: the chip's.
     call: float | None = knob(None, unit="second")
-    # Factors on what rules count as bytes; None: bytes are as rules count them.
+    # Factors on the bytes that rules count; None: no factors.
     traffic: ByteFactors | None = None
-    # All kernels, launches and the host over what the other numbers say.
+    # Speed of all kernels, launches and the host over that by the other numbers.
     pace: float = knob(1.0, least=LEAST_SHARE, prior=0.2, on_cpu=0.4)
-    use: str = NO_FIT  # what was fitted to the chip: one of `USES`
-    # Ends of intervals by what was fitted; hash and equality: they change no time.
+    use: str = NO_FIT  # one of `USES`
+    # Ends of intervals by `use`; not in the hash: they change no time.
     residuals: Mapping[str, Residuals] = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
@@ -357,7 +352,7 @@ class Knobs(Plain):
                 )
 
     def share(self, name: str) -> Share:
-        """The share of a class of kernels; of the class without layout where it has none."""
+        """The share of a class of kernels, else that of the class without its layout suffix."""
         share = self.shares.get(name)
         return share or self.shares.get(name.removesuffix(LAST), PLAIN)
 
@@ -371,12 +366,11 @@ class Knobs(Plain):
 
     @staticmethod
     def typical(chip: Chip, compiled: bool, sustained: bool = True) -> Knobs:
-        """What kernels typically reach on a chip, eager or compiled, before anything is fitted.
+        """Typical knobs of a chip, eager or compiled, before anything is fitted.
 
-        The shares of its kind; on chips whose matrix engines are as wide as those of A100 or of
-        H100 the numbers that their kernels have instead; then what this chip is known to sustain
-        (`Chip.sustained_compute` and `sustained_memory`).  sustained: False: without the latter, as
-        a kernel alone runs.
+        The shares of its kind of chip, or of its generation where its matrix engines are as wide
+        as those of A100 or of H100; then its sustained rates (`Chip.sustained_compute` and
+        `sustained_memory`).  sustained: False: without the latter, as a kernel alone runs.
         """
         facts = (chip.sustained_compute, chip.sustained_memory) if sustained else (None, None)
         rates = [1.0 if fact is None else fact.value for fact in facts]
@@ -398,16 +392,16 @@ class Knobs(Plain):
     @property
     def fitted_on(self) -> tuple[str, ...]:
         """The names of the chips that were measured for these constants; none where unknown."""
-        told = self.source.get("chip", ())
-        return (told,) if isinstance(told, str) else tuple(map(str, told))
+        names = self.source.get("chip", ())
+        return (names,) if isinstance(names, str) else tuple(map(str, names))
 
     @property
     def is_fit(self) -> bool:
-        """Whether these constants are a fit to one chip, not shares that are typical of several."""
+        """Whether these constants are a fit to one chip, not typical shares of several."""
         return isinstance(self.source.get("chip"), str)
 
     def borrowed(self, chip: Chip) -> str:
-        """That the chips that were measured for these constants are others; "" where it was one."""
+        """A sentence that other chips were measured for these constants; "" for this chip."""
         if not self.fitted_on or {chip.name, *chip.aliases} & set(self.fitted_on):
             return ""
         if self.is_fit:
@@ -428,12 +422,12 @@ class Knobs(Plain):
         return (chip.kernel_gap.value if self.launch is None else self.launch) / self.pace
 
     def ends(self, level: float = LEVEL) -> tuple[float, float]:
-        """Where an interval that holds this share of steps ends, in standard deviations of a step.
+        """Ends of the interval that holds this share of steps, in standard deviations of a step.
 
         By the residuals of this use; without any, those of a normal distribution.
         """
-        known = self.residuals.get(self.use)
-        return normal_ends(level) if known is None else known.ends(level)
+        residuals = self.residuals.get(self.use)
+        return normal_ends(level) if residuals is None else residuals.ends(level)
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict with the keys of a knob file."""
@@ -500,9 +494,9 @@ def _changed(record: Any, default: Any) -> dict[str, Any]:
 # -- typical ones ----------------------------------------------------------------------------------
 
 GENERATIONS = (("hopper", 2200.0), ("ampere", 1500.0))
-"""Files of what differs from other GPUs, and the FLOP of bf16 per SM and clock from which each
-holds where a chip does not name its architecture: A100 has 2,048, H100 3,786 at its highest clock
-(less where a limit on power was measured along), GeForce cards 512."""
+"""Files of generations, and the least FLOP of bf16 per SM and clock of each, for chips that do not
+name their architecture: A100 has 2,048, H100 3,786 at its highest clock (less where a limit on
+power was measured along), GeForce cards 512."""
 _OF_ARCHITECTURE = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "sm_103": "hopper"}
 """Later ones take the newest file there is."""
 
@@ -522,10 +516,11 @@ def _typical(kind: str, compiled: bool, of: str) -> Knobs:
     if not of:
         return load_knobs(name)
     base, path = load_knobs(name).to_dict(), _SHIPPED / "generations" / f"{of}.toml"
-    own = toml_of(text_of(path, _KIND), str(path), _KIND)
+    changes = toml_of(text_of(path, _KIND), str(path), _KIND)
     for table in ("source", "share"):
-        own[table] = {**base[table], **own.get(table, {})}
-    return Knobs.from_dict({**base, **own, "title": f"{own['title']} ({how})"}, str(path))
+        changes[table] = {**base[table], **changes.get(table, {})}
+    title = f"{changes['title']} ({how})"
+    return Knobs.from_dict({**base, **changes, "title": title}, str(path))
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -534,9 +529,9 @@ def _typical(kind: str, compiled: bool, of: str) -> Knobs:
 def load_knobs(name: str | os.PathLike[str]) -> Knobs:
     """Knobs by path, or by the name of a file that comes with rooftrace.  Raises KnobsError."""
     path = Path(name)
-    own = _SHIPPED / f"{os.fspath(name)}.toml"
-    if not path.suffix and own.is_file():
-        path = own
+    shipped = _SHIPPED / f"{os.fspath(name)}.toml"
+    if not path.suffix and shipped.is_file():
+        path = shipped
     try:
         data = toml_of(text_of(path, _KIND), str(path), _KIND)
     except FileNotFoundError:
@@ -556,7 +551,7 @@ def shipped_knobs() -> tuple[str, ...]:
 
 def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
-    data = _rounded_of_knobs(knobs.to_dict())
+    data = _six_digits(knobs.to_dict())
     shares, residuals = data.pop("share"), data.pop("residuals", {})
     ordered = ("source", "tiling", "attention", "engines")
     names = [name for name in ordered if isinstance(data.get(name), Mapping)]
@@ -569,12 +564,10 @@ def dump_knobs(knobs: Knobs) -> str:
     return toml_sections([*sections, ("[share]", shares)] if shares else sections)
 
 
-def _rounded_of_knobs(value: Any) -> Any:
+def _six_digits(value: Any) -> Any:
     """A value with six digits in each of its numbers."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, Mapping):
-        return {name: _rounded_of_knobs(item) for name, item in value.items()}
-    return (
-        [_rounded_of_knobs(item) for item in value] if isinstance(value, (list, tuple)) else value
-    )
+        return {name: _six_digits(item) for name, item in value.items()}
+    return [_six_digits(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""Numbers of records: what is said of each beside its default, and all of them by dotted names.
+"""Numbers of records: the facts of each, and all of them by dotted names.
 
 A record of constants declares a number as `split: float = knob(0.0, unit="second", prior=1.0)`:
 its check, its unit, and how a fit frees it follow from that one line.
@@ -20,19 +20,17 @@ WIDEST = 100.0
 
 
 class KnobsError(ValueError):
-    """A knob file that cannot be read: names the file, the key, and what was expected."""
+    """A knob file that cannot be read: names the file, the key, and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnobFacts:
-    """What is said of a knob.
+    """Facts of a knob.
 
-    default: where nobody says it; as if it were not there.  least, most: bounds.  endless: whether
-    it may be infinite, too.  unit: "second"; "" of factors and shares.  prior: how far it usually
-    is from where a fit begins, as standard deviation of its logarithm; None where no fit frees it.
-    on_cpu: the same where that differs on CPUs.  start: where a fit begins whose knobs do not say
-    it; of_chip: the fact of the chip that does, before that.  fitted: the largest number that a fit
-    gives.
+    default: has no effect.  least, most: bounds.  endless: whether it may be infinite.  unit:
+    "second"; "" of factors and shares.  prior: standard deviation of its logarithm around the start
+    of a fit; None where no fit frees it; on_cpu: that on CPUs.  start: where a fit begins without
+    it; of_chip: the fact of the chip that is used before that.  fitted: the most that a fit gives.
     """
 
     default: float | None = None
@@ -48,7 +46,7 @@ class KnobFacts:
 
 
 def knob(default: float | None, **said: Any) -> Any:
-    """A field of a record for a number with this default; said: what `KnobFacts` has."""
+    """A field of a record for a number with this default; said: fields of `KnobFacts`."""
     return field(default=default, metadata={"knob": KnobFacts(default, **said)})
 
 
@@ -84,7 +82,7 @@ class Share:
 
     compute: float = knob(1.0, least=LEAST_SHARE, prior=0.15)
     memory: float = knob(1.0, least=LEAST_SHARE, prior=0.15)
-    engine: str = "matrix"  # "vector" for products beside it, as of depthwise convolutions
+    engine: str = "matrix"  # "vector", as for depthwise convolutions
     layout: float = knob(0.0)  # hidden copies into another layout, in multiples of activation bytes
     # How often as long a kernel takes whose rows are not aligned to its loads.
     odd: float = knob(1.0, least=LEAST_SHARE)
@@ -106,7 +104,7 @@ class Tiling:
 
     # Steps of K that filling and draining a tile's pipeline takes.
     prologue: float = knob(0.0, prior=1.0, start=200.0)
-    # What a product takes on top where its K is split.
+    # On top of a product whose K is split.
     split: float = knob(0.0, unit="second", prior=1.0, start=2e-6)
     feed: float = knob(1.0, least=LEAST_SHARE, prior=1.0)  # share of the L2 bandwidth of tiles
     # Share of HBM bandwidth that SMs with the smallest tile reach.
@@ -129,7 +127,7 @@ class AttentionKnobs:
 
     # Share of the sustained matrix rate inside a step.
     products: float = knob(1.0, least=LEAST_SHARE, prior=1.0)
-    # What an fp8 step takes beside its products, over those in bf16.
+    # Conversions of an fp8 step, over its products in bf16.
     convert: float = knob(0.0, prior=1.0, start=0.5)
     stream: float = knob(1.0, least=LEAST_SHARE, prior=1.0)  # share of the sustained bandwidth
     start: float = knob(0.0, unit="second", prior=1.0, start=1e-6)  # of a block
@@ -148,18 +146,18 @@ class AttentionKnobs:
 
 def numbers_of(record: Any, before: str = "") -> dict[str, float]:
     """The numbers of a record, of records in it, and of mappings of records, by dotted names."""
-    known: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for column in fields(record):
         value, name = getattr(record, column.name), f"{before}{column.name}"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            known[name] = value
+            numbers[name] = value
         elif is_dataclass(value):
-            known |= numbers_of(value, f"{name}.")
+            numbers |= numbers_of(value, f"{name}.")
         elif isinstance(value, Mapping):
             for key, item in value.items():
                 if is_dataclass(item):
-                    known |= numbers_of(item, f"{name}.{key}.")
-    return known
+                    numbers |= numbers_of(item, f"{name}.{key}.")
+    return numbers
 
 
 def place_of(record: Any, path: str, missing: Any = None) -> tuple[Any, str]:
@@ -178,7 +176,7 @@ def place_of(record: Any, path: str, missing: Any = None) -> tuple[Any, str]:
 
 
 def facts_of(record: Any, path: str, missing: Any = None) -> KnobFacts | None:
-    """What is said of the knob at a dotted name; None for a number that is no knob."""
+    """The facts of the knob at a dotted name; None for a number that is no knob."""
     inner, name = place_of(record, path, missing)
     return next((facts for item, facts in knobs_of(inner) if item.name == name), None)
 
@@ -205,6 +203,6 @@ def with_numbers(record: Any, values: Mapping[str, float], missing: Any = None) 
         for path, value in numbers.items():
             key, _, number = path.rpartition(".")
             by_key.setdefault(key, {})[number] = value
-        changed = {key: replace(inner.get(key, missing), **own) for key, own in by_key.items()}
+        changed = {key: replace(inner.get(key, missing), **new) for key, new in by_key.items()}
         alone[first] = {**inner, **changed}
     return replace(record, **alone)

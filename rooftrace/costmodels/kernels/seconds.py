@@ -1,4 +1,4 @@
-"""Where the amounts of kernels become seconds: at a datasheet's peaks, and by calibrated constants.
+"""Seconds of kernels from their amounts: at a datasheet's peaks, and by calibrated constants.
 
 The formulas work on arrays, a row for each kernel, since a sweep has thousands of kernels and a fit
 evaluates them hundreds of times.
@@ -66,7 +66,7 @@ def peak_seconds(
             on = engines.running(work.key, work.shape, chip, execution)
             rate = on.rate * _reached(execution, work)
             if tiled:
-                rate = rate * _tile_shares(work, chip, rate, on.whole)
+                rate = rate * _tile_shares(work, chip, rate, on.padded)
         else:
             rate = chip.peak(*engines.engine_of(work.key, chip, execution))
             rate = rate * _reached(execution, work)
@@ -75,21 +75,21 @@ def peak_seconds(
 
 
 def _reached(execution: ExecutionModel, work: Works) -> Amount:
-    """`Utilization.eta` of products; equal rows are asked for once."""
+    """`Utilization.eta` of products."""
     use = execution.utilization
     if use.b_sat is None or work.rows is None:
         return 1.0
-    rows, places = np.unique(np.ravel(work.rows), return_inverse=True)
-    eta: Array = np.array([use.eta(float(number)) for number in rows])[places]
+    rows, at = np.unique(np.ravel(work.rows), return_inverse=True)
+    eta: Array = np.array([use.eta(float(number)) for number in rows])[at]
     return eta
 
 
-def _tile_shares(work: Works, chip: Chip, rate: Amount, whole: Amount) -> Amount:
-    """Share of the rate that whole tiles in whole waves leave; 1 if not known."""
+def _tile_shares(work: Works, chip: Chip, rate: Amount, padded: Amount) -> Amount:
+    """Share of the rate that tile and wave quantisation leave; 1 if unknown."""
     engine, shape = matrix_engine(chip), work.shape
     if engine is None or shape is None:
         return 1.0
-    numbers = (*engines.product_sizes(work.key, shape, work.flop, whole).values(), rate)
+    numbers = (*engines.product_sizes(work.key, shape, work.flop, padded).values(), rate)
     columns = np.broadcast_arrays(*(np.atleast_1d(number) for number in numbers))
     has_size = (columns[0] > 0) & (columns[1] > 0) & (columns[2] > 0)
     shares = np.ones(len(has_size))
@@ -105,7 +105,7 @@ def _tile_shares(work: Works, chip: Chip, rate: Amount, whole: Amount) -> Amount
 def seconds_by_knobs(
     kernels: KernelAmounts, chip: Chip, knobs: Knobs, execution: ExecutionModel, layouts: bool
 ) -> KernelSeconds:
-    """Seconds of kernels by knobs; of those outside of what is compiled by their own.
+    """Seconds of kernels by knobs; of kernels that are not compiled by those of eager mode.
 
     layouts: whether convolutions copy their activations into another layout.
     """
@@ -119,7 +119,7 @@ def seconds_by_knobs(
 
 @dataclass(frozen=True)
 class KernelSeconds:
-    """Seconds of one kernel of each row; `device` is the whole of it, without a launch.
+    """Seconds of one kernel of each row; `device` is its total, without a launch.
 
     choice: the tile and split of each row's product (see `TileUse.of`), -1 where it has none or
     is not timed by tiles.  untiled: `device` if every tile and every wave were full, and fed at
@@ -148,17 +148,17 @@ class KernelSeconds:
 class KernelTable:
     """Kernels on one chip, a row each; equal ones stand once.
 
-    data has a column for each of these names, and those of `attention_rows`:
+    data has a column for each of these names, and those of `attention.COLUMNS`:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
-      vector, matrix      seconds at the peak: vector work; matrix work beside the largest product
+      vector, matrix      seconds at the peak: vector work; matrix work but for the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
       rows, columns,
       inner, products     sizes of that product, and how many of them one kernel has
       width_a, width_b    bytes of a stored element of its operands
-      whole               whether its tiles are computed whole (see `tile_terms`)
-      unit                the place in `UNITS` of the engine and precision of that product
+      padded              whether its tiles are computed in full (see `tile_terms`)
+      unit                the index in `UNITS` of the engine and precision of that product
       odd                 whether rows of it, or else of vector work, are `misaligned`
     """
 
@@ -171,18 +171,18 @@ class KernelTable:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether products are timed by tiles: the chip's SM count and clock are known."""
+        """Whether products are timed by tiles: the chip has an SM count and a clock."""
         return matrix_engine(self.chip) is not None
 
     @property
     def has_attention_blocks(self) -> bool:
-        """Whether attention is timed by its blocks: the chip's SMs and bf16 rate are known."""
+        """Whether attention is timed by its blocks: the chip has an SM count and a bf16 rate."""
         return attention_engine(self.chip) is not None
 
     def tiles(self, knobs: Knobs, rows: Places | None = None) -> TileTerms | None:
-        """What each tile takes for rows that have a product (all of these); None without tiles.
+        """Amounts of each tile for rows that have a product (all of these); None without tiles.
 
-        It does not depend on rates and shares, so a fit that keeps `knobs.tiling` needs it once.
+        They do not depend on rates and shares: a fit that keeps `knobs.tiling` needs them once.
         """
         engine = matrix_engine(self.chip)
         if engine is None:
@@ -194,7 +194,7 @@ class KernelTable:
     def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
         """Seconds of one kernel of each row, by the formula of `knobs`.
 
-        Attention takes the formula of `attention_time`, where its blocks are known.  layouts:
+        Attention takes the formula of `attention.py`, where its blocks are modelled.  layouts:
         whether convolutions copy their activations into another layout.  terms: those of `tiles`,
         to compute them once for many knobs.
         """
@@ -225,7 +225,7 @@ def _shared_seconds(
     sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
     t_memory = sent / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
-    odd = np.where(d["whole"] > 0, odd, 1.0)  # of products: those of the matrix engine
+    odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
     rest = (d["vector"] + d["matrix"]) / compute
     reached = _product_shares(table, knobs, compute, odd)
     product = d["flop"] / (d["rate"] * reached)
@@ -247,25 +247,25 @@ def _shared_seconds(
         feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
         spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
         moved = np.maximum(t_memory[rows, None], here.walk / bandwidth)
-        whole = p_norm(knobs.overlap, work, feed, moved) + spill
-        best = (np.arange(len(rows)), whole.argmin(axis=1))
+        total = p_norm(knobs.overlap, work, feed, moved) + spill
+        best = (np.arange(len(rows)), total.argmin(axis=1))
         by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
         on_matrix = ~aside[rows]
         rows = rows[on_matrix]
         choice[rows] = best[1][on_matrix]
         t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
-        device[rows] = whole[best][on_matrix]
+        device[rows] = total[best][on_matrix]
     return KernelSeconds(t_compute, t_memory, device, choice, untiled)
 
 
 def _product_shares(table: KernelTable, knobs: Knobs, by_class: Array, odd: Array) -> Array:
     """The share of its engine's rate that the largest product of each row reaches.
 
-    by_class: that of the row's class.  An engine with a share of its own (`Knobs.engines`) has that
-    in its place.  odd: how often as long each product takes.
+    by_class: that of the row's class, unless its engine has a share (`Knobs.engines`).  odd: factor
+    on the time of each product.
     """
-    own = np.array([knobs.engines.get(unit, np.nan) for unit in UNITS])
-    share = own[table.data["unit"].astype(np.int64)]
+    shares = np.array([knobs.engines.get(unit, np.nan) for unit in UNITS])
+    share = shares[table.data["unit"].astype(np.int64)]
     reached: Array = np.where(np.isnan(share), by_class, knobs.compute * share)
     return reached / odd
 
@@ -278,7 +278,7 @@ def kernel_table(
 ) -> tuple[KernelTable, list[int]]:
     """The kernels of a plan on a chip, and the row of each group.
 
-    reuse: whether to work out what the last cache still holds, where its size is known.  cold:
+    reuse: whether to count bytes that the last cache still holds, on chips with its size.  cold:
     whether the cache is empty when the step begins.
     """
     kernels, place = plan_kernels(planned, chip, reuse, cold)
@@ -331,7 +331,7 @@ def _work_columns(
         columns["matrix"][at] += np.where(larger, most[at], seconds)
         most[at] = np.where(larger, seconds, most[at])
         numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
-        numbers |= engines.product_sizes(key, work.shape, work.flop, on.whole)
+        numbers |= engines.product_sizes(key, work.shape, work.flop, on.padded)
         numbers["odd"] = misaligned(key, {"M": m, "N": n, "K": k})
         for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])

@@ -22,22 +22,19 @@ if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array, Places
 
 # -- reuse -----------------------------------------------------------------------------------------
-# Bytes that a kernel reads from the last-level cache, because they were touched recently.
-#
-# A cache that evicts the least recently used bytes still holds those that were touched within the
-# last `capacity` bytes of traffic (reuse distance; Mattson et al., "Evaluation techniques for
-# storage hierarchies", IBM Systems Journal 9(2), 1970).  Each step follows an equal step, so the
-# weights of a small model stay.  A result need not reach memory if it is dead, and its block is
-# written again, within that distance.
+# An LRU cache still holds the bytes that were touched within the last `capacity` bytes of traffic
+# (reuse distance; Mattson et al., "Evaluation techniques for storage hierarchies", IBM Systems
+# Journal 9(2), 1970).  Each step follows an equal step, so the weights of a small model stay.  A
+# result need not reach memory if it is dead, and its block is written again, within that distance.
 
 
 def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float]:
-    """How many HBM bytes of each group a cache of `capacity` bytes still holds.
+    """HBM bytes of each group that a cache of `capacity` bytes still holds.
 
     The mean over the iterations that a group stands for.  Distances are in bytes of traffic, and
     the bytes that a kernel touches take room too: a storage as large as the room that is left is
-    evicted entirely, and a storage half as large stays entirely.  cold: the step begins with a
-    cache that holds none of its data.
+    evicted entirely, and a storage half as large stays entirely.  cold: the step begins with an
+    empty cache.
     """
     return [sum(held.values()) for held in warm_accesses(planned, capacity, cold)]
 
@@ -45,10 +42,7 @@ def warm_bytes(planned: Plan, capacity: float, cold: bool = False) -> list[float
 def warm_accesses(
     planned: Plan, capacity: float, cold: bool = False
 ) -> list[Mapping[Access, float]]:
-    """How many bytes of each access of each group a cache of `capacity` bytes still holds.
-
-    They are those of `warm_bytes`, told apart.
-    """
+    """The bytes of `warm_bytes` by access of each group."""
     walk = _Walk(planned, lambda group, access: planned.costs[group].traffic[access])
     walk.both(cold)
     return [
@@ -75,7 +69,7 @@ class WarmPart:
 def warm_parts(
     planned: Plan, amounts: Callable[[int, Access], Array], cold: bool = False
 ) -> list[list[WarmPart]]:
-    """For each group the bytes that a cache may still hold, for sizes that are not known yet.
+    """For each group the bytes that a cache may still hold, for sizes that are still open.
 
     amounts: the bytes of an access of a group, as a vector: an array over points, or coefficients
     of terms of which the bytes are the sum; all of one length.  Sizes and distances are linear in
@@ -105,15 +99,15 @@ def warm_parts(
 def warm_columns(
     parts: Iterable[WarmPart],
     capacity: float,
-    told: Callable[[Array], Array] = lambda vector: vector,
+    over: Callable[[Array], Array] = lambda vector: vector,
 ) -> Array | float:
     """Bytes of a group [P] that a cache of `capacity` bytes still holds; 0.0 without parts.
 
-    told: from a vector of `warm_parts` to an array over points.
+    over: from a vector of `warm_parts` to an array over points.
     """
     held: Array | float = 0.0
     for part in parts:
-        amounts = map(told, (part.size, *part.distances))
+        amounts = map(over, (part.size, *part.distances))
         held = held + part.weight * _held(capacity, *amounts)
     return held
 
@@ -147,7 +141,7 @@ class _Walk:
         self.clock: Any = 0.0
         self.began: dict[int, Any] = {}  # when the kernel that touched it last began, and ended
         self.last: dict[int, Any] = {}
-        # By group and access what may be held: the size, and distances of which the least holds.
+        # By group and access, what may be reused: the size, and distances of which the least holds.
         self.parts: dict[int, dict[Access, list[tuple[Any, ...]]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -160,7 +154,7 @@ class _Walk:
         self.step(measured=True)
 
     def step(self, measured: bool) -> None:
-        """Run a step; add up what was warm if it is `measured`."""
+        """Run a step; add up its warm bytes if it is `measured`."""
         self.writes: list[tuple[int, Access, int, Any, tuple[Any, ...]]] = []
         touched: dict[int, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for visit in self.ops.order:
@@ -173,8 +167,8 @@ class _Walk:
                 others = self.ops.standing(visit.at)
                 self._run(group, touched.pop(group), others, measured and others == 1)
         if measured:
-            for group, access, number, wrote, known in self.writes:
-                self.parts[group][access].append((*known, self.began[number] - wrote))
+            for group, access, number, wrote, before in self.writes:
+                self.parts[group][access].append((*before, self.began[number] - wrote))
 
     def _run(self, group: int, touched: dict[int, set[int]], times: int, measured: bool) -> None:
         """Run one kernel, which stands for `times` of them."""
@@ -192,12 +186,12 @@ class _Walk:
             self.visits[group] += 1
             for number, size, access in parts:
                 last = self.last.get(number)
-                known = (size,) if last is None else (size, self.clock - last)
+                before = (size,) if last is None else (size, self.clock - last)
                 if access.write and number not in stays:
                     wrote = self.clock + moved
-                    self.writes.append((group, access, number, wrote, known))
+                    self.writes.append((group, access, number, wrote, before))
                 elif last is not None:
-                    self.parts[group][access].append(known)
+                    self.parts[group][access].append(before)
         begin = self.clock
         self.clock = self.clock + times * moved
         for number, _, _ in parts:
@@ -205,11 +199,8 @@ class _Walk:
 
 
 # -- works -----------------------------------------------------------------------------------------
-# Kernels as rows of amounts: a row for each kernel at each of its sizes.
-#
 # A plan has a row for each of its different kernels; a form of a plan has one for each kernel at
-# each size.  What a kernel computes stands by key of `Cost.work`: works of one key are arrays
-# over rows.
+# each size.  Works of one key of `Cost.work` are arrays over rows.
 
 _SIZES = ("rows", "columns", "inner")
 _ATTENTION = AttentionSizes.__struct_fields__
@@ -234,7 +225,7 @@ class Works:
 
     @property
     def shape(self) -> tuple[Amount, Amount, Amount] | None:
-        """M, N, K of one product; None where they are not all known."""
+        """M, N, K of one product; None where any is unknown."""
         if self.rows is None or self.columns is None or self.inner is None:
             return None
         return self.rows, self.columns, self.inner
@@ -265,7 +256,7 @@ class KernelAmounts:
 
 @dataclass(frozen=True, slots=True)
 class SizedKernel:
-    """One kernel at one size: what it costs, and what the plan says of it."""
+    """One kernel at one size: its cost, and its class and warm bytes by the plan."""
 
     cost: Cost
     kind: str
@@ -276,17 +267,17 @@ class SizedKernel:
 
 def kernels_of(kernels: Iterable[SizedKernel]) -> tuple[KernelAmounts, list[int]]:
     """Kernels in rows, and the row of each: equal ones share a row."""
-    places: dict[Any, int] = {}
-    apart: list[tuple[SizedKernel, int, int]] = []
-    place = []
+    row_by_key: dict[Any, int] = {}
+    distinct: list[tuple[SizedKernel, int, int]] = []
+    rows = []
     for kernel in kernels:
         size, link = kernel.cost.bytes(), kernel.cost.bytes("link")
         numbers = (kernel.kind, kernel.warm, kernel.moved, kernel.eager, size, link)
-        row = places.setdefault((*numbers, *kernel.cost.work.items()), len(apart))
-        if row == len(apart):
-            apart.append((kernel, size, link))
-        place.append(row)
-    return _rows(apart), place
+        row = row_by_key.setdefault((*numbers, *kernel.cost.work.items()), len(distinct))
+        if row == len(distinct):
+            distinct.append((kernel, size, link))
+        rows.append(row)
+    return _rows(distinct), rows
 
 
 def _rows(kernels: Sequence[tuple[SizedKernel, int, int]]) -> KernelAmounts:
@@ -371,7 +362,7 @@ def plan_kernels(
 def kernel_bytes(
     planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
 ) -> Iterator[tuple[str, float, int]]:
-    """By group: its class, the bytes that the last cache holds, those that layout copies move.
+    """By group: its class, bytes that the last cache holds, bytes that layout copies move.
 
     chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
     """
@@ -382,13 +373,9 @@ def kernel_bytes(
     for number, (group, cost) in enumerate(zip(planned.groups, planned.costs, strict=True)):
         layout = planned.lays_out(number)
         kind = group_class(planned.graph, group.ops, layout, planned.op_costs)
-        moved = (
-            0
-            if kind.endswith(LAST)
-            else sum(
-                size
-                for access, size in cost.traffic.items()
-                if access.wire == "hbm" and access.storage not in weights
-            )
+        activations = sum(
+            size
+            for access, size in cost.traffic.items()
+            if access.wire == "hbm" and access.storage not in weights
         )
-        yield kind, warm[number], moved
+        yield kind, warm[number], 0 if kind.endswith(LAST) else activations

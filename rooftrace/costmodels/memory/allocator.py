@@ -16,13 +16,11 @@ from rooftrace.graph import PARTS, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import storage_bytes
 
 # -- allocator -------------------------------------------------------------------------------------
-# PyTorch's CUDA caching allocator, as its rules say (c10/cuda/CUDACachingAllocator.cpp).
-#
-# It asks the driver for segments, hands out blocks of them, and keeps what is freed.  Sizes are
-# rounded to 512 bytes.  Requests of at most 1 MiB share segments of 2 MiB; those below 10 MiB share
-# segments of 20 MiB; larger ones get a segment of their own, rounded to 2 MiB.  The smallest free
-# block that is large enough is taken, and what is left of it stays free where that is worth it.
-# Neighbours that are both free become one block.  Each stream has blocks of its own.
+# The rules of c10/cuda/CUDACachingAllocator.cpp: segments from the driver are cut into blocks, and
+# freed blocks are cached.  Sizes are rounded to 512 bytes.  Requests of at most 1 MiB share 2 MiB
+# segments; those below 10 MiB share 20 MiB segments; a larger one gets its segment, rounded to
+# 2 MiB.  Best fit; the rest of a block is split off where it is large enough.  Free neighbours
+# merge.  Each stream has its blocks.
 #
 # Not modelled: rounding to fractions of powers of two, garbage collection, pools of CUDA graphs,
 # and events of blocks that other streams use.
@@ -33,7 +31,7 @@ SMALL = 2**20
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
 OWN_SEGMENT = 10 * 2**20
-"""The least request that has a segment of its own size."""
+"""The least request that gets a segment of its size."""
 GRANULARITY = 2 * 2**20
 
 
@@ -43,7 +41,7 @@ def rounded(size: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Bytes that are asked of the driver for a block of `size` bytes where none is free."""
+    """Bytes of a new segment for a block of `size` bytes."""
     if size <= SMALL:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:
@@ -52,7 +50,7 @@ def segment_size(size: int) -> int:
 
 
 class Piece:
-    """A piece of a segment: its bytes, where it lies, and the pieces beside it."""
+    """A piece of a segment: its bytes, its address, and its neighbours."""
 
     __slots__ = ("address", "following", "free", "pool", "preceding", "size")
 
@@ -197,34 +195,32 @@ class CachingAllocator:
 
 
 # -- replaying -------------------------------------------------------------------------------------
-# The allocations of some steps one after another, in program order, through an allocator.
+# The allocations of a few steps in program order: weights, inputs and caches, then the steps.  The
+# states of an optimizer are made as it first runs; gradients and results of a step are dropped
+# before the next one, so that later steps reuse cached segments.
 #
-# Weights, inputs and caches come first, then the steps.  As in a usual loop the states of an
-# optimizer are made as it first runs, and gradients and results of a step are dropped before the
-# next one.  So later steps find the segments of earlier ones, as they do in a real run.
-#
-# Many equal iterations are visited as in `liveness`: what the left-out ones keep is allocated as
-# the visited one ends, and what they free is freed then; what they make and drop finds the same
-# blocks again, and is not repeated.
+# Of equal iterations a few are visited, as in `lives`: blocks that skipped iterations keep or free
+# are allocated or freed as the representative ends; blocks that they make and drop reuse the same
+# memory, and are not repeated.
 
 VISITED = 6000
-"""So many ops are visited at the most, beyond the least that a graph with repeats takes."""
+"""The most ops visited, beyond the least that a graph with repeats takes."""
 BLOCKS = 4096
-"""So many blocks come one by one where equal ones come together; the rest of them is one block."""
+"""The most equal blocks that are allocated one by one; the rest of them is one block."""
 STEPS = 4
-"""Steps after which what is reserved is taken as it is."""
+"""The most steps that are replayed until reserved memory is steady."""
 _BACKWARD = ("backward", "recompute")
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """One thing that happens: `times` blocks of a storage come or go, or a library takes bytes.
+    """`times` blocks of a storage are allocated or freed, or a library takes bytes.
 
-    what: "make", "drop", "scratch" (taken and given back at once), "unsure" (the same, and it may
-    be less), "BLAS" (a workspace that stays; number: of its thread and stream).
+    action: "make", "drop", "scratch" (allocated and freed at once), "unsure" (scratch at its upper
+    bound), "BLAS" (a workspace that stays; number: of its thread and stream).
     """
 
-    what: str
+    action: str
     number: int
     size: int = 0
     stream: str = ""
@@ -233,9 +229,9 @@ class Allocation:
 
 @dataclass(slots=True)
 class Program:
-    """All changes of one step, and what is there around it."""
+    """All allocations of one step, and those before it."""
 
-    before: list[Allocation] = field(default_factory=list)  # what comes from outside
+    before: list[Allocation] = field(default_factory=list)  # weights, inputs, caches
     states: list[Allocation] = field(default_factory=list)  # made as an optimizer first runs
     step: list[Allocation] = field(default_factory=list)
     updating: int = 0  # the place in `step` at which the optimizer begins; its end if there is none
@@ -245,10 +241,9 @@ class Program:
     def run(
         self, allocator: CachingAllocator, blas: int, taken: Collection[str] = ("scratch", "unsure")
     ) -> None:
-        """Steps until no more is reserved.
+        """Replay steps until no more is reserved.
 
-        blas: bytes of one workspace.  taken: whether ops take what they take for sure, and whether
-        they take the most that they may.
+        blas: bytes of one workspace.  taken: the kinds of workspaces of ops that are counted.
         """
         held: dict[int, list[Piece]] = defaultdict(list)
         outside = {change.number for change in (*self.before, *self.states)}
@@ -279,25 +274,25 @@ def _apply(
 ) -> None:
     allocate, release = allocator.allocate, allocator.release
     for change in changes:
-        what = change.what
-        if what == "make":
+        action = change.action
+        if action == "make":
             blocks = held[change.number]
             rest = change.times - BLOCKS
             if rest > 0:  # first, so that it goes last
                 blocks.insert(0, allocate(rest * rounded(change.size), change.stream))
             for _ in range(min(change.times, BLOCKS)):
                 blocks.append(allocate(change.size, change.stream))
-        elif what == "drop":
+        elif action == "drop":
             blocks = held.get(change.number, [])
             for _ in range(min(change.times, len(blocks))):
                 release(blocks.pop())
             if not blocks:
                 held.pop(change.number, None)
-        elif what == "BLAS":
+        elif action == "BLAS":
             if blas and change.number not in workspaces:
                 workspaces.add(change.number)
                 allocate(blas, change.stream)
-        elif what in taken:
+        elif action in taken:
             release(allocate(change.size, change.stream))
 
 
@@ -305,11 +300,11 @@ def program(graph: OpGraph, unmade: Collection[int] = ()) -> Program:
     """The allocations of a step of `graph`; unmade: storages that never are in memory."""
     visits = Visits(graph, _edge(graph))
     lives = lifetimes(visits)
-    return _Written(graph, visits, lives, unmade).program
+    return _ProgramWriter(graph, visits, lives, unmade).program
 
 
 def _edge(graph: OpGraph) -> int:
-    """How many iterations at either end of repeats may be visited, for `VISITED` in all."""
+    """Iterations to visit at either end of repeats, for at most `VISITED` ops."""
     counts = [repeat.count for repeat in graph.repeats]
     # A repeat that no op is in adds no visit, however often it runs.
     most = max((counts[r] for op in graph.ops for r in op.repeats), default=0)
@@ -323,7 +318,7 @@ def _edge(graph: OpGraph) -> int:
     return edge
 
 
-class _Written:
+class _ProgramWriter:
     """Writes the program of a graph, visit by visit."""
 
     def __init__(
@@ -362,7 +357,7 @@ class _Written:
             if size:
                 change = Allocation("make", number, size, "", times)
                 (program.states if role == "optimizer" else program.before).append(change)
-        unread = bytes_of_weights(self.graph) - weights  # of these no sizes are known
+        unread = bytes_of_weights(self.graph) - weights  # their sizes are unknown
         if unread > 0:
             program.before.append(Allocation("make", -1, unread))
 
@@ -379,14 +374,14 @@ class _Written:
 
     def _put(self, number: int, times: int) -> None:
         size = self.sizes[self.visits.storage(number)]
-        what = "make" if times > 0 else "drop"
-        change = Allocation(what, number, size, self.streams.get(number, ""), abs(times))
+        action = "make" if times > 0 else "drop"
+        change = Allocation(action, number, size, self.streams.get(number, ""), abs(times))
         self.program.step.append(change)
 
     def _left_out(self, times: int) -> None:
-        """What the iterations that were left out keep, and what they free.
+        """Allocate blocks that skipped iterations keep, and free those that they free.
 
-        An iteration may free what the one before it made, and leave as much to the one after it.
+        An iteration may free blocks of the one before it, and leave as many to the one after it.
         """
         changed = self.inside.pop()
         grown: Counter[int] = Counter()
@@ -411,22 +406,20 @@ class _Written:
             self.taken[op.id] = scratch(op, self.graph)
         taken = self.taken[op.id]
         if taken is not None and taken.bytes:
-            what = "scratch" if taken.sure else "unsure"
-            self.program.step.append(Allocation(what, -1, taken.bytes, op.stream))
+            action = "scratch" if taken.sure else "unsure"
+            self.program.step.append(Allocation(action, -1, taken.bytes, op.stream))
             most = self.program.scratch
             most[taken.kind] = max(most[taken.kind], taken.bytes)
 
 
 # -- workspaces ------------------------------------------------------------------------------------
-# Bytes that libraries take inside of ops, from the same allocator as tensors.
-#
-# They are no tensors of the graph, and `torch.cuda.max_memory_allocated` counts them.  What eager
-# ops make for themselves by kernels of their own, such as copies in order, are tensors of the graph
-# that is priced (costmodels/rewriting/eager_kernels).
+# Bytes that libraries allocate inside of ops.  They are no tensors of the graph, but
+# `torch.cuda.max_memory_allocated` counts them.  Copies that eager ops make by separate kernels are
+# tensors of the priced graph (costmodels/rewrites/eager_kernels).
 #
 # BLAS: cuBLAS gets one workspace for each pair of a thread's handle and a stream, at the first
-# product, and keeps it (aten/src/ATen/cuda/CublasHandlePool.cpp).  Backward runs in a thread of
-# autograd's own, so a training step has two.
+# product, and keeps it (aten/src/ATen/cuda/CublasHandlePool.cpp).  Backward runs in autograd's
+# thread, so a training step has two.
 #
 # Attention: the backward of FlashAttention 2 sums the gradient of the queries in fp32, and keeps a
 # number for each row (`mha_bwd`, flash_attn/flash_api.cpp: `dq_accum`, `softmax_d`).
@@ -438,10 +431,9 @@ class _Written:
 # and indices; few rows are sorted as one, with pairs of row and place (SortStable.cu).
 #
 # Convolutions: kernels for tensor cores want channels last.  Where channels come first, cuDNN
-# copies what it reads and writes into its workspace (cuDNN developer guide, "Tensor
-# Transformations").  Which engine it takes is its own choice, so this is the most; it may be
-# nothing.  Beside the copies an engine may take about a mebibyte for any size, which is nearly all
-# that tiny ones take: measured, 0.97 MiB on an RTX 3090, 0.7 to 1.1 for the smallest
+# copies inputs and outputs into its workspace (cuDNN developer guide, "Tensor Transformations").
+# cuDNN picks the engine, so this is an upper bound; the least is 0.  An engine may also take about
+# a mebibyte for any size: measured, 0.97 MiB on an RTX 3090, 0.7 to 1.1 for the smallest
 # (Liger-Kernel's peaks of `multi_token_attention`).  Other algorithms (FFT, Winograd with
 # transformed tiles) may take more, and are not counted.
 
@@ -456,7 +448,7 @@ _WIDTH = 32
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Bytes that an op takes beside its tensors while it runs."""
+    """Workspace bytes of an op while it runs."""
 
     kind: Kind
     bytes: int
@@ -464,7 +456,7 @@ class Scratch:
 
 
 _ENGINE = 994 * 2**10
-"""Bytes that an engine of cuDNN may take beside copies, whatever the size; measured."""
+"""Workspace bytes of a cuDNN engine without copies, at any size; measured."""
 
 
 def is_product(op: Op) -> bool:
@@ -474,7 +466,7 @@ def is_product(op: Op) -> bool:
 
 
 def scratch(op: Op, graph: OpGraph) -> Scratch | None:
-    """What an op takes while it runs, None where it takes nothing that we know of."""
+    """The workspace of an op; None where none is known."""
     rule = find_rule(op.target) if op.kind == "kernel" else None
     if rule is None:
         return None
@@ -530,15 +522,15 @@ def _attention(query: Tensor) -> Scratch | None:
 
 
 def _convolution(op: Op, graph: OpGraph) -> Scratch | None:
-    """What an engine takes, and copies with channels last of the largest product: forward, or one
-    of the two of backward."""
+    """An engine's workspace, and copies with channels last for the largest product: forward, or
+    one of the two of backward."""
     weight = _named(op, graph, "weight")
     data = _named(op, graph, "input")
     if weight is None or data is None or data.dtype not in (*HALF, "fp32", "tf32"):
         return None
     groups = op.arguments.get("groups", 1)
     if groups == data.shape[1] > 1:
-        return None  # depthwise convolutions have kernels of PyTorch's own
+        return None  # PyTorch has its kernels for depthwise convolutions
     if len(data.shape) < 4 or traffic.has_channels_last(data):
         return Scratch("convolutions", _ENGINE, sure=False)
     copied = _copied((data, weight))
@@ -555,8 +547,8 @@ def _copied(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         vector = max(1, 16 // storage_bytes(tensor.dtype, 1))
-        places = math.prod((tensor.shape[0], *tensor.shape[2:]))
-        total += storage_bytes(tensor.dtype, places * _up(tensor.shape[1], vector))
+        pixels = math.prod((tensor.shape[0], *tensor.shape[2:]))
+        total += storage_bytes(tensor.dtype, pixels * _up(tensor.shape[1], vector))
     return total
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of a step: bytes alive over time, what the peak is made of, and buffers."""
+"""Peak memory of a step: bytes alive over time, the tensors alive at the peak, and buffers."""
 
 from __future__ import annotations
 
@@ -19,53 +19,22 @@ if TYPE_CHECKING:
     import pandas
 
 
-def gathered_bytes(graph: OpGraph, alive: Mapping[int, int], sizes: Sequence[int]) -> int:
-    """Bytes of whole weights that the step has made of the shards of all processes.
-
-    alive: how many tensors of each storage there are.
-    """
-    return sum(
-        count * sizes[storage]
-        for storage, count in alive.items()
-        if graph.values[storage].role == "weights" and storage in graph.producers
-    )
-
-
-def buffer_bytes(graph: OpGraph, alive: Mapping[int, int], sizes: Sequence[int]) -> int:
-    """Bytes that are sent or received and serve nothing else, such as those of an all-gather."""
-    exchanged = {
-        graph.values[value].storage
-        for op in graph.ops
-        if op.collective is not None
-        for value in (*op.inputs, *op.outputs)
-    }
-    return sum(
-        count * sizes[storage]
-        for storage, count in alive.items()
-        if storage in exchanged and graph.values[storage].role == "temporary"
-    )
-
-
 # -- footprint -------------------------------------------------------------------------------------
-# How many bytes are alive over a step, what the peak consists of, and how it builds up.
-#
-# The peak is what the tensors of an eager run take (attention as one kernel).  What libraries and
-# an allocator add comes on top (`allocating`).
-#
-# Bytes grow or fall in a straight line over the iterations in the middle of a repeat, so their
-# maximum is at one end of these.
+# The peak is that of the tensors of an eager run (attention as one kernel); workspaces and the
+# allocator come on top (`allocator`).  Bytes grow or fall linearly over the middle iterations of a
+# repeat, so their maximum is at one end of these.
 
 _LISTED = ("weights", "kv", "gradients", "optimizer")
 SAVED = "saved"
 OPTIMIZERS = "optimizer temporaries"
 KINDS = (*_LISTED, SAVED, "activations", "temporary", "constants", OPTIMIZERS)
-"""The roles; two kinds are apart: activations that forward makes and backward reads, and what an
-optimizer makes and drops within its step."""
+"""The roles, with two more kinds: activations that forward makes and backward reads, and values
+that an optimizer makes and drops within its step."""
 
 _IN_JSON = 10
 """Tensors and modules of a peak in report.json: those with most bytes."""
 _WRITTEN_OUT = 2048
-"""The most moments that the middle of a repeat is drawn with."""
+"""The most moments drawn for the middle of a repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +43,7 @@ class Held(Plain):
 
     role: str
     module: str  # whose weight it is, or which made it; indices starred
-    op: str  # the operator that made it, "" for what was there before
+    op: str  # the operator that made it, "" for values from before the step
     part: str
     name: str  # of a weight, a state or an input; indices starred
     shape: tuple[int, ...]
@@ -158,7 +127,7 @@ class Timeline:
 
 
 class HeldInBlock(TypedDict):
-    """What a part of a layer holds at the peak."""
+    """Bytes of a part of a layer at the peak."""
 
     module: str
     bytes: int
@@ -181,12 +150,12 @@ class Memory(Plain):
     peak: int  # the most of everything together
     at_peak: Mapping[str, int]  # bytes by role at that moment
     where: Annotated[int, ("minimum", -1)]  # the op at the peak; -1: before the first
-    saved: int = 0  # of the activations at the peak, what forward made and backward reads
-    optimizer_temporaries: int = 0  # at the peak, what the optimizer makes and drops in its step
-    gathered: int = 0  # of the weights at the peak, whole ones made of shards of all processes
-    buffers: int = 0  # of the temporaries at the peak, what is sent and received
+    saved: int = 0  # of the activations at the peak, those saved for backward
+    optimizer_temporaries: int = 0  # at the peak, dropped within its step
+    gathered: int = 0  # of the weights at the peak, those all-gathered from shards
+    buffers: int = 0  # of the temporaries at the peak, send and receive buffers
     processes: int = 1  # that run the step together, each with as much
-    tensors: tuple[Held, ...] = ()  # what the peak is made of, most bytes first
+    tensors: tuple[Held, ...] = ()  # alive at the peak, most bytes first
     timeline: Timeline = field(default_factory=Timeline)
 
     KEYS = (
@@ -204,7 +173,7 @@ class Memory(Plain):
         return self.peak <= chip.room()
 
     def chips_needed(self, chip: Chip) -> int:
-        """How many of these chips hold all processes, if their peaks could be split evenly."""
+        """Number of these chips that hold all processes, if their peaks could be split evenly."""
         return chip.count_holding(self.peak * self.processes)
 
     def by_module(self) -> list[HeldInBlock]:
@@ -257,12 +226,8 @@ def memory(graph: OpGraph, unmade: Collection[int] = ()) -> Memory:
         if graph.values[storage].role == "weights"
     )
     result = tally.result(_held(graph, there, stored.sizes, unread))
-    result = replace(result, processes=graph.processes)
-    if not graph.groups:
-        return result
-    alive = Counter({storage: count for (storage, _), count in there.items()})
-    whole = gathered_bytes(graph, alive, stored.sizes)
-    return replace(result, gathered=whole, buffers=buffer_bytes(graph, alive, stored.sizes))
+    gathered, buffers = _exchanged(graph, there, stored.sizes) if graph.groups else (0, 0)
+    return replace(result, processes=graph.processes, gathered=gathered, buffers=buffers)
 
 
 class _Stored:
@@ -393,7 +358,7 @@ def _later(moment: Moment, time: int, grown: Sequence[int], times: int) -> Momen
     return Moment(moment.time + time, moment.op, moment.part, sizes)
 
 
-# -- what the peak is made of ----------------------------------------------------------------------
+# -- tensors at the peak ---------------------------------------------------------------------------
 
 
 _Key = tuple[int, bool]
@@ -401,7 +366,7 @@ _Key = tuple[int, bool]
 
 
 def _alive(visits: Sequence[Visit], lives: Lives, last: int, stored: _Stored) -> Counter[_Key]:
-    """How many tensors of each storage are alive as step `last` runs (-1: before the first)."""
+    """Number of alive tensors of each storage as visit `last` runs (-1: before the first)."""
     alive: Counter[_Key] = Counter()
     before: list[Counter[_Key]] = []
 
@@ -423,13 +388,31 @@ def _alive(visits: Sequence[Visit], lives: Lives, last: int, stored: _Stored) ->
     return Counter({key: count for key, count in alive.items() if count > 0})
 
 
+def _exchanged(graph: OpGraph, alive: Mapping[_Key, int], sizes: Sequence[int]) -> tuple[int, int]:
+    """Bytes of weights gathered from shards, and of temporaries that are sent or received."""
+    exchanged = {
+        graph.values[value].storage
+        for op in graph.ops
+        if op.collective is not None
+        for value in (*op.inputs, *op.outputs)
+    }
+    gathered = buffers = 0
+    for (storage, _), count in alive.items():
+        role = graph.values[storage].role
+        if role == "weights" and storage in graph.producers:
+            gathered += count * sizes[storage]
+        elif role == "temporary" and storage in exchanged:
+            buffers += count * sizes[storage]
+    return gathered, buffers
+
+
 UNREAD = "(not read in this step)"
 
 
 def _held(
     graph: OpGraph, alive: Mapping[_Key, int], sizes: Sequence[int], unread: int
 ) -> tuple[Held, ...]:
-    """What is alive, equal tensors together, and weights that the step does not read."""
+    """The alive tensors, equal ones as one, and weights that the step does not read."""
     counts: Counter[Held] = Counter()
     total: Counter[Held] = Counter()
     for (storage, saved), count in alive.items():

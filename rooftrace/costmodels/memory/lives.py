@@ -1,12 +1,10 @@
-"""Who allocates when, and who reads or holds last: the lives of storages over the ops of a step.
+"""Lives of storages over the ops of a step: the op that allocates each, and its last reader.
 
 Weights, inputs, caches, gradients, optimizer states and results stay to the end of the step;
 everything else lives from the op that makes it to the last one that touches or holds it.  The trace
-has recorded what is held: variables that outlive their use, and the tensors of a running autograd
-node.
+records the holders: variables that outlive their use, and tensors of a running autograd node.
 
-Of many equal iterations only a few are visited.  Those in the middle all make and free equally
-much.
+Of equal iterations a few are visited: those in the middle all make and free equally much.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ def _references(op: Op) -> Iterator[Ref]:
     return chain(op.reads, op.holds)
 
 
-_At = Mapping[int, int]
-"""Which iteration of each repeat."""
+_Iterations = Mapping[int, int]
+"""Number of the current iteration by repeat."""
 
 
 @dataclass(slots=True)
@@ -39,14 +37,14 @@ class Visit:
     """An op in one of the iterations that are visited."""
 
     op: Op
-    at: _At
-    begins: int = 0  # iterations beginning here that stand for others, which are left out
-    ends: tuple[int, ...] = ()  # for each such iteration ending here, how many are left out
+    at: _Iterations
+    begins: int = 0  # representative iterations that begin here: each stands for skipped ones
+    ends: tuple[int, ...] = ()  # skipped iterations of each representative that ends here
 
 
 EDGE = 3
-"""Iterations that are visited at either end of a repeat, at least.  An iteration reads what its
-neighbour made, which may be a view of what the neighbour's neighbour made."""
+"""Least iterations visited at either end of a repeat: an iteration reads its neighbour's values,
+which may be views of values of the neighbour's neighbour."""
 
 
 _VARIES = -1
@@ -74,7 +72,7 @@ class Visits:
             for tensor in graph.values
         ]
         self.varying = {op.id for op in graph.ops if self._any_varies(op)}
-        self.places = [op.repeats for op in graph.ops]
+        self.repeats = [op.repeats for op in graph.ops]
         self.order: list[Visit] = []
         self._write(range(len(graph.ops)), 0, {})
 
@@ -88,9 +86,9 @@ class Visits:
             ref.then is not None or ref.every for ref in _references(op)
         )
 
-    def _write(self, part: range, depth: int, at: _At) -> None:
+    def _write(self, part: range, depth: int, at: _Iterations) -> None:
         ops = self.graph.ops
-        for repeat, inside in runs.segments(self.places, part, depth):
+        for repeat, inside in runs.segments(self.repeats, part, depth):
             if repeat is None:
                 self.order += [Visit(op, at) for op in ops[inside.start : inside.stop]]
                 continue
@@ -132,26 +130,17 @@ class Visits:
         return result
 
     def bound(self, visit: Visit) -> list[tuple[int, int]]:
-        """What an op reads and makes there: the storages that its cost names, and their numbers."""
+        """(storage as the cost of the op names it, its number there) of each input and output."""
         op, values = visit.op, self.graph.values
         if op.id not in self.varying:
             ids = chain(op.inputs, op.outputs)
             return [(values[value].storage, self.alone[value]) for value in ids]
-        result: list[tuple[int, int]] = []
-        for ref in op.reads:
-            every = ref.every
-            numbers = (
-                self.copies(ref.id, visit.at)
-                if every
-                else [self._number(ref.id, ref.then, visit.at)]
-            )
-            result += [(values[ref.id].storage, number) for number in numbers]
-        for value in op.outputs:
-            result += [(values[value].storage, n) for n in self.copies(value, visit.at)]
-        return result
+        pairs = [(ref.id, number) for ref in op.reads for number in self._numbers([ref], visit)]
+        pairs += [(value, n) for value in op.outputs for n in self.copies(value, visit.at)]
+        return [(values[value].storage, number) for value, number in pairs]
 
-    def standing(self, at: _At) -> int:
-        """How many iterations the iteration at `at` stands for."""
+    def standing(self, at: _Iterations) -> int:
+        """Number of iterations that the one at `at` represents."""
         return math.prod(
             1 + self.left_out[repeat] for repeat, iteration in at.items() if iteration == self.edge
         )
@@ -163,8 +152,8 @@ class Visits:
             return [self.alone[value] for value in op.outputs]
         return [number for value in op.outputs for number in self.copies(value, visit.at)]
 
-    def copies(self, value: int, at: _At) -> list[int]:
-        """Numbers of the storages of a value in all iterations of what `at` does not say."""
+    def copies(self, value: int, at: _Iterations) -> list[int]:
+        """Numbers of a value's storages in all iterations of the repeats that `at` leaves open."""
         repeats = [r for r in self.graph.values[value].repeats if r not in at]
         if not repeats:
             return [self._number(value, None, at)]
@@ -173,21 +162,21 @@ class Visits:
             for place in product(*(range(self.counts[r]) for r in repeats))
         ]
 
-    def _number(self, value: int, then: Neighbour | None, at: _At) -> int:
-        beside = self._beside(then, at)
-        if then is not None and beside is not None:
-            value, at = then.value, beside
+    def _number(self, value: int, then: Neighbour | None, at: _Iterations) -> int:
+        there = self._neighbour(then, at)
+        if then is not None and there is not None:
+            value, at = then.value, there
         tensor = self.graph.values[value]
         outside = [r for r in tensor.repeats if r not in at]
         if outside:
             at = {**at, **{r: self._ran_last(value, r) for r in outside}}
-        beside = self._beside(tensor.then, at)
-        if tensor.then is not None and beside is not None:
-            return self._place(tensor.then.value, beside)
+        there = self._neighbour(tensor.then, at)
+        if tensor.then is not None and there is not None:
+            return self._place(tensor.then.value, there)
         return self._place(tensor.storage, at)
 
-    def _beside(self, then: Neighbour | None, at: _At) -> _At | None:
-        """The iteration that a Neighbour is in, None where there is no such iteration."""
+    def _neighbour(self, then: Neighbour | None, at: _Iterations) -> _Iterations | None:
+        """The iteration of a Neighbour; None beyond the ends of its repeat."""
         if then is None or then.repeat not in at:
             return None
         iteration = at[then.repeat] + then.shift
@@ -195,7 +184,7 @@ class Visits:
             return None
         return {**at, then.repeat: iteration}
 
-    def _place(self, storage: int, at: _At) -> int:
+    def _place(self, storage: int, at: _Iterations) -> int:
         offset = 0
         for repeat in self.graph.values[storage].repeats:
             iteration = at[repeat] if repeat in at else self._ran_last(storage, repeat)
@@ -211,15 +200,15 @@ class Visits:
         """The storage that has this number."""
         return self._owners[number]
 
-    def times(self, number: int, storage: int, at: _At) -> int:
-        """How many copies of a storage come or go together in this iteration."""
+    def times(self, number: int, storage: int, at: _Iterations) -> int:
+        """Number of copies of a storage that are made or freed together in this iteration."""
         repeats = self.graph.values[storage].repeats
         if not repeats:
             return 1
         offset, times = number - self.first[storage], 1
         for repeat in reversed(repeats):
             offset, iteration = divmod(offset, self.counts[repeat])
-            # Others go in their own iterations, unless it is far away that this one goes.
+            # The skipped copies go in their iterations, unless this one goes far from there.
             far = repeat not in at or abs(at[repeat] - self.edge) == self.edge
             if iteration == self.edge and far:
                 times *= 1 + self.left_out[repeat]
@@ -227,26 +216,26 @@ class Visits:
 
 
 def bytes_of_weights(graph: OpGraph) -> int:
-    """Bytes of all parameters and buffers: those that a step does not read (experts without tokens)
-    are there all the same."""
-    return sum(int(graph.model.get(f"bytes_{what}", 0)) for what in ("parameters", "buffers"))
+    """Bytes of all parameters and buffers, also of those that a step does not read (experts
+    without tokens)."""
+    return sum(int(graph.model.get(f"bytes_{kind}", 0)) for kind in ("parameters", "buffers"))
 
 
 @dataclass(frozen=True, slots=True)
 class Lives:
-    """When storages come and go: by visit, (number of a storage, how many such).
+    """Births and deaths of storages: by visit, (number of a storage, count of equal ones).
 
-    Visit -1 is what is there from outside.
+    Visit -1: storages from before the step.
     """
 
     births: Mapping[int, list[tuple[int, int]]]  # made as the op runs
     deaths: Mapping[int, list[tuple[int, int]]]  # gone after it
-    replaced: Mapping[int, list[tuple[int, int]]]  # gone before what it makes
+    replaced: Mapping[int, list[tuple[int, int]]]  # gone before its outputs are made
     saved: frozenset[int]  # numbers that forward makes and backward reads or holds
 
 
 def lifetimes(visits: Visits) -> Lives:
-    """When storages are made, and when the last visit that reads, makes or holds them is over."""
+    """Lives of storages: from the visit that makes each to the last that reads or holds it."""
     graph = visits.graph
     values = graph.values
     touched = [visits.touched(visit) for visit in visits.order]
@@ -287,8 +276,8 @@ def lifetimes(visits: Visits) -> Lives:
 
 
 def _resized(visits: Visits) -> Mapping[int, list[tuple[int, bool]]]:
-    """By storage, the visits that free or allocate its bytes, or that tell of it, and whether it
-    has bytes afterwards."""
+    """By storage, the visits that free, allocate or mark its bytes, and whether it has bytes
+    afterwards."""
     changes: dict[int, list[tuple[int, bool]]] = defaultdict(list)
     for moment, visit in enumerate(visits.order):
         if visit.op.name == marks.RESIZE_STORAGE:
@@ -303,7 +292,7 @@ def _resized(visits: Visits) -> Mapping[int, list[tuple[int, bool]]]:
 def _followed(
     visits: Visits, lives: Lives, number: int, changes: Sequence[tuple[int, bool]]
 ) -> bool:
-    """Note when a storage is freed and allocated again; returns whether it has bytes at the end."""
+    """Record each free and allocation of a storage; return whether it has bytes at the end."""
     alive, storage = not changes[0][1], visits.storage(number)
     for moment, grows in changes:
         if grows != alive:
@@ -314,10 +303,8 @@ def _followed(
 
 
 def _saved(visits: Visits, touched: Sequence[Sequence[int]]) -> frozenset[int]:
-    """What forward makes and backward reads.
-
-    What backward holds counts as read: kernels keep what no op of the graph names.
-    """
+    """Storages that forward makes and backward reads, or holds: kernels keep tensors that no op
+    of the graph names."""
     made: set[int] = set()
     read: set[int] = set()
     for visit, numbers in zip(visits.order, touched, strict=True):
@@ -329,11 +316,11 @@ def _saved(visits: Visits, touched: Sequence[Sequence[int]]) -> frozenset[int]:
 
 
 def _sums_in_place(graph: OpGraph) -> set[int]:
-    """Sums of two gradients of one value, which autograd adds up in the first of them.
+    """Sums of two gradients that autograd accumulates into the first one.
 
-    It does so where that one has bytes of its own, and nothing else has them
-    (`can_accumulate_inplace`, input_buffer.cpp).  A trace records a sum in a new place, since
-    autograd never does it while a mode looks on.
+    It does so where that one shares its bytes with no other tensor (`can_accumulate_inplace`,
+    input_buffer.cpp).  A trace records a new tensor: under a dispatch mode autograd never
+    accumulates in place.
     """
     return {
         op.id
@@ -358,11 +345,11 @@ _FILLED = {"aten.scatter", "aten.scatter_add", "aten.index_put", "aten.index_add
 
 
 def _filled_in_place(graph: OpGraph) -> set[int]:
-    """Ops of autograd that fill zeros which the same node has just made, in their place.
+    """Ops of autograd that fill in place zeros which the same node has just made.
 
     So do gather, index, index_select, sort, take, topk and others (FunctionsManual.cpp).  A trace
-    records them in a new place, since autograd takes that form for subclasses of tensors, and while
-    a mode looks on (`areAnyTensorSubclassLike`).
+    records a new tensor: under a mode, and for tensor subclasses, autograd takes the out-of-place
+    form (`areAnyTensorSubclassLike`).
     """
     makers = ((op, graph.producers.get(op.inputs[0])) for op in graph.ops if _fills(op))
     return {
@@ -381,10 +368,9 @@ def _fills(op: Op) -> bool:
 def _replaced_caches(graph: OpGraph) -> set[int]:
     """Caches that a `cat` replaces: the old cache is freed, though it came from outside.
 
-    No fact of a rule says so: among all that joins tensors, a `cat` is how caches grow.
+    By name, not by a rule: `cat` is how caches grow that are no buffers.
     """
     values = graph.values
-    # By name: `cat` is how caches grow that are no buffers, and no other op replaces its input.
     return {
         values[i].storage
         for op in graph.ops

@@ -13,11 +13,9 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_capacity
 
 # -- largest batch ---------------------------------------------------------------------------------
-# The largest batch whose peak memory fits: a search that asks for the peak at some batch sizes.
-#
-# Peak memory is nearly a straight line in the batch, but not quite: another op may be at the peak,
-# another algorithm may run.  So the line only says where to look, and the answer is tried: it fits,
-# and one more does not.
+# Peak memory is nearly linear in the batch: another op may be at the peak, another algorithm may
+# run.  So the line only says which batch to try, and the answer is tried: it fits, and one more
+# does not.
 
 MOST = 65536
 """Batches beyond this are not looked for."""
@@ -44,9 +42,9 @@ class LargestBatch(Plain):
 def largest(peak_of: Callable[[int], int], capacity: float, most: int = MOST) -> tuple[int, bool]:
     """The largest batch up to `most` with ``peak_of(batch) <= capacity``, and whether it is `most`.
 
-    The peak must not fall as the batch grows.  Four peaks are asked for where it is a straight
-    line, else some more: between a batch that fits and one that does not, first along the line
-    between them, then in the middle.
+    The peak must not fall as the batch grows.  Four peaks are evaluated where it is linear, else
+    some more: between a batch that fits and one that does not, in turns along the line between
+    them and in the middle.
     """
     if peak_of(1) > capacity:
         return 0, False
@@ -72,16 +70,14 @@ def largest(peak_of: Callable[[int], int], capacity: float, most: int = MOST) ->
 
 
 # -- reserving -------------------------------------------------------------------------------------
-# What a step's tensors take on a chip: blocks, workspaces, cached segments, the context.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved(Plain):
-    """Bytes that a process takes of a GPU, as PyTorch's caching allocator would hand them out.
+    """GPU memory of a process, as PyTorch's caching allocator would hand it out.
 
-    allocated and reserved are what `torch.cuda.max_memory_allocated` and `max_memory_reserved`
-    say after some steps.  Where a library may take less than it was given here, `allocated_least`
-    is smaller than `allocated`; where nothing is in doubt they are equal.
+    allocated, reserved: as `torch.cuda.max_memory_allocated` and `max_memory_reserved` after some
+    steps.  `allocated_least` is smaller than `allocated` where a library may take less.
     """
 
     tensors: int  # the peak of the tensors alone, as `Memory.peak`
@@ -103,17 +99,17 @@ class Reserved(Plain):
 
     @property
     def fragmentation(self) -> float:
-        """Share of what is reserved that is not allocated at the fullest moment."""
+        """Share of reserved bytes that is not allocated at the peak."""
         return 1 - self.allocated / self.reserved if self.reserved else 0.0
 
     @property
     def process(self) -> int:
-        """All bytes of the process: what is reserved, and the context."""
+        """All bytes of the process: reserved ones, and the context."""
         return self.reserved + self.context
 
 
 def reserve(graph: OpGraph, chip: Chip, tensors: int, unmade: Collection[int] = ()) -> Reserved:
-    """What a step of `graph` takes on a GPU.
+    """Memory of a step of `graph` on a GPU.
 
     tensors: the peak of its tensors.  unmade: storages that never are in memory.
     """
@@ -127,13 +123,13 @@ def reserve(graph: OpGraph, chip: Chip, tensors: int, unmade: Collection[int] = 
         sure = CachingAllocator()
         written.run(sure, blas, taken=("scratch",))
         least = sure.most_allocated
-    known = {"BLAS": blas * written.threads, **written.scratch}
+    sizes = {"BLAS": blas * written.threads, **written.scratch}
     return Reserved(
         tensors=tensors,
         allocated=native.most_allocated,
         allocated_least=least,
         reserved=native.reserved,
         reserved_expandable=growing.reserved,
-        workspaces={kind: size for kind, size in known.items() if size},
+        workspaces={kind: size for kind, size in sizes.items() if size},
         context=int(chip.context.value),
     )

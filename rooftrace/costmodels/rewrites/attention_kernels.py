@@ -18,6 +18,12 @@ from rooftrace.costmodels.rewrites.attention_products import (
     WrittenMask,
     written_attentions,
 )
+from rooftrace.costmodels.rewrites.dataflow import (
+    ValueFlow,
+    merged_dims,
+    reads_across,
+    same_strides,
+)
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -26,7 +32,6 @@ from rooftrace.costmodels.rewrites.editing import (
     with_matches,
     without_left_behind,
 )
-from rooftrace.costmodels.rewrites.places import ValueFlow, merged_dims, reads_across, same_strides
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer import RequestLengths
@@ -80,10 +85,7 @@ def _first_of_group(edit: Editor, like: Op, item: Ref) -> Ref:
     source = edit.values[item.id]
     at = len(source.shape) - 3
     shape, stride = (t[:at] + t[at + 1 :] for t in (source.shape, source.stride))
-    out = edit.view(item, shape, stride, like.repeats)
-    first: dict[str, Argument] = {"self": item, "dim": at, "index": 0}
-    edit.emit(like, "aten.select.int", first, (out,), kind="view")
-    return Ref(out)
+    return edit.view_op(like, "aten.select.int", item, {"dim": at, "index": 0}, shape, stride)
 
 
 # -- masks -----------------------------------------------------------------------------------------

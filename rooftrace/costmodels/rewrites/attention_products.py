@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rooftrace.costmodels.ops.cost import UNFUSED
+from rooftrace.costmodels.rewrites.dataflow import Location, ValueFlow, reads_across
 from rooftrace.costmodels.rewrites.editing import ATTENTION, ATTENTION_BACKWARD, Editor, operand
 from rooftrace.costmodels.rewrites.patterns import (
     LAST,
@@ -20,7 +21,6 @@ from rooftrace.costmodels.rewrites.patterns import (
     match,
     ops_between,
 )
-from rooftrace.costmodels.rewrites.places import Location, ValueFlow, reads_across
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
 # -- hand-written attention ------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class _AttentionReader:
     def _match(
         self, value: int, pattern: Pattern, bound: Bindings | None = None
     ) -> Bindings | None:
-        """What the words of a pattern name, of which "scores" are a number for each pair."""
+        """The bindings of a pattern; "scores" bind values with a number for each pair."""
         return match(self.flow, value, pattern, bound, accept=self._accept)
 
     def _accept(self, name: str, value: int) -> bool:
@@ -459,10 +459,9 @@ class _Decomposition:
         edit, op, rows = self.edit, self.op, (*self.lead, self.queries)
         column = edit.viewed(op, sinks, (self.lead[-1], 1, 1))
         strides = (*(0,) * (len(rows) - 2), edit.values[column.id].stride[0], 0, 1)
-        wide = edit.view(column, (*rows, 1), strides, op.repeats)
-        spread: dict[str, Argument] = {"self": column, "size": (*rows, 1)}
-        edit.emit(op, "aten.expand.default", spread, (wide,), kind="view")
-        parts = (self._reshaped(Ref(scores), (*rows, self.length)), Ref(wide))
+        shape = (*rows, 1)
+        wide = edit.view_op(op, "aten.expand.default", column, {"size": shape}, shape, strides)
+        parts = (self._reshaped(Ref(scores), (*rows, self.length)), wide)
         both, soft = self._scores(1), self._scores(1)
         shape = (*rows, self.length + 1)
         self._kernel("aten.cat.default", {"tensors": parts, "dim": -1}, self._as(both, shape))

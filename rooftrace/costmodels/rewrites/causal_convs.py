@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as changed
 
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, reads_across
 from rooftrace.costmodels.rewrites.editing import Editor, operand, rewritten, with_matches
 from rooftrace.costmodels.rewrites.indexing import Atom, Axis, Dim, ReadValue, Walker, full, renamed
 from rooftrace.costmodels.rewrites.patterns import (
@@ -17,7 +18,6 @@ from rooftrace.costmodels.rewrites.patterns import (
     row_product,
     swapped,
 )
-from rooftrace.costmodels.rewrites.places import ValueFlow, reads_across
 from rooftrace.costmodels.rewrites.recurrences import ends
 from rooftrace.costmodels.rewrites.scans import blank, laid_out, memory_order, onto, replaces
 from rooftrace.graph import Argument, Op, OpGraph, Ref
@@ -256,7 +256,7 @@ def _moves(walker: Walker, written: Op, source: int, state: int) -> bool:
     if written.name != "aten.copy_" or written.inputs[0] != state:
         return False
     shape = values[state].shape
-    read = ReadValue(written.inputs[1], tuple(full(d, n) for d, n in enumerate(shape)))
+    read = ReadValue(written.inputs[1], walker.direct(state).dims)
     pieces = walker.holding(read, source) or []
     start = values[source].shape[2] - shape[2]
     last = Dim(full(2, shape[2]).atoms, start)

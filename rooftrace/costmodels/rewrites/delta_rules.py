@@ -15,9 +15,9 @@ from dataclasses import replace as changed
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.rewrites.dataflow import COPIES
 from rooftrace.costmodels.rewrites.editing import Editor, edited
 from rooftrace.costmodels.rewrites.indexing import Dim, ReadValue, full
-from rooftrace.costmodels.rewrites.places import COPIES
 from rooftrace.costmodels.rewrites.scans import laid_out
 from rooftrace.costmodels.rewrites.statechains import (
     CREATED,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from rooftrace.costmodels.rewrites.dataflow import reads_across
 from rooftrace.costmodels.rewrites.indexing import (
     Atom,
     Axis,
@@ -22,7 +23,6 @@ from rooftrace.costmodels.rewrites.indexing import (
     renamed,
 )
 from rooftrace.costmodels.rewrites.patterns import Pat, match
-from rooftrace.costmodels.rewrites.places import reads_across
 from rooftrace.costmodels.rewrites.recurrences import (
     axes_of,
     decay_of,
@@ -133,7 +133,7 @@ def _in_one_tensor(walker: Walker, entered: int, decay: int, dim: int) -> Scan |
     """The recurrence whose states are all in one tensor."""
     values, graph = walker.values, walker.graph
     shape = values[entered].shape
-    dims = tuple(full(d, n) for d, n in enumerate(shape))
+    dims = walker.direct(entered).dims
     last_write = max(op.id for op in walker.writers[entered])
     reads = [op for op in _readers(walker, entered) if op.id > last_write]
     sums = [(op, made) for op in reads if (made := summed(walker, entered, op)) is not None]

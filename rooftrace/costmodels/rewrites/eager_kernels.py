@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
+from rooftrace.costmodels.rewrites.dataflow import same_strides
 from rooftrace.costmodels.rewrites.editing import Editor
-from rooftrace.costmodels.rewrites.places import same_strides
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, in_order, marks, refs
 from rooftrace.hardware.precisions import storage_bytes
 

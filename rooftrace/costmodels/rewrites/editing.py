@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewrites.places import ValueFlow
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow
 from rooftrace.graph import Argument, GraphError, Op, OpGraph, Ref, Tensor, assumptions, marks, refs
 
 Match = TypeVar("Match")
@@ -18,6 +18,7 @@ ATTENTION_BACKWARD = "rooftrace.attention_backward.default"
 LATENT_ATTENTION = "rooftrace.latent_attention.default"
 PACKED_ATTENTION = "rooftrace.packed_attention.default"
 PACKED_LATENT_ATTENTION = "rooftrace.packed_latent_attention.default"
+_SWAP: Mapping[str, Argument] = {"dim0": 1, "dim1": 2}
 
 
 class Editor:
@@ -130,14 +131,26 @@ class Editor:
 
     # -- views -------------------------------------------------------------------------------------
 
+    def view_op(
+        self,
+        like: Op,
+        target: str,
+        of: Ref,
+        arguments: Mapping[str, Argument],
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+    ) -> Ref:
+        """The new value of a view op on `of`."""
+        out = self.view(of, shape, stride, like.repeats)
+        self.emit(like, target, {"self": of, **arguments}, (out,), kind="view")
+        return Ref(out)
+
     def viewed(
         self, like: Op, of: Ref, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
     ) -> Ref:
         """A value in another shape, contiguous by default."""
-        strides = Tensor.contiguous(shape) if stride is None else stride
-        out = self.view(of, shape, strides, like.repeats)
-        self.reshape(like, of, out)
-        return Ref(out)
+        stride = Tensor.contiguous(shape) if stride is None else stride
+        return self.view_op(like, "aten.reshape.default", of, {"shape": shape}, shape, stride)
 
     def reshape(self, like: Op, of: Ref, value: int) -> None:
         """Emit the reshape of `of` that makes an existing value."""
@@ -150,30 +163,24 @@ class Editor:
         if (start, end) == (0, source.shape[dim]):
             return of
         shape = (*source.shape[:dim], end - start, *source.shape[dim + 1 :])
-        out = self.view(of, shape, source.stride, like.repeats)
-        cut: dict[str, Argument] = {"self": of, "dim": dim, "start": start, "end": end}
-        self.emit(like, "aten.slice.Tensor", cut, (out,), kind="view")
-        return Ref(out)
+        cut: dict[str, Argument] = {"dim": dim, "start": start, "end": end}
+        return self.view_op(like, "aten.slice.Tensor", of, cut, shape, source.stride)
 
     def permuted(self, like: Op, of: Ref, dims: tuple[int, ...]) -> Ref:
         """A value with its dimensions in another order."""
         source = self.values[of.id]
         shape, stride = (tuple(t[d] for d in dims) for t in (source.shape, source.stride))
-        out = self.view(of, shape, stride, like.repeats)
-        self.emit(like, "aten.permute.default", {"self": of, "dims": dims}, (out,), kind="view")
-        return Ref(out)
+        return self.view_op(like, "aten.permute.default", of, {"dims": dims}, shape, stride)
 
     def transposed(self, like: Op, item: Ref) -> Ref:
         """The [H, b, a] view of an [H, a, b] value."""
         source = self.values[item.id]
-        (heads, a, b), (outer, rows, columns) = source.shape, source.stride
-        out = self.view(item, (heads, b, a), (outer, columns, rows), like.repeats)
-        self.transpose(like, item, out)
-        return Ref(out)
+        shape, stride = ((t[0], t[2], t[1]) for t in (source.shape, source.stride))
+        return self.view_op(like, "aten.transpose.int", item, _SWAP, shape, stride)
 
     def transpose(self, like: Op, item: Ref, value: int) -> None:
         """Emit the swap of dimensions 1 and 2 of `item` that makes an existing value."""
-        swap: dict[str, Argument] = {"self": item, "dim0": 1, "dim1": 2}
+        swap: dict[str, Argument] = {"self": item, **_SWAP}
         self.emit(like, "aten.transpose.int", swap, (value,), kind="view")
 
     # -- values of the graph, made in another way --------------------------------------------------

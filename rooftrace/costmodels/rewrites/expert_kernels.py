@@ -9,6 +9,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow
 from rooftrace.costmodels.rewrites.editing import Editor, operand, rewritten, with_matches
 from rooftrace.costmodels.rewrites.patterns import (
     Along,
@@ -23,7 +24,6 @@ from rooftrace.costmodels.rewrites.patterns import (
     row_product,
     swapped,
 )
-from rooftrace.costmodels.rewrites.places import ValueFlow
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
 # -- row numbers -----------------------------------------------------------------------------------

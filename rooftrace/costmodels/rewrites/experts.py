@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, reads_across
 from rooftrace.costmodels.rewrites.editing import Editor, operand, rewritten
 from rooftrace.costmodels.rewrites.patterns import (
     LAST,
@@ -25,7 +26,6 @@ from rooftrace.costmodels.rewrites.patterns import (
     match,
     row_product,
 )
-from rooftrace.costmodels.rewrites.places import ValueFlow, reads_across
 from rooftrace.graph import Argument, Op, OpGraph, Ref
 
 _ZERO_STAYS = frozenset({

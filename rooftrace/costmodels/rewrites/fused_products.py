@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.rewrites.dataflow import Location, ValueFlow, reads_across
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     LATENT_ATTENTION,
@@ -18,7 +19,6 @@ from rooftrace.costmodels.rewrites.editing import (
     rewritten,
     with_matches,
 )
-from rooftrace.costmodels.rewrites.places import Location, ValueFlow, reads_across
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 from rooftrace.hardware.precisions import precision, storage_bytes
 
@@ -169,9 +169,8 @@ def _emit(edit: Editor, product: _WidenedProduct) -> None:
         now = Ref(side.source)
         for view in side.views:
             old = edit.values[view.outputs[0]]
-            out = edit.view(now, old.shape, old.stride, op.repeats)
-            edit.emit(view, view.target, {**view.arguments, "self": now}, (out,), kind="view")
-            now = Ref(out)
+            rest = {name: item for name, item in view.arguments.items() if name != "self"}
+            now = edit.view_op(view, view.target, now, rest, old.shape, old.stride)
         arguments[name] = now
     arguments["out_dtype"] = f"dtype:{edit.values[op.outputs[0]].dtype}"
     edit.emit(op, f"{op.name}.dtype", arguments, op.outputs, facts=op.facts)
@@ -418,10 +417,9 @@ def _emit_fused(edit: Editor, parts: list[_Part]) -> None:
     rows, dtype = values[like.outputs[0]].shape[0], values[like.outputs[0]].dtype
     weight = _side_by_side(edit, [part.weight for part in parts], 0 if parts[0].transposed else 1)
     if parts[0].transposed:
-        seen = values[weight.id]
-        transposed = edit.view(weight, seen.shape[::-1], seen.stride[::-1], like.repeats)
-        edit.emit(like, "aten.t.default", {"self": weight}, (transposed,), kind="view")
-        weight = Ref(transposed)
+        stored = values[weight.id]
+        shape, stride = stored.shape[::-1], stored.stride[::-1]
+        weight = edit.view_op(like, "aten.t.default", weight, {}, shape, stride)
     arguments: dict[str, Argument] = {**like.arguments, "mat2": weight}
     biases = [part.bias for part in parts if part.bias is not None]
     if biases:

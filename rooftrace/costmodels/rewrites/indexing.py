@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rooftrace.costmodels.rewrites.places import COPIES, ValueFlow, clipped, reads_across
+from rooftrace.costmodels.rewrites.dataflow import COPIES, ValueFlow, clipped, reads_across
 from rooftrace.graph import Op, OpGraph
 
 Axis = Hashable
@@ -97,8 +97,13 @@ class Walker(ValueFlow):
 
     def fresh(self, value: int) -> ReadValue:
         """A value at new axes, one for each dimension."""
-        shape = self.graph.values[value].shape
-        return ReadValue(value, tuple(full((value, d), size) for d, size in enumerate(shape)))
+        sizes = enumerate(self.values[value].shape)
+        return ReadValue(value, tuple(full((value, d), size) for d, size in sizes))
+
+    def direct(self, value: int) -> ReadValue:
+        """A value read at axes 0, 1, ..., one for each dimension."""
+        sizes = enumerate(self.values[value].shape)
+        return ReadValue(value, tuple(full(d, size) for d, size in sizes))
 
     def maker(self, value: int) -> Op | None:
         """The forward op that made a value of values of its iteration alone."""
@@ -206,7 +211,7 @@ class Walker(ValueFlow):
 
     def aligned(self, value: int, dims: Sequence[Dim]) -> ReadValue:
         """An operand that broadcasts to these dims."""
-        shape = self.graph.values[value].shape
+        shape = self.values[value].shape
         dims = dims[len(dims) - len(shape) :]
         return ReadValue(
             value, tuple(Dim(()) if n == 1 else d for n, d in zip(shape, dims, strict=True))
@@ -214,14 +219,14 @@ class Walker(ValueFlow):
 
     def changes(self, value: int) -> bool:
         """Whether an op writes into the storage of a value after it was made."""
-        return self.graph.values[value].storage in self._written
+        return self.values[value].storage in self._written
 
     def _before(self, factor: ReadValue) -> ReadValue | None:
         value, dims = factor
         op = self.maker(value)
         if op is None or not op.inputs or self.changes(value):
             return None
-        shape = self.graph.values[op.inputs[0]].shape
+        shape = self.values[op.inputs[0]].shape
         moved = self._moved(op, value, dims, shape)
         if moved is None:
             return None
@@ -236,7 +241,7 @@ class Walker(ValueFlow):
         if name in _SAME and len(shape) == len(dims):
             return tuple(Dim(()) if n == 1 else d for n, d in zip(shape, dims, strict=True))
         if name in _RESHAPES:
-            return _regrouped(dims, self.graph.values[value].shape, shape)
+            return _regrouped(dims, self.values[value].shape, shape)
         if name == "aten.expand":
             return self.aligned(op.inputs[0], dims).dims
         if name in ("aten.permute", "aten.transpose", "aten.t"):
@@ -274,7 +279,7 @@ class Walker(ValueFlow):
 
     def _product(self, op: Op, dims: tuple[Dim, ...]) -> tuple[ReadValue, ...] | None:
         left, right = op.inputs
-        shape = self.graph.values[left].shape
+        shape = self.values[left].shape
         inner = full(SumAxis(op.id, 0), shape[-1])
         if op.name == "aten.mv":
             return ReadValue(left, (*dims, inner)), ReadValue(right, (inner,))
@@ -282,7 +287,7 @@ class Walker(ValueFlow):
         return ReadValue(left, (*outer, row, inner)), ReadValue(right, (*outer, inner, column))
 
     def _total(self, op: Op, dims: tuple[Dim, ...]) -> tuple[ReadValue, ...] | None:
-        shape = self.graph.values[op.inputs[0]].shape
+        shape = self.values[op.inputs[0]].shape
         over = op.arguments.get("dim")
         if not isinstance(over, tuple) or not over:
             return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, reads_across, same_strides
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     LATENT_ATTENTION,
@@ -20,7 +21,6 @@ from rooftrace.costmodels.rewrites.editing import (
     operand,
     with_matches,
 )
-from rooftrace.costmodels.rewrites.places import ValueFlow, reads_across, same_strides
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.tracer import RequestLengths
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import permutations
 from typing import Any, NamedTuple
 
-from rooftrace.costmodels.rewrites.places import ValueFlow, reads_across
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, reads_across
 from rooftrace.graph import Argument, Op, Ref
 
 Pattern = Any

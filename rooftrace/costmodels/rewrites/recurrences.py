@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from rooftrace.costmodels.rewrites.dataflow import COPIES, reads_across
 from rooftrace.costmodels.rewrites.editing import with_matches
 from rooftrace.costmodels.rewrites.indexing import (
     Atom,
@@ -21,10 +22,8 @@ from rooftrace.costmodels.rewrites.indexing import (
     TurnAxis,
     Walker,
     called,
-    full,
     renamed,
 )
-from rooftrace.costmodels.rewrites.places import COPIES, reads_across
 from rooftrace.costmodels.rewrites.scans import Scan, blank, emit_scan, finished
 from rooftrace.graph import Op, OpGraph, Ref
 
@@ -88,8 +87,7 @@ def scans(walker: Walker) -> Iterator[Scan]:
 
 
 def _step(walker: Walker, add: Op) -> _TokenStep | None:
-    values = walker.values
-    dims = tuple(full(d, n) for d, n in enumerate(values[add.outputs[0]].shape))
+    dims = walker.direct(add.outputs[0]).dims
     for term, rest in (add.reads, add.reads[::-1]):
         product = walker.producer(term.id)
         if product is None or product.name not in ("aten.mul", "aten.mul_"):
@@ -110,25 +108,23 @@ def _with_sum(
     walker: Walker, add: Op, product: Op, state: Ref, decay: ReadValue, entered: ReadValue
 ) -> _TokenStep | None:
     h = add.outputs[0]
-    summed = _sum(walker, add)
-    if summed is None:
+    result = _sum(walker, h)
+    if result is None:
         return None
-    y, queries, n, inside = summed
+    y, queries, n, inside = result
     if walker.users[product.outputs[0]] != [add]:
         return None
     factors = operands(walker, decay, entered, queries, n)
     if factors is None:
         return None
-    shape = walker.values[h].shape
-    read = walker.aligned(state.id, tuple(full(d, size) for d, size in enumerate(shape)))
+    read = walker.aligned(state.id, walker.direct(h).dims)
     start = read if state.then or state.every else walker.source(read)
     factors |= {"y": y, "state": start}
     return _TokenStep(add, state, start.value, factors, n, inside | {product.id})
 
 
-def _sum(walker: Walker, add: Op) -> tuple[ReadValue, ReadValue, int, frozenset[int]] | None:
-    """y, the factor of the state in it, and the dimension of the sum."""
-    h = add.outputs[0]
+def _sum(walker: Walker, h: int) -> tuple[ReadValue, ReadValue, int, frozenset[int]] | None:
+    """y, the factor of the state in it, the dimension of the sum, and the ops on the way."""
     for op in sums_behind(walker, h):
         walker.passed = set()
         made = summed(walker, h, op)
@@ -154,10 +150,9 @@ def sums_behind(walker: Walker, value: int) -> Iterator[Op]:
 
 
 def summed(walker: Walker, h: int, op: Op) -> tuple[ReadValue, ReadValue, int] | None:
+    """y, the factor of the state h in it, and the dimension of the sum; None for another op."""
     y = walker.fresh(op.outputs[0])
-    shape = walker.values[h].shape
-    state = ReadValue(h, tuple(full(d, n) for d, n in enumerate(shape)))
-    names, others = walker.seen(y, state)
+    names, others = walker.seen(y, walker.direct(h))
     over = {axis for axis in names or () if isinstance(axis, SumAxis)}
     if names is None or len(others) != 1 or len(over) != 1:
         return None
@@ -233,8 +228,7 @@ def _scan(walker: Walker, chain: Sequence[_TokenStep]) -> Scan | None:
     anchor = graph.ops[graph.producers[y.value]]
     if anchor.repeats != base:
         return None
-    shape = graph.values[last.h].shape
-    after = ReadValue(last.h, tuple(full(d, n) for d, n in enumerate(shape)))
+    after = walker.direct(last.h)
     scan = in_roles(walker, factors, y, after, axes_of(after), first.n, tokens, anchor)
     if scan is None:
         return None

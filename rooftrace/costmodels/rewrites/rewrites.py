@@ -21,6 +21,7 @@ from rooftrace.costmodels.rewrites.attention_kernels import (
 )
 from rooftrace.costmodels.rewrites.attention_products import materialise_attention
 from rooftrace.costmodels.rewrites.causal_convs import fuse_causal_convs, fuse_index_scores
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow
 from rooftrace.costmodels.rewrites.delta_rules import gated_delta_rule, linear_attention
 from rooftrace.costmodels.rewrites.duals import fuse_dual_scans, fuse_selective_scans
 from rooftrace.costmodels.rewrites.eager_kernels import EAGER_FORMS, with_form
@@ -43,7 +44,6 @@ from rooftrace.costmodels.rewrites.fused_products import (
 )
 from rooftrace.costmodels.rewrites.latent import absorb_latent
 from rooftrace.costmodels.rewrites.patterns import can_be_one
-from rooftrace.costmodels.rewrites.places import ValueFlow
 from rooftrace.costmodels.rewrites.routing import fuse_routing
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import PrecisionError, precision
@@ -62,7 +62,7 @@ _LONGEST = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Head:
+class _LogitsHead:
     """The product that makes the logits [B S, V], and the ops on them, in order."""
 
     product: Op
@@ -85,7 +85,7 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     return with_matches(graph, {head.product.id: head}, _emit, after)
 
 
-def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | None:
+def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _LogitsHead | None:
     shape = flow.values[output].shape
     if len(shape) != 3 or shape[:2] != sizes or shape[1] < 2:
         return None
@@ -100,7 +100,7 @@ def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | No
             plain = flow.values[op.outputs[0]].shape == rows and inputs.shape[0] == rows[0]
             inside = frozenset({op.id, *(later.id for later in after)})
             alone = can_be_one(flow, inside, (output,), ()) and not flow.users[output]
-            return _Head(op, tuple(reversed(after)), output) if plain and alone else None
+            return _LogitsHead(op, tuple(reversed(after)), output) if plain and alone else None
         source = flow.values[op.inputs[0]].shape if len(op.inputs) == 1 else ()
         if source not in (shape, rows):
             return None
@@ -111,7 +111,7 @@ def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _Head | No
     return None
 
 
-def _emit(edit: Editor, head: _Head) -> None:
+def _emit(edit: Editor, head: _LogitsHead) -> None:
     """The product of the last rows, and the ops after it."""
     op, (batch, length, size) = head.product, edit.values[head.output].shape
     name = PRODUCTS[op.name]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow
 from rooftrace.costmodels.rewrites.editing import Editor, operand, rewritten
 from rooftrace.costmodels.rewrites.patterns import (
     LAST,
@@ -22,7 +23,6 @@ from rooftrace.costmodels.rewrites.patterns import (
     match,
     ops_between,
 )
-from rooftrace.costmodels.rewrites.places import ValueFlow
 from rooftrace.graph import Argument, Op, OpGraph, Ref
 
 ROUTE = "rooftrace.route_experts.default"
@@ -81,7 +81,7 @@ _STEPS: tuple[tuple[int, Pat, Mapping[str, Any]], ...] = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Routing:
+class _RouterKernel:
     """The arguments of one `route_experts` kernel."""
 
     choice: Op  # the top k over the experts
@@ -105,7 +105,7 @@ def fuse_routing(graph: OpGraph) -> tuple[OpGraph, int]:
     return rewritten(graph, ("aten.topk",), _match, _emit)
 
 
-def _emit(edit: Editor, router: _Routing) -> None:
+def _emit(edit: Editor, router: _RouterKernel) -> None:
     values, weights = edit.values, router.weights
     edit.move(weights, weights)
     groups, kept, best, fill = router.groups
@@ -123,7 +123,7 @@ def _emit(edit: Editor, router: _Routing) -> None:
 # -- matches ---------------------------------------------------------------------------------------
 
 
-def _match(flow: ValueFlow, choice: Op) -> _Routing | None:
+def _match(flow: ValueFlow, choice: Op) -> _RouterKernel | None:
     source = operand(choice, "self").id
     shape = flow.values[source].shape
     along = choice.arguments.get("dim", -1) in (-1, len(shape) - 1)
@@ -136,7 +136,7 @@ def _match(flow: ValueFlow, choice: Op) -> _Routing | None:
         return None
     if bias is not None and flow.root(bias) not in flow.graph.external:
         return None
-    routing = _Routing(
+    routing = _RouterKernel(
         choice=choice, logits=logits, weights=-1, bias=bias, score=score, groups=groups
     )
     start = {logits} if bias is None else {logits, bias}
@@ -176,7 +176,7 @@ def _bias(flow: ValueFlow, value: int) -> tuple[int, int | None]:
 
 
 def _groups(flow: ValueFlow, value: int) -> tuple[int, tuple[int, int, int, float]]:
-    """The scores before all groups but the best were masked, and `_Routing.groups`."""
+    """The scores before all groups but the best were masked, and `_RouterKernel.groups`."""
     values, ungrouped = flow.values, (value, (1, 1, 1, 0.0))
     bound = match(flow, value, _GROUPED_SCORES)
     if bound is None:
@@ -194,7 +194,7 @@ def _groups(flow: ValueFlow, value: int) -> tuple[int, tuple[int, int, int, floa
 
 
 def _first_weights(
-    flow: ValueFlow, choice: Op, scores: int, routing: _Routing
+    flow: ValueFlow, choice: Op, scores: int, routing: _RouterKernel
 ) -> list[tuple[int, str]]:
     """Values with the chosen scores, and the function that was applied to them."""
     top, chosen = choice.outputs
@@ -216,7 +216,7 @@ def _first_weights(
     return starts
 
 
-def _finished(flow: ValueFlow, routing: _Routing) -> _Routing:
+def _finished(flow: ValueFlow, routing: _RouterKernel) -> _RouterKernel:
     """The routing with all ops on the weights [T, k] alone, up to the first other reader."""
     for _ in range(_WALK):
         value = routing.weights
@@ -229,7 +229,9 @@ def _finished(flow: ValueFlow, routing: _Routing) -> _Routing:
     return routing
 
 
-def _step(flow: ValueFlow, routing: _Routing, reader: Op, readers: int) -> dict[str, Any] | None:
+def _step(
+    flow: ValueFlow, routing: _RouterKernel, reader: Op, readers: int
+) -> dict[str, Any] | None:
     """The fields that the last op that reads the weights changes."""
     plain = routing.after == "none" and routing.scale == 1
     for count, pattern, fields in _STEPS:
@@ -256,7 +258,8 @@ def _is_router(flow: ValueFlow, logits: int) -> bool:
             return False
         if op.name in _PRODUCTS:
             weight = flow.location(operand(op, _PRODUCTS[op.name]).id)
-            return weight is not None and _is_weight(flow, weight.storage)
+            stored = None if weight is None else flow.location(flow.root(weight.storage))
+            return stored is not None and values[stored.storage].role == "weights"
         others = [i for i in op.inputs if values[i].elements == values[value].elements]
         if len(others) != 1 or values[others[0]].shape[-1] != experts:
             return False
@@ -264,12 +267,6 @@ def _is_router(flow: ValueFlow, logits: int) -> bool:
             return False
         value = others[0]
     return False
-
-
-def _is_weight(flow: ValueFlow, storage: int) -> bool:
-    source = flow.root(storage)
-    place = flow.location(source)
-    return place is not None and flow.values[place.storage].role == "weights"
 
 
 def _reaches_experts(flow: ValueFlow, chosen: int) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace as changed
 
+from rooftrace.costmodels.rewrites.dataflow import COPIES, ValueFlow, reads_across
 from rooftrace.costmodels.rewrites.editing import Editor
 from rooftrace.costmodels.rewrites.indexing import Atom, Dim, ReadValue, Walker, named, renamed
-from rooftrace.costmodels.rewrites.places import COPIES, ValueFlow, reads_across
 from rooftrace.graph import Argument, Op, Ref, Tensor
 from rooftrace.hardware.precisions import precision
 
@@ -151,10 +151,6 @@ def _with_last(walker: Walker, scan: Scan) -> Scan:
     )
 
 
-def _is_sum(op: Op) -> bool:
-    return len(op.inputs) == 2 and op.arguments.get("alpha", 1) == 1
-
-
 def _with_ending(walker: Walker, scan: Scan) -> Scan:
     """y after D x, the gate, casts and slices, as long as nothing else reads it."""
     graph, now = walker.graph, scan.y
@@ -194,7 +190,8 @@ def onto(walker: Walker, value: int, now: ReadValue) -> ReadValue | None:
     fresh = walker.fresh(value)
     op = walker.graph.ops[walker.graph.producers[value]]
     if op.name in ("aten.add", "aten.add_"):
-        if not _is_sum(op) or now.value not in op.inputs:
+        plain = len(op.inputs) == 2 and op.arguments.get("alpha", 1) == 1
+        if not plain or now.value not in op.inputs:
             return None
         names = named(walker.aligned(now.value, fresh.dims), now.dims)
     else:

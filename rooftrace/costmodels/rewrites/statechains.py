@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftrace.costmodels.rewrites.places import COPIES, VIEWS, ValueFlow
+from rooftrace.costmodels.rewrites.dataflow import COPIES, VIEWS, ValueFlow
 from rooftrace.costmodels.rewrites.smallruns import KNOWN
 from rooftrace.graph import Op, OpGraph, Ref
 

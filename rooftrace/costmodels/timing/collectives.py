@@ -31,11 +31,9 @@ if TYPE_CHECKING:
     from rooftrace._amounts import Amount
 
 # -- wire ------------------------------------------------------------------------------------------
-# How many bytes a collective sends over each level, and in how many steps one after another.
-#
-# `nbytes` is the whole buffer, counted like nccl-tests do: all_gather, gather: what is there in the
-# end; reduce_scatter, scatter: what one rank has in the beginning; all_to_all: what one rank sends,
-# the part that it keeps included; broadcast, reduce, all_reduce, send, recv: the tensor.
+# `nbytes` is the full buffer, counted as by nccl-tests: all_gather, gather: the result;
+# reduce_scatter, scatter: the input of one rank; all_to_all: the input of one rank, with the part
+# that it keeps; broadcast, reduce, all_reduce, send, recv: the tensor.
 #
 # A group of n ranks stands in N units of a level (nodes), with m = n / N ranks in each.  Inside a
 # unit the m ranks work together; then each of them has 1 / m of the unit's bytes to send on.
@@ -51,13 +49,13 @@ def per_rank_link_bytes(kind: str, nbytes: float, ranks: int | Sequence[int]) ->
 
 
 def payload(kind: str, nbytes: float) -> float:
-    """Bytes of the buffer that a collective sends: a barrier has none of its own."""
-    own = collective_kind(kind).payload
-    return nbytes if own is None else own
+    """Bytes of the buffer that a collective sends; a barrier has a fixed one."""
+    fixed = collective_kind(kind).payload
+    return nbytes if fixed is None else fixed
 
 
 def _share(pattern: Pattern, units: int, inside: int) -> float:
-    """Bytes that cross a rank's own way out of a unit, as a share of the buffer.
+    """Bytes that a rank sends out of its unit, as a share of the buffer.
 
     units: how many units of `inside` ranks each take part.
     """
@@ -97,8 +95,8 @@ def level_bytes(kind: str, nbytes: Any, counts: Sequence[int], *, ring: bool = F
     return shares
 
 
-def _ceil(whole: int, part: int) -> int:
-    return -(-whole // part)
+def _ceil(number: int, part: int) -> int:
+    return -(-number // part)
 
 
 def steps_of(kind: str, units: int, *, outermost: bool) -> int:
@@ -116,30 +114,25 @@ def steps_of(kind: str, units: int, *, outermost: bool) -> int:
 
 
 # -- timing ----------------------------------------------------------------------------------------
-# Seconds of one collective: its steps and its bytes over the levels that its ranks stand in.
-#
-# In: a system, a collective, its buffer, the numbers of its ranks.  Out: seconds, the outermost
-# level
-# used, and what lies outside of measurements.
 
 _TINY = 1e-300
-"""Seconds; what takes none is divided by this."""
+"""Seconds; a divisor in place of 0."""
 OTHERS = {"custom": ("vllm", "sglang", "trtllm")}
 """Whose constants stand for a serving library that is not named."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """What one collective takes; seconds are an array where its bytes are."""
+    """Seconds of one collective; an array where its bytes are."""
 
     seconds: Any
     level: str  # the outermost level that its ranks use; "" for a group of one
-    beyond: str = ""  # what lies outside of measurements, in one phrase
+    beyond: str = ""  # a phrase on what exceeds the measurements
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One level that a group uses: what is sent there, how fast, in how many steps."""
+    """One level that a group uses: its bytes, bandwidth and steps."""
 
     level: Level
     nbytes: Any  # that each rank sends
@@ -153,9 +146,9 @@ def collective_seconds(
 ) -> CollectiveTime:
     """Seconds of a collective of `ranks`, given by their numbers in the system.
 
-    nbytes: the whole buffer, counted like nccl-tests do (see `wire`); an array for many sizes, of
-    which nothing is said that lies outside of measurements.  library: whose kernels run;
-    "custom" is the all-reduce of a serving library within one node.  A group of one takes no time.
+    nbytes: the full buffer, counted as by nccl-tests (see "wire"); for an array of sizes `beyond`
+    does not compare them with the measured ones.  library: whose kernels run; "custom" is the
+    all-reduce of a serving library within one node.  A group of one takes no time.
     Raises ValueError for another word, and SystemSizeError for ranks that have no chip.
     """
     collective_kind(kind)
@@ -200,14 +193,6 @@ def _ways(
     return ways
 
 
-@functools.lru_cache(maxsize=65536)
-def _single(
-    system: System, kind: str, nbytes: float, ranks: tuple[int, ...], library: str
-) -> CollectiveTime:
-    """The seconds of one size, which a plan asks for again and again."""
-    return _seconds(system, kind, nbytes, ranks, library)
-
-
 def _seconds(
     system: System, kind: str, nbytes: Amount, ranks: tuple[int, ...], library: str
 ) -> CollectiveTime:
@@ -233,6 +218,10 @@ def _seconds(
     )
 
 
+_single = functools.lru_cache(maxsize=65536)(_seconds)
+"""`_seconds` of one size: plans repeat them."""
+
+
 def _wire_seconds(kind: str, way: _Way, fit: CollectiveFit | None) -> Any:
     """Seconds of the bytes over one level: around the ring, or read from all others at once."""
     full = way.nbytes / way.bandwidth
@@ -254,7 +243,7 @@ def p_norm(fixed: Any, wire: Any, p: float) -> Any:
 
 
 def _fit(system: System, kind: str, library: str, level: Level) -> CollectiveFit | None:
-    """The constants for an op on a level: its own, its relative's, those of NCCL."""
+    """The constants for an op on a level: of the op, of a similar one, or those of NCCL."""
     for name in (library, *OTHERS.get(library, ()), "nccl"):
         for op in (kind, COLLECTIVES[kind].like):
             fit = system.fit_of(name, op, level.name)
@@ -271,7 +260,7 @@ def _beyond(
     ways: Sequence[_Way],
     fits: Sequence[CollectiveFit | None],
 ) -> str:
-    """What lies outside of measurements; "" where nothing does."""
+    """A phrase on what exceeds the measurements; "" for nothing."""
     if system.bare:
         return "not fitted: the datasheet's bandwidth and latency of a link"
     for way, fit in zip(reversed(ways), reversed(fits), strict=True):
@@ -290,11 +279,9 @@ def _beyond(
 
 
 # -- exchanging ------------------------------------------------------------------------------------
-# Seconds of sending tokens to the experts of a mixture, and of bringing them back (DeepEP).
-#
-# Each rank has tokens; each token goes to `chosen` experts, spread evenly over the ranks.  A rank
-# is sent a token once, however many of its experts want it; in the mode "low-latency" once for
-# each.
+# DeepEP: each rank has tokens; each token goes to `chosen` experts, spread evenly over the ranks.
+# A rank is sent a token once, however many of its experts take it; in the mode "low-latency" once
+# for each.
 
 SENDERS = 128
 """Groups of cores that send in the mode "low-latency": one for each expert, up to these."""
@@ -339,24 +326,16 @@ class RoutedTokens:
 
 def exchange_bytes(routed: RoutedTokens, ranks: int, nodes: int, mode: str) -> tuple[Any, Any]:
     """Bytes that a rank sends to other ranks, and those of them that leave its node."""
-    whole = routed.tokens * routed.hidden_bytes
+    nbytes = routed.tokens * routed.hidden_bytes
     to_ranks = to_nodes = float(routed.chosen)
     if mode == "normal":
         to_ranks, to_nodes = distinct(ranks, routed.chosen), distinct(nodes, routed.chosen)
-    return whole * to_ranks * (ranks - 1) / ranks, whole * to_nodes * (nodes - 1) / nodes
+    return nbytes * to_ranks * (ranks - 1) / ranks, nbytes * to_nodes * (nodes - 1) / nodes
 
 
 def distinct(parts: int, chosen: int) -> float:
-    """How many of `parts` equal parts a token goes to, on average, with `chosen` even draws."""
+    """Mean number of `parts` equal parts that a token goes to, with `chosen` even draws."""
     return parts * (1 - (1 - 1 / parts) ** chosen)
-
-
-@functools.lru_cache(maxsize=8192)
-def _single_expert(
-    system: System, routed: RoutedTokens, ranks: tuple[int, ...], how: tuple[str, str]
-) -> CollectiveTime:
-    """The seconds of one size, which a plan asks for again and again."""
-    return _exchange_seconds(system, routed, ranks, how)
 
 
 def _exchange_seconds(
@@ -388,8 +367,12 @@ def _exchange_seconds(
     )
 
 
+_single_expert = functools.lru_cache(maxsize=8192)(_exchange_seconds)
+"""`_exchange_seconds` of one size: plans repeat them."""
+
+
 def _by_datasheet(system: System, mode: str, way: str) -> ExchangeFit:
-    """Constants that are the datasheet's, where nothing was fitted."""
+    """Constants of the datasheet, where nothing was fitted."""
     latency = system.levels[0].latency.value
     return ExchangeFit(
         mode=cast(ExchangeMode, mode),
@@ -411,7 +394,7 @@ DATASHEET = "the datasheet"
 def _beyond_experts(
     system: System, fit: ExchangeFit, ranks: int, tokens: Amount, how: tuple[str, str]
 ) -> str:
-    """What lies outside of measurements; "" where nothing does."""
+    """A phrase on what exceeds the measurements; "" for nothing."""
     if fit.source == DATASHEET:
         return f"{' '.join(how)} of experts not fitted on {system.name}: its datasheet"
     if fit.kind != "measured":

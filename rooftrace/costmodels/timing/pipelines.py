@@ -54,7 +54,7 @@ class Pipe:
 
     @property
     def mfu(self) -> float | None:
-        """The mean of the stages' own MFU, by the share of the step in which they work."""
+        """The mean of the MFU of stages, by the share of the step in which they work."""
         flops = sum((e.mfu or 0.0) * e.t_est * e.peak for e in self.stages.values())
         total = flops * self.made.microbatches
         ranks = self.made.ranks
@@ -62,11 +62,8 @@ class Pipe:
 
 
 # -- walking ---------------------------------------------------------------------------------------
-# The table of a pipeline walked: when each action runs, what is idle, what is alive.
-#
-# A process does its actions in order.  A forward needs the stage before, a backward the stage
-# behind; what they hand over arrives after a transfer, which computing does not wait for
-# otherwise.
+# A process does its actions in order.  A forward needs the previous stage, a backward the next
+# one; their tensors arrive after a transfer, which overlaps with computing.
 
 Table = Mapping[int, Sequence[Action]]
 
@@ -83,9 +80,9 @@ class TimedAction:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """When the processes of a pipeline work, in seconds."""
+    """Working times of the processes of a pipeline, in seconds."""
 
-    seconds: float  # of the whole table
+    seconds: float  # of the table
     busy: tuple[float, ...]  # by rank
     runs: tuple[TimedAction, ...]  # in the order of their starts
 
@@ -98,7 +95,7 @@ class PipelineTimes:
 
     @property
     def imbalance(self) -> float:
-        """How much longer the busiest process works than the mean one, as a share of the latter."""
+        """Working time of the busiest process over the mean one, less 1."""
         mean = sum(self.busy) / len(self.busy) if self.busy else 0.0
         return max(self.busy) / mean - 1 if mean else 0.0
 
@@ -108,9 +105,9 @@ def walk_table(
 ) -> PipelineTimes:
     """Walk the actions of all processes.
 
-    seconds: what an action of a stage and a kind takes.  transfer: what is handed to another
-    process arrives so many seconds later.  Actions that run together take the time of both: they
-    share the engines of one chip, and hide each other's communication only.
+    seconds: of an action, by its stage and kind.  transfer: seconds until a tensor arrives at
+    another process.  Actions that run together take the time of both: they share the engines of
+    one chip, and hide each other's communication only.
     Raises ValueError for a table in which nobody can go on.
     """
     home = {action.stage: rank for rank, actions in table.items() for action in actions}
@@ -118,15 +115,21 @@ def walk_table(
     ends: dict[tuple[int, str, int], float] = {}
     clocks = dict.fromkeys(table, 0.0)
     busy = dict.fromkeys(table, 0.0)
-    places = dict.fromkeys(table, 0)
+    done = dict.fromkeys(table, 0)
     runs: list[TimedAction] = []
     left = sum(map(len, table.values()))
+
+    def arrived(source: int, kind: str, action: Action) -> float | None:
+        """Seconds at which tensors of another stage's action reach the process of this one."""
+        end = ends.get((source, kind, action.microbatch))
+        return end if end is None or home[source] == home[action.stage] else end + transfer
+
     while left:
         before = left
         for rank, actions in table.items():
-            while places[rank] < len(actions):
-                group = _together(actions, places[rank])
-                ready = [_ready(action, ends, home, last, transfer) for action in group]
+            while done[rank] < len(actions):
+                group = _together(actions, done[rank])
+                ready = [_ready(action, last, arrived) for action in group]
                 if any(time is None for time in ready):
                     break
                 start = max(clocks[rank], *(time or 0.0 for time in ready))
@@ -135,11 +138,11 @@ def walk_table(
                     ends[action.stage, action.kind, action.microbatch] = start + took
                     runs.append(TimedAction(rank, action, start, start + took))
                 clocks[rank], busy[rank] = start + took, busy[rank] + took
-                places[rank] += len(group)
+                done[rank] += len(group)
                 left -= len(group)
         if left == before:
-            rank = next(r for r, actions in table.items() if places[r] < len(actions))
-            action = table[rank][places[rank]]
+            rank = next(r for r, actions in table.items() if done[r] < len(actions))
+            action = table[rank][done[rank]]
             raise ValueError(f"the pipeline cannot go on: process {rank} waits with {action}")
     runs.sort(key=lambda run: (run.start, run.rank))
     return PipelineTimes(max(clocks.values(), default=0.0), tuple(busy.values()), tuple(runs))
@@ -154,45 +157,24 @@ def _together(actions: Sequence[Action], place: int) -> Sequence[Action]:
 
 
 def _ready(
-    action: Action,
-    ends: Mapping[tuple[int, str, int], float],
-    home: Mapping[int, int],
-    last: int,
-    transfer: float,
+    action: Action, last: int, arrived: Callable[[int, str, Action], float | None]
 ) -> float | None:
-    """When what an action needs is there; None: not yet known."""
-    stage, number = action.stage, action.microbatch
+    """Seconds at which the inputs of an action are there; None: not yet determined."""
+    stage = action.stage
     if action.kind == "forward":
-        if stage == 0:
-            return 0.0
-        return _arrives(ends, home, stage, stage - 1, action.kind, number, transfer)
-    own = ends.get((stage, "forward", number))
-    if own is None:
+        return 0.0 if stage == 0 else arrived(stage - 1, "forward", action)
+    forward = arrived(stage, "forward", action)
+    if forward is None:
         return None
     if action.kind == "backward_weight":
-        return ends.get((stage, "backward_input", number))
+        return arrived(stage, "backward_input", action)
     if stage == last:
-        return own
+        return forward
     for kind in ("backward", "backward_input"):
-        arrived = _arrives(ends, home, stage, stage + 1, kind, number, transfer)
-        if arrived is not None:
-            return max(own, arrived)
+        gradient = arrived(stage + 1, kind, action)
+        if gradient is not None:
+            return max(forward, gradient)
     return None
-
-
-def _arrives(
-    ends: Mapping[tuple[int, str, int], float],
-    home: Mapping[int, int],
-    stage: int,
-    source: int,
-    kind: str,
-    number: int,
-    transfer: float,
-) -> float | None:
-    end = ends.get((source, kind, number))
-    if end is None:
-        return None
-    return end + (transfer if home[source] != home[stage] else 0.0)
 
 
 FREED = {"backward": 1.0, "backward_input": 0.5, "backward_weight": 0.5}
@@ -226,7 +208,6 @@ def moments(times: PipelineTimes) -> Iterator[tuple[int, dict[int, float]]]:
 
 
 # -- stages ----------------------------------------------------------------------------------------
-# What the stages of a pipeline cost, and the pipeline that they make.
 
 SAVED = "saved"
 """The kind of memory that forward makes and backward reads."""
@@ -237,9 +218,9 @@ class StageCost:
     """One stage with one microbatch: seconds and bytes."""
 
     forward: float
-    backward: float  # with what is computed again
-    weights: float  # of the backward, what only gradients of weights need
-    once: float  # what is done once a step: the optimizer
+    backward: float  # with recomputation
+    weights: float  # of the backward, kernels for gradients of weights alone
+    once: float  # once a step: the optimizer
     saved: int  # bytes of a microbatch that forward makes and backward reads
     peak: int  # bytes with one microbatch
 
@@ -252,7 +233,9 @@ class StageCost:
                 parts[row.part] += row.timing.t_device
         weights = sum(row.timing.t_device for row in rows_for_weights(estimate))
         alone = sum(parts.values())
-        scale = estimate.t_est / alone if alone else 0.0  # what is exposed belongs to all parts
+        scale = (
+            estimate.t_est / alone if alone else 0.0
+        )  # exposed communication belongs to all parts
         timeline = estimate.memory.timeline
         return StageCost(
             forward=scale * parts["forward"],
@@ -342,31 +325,31 @@ def pipelined(
     if ranks > 1:
         transfer = collective_seconds(system, "send", handed, (0, apart)).seconds
     times = walk_table(table, lambda stage, kind: stages[stage].seconds(kind), transfer)
-    own = {rank: sorted({a.stage for a in actions}) for rank, actions in table.items()}
+    stages_of = {rank: sorted({a.stage for a in actions}) for rank, actions in table.items()}
     return Pipelined(
         schedule=schedule,
         ranks=ranks,
         stages=len(stages),
         microbatches=microbatches,
         times=times,
-        once=max(sum(stages[s].once for s in some) for some in own.values()),
+        once=max(sum(stages[s].once for s in some) for some in stages_of.values()),
         transfer=transfer,
         live=live_microbatches(times),
-        peaks=_peaks(times, stages, own),
+        peaks=_peaks(times, stages, stages_of),
     )
 
 
 def _peaks(
-    times: PipelineTimes, stages: Mapping[int, StageCost], own: Mapping[int, Sequence[int]]
+    times: PipelineTimes, stages: Mapping[int, StageCost], stages_of: Mapping[int, Sequence[int]]
 ) -> tuple[int, ...]:
-    """Bytes of each process at its peak: what a step of one microbatch takes, and those saved."""
+    """Bytes of each process at its peak: of a step of one microbatch, and saved ones of others."""
     fixed = {}
-    for rank, some in own.items():
+    for rank, some in stages_of.items():
         working = max(stages[s].peak for s in some)
         others = sum(stages[s].peak for s in some) - working
         fixed[rank] = working + others - sum(stages[s].saved for s in some)
-    most = dict.fromkeys(own, 0.0)
+    most = dict.fromkeys(stages_of, 0.0)
     for rank, alive in moments(times):
         held = sum(count * stages[stage].saved for stage, count in alive.items())
         most[rank] = max(most[rank], held)
-    return tuple(fixed[rank] + round(most[rank]) for rank in own)
+    return tuple(fixed[rank] + round(most[rank]) for rank in stages_of)

@@ -22,6 +22,7 @@ from rooftrace.graph import Group, OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.systems import System
+from rooftrace.hardware.systems.records import EXCHANGE_WAYS
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Places
@@ -69,12 +70,12 @@ def leading_seconds(launches: Sequence[Launch], host: HostSeconds, waits: bool) 
 
 @dataclass(frozen=True, slots=True)
 class HostSeconds:
-    """Seconds of the host for one thing of each kind that it does."""
+    """Seconds of the host for one action of each kind."""
 
-    dispatch: float  # to enqueue an op, a kernel or a whole graph
+    dispatch: float  # to enqueue an op, a kernel or a graph
     view: float = 0.0  # to make a view
     call: float = 0.0  # to call a module, its ops aside
-    chip: Chip | None = None  # of compiled code: says what the host takes where it is cut
+    chip: Chip | None = None  # of compiled code: for seconds at its breaks
 
     def of(self, launch: Launch) -> float:
         """Seconds of a launch."""
@@ -96,7 +97,7 @@ class HostSeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TimedLaunch:
     """A launch in seconds: of the host, and of the device (None where it has nothing to do)."""
 
     host: float
@@ -105,9 +106,9 @@ class _Step:
 
 
 Clocks = tuple[Any, Any]
-"""When the host and the device are done with what was enqueued so far."""
+"""Seconds at which the host and the device are done with all launches so far."""
 Shift = tuple[Any, Any, Any, Any]
-"""What an iteration does to the clocks (h, d): (max(h + a, d + b), max(h + c, d + e))."""
+"""An iteration maps the clocks (h, d) to (max(h + a, d + b), max(h + c, d + e))."""
 NEVER = -math.inf
 NO_SHIFT: Shift = (0.0, NEVER, NEVER, 0.0)
 
@@ -131,7 +132,7 @@ class Queue:
             raise ValueError(f"{len(durations)} durations for {placed} groups on the device")
         times = iter(durations)
         self.steps = [
-            _Step(
+            _TimedLaunch(
                 host.of(launch),
                 next(times) if launch.on_device else None,
                 launch.sync or waits,
@@ -230,21 +231,19 @@ def _chosen(odd: Any, then: Any, before: Any) -> Any:
 
 
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
-    """What the host takes for what it does under an execution model, by knobs or by the chip."""
+    """Host seconds per dispatch, view and module call: from the knobs, else from the chip."""
     knobs = execution.knobs_on(chip)
     pace = 1.0 if knobs is None else knobs.pace
     if execution.dispatch in ("compiled", "mixed"):
         return HostSeconds(chip.dispatch_compiled.value / pace, chip=chip)
     if execution.dispatch == "graph":
         return HostSeconds(chip.graph_launch.value / pace, chip=chip)
-    own = HostSeconds(chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value)
+    seconds = chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value
     if knobs is None:
-        return own
-    return HostSeconds(
-        (own.dispatch if knobs.dispatch is None else knobs.dispatch) / pace,
-        (own.view if knobs.view is None else knobs.view) / pace,
-        (own.call if knobs.call is None else knobs.call) / pace,
-    )
+        return HostSeconds(*seconds)
+    pairs = zip((knobs.dispatch, knobs.view, knobs.call), seconds, strict=True)
+    dispatch, view, call = ((usual if knob is None else knob) / pace for knob, usual in pairs)
+    return HostSeconds(dispatch, view, call)
 
 
 def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[int] = ()) -> float:
@@ -253,28 +252,21 @@ def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[in
     return float(schedule([0.0] * placed, launches, host, counts)[1])
 
 
-# -- exchanges -------------------------------------------------------------------------------------
-# Seconds of the collectives of a plan over the links of a system.
-
 # -- expert exchanges ------------------------------------------------------------------------------
-# Exchanges of rows with the experts of other processes, and their seconds by DeepEP.
-#
-# An all_to_all of counts rests on an assumption that says how many rows there are of each process
-# (see `Assumption.facts`).  The ones of rows that follow in that module, in the same group, send
-# the rows to experts (dispatch) and bring them back (combine), in turns: backward does the same.
-
+# An all_to_all of counts rests on an assumption with the rows of each process (`Assumption.facts`).
+# The all_to_alls of rows that follow in that module and group dispatch rows to experts and combine
+# them, in turns; so do those of backward.
 
 MODES: Mapping[str, str] = {"deepep": "normal", "deepep-low-latency": "low-latency"}
-"""The modes of DeepEP's kernels by what an execution model calls them."""
+"""The modes of DeepEP's kernels by `ExecutionModel.exchange`."""
 COUNTS = "counts"
-WAYS = ("dispatch", "combine")
 
 
 class ExpertExchange(Struct, frozen=True):
-    """What one op exchanges with the experts of other processes; amounts may be arrays.
+    """An exchange of one op with the experts of other processes; amounts may be arrays.
 
-    way: one of WAYS; COUNTS: how many rows there will be.  rows: of all processes, a token once for
-    each of its experts.  chosen: experts of a token.  classes: experts of one process.
+    way: one of EXCHANGE_WAYS; COUNTS: the numbers of rows.  rows: of all processes, a token once
+    for each of its experts.  chosen: experts of a token.  classes: experts of one process.
     """
 
     way: str
@@ -299,6 +291,13 @@ class ExpertExchange(Struct, frozen=True):
         """Bytes of a token as it is sent."""
         return self.nbytes / larger(self.tokens * self.chosen, 1)
 
+    def seconds(self, system: System, ranks: Sequence[int], mode: str) -> CollectiveTime:
+        """Seconds by the kernels of DeepEP, which bring the counts with the rows."""
+        if self.way == COUNTS:
+            return CollectiveTime(0.0, "")
+        sizes = self.tokens, self.row_bytes, self.chosen, ranks
+        return expert_exchange_seconds(system, *sizes, mode, self.way, self.experts)
+
 
 def expert_exchanges(graph: OpGraph) -> dict[int, ExpertExchange]:
     """The exchanges with experts of a graph by the id of their op."""
@@ -311,54 +310,30 @@ def expert_exchanges(graph: OpGraph) -> dict[int, ExpertExchange]:
         key, size = (op.module, together.group), graph.groups[together.group].size
         facts = [graph.assumptions[number].facts for number in op.assumptions]
         counted = next((f for f in facts if f.get("processes") == size), None)
+        way, nbytes = COUNTS, 0
         if counted is not None:
             turns[key] = counted, 0
-            exchanges[op.id] = _of(counted, COUNTS, 0)
         elif key in turns:
             counted, turn = turns[key]
             turns[key] = counted, turn + 1
-            exchanges[op.id] = _of(counted, WAYS[turn % 2], together.bytes)
+            way, nbytes = EXCHANGE_WAYS[turn % 2], together.bytes
+        else:
+            continue
+        exchanges[op.id] = ExpertExchange(
+            way=way,
+            rows=counted["rows"],
+            processes=counted["processes"],
+            chosen=counted["chosen_each"],
+            classes=counted["classes"],
+            nbytes=nbytes,
+        )
     return exchanges
-
-
-def _of(facts: Mapping[str, Any], way: str, nbytes: int) -> ExpertExchange:
-    return ExpertExchange(
-        way=way,
-        rows=facts["rows"],
-        processes=facts["processes"],
-        chosen=facts["chosen_each"],
-        classes=facts["classes"],
-        nbytes=nbytes,
-    )
-
-
-def seconds_of(
-    exchange: ExpertExchange, execution: str, group: Group, system: System
-) -> CollectiveTime:
-    """Seconds by the kernels of DeepEP, which bring the counts with the rows."""
-    if exchange.way == COUNTS:
-        return CollectiveTime(0.0, "")
-    return expert_exchange_seconds(
-        system,
-        exchange.tokens,
-        exchange.row_bytes,
-        exchange.chosen,
-        group.ranks,
-        MODES[execution],
-        exchange.way,
-        exchange.experts,
-    )
-
-
-def kind_of(exchange: ExpertExchange, execution: str) -> str:
-    """ "dispatch (DeepEP low-latency)": what takes the place of an all_to_all."""
-    return f"{exchange.way} (DeepEP {MODES[execution]})"
 
 
 # -- exchanges -------------------------------------------------------------------------------------
 
 
-_OF_EXPERTS = ("all_to_all", "dispatch", "combine")
+_OF_EXPERTS = ("all_to_all", *EXCHANGE_WAYS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,14 +343,14 @@ class Communication:
     kernel: int  # its place in `Plan.groups`
     kind: str
     group: str  # a key of `OpGraph.groups`
-    axis: str  # of the mesh; the name of the group where no mesh is known
+    axis: str  # of the mesh; without a mesh the name of the group
     ranks: int
     calls: int  # kernels that it stands for
-    nbytes: int  # of the whole buffer of one call
+    nbytes: int  # of the full buffer of one call
     seconds: float  # of one call
     least: float  # seconds of one call at the datasheet's bandwidth
     level: str  # the outermost level of links that it uses
-    beyond: str  # what lies outside of measurements, "" where nothing does
+    beyond: str  # a phrase on what exceeds the measurements, "" for nothing
     sent: float  # bytes that a process sends in one call
     exposed: float = 0.0  # seconds of all calls for which computing waits
     splits: bool = False  # whether processes get different amounts
@@ -383,17 +358,17 @@ class Communication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelExchange:
-    """What one kernel exchanges with other processes; amounts are numbers, or arrays over sizes."""
+    """The exchange of one kernel with other processes; amounts may be arrays over sizes."""
 
     kind: str
     group: str  # a key of `OpGraph.groups`
     members: Group
-    nbytes: Any  # of the whole buffer of one call
+    nbytes: Any  # of the full buffer of one call
     splits: bool = False  # whether processes get different amounts
     experts: ExpertExchange | None = None  # by the kernels of DeepEP
 
     def seconds(self, system: System, how: str) -> ExchangeSeconds:
-        """What one call takes over the links of a system.  how: `ExecutionModel.exchange`.
+        """Seconds of one call over the links of a system.  how: `ExecutionModel.exchange`.
 
         Raises MissingPeakError for a chip without a link, and SystemSizeError for ranks that a
         system has no chips for.
@@ -408,15 +383,15 @@ class KernelExchange:
         taken = collective_seconds(system, self.kind, self.nbytes, ranks)
         if self.experts is None:
             return ExchangeSeconds(self.kind, taken, least)
-        by_experts = seconds_of(self.experts, how, self.members, system)
+        by_experts = self.experts.seconds(system, ranks, MODES[how])
         taken = replace(by_experts, level=taken.level)
-        kind = kind_of(self.experts, how)
+        kind = f"{self.experts.way} (DeepEP {MODES[how]})"
         return ExchangeSeconds(kind, taken, smaller(least, taken.seconds))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeSeconds:
-    """What one call of an exchange takes, and the least at the datasheet's bandwidth."""
+    """Seconds of one call of an exchange, and the least at the datasheet's bandwidth."""
 
     kind: str
     taken: CollectiveTime
@@ -457,7 +432,7 @@ def exchanges_of(planned: Plan) -> dict[int, KernelExchange]:
 def communication_of(
     kernel: int, calls: int, exchange: KernelExchange, timed: ExchangeSeconds, exposed: float
 ) -> Communication:
-    """One kernel of a plan that exchanges, as an estimate says it."""
+    """The record of one kernel of a plan that exchanges."""
     members = exchange.members
     return Communication(
         kernel=kernel,

@@ -1,4 +1,4 @@
-"""A step on a chip in seconds, at one point or at many: its kernels, its end, and plans as steps.
+"""Seconds of a step on a chip, at one point or at many: its kernels, its end, and plans as steps.
 
 Per kernel  t_device = max(t_comp, t_hbm, t_net) + kernel gap.
 Per step    t_bound  = max of the totals at the datasheet's rates (perfect overlap),
@@ -6,8 +6,8 @@ Per step    t_bound  = max of the totals at the datasheet's rates (perfect overl
             t_est    = end of a two-track queue: host enqueues in order, device runs in order.
 So t_bound <= t_serial <= t_est, and t_launch = t_est - t_serial.
 
-Of a step of several processes, t_serial is the sum over the main stream, with what it waits for
-(t_exposed): what runs on other streams meanwhile is hidden.
+Of a step of several processes, t_serial is the sum over the main stream, with its waits for
+exchanges (t_exposed); work of other streams meanwhile is hidden.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array, Places
 
 _QUEUED, _STREAMED = 16_384, 2_048
-"""Points that are run at once, each launch with an array of so many starts; and on streams."""
+"""Points that are run at once: each launch has an array of so many starts; and on streams."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Part:
     """Kernels of a step that are equal at every point.
 
-    where: their entries in the step, one for each of U sizes.  at: the place among the U of each
+    where: their entries in the step, one for each of U sizes.  at: the index among the U of each
     point; None where U is 1, or there is one for each point.  spread_kind: the class whose spread
-    holds.  of_experts: whether they compute what experts do.
-    aside: whether they run on another stream than the main one.
+    holds.  of_experts: whether they are work of experts.  aside: whether they run on another
+    stream than the main one.
     """
 
     where: slice
@@ -75,12 +75,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepAmounts:
-    """What `Plan` says of times, at P points of one structure.
+    """A plan reduced to the amounts that times depend on, at P points of one structure.
 
     kernels: their amounts, in rows.  row, times: of each of N entries its row, and how many kernels
-    it stands for.  parts: which entries are those of equal kernels; of a plan each of its groups.
-    order: for each launch on the device, in the order of launches, its place in `parts`.  counts:
-    iterations of each repeat that launches name, at least 1: numbers, or arrays of length P.
+    it stands for.  parts: the entries of equal kernels; of a plan each of its groups.  order: by
+    launch on the device, its index in `parts`.  counts: iterations of each repeat that launches
+    name, at least 1: numbers, or arrays of length P.
     copies_layouts: see `Plan.copies_layouts`.  products: matrix FLOP by operation and precision.
     structure: a plan of this structure, where it has streams; else None.
     Raises ValueError where these contradict each other.
@@ -150,14 +150,14 @@ class StepAmounts:
     def launched(self, entries: Array, points: slice) -> list[Any]:
         """An amount of each launch on the device at some points: a number where all are equal."""
         amounts = self.by_part(entries)
-        told: dict[int, Any] = {}
+        seconds: dict[int, Any] = {}
         for number in self.order:
-            if number not in told:
-                told[number] = at_points(amounts[number], self.parts[number].at, points)
-        return [told[number] for number in self.order]
+            if number not in seconds:
+                seconds[number] = at_points(amounts[number], self.parts[number].at, points)
+        return [seconds[number] for number in self.order]
 
     def counted(self, points: slice) -> list[Any]:
-        """How often each repeat runs at some points: a whole number, or an array of them."""
+        """Iterations of each repeat at some points: an integer, or an array of them."""
         return [
             int(np.ravel(n)[0]) if np.size(n) == 1 else np.asarray(n)[points].astype(np.int64)
             for n in self.counts
@@ -203,8 +203,8 @@ def at_points(amount: Amount, at: Places | None, points: slice = slice(None)) ->
 def time_step(step: StepAmounts, chip: Chip) -> TimesOverPoints:
     """Seconds of a step at all of its points.
 
-    Collectives take what the system of the chip says, or its own link where it has none.  Raises
-    MissingPeakError where the chip has no rate for a precision that the step computes in.
+    Collectives use the system of the chip, or else its link.  Raises MissingPeakError where the
+    chip has no rate for a precision that the step computes in.
     """
     heads = _headline(step, chip)
     keys: list[Any] = []
@@ -250,17 +250,17 @@ def _headline(step: StepAmounts, chip: Chip) -> Headline:
         larger = amount > most
         place[larger], most = number, np.maximum(most, amount)
     names = [("vector", "fp32"), *flops]
-    used, places = np.unique(place, return_inverse=True)
+    used, at = np.unique(place, return_inverse=True)
     return Headline(
         tuple(chip.peak(*names[number]) for number in used),
         tuple(compute_family(names[number][1]) for number in used),
-        places.astype(np.int8),
+        at.astype(np.int8),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Detail:
-    """What the seconds of a step are made of: all kernels of each entry, exchanges, the run."""
+    """The parts of the seconds of a step: all kernels of each entry, exchanges, the run."""
 
     kernels: EntrySeconds
     exchanges: Mapping[int, ExchangeSeconds]
@@ -295,8 +295,8 @@ def times_of(
     """The totals of a step that ran.
 
     seconds: of one kernel of each entry, at the datasheet's rates and as expected.  The work of a
-    kernel belongs to its largest term, all gaps and waiting to launch, and what the main stream
-    waits for to the network.
+    kernel belongs to its largest term, all gaps and waiting to launch, and the main stream's waits
+    for exchanges to the network.
     """
     fast, real = seconds
     every = real.times(step.times)
@@ -322,7 +322,7 @@ def times_of(
 
 
 def _main(step: StepAmounts, entries: Array) -> Array:
-    """The sum [P] over what computes on the main stream; all where there is one."""
+    """The sum [P] over the kernels of the main stream; over all where there is one stream."""
     return step.total(entries, None if step.structure is None else _on_main)
 
 
@@ -438,7 +438,7 @@ def _bound(
 
 
 def _expert_factors(step: StepAmounts) -> Array | None:
-    """How much longer each entry takes on the busiest process, whose experts have more tokens.
+    """Factors on the time of each entry for the busiest process, whose experts have more tokens.
 
     None where that makes no difference.
     """
@@ -474,7 +474,7 @@ def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, device: Array) -> Wa
 
 
 def _on_streams(step: StepAmounts, chip: Chip, durations: Array) -> Walk:
-    """Run a step whose collectives run beside what it computes."""
+    """Run a step whose collectives overlap with computing."""
     assert step.structure is not None
     planned, host = step.structure(), host_seconds(step.execution, chip)
     spread = step.execution.disturbances.stragglers
@@ -494,7 +494,6 @@ def _on_streams(step: StepAmounts, chip: Chip, durations: Array) -> Walk:
 
 
 # -- steptimes -------------------------------------------------------------------------------------
-# A plan on a chip in seconds: its one point as a step, and its kernels one by one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,10 +501,10 @@ class PlanTimes:
     """Seconds of a plan on a chip, or on a system of them."""
 
     groups: tuple[Timing, ...]  # of each kernel group, over all kernels that it stands for
-    knobs: Knobs | None  # what they were computed with; None: the datasheet's peaks
+    knobs: Knobs | None  # None: the datasheet's peaks
     step: StepTimes
     peak: float  # FLOP/s, dense, of the engine that runs most of the matrix FLOPs
-    peak_precision: str  # what that engine computes in
+    peak_precision: str  # of that engine
     exchanges: tuple[Communication, ...] = ()  # with other processes
 
 
@@ -574,7 +573,7 @@ def spread_kind(planned: Plan, kernel: int, kind: str) -> str:
 
 
 def computes_experts(planned: Plan, kernel: int) -> bool:
-    """Whether a kernel of a plan computes what experts do."""
+    """Whether a kernel of a plan is work of experts."""
     return any(planned.graph.ops[op].family == "moe" for op in planned.groups[kernel].ops)
 
 

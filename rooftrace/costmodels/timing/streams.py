@@ -1,8 +1,8 @@
 """A step on several streams: host and streams run in order, and events join them.
 
-A collective runs on the stream that issued it where that one waits for it.  Else it runs beside,
-until something reads what it made.  The collectives of one group follow each other.  What the main
-stream waits for is exposed; all other communication is hidden.
+A collective runs on the stream that issued it where that one waits for it; else asynchronously,
+until its result is read.  The collectives of one group follow each other.  Communication that the
+main stream waits for is exposed; all other is hidden.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rooftrace.graph import REVERSED, Neighbour, Op, OpGraph, marks
 MAIN = ""
 """The stream that computes."""
 GROUP = "group "
-"""What the queue of a group is called, before the group's name."""
+"""Prefix of the name of a group's queue."""
 
 
 @dataclass(slots=True)
 class Walk:
-    """When kernels run on the streams of a device; seconds are numbers, or arrays over points."""
+    """Times of kernels on the streams of a device; seconds are numbers, or arrays over points."""
 
     starts: list[float]  # of each kernel, the first time; [] over points
     exposed: list[Any]  # by kernel: seconds for which the main stream waits for it; over points all
@@ -42,7 +42,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """When something is done, and the run of a collective that it waited for last (-1: none)."""
+    """Seconds at which a dependency is done, and its last collective's run (-1: none)."""
 
     time: Any = 0.0
     cause: int = -1
@@ -53,12 +53,12 @@ NOTHING = _Due()
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A storage, or an event, as an op sees it: in a repeat each iteration has its own."""
+    """A storage, or an event, as an op sees it: in a repeat there is one for each iteration."""
 
     number: int
     repeats: tuple[int, ...] = ()  # it has one for each iteration of these
-    then: Neighbour | None = None  # which iteration of what is meant instead, where it is there
-    beside: tuple[int, tuple[int, ...]] = (-1, ())  # number and repeats of what `then` means
+    then: Neighbour | None = None  # read this neighbour's copy where that iteration exists
+    neighbour: tuple[int, tuple[int, ...]] = (-1, ())  # number and repeats of that copy
 
 
 Moment: TypeAlias = "tuple[int, tuple[int, ...]]"
@@ -67,7 +67,7 @@ Moment: TypeAlias = "tuple[int, tuple[int, ...]]"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What the host does next: a launch, a kernel with it, or a mark of a stream."""
+    """The next action of the host: a launch, a kernel with it, or a mark of a stream."""
 
     host: float = 0.0
     sync: bool = False
@@ -81,7 +81,7 @@ class Item:
 
 @dataclass(slots=True)
 class KernelRun:
-    """One run of a kernel.  track: its stream, or the queue of its group where it runs beside."""
+    """One run of a kernel.  track: its stream, or its group's queue where it is asynchronous."""
 
     kernel: int
     track: str
@@ -97,7 +97,7 @@ class StreamKernel:
     seconds: Any
     stream: str
     lane: str  # the queue of its group, whose exchanges follow each other; "" for one alone
-    beside: bool  # whether it runs beside the stream that issues it
+    is_async: bool  # whether the stream that issues it goes on
     touched: tuple[Spot, ...]  # storages that another stream writes, too
     written: tuple[Spot, ...]  # storages that others wait for
 
@@ -124,7 +124,7 @@ def _kernels(planned: Plan, durations: Sequence[Any]) -> list[StreamKernel]:
     storage = [value.storage for value in graph.values]
     ops = [[graph.ops[number] for number in group.ops] for group in planned.groups]
     launched = [group.repeats for group in planned.groups]
-    beside = {
+    awaited = {
         storage[value]
         for members in ops
         for op in members
@@ -133,9 +133,9 @@ def _kernels(planned: Plan, durations: Sequence[Any]) -> list[StreamKernel]:
     }
     kernels = []
     for members, repeats, seconds in zip(ops, launched, durations, strict=True):
-        together = next((op.collective for op in members if op.collective is not None), None)
-        lane = "" if together is None else f"{GROUP}{together.group}"
-        alone = together is not None and not together.waits
+        collective = next((op.collective for op in members if op.collective is not None), None)
+        lane = "" if collective is None else f"{GROUP}{collective.group}"
+        is_async = collective is not None and not collective.waits
         made = [_spot(graph, value) for op in members for value in op.outputs]
         read = [spot for op in members for spot in _read_in(graph, op, repeats)]
         stream = members[0].stream
@@ -144,36 +144,34 @@ def _kernels(planned: Plan, durations: Sequence[Any]) -> list[StreamKernel]:
                 seconds=seconds,
                 stream=stream,
                 lane=lane,
-                beside=alone,
-                touched=_some((*read, *made), beside),
-                written=_some(made, beside) if stream or alone else (),
+                is_async=is_async,
+                touched=_spots_on(awaited, (*read, *made)),
+                written=_spots_on(awaited, made) if stream or is_async else (),
             )
         )
     return kernels
 
 
-def _some(spots: Iterable[Spot], storages: Collection[int]) -> tuple[Spot, ...]:
-    """Those on these storages, each once."""
-    return tuple(dict.fromkeys(s for s in spots if s.number in storages or s.beside[0] in storages))
+def _spots_on(storages: set[int], spots: Iterable[Spot]) -> tuple[Spot, ...]:
+    """The spots on these storages, each once."""
+    return tuple(dict.fromkeys(s for s in spots if {s.number, s.neighbour[0]} & storages))
 
 
 def _spot(graph: OpGraph, value: int, then: Neighbour | None = None) -> Spot:
     """The storage of a value."""
     storage = graph.values[value].storage
-    beside = -1 if then is None else graph.values[then.value].storage
-    return Spot(
-        storage,
-        graph.values[storage].repeats,
-        then,
-        (beside, graph.values[beside].repeats if beside >= 0 else ()),
-    )
+    repeats = graph.values[storage].repeats
+    if then is None:
+        return Spot(storage, repeats)
+    copy = graph.values[then.value].storage
+    return Spot(storage, repeats, then, (copy, graph.values[copy].repeats))
 
 
 def _read_in(graph: OpGraph, op: Op, launched: Sequence[int]) -> Iterator[Spot]:
-    """What an op reads in a kernel that is launched in iterations of these repeats.
+    """The reads of an op in a kernel that is launched in iterations of these repeats.
 
-    An op of such a kernel that stands before a repeat is, in all iterations but the first, its like
-    in the iteration before.
+    Where the op stands before a repeat, its equal in the previous iteration takes its place in all
+    iterations but the first.
     """
     for repeat in launched:
         if repeat not in op.repeats:
@@ -192,10 +190,7 @@ def _read_by(graph: OpGraph, op: Op) -> Iterator[Spot]:
 
 
 def _items(planned: Plan, host: HostSeconds, waits: bool) -> Iterator[Item]:
-    """Launches and marks in the order of the host.
-
-    A mark stands before the first kernel with an op that comes after it.
-    """
+    """Launches and marks in the order of the host; a mark precedes the first kernel after it."""
     graph = planned.graph
     marked = [op for op in graph.ops if op.name in marks.STREAM_MARKS]
     placed, groups = 0, iter(enumerate(planned.groups))
@@ -235,12 +230,12 @@ class Streams:
 
     items: Sequence[Item]
     kernels: Sequence[StreamKernel]
-    slows: float = 0.0  # share by which computing slows while an exchange runs beside it
+    slows: float = 0.0  # share by which computing slows during an exchange
     host: Any = 0.0
     clocks: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
     runs: list[KernelRun] = field(default_factory=list)
     launched: int = 0  # kernels so far
-    held: dict[str, _Due] = field(default_factory=dict)  # what the next kernel waits for
+    held: dict[str, _Due] = field(default_factory=dict)  # awaited by the next kernel
     last: dict[str, int] = field(default_factory=dict)  # the last collective of each stream
     ready: dict[Moment, _Due] = field(default_factory=dict)  # by storage
     events: dict[Moment, _Due] = field(default_factory=dict)
@@ -251,7 +246,7 @@ class Streams:
     def of(
         cls, planned: Plan, durations: Sequence[Any], host: HostSeconds, waits: bool = False
     ) -> Streams:
-        """The streams of a plan before its step, with what the host will do."""
+        """The streams of a plan before its step, with the actions of the host."""
         kernels, slows = _kernels(planned, durations), planned.execution.disturbances.interference
         counts = [repeat.count for repeat in planned.graph.repeats]
         return cls(list(_items(planned, host, waits)), kernels, slows, counts=counts)
@@ -269,26 +264,25 @@ class Streams:
                     self.walk(inside, depth + 1)
 
     def turn(self, repeat: int, turn: int, part: range) -> None:
-        """A turn of a repeat begins, which has these items; backward goes through it in reverse."""
+        """Begin an iteration of a repeat with these items; backward runs iterations in reverse."""
         items = map(self.items.__getitem__, part)
         back = next((i.back for i in items if i.kernel >= 0 or i.mark is not None), False)
         self.at[repeat] = self.counts[repeat] - 1 - turn if back else turn
 
     def _moment(self, spot: Spot) -> Moment:
-        """What a spot is in the iterations that run; outside of a repeat, in the one that ran."""
+        """A spot in the iterations that run; outside of a repeat, in the last one that ran."""
         number, repeats = spot.number, spot.repeats
         at = self.at
         if spot.then is not None:
             repeat = spot.then.repeat
             index = at.get(repeat, -1) + spot.then.shift
             if repeat in at and 0 <= index < self.counts[repeat]:
-                number, repeats = spot.beside
-                places = (index if r == repeat else at.get(r, -1) for r in repeats)
-                return number, tuple(places)
+                number, repeats = spot.neighbour
+                return number, tuple(index if r == repeat else at.get(r, -1) for r in repeats)
         return number, tuple([at.get(r, -1) for r in repeats]) if repeats else ()
 
     def next(self, item: Item) -> KernelRun | None:
-        """Do what the host does next; the run of the kernel that it launches, None for none."""
+        """Do the host's next action; return the run of the kernel that it launches, if any."""
         self.host += item.host
         if item.mark is not None:
             self._mark(item.mark, item.spots)
@@ -310,7 +304,7 @@ class Streams:
 
     def _launch(self, number: int) -> KernelRun:
         kernel = self.kernels[number]
-        stream, own = kernel.stream, self.launched
+        stream, this = kernel.stream, self.launched
         self.launched += 1
         due = self.held.pop(stream, NOTHING)
         for spot in kernel.touched:
@@ -322,26 +316,26 @@ class Streams:
             due = self._later(due, before)
             start = larger(start, before.time)
             self.clocks[kernel.lane] = start + kernel.seconds
-            self.last[kernel.lane] = own
+            self.last[kernel.lane] = this
         end = start + kernel.seconds
         if self.slows and not kernel.lane and stream == MAIN:
             end = end + self._slowed(start, kernel.seconds)
-        run = KernelRun(number, kernel.lane if kernel.beside else stream, start, end)
+        run = KernelRun(number, kernel.lane if kernel.is_async else stream, start, end)
         self._ran(run)
-        if not kernel.beside:
+        if not kernel.is_async:
             self.clocks[stream] = end
             if stream == MAIN:
                 if kernel.lane:
-                    self._expose(own, kernel.seconds)
-                self._expose(due.cause if due.cause >= 0 else own, start - free)
-        if kernel.lane and not kernel.beside:
-            self.last[stream] = own
+                    self._expose(this, kernel.seconds)
+                self._expose(due.cause if due.cause >= 0 else this, start - free)
+        if kernel.lane and not kernel.is_async:
+            self.last[stream] = this
         for spot in kernel.written:
-            self.ready[self._moment(spot)] = _Due(end, own if kernel.lane else due.cause)
+            self.ready[self._moment(spot)] = _Due(end, this if kernel.lane else due.cause)
         return run
 
     def _slowed(self, start: Any, seconds: Any) -> Any:
-        """What exchanges that run beside a kernel add to it: the longest of them is the cause."""
+        """Seconds that concurrent exchanges add to a kernel; the longest of them is the cause."""
         lanes = [name for name in self.last if name.startswith(GROUP)]
         if not lanes:
             return 0.0
@@ -350,7 +344,7 @@ class Streams:
         self._expose(self.last[self._latest(lanes)], more)
         return more
 
-    # -- what is kept of a walk ----------------------------------------------------------------
+    # -- records of a walk ---------------------------------------------------------------------
 
     def _later(self, a: _Due, b: _Due) -> _Due:
         """The later of two; the first of equal ones."""
@@ -368,7 +362,7 @@ class Streams:
         self.runs[cause].exposed += seconds
 
     def ended(self) -> Walk:
-        """The walk when all is done; what runs on after the main stream is exposed, too."""
+        """The finished walk; exchanges that end after the main stream are exposed, too."""
         main = max(self.host, self.clocks[MAIN])
         tail = self._latest(self.clocks)
         walked = Walk([-1.0] * len(self.kernels), [0.0] * len(self.kernels))
@@ -387,7 +381,7 @@ class Streams:
 
 @dataclass(slots=True)
 class StreamsOverPoints(Streams):
-    """The clocks at many points: arrays.  Of runs only sums are kept, whatever waits for what."""
+    """The clocks at many points: arrays.  Of runs only sums are kept, without their causes."""
 
     exposed: Any = 0.0
     busy: Any = 0.0
@@ -427,7 +421,7 @@ def has_streams(planned: Plan) -> bool:
 def wait_for_stragglers(
     walked: Walk, planned: Plan, spread: float, calls: Mapping[int, float]
 ) -> None:
-    """Add what all processes wait for the slowest of them, evenly over the exchanges.
+    """Add the wait of all processes for the slowest of them, evenly over the exchanges.
 
     spread: see `Disturbances.stragglers`.  calls: of kernels that exchange with others.
 
@@ -448,7 +442,7 @@ def wait_for_stragglers(
 
 
 def slowest_of(processes: int) -> float:
-    """How many standard deviations the largest of so many normal numbers lies above the mean."""
+    """Expected largest of so many normal numbers, in standard deviations above the mean."""
     if processes < 2:
         return 0.0
     return NormalDist().inv_cdf((processes - 0.375) / (processes + 0.25))

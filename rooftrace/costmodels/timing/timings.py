@@ -1,4 +1,4 @@
-"""Seconds as records: of kernels and of steps, at one point or at many, with what limits each."""
+"""Seconds of kernels and of steps, at one point or at many, with the limiter of each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Timing:
     t_net: float
     gap: float  # between kernels, see `Chip.kernel_gap`
     start: float = 0.0  # when the first of the kernels starts
-    more: float = 0.0  # what imperfect overlap adds to the largest term
+    more: float = 0.0  # added to the largest term by imperfect overlap
 
     @property
     def t_device(self) -> float:
@@ -146,7 +146,7 @@ class EntrySeconds:
     hbm: Array
     network: Array
     gap: Array
-    more: Array  # what imperfect overlap adds to the largest term
+    more: Array  # added to the largest term by imperfect overlap
 
     @property
     def work(self) -> Array:
@@ -156,7 +156,7 @@ class EntrySeconds:
 
     @property
     def device(self) -> Array:
-        """For which the kernels keep the device busy, gaps included."""
+        """Seconds for which the kernels keep the device busy, gaps included."""
         return self.work + self.more + self.gap
 
     def times(self, count: Array) -> EntrySeconds:
@@ -207,7 +207,7 @@ class Headline:
 class TimesOverPoints:
     """Seconds of a step on a chip at P points: arrays of length P, as in `StepTimes`."""
 
-    knobs: Knobs | None  # what they were computed with; None: the datasheet's peaks
+    knobs: Knobs | None  # None: the datasheet's peaks
     t_comp: Array
     t_hbm: Array
     t_net: Array

@@ -1,4 +1,4 @@
-"""Two estimates beside each other: kernels matched, rows with their causes."""
+"""Two estimates compared: kernels matched, rows with their causes."""
 
 from rooftrace._face import face
 

@@ -1,4 +1,4 @@
-"""The cause of a change in one sentence: what changed in the code, and what follows from it."""
+"""The cause of a change in one sentence: the change of the code, and its consequences."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST = 3
 
 
 def cause_of(sides: Sides, cluster: Cluster, code: Sides, edits: Sequence[Edit]) -> str:
-    """One sentence on a cluster: what changed in the code, then what that brings about.
+    """One sentence on a cluster: changes of the code, then their consequences.
 
-    code, edits: the two steps as the code runs them, and what differs there.  `sides` may be of
-    another execution model, whose graph has other kernels in places.
+    code, edits: the two steps as the code runs them, and their edits.  `sides` may be of another
+    execution model, whose graph has some other kernels.
     """
     if not edits:
         return _regrouped(sides, cluster)
@@ -39,7 +39,7 @@ def cause_of(sides: Sides, cluster: Cluster, code: Sides, edits: Sequence[Edit])
 
 
 def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[str]]:
-    """What changed in the code: layers and recomputation as a whole, else op by op."""
+    """Changes of the code: layers and recomputation, else op by op."""
     first = leading(code, edits)
     structure = [*map(_layers_words, layers_of(code, first)), *_recomputed(code, first)]
     sizes = [
@@ -55,7 +55,7 @@ def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[st
 
 
 def _without_words(code: Sides, edits: Sequence[Edit]) -> list[str]:
-    """The words where nothing that was recorded of the kernels tells the two sides apart."""
+    """The words where no recorded fact of the kernels differs."""
     calls = dict.fromkeys(call(op_of(code, edit)) for edit in edits)
     return [f"{', '.join(list(calls)[:_MOST])}: another cost at the same sizes"] if calls else []
 
@@ -94,7 +94,7 @@ def weight(sides: Sides, edit: Edit) -> float:
     return sum(sides[number].seconds(op) for number, op in edit.ops)
 
 
-# -- what changed ----------------------------------------------------------------------------------
+# -- changes of the code ---------------------------------------------------------------------------
 
 
 def layers_of(sides: Sides, edits: Sequence[Edit]) -> list[LayerCount]:
@@ -116,7 +116,7 @@ def _layers_words(layers: LayerCount) -> str:
 
 
 def _recomputed(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """That the backward runs a forward again, or no longer does."""
+    """Sentences on forwards that the backward runs again, or no longer does."""
     for number, words in ((1, "runs again in the backward"), (0, "no longer runs again")):
         ops = [
             op_of(sides, edit) for edit in edits if (edit.before, edit.after)[1 - number] is None
@@ -135,7 +135,7 @@ def layer_of(path: str) -> str:
 
 
 def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """Which parameters, inputs and caches have other sizes or another precision."""
+    """Parameters, inputs and caches of other sizes or another precision."""
     changes: dict[tuple[str, str], dict[str, None]] = {}
     for edit in edits:
         for first, second in _outside(sides, edit):
@@ -189,7 +189,7 @@ def tied(sides: Sides) -> list[str]:
 
 
 def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors from outside of the step behind what an edit reads, before any views."""
+    """The tensors from outside of the step that an edit reads, before any views."""
     for _, op, partner in pairs_of([edit]):
         for position, a, b in differing_reads(sides, op, partner):
             if position in edit.reads and a.origin < 0 and b.origin < 0:
@@ -197,7 +197,7 @@ def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _heads(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """Which sizes of an attention kernel differ."""
+    """Differing sizes of an attention kernel."""
     for _, op, partner in pairs_of(edits):
         first, second = sides[0].attention(op), sides[1].attention(partner)
         if first and second:
@@ -213,7 +213,7 @@ def _heads(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
 
 
 def _inputs(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """What reads an unchanged tensor as another shape."""
+    """Kernels that read an unchanged tensor as another shape."""
     texts: Counter[str] = Counter()
     for edit, op, partner in pairs_of(edits):
         for position, a, b in differing_reads(sides, op, partner):
@@ -226,7 +226,7 @@ def _inputs(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
 
 
 def _ops(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """Which kernels are new, gone, or stand for others."""
+    """Kernels that are new, gone, or replace others."""
     new = [edit for edit in edits if edit.before is None]
     gone = [edit for edit in edits if edit.after is None]
     if new and gone:
@@ -249,7 +249,7 @@ def _named(sides: Sides, edits: Sequence[Edit], sign: str = "") -> str:
 
 
 def _own(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """What changed in the arguments of a kernel: its precision, its mask, the rows it touches."""
+    """Changed arguments of a kernel: its precision, its mask, the rows it touches."""
     texts: dict[str, None] = {}
     for edit, op, partner in pairs_of(edits):
         if edit.reads:
@@ -301,7 +301,6 @@ def _regrouped(sides: Sides, cluster: Cluster) -> str:
 
 
 # -- consequences ----------------------------------------------------------------------------------
-# What follows from a change: engines and rates, precisions of other kernels, fusions.
 
 
 _FASTER = 0.1
@@ -309,7 +308,7 @@ _FASTER = 0.1
 
 
 def consequences(sides: Sides, cluster: Cluster) -> Iterator[str]:
-    """What follows from the edits of a cluster: rates, precisions, fusions."""
+    """Consequences of the edits of a cluster: rates, precisions, fusions."""
     rate = _rates(sides, cluster.edits)
     if rate:
         yield rate
@@ -349,7 +348,7 @@ def _rates(sides: Sides, edits: Iterable[Edit]) -> str:
 
 
 def _precisions(sides: Sides, edits: Iterable[Edit]) -> str:
-    """How many kernels work in another precision because of what they read."""
+    """A phrase on kernels that work in another precision because of their inputs."""
     changes: Counter[tuple[str, str]] = Counter()
     for edit, op, partner in pairs_of(edits):
         dtypes = ((a.dtype, b.dtype) for a, b in sides.made(op, partner))
@@ -362,7 +361,7 @@ def _precisions(sides: Sides, edits: Iterable[Edit]) -> str:
 
 
 def _fusions(sides: Sides, cluster: Cluster) -> Iterator[str]:
-    """Which neighbours in the dataflow no longer share a kernel, or share one now."""
+    """Neighbours in the dataflow that no longer share a kernel, or share one now."""
     lost, won = (_broken(sides, cluster, number) for number in range(2))
     if lost:
         yield f"breaks the fusion of {lost}"
@@ -374,7 +373,7 @@ def _broken(sides: Sides, cluster: Cluster, number: int) -> str:
     """Two kernels that are one on a side and, matched, apart on the other: "mul with cat"."""
     side, other, partners = sides[number], sides[1 - number], sides.partners[number]
     texts: Counter[str] = Counter()
-    between = _beside_edits(sides, number, cluster.edits)
+    between = _around_edits(sides, number, cluster.edits)
     for row in (cluster.before, cluster.after)[number]:
         members = side.estimate.rows[row].ops
         inside = set(members)
@@ -390,32 +389,31 @@ def _broken(sides: Sides, cluster: Cluster, number: int) -> str:
     return f"{texts.most_common(1)[0][0]}{more}" if texts else ""
 
 
-def _beside_edits(sides: Sides, number: int, edits: Iterable[Edit]) -> set[int]:
+def _around_edits(sides: Sides, number: int, edits: Iterable[Edit]) -> set[int]:
     """Kernels of a side that an edit is, reads from, or is read by, on either side."""
-    beside: set[int] = set()
+    neighbours: set[int] = set()
     for edit in edits:
         for each, op in edit.ops:
             flow = sides[each].flow
             origins = (read.origin for read in flow.reads[op])
             near = {op, *origins, *flow.readers.get(op, ())}
             partners = sides.partners[each]
-            beside |= near if each == number else {partners.get(other, -1) for other in near}
-    return beside
+            neighbours |= near if each == number else {partners.get(n, -1) for n in near}
+    return neighbours
 
 
 # -- wording ---------------------------------------------------------------------------------------
-# Words for ops and tensors in the sentences of a diff.
 
 
 _PADDED = 0.1
 """The most by which padding lets a dimension grow."""
 _ALIGNED = 64
-"""The least multiple that makes a dimension one of whole tiles."""
+"""The least multiple that makes a dimension one of full tiles."""
 _TILES = (512, 256, 128, 64, 32, 16, 8)
 
 
 def kind_of_call(side: Side, op: Op) -> str:
-    """A call in the code by what it does: a cast, a copy, or the name of the call."""
+    """A call in the code by its effect: a cast, a copy, or the name of the call."""
     values = side.graph.values
     tensors = [values[i] for i in op.inputs], [values[i] for i in op.outputs]
     if len(tensors[0]) == len(tensors[1]) == 1 and not side.cost(op.id).flops():
@@ -442,7 +440,7 @@ def _by(op: Op) -> str:
 
 
 def difference(first: Tensor, second: Tensor) -> tuple[str, str]:
-    """How two tensors differ, and a note on a dimension that was padded."""
+    """The difference of two tensors in words, and a note on a dimension that was padded."""
     if first.shape == second.shape:
         return f"{first.dtype} -> {second.dtype}", ""
     dtype = first.dtype if first.dtype == second.dtype else f"{first.dtype} -> {second.dtype} "

@@ -21,7 +21,7 @@ from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import arrow, format_time, format_traffic
 
 NONE = Change(0, 0)
-"""The change of what a row has nothing of."""
+"""No change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class ModuleChange(Plain):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffRow:
-    """What one cause changed.  Quantities are over all kernels that it touches.
+    """The changes by one cause.  Quantities are over all kernels that it touches.
 
     modules: where it is, with indices starred, in the order of the step; `count` of them in all.
     before, after: the line of the code ("net.py:12") on either side, None where there is none.
-    eager: seconds of the same change in eager mode; None where that was not asked for.
+    eager: seconds of the same change in eager mode; None if not requested.
     """
 
     cause: str
@@ -106,7 +106,7 @@ class HeldChange(Plain):
 
 @dataclass(frozen=True)
 class PhaseDiff(Plain):
-    """What changed in one phase.
+    """The changes of one phase.
 
     rows: one for each cause, the largest change of time first; they add up to the totals of time,
     bytes, flops and kernels.  modules: the same by module.  held: the difference of the memory
@@ -157,8 +157,8 @@ class Diff(Plain, Shown, Limited):
     phases: tuple[PhaseDiff, ...]
     only_before: tuple[str, ...] = ()  # phases that only one side has
     only_after: tuple[str, ...] = ()
-    sources: Sources | None = None  # the files that the two were made of, where that is known
-    expected: bool = True  # what times are: expected ones, by knobs, or bounds
+    sources: Sources | None = None  # the files of the two, if known
+    expected: bool = True  # whether times are expected ones, by knobs; else bounds
     origins: DiffOrigins | None = None  # revisions, options and versions of the sides
     # The estimates of both sides, by title, for a timeline.
     steps: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -210,7 +210,7 @@ class Diff(Plain, Shown, Limited):
 
     @property
     def time_is(self) -> str:
-        """What its seconds are: "expected", by knobs, or a "bound"."""
+        """ "expected" for seconds by knobs, or "bound"."""
         return "expected" if self.expected else "bound"
 
     @property
@@ -226,7 +226,6 @@ def _in_short(phase: PhaseDiff) -> str:
 
 
 # -- communication ---------------------------------------------------------------------------------
-# What changed in what processes exchange: the mesh, the groups, the bytes, what is hidden.
 
 _SHOWN = 4
 """Ranks of a group that a sentence names."""
@@ -244,7 +243,7 @@ def mesh_words(first: Mapping[str, int], second: Mapping[str, int]) -> str:
 
 
 def exchange_words(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
-    """How exchanges differ: in kind, axis, group, and else in bytes."""
+    """Differences of exchanges in words: in kind, axis, group, and else in bytes."""
     kinds: dict[str, dict[str, None]] = defaultdict(dict)
     moved: dict[tuple[str, str], list[int]] = {}
     for edit, op, partner in pairs_of(edits):
@@ -267,7 +266,7 @@ def exchange_words(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
 
 
 def _group(first: ExchangeFacts, second: ExchangeFacts) -> str:
-    """How two exchanges differ in what they are, and with whom; "" where they do not."""
+    """The difference of two exchanges in kind and group, in words; "" for none."""
     if first.kind != second.kind:
         return f"over {second.axis} instead of {first.kind} over {first.axis}"
     if first.size != second.size:
@@ -275,15 +274,15 @@ def _group(first: ExchangeFacts, second: ExchangeFacts) -> str:
         return f"over {second.axis}: group of {second.size} instead of {first.size}{other}"
     if first.axis != second.axis:
         return f"over {second.axis} instead of {first.axis}"
-    if first.places != second.places:
-        places = (f"{_ranks(exchange.places)}" for exchange in (second, first))
-        return f"over {second.axis}: ranks {' instead of '.join(places)} of the group's first"
+    if first.ranks != second.ranks:
+        ranks = (f"{_ranks(exchange.ranks)}" for exchange in (second, first))
+        return f"over {second.axis}: ranks {' instead of '.join(ranks)} of the group's first"
     return ""
 
 
-def _ranks(places: Sequence[int]) -> str:
-    shown = ", ".join(f"+{place}" for place in places[:_SHOWN])
-    return f"{shown} ..." if len(places) > _SHOWN else shown
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(f"+{rank}" for rank in ranks[:_SHOWN])
+    return f"{shown} ..." if len(ranks) > _SHOWN else shown
 
 
 def hidden(estimate: Estimate) -> float:
@@ -301,11 +300,11 @@ def network_totals(estimate: Estimate) -> dict[str, float]:
 
 
 # -- modules ---------------------------------------------------------------------------------------
-# What changed module by module; a module that moved or was renamed is one.
+# A module that moved or was renamed is one.
 
 
 @dataclass(slots=True)
-class _Sums:
+class _ModuleCosts:
     flops: float = 0
     bytes: float = 0
     time: float = 0.0
@@ -320,10 +319,10 @@ def module_changes(sides: Sides, edits: Sequence[Edit]) -> tuple[ModuleChange, .
         op_changes[path][kind][name] += times
     single = []
     rounding = ROUNDING * max(sum(each.time for each in side.values()) for side in sums)
-    for path, a, b in union(sums[0], sums[1], _Sums()):
-        own = op_changes.get(path, {})
+    for path, a, b in union(sums[0], sums[1], _ModuleCosts()):
+        ops = op_changes.get(path, {})
         same = a.flops == b.flops and a.bytes == b.bytes and abs(a.time - b.time) <= rounding
-        if same and not own:
+        if same and not ops:
             continue
         status = "added" if not a.ops else "removed" if not b.ops else "changed"
         graph = sides[int(status != "removed")].graph
@@ -336,9 +335,9 @@ def module_changes(sides: Sides, edits: Sequence[Edit]) -> tuple[ModuleChange, .
                 flops=Change(a.flops, b.flops),
                 bytes=Change(a.bytes, b.bytes),
                 time=Change(a.time, b.time),
-                ops_added=dict(sorted(own.get("added", {}).items())),
-                ops_removed=dict(sorted(own.get("removed", {}).items())),
-                resized=tuple(own.get("resized", ())),
+                ops_added=dict(sorted(ops.get("added", {}).items())),
+                ops_removed=dict(sorted(ops.get("removed", {}).items())),
+                resized=tuple(ops.get("resized", ())),
             )
         )
     return tuple(
@@ -346,9 +345,9 @@ def module_changes(sides: Sides, edits: Sequence[Edit]) -> tuple[ModuleChange, .
     )
 
 
-def _sums(sides: Sides, number: int) -> dict[str, _Sums]:
-    """FLOPs by the op's own module; bytes and time by the module that leads the kernel."""
-    sums: dict[str, _Sums] = defaultdict(_Sums)
+def _sums(sides: Sides, number: int) -> dict[str, _ModuleCosts]:
+    """FLOPs by the module of the op; bytes and time by the module that leads the kernel."""
+    sums: dict[str, _ModuleCosts] = defaultdict(_ModuleCosts)
     side, graph = sides[number], sides[number].graph
     for op in graph.kernels():
         paths = sides.modules(number, op)

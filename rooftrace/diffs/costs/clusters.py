@@ -30,7 +30,7 @@ class Sets:
         self._parents: dict[Hashable, Hashable] = {}
 
     def find(self, item: Hashable) -> Hashable:
-        """What stands for the set of an item."""
+        """The representative of the set of an item."""
         parents = self._parents
         root = item
         while (parent := parents.setdefault(root, root)) != root:
@@ -59,7 +59,7 @@ Node = tuple[int, int]
 
 
 def site(side: Side, op: int) -> tuple[str, str]:
-    """Where the cause of an edit is: its line, or its op and module where no line is known."""
+    """The place of an edit's cause: its line, or else its op and module."""
     node = side.graph.ops[op]
     if node.part == OPTIMIZER:
         return OPTIMIZER, node.function
@@ -87,7 +87,7 @@ class _Joining:
             self.together.join(nodes[0], node)
 
     def by_flow(self) -> None:
-        """Join an edit with those that made what it reads, or that read the same changed tensor.
+        """Join an edit with those that made its inputs, or that read the same changed tensor.
 
         An optimizer reads all parameters: it would join whatever there is.
         """
@@ -121,16 +121,16 @@ class _Joining:
                     self.together.join(self.owners[side, op], line)
 
     def take_in(self) -> None:
-        """Join groups that cost something else without an edit of their own to an edit beside."""
+        """Join groups with other costs but without an edit to an edit next to them."""
         edited = {self.together.find(owner) for owner in self.owners.values()}
         for rows in self._members().values():
             if self.together.find(rows[0]) in edited or not self._differs(rows):
                 continue
-            place = next((p for row in rows for p in self._edits_beside(*row)), None)
+            place = next((p for row in rows for p in self._edits_around(*row)), None)
             if place is not None:
                 self.together.join(self.owners[place], rows[0])
 
-    def _edits_beside(self, number: int, row: int) -> Iterator[Node]:
+    def _edits_around(self, number: int, row: int) -> Iterator[Node]:
         side = self.sides[number]
         for op in side.estimate.rows[row].ops:
             if op in side.flow.reads:
@@ -173,7 +173,6 @@ def _numbers(rows: Sequence[Node]) -> Iterator[tuple[int, ...]]:
 
 
 # -- edits -----------------------------------------------------------------------------------------
-# What changed kernel by kernel, and which of the changes follow from others.
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +232,12 @@ def _of_pair(sides: Sides, pair: Pair[int], gone: Collection[int], new: Collecti
     """The edit of a changed pair: a root unless edited kernels made all that differs."""
     edit = Edit(pair.before, pair.after, pair.times)
     differing = list(differing_reads(sides, pair.before, pair.after))
-    own = tuple(
+    roots = tuple(
         position
         for position, first, second in differing
         if first.origin not in gone and second.origin not in new
     )
-    return replace(edit, is_root=bool(own) or not differing, reads=own)
+    return replace(edit, is_root=bool(roots) or not differing, reads=roots)
 
 
 def pairs_of(edits: Iterable[Edit]) -> Iterator[tuple[Edit, int, int]]:
@@ -269,7 +268,7 @@ def tensor_of(side: Side, read: Read) -> Tensor:
 
 
 def size(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    """What tells two tensors apart: precision and shape."""
+    """Precision and shape of a tensor."""
     return tensor.dtype, tensor.shape
 
 

@@ -1,4 +1,4 @@
-"""What changed between two revisions: totals, modules matched by path, ops behind a change."""
+"""The difference of two revisions: totals, modules matched by path, ops behind a change."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def diff_estimates(
 ) -> changes.Diff:
     """Compare estimates by phase.  Phases that only one side has are listed, not compared.
 
-    eager: the same steps in eager mode, whose times stand beside each cause.  Raises ValueError
+    eager: the same steps in eager mode, whose times are added to each cause.  Raises ValueError
     without estimates, and where those of one side are on several chips or execution models.
     """
     shared = [phase for phase in before if phase in after]
@@ -132,7 +132,6 @@ def _assumed(before: OpGraph, after: OpGraph) -> tuple[str, ...]:
 
 
 # -- held ------------------------------------------------------------------------------------------
-# What is held at the peak of memory before and after, and by whom.
 
 
 def held_changes(
@@ -144,16 +143,16 @@ def held_changes(
     starred) by those of the first.
     """
     sums: list[Counter[Hashable]] = [Counter(), Counter()]
-    what: dict[Hashable, Held] = {}
+    tensors_of: dict[Hashable, Held] = {}
     moved = [_renamed(held, renamed) for held in before.tensors]
     for side, tensors in enumerate((moved, after.tensors)):
         for held in tensors:
             key = held.role, held.module, held.op, held.part, held.name, held.saved
             sums[side][key] += held.bytes
-            what[key] = held
+            tensors_of[key] = held
     differing = [
         changes.HeldChange(held=held, bytes=Change(sums[0][key], sums[1][key]))
-        for key, held in what.items()
+        for key, held in tensors_of.items()
         if sums[0][key] != sums[1][key]
     ]
     kept = _without_moved(differing)
@@ -187,9 +186,8 @@ def _without_moved(differing: Sequence[changes.HeldChange]) -> list[changes.Held
 
 
 # -- rows ------------------------------------------------------------------------------------------
-# The rows of a diff: one for each cause, with what it costs before and after.
-#
-# The rows of a phase add up to the difference of its totals.
+# One row for each cause, with its costs before and after; the rows of a phase add up to the
+# difference of its totals.
 
 
 _COUNT = re.compile(r" x\d+")
@@ -201,7 +199,7 @@ def diff_rows(
     """The rows of a phase, the largest change of time first; waiting for the host comes last.
 
     eager: the same two steps in eager mode.  It runs the ops that the code calls, so its edits are
-    named in the causes, and its times stand beside.
+    named in the causes, and its times are added.
     """
     clusters = _folded(sides, clusters_of(sides, edits))
     if eager is None:
@@ -242,13 +240,13 @@ def _folded(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
     if len(unexplained) > 1:
         left = [each for each in left if each.edits]
         left.append(reduce(_one, unexplained))
-    own = [each for each in left if each.edits and not _is_optimizer(sides, each)]
-    if len(own) == 1:
+    others = [each for each in left if each.edits and not _is_optimizer(sides, each)]
+    if len(others) == 1:
         follow = [each for each in left if _is_optimizer(sides, each)]
         left = [each for each in left if each not in follow]
         for each in follow:
-            place = left.index(own[0])
-            left[place] = own[0] = _one(left[place], each)
+            place = left.index(others[0])
+            left[place] = others[0] = _one(left[place], each)
     return left
 
 
@@ -267,7 +265,7 @@ def _alike(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
 
 
 def _only(sides: Sides, cluster: Cluster, number: int) -> Hashable:
-    """What a cluster does if it is on one side alone; None for another one."""
+    """Key of the kernels of a cluster that is on one side alone; None for another one."""
     if not cluster.edits or (cluster.before, cluster.after)[1 - number]:
         return None
     kernels: Counter[Hashable] = Counter()
@@ -337,7 +335,7 @@ def _modules_of_rows(sides: Sides, cluster: Cluster) -> Mapping[str, int]:
 
 
 def _lines(sides: Sides, edits: Sequence[Edit]) -> tuple[str | None, str | None]:
-    """The line of the first edit on either side: its own, or that of what stands in its line."""
+    """The line of the first edit on either side, or that of a matched kernel in its line."""
     lines: list[str | None] = [None, None]
     for edit in edits:
         for number, op in edit.ops:
@@ -346,7 +344,7 @@ def _lines(sides: Sides, edits: Sequence[Edit]) -> tuple[str | None, str | None]
     for number in range(2):
         line = lines[1 - number]
         if lines[number] is None and line is not None:
-            lines[number] = _beside(sides, 1 - number, line)
+            lines[number] = _partner_line(sides, 1 - number, line)
     return lines[0], lines[1]
 
 
@@ -358,7 +356,7 @@ def _line(side: Side, number: int) -> str | None:
     return op.source or None
 
 
-def _beside(sides: Sides, number: int, line: str) -> str | None:
+def _partner_line(sides: Sides, number: int, line: str) -> str | None:
     """The line on the other side of a matched kernel that stands in this line."""
     partners, ops = sides.partners[number], sides[number].graph.ops
     for op, partner in partners.items():
@@ -367,19 +365,19 @@ def _beside(sides: Sides, number: int, line: str) -> str | None:
     return None
 
 
-# -- beside eager mode; the host -------------------------------------------------------------------
+# -- eager mode; the host --------------------------------------------------------------------------
 
 
 def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list[changes.DiffRow]:
     """A row for each cluster with the time that the same change takes in eager mode.
 
-    A change that only eager mode pays for has a row of its own.
+    A change that only eager mode pays for has a separate row.
     """
     owners: dict[Hashable, int] = {}
     for number, cluster in enumerate(clusters):
         for place in _sites(sides, cluster):
             owners.setdefault(place, number)
-    beside: dict[int, Cluster] = {}
+    in_eager: dict[int, Cluster] = {}
     rows = []
     for cluster in _folded(eager, clusters_of(eager, edits_of(eager))):
         owner = next((owners[p] for p in _sites(eager, cluster) if p in owners), None)
@@ -390,9 +388,9 @@ def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list
                 replace(row, eager=row.time, time=none, bytes=none, flops=none, kernels=none)
             )
         else:
-            beside[owner] = _one(beside[owner], cluster) if owner in beside else cluster
+            in_eager[owner] = _one(in_eager[owner], cluster) if owner in in_eager else cluster
     for number, cluster in enumerate(clusters):
-        other = beside.get(number, Cluster((), (), ()))
+        other = in_eager.get(number, Cluster((), (), ()))
         code, edits = (eager, other.edits) if other.edits else (sides, cluster.edits)
         row = _row(sides, cluster, code, edits)
         time = eager.costs(other.before, other.after)["time"]
@@ -412,7 +410,7 @@ def _sites(sides: Sides, cluster: Cluster) -> dict[Hashable, None]:
 
 
 def _hiding(sides: Sides) -> list[changes.DiffRow]:
-    """A row for the time in which exchanges run beside computing, where that differs."""
+    """A row for the time in which exchanges overlap with computing, where that differs."""
     change = Change(*(-hidden(side.estimate) for side in (sides.before, sides.after)))
     amount = "less" if change.delta > 0 else "more"
     return _without_kernels(sides, change, f"{amount} communication is hidden behind computing")

@@ -19,7 +19,7 @@ from rooftrace.diffs.changes import Pairing
 from rooftrace.graph import Op, OpGraph, Tensor, pattern_of, references
 
 # -- dataflow --------------------------------------------------------------------------------------
-# The dataflow between the kernels of a graph: views, which move nothing, are looked through.
+# Views, which move nothing, are looked through.
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
 """Precision and shape of some tensors."""
@@ -38,7 +38,7 @@ class Read:
 
 
 class Flow:
-    """The kernels of a graph in order, what each reads, and who reads what it makes."""
+    """The kernels of a graph in order, the reads of each, and the readers of its outputs."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
@@ -46,7 +46,7 @@ class Flow:
 
     @cached_property
     def origins(self) -> Sequence[int]:
-        """By value, the kernel that made it, or -1 - v for what is there before the step."""
+        """By value, the kernel that made it, or -1 - v for value v from before the step."""
         origins = [-1 - value for value in range(len(self.graph.values))]
         for op in self.graph.ops:
             is_kernel = op.kind == "kernel"
@@ -59,7 +59,7 @@ class Flow:
 
     @cached_property
     def reads(self) -> Mapping[int, tuple[Read, ...]]:
-        """By kernel, what it reads, in the order of its arguments."""
+        """By kernel, its reads, in the order of its arguments."""
         reads: dict[int, tuple[Read, ...]] = {}
         for number in self.kernels:
             read = []
@@ -72,7 +72,7 @@ class Flow:
 
     @cached_property
     def readers(self) -> Mapping[int, tuple[int, ...]]:
-        """By kernel (or outside value, as in `Read.origin`), the kernels that read what it made."""
+        """By kernel (or outside value, as in `Read.origin`), the kernels that read its outputs."""
         readers: dict[int, dict[int, None]] = {}
         for number, read in self.reads.items():
             for each in read:
@@ -80,7 +80,7 @@ class Flow:
         return {origin: tuple(ops) for origin, ops in readers.items()}
 
     def signature(self, op: Op) -> tuple[Signature, Signature]:
-        """Precisions and shapes of what an op reads and of what it makes.
+        """Precisions and shapes of the inputs and of the outputs of an op.
 
         They are sorted where the order does not matter.  A list with an item for each iteration of
         a repeat has all of its items.
@@ -98,17 +98,17 @@ class Flow:
         return [tensor] * (runs.copies(self.graph, op, value) if every else 1)
 
     def exact(self, number: int) -> Hashable:
-        """What two kernels have in common that do the same to tensors of the same sizes."""
+        """Key of kernels that do the same to tensors of the same sizes."""
         op = self.graph.ops[number]
         return op.name, op.part, self.signature(op)
 
     def loose(self, number: int) -> Hashable:
-        """What two kernels have in common that do the same to tensors of any sizes."""
+        """Key of kernels that do the same to tensors of any sizes."""
         op = self.graph.ops[number]
         return op.name, op.part
 
     def outside(self, origin: int, exact: bool) -> Hashable:
-        """What two tensors have in common that are there before the step."""
+        """Key of equal tensors from before the step."""
         tensor = self.graph.values[-1 - origin]
         return (tensor.role, tensor.dtype, tensor.shape) if exact else tensor.role
 
@@ -127,23 +127,22 @@ def _sizes(tensors: Sequence[Tensor]) -> Signature:
 
 
 # -- sides -----------------------------------------------------------------------------------------
-# One side of a diff: an estimate with the dataflow of its kernels, and where each op is priced.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeFacts:
-    """What an op exchanges with other processes, without the name of their group."""
+    """The exchange of an op with other processes, without the name of their group."""
 
     kind: str
-    axis: str  # of the mesh; the name of the group where no mesh is known
+    axis: str  # of the mesh; without a mesh the name of the group
     size: int  # processes of the group
-    places: tuple[int, ...]  # its ranks, from the lowest one on
+    ranks: tuple[int, ...]  # of the group, relative to the lowest
     bytes: int
     rest: tuple[Any, ...]  # precision, whether its stream waits, bytes to each process
 
 
 class Side:
-    """An estimate, with what a comparison looks up."""
+    """An estimate with the dataflow of its kernels, and the rows of each op."""
 
     def __init__(self, estimate: Estimate) -> None:
         self.estimate = estimate
@@ -164,7 +163,7 @@ class Side:
         return {op: tuple(numbers) for op, numbers in rows.items()}
 
     def cost(self, op: int) -> Cost:
-        """What an op costs by itself."""
+        """The cost of an op alone."""
         return self.estimate.plan.op_costs[op]
 
     def paths(self, op: Op) -> tuple[str, ...]:
@@ -193,7 +192,7 @@ class Side:
         return name, self.estimate.chip.peak(name, precision)
 
     def exchange(self, op: int) -> ExchangeFacts | None:
-        """What an op exchanges, and with which others; None for an op that works alone."""
+        """The exchange of an op with other processes; None without one."""
         together = self.graph.ops[op].collective
         if together is None:
             return None
@@ -202,7 +201,7 @@ class Side:
             kind=together.kind,
             axis=group.axis or together.group,
             size=group.size,
-            places=tuple(rank - min(group.ranks) for rank in group.ranks),
+            ranks=tuple(rank - min(group.ranks) for rank in group.ranks),
             bytes=together.bytes,
             rest=(together.dtype, together.waits, together.splits),
         )
@@ -238,7 +237,7 @@ class Sides:
         return self.after if number else self.before
 
     def costs(self, before: Iterable[int], after: Iterable[int]) -> dict[str, Change]:
-        """What rows of the two sides cost together, by the names of the fields of a `DiffRow`."""
+        """The costs of rows of the two sides, by the names of the fields of a `DiffRow`."""
         rows = [
             [self[number].estimate.rows[row] for row in numbers]
             for number, numbers in enumerate((before, after))
@@ -251,13 +250,13 @@ class Sides:
         }
 
     def made(self, before: int, after: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a kernel of either side makes."""
+        """The outputs of a pair of kernels, one by one."""
         first, second = self.before.graph, self.after.graph
         for a, b in zip(first.ops[before].outputs, second.ops[after].outputs, strict=False):
             yield first.values[a], second.values[b]
 
     def reads(self, before: int, after: int) -> Iterator[tuple[Read, Read]]:
-        """What a kernel of either side reads, argument by argument."""
+        """The reads of a pair of kernels, argument by argument."""
         return zip(self.before.flow.reads[before], self.after.flow.reads[after], strict=False)
 
     @cached_property
@@ -342,14 +341,12 @@ class Sides:
 
 
 # -- matching --------------------------------------------------------------------------------------
-# Kernels of two graphs matched by what they do and by the dataflow around them.
-#
-# Each kernel gets a label for every radius: radius 0 is what it does, radius k + 1 is its label of
+# Each kernel gets a label for every radius: radius 0 is its function, radius k + 1 is its label of
 # radius k with those of its neighbours (the refinement of Weisfeiler and Leman).  Kernels are
-# matched from the largest radius to the smallest, so the order in which independent kernels run,
-# the names of modules and the lines of the code do not matter.  First come kernels that do the same
-# to tensors of the same sizes: in the same module, then in modules that are alike, then anywhere.
-# Those that do the same to other sizes follow.
+# matched from the largest radius to the smallest, so the order of independent kernels, the names of
+# modules and the lines of the code do not matter.  First come kernels that do the same to tensors
+# of the same sizes: in the same module, then in modules that are alike, then anywhere.  Those that
+# do the same to other sizes follow.
 
 
 RADIUS = 6
@@ -367,7 +364,8 @@ Labels = list[Mapping[int, int]]
 def match(before: Flow, after: Flow) -> Pairing[int]:
     """Match the kernels of two graphs; every run of a kernel is in one pair or left over."""
     flows = before, after
-    pairing = Pairing(*(_runs(flow) for flow in flows))
+    runs_of = ({n: flow.graph.times(flow.graph.ops[n]) for n in flow.kernels} for flow in flows)
+    pairing = Pairing(*runs_of)
     for exact, elsewhere in ((True, _ELSEWHERE), (False, _RESIZED_ELSEWHERE)):
         if not pairing.is_left:
             break
@@ -384,10 +382,6 @@ def match(before: Flow, after: Flow) -> Pairing[int]:
     return pairing
 
 
-def _runs(flow: Flow) -> dict[int, int]:
-    return {number: flow.graph.times(flow.graph.ops[number]) for number in flow.kernels}
-
-
 def _anywhere(_: str) -> str:
     return ""
 
@@ -395,12 +389,12 @@ def _anywhere(_: str) -> str:
 def _key(
     flow: Flow, labels: Mapping[int, int], place: Callable[[str], str], number: int
 ) -> Hashable:
-    """What kernels share that are matched: a label, and `place` of the paths of their modules."""
+    """The key of matched kernels: a label, and `place` of the paths of their modules."""
     return labels[number], place(flow.graph.ops[number].module)
 
 
 def _by_anchors(pairing: Pairing[int], flows: tuple[Flow, Flow]) -> None:
-    """Match what is left by the matched kernels around it: most of these in common first."""
+    """Match the rest by the matched kernels around it: most of these in common first."""
     anchors = [
         {op: Anchors(flow, left).around(op) for op in left}
         for flow, left in zip(flows, pairing.left, strict=True)
@@ -456,11 +450,11 @@ def _wider(
 
 
 # -- anchors ---------------------------------------------------------------------------------------
-# What is fixed around a kernel without a partner: matched kernels, named tensors, results.
+# Fixed points around a kernel without a partner: matched kernels, named tensors, results.
 
 
 Anchor = tuple[str, int | str]
-"""How a kernel is tied to something, and to what: the number of a kernel, or a name."""
+"""The relation of a kernel to its anchor, and the anchor: the number of a kernel, or a name."""
 _DEPTH = 3
 """Kernels without a partner that may stand between a kernel and its anchor."""
 

@@ -1,4 +1,4 @@
-"""Two measured steps beside each other, and the predicted difference."""
+"""Two measured steps compared, with the predicted difference."""
 
 from rooftrace._face import face
 

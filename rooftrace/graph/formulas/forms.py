@@ -1,7 +1,7 @@
-"""A record whose numbers are formulas of sizes, fitted to what it is at a few of them.
+"""A record whose numbers are formulas of sizes, fitted to records at a few sizes.
 
 Records of one structure differ in some numbers only.  Each such number is a polynomial of the sizes
-with rational coefficients, or what a named function expects of a draw.  What no formula gives
+with rational coefficients, or the expectation of a draw by a named function.  What no formula gives
 exactly at all samples is an error: a form never stands for a record that it does not equal.
 """
 
@@ -71,7 +71,7 @@ class RecordForm:
     def fitted(
         cls, sizes: Sequence[str], records: Mapping[Numbers, Any], draws: Sequence[Draw] = ()
     ) -> RecordForm:
-        """The form that gives these records; draws: those that numbers may depend on.
+        """The form that gives these records; draws: numbers may depend on these.
 
         Raises StructureError for records that differ in more than numbers, and UnfitError where no
         formula gives a number: there another sample may help.
@@ -83,7 +83,7 @@ class RecordForm:
         return form
 
     def at(self, numbers: Sequence[int], track: Track | None = None) -> Any:
-        """The record at these sizes.  Raises FormulaError where a number is no whole one.
+        """The record at these sizes.  Raises FormulaError where a number is no integer.
 
         track: gives the numbers that sizes change, which remember how.
         """
@@ -138,7 +138,7 @@ class GraphForm(RecordForm):
     def at(self, numbers: Sequence[int], track: Track | None = None) -> OpGraph:
         """The graph at these sizes; see `RecordForm.at`."""
         made = super().at(numbers, track)
-        graph = made.whole() if isinstance(made, SeriesGraph) else made
+        graph = made.written_out() if isinstance(made, SeriesGraph) else made
         return _saying(graph, assumptions.said_of_routing)
 
 
@@ -208,9 +208,9 @@ class _Fit:
             for name in ("rows", "chosen", "classes"):
                 constant = (assumption.facts[name],) * len(self.samples)
                 numbers = varying.get((*path, name), constant)
-                # A process of several may choose a part of an expert on average: no whole number.
-                whole = all(float(number).is_integer() for number in numbers)
-                formula = self.fitter.fit(numbers) if whole else None
+                # A process of several may choose a part of an expert on average: no integer.
+                integers = all(float(number).is_integer() for number in numbers)
+                formula = self.fitter.fit(numbers) if integers else None
                 if formula is not None:
                     arguments.append(formula)
             if len(arguments) == 3:
@@ -258,7 +258,7 @@ class _Fit:
         )
 
     def _kind(self, path: Path, values: Sequence[float]) -> tuple[str, Formula | None, Draw | None]:
-        """What a number is: the first of the kinds that gives all its values."""
+        """The slot of a number: the first of the kinds that gives all its values."""
         named = self._named_draw(path, values)
         if named is not None:
             return REACHED, None, named
@@ -280,7 +280,7 @@ class _Fit:
         raise _unfit(path, values)
 
     def _named_draw(self, path: Path, values: Sequence[float]) -> Draw | None:
-        """The draw that gives these values, among those that a fact of this name may be."""
+        """The draw that gives these values, among the candidates for a fact of this name."""
         wanted = _FACTS.get(path[-1], ())
         for draw in self.known_draws:
             if draw.function in wanted and all(

@@ -29,9 +29,9 @@ Numbers = tuple[int, ...]
 
 
 class Draw(Struct, frozen=True, omit_defaults=True):
-    """What a number of rows reach on average, each choosing some of many classes.
+    """The classes that rows reach on average, each choosing some of many.
 
-    beside: what is reached besides, as all rows of a table that is zeroed before some are written.
+    beside: reached in addition, as all rows of a table that is zeroed before some are written.
     """
 
     function: str  # a name in FUNCTIONS
@@ -62,12 +62,12 @@ class Draw(Struct, frozen=True, omit_defaults=True):
         count = max((len(column) for column in columns), default=1)
         arguments = [np.broadcast_to(formula.over(columns), (count,)) for formula in self.parts]
         function = polynomials.FUNCTIONS[self.function]
-        known: dict[tuple[int, ...], float] = {}
+        computed: dict[tuple[int, ...], float] = {}
         reached = np.empty(count)
         for place, key in enumerate(zip(*(a.tolist() for a in arguments), strict=True)):
-            value = known.get(key)
+            value = computed.get(key)
             if value is None:
-                value = known[key] = key[3] + function(*key[:3])
+                value = computed[key] = key[3] + function(*key[:3])
             reached[place] = value
         return reached
 
@@ -79,15 +79,15 @@ class Draw(Struct, frozen=True, omit_defaults=True):
 
 
 PLAIN, TEXT, REACHED, TOUCHED, EACH = "plain", "text", "reached", "touched", "each"
-"""What a slot holds: a formula; a text with formulas; a draw; round(formula x draw), which are the
-bytes of what a draw touches; formula / draw, which are the rows of each class."""
+"""Kinds of a slot: a formula; a text with formulas; a draw; round(formula x draw), the bytes that a
+draw touches; formula / draw, the rows of each class."""
 
 
 class Varying(Struct, frozen=True):
     """A number of a record that sizes change; for a text, all its numbers.
 
-    formulas: places among the formulas of the form.  draw: the place among its draws.  words: those
-    around the numbers of a text.  whole: a result that is whole stands as an int.
+    formulas: indices of formulas of the form.  draw: index of its draw.  words: the text around the
+    numbers.  whole: an integer result stands as an int.
     """
 
     path: Path
@@ -99,7 +99,7 @@ class Varying(Struct, frozen=True):
     whole: bool = True
 
     def value(self, values: Sequence[int], reached: Sequence[float]) -> Any:
-        """The number or text, from those of all formulas and draws."""
+        """The number or text, from the values of all formulas and draws."""
         if self.kind == TEXT:
             shown = [f"{values[i]:,}" if self.commas else str(values[i]) for i in self.formulas]
             return self.words[0] + "".join(
@@ -123,7 +123,7 @@ class Varying(Struct, frozen=True):
 
 
 def touched(size: Any, reached: Any) -> Any:
-    """Bytes of what is reached, of so many bytes each, rounded as rules do."""
+    """Bytes of the reached rows, `size` bytes each, rounded as rules do."""
     product = size * reached
     return product.round() if hasattr(product, "round") else round(product)
 
@@ -139,9 +139,9 @@ def each(rows: Any, reached: Any) -> Any:
 # What differs between graphs of one structure: where, and the values there.
 
 Path = tuple[Any, ...]
-"""Steps to a value: names of fields, keys of mappings, places in tuples."""
+"""Steps to a value: names of fields, keys of mappings, indices of tuples."""
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+")
-"""A whole number in a text, with or without commas."""
+"""An integer in a text, with or without commas."""
 
 
 class StructureError(ValueError):
@@ -234,7 +234,7 @@ def tree_of(changes: Mapping[Path, Any]) -> Tree:
 
 
 def changed(item: Any, tree: Tree | Leaf) -> Any:
-    """A copy of a record with new values; what does not change is shared."""
+    """A copy of a record with new values; unchanged parts are shared."""
     if isinstance(tree, Leaf):
         return tree.value
     if isinstance(item, tuple):
@@ -277,7 +277,7 @@ _LEAST_LISTED = 8
 
 
 class Series(Struct, frozen=True):
-    """`count` blocks; the numbers of block i are those of `first` + i (second - first)."""
+    """`count` blocks; the numbers of block i are `first` + i (second - first)."""
 
     first: tuple[Any, ...]
     second: tuple[Any, ...] | None = None
@@ -301,7 +301,7 @@ class Series(Struct, frozen=True):
 
 
 def _along(values: Sequence[Any], block: int, path: Any) -> Any:
-    """The value of a block, from those of the first two."""
+    """The value of a block, from the first two."""
     if not isinstance(values[0], str):
         return values[0] + block * (values[1] - values[0])
     words, numbers = words_and_numbers(values, path)
@@ -389,9 +389,9 @@ def _with_arguments(graph: OpGraph, listed: Mapping[tuple[int, str], Any]) -> Op
 
 @dataclass(frozen=True)
 class SeriesGraph:
-    """A graph with its sequences as series; `whole` is the graph."""
+    """A graph with its sequences as series; `written_out` is the graph."""
 
-    graph: OpGraph  # without what follows
+    graph: OpGraph  # without the sequences below
     modules: tuple[Series, ...]
     constants: tuple[Series, ...]
     assumptions: tuple[Series, ...]
@@ -428,7 +428,7 @@ class SeriesGraph:
                 for place, item in enumerate(getattr(series, block) or ()):
                     yield ("assumptions", number, block, place), item
 
-    def whole(self) -> OpGraph:
+    def written_out(self) -> OpGraph:
         """The graph with all items."""
         repeats = zip(self.graph.repeats, self.names, self.rests, strict=True)
         full = {(each.op, each.name): tuple(_items(each.items)) for each in self.listed}

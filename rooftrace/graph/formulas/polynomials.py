@@ -1,7 +1,7 @@
 """Formulas for numbers of a graph: polynomials, named functions, and exact fitting to samples.
 
 A formula says one number of a graph, such as the rows of a tensor, by the sizes of the call.  Its
-symbols have places instead of names: the sizes first, then numbers that named functions give.
+symbols have indices instead of names: the sizes first, then numbers that named functions give.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 # -- polynomials -----------------------------------------------------------------------------------
-# Polynomials with rational coefficients whose values are whole numbers.
+# Polynomials with rational coefficients whose values are integers.
 
 Powers = tuple[int, ...]
 """The power of each symbol in a term; symbols behind the last one have power 0."""
@@ -31,7 +31,7 @@ _SAFE = 1 << 62
 
 
 class FormulaError(ValueError):
-    """A formula that gives no whole number at the sizes it was asked for."""
+    """A formula that gives no integer at these sizes."""
 
 
 class Term(Struct, frozen=True, array_like=True):
@@ -60,9 +60,9 @@ class Formula(Struct, frozen=True):
     @staticmethod
     def of(coefficients: Mapping[Powers, Fraction]) -> Formula:
         """The formula with these coefficients, by the powers of their terms."""
-        known = {_trimmed(powers): value for powers, value in coefficients.items() if value}
-        divisor = math.lcm(*(value.denominator for value in known.values()))
-        terms = (Term(int(value * divisor), powers) for powers, value in sorted(known.items()))
+        nonzero = {_trimmed(powers): value for powers, value in coefficients.items() if value}
+        divisor = math.lcm(*(value.denominator for value in nonzero.values()))
+        terms = (Term(int(value * divisor), powers) for powers, value in sorted(nonzero.items()))
         return Formula(tuple(terms), divisor)
 
     @property
@@ -72,7 +72,7 @@ class Formula(Struct, frozen=True):
 
     @property
     def symbols(self) -> frozenset[int]:
-        """The places of the symbols that it depends on."""
+        """The indices of the symbols that it depends on."""
         return frozenset(i for term in self.terms for i, p in enumerate(term.powers) if p)
 
     def coefficients(self) -> dict[Powers, Fraction]:
@@ -80,21 +80,21 @@ class Formula(Struct, frozen=True):
         return {term.powers: Fraction(term.coefficient, self.divisor) for term in self.terms}
 
     def at(self, numbers: Sequence[int]) -> int:
-        """The whole number at these values of the symbols.
+        """The integer at these values of the symbols.
 
         Raises FormulaError where it is none: the formula does not hold there.
         """
         total: int = sum(term.coefficient * _product(numbers, term.powers) for term in self.terms)
-        whole, rest = divmod(total, self.divisor)
+        quotient, rest = divmod(total, self.divisor)
         if rest:
             raise FormulaError(f"{self}: no whole number at {', '.join(map(str, numbers))}")
-        return whole
+        return quotient
 
     def over(self, columns: Sequence[Array], rounded: bool = False) -> Array:
         """The numbers at many points: columns holds an integer array for each symbol.
 
         They are exact, also beyond 64 bits (then as an array of Python's integers).  Raises
-        FormulaError where one is no whole number; rounded: it is rounded down instead.
+        FormulaError where one is no integer; rounded: it is rounded down instead.
         """
         import numpy as np
 
@@ -195,7 +195,7 @@ def _shown(number: Fraction) -> str:
 
 
 # -- functions -------------------------------------------------------------------------------------
-# Functions that have a name because no polynomial is right: what draws reach, on average.
+# Functions that have a name because no polynomial is right: classes that draws reach, on average.
 
 
 def expected_distinct(rows: int, chosen: int, classes: int) -> float:
@@ -211,21 +211,21 @@ def expected_distinct(rows: int, chosen: int, classes: int) -> float:
     return snapped(-classes * math.expm1(rows * math.log1p(-chosen / classes)))
 
 
-def expected_rows(rows: int, own: int, classes: int) -> float:
+def expected_rows(rows: int, single: int, classes: int) -> float:
     """The expected number of different rows that `rows` draws among `classes` reach.
 
-    `own` of the classes have a row each, and all others share one.
+    `single` of the classes have a row each, and all others share one.
     """
-    if own >= classes or rows <= 0:
+    if single >= classes or rows <= 0:
         return expected_distinct(rows, 1, classes)
-    alone = expected_distinct(rows, 1, classes) * own / classes
-    return snapped(alone + 1 - (own / classes) ** rows)
+    alone = expected_distinct(rows, 1, classes) * single / classes
+    return snapped(alone + 1 - (single / classes) ** rows)
 
 
 def snapped(number: float) -> float:
-    """A whole number where it differs from one by rounding alone."""
-    whole = round(number)
-    return float(whole) if abs(number - whole) <= 1e-9 * max(1, whole) else number
+    """The nearest integer where a number differs from it by rounding alone."""
+    nearest = round(number)
+    return float(nearest) if abs(number - nearest) <= 1e-9 * max(1, nearest) else number
 
 
 def drawn_distinct(rows: int, chosen: int, classes: int) -> int:
@@ -261,14 +261,14 @@ FUNCTIONS: Mapping[str, Callable[[int, int, int], float]] = {
     "balanced largest": balanced_largest,
     "rows": expected_rows,
 }
-"""By their names in formulas; all take rows, chosen, classes, but "rows" rows, own, classes."""
+"""By their names in formulas; all take rows, chosen, classes, but "rows" rows, single, classes."""
 
 
 # -- fitting ---------------------------------------------------------------------------------------
 # From the values of a number at some sizes to its formula, exactly or not at all.
 #
 # The coefficients solve a linear system over the rationals.  There are more samples than terms: a
-# formula stands only if it gives those samples too that are not needed to solve for it.
+# formula stands only if it also gives the samples that are not needed to solve for it.
 
 SPARE = 2
 """Samples beyond the number of terms that a formula has to give, too."""
@@ -340,8 +340,8 @@ class _Solver:
         """The formula with these values at the samples; None if this basis has none."""
         if self.inverse is None:
             return None
-        known = [values[i] for i in self.chosen]
-        factors = [sum((a * v for a, v in zip(row, known, strict=True)), Fraction(0))
+        solved = [values[i] for i in self.chosen]
+        factors = [sum((a * v for a, v in zip(row, solved, strict=True)), Fraction(0))
                    for row in self.inverse]  # fmt: skip
         for row, value in zip(self.rows, values, strict=True):
             if sum(f * n for f, n in zip(factors, row, strict=True)) != value:
@@ -354,7 +354,7 @@ def _monomial(sample: Sequence[int], powers: Powers) -> int:
 
 
 def _independent(rows: Sequence[Sequence[int]]) -> list[int]:
-    """The first rows that are linearly independent of those before them."""
+    """The rows that are linearly independent of earlier ones."""
     chosen: list[int] = []
     reduced: list[tuple[int, _Row]] = []  # each with the place of its first number
     for number, numbers in enumerate(rows):

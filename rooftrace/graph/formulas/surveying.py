@@ -28,7 +28,7 @@ RecordsAt = Callable[[Sequence[Numbers]], Sequence[Any]]
 Levels = tuple[Sequence[int], ...]
 """For each size its values in rising order."""
 _INSIDE = 3
-"""Sizes inside a box at which a form is tried, beside the corners."""
+"""Sizes inside a box at which a form is tried, in addition to the corners."""
 _FEW = 6
 """Boxes of so few points are traced point by point."""
 _MOST = 14
@@ -40,7 +40,7 @@ class Regime:
     """A form and the sizes for which it is proven: from `low` to `high`, both included.
 
     proven: the sizes of the traces that it was not fitted to, and equals.  levels: for each size
-    the values that it is proven for, where those between them are not; empty for every whole one.
+    the only values that it is proven for; empty for every integer.
     """
 
     form: Any  # a GraphForm; of other records than graphs, a RecordForm
@@ -52,9 +52,9 @@ class Regime:
     def holds(self, numbers: Sequence[int]) -> bool:
         """Whether these sizes are inside."""
         bounds = zip(self.low, numbers, self.high, strict=True)
-        known = zip(numbers, self.levels, strict=False)
+        listed = zip(numbers, self.levels, strict=False)
         return all(low <= number <= high for low, number, high in bounds) and all(
-            not levels or number in levels for number, levels in known
+            not levels or number in levels for number, levels in listed
         )
 
     def inside(self, columns: Sequence[Array]) -> Array:
@@ -74,8 +74,8 @@ class Regime:
 class Survey:
     """Finds the regimes of a source in a range of sizes.
 
-    names: of the sizes.  levels: for each the values that are asked for; between them nothing is
-    tried.  trace: gives the records.  most: of records; what is not proven by then is no regime.
+    names: of the sizes.  levels: for each the requested values; between them nothing is
+    tried.  trace: gives the records.  most: of records; boxes unproven by then are no regimes.
     form: the kind of form, fitted with `draws`.  word: what a record is called.
     """
 
@@ -87,35 +87,35 @@ class Survey:
     draws: Sequence[Draw] = ()
     word: str = "traces"
     traces: int = 0  # made so far
-    _known: dict[Numbers, Any] = field(default_factory=dict)
+    _records: dict[Numbers, Any] = field(default_factory=dict)
 
     def regimes(self) -> Iterator[Regime]:
         """Regimes as they are proven, which together cover all levels if the traces suffice.
 
-        The box with most points comes first: what is left when all traces are made is little.
+        The box with most points comes first, so that few points are left when the traces run out.
         """
         boxes = [tuple((0, len(values) - 1) for values in self.levels)]
         while boxes:
             box = max(reversed(boxes), key=_points)
             boxes.remove(box)
             yield from self._regimes_of(box, boxes)
-            self._known.clear()  # many graphs take much room, and few are asked for again
+            self._records.clear()  # many graphs take much room, and few are used again
 
     def graph(self, numbers: Numbers) -> Any:
         """The record at these sizes, made once."""
         return self._graphs([numbers])[0]
 
     def _graphs(self, wanted: Sequence[Numbers]) -> list[Any]:
-        missing = list(dict.fromkeys(n for n in wanted if n not in self._known))
+        missing = list(dict.fromkeys(n for n in wanted if n not in self._records))
         self.traces += len(missing)
         if missing:
-            self._known.update(zip(missing, self.trace(missing), strict=True))
-        return [self._known[numbers] for numbers in wanted]
+            self._records.update(zip(missing, self.trace(missing), strict=True))
+        return [self._records[numbers] for numbers in wanted]
 
     # -- one box -----------------------------------------------------------------------------------
 
     def _regimes_of(self, box: _Box, left: list[_Box]) -> Iterator[Regime]:
-        """The regimes found in a box; what is still to be looked at goes to `left`."""
+        """The regimes found in a box; boxes still to be looked at go to `left`."""
         count = _points(box)
         if self.traces > self.most:
             return
@@ -166,7 +166,7 @@ class Survey:
             kept, rest = _cut(box, size, edge, rising)
             left.append(rest)
             if not all(_inside(kept, sample) for sample in samples):
-                left.append(kept)  # some of what it was fitted to lies in the other part
+                left.append(kept)  # some of its samples lie in the other part
                 return
             box = kept
 
@@ -175,9 +175,9 @@ class Survey:
         levels = []
         for size, values in enumerate(self.levels):
             low, high = box[size]
-            own = values[low : high + 1]
-            full = own[-1] - own[0] + 1 == len(own)
-            levels.append(() if full or self._holds_between(box, form, size) else own)
+            inside = values[low : high + 1]
+            full = inside[-1] - inside[0] + 1 == len(inside)
+            levels.append(() if full or self._holds_between(box, form, size) else inside)
         return tuple(levels) if any(levels) else ()
 
     def _holds_between(self, box: _Box, form: RecordForm, size: int) -> bool:
@@ -226,7 +226,7 @@ class Survey:
     def _edge(
         self, good: _Place, bad: _Place, holds: Callable[[_Place], bool]
     ) -> tuple[int, int, bool]:
-        """Which size, moved from `good` to `bad`, ends what holds; its last place; if it rises."""
+        """The size that, moved from `good` to `bad`, ends `holds`; its last level; if it rises."""
         here = list(good)
         for size, (start, end) in enumerate(zip(good, bad, strict=True)):
             if start == end:
@@ -260,7 +260,7 @@ class Survey:
         )
 
 
-# -- boxes: places among the levels of each size ---------------------------------------------------
+# -- boxes: indices among the levels of each size --------------------------------------------------
 
 _Place = tuple[int, ...]
 _Box = tuple[tuple[int, int], ...]
@@ -282,7 +282,7 @@ def _inside(box: _Box, place: _Place) -> bool:
 
 
 def _scattered(box: _Box, count: int) -> tuple[_Place, ...]:
-    """Different places near the lower end of a box, which differ in all their numbers."""
+    """Different points near the lower end of a box, which differ in all their numbers."""
     draw = random.Random(repr(box))
     reachable = tuple((min(low + (high - low > 2), high), high) for low, high in box)
     wanted = min(count, _points(reachable))
@@ -302,7 +302,7 @@ def _scattered(box: _Box, count: int) -> tuple[_Place, ...]:
 
 
 def _checks(box: _Box) -> list[_Place]:
-    """The corners of a box, and some places inside."""
+    """The corners of a box, and some points inside."""
     corners = list(itertools.product(*({low, high} for low, high in box)))
     draw = random.Random(repr(box) + "checks")
     inside = [tuple(draw.randint(low, high) for low, high in box) for _ in range(_INSIDE)]

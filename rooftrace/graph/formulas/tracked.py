@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Quotient(NamedTuple):
-    """What no polynomial says: the floor of a quotient, or its rest."""
+    """The floor of a quotient, or its rest: no polynomial."""
 
     kind: str  # "//" or "%"
     above: Expression
@@ -36,12 +36,12 @@ class Quotient(NamedTuple):
 
     @property
     def symbols(self) -> frozenset[int]:
-        """The places of the symbols that it depends on."""
+        """The indices of the symbols that it depends on."""
         return self.above.symbols | self.below.symbols
 
 
 class Combination(NamedTuple):
-    """A sum or product of what is no polynomial and something else."""
+    """A sum or product with an operand that is no polynomial."""
 
     kind: str  # "+", "-" or "*"
     first: Expression
@@ -61,7 +61,7 @@ class Combination(NamedTuple):
 
     @property
     def symbols(self) -> frozenset[int]:
-        """The places of the symbols that it depends on."""
+        """The indices of the symbols that it depends on."""
         return self.first.symbols | self.second.symbols
 
 
@@ -165,7 +165,7 @@ def _divided(kind: str, above: Expression, below: Expression) -> Expression:
 
 
 def _by_term(above: Formula, below: Formula) -> Formula | None:
-    """A formula divided by one of a single term, if that leaves whole powers and coefficients."""
+    """A formula divided by one of a single term, if that leaves integer powers and coefficients."""
     ((powers, factor),) = below.coefficients().items()
     parts = {}
     for others, value in above.coefficients().items():
@@ -201,7 +201,7 @@ def _arithmetic(name: str, plain: Callable[[int, int], Any], kind: str) -> None:
 
 
 def _comparison(name: str, plain: Callable[[Any, Any], bool], swapped: bool, negated: bool) -> None:
-    """Give `Tracked` an ordering, told as "first - second is below 0"."""
+    """Give `Tracked` an ordering, recorded as "first - second is below 0"."""
 
     def compare(self: Tracked, other: Any) -> Any:
         if isinstance(other, float):

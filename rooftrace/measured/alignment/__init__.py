@@ -1,4 +1,4 @@
-"""A trace beside a graph: which op each measured second, and each counted byte, belongs to."""
+"""Aligns a trace with a graph: the op of each measured second and of each counted byte."""
 
 from rooftrace._face import face
 

@@ -397,13 +397,13 @@ def _lengths(calls: Sequence[int]) -> set[int]:
     counts = Counter(calls)
     often = sorted((count, number) for number, count in counts.items() if count > 1)
     anchors = {number for _, number in often[:_ANCHORS]}
-    places: dict[int, list[int]] = {}
-    for place, number in enumerate(calls):
+    by_number: dict[int, list[int]] = {}
+    for position, number in enumerate(calls):
         if number in anchors:
-            places.setdefault(number, []).append(place)
+            by_number.setdefault(number, []).append(position)
     return {
         after - before
-        for positions in places.values()
+        for positions in by_number.values()
         for start in (0, 1)
         for before in positions[start : start + 1]
         for after in positions[start + 1 : start + 1 + _PLACES]

@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -158,33 +158,67 @@ def _prompt(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
     return {"input_ids": make.ids(below, sizes["batch"], sizes.get("kv") or sizes["seq"])}
 
 
-def _hugging_face(model: str, config: str) -> Callable[[Settings], nn.Module]:
+Builder = Callable[[Settings], nn.Module]
+
+
+def _net(net: Callable[..., nn.Module], *of_inputs: str) -> Builder:
+    """Builds a net from settings, some of which are sizes of its inputs alone."""
+    return lambda settings: net(**{n: v for n, v in settings.items() if n not in of_inputs})
+
+
+def _hugging_face(family: str, head: str) -> Builder:
     def build(settings: Settings) -> nn.Module:
         import transformers
 
-        module: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
+        config = getattr(transformers, f"{family}Config")(**settings)
+        module: nn.Module = getattr(transformers, family + head)(config)
         return module
 
     return build
 
 
-def _language(
+def _model(
     name: str,
     kind: str,
-    model: str,
-    config: str,
+    build: Builder | str,
+    inputs: Callable[[Settings, Sizes, Make], dict[str, Tensor]],
     steps: Mapping[str, Sequence[tuple[str, Sizes]]],
     **scales: Settings,
 ) -> SuiteModel:
+    """A model of the suite.  build: a net, or the family and head of a class of transformers."""
     return SuiteModel(
         name=name,
         kind=kind,
         settings=scales,
-        build=_hugging_face(model, config),
-        inputs=_prompt,
+        build=_hugging_face(*build.split()) if isinstance(build, str) else build,
+        inputs=inputs,
         steps=steps,
-        library="transformers",
+        library="transformers" if isinstance(build, str) else "",
     )
+
+
+def _decoder(
+    width: int, layers: int, heads: int, keys: int, hidden: int, vocabulary: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "key_heads": keys,
+        "hidden": hidden,
+        "vocabulary": vocabulary,
+        **more,
+    }
+
+
+def _bert(width: int, layers: int, heads: int, hidden: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": hidden,
+        "vocab_size": vocabulary,
+    }
 
 
 def _llama(
@@ -267,230 +301,165 @@ def _words(settings: Settings, sizes: Sizes, make: Make) -> dict[str, Tensor]:
     return {"words": make.ids(settings["vocabulary"], sizes["batch"], sizes["seq"])}
 
 
-def _without(size: str, net: Callable[..., nn.Module]) -> Callable[[Settings], nn.Module]:
-    """Builds a net from settings, of which one is a size of its inputs alone."""
-    return lambda settings: net(**{n: value for n, value in settings.items() if n != size})
-
-
-_RESNET: dict[str, Settings] = {
-    "full": {"widths": (64, 128, 256, 512), "depths": (3, 4, 6, 3)},
-    "small": {"widths": (64, 128, 256, 512), "depths": (2, 2, 2, 2), "side": 112},
-    "tiny": {"widths": (8, 16), "depths": (1, 1), "side": 32},
-}
-_MOBILE: dict[str, Settings] = {
-    "full": {"widths": (32, 64, 128, 256), "depths": (2, 3, 5, 3), "inverted": True},
-    "small": {"widths": (16, 32, 64, 128), "depths": (1, 2, 3, 2), "inverted": True, "side": 112},
-    "tiny": {"widths": (8, 16), "depths": (1, 1), "inverted": True, "side": 32},
-}
+_RESNET = _model(
+    "resnet-50",
+    "convolution",
+    _net(nets.ConvNet, "side"),
+    _image,
+    _IMAGES,
+    full=dict(widths=(64, 128, 256, 512), depths=(3, 4, 6, 3)),
+    small=dict(widths=(64, 128, 256, 512), depths=(2, 2, 2, 2), side=112),
+    tiny=dict(widths=(8, 16), depths=(1, 1), side=32),
+)
 
 MODELS: tuple[SuiteModel, ...] = (
-    SuiteModel(
-        name="decoder",
-        kind="dense",
-        settings={
-            "full": dict(
-                width=2048, layers=16, heads=16, key_heads=4, hidden=8192, vocabulary=32000
-            ),
-            "small": dict(width=512, layers=4, heads=8, key_heads=4, hidden=1408, vocabulary=8192),
-            "tiny": dict(width=64, layers=2, heads=4, key_heads=2, hidden=128, vocabulary=512),
-        },
-        build=lambda settings: nets.Decoder(**settings),
-        inputs=_prompt,
-        steps=_CACHED,
+    _model(
+        "decoder",
+        "dense",
+        _net(nets.Decoder),
+        _prompt,
+        _CACHED,
+        full=_decoder(2048, 16, 16, 4, 8192, 32000),
+        small=_decoder(512, 4, 8, 4, 1408, 8192),
+        tiny=_decoder(64, 2, 4, 2, 128, 512),
     ),
-    SuiteModel(
-        name="resnet-50",
-        kind="convolution",
-        settings=_RESNET,
-        build=_without("side", nets.ConvNet),
-        inputs=_image,
-        steps=_IMAGES,
+    _RESNET,
+    _model(
+        "vit-l",
+        "vision",
+        _net(nets.VisionTransformer),
+        _image,
+        _IMAGES,
+        full=dict(image=224, patch=16, width=1024, layers=24, heads=16),
+        small=dict(image=112, patch=16, width=384, layers=6, heads=6),
+        tiny=dict(image=32, patch=8, width=64, layers=2, heads=4),
     ),
-    SuiteModel(
-        name="vit-l",
-        kind="vision",
-        settings={
-            "full": dict(image=224, patch=16, width=1024, layers=24, heads=16),
-            "small": dict(image=112, patch=16, width=384, layers=6, heads=6),
-            "tiny": dict(image=32, patch=8, width=64, layers=2, heads=4),
-        },
-        build=lambda settings: nets.VisionTransformer(**settings),
-        inputs=_image,
-        steps=_IMAGES,
+    _model(
+        "mixture",
+        "experts",
+        _net(nets.Decoder),
+        _prompt,
+        _SHORT,
+        full=_decoder(2048, 8, 16, 4, 4096, 32000, experts=8),
+        small=_decoder(384, 3, 6, 2, 768, 4096, experts=8),
+        tiny=_decoder(64, 1, 4, 2, 96, 256, experts=4),
     ),
-    SuiteModel(
-        name="mixture",
-        kind="experts",
-        settings={
-            "full": dict(
-                width=2048,
-                layers=8,
-                heads=16,
-                key_heads=4,
-                hidden=4096,
-                vocabulary=32000,
-                experts=8,
-            ),
-            "small": dict(
-                width=384, layers=3, heads=6, key_heads=2, hidden=768, vocabulary=4096, experts=8
-            ),
-            "tiny": dict(
-                width=64, layers=1, heads=4, key_heads=2, hidden=96, vocabulary=256, experts=4
-            ),
-        },
-        build=lambda settings: nets.Decoder(**settings),
-        inputs=_prompt,
-        steps=_SHORT,
+    _model(
+        "unet",
+        "diffusion",
+        _net(nets.UNet, "side"),
+        _noise,
+        _PICTURES,
+        full=dict(width=320, factors=(1, 2, 4), heads=8, context=768, side=64),
+        small=dict(width=64, factors=(1, 2, 4), heads=4, context=128, side=32),
+        tiny=dict(width=16, factors=(1, 2), heads=2, context=16, side=16),
     ),
-    SuiteModel(
-        name="unet",
-        kind="diffusion",
-        settings={
-            "full": dict(width=320, factors=(1, 2, 4), heads=8, context=768, side=64),
-            "small": dict(width=64, factors=(1, 2, 4), heads=4, context=128, side=32),
-            "tiny": dict(width=16, factors=(1, 2), heads=2, context=16, side=16),
-        },
-        build=_without("side", nets.UNet),
-        inputs=_noise,
-        steps=_PICTURES,
+    _model(
+        "lstm",
+        "recurrent",
+        _net(nets.Recurrent),
+        _words,
+        _SEQUENCES,
+        full=dict(vocabulary=32000, width=512, hidden=1024, layers=3),
+        small=dict(vocabulary=4096, width=128, hidden=256, layers=2),
+        tiny=dict(vocabulary=256, width=16, hidden=32, layers=1),
     ),
-    SuiteModel(
-        name="lstm",
-        kind="recurrent",
-        settings={
-            "full": dict(vocabulary=32000, width=512, hidden=1024, layers=3),
-            "small": dict(vocabulary=4096, width=128, hidden=256, layers=2),
-            "tiny": dict(vocabulary=256, width=16, hidden=32, layers=1),
-        },
-        build=lambda settings: nets.Recurrent(**settings),
-        inputs=_words,
-        steps=_SEQUENCES,
-    ),
-    _language(
+    _model(
         "llama-1b",
         "dense",
-        "LlamaForCausalLM",
-        "LlamaConfig",
+        "Llama ForCausalLM",
+        _prompt,
         _CACHED,
         full=_llama(2048, 8192, 16, 32, 8, 128256),
         small=_llama(512, 1408, 4, 8, 4, 8192),
         tiny=_llama(64, 128, 2, 4, 2, 512),
     ),
-    _language(
+    _model(
         "bert-large",
         "encoder",
-        "BertModel",
-        "BertConfig",
+        "Bert Model",
+        _prompt,
         _SEQUENCES,
-        full=dict(
-            hidden_size=1024,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            intermediate_size=4096,
-            vocab_size=30522,
-        ),
-        small=dict(
-            hidden_size=384,
-            num_hidden_layers=6,
-            num_attention_heads=6,
-            intermediate_size=1536,
-            vocab_size=8192,
-        ),
-        tiny=dict(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=128,
-            vocab_size=512,
-        ),
+        full=_bert(1024, 24, 16, 4096, 30522),
+        small=_bert(384, 6, 6, 1536, 8192),
+        tiny=_bert(64, 2, 4, 128, 512),
     ),
-    _language(
+    _model(
         "deepseek-v3-cut",
         "experts",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
+        "DeepseekV3 ForCausalLM",
+        _prompt,
         _SHORT,
         full=_deepseek(4096, 9216, 4, 64, 64, 1536, 512, 128),
         small=_deepseek(256, 512, 3, 8, 16, 128, 64, 32),
         tiny=_deepseek(64, 128, 2, 4, 8, 32, 16, 16),
     ),
-    SuiteModel(
-        name="convnext-b",
-        kind="convolution",
-        settings={
-            "full": dict(hidden_sizes=[128, 256, 512, 1024], depths=[3, 3, 27, 3]),
-            "small": dict(hidden_sizes=[48, 96, 192, 384], depths=[2, 2, 4, 2], image_size=96),
-            "tiny": dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=64),
-        },
-        build=_hugging_face("ConvNextForImageClassification", "ConvNextConfig"),
-        inputs=_pixels,
-        steps=_IMAGES,
-        library="transformers",
+    _model(
+        "convnext-b",
+        "convolution",
+        "ConvNext ForImageClassification",
+        _pixels,
+        _IMAGES,
+        full=dict(hidden_sizes=[128, 256, 512, 1024], depths=[3, 3, 27, 3]),
+        small=dict(hidden_sizes=[48, 96, 192, 384], depths=[2, 2, 4, 2], image_size=96),
+        tiny=dict(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], image_size=64),
     ),
-    _language(
+    _model(
         "mixtral-8x1b",
         "experts",
-        "MixtralForCausalLM",
-        "MixtralConfig",
+        "Mixtral ForCausalLM",
+        _prompt,
         _SHORT,
         full=_llama(2048, 7168, 8, 32, 8, 32000),
         small=_llama(256, 512, 3, 8, 4, 4096, num_local_experts=8),
         tiny=_llama(64, 96, 1, 4, 2, 256, num_local_experts=4),
     ),
-    _language(
+    _model(
         "gpt2",
         "dense",
-        "GPT2LMHeadModel",
-        "GPT2Config",
+        "GPT2 LMHeadModel",
+        _prompt,
         _SHORT,
         full=_gpt2(12, 768, 12, 50257),
         small=_gpt2(4, 256, 4, 4096),
         tiny=_gpt2(2, 64, 4, 512),
     ),
-    SuiteModel(
-        name="mobile",
-        kind="convolution",
-        settings=_MOBILE,
-        build=_without("side", nets.ConvNet),
-        inputs=_image,
-        steps=_IMAGES,
+    _model(
+        "mobile",
+        "convolution",
+        _net(nets.ConvNet, "side"),
+        _image,
+        _IMAGES,
+        full=dict(widths=(32, 64, 128, 256), depths=(2, 3, 5, 3), inverted=True),
+        small=dict(widths=(16, 32, 64, 128), depths=(1, 2, 3, 2), inverted=True, side=112),
+        tiny=dict(widths=(8, 16), depths=(1, 1), inverted=True, side=32),
     ),
-    SuiteModel(
-        name="resnet-50-channels-last",
-        kind="convolution",
-        settings=_RESNET,
-        build=_without("side", nets.ConvNet),
-        inputs=_image,
-        steps=_IMAGES,
-        channels_last=True,
+    replace(_RESNET, name="resnet-50-channels-last", channels_last=True),
+    _model(
+        "recommender",
+        "recommender",
+        _net(nets.Recommender, "looked_up"),
+        _clicks,
+        _CLICKS,
+        full=dict(rows=400_000, tables=26, width=128, dense=13, hidden=1024, looked_up=20),
+        small=dict(rows=40_000, tables=12, width=64, dense=13, hidden=512, looked_up=10),
+        tiny=dict(rows=100, tables=3, width=8, dense=5, hidden=16, looked_up=2),
     ),
-    SuiteModel(
-        name="recommender",
-        kind="recommender",
-        settings={
-            "full": dict(rows=400_000, tables=26, width=128, dense=13, hidden=1024, looked_up=20),
-            "small": dict(rows=40_000, tables=12, width=64, dense=13, hidden=512, looked_up=10),
-            "tiny": dict(rows=100, tables=3, width=8, dense=5, hidden=16, looked_up=2),
-        },
-        build=_without("looked_up", nets.Recommender),
-        inputs=_clicks,
-        steps=_CLICKS,
-    ),
-    _language(
+    _model(
         "t5-large-encoder",
         "encoder",
-        "T5EncoderModel",
-        "T5Config",
+        "T5 EncoderModel",
+        _prompt,
         _SEQUENCES,
         full=dict(d_model=1024, d_ff=4096, num_layers=24, num_heads=16, d_kv=64, vocab_size=32128),
         small=dict(d_model=256, d_ff=1024, num_layers=4, num_heads=4, d_kv=64, vocab_size=4096),
         tiny=dict(d_model=64, d_ff=128, num_layers=2, num_heads=4, d_kv=16, vocab_size=512),
     ),
-    _language(
+    _model(
         "llama-8b",
         "dense",
-        "LlamaForCausalLM",
-        "LlamaConfig",
+        "Llama ForCausalLM",
+        _prompt,
         {"full": [step for step in _CACHED["full"] if step[0] != "training"]},
         full=_llama(4096, 14336, 32, 32, 8, 128256),
     ),

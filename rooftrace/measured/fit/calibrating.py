@@ -398,38 +398,24 @@ def _of_trace(
     """Knobs from the kernels of one trace; equal kernels are left out together."""
     device = next(iter(trace.devices.values()), wanted.chip.name)
     if wanted.model.fusion != "none" and is_compiled(trace):
-        return _of_compiled_trace(trace, graphs_of, wanted, device)
-    match = pairing.best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
-    priced = match.estimate
-    planned, aligned = priced.plan, match.alignment
-    bytes_of = of_alignment(aligned, planned, wanted.ground)
-    wanted = wanted.with_traffic([bytes_of], device)
-    seconds = of_ops(planned, aligned.seconds)
-    plain = kernel_cases(planned, wanted.chip, seconds, priced.phase)
-    cases = kernel_cases(planned.as_run(wanted.model), wanted.chip, seconds, priced.phase)
+        best, _ = pairing.best_fused(trace, graphs_of, wanted.tell)
+        kernels = of_fused(best)
+        wanted = wanted.with_traffic([kernels.bytes(wanted.ground)], device)
+        planned, ran = kernels.ran, on_its_kernels(kernels, wanted.start)
+        seconds, phase = kernels.seconds, best.detected.source.phase
+    else:
+        match = pairing.best_match(trace, graphs_of, wanted.chip, wanted.model, wanted.tell)
+        planned, phase = match.estimate.plan, match.estimate.phase
+        moved = of_alignment(match.alignment, planned, wanted.ground)
+        wanted = wanted.with_traffic([moved], device)
+        ran, seconds = planned.as_run(wanted.model), of_ops(planned, match.alignment.seconds)
+    plain = kernel_cases(planned, wanted.chip, seconds, phase)
+    cases = kernel_cases(ran, wanted.chip, seconds, phase)
     if not cases:
         raise MeasuredRequestError(
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
-    return _of_kernels(cases, replace(wanted, plain=plain), len(priced.plan.groups), {})
-
-
-def _of_compiled_trace(
-    trace: Trace, graphs_of: Callable[[], Graphs] | None, wanted: _FitRequest, device: str
-) -> Calibration:
-    """Knobs from the kernels of a compiled step, whose ops are told by the names of kernels."""
-    best, _ = pairing.best_fused(trace, graphs_of, wanted.tell)
-    kernels = of_fused(best)
-    wanted = wanted.with_traffic([kernels.bytes(wanted.ground)], device)
-    phase = best.detected.source.phase
-    plain = kernel_cases(kernels.ran, wanted.chip, kernels.seconds, phase)
-    ran = on_its_kernels(kernels, wanted.start)
-    cases = kernel_cases(ran, wanted.chip, kernels.seconds, phase)
-    if not cases:
-        raise MeasuredRequestError(
-            f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
-        )
-    return _of_kernels(cases, replace(wanted, plain=plain), len(kernels.ran.groups), {})
+    return _of_kernels(cases, replace(wanted, plain=plain), len(planned.groups), {})
 
 
 def _of_kernels(

@@ -21,6 +21,7 @@ from rooftrace.errors import ProfileError, hint
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES, CollectiveFit
 from rooftrace.hardware.units import listed, plural
+from rooftrace.measured.fit.cases import Errors, errors
 from rooftrace.measured.profiles import tables
 
 SPELLINGS = {text: kind.name for kind in COLLECTIVES.values() for text in kind.spellings}
@@ -33,7 +34,7 @@ _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([a-z]\w*)\s+(\w+)\s+(.*)$")
 
 
 def read_collectives(path: str | os.PathLike[str]) -> tuple[TimedCollective, ...]:
-    """The measured collectives of a file; its contents tell what it is.
+    """The measured collectives of a file of either format.
 
     Raises OSError, or ProfileError for a file that holds none.
     """
@@ -119,7 +120,7 @@ def _printed_points(path: Path, rows: list[tuple[int, str]]) -> Iterator[TimedCo
 
 
 def _op_of_name(path: Path, line: int) -> str:
-    """The op by the file's name, where the output does not say what ran."""
+    """The op by the file's name, for an output that names none."""
     for name in (*COLLECTIVES, *SPELLINGS):
         if path.stem.lower().startswith(name):
             return SPELLINGS.get(name, name)
@@ -167,26 +168,6 @@ class TimedCollective:
     seconds: float
     dtype: str = ""
     library: str = "nccl"
-
-
-@dataclass(frozen=True, slots=True)
-class FitScore:
-    """Errors of predictions: |predicted / measured - 1|."""
-
-    mean: float
-    p90: float
-    count: int
-
-    def __str__(self) -> str:
-        return f"mean {self.mean:.1%}, p90 {self.p90:.1%} of {self.count}"
-
-
-def score_of(predicted: Any, measured: Any) -> FitScore:
-    """The score of predicted seconds beside measured ones."""
-    errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
-    if not len(errors):
-        return FitScore(float("nan"), float("nan"), 0)
-    return FitScore(float(errors.mean()), float(np.quantile(errors, 0.9)), len(errors))
 
 
 LOW = (-17.0, -19.0, -7.0, -1.0, -0.3, -5.0, -16.0)
@@ -293,14 +274,14 @@ class FittedCollective:
     """Constants of one op, and their errors on the points they were fitted to."""
 
     fit: CollectiveFit
-    score: FitScore
+    errors: Errors
 
     def __str__(self) -> str:
-        fit = self.fit
+        fit, off = self.fit, self.errors
         return (
             f"{fit.library} {fit.op}: alpha {fit.alpha * 1e6:.3g} us, step {fit.step * 1e6:.3g} "
             f"us, efficiency {fit.efficiency:.3g}, p {fit.p:.3g}, fall {fit.fall:.3g}, up to "
-            f"{fit.ranks} ranks; {self.score}"
+            f"{fit.ranks} ranks; mean {off.mean:.1%}, p90 {off.p90:.1%} of {off.count}"
         )
 
 
@@ -364,4 +345,6 @@ def _fitted(system: System, points: Sequence[TimedCollective], source: str) -> F
         source=source,
     )
     constants = (fit.alpha, fit.step, fit.efficiency, fit.p, fit.fall)
-    return FittedCollective(fit, score_of(seconds_of(constants, steps, wire, ranks), seconds))
+    names = [f"{p.ranks} ranks, {p.nbytes:g} bytes" for p in points]
+    predicted = seconds_of(constants, steps, wire, ranks).tolist()
+    return FittedCollective(fit, errors(names, predicted, [p.seconds for p in points]))

@@ -50,7 +50,7 @@ _NOISE_CASES = 2.0
 """Weight of this first guess, in measurements."""
 UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
-_CLOSE = 1e-4  # of its own size, a step of the solver is the last
+_CLOSE = 1e-4  # relative: a smaller step of the solver is the last
 
 
 class Space:
@@ -108,7 +108,7 @@ class Space:
 
         def residuals(vector: Array, noise: float) -> Array:
             off = np.log(stack.predict(self.knobs(vector)) / stack.measured) / noise
-            # Cases count by a robust loss, priors in full; of two none can be told to be far off.
+            # Cases count by a robust loss, priors in full; of two neither is an outlier.
             robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) if len(off) > 2 else off
             return np.concatenate([robust, vector / priors])
 

@@ -153,7 +153,7 @@ def step_bytes(
     """
     counters = any(size is not None for size in measured.counted)
     held_by = _held(ran, chip)
-    # DRAM counters do not see cache hits; in seconds these save what the bandwidth of a cache does.
+    # DRAM counters do not see cache hits; these save seconds by the bandwidth of the cache.
     part = 1 - 1 / knobs.cache
     if counters or measured.total is not None:
         part = 0.0 if measured.flushed else 1.0

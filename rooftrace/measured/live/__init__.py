@@ -1,4 +1,4 @@
-"""Steps of the user's own loop while it runs, and callbacks of trainers that watch it."""
+"""Steps of the user's loop while it runs, and callbacks of trainers that watch it."""
 
 from rooftrace._face import face
 

@@ -92,7 +92,7 @@ def graph_of(
 ) -> OpGraph:
     """The graph of calls, each with its backward, and of steps of optimizers by their numbers.
 
-    Raises what `rooftrace.trace` raises.
+    Raises the errors of `rooftrace.trace`.
     """
     for module in notebook.modules:
         _refuse_sharded(module)

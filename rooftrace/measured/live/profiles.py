@@ -186,7 +186,7 @@ class FewSteps:
 
 
 # -- remarks ---------------------------------------------------------------------------------------
-# The profiled steps beside their estimate, and what a reader of the figures should know.
+# Of the profiled steps against their estimate, and of the limits of the figures.
 
 _GRAPH_OF_CALLER = (
     "counted is the graph that was handed in, for steps that do what the first timed one did"

@@ -1,4 +1,4 @@
-"""The kinds of files with measurements, told apart by their first bytes, never by their names.
+"""The kinds of files with measurements, which their first bytes decide, never their names.
 
 To add a kind: a function that reads it, with @rooftrace.extend.source.
 """

@@ -145,7 +145,7 @@ def _nest(ops: Ops, modules: ModuleSpans) -> None:
 
 
 def _lend_modules_to_backward(ops: Ops) -> None:
-    """A backward op, and what it calls, is in the modules of the forward op with its number."""
+    """Give backward ops and their calls the modules of the forward op with the same number."""
     forward: dict[int, int] = {}
     for sequence, backward, stack in zip(ops.sequence, ops.backward, ops.modules, strict=True):
         if sequence != NONE and not backward and stack != NONE:

@@ -1,7 +1,7 @@
 """The records of a trace: kernels, CPU ops, annotations and steps; no files, no graphs.
 
 Times are in seconds, `start` since the earliest event of the trace.  A trace has millions of
-events, so tables keep columns and make a record when one is asked for.
+events, so tables keep columns and make a record on access.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NONE = -1
 """No index, no id."""
 
 PROFILER_STEP = "ProfilerStep"
-"""The name of the ranges that the profiler's own schedule puts around steps."""
+"""The name of the ranges that the profiler's schedule puts around steps."""
 
 WHOLE = "the whole trace"
 """The name of the step of a trace without marks."""

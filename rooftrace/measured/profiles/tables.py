@@ -116,10 +116,10 @@ def check_header(path: Path, line: int, header: Sequence[str]) -> None:
     """Raise ProfileError for a header that names a column twice."""
     twice = [name for name, count in Counter(map(str.lower, header)).items() if name and count > 1]
     if twice:
-        places = [i for i, name in enumerate(header, start=1) if name.lower() == twice[0]]
+        numbers = [i for i, name in enumerate(header, start=1) if name.lower() == twice[0]]
         raise ProfileError(
-            f"{path}: line {line}: column {twice[0]!r:.60} is there {len(places)} times (as "
-            f"columns {', '.join(map(str, places)):.60}): give each its own name"
+            f"{path}: line {line}: column {twice[0]!r:.60} is there {len(numbers)} times (as "
+            f"columns {', '.join(map(str, numbers)):.60}): give each its own name"
         )
 
 

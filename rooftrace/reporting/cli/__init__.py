@@ -22,9 +22,8 @@ from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.device_commands import calibrate, chips, measure, systems, validate
 from rooftrace.reporting.cli.diff_command import diff, inventory
 from rooftrace.reporting.cli.gate_commands import check, lock
-from rooftrace.reporting.cli.model_commands import compare, report, trace
+from rooftrace.reporting.cli.model_commands import compare, report, run_script, trace
 from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
-from rooftrace.reporting.cli.run_command import run_script
 from rooftrace.reporting.cli.step_commands import (
     breaks,
     explain,
@@ -180,17 +179,13 @@ def _end_orderly() -> None:
             signal.signal(number, end)
 
 
-_OPTIONS = {"repeats": "no-repeats"} | {
-    each.name: each.spelled.removeprefix("--")
-    for each in CALLS["estimate"].options()
-    if each.name != "repeats"
-}
+_OPTIONS = {each.name: each.spelled.split("/")[-1] for each in CALLS["estimate"].options()}
 """Options by the names of arguments."""
 
 
 def _message(error: BaseException) -> str:
     if isinstance(error, UnusedError):
-        option = "--" + _OPTIONS.get(error.name, error.name).replace("_", "-")
+        option = _OPTIONS.get(error.name, "--" + error.name.replace("_", "-"))
         value = "" if error.shown in ("True", "False") else f" {error.shown}"
         return f"{option}{value}: {error.reason}"
     if isinstance(error, OSError) and error.strerror and not is_ours(error):

@@ -16,16 +16,12 @@ from rooftrace._formats import FIGURES, names
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import (
-    TARGET_HELP,
-    form_option,
-    other_options,
-    timeline_option,
-)
+from rooftrace.reporting.cli.options import form_option, other_options, timeline_option
 from rooftrace.reporting.cli.output import OutputPath, say
 from rooftrace.reporting.cli.shared import (
     Command,
     CommandOutput,
+    command,
     console,
     once,
     progress,
@@ -40,10 +36,8 @@ _MEASURED = {
 }
 
 
-@click.command(
-    cls=Command,
-    functions=["measure_suite"],
-    helps={"phases": "Phases of a TARGET; default: all that it has."},
+@command(
+    "measure_suite", epilog=None, helps={"phases": "Phases of a TARGET; default: all that it has."}
 )
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
 @click.option(
@@ -98,10 +92,8 @@ def _measure_chip(
     say(f"\nwritten to {out}; use it as --chip {out}")
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["calibrate"],
+@command(
+    "calibrate",
     defaults={"chip": "with --run: this device, measured now"},
     helps={
         **_MEASURED,
@@ -190,10 +182,8 @@ def _measured_now(target: str, arguments: dict[str, Any]) -> tuple[rt.types.Run,
     return run, {name: value for name, value in arguments.items() if name not in job}
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["validate"],
+@command(
+    "validate",
     helps=_MEASURED,
     results=[
         form_option(names("page", "data"), "Default: terminal.", default="terminal"),
@@ -294,28 +284,21 @@ def _calibrate_collectives(path: str | None, name: str | None, out: str) -> None
 # -- hardware commands -----------------------------------------------------------------------------
 # Commands on chips, and on systems of many chips: list, show, lint.
 
-Shelf = tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]
-"""The functions of a kind: load one, name all that come with rooftrace, check a file."""
+Kind = Literal["chips", "systems"]
 
 
-def _chips() -> Shelf:
+def _functions(kind: Kind) -> tuple[Callable[..., Any], Callable[[], Any], Callable[..., Any]]:
+    """The functions of a kind: load one, name all that come with rooftrace, check a file."""
     from rooftrace.hardware import available_chips, load_chip
     from rooftrace.hardware.chipfile import lint_chip
-
-    return load_chip, available_chips, lint_chip
-
-
-def _systems() -> Shelf:
     from rooftrace.hardware.systems import available_systems, lint_system, load_system
 
+    if kind == "chips":
+        return load_chip, available_chips, lint_chip
     return load_system, available_systems, lint_system
 
 
-def _group(
-    kind: Literal["chips", "systems"],
-    shelf: Callable[[], Shelf],
-    helps: tuple[str, str, str, str],
-) -> click.Group:
+def _group(kind: Kind, helps: tuple[str, str, str, str]) -> click.Group:
     """The commands of a kind.  helps: of the group, and of list, show and lint."""
     about, listing, showing, linting = helps
     group = click.Group(kind, help=about)
@@ -330,7 +313,7 @@ def _group(
     @group.command("show", help=showing, results=results())
     @click.argument("name")
     def show(name: str, output: CommandOutput) -> None:
-        load, _, _ = shelf()
+        load, _, _ = _functions(kind)
         output.write(load(name))
 
     @group.command("lint", help=linting)
@@ -338,7 +321,7 @@ def _group(
     def lint(paths: tuple[str, ...]) -> None:
         from rooftrace.hardware.units import plural
 
-        _, available, check = shelf()
+        _, available, check = _functions(kind)
         bad = 0
         for path in paths or available():
             findings = check(path)
@@ -353,13 +336,13 @@ def _group(
     return group
 
 
-chips = _group("chips", _chips, (
+chips = _group("chips", (
     "List, show and lint chips.",
     "List every chip with its dense peaks, memory and ridge point.",
     "Show every fact of a chip (a name or a TOML path) with its source and kind.",
     "Check chip files (default: those that come with rooftrace); exit 1 on errors or warnings.",
 ))  # fmt: skip
-systems = _group("systems", _systems, (
+systems = _group("systems", (
     "List, show and lint systems of many chips.",
     "List every system with its chip and its links.",
     "Show every fact and fitted constant of a system (a name or a TOML path) with its source.",

@@ -13,7 +13,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.options import TARGET_HELP, click_option, other_options, typed
 from rooftrace.reporting.cli.output import complain
-from rooftrace.reporting.cli.shared import Command, CommandOutput, once, progress, results
+from rooftrace.reporting.cli.shared import CommandOutput, command, once, progress, results
 from rooftrace.reporting.commands import options
 from rooftrace.reporting.commands.calls import CALLS
 from rooftrace.reporting.commands.options import Option
@@ -22,10 +22,9 @@ _HELP = f"""{TARGET_HELP}  It may also be a checkpoint: a file of safetensors or
 the index.json of a sharded one, or a folder with one."""
 
 
-@click.command(
-    cls=Command,
+@command(
+    "inventory",
     epilog=_HELP,
-    functions=["inventory"],
     results=results("data", plot="Draw a histogram of each tensor; reads the values."),
 )
 @click.argument("target")
@@ -66,10 +65,8 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
 # The command diff: two targets, two revisions of one, or one target with different options.
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["diff"],
+@command(
+    "diff",
     defaults={
         "chip": "h200-sxm; of measured runs their device",
         "execution": "efficient; of measured runs the one that they ran under",

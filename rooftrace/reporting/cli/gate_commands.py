@@ -15,9 +15,9 @@ from rooftrace._escapes import visible
 from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
-from rooftrace.reporting.cli.options import TARGET_HELP, form_option, load_rules, out_option
+from rooftrace.reporting.cli.options import form_option, load_rules, out_option
 from rooftrace.reporting.cli.output import OutputPath, say
-from rooftrace.reporting.cli.shared import Command, CommandOutput, progress
+from rooftrace.reporting.cli.shared import CommandOutput, command, progress
 from rooftrace.reporting.commands.pricing import PricingOptions
 
 if TYPE_CHECKING:
@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 FORMS = tuple(form for form in names("page", "data", "gate") if form != "html")
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["lock"],
-    run_rules=False,
-    defaults={"execution": "efficient; of a script: mixed"},
-)
+@command("lock", run_rules=False, defaults={"execution": "efficient; of a script: mixed"})
 @click.argument("targets", nargs=-1, metavar="[TARGET]...")
 @click.option(
     "-o",
@@ -126,9 +120,9 @@ def _at(settings: Settings, path: str) -> Settings:
     return replace(settings, lock=os.path.relpath(path, settings.folder))
 
 
-@click.command(
-    cls=Command,
-    functions=["check"],
+@command(
+    "check",
+    epilog=None,
     results=[
         form_option(
             FORMS,

@@ -1,4 +1,4 @@
-"""Commands on models: report, trace, compare."""
+"""Commands on models and scripts: report, trace, compare, run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ from typing import Any
 import click
 
 import rooftrace as rt
-from rooftrace._formats import FIGURES, TEXTS
+from rooftrace._formats import FIGURES, TEXTS, USUAL
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
-from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import (
-    TARGET_HELP,
-    style_option,
-    timeline_option,
-)
+from rooftrace.errors import RequestError, hint
+from rooftrace.reporting.cli.options import style_option, timeline_option
 from rooftrace.reporting.cli.output import OutputPath, complain, say
 from rooftrace.reporting.cli.shared import (
-    Command,
     CommandOutput,
+    command,
     console,
     once,
     progress,
@@ -34,10 +30,8 @@ from rooftrace.reporting.cli.shared import (
 from rooftrace.reporting.commands.options import words
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["report"],
+@command(
+    "report",
     helps={"chip": "Chips by name or TOML path; times are those of the first."},
     results=[
         click.Option(
@@ -104,9 +98,8 @@ def report(
             raise RequestError(f"--table {table} is of one step: {other} is for a report")
         _write_table(targets[0], table, align or 16, formats, output, arguments)
         return
-    how = {} if formats is None else {"formats": formats}
-    if formats is not None:
-        check_formats(formats)
+    used = USUAL if formats is None else formats
+    check_formats(used)
     out = output.out
     single = _format_of_file(formats, output)
     many = len(targets) > 1
@@ -115,7 +108,7 @@ def report(
             f"--out {out}: it is for one TARGET, and {len(targets)} are named; name a folder"
         )
     if out not in (None, "-") and not single and not many:
-        check_folder(Path(str(out)), **how)
+        check_folder(Path(str(out)), used)
     arguments = {"max_batch": max_batch, **arguments}
     if many:
         report_many(targets, formats, output, arguments)
@@ -125,7 +118,7 @@ def report(
     if out == "-":
         replace(output, form=(formats or ("json",))[0]).write(result)
         return
-    _write(result, single, how, output)
+    _write(result, single, used, output)
     output.write_timeline(result)
 
 
@@ -154,10 +147,8 @@ def _write_table(
     output.write(rows, of=estimate)
 
 
-def _write(result: Any, single: str, how: Any, output: CommandOutput) -> None:
+def _write(result: Any, single: str, formats: Sequence[str], output: CommandOutput) -> None:
     """A report to the screen, and to the folder or the one file of --out."""
-    from rooftrace.reporting.views import shown
-
     paths: Sequence[Path] = ()
     out = output.out
     if out is not None and single:
@@ -165,8 +156,8 @@ def _write(result: Any, single: str, how: Any, output: CommandOutput) -> None:
     elif out is not None:
         with progress():
             tell("writing the report")
-            paths = result.write(Path(out), **how, style=output.style)
-    console().print(rendered(lambda: shown(result, "rich")))
+            paths = result.write(Path(out), formats, style=output.style)
+    console().print(rendered(result, "rich"))
     if paths:
         say(f"\nwritten to {Path(out or '.')}{os.sep}: {', '.join(_names(paths))}")
     elif out is not None:
@@ -210,7 +201,7 @@ def _format_of_file(formats: Sequence[str] | None, output: CommandOutput) -> str
     return ending
 
 
-@click.command(cls=Command, epilog=TARGET_HELP, functions=["priced_graphs"])
+@command("priced_graphs")
 @click.argument("target")
 @click.option(
     "-o",
@@ -239,7 +230,7 @@ def trace(target: str, out: str, arguments: dict[str, Any]) -> None:
     say(f"{out}: {counts}")
 
 
-@click.command(cls=Command, epilog=TARGET_HELP, functions=["compare"], results=results("data"))
+@command("compare", results=results("data"))
 @click.argument("target")
 @click.option(
     "--with",
@@ -284,15 +275,13 @@ def report_many(
     arguments: dict[str, Any],
 ) -> None:
     """Reports on several targets; exits with 1 where one of them failed."""
-    from rooftrace.reporting.views import shown
-
     out = output.out
     with progress():
         result = rt.tools.reports(
             targets, out=out, formats=formats, style=output.style, **arguments
         )
     if result.reports:
-        console().print(rendered(lambda: shown(result, "rich")))
+        console().print(rendered(result, "rich"))
     if out is not None and result.reports:
         there = [path for path in sorted(Path(out).iterdir()) if path.name[0] not in "._"]
         said = ", ".join(path.name + os.sep * path.is_dir() for path in there)
@@ -303,3 +292,78 @@ def report_many(
         complain(f"{target} failed: {why}")
     if result.failures:
         sys.exit(1)
+
+
+# -- run -------------------------------------------------------------------------------------------
+# `rooftrace run SCRIPT`: an unmodified script on a GPU that is not there.
+
+_RUN = """The script runs as written, on the CPU and its memory, without a GPU.  It sees a CUDA
+device with the name and memory of the chip.  Tensors there have shapes and no values: a loss that
+is read is a stated assumption.  What it does on the host is real: data, logging, files.
+
+\b
+    rooftrace run --chip h100-sxm train.py --batch_size=12
+    rooftrace run --system dgx-a100 -- torchrun --nproc_per_node=8 train.py config.py
+"""
+
+
+@command(
+    "run",
+    name="run",
+    epilog=_RUN,
+    defaults={"execution": "mixed"},
+    results=results(
+        "data",
+        "rows",
+        timeline="Write all of the run there, data loaders and the device; for ui.perfetto.dev.",
+    ),
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("command", metavar="SCRIPT [ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
+@click.option("--to-end", is_flag=True, help="Run the script to its end, not only --steps steps.")
+@click.option(
+    "--save",
+    type=OutputPath(),
+    metavar="FILE.json.gz",
+    help="Write the graphs of the steady step, for any command.",
+)
+def run_script(
+    command: tuple[str, ...],
+    to_end: bool,
+    save: str | None,
+    output: CommandOutput,
+    arguments: dict[str, Any],
+) -> None:
+    """Run SCRIPT, unmodified, on a GPU that is not there.
+
+    Options of rooftrace stand before SCRIPT; all that follows it is the script's.  A script that
+    exits with another code than 0 gives it to the command.
+    """
+    if not command:
+        raise click.UsageError("expected a script: rooftrace run train.py, or -- torchrun train.py")
+    if command[0].startswith("--"):
+        options = [name for o in run_script.params for name in o.opts if name[:2] == "--"]
+        raise click.UsageError(
+            f"no such option: {command[0]}{hint(command[0], options)}; options of rooftrace "
+            "stand before the script, and those of the script after it"
+        )
+    with once():
+        result = rt.run(list(command), **{**arguments, **({"steps": None} if to_end else {})})
+    if save is not None:
+        graphs = result.script.by_phase()
+        if not graphs:
+            raise RequestError("--save: nothing ran on the device, so there is no step to write")
+        rt.save(graphs, save)
+    shown = output.write(result, document=lambda: _document(result))
+    if shown and save is not None:
+        say(f"\nthe steady step is in {save}: rooftrace report {save}")
+    if result.script.code:
+        raise SystemExit(result.script.code)
+
+
+def _document(result: rt.types.ScriptCost) -> dict[str, Any]:
+    """The run; of each row also the fields that a report has of a step.  `peak` is in bytes."""
+    from rooftrace.reporting.sections import document
+
+    turns = [{**document(result.whole(row)), **row.to_dict()} for row in result.rows]
+    return {**result.to_dict(), "turns": turns}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from traceback import format_exception
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -25,6 +25,7 @@ from rooftrace._progress import WARNING, tell
 from rooftrace.reporting.cli.options import (
     FORCE,
     SECTIONS,
+    TARGET_HELP,
     TRACEBACK,
     call_options,
     click_option,
@@ -44,8 +45,6 @@ from rooftrace.reporting.cli.output import (
     form_by_ending,
     say,
 )
-
-Made = TypeVar("Made")
 
 
 def console() -> Any:
@@ -114,11 +113,13 @@ def _memory() -> str:
     return f", {pages * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
 
 
-def rendered(make: Callable[[], Made]) -> Made:
-    """The text of a result.  Numbers that only tables have are computed here, which may be slow."""
+def rendered(result: Any, form: str, **how: Any) -> Any:
+    """A result in a format.  Numbers that only tables have are computed here, which may be slow."""
+    from rooftrace.reporting.views import shown
+
     with progress():
         tell("making the tables")
-        return make()
+        return shown(result, form, **how)
 
 
 @contextlib.contextmanager
@@ -171,16 +172,15 @@ class CommandOutput:
         result.  how: of `rt.tools.save_timeline`.  Returns whether it was the terminal.
         """
         from rooftrace._writing import write_bytes
-        from rooftrace.reporting.views import shown
 
         on_terminal = self.format == "terminal" and self.out in (None, "-")
         if on_terminal:
-            console().print(rendered(lambda: shown(result, "rich")))
+            console().print(rendered(result, "rich"))
             if self.plot is not None:
                 say(f"\n{drawn} to {self.plot}")
         else:
             form = "md" if self.format == "terminal" else self.format
-            text = rendered(lambda: shown(result, form, style=self.style, document=document))
+            text = rendered(result, form, style=self.style, document=document)
             if self.out in (None, "-"):
                 click.echo(text, nl=False)
             else:  # the mark lets a later command replace the file
@@ -284,3 +284,10 @@ class Command(click.Command):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def command(
+    *functions: str, epilog: str | None = TARGET_HELP, **how: Any
+) -> Callable[[Callable[..., Any]], Command]:
+    """Make a Command of a callback.  how: of `Command`."""
+    return click.command(cls=Command, functions=functions, epilog=epilog, **how)

@@ -13,19 +13,9 @@ import click
 import rooftrace as rt
 from rooftrace._formats import TEXTS
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import (
-    TARGET_HELP,
-    form_option,
-    plot_option,
-    timeline_option,
-)
+from rooftrace.reporting.cli.options import TARGET_HELP, form_option, plot_option, timeline_option
 from rooftrace.reporting.cli.output import OutputPath, complain, say
-from rooftrace.reporting.cli.shared import (
-    Command,
-    CommandOutput,
-    progress,
-    results,
-)
+from rooftrace.reporting.cli.shared import CommandOutput, command, progress, results
 
 _BREAKS = f"""{TARGET_HELP}
 
@@ -33,9 +23,7 @@ Dynamo, the front end of torch.compile, runs on the module without a compiler an
 weights; the result has the cost of each line that ends a graph."""
 
 
-@click.command(
-    cls=Command, epilog=_BREAKS, functions=["graph_breaks"], results=results("data", "rows")
-)
+@command("graph_breaks", epilog=_BREAKS, results=results("data", "rows"))
 @click.argument("target")
 def breaks(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None:
     """List the graph breaks of torch.compile, and price each."""
@@ -44,10 +32,8 @@ def breaks(target: str, output: CommandOutput, arguments: dict[str, Any]) -> Non
     output.write(result)
 
 
-@click.command(
-    cls=Command,
-    epilog=TARGET_HELP,
-    functions=["explain"],
+@command(
+    "explain",
     helps={"chip": "Chips by name or TOML path; the first is explained, the sweep has all."},
     results=results("data", plot="Draw the sweep along the roofline of each chip.", timeline=True),
 )
@@ -68,10 +54,9 @@ _ROOFLINE = f"""{TARGET_HELP}
 --batch, --seq and --kv take several values of one of them (1,2,4,8); a line joins their points."""
 
 
-@click.command(
-    cls=Command,
+@command(
+    "roofline",
     epilog=_ROOFLINE,
-    functions=["roofline"],
     results=results(
         "data", "rows", plot="Draw all of it on one roofline.", style=True, timeline=True
     ),
@@ -100,10 +85,9 @@ chip.matrix.bf16, chip.link.intra.bandwidth; chip.matrix is all of them) or a kn
 factors (x0.5).  NAME+NAME=x0.5,x1 changes both together."""
 
 
-@click.command(
-    cls=Command,
+@command(
+    "sensitivity",
     epilog=_SENSITIVITY,
-    functions=["sensitivity"],
     results=results("data", "rows", plot="Draw a tornado.", timeline=True),
 )
 @click.argument("target")
@@ -156,10 +140,10 @@ and holds a share of the routed experts; everything else is on all of them.  Com
 link overlap perfectly at the rates of the datasheet: a lower bound."""
 
 
-@click.command(
-    cls=Command,
+@command(
+    "solve",
+    "explore",
     epilog=_SOLVE,
-    functions=["solve", "explore"],
     defaults={
         "chip": "h200-sxm; for cheapest all with a price",
         "execution": "serving for prefill and decode, else efficient",
@@ -231,10 +215,9 @@ alone for its usual range.  NAME: batch, seq, kv, a number of the config (config
 keyword of the function that TARGET names, or a name in the shape of an --input."""
 
 
-@click.command(
-    cls=Command,
+@command(
+    "sweep",
     epilog=_HELP,
-    functions=["sweep"],
     results=[
         click.Option(
             ["-o", "--out"],

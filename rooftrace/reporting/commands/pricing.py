@@ -49,8 +49,8 @@ class Workload:
     )  # fmt: skip
     settings: Mapping[str, Any] | None = option(
         help="Set a field of the config (config.num_hidden_layers=8), a keyword of the function "
-        "that TARGET names, or a field of every execution model (utilization.b_sat=64, "
-        "kv_append=as-run).  Repeatable.",
+        "that TARGET names, or, where steps are priced, a field of every execution model "
+        "(utilization.b_sat=64, kv_append=as-run).  Repeatable.",
         flag="--set", metavar="NAME=VALUE", repeats=True, read=options.settings,
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
@@ -175,7 +175,7 @@ class ExecutionOptions:
     what_if: Mapping[str, float] | None = option(
         help="Disturbances of a step of many processes: interference (share by which computing "
         "slows during an exchange), stragglers (spread of chips, over the mean), "
-        "expert-imbalance (tokens of the busiest expert, over the mean).",
+        "expert-imbalance (tokens of the busiest process, over the mean).",
         metavar="NAME=NUMBER,...", read=options.what_ifs,
     )  # fmt: skip
 

@@ -384,7 +384,7 @@ def grounds_of_times(estimates: Sequence[Estimate]) -> str:
 def _few_residuals(knobs: Knobs) -> str:
     """A note on an interval that rests on few steps; "" where it does not."""
     residuals = knobs.residuals.get(knobs.use)
-    return f"interval by {residuals.told}" if residuals is not None and residuals.few else ""
+    return f"interval by {residuals.basis}" if residuals is not None and residuals.few else ""
 
 
 # -- chips -----------------------------------------------------------------------------------------

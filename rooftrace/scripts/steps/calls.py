@@ -113,7 +113,7 @@ class ModuleCall:
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
-            trees.asked(self.module, "require_backward_grad_sync"),
+            trees.attribute(self.module, "require_backward_grad_sync"),
         )
         plain = not opaque and torch_private.peek_interpreter_stack() is None
         return Look((state, inside), plain, tuple(sizes))
@@ -194,7 +194,7 @@ def _held(item: Any) -> Any:
 
 def _inside(module: nn.Module) -> nn.Module:
     """The module inside torch's wrappers: of a compiled module, a replica or a shard."""
-    inner = trees.asked(module, "_orig_mod")
+    inner = trees.attribute(module, "_orig_mod")
     if inner is None and type(module).__module__.startswith("torch."):
         held = dict(module.named_children())  # TorchScript's are no dictionary
         inner = held.get("module", held.get("_fsdp_wrapped_module"))

@@ -1,4 +1,4 @@
-"""What-ifs and savings: one thing changed, planned and timed again."""
+"""Savings and what-ifs: one thing changed, planned and timed again."""
 
 from rooftrace._face import face
 

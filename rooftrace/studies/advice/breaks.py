@@ -1,7 +1,7 @@
 """Costs of graph breaks on a chip: a record of each break, and pricing from a run under Dynamo.
 
-In: a graph, what Dynamo showed of the same call, a chip.  Out: the step eager, compiled as it
-breaks, compiled without breaks, and compiled without the breaks of each line.
+In: a graph, a Dynamo run of the same call, a chip.  Out: the step eager, compiled as it breaks,
+compiled without breaks, and compiled without the breaks of each line.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class GraphBreaks(Plain, Shown):
 
     @property
     def total(self) -> float:
-        """The sum of what each line costs alone."""
+        """The sum of the costs of each line alone."""
         return sum(row.gain for row in self.rows)
 
     @property
     def title(self) -> str:
-        """Which step, on which chip, how."""
-        whole = self.whole
-        return f"{whole.graph.title} on {whole.chip.name}, {whole.execution.name}"
+        """The step, the chip and the execution."""
+        step = self.whole
+        return f"{step.graph.title} on {step.chip.name}, {step.execution.name}"
 
     def to_rows(self) -> list[dict[str, Any]]:
         """One mapping a line, in order."""
@@ -144,8 +144,8 @@ def price_breaks(graph: OpGraph, run: DynamoRun, chip: Chip, model: ExecutionMod
     ways = [without(stretches), *(without(stretches, [cause]) for cause in causes)]
     tell("pricing each break")
     graphs = placement.marked(*ways)
-    whole = estimate(Plan.each(graph, [model], savings=False)[0], chip)
-    study = Study(whole)
+    unbroken = estimate(Plan.each(graph, [model], savings=False)[0], chip)
+    study = Study(unbroken)
     broken, *rest = (study.estimate(Variant(graph=marked)) for marked in graphs)
     singles = _singles(placement)
     rows = [
@@ -164,7 +164,7 @@ def price_breaks(graph: OpGraph, run: DynamoRun, chip: Chip, model: ExecutionMod
         rows=tuple(rows),
         eager=study.estimate(Variant(execution=eager)),
         broken=broken,
-        whole=whole,
+        whole=unbroken,
         graphs=run.graphs,
         calls=run.calls,
         graph_breaks=run.graph_breaks,
@@ -175,7 +175,7 @@ def price_breaks(graph: OpGraph, run: DynamoRun, chip: Chip, model: ExecutionMod
 
 
 def _singles(placement: PlacedStep) -> Counter[int]:
-    """By cause: the forward's kernels that Python runs one by one."""
+    """Kernels of the forward that Python runs one by one, by cause."""
     counts: Counter[int] = Counter()
     for op, place in zip(placement.flat.ops, placement.stretch_of, strict=True):
         if place is not None and op.kind == "kernel" and op.part == PARTS[0]:
@@ -187,7 +187,7 @@ def _singles(placement: PlacedStep) -> Counter[int]:
 def _notes(
     graph: OpGraph, run: DynamoRun, placement: PlacedStep, broken: Estimate
 ) -> Iterator[str]:
-    """What the prices take for granted."""
+    """The assumptions of the prices."""
     yield from run.notes
     if not any(stretch.cause >= 0 for stretch in run.stretches):
         return

@@ -1,4 +1,4 @@
-"""What fusing saves: what the kernels of a plan save, and what larger ones would save beyond that.
+"""Savings by fusing: by the kernels of a plan, and by larger ones beyond that.
 
 Both are differences between two estimates of one graph on one chip.  The first compares a kernel
 for every op with the kernels of the plan.  The second compares these with the larger kernels that
@@ -8,7 +8,6 @@ the joins that are off would make.  So the savings add up to the difference of t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
     import pandas
 
 EPILOGUE, ATTENTION, CHAIN = BEYOND = ("epilogue", "attention", "chain")
-"""The joins that are off (see docs/fusion.md): what could be one kernel beyond the groups."""
+"""The joins that are off by default (docs/fusion.md), which would make larger kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What putting these ops into one kernel saves, over all `count` groups that are alike.
+    """The saving by putting these ops into one kernel, over all `count` equal groups.
 
     kind: fused (a kernel of several ops), unread (results of one op that nobody reads, and a
     compiler leaves out), or one of EPILOGUE, ATTENTION, CHAIN.  ops: their names.
@@ -81,12 +80,12 @@ class Headroom:
 
     @cached_property
     def fused(self) -> tuple[Saving, ...]:
-        """What the kernels of the plan save, most seconds first."""
+        """Savings by the kernels of the plan, most seconds first."""
         return _savings(self.before, self.after)
 
     @cached_property
     def left(self) -> tuple[Saving, ...]:
-        """What larger kernels would save beyond them, most seconds first.
+        """Savings by larger kernels beyond them, most seconds first.
 
         An upper bound: work of one kernel is added up as if its engines did not overlap, and no
         kernel is slower for doing more.
@@ -127,10 +126,10 @@ def headroom(
     chip: str | Chip | None = None,
     execution: str | ExecutionModel | None = None,
 ) -> Headroom:
-    """What fusion saves in a step on `chip` (an Estimate has its own chip and execution).
+    """Savings by fusing a step on `chip` (an Estimate has its chip and execution).
 
     If the execution model does not fuse, the ops of its graph are fused nevertheless.  Factors on
-    bytes, its own or measured, describe the same effect and are left out.
+    bytes describe the same effect and are left out.
     """
     if isinstance(graph, Estimate):
         return headroom(graph.plan, graph.chip)
@@ -143,7 +142,7 @@ def headroom(
 
 
 def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
-    """What each kernel of `after` saves that replaces several of `before`; equal ones as one."""
+    """The saving of each kernel of `after` that replaces several of `before`; equal ones as one."""
     row_of = {op: row for row in before.rows for op in row.ops}
     kernels: dict[tuple[str, ...], list[tuple[Row, int, int, float]]] = defaultdict(list)
     ops = after.graph.ops
@@ -163,7 +162,8 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
         seconds = sum(entry[3] for entry in entries)
         savings.append(
             Saving(
-                kind=pattern if pattern in BEYOND else _how(members),
+                # A compiler leaves out results of one op that nobody reads.
+                kind=pattern if pattern in BEYOND else ("fused" if members[1:] else "unread"),
                 name=name,
                 ops=tuple(members),
                 module=module,
@@ -176,8 +176,3 @@ def _savings(before: Estimate, after: Estimate) -> tuple[Saving, ...]:
             )
         )
     return tuple(sorted(savings, key=lambda s: (-s.seconds, -s.bytes, s.module, s.name, s.ops)))
-
-
-def _how(members: Sequence[str]) -> str:
-    """What a compiler did: to one op, it left out results that nobody reads."""
-    return "fused" if len(members) > 1 else "unread"

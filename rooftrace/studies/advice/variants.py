@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from rooftrace.studies.sweeps import Form
 
 # -- named numbers ---------------------------------------------------------------------------------
-# Numbers of a chip and of an execution model by dotted names, read, and replaced in new records.
-#
+# By dotted names:
 # "chip.memory_bandwidth", "chip.matrix.bf16", "chip.link.intra.bandwidth"; "execution.elementwise",
 # "execution.weight_residency.moe"; "knobs.launch", "knobs.share.mm.compute".  The beginning of
 # names up to a dot stands for all of them: "chip.matrix" is every rate of the matrix engine.
@@ -39,8 +38,8 @@ class UnknownNumberError(RequestError):
 class NamedNumbers:
     """A chip and an execution, and their numbers by name.
 
-    Knobs that stand for those of the chip's kind are written out, so that each has its own number;
-    a mixed step has two of each, and so no numbers for them.
+    Typical knobs are written out, so that each has a number; a mixed step has two of each, and so
+    no numbers for them.
     """
 
     chip: Chip
@@ -48,35 +47,35 @@ class NamedNumbers:
 
     @staticmethod
     def of(chip: Chip, execution: ExecutionModel) -> NamedNumbers:
-        """Those of an execution on a chip, with the constants that times are computed with."""
+        """The numbers of an execution on a chip, with the constants for its times."""
         if isinstance(execution.knobs, str) and execution.dispatch != "mixed":
             execution = replace(execution, knobs=execution.knobs_on(chip))
         knobs = execution.knobs
         if isinstance(knobs, Knobs) and isinstance(knobs.attention, str):
-            own = attention_knobs(knobs.attention, chip, execution.attention_library)
-            execution = replace(execution, knobs=replace(knobs, attention=own))
+            attention = attention_knobs(knobs.attention, chip, execution.attention_library)
+            execution = replace(execution, knobs=replace(knobs, attention=attention))
         return NamedNumbers(chip, execution)
 
     @cached_property
     def facts(self) -> Mapping[str, Fact]:
-        """Facts of the chip by name, those that are not known left out."""
+        """Facts of the chip by name, without unknown ones."""
         return {f"chip.{name}": fact for name, fact in self.chip.facts_by_name().items()}
 
     @cached_property
     def knobs(self) -> Mapping[str, float]:
         """Numbers of the execution and its knobs by name."""
-        known = {
+        values = {
             f"execution.{name}": value
             for name, value in numbers.numbers_of(replace(self.execution, knobs=None)).items()
         }
         if isinstance(self.execution.knobs, Knobs):
-            own = numbers.numbers_of(replace(self.execution.knobs, residuals={}))
-            if own["pace"] == 1:
-                del own["pace"]  # that all of it is so much faster tells nothing
-            for name, value in own.items():
+            knobs = numbers.numbers_of(replace(self.execution.knobs, residuals={}))
+            if knobs["pace"] == 1:
+                del knobs["pace"]  # a factor on everything explains nothing
+            for name, value in knobs.items():
                 part, dot, rest = name.partition(".")
-                known[f"knobs.{'share' if part == 'shares' else part}{dot}{rest}"] = value
-        return known
+                values[f"knobs.{'share' if part == 'shares' else part}{dot}{rest}"] = value
+        return values
 
     @cached_property
     def values(self) -> Mapping[str, float]:
@@ -92,17 +91,17 @@ class NamedNumbers:
         if names:
             return names
         beginnings = {n.rsplit(".", part)[0] for n in self.values for part in (1, 2)}
-        known = [n for n in (*self.values, *beginnings) if n not in OWNERS]
+        every = [n for n in (*self.values, *beginnings) if n not in OWNERS]
         owner = name.partition(".")[0]
-        own = [n for n in self.values if n.startswith(f"{owner}.")]
-        told = hint(name, known)
-        if not told and own:
-            told = f"; {owner} has {', '.join(own[:12])}" + (", ..." if len(own) > 12 else "")
-        elif owner == "knobs" and not own:
-            told = "; no knobs are in use"
+        owned = [n for n in self.values if n.startswith(f"{owner}.")]
+        text = hint(name, every)
+        if not text and owned:
+            text = f"; {owner} has {', '.join(owned[:12])}" + (", ..." if len(owned) > 12 else "")
+        elif owner == "knobs" and not owned:
+            text = "; no knobs are in use"
         raise UnknownNumberError(
             f"{name!r}: no number of {self.chip.name} or of {self.execution.name} has this name"
-            f"{told}"
+            f"{text}"
         )
 
     def unit(self, name: str) -> str:
@@ -120,7 +119,7 @@ class NamedNumbers:
         return facts.unit if facts else ""
 
     def is_count(self, name: str) -> bool:
-        """Whether a number is a whole one: multiprocessors, bits of a bus."""
+        """Whether a number is an integer: multiprocessors, bits of a bus."""
         return self.unit(name) == "count"
 
     def changed(self, values: Mapping[str, float]) -> NamedNumbers:
@@ -157,21 +156,18 @@ def _path(name: str) -> str:
 
 
 # -- variants --------------------------------------------------------------------------------------
-# Variants of a step: one thing is changed, and the step is planned and timed again.
-#
-# In: the estimate of a step, and what to change of it.  Out: the estimate of each variant.  A
-# plan is
-# kept where the change cannot touch its kernels.  What-ifs, graph breaks, scaling tests and
-# elasticities are lists of variants, and views of their estimates.
+# One thing is changed, and the step is planned and timed again; a plan is kept where the change
+# cannot touch its kernels.  What-ifs, graph breaks, scaling tests and elasticities are lists of
+# variants, and views of their estimates.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A change of a step; what it leaves out stays as it is.
+    """A change of a step; fields that are not set stay as they are.
 
-    name, change: what is changed, and how, in words.  graph: as captured.  sizes: of the form of
-    the study.  precisions: by the names of `reprice`.  execution: how the step is run.  numbers: of
-    the chip, the execution and its knobs, by the names of `NamedNumbers`.
+    name, change: the changed thing and the change, in words.  graph: as captured.  sizes: of the
+    form of the study.  precisions: by the names of `reprice`.  numbers: of the chip, the execution
+    and its knobs, by the names of `NamedNumbers`.
     """
 
     name: str = ""
@@ -262,7 +258,7 @@ class Study:
 
     @property
     def written_out(self) -> Study:
-        """The study of the same step with the knobs that it has, each a number of its own."""
+        """The study of the same step with its knobs written out."""
         execution = self.numbers.execution
         planned = replace(self.step.plan, execution=execution)
         return replace(self, step=estimate(planned, self.step.chip))
@@ -270,25 +266,23 @@ class Study:
     def planned(self, variant: Variant) -> tuple[Plan, Chip]:
         """The plan of a variant, and the chip that it runs on.
 
-        Raises UnknownNumberError for a number that there is not or that is refused, and what
-        `Form.graph` raises.
+        Raises UnknownNumberError for an unknown or refused number, and as `Form.graph` does.
         """
         chip, execution = self.step.chip, variant.execution
         if variant.numbers:
             other = self.numbers.changed(variant.numbers)
             chip, execution = other.chip, other.execution
         if self.form is not None and self.conditions and (variant.sizes or variant.precisions):
-            asked: dict[str, Any] = dict(variant.precisions)
-            asked["execution"] = execution or self.conditions.execution
-            return replace(self.conditions, **asked).plan(
-                self.form.graph(**{**self.sizes, **variant.sizes})
-            ), chip
+            changes: dict[str, Any] = dict(variant.precisions)
+            changes["execution"] = execution or self.conditions.execution
+            graph = self.form.graph(**{**self.sizes, **variant.sizes})
+            return replace(self.conditions, **changes).plan(graph), chip
         return self._plan(self._source(variant), execution or self.step.execution), chip
 
     def estimate(self, variant: Variant) -> Estimate:
         """The estimate of a variant.
 
-        Raises what `planned` raises, and MissingPeakError where the chip has no rate for a
+        Raises all that `planned` raises, and MissingPeakError where the chip has no rate for a
         precision that it computes in.
         """
         return estimate(*self.planned(variant))
@@ -296,7 +290,7 @@ class Study:
     def tried(
         self, variants: Iterable[Variant], refusals: tuple[type[Exception], ...]
     ) -> Iterator[VariantOutcome]:
-        """The outcome of each variant; refusals: what says that there is no such step."""
+        """The outcome of each variant; refusals: exceptions where there is no such step."""
         for variant in variants:
             try:
                 yield VariantOutcome(variant, self.estimate(variant))
@@ -308,9 +302,9 @@ class Study:
         source = variant.graph or self.step.plan.source
         if not variant.precisions:
             return source
-        # A model's own quantization_config was decided on when the step was priced.
-        known = {**source.model, "priced_dtype": self.priced_precision(source)}
-        return reprice(source.replace(model=known), **variant.precisions)
+        # The quantization_config of the model was decided on when the step was priced.
+        model = {**source.model, "priced_dtype": self.priced_precision(source)}
+        return reprice(source.replace(model=model), **variant.precisions)
 
     @staticmethod
     def priced_precision(graph: OpGraph) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,19 +36,19 @@ LEVERS = (
     "kernels",
     "together",
 )
-"""What a what-if changes: the attention kernel, which ops share a kernel, how kernels are launched,
+"""Changes of a what-if: the attention kernel, which ops share a kernel, how kernels are launched,
 the graph, the precision of everything, of the weights, or of the KV cache, kernels larger than a
 compiler makes; the last is several of these at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf(Plain, Compared):
-    """A step with one thing changed, beside the step without the change; both are estimates."""
+    """A step with one thing changed, and the step without the change; both are estimates."""
 
-    lever: Annotated[str, ("enum", LEVERS)]  # what is changed
-    action: str  # what to do, a sentence
-    option: str  # what asks rooftrace for the same; empty where nothing does
-    needs: str  # what it assumes or costs
+    lever: Annotated[str, ("enum", LEVERS)]
+    action: str  # a sentence
+    option: str  # options of rooftrace, or a call, for the same; may be empty
+    needs: str  # its assumptions and costs
     at_most: bool = False  # whether the gain is an upper bound
 
     KEYS = (
@@ -62,7 +62,7 @@ class WhatIf(Plain, Compared):
 
     @cached_property
     def rests_on(self) -> str:
-        """What differs between the two steps in FLOP, HBM bytes and kernels; none of it is time."""
+        """The difference of the two steps in FLOP, HBM bytes and kernels."""
         before, after = self.before, self.after
         texts = {
             "": (format_flops(before.flops), format_flops(after.flops)),
@@ -95,10 +95,9 @@ class WhatIf(Plain, Compared):
 
 @dataclass(frozen=True)
 class Guidance(Plain):
-    """What would help a step, most seconds first.  Each gain is that of the change alone.
+    """Changes that would help a step, most seconds first.  Each gain is of the change alone.
 
-    together: those that go together, priced as one change; None for fewer than two.  Gains do not
-    add up to it.
+    together: compatible changes priced as one; None for fewer than two.  Gains do not add up to it.
     """
 
     step: Estimate
@@ -133,9 +132,6 @@ class Guidance(Plain):
 
 
 # -- whatifs ---------------------------------------------------------------------------------------
-# From a step to what would help it: every change is planned and timed as the step itself was.
-#
-# In: the estimate of a step.  Out: the changes that save at least a hundredth of it, most first.
 
 LEAST = 0.01
 """Share of a step that a change has to save to be listed."""
@@ -146,45 +142,41 @@ def guidance(
     chip: str | Chip | None = None,
     execution: str | ExecutionModel | None = None,
 ) -> Guidance:
-    """What would make a step on `chip` faster, in order (an Estimate has its own chip and way).
+    """Changes that would make a step on `chip` faster, in order (an Estimate has its chip).
 
-    Each change stands alone and is priced by an estimate of its own: one attention kernel,
-    compiling, launching as one graph, each named rewrite, precisions one step narrower, and larger
-    kernels than those of the plan.  What saves less than 1 % of the step is left out.
+    Each change stands alone and is priced by an estimate: one attention kernel, compiling,
+    launching as one graph, each named rewrite, precisions one step narrower, and larger kernels
+    than those of the plan.  Changes that save less than 1 % of the step are left out.
     """
     step = graph if isinstance(graph, Estimate) else estimate(graph, chip, execution)
     if not step.t_est:
         return Guidance(step, ())
-    priced = [(change, what_if) for change in changes_of(step) for what_if in _priced(step, change)]
-    helping = [(change, what_if) for change, what_if in priced if what_if.share >= LEAST]
+    priced = ((change, _priced(step, change)) for change in changes_of(step))
+    helping = [(change, w) for change, w in priced if w is not None and w.share >= LEAST]
     helping.sort(key=lambda pair: -pair[1].gain)
     options = [what_if for _, what_if in helping]
-    options += [what_if for what_if in _larger_kernels(step) if what_if.share >= LEAST]
+    larger = _larger_kernels(step)
+    if larger is not None and larger.share >= LEAST:
+        options.append(larger)
     options.sort(key=lambda what_if: -what_if.gain)
     chosen = merged([change for change, _ in helping])
-    places = [options.index(what_if) + 1 for change, what_if in helping if change in chosen]
-    return Guidance(step, tuple(options), _together(step, chosen, places))
+    together = None
+    if len(chosen) > 1:
+        ranks = [options.index(what_if) + 1 for change, what_if in helping if change in chosen]
+        together = _priced(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
+    return Guidance(step, tuple(options), together)
 
 
-def _together(
-    step: Estimate, changes: Sequence[StepChange], places: Sequence[int]
-) -> WhatIf | None:
-    """All of these as one change; None where they are fewer than two.  places: in the list."""
-    if len(changes) < 2:
-        return None
-    return next(_priced(step, all_of(changes, f"{listed([*map(str, places)])} together")), None)
-
-
-def _priced(step: Estimate, change: StepChange) -> Iterator[WhatIf]:
-    """The what-if of a change; none where the chip has no rate for what it computes in."""
+def _priced(step: Estimate, change: StepChange) -> WhatIf | None:
+    """The what-if of a change; None where the chip has no rate for its precision."""
     before = by_rules(step) if change.regroups else step
     model = change.applied(before.execution)
     variant = Variant(precisions=change.precisions, execution=model)
     try:
         after = Study(step).estimate(variant)
     except MissingPeakError:
-        return
-    yield WhatIf(
+        return None
+    return WhatIf(
         lever=change.lever,
         action=change.action,
         option=change.option(before.execution),
@@ -196,21 +188,21 @@ def _priced(step: Estimate, change: StepChange) -> Iterator[WhatIf]:
 
 
 def by_rules(step: Estimate) -> Estimate:
-    """The step with bytes as rules count them: measured factors are those of its own kernels."""
+    """The step without measured factors on bytes, which hold for its kernels alone."""
     planned = step.plan.by_rules
     return step if planned is step.plan else estimate(planned, step.chip)
 
 
-def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:
+def _larger_kernels(step: Estimate) -> WhatIf | None:
     """The kernels that joins beyond those of a compiler would make, all at once."""
     if step.execution.fusion != "detected":
-        return ()
+        return None
     larger = Headroom(by_rules(step))
     if not larger.left:
-        return ()
+        return None
     first = larger.left[0]
     where = f"{first.name}{f' in {first.module}' if first.module else ''}"
-    what_if = WhatIf(
+    return WhatIf(
         lever="kernels",
         action="Write larger kernels",
         option="estimate.headroom().beyond",
@@ -220,11 +212,9 @@ def _larger_kernels(step: Estimate) -> Iterable[WhatIf]:
         after=larger.beyond,
         at_most=True,
     )
-    return (what_if,)
 
 
 # -- changes ---------------------------------------------------------------------------------------
-# The changes that could help a step: in its precisions, or in how it is run; none priced yet.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +244,7 @@ class StepChange:
         return replace(model, **fields, name=f"{model.name}, {self.lever}") if fields else model
 
     def option(self, model: ExecutionModel) -> str:
-        """What asks the command line for it; where nothing does, what asks Python."""
+        """Options of the command line for it, else a call in Python."""
         texts = [f"--{name.replace('_', '-')} {value}" for name, value in self.precisions.items()]
         fields = dict(self.execution)
         if rewrites := fields.pop("rewrites", ()):
@@ -347,7 +337,7 @@ ACTIONS: Mapping[str, str] = {
     "last-logits": "Compute the logits of the last position only",
     "static-cache": "Write new rows into a cache that has room",
 }
-"""What each named rewrite asks for."""
+"""The action of each named rewrite."""
 
 
 def _rewrites(step: Estimate) -> Iterator[StepChange]:
@@ -375,20 +365,20 @@ NARROWER: Mapping[str, str] = {
     "fp16": "fp8",
     "fp8": "fp4",
 }
-"""The next narrower precision to compute in, by what a chip lists its rate under."""
+"""The next narrower precision to compute in, by the names of a chip's rates."""
 STORED: Mapping[str, str] = {"bf16": "fp8", "fp16": "fp8", "fp8": "int4", "int8": "int4"}
 """The next narrower precision to store weights in, or a KV cache; computing stays as wide."""
 
 
 def _precisions(step: Estimate) -> Iterator[StepChange]:
-    """One step narrower, each on its own, of what is in the precision that the step is priced in.
+    """Each tensor role in the step's precision made one step narrower.
 
     A training step is priced no narrower than bf16: below that, weights and gradients are kept in
     several precisions at once, which no storage precision says.
     """
     graph, chip = step.plan.source, step.chip
-    own = Study.priced_precision(graph)
-    family = compute_family(own)
+    wide = Study.priced_precision(graph)
+    family = compute_family(wide)
     training = graph.phase == "training"
     if family == "fp32" and not step.execution.tf32 and chip.has_peak("matrix", "tf32"):
         yield StepChange(
@@ -403,7 +393,7 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
         low = precision(narrower).bits < 16
         yield StepChange(
             lever="compute",
-            action=f"Compute and store in {narrower} what is in {own}",
+            action=f"Compute and store in {narrower} what is in {wide}",
             needs=f"{narrower} {'everywhere, also between layers' if low else 'weights'}; "
             "accuracy is not checked",
             precisions={"dtype": narrower},
@@ -412,7 +402,7 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
     stored = STORED.get(family)
     if stored is None or training:
         return
-    held = _bytes_in(graph, own)
+    held = _bytes_in(graph, wide)
     if held.get("weights"):
         yield StepChange(
             lever="weights",
@@ -449,19 +439,19 @@ _STRONGER = ("eager", "compiled", "graph")
 
 
 def merged(changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
-    """Those that go together, in order: one that contradicts an earlier one is left out.
+    """Compatible changes, in order, without those that contradict an earlier one.
 
-    So is what is done anyway: the weights in fp8, where everything is.
+    One that another implies is left out, too: the weights in fp8, where everything is.
     """
     everything = {change.precisions.get("dtype") for change in changes}
     kept: list[StepChange] = []
     precisions: dict[str, str] = {}
     for change in changes:
-        asked = change.precisions
-        done = bool(asked) and "dtype" not in asked and set(asked.values()) <= everything
-        clash = any(precisions.get(name, value) != value for name, value in asked.items())
+        new = change.precisions
+        done = bool(new) and "dtype" not in new and set(new.values()) <= everything
+        clash = any(precisions.get(name, value) != value for name, value in new.items())
         if not done and not clash:
-            precisions |= asked
+            precisions |= new
             kept.append(change)
     return tuple(kept)
 

@@ -19,23 +19,19 @@ class ExploreError(ValueError):
     """Sizes or rates that no step has."""
 
 
-def _nothing(batch: Array, kv: Array) -> Array:
-    return np.zeros(np.broadcast(batch, kv).shape)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
     """A step of one device with `batch` sequences, one new token each, all but routed experts.
 
     flops: FLOP, a multiply-add is 2.  kv_bytes: bytes of the cache that move.  weight_bytes: bytes
-    of weights that move whatever the batch.  other_bytes: what else moves through HBM, for example
-    activations.  Routers and shared experts belong here, because each device has them.
+    of weights that move at any batch.  other_bytes: other HBM bytes, for example of activations.
+    Routers and shared experts belong here, because each device has them.
     """
 
     flops: OfSizes
     kv_bytes: OfSizes
     weight_bytes: float
-    other_bytes: OfSizes = _nothing
+    other_bytes: OfSizes = lambda batch, kv: np.zeros(np.broadcast(batch, kv).shape)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight_bytes) or self.weight_bytes < 0:
@@ -45,11 +41,11 @@ class DecodeStep:
 
 
 class Experts(Protocol):
-    """Routed experts of a step: what a device computes, reads and sends for a batch of its own."""
+    """Routed experts of a step: FLOP, weights and sent bytes of a device by its batch."""
 
     @property
     def experts(self) -> int:
-        """Of a layer."""
+        """Number of experts of a layer."""
 
     def flops(self, batch: Array, devices: int) -> Array:
         """FLOP of the device with most experts."""
@@ -134,11 +130,9 @@ def _check_positive(record: RoutedExperts | Rates) -> None:
 
 
 # -- exploring -------------------------------------------------------------------------------------
-# The least batch for each device with which a decode step is limited by computing.
-#
-# Each of `devices` brings its own batch (data parallel) and holds a share of the experts (expert
-# parallel); everything else of the model is on each of them.  Computing, HBM and the link overlap
-# perfectly, at the rates that are passed: this is the least batch that could do, not a prediction.
+# Each of `devices` has a batch (data parallel) and holds a share of the experts (expert parallel);
+# everything else of the model is on each of them.  Computing, HBM and the link overlap perfectly,
+# at the rates that are passed: this is the least batch that could do, not a prediction.
 
 BATCHES = tuple(2**n for n in range(15))
 COMPUTE, HBM, CACHE, NETWORK = "compute", "HBM", "HBM (KV)", "network"
@@ -148,14 +142,13 @@ COMPUTE, HBM, CACHE, NETWORK = "compute", "HBM", "HBM (KV)", "network"
 class Explored:
     """One number of devices and one cache length.
 
-    flop_per_kv_byte: what a further sequence adds in FLOP, over the bytes of cache that it adds:
-    the intensity that a batch without end approaches where the cache is all that grows.
-    flop_per_link_byte: the same over bytes of the link; infinite without any.  batch: the least
-    batch of one device, of those tried, with t_comp >= alpha max(t_hbm, t_net); None where there is
-    none.  limiter: what takes longest at that batch, "compute", "HBM" or "network".  Without such
-    a batch "HBM (KV)" or "network" where no larger one could help either, because this is what a
-    further sequence takes longest of; else what takes longest at the largest batch tried.
-    t_comp, t_hbm, t_net: seconds at that batch, or at the largest one.
+    flop_per_kv_byte: FLOP over bytes of cache of a further sequence: the asymptotic intensity where
+    only the cache grows with the batch.  flop_per_link_byte: the same over bytes of the link;
+    infinite without any.  batch: the least batch of one device, of those tried, with t_comp >=
+    alpha max(t_hbm, t_net), or None.  limiter: the longest at that batch, "compute", "HBM" or
+    "network"; without such a batch "HBM (KV)" or "network" where this is also the longest of a
+    further sequence, so that no larger batch could help, else the longest at the largest batch
+    tried.  t_comp, t_hbm, t_net: seconds at that batch, or at the largest one.
     """
 
     devices: int
@@ -196,8 +189,8 @@ def explore(
     and a step whose FLOPs or bytes are not finite or below 0.
     """
     for name, sizes in (("devices", devices), ("kv", kv), ("batches", batches)):
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes)
-        if not len(sizes) or not whole:
+        valid = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes)
+        if not len(sizes) or not valid:
             raise ExploreError(f"{name}={sizes!r:.60}: expected whole numbers of at least 1")
     if max(devices) > experts.experts:
         raise ExploreError(
@@ -222,7 +215,7 @@ def _explored(
     batches: Sequence[int],
     alpha: float,
 ) -> Explored:
-    # The last entry is twice the largest batch: what it adds is what every further sequence adds.
+    # The last entry is twice the largest batch: for the growth by every further sequence.
     batch = np.array([*batches, 2 * batches[-1]], dtype=np.float64)
     length = np.full_like(batch, kv)
     flops = _checked("flops", step.flops(batch, length), batch) + experts.flops(batch, devices)
@@ -254,7 +247,7 @@ def _explored(
 
 
 def _checked(name: str, values: Any, batch: Array) -> Array:
-    """What a function of the step gave, as numbers for each batch."""
+    """Values of a function of the step, as numbers for each batch."""
     result = np.asarray(values, dtype=np.float64)
     if result.shape not in ((), batch.shape):
         raise ExploreError(
@@ -266,7 +259,7 @@ def _checked(name: str, values: Any, batch: Array) -> Array:
 
 
 def _further(values: Array) -> float:
-    """What one sequence more adds beyond the largest batch."""
+    """The growth by one sequence more beyond the largest batch."""
     return float(values[-1] - values[-2])
 
 

@@ -1,4 +1,4 @@
-"""A decode step of a form as an exploration takes it: its totals, and its routed experts apart."""
+"""A decode step of a form for an exploration: its totals, and its routed experts apart."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rooftrace.studies.explaining.critical_batch import (
     explore,
 )
 from rooftrace.studies.forms import Conditions, PlanForm, Points
-from rooftrace.studies.forms.kernelforms import KernelForm
+from rooftrace.studies.forms.kernelforms import AccessNumbers, GroupNumbers, KernelForm
 from rooftrace.studies.sweeps import Form, evaluated
 
 Totals = Mapping[str, Array]
@@ -37,9 +37,9 @@ _STACKED = 3
 
 @dataclass(frozen=True)
 class FormTotals:
-    """Totals of a form over batch and kv, each place evaluated once.
+    """Totals of a form over batch and kv, each point evaluated once.
 
-    flops, bytes: of the whole step, as an estimate has them.  kv: bytes of the cache.
+    flops, bytes: of the step, as in an estimate.  kv: bytes of the cache.
     routed_flops, routed_weights: of products whose rows are drawn among experts.  sent: bytes of
     the rows that come to experts and of their results.
     """
@@ -50,11 +50,10 @@ class FormTotals:
     _known: dict[bytes, Totals] = field(default_factory=dict, repr=False)
 
     def at(self, batch: Array, kv: Array) -> Totals:
-        """The totals at places, FLOP and bytes."""
-        own = np.broadcast_arrays(batch, kv)
+        """The totals at points, FLOP and bytes."""
+        columns = zip(("batch", "kv"), np.broadcast_arrays(batch, kv), strict=True)
         sizes: dict[str, Any] = {
-            name: np.asarray(column, dtype=np.int64).ravel()
-            for name, column in zip(("batch", "kv"), own, strict=True)
+            name: np.asarray(column, dtype=np.int64).ravel() for name, column in columns
         }
         key = b"|".join(column.tobytes() for column in sizes.values())
         if key not in self._known:
@@ -65,48 +64,37 @@ class FormTotals:
         return self._known[key]
 
     def _evaluated(self, points: Points) -> Totals:
-        totals = {name: np.zeros(len(points)) for name in _PARTS}
-        for own, places in self.form.plans(points, self.conditions):
-            here = points.where(places)
-            routed = {id(kernel.numbers) for kernel in own.kernels if is_routed(kernel)}
-            for name, part in _PARTS.items():
-                totals[name][places] = part(own, here, routed)
+        totals: dict[str, Array] = {}
+        for planned, at in self.form.plans(points, self.conditions):
+            for name, column in _totals(planned, points.where(at)).items():
+                totals.setdefault(name, np.zeros(len(points)))[at] = column
         return totals
 
 
-_Part = Callable[[PlanForm, Points, "set[int]"], Any]
-
-
-def _sent(plan: PlanForm, points: Points, routed: set[int]) -> Any:
-    """Bytes of the rows that come to the experts of each module, and of as many results.
-
-    They are twice what its last product writes: a first one may read a token once for all its
-    experts.
-    """
+def _totals(plan: PlanForm, points: Points) -> Totals:
+    """The totals of `FormTotals` where a form of the plan holds."""
+    routed = {id(kernel.numbers) for kernel in plan.kernels if is_routed(kernel)}
     last = {id(numbers) for numbers in last_products(plan)}
-    written = plan.bytes(
-        points, lambda group, access: access.wire == "hbm" and access.write and id(group) in last
-    )
-    return 2 * written
 
+    def moved(keep: Callable[[GroupNumbers, AccessNumbers], bool]) -> Array:
+        return plan.bytes(
+            points, lambda group, access: access.wire == "hbm" and keep(group, access)
+        )
 
-_PARTS: Mapping[str, _Part] = {
-    "flops": lambda plan, points, routed: plan.flops(points),
-    "bytes": lambda plan, points, routed: plan.bytes(points),
-    "kv": lambda plan, points, routed: plan.bytes(
-        points, lambda group, access: access.wire == "hbm" and access.role == "kv"
-    ),
-    "routed_flops": lambda plan, points, routed: plan.flops(
-        points, lambda group, work: id(group) in routed and work.is_dense
-    ),
-    "routed_weights": lambda plan, points, routed: plan.bytes(
-        points,
-        lambda group, access: (
-            id(group) in routed and access.role == "weights" and access.wire == "hbm"
+    return {
+        "flops": plan.flops(points),
+        "bytes": plan.bytes(points),
+        "kv": moved(lambda _, access: access.role == "kv"),
+        "routed_flops": plan.flops(
+            points, lambda group, work: id(group) in routed and work.is_dense
         ),
-    ),
-    "sent": _sent,
-}
+        "routed_weights": moved(
+            lambda group, access: id(group) in routed and access.role == "weights"
+        ),
+        # Twice what the last product of a module writes: a first one may read a token once for all
+        # its experts.
+        "sent": 2 * moved(lambda group, access: access.write and id(group) in last),
+    }
 
 
 def is_routed(kernel: KernelForm) -> bool:
@@ -159,8 +147,8 @@ class FormExperts:
         """The largest proven batch, if every expert is taken there; more tokens change nothing."""
         place = self.totals.form.names.index("batch")
         most = max((regime.high[place] for regime in self.totals.form.regimes), default=2)
-        half, whole = self._at(np.array([most // 2, most]))["routed_weights"]
-        return most if half == whole else None
+        half, full = self._at(np.array([most // 2, most]))["routed_weights"]
+        return most if half == full else None
 
     def local(self, devices: int) -> int:
         """Experts of a layer on the device that has most."""
@@ -190,7 +178,7 @@ class FormExperts:
 
 @dataclass(frozen=True)
 class NoExperts:
-    """A step without routed experts: nothing to share, so only one device can be asked about."""
+    """A step without routed experts: nothing to share, so there is one device."""
 
     experts: int = 1
 
@@ -204,8 +192,7 @@ class NoExperts:
 def decode_step(totals: FormTotals) -> DecodeStep:
     """Everything of the step but its routed experts' products and weights, on each device.
 
-    Weights that are read whatever the batch are among `other_bytes`: what a further sequence adds
-    leaves them out.
+    Weights that are read at any batch are among `other_bytes`: a further sequence adds none.
     """
 
     def flops(batch: Array, kv: Array) -> Array:
@@ -251,7 +238,7 @@ def experts_of(totals: FormTotals, batch: int, kv: int) -> FormExperts | NoExper
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Exploration(Plain, Shown):
-    """Where a decode step is limited by computing: a cell for each number of devices and length.
+    """The limits of a decode step: a cell for each number of devices and cache length.
 
     rates: of one device.  alpha: the share of the slower of HBM and link at which computing counts
     as the limit.  experts: of a layer; 1 without routed experts.  cells: devices change last.
@@ -350,11 +337,5 @@ def _refined(
     (least,) = explore(
         step, routed, rates, devices=[cell.devices], kv=[cell.kv], batches=between, alpha=alpha
     )
-    return replace(
-        cell,
-        batch=least.batch,
-        limiter=least.limiter,
-        t_comp=least.t_comp,
-        t_hbm=least.t_hbm,
-        t_net=least.t_net,
-    )
+    intensities = cell.flop_per_kv_byte, cell.flop_per_link_byte
+    return replace(least, flop_per_kv_byte=intensities[0], flop_per_link_byte=intensities[1])

@@ -1,4 +1,4 @@
-"""Explanations of a step's time: kernel formulas, what limits it, and counters to confirm that."""
+"""Explanations of a step's time: kernel formulas, limiters, and counters that confirm them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time, format_traffic
 from rooftrace.studies.advice import Study, VariantOutcome
-from rooftrace.studies.explaining import quantities, steps as scaling
-from rooftrace.studies.explaining.quantities import Quantity, Rate, Seconds, SizedPlace, seconds_of
+from rooftrace.studies.explaining import quantities, steps
+from rooftrace.studies.explaining.quantities import (
+    Quantity,
+    Seconds,
+    SizedPlace,
+    once,
+    seconds_of,
+)
 from rooftrace.studies.explaining.steps import (
     Critical,
     ExplainedStep,
@@ -28,11 +34,11 @@ from rooftrace.studies.explaining.steps import (
     step_of,
 )
 from rooftrace.studies.forms import Conditions, PlanForm, Points
-from rooftrace.studies.forms.kernelforms import KernelForm
+from rooftrace.studies.forms.kernelforms import KernelForm, bytes_of, flops_of
 from rooftrace.studies.sweeps import Form
 
 # -- counters --------------------------------------------------------------------------------------
-# Which counters of a device would confirm what limits a kernel, and what they should then read.
+# Counters of a device that would confirm the limiter of a kernel, and their expected values.
 
 
 _TIME = "gpu__time_duration.sum"
@@ -44,63 +50,62 @@ _FMA = "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_elapsed"
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """metric: as the tool calls it.  expected: what it should read if the prediction is right."""
+    """metric: as the tool calls it.  expected: its value if the prediction is right."""
 
     tool: str
     metric: str
     expected: str
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """What a kernel does in one launch: seconds without its gap, byte, and shares of peaks."""
-
-    seconds: float
-    bytes: float
-    net: float
-    memory: float  # of the memory's bandwidth
-    matrix: float  # of the matrix engine's rate
-    vector: float  # of the vector engine's rate
-
-
-def counters_of(chip: Chip, limiter: str, busy: Busy, gap: float) -> tuple[Counter, ...]:
+def counters_of(
+    chip: Chip, limiter: str, seconds: Seconds, size: float, sent: float
+) -> tuple[Counter, ...]:
     """Counters that confirm a limiter on a chip; names as of Nsight Compute 2024 and ROCm 6.
 
-    limiter: a name in REGIMES.  Of other vendors' chips only what a clock can tell.
+    limiter: a name in REGIMES.  seconds: of one launch.  size, sent: its bytes through HBM and over
+    links.  For other vendors' chips a clock alone.
     """
-    vendor = chip.vendor.lower()
-    moved = format_traffic(busy.bytes)
+    work = seconds.device - seconds.gap
+
+    def busy(engine: str) -> float:
+        """The share of an engine's rate that one launch takes."""
+        rates = (rate for rate in seconds.rates if rate.engine == engine)
+        return sum(rate.seconds for rate in rates) / work if work else 0.0
+
+    memory = size / seconds.bandwidth / work if work else 0.0
+    vendor, clock = chip.vendor.lower(), format_time(work)
+    moved, gap = format_traffic(size), format_time(seconds.gap)
     common: tuple[Counter, ...]
     dram: tuple[Counter, ...]
     math: tuple[Counter, ...] = ()
     net: tuple[Counter, ...] = ()
     launch: tuple[Counter, ...] = ()
     if vendor == "nvidia":
-        common = (Counter("ncu", _TIME, format_time(busy.seconds)),)
+        common = (Counter("ncu", _TIME, clock),)
         dram = (
             Counter("ncu", _READ, f"{moved} together"),
-            Counter("ncu", _DRAM, f"{_percent(busy.memory)} of the peak"),
+            Counter("ncu", _DRAM, f"{_percent(memory)} of the peak"),
         )
-        pipes: Mapping[str, float] = {_TENSOR: busy.matrix, _FMA: busy.vector}
+        pipes: Mapping[str, float] = {_TENSOR: busy("matrix"), _FMA: busy("vector")}
         math = tuple(
             Counter("ncu", name, f"at least {_percent(share)}: padding of tiles adds to it")
             for name, share in pipes.items()
             if share > 0.0005
         )
-        net = (Counter("ncu", "nvltx__bytes.sum,nvlrx__bytes.sum", format_traffic(busy.net)),)
-        launch = (Counter("nsys", "time between kernels", format_time(gap)),)
+        net = (Counter("ncu", "nvltx__bytes.sum,nvlrx__bytes.sum", format_traffic(sent)),)
+        launch = (Counter("nsys", "time between kernels", gap),)
     elif vendor == "amd":
-        common = (Counter("rocprofv3 --kernel-trace", "duration", format_time(busy.seconds)),)
+        common = (Counter("rocprofv3 --kernel-trace", "duration", clock),)
         dram = (Counter("rocprofv3 --pmc", "TCC_EA0_RDREQ_sum, TCC_EA0_WRREQ_sum",
                         f"{moved} together, at 32 to 128 byte each"),)  # fmt: skip
-        math = (Counter("rocprofv3 --pmc", "MfmaUtil", f"at least {_percent(busy.matrix)}"),)
-        launch = (Counter("rocprofv3", "time between kernels", format_time(gap)),)
+        math = (Counter("rocprofv3 --pmc", "MfmaUtil", f"at least {_percent(busy('matrix'))}"),)
+        launch = (Counter("rocprofv3", "time between kernels", gap),)
     elif chip.kind == "cpu":
-        common = (Counter("a clock", "seconds", format_time(busy.seconds)),)
+        common = (Counter("a clock", "seconds", clock),)
         dram = (Counter("perf stat", "uncore_imc/cas_count_read/, uncore_imc/cas_count_write/",
                         f"{moved} together, at 64 byte each"),)  # fmt: skip
     else:
-        return (Counter("a clock", "seconds", format_time(busy.seconds)),)
+        return (Counter("a clock", "seconds", clock),)
     by_limiter = {"hbm": dram + math[:1], "compute": math + dram[1:], "network": net}
     return common + by_limiter.get(limiter, launch)
 
@@ -113,7 +118,7 @@ def _percent(share: float) -> str:
 
 
 _REFUSALS = (RequestError, MissingPeakError)
-"""What says that there is no such variant of a step."""
+"""Exceptions where there is no such variant of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +132,7 @@ class ExplainedKernel:
 
     name: str
     module: str
-    kernels: Alike  # places in the plan
+    kernels: Alike  # indices in the plan
     count: int
     flops: tuple[Quantity, ...]
     bytes: tuple[Quantity, ...]
@@ -148,10 +153,10 @@ class ExplainedKernel:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Explanation(Plain, Shown):
-    """Where the numbers of a step, or of some of its kernels, come from.
+    """The origins of the numbers of a step, or of some of its kernels.
 
-    sizes: by name, as asked.  kernels: those that were asked for, most time first.  step: the whole
-    step, where no kernel was asked for.  sweeps: over one size each.
+    sizes: by name.  kernels: the requested ones, most time first.  step: where no kernel was
+    requested.  sweeps: over one size each.
     print() shows it; `to_dict()` is for JSON.
     """
 
@@ -170,8 +175,8 @@ class Explanation(Plain, Shown):
     KEYS = "title phase sizes chip=chip.name execution knobs op kernels step sweeps"
 
     def __repr__(self) -> str:
-        what = f"{len(self.kernels)} kinds of kernels" if self.step is None else "the step"
-        return short(self, f"{self.title}, {self.phase} on {self.chip.name}: {what}")
+        part = f"{len(self.kernels)} kinds of kernels" if self.step is None else "the step"
+        return short(self, f"{self.title}, {self.phase} on {self.chip.name}: {part}")
 
 
 def explained(
@@ -185,7 +190,7 @@ def explained(
 ) -> Explanation:
     """Explain a step at some sizes, or the kernels of it that `op` means (see `picked`).
 
-    critical: of the whole step, if known.  Raises RequestError for sizes that the form does not
+    critical: of the step, if at hand.  Raises RequestError for sizes that the form does not
     have, and for an `op` that no kernel answers to.
     """
     place = SizedPlace(form.names, form.numbers(sizes))
@@ -193,12 +198,12 @@ def explained(
     chosen = () if op is None else picked(plan, op)
     study = Study.of_form(form, sizes, chip, conditions)
     base = study.step
-    changed = tuple(study.tried(scaling.variants(base, sizes), _REFUSALS))
+    changed = tuple(study.tried(steps.variants(base, sizes), _REFUSALS))
     kernels = [_kernel(plan, alike, place, base, changed) for alike in chosen]
     kernels.sort(key=lambda kernel: -kernel.count * kernel.seconds.device)
     step = None
     if op is None:
-        tests = tuple(scaling.step_test(base, outcome) for outcome in changed)
+        tests = tuple(steps.step_test(base, outcome) for outcome in changed)
         step = step_of(plan, place, base, critical, tests)
     return Explanation(
         title=form.title,
@@ -216,11 +221,10 @@ def explained(
 
 
 def plan_at(form: Form, numbers: Sequence[int], conditions: Conditions) -> PlanForm:
-    """A form of the plan that holds at a place, the one that says most in symbols.
+    """The form of the plan that holds at a place with the most symbols.
 
-    A plan may be known at one place alone, or its form may leave out a size that cannot change
-    where it was proven.  Forms of places around it are asked whether they give the same plan here:
-    then they say the same numbers, with more symbols.
+    A plan may be proven at one place alone, or its form may leave out a size that is constant where
+    it was proven.  Forms of nearby places that give the same plan here have more symbols.
     """
     values = tuple(numbers)
     here = conditions.numbers(form.graph(**dict(zip(form.names, values, strict=True))))
@@ -234,9 +238,9 @@ def plan_at(form: Form, numbers: Sequence[int], conditions: Conditions) -> PlanF
     points = Points({name: list(c) for name, c in zip(form.names, columns, strict=True)})
     plans = [plan for plan, _ in form.plans(points, conditions)]
     alone = Points({n: [v] for n, v in zip(form.names, values, strict=True)})
-    ((own, _),) = form.plans(alone, conditions)
+    ((single, _),) = form.plans(alone, conditions)
     same = [plan for plan in plans if _is(plan, values, here)]
-    return max([own, *same], key=_symbols)
+    return max([single, *same], key=lambda plan: sum(len(k.depends) for k in plan.kernels))
 
 
 def _is(plan: PlanForm, values: tuple[int, ...], here: Any) -> bool:
@@ -244,10 +248,6 @@ def _is(plan: PlanForm, values: tuple[int, ...], here: Any) -> bool:
         return bool(plan.form.at(values) == here)
     except FormulaError:
         return False
-
-
-def _symbols(plan: PlanForm) -> int:
-    return sum(len(kernel.depends) for kernel in plan.kernels)
 
 
 # -- kernels ---------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def _kernel(
         )
         for item in kernel.traffic
     ]
-    total_flops = place.total("all", quantities.flops_of([kernel], once=True), "FLOP")
-    total_bytes = place.total("all", quantities.bytes_of([kernel], once=True), "byte")
+    total_flops = place.total("all", once(flops_of([kernel])), "FLOP")
+    total_bytes = place.total("all", once(bytes_of([kernel])), "byte")
     return ExplainedKernel(
         name=row.name,
         module=numbers.module,
@@ -300,50 +300,35 @@ def _kernel(
         limiter=limiter,
         margin=row.timing.margin if terms[limiter] else float("inf"),
         share=sum(r.timing.t_device for r in rows) / base.times.t_est if base.times.t_est else 0.0,
-        counters=counters_of(
-            base.chip, limiter, _busy(seconds, total_bytes.value, row.bytes_net), seconds.gap
-        ),
-        scaling=tuple(scaling.kernel_test(base, rows, outcome) for outcome in changed),
+        counters=counters_of(base.chip, limiter, seconds, total_bytes.value, row.bytes_net),
+        scaling=tuple(steps.kernel_test(base, rows, outcome) for outcome in changed),
     )
 
 
-def _busy(seconds: Seconds, size: float, net: float) -> Busy:
-    work = seconds.device - seconds.gap
-
-    def share(engine: str) -> float:
-        own: list[Rate] = [rate for rate in seconds.rates if rate.engine == engine]
-        return sum(rate.seconds for rate in own) / work if work else 0.0
-
-    memory = size / seconds.bandwidth / work if work else 0.0
-    return Busy(work, size, net, memory, share("matrix"), share("vector"))
-
-
 # -- which kernels ---------------------------------------------------------------------------------
-# Which kernels of a plan a pattern means: by path of a module, name of an op, or place.
 
 
 MOST_NAMES = 8
 Alike = tuple[int, ...]
-"""Places in a plan of kernels that are the same op of the same module with the same numbers."""
+"""Indices in a plan of kernels that are the same op of the same module with the same numbers."""
 
 
 def picked(plan: PlanForm, pattern: str | int) -> tuple[Alike, ...]:
-    """The kernels that a pattern means, those that are alike together.
+    """The kernels that a pattern matches, equal ones together.
 
-    pattern: a module's path, whole or its end, with * as in file names (indices of layers are *,
-    too); the name of an op or of a fused kernel; or the place of a kernel in the plan.
+    pattern: a module's path or its end, with * as in file names (indices of layers are *, too); the
+    name of an op or of a fused kernel; or the index of a kernel in the plan.
     Raises RequestError where there is no such kernel: it names the nearest.
     """
-    places = _places(plan, str(pattern).strip())
     alike: dict[object, list[int]] = {}
-    for place in places:
-        kernel = plan.kernels[place]
+    for index in _indices(plan, str(pattern).strip()):
+        kernel = plan.kernels[index]
         key = (kernel.numbers.module, kernel.numbers.name, kernel.key)
-        alike.setdefault(key, []).append(place)
+        alike.setdefault(key, []).append(index)
     return tuple(tuple(many) for many in alike.values())
 
 
-def _places(plan: PlanForm, pattern: str) -> Sequence[int]:
+def _indices(plan: PlanForm, pattern: str) -> Sequence[int]:
     kernels = plan.kernels
     if pattern.lstrip("-").isdigit():
         if 0 <= int(pattern) < len(kernels):

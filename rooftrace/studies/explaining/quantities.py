@@ -27,15 +27,15 @@ class Rate:
 
     @property
     def seconds(self) -> float:
-        """At the whole rate."""
+        """At the full rate."""
         return self.flop / self.rate
 
 
 @dataclass(frozen=True, slots=True)
 class RateShares:
-    """The share of a rate that a kernel reaches: that of its class by knobs, and of what is left.
+    """The share of a rate that a kernel reaches: that of its class by knobs, times the rest.
 
-    rest: whole tiles, whole waves and feeding them, the blocks of attention, or layout copies.
+    rest: tile and wave quantisation, feeding tiles, the blocks of attention, or layout copies.
     """
 
     whole: float
@@ -43,16 +43,16 @@ class RateShares:
 
     @property
     def rest(self) -> float:
-        """What the share of the class does not explain."""
+        """The factor that the share of the class does not explain."""
         return self.whole / self.knobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """The seconds of one launch and what they are made of.  They are those of the estimate.
+    """The seconds of one launch in an estimate, and their parts.
 
     compute: the sum over rates of FLOP/rate, over the share.  hbm: bytes / (bandwidth x share).
-    more: what imperfect overlap adds to the largest term.  device: largest term + more + gap.
+    more: added to the largest term by imperfect overlap.  device: largest term + more + gap.
     """
 
     rates: tuple[Rate, ...]
@@ -118,7 +118,6 @@ def rates_of(
 
 
 # -- quantities ------------------------------------------------------------------------------------
-# A number with its formula: in symbols, with the sizes put in, and as products of shapes.
 
 Numbers = tuple[int, ...]
 _WIDTHS = (Fraction(1, 2), Fraction(1), Fraction(2), Fraction(4), Fraction(8))
@@ -196,7 +195,7 @@ class SizedPlace:
 def _sorted(
     parts: Iterable[tuple[Amount, Amount | Traffic]],
 ) -> tuple[Formula, dict[Amount | Traffic, Formula]]:
-    """What is exact, added up; and by each other amount how often it is there."""
+    """The sum of exact amounts, and how often each other amount occurs."""
     exact: list[tuple[int, Formula]] = []
     others: dict[Amount | Traffic, list[tuple[int, Formula]]] = {}
     for times, item in parts:
@@ -205,7 +204,7 @@ def _sorted(
         if amount.draw is None and factor == 1:
             exact.append((1, times.formula * amount.formula))
         else:
-            alike = next((known for known in others if _alike(known, item)), item)
+            alike = next((other for other in others if _alike(other, item)), item)
             others.setdefault(alike, []).append((1, times.formula))
     return Formula.total(exact), {item: Formula.total(many) for item, many in others.items()}
 
@@ -299,24 +298,16 @@ def shapes_of_access(kernel: KernelForm, item: Traffic, names: Sequence[str]) ->
     return ""
 
 
-def _product(factors: Sequence[Formula], whole: Formula, names: Sequence[str]) -> str:
+def _product(factors: Sequence[Formula], total: Formula, names: Sequence[str]) -> str:
     product = Formula.constant(1)
     for factor in factors:
         product = product * factor
-    for count, text in _counted(product, whole):
-        if count:
-            return " x ".join([*text, *(_factor(factor, names) for factor in factors)])
-    return ""
-
-
-def _counted(product: Formula, whole: Formula) -> Iterator[tuple[int, list[str]]]:
-    """How many equal products make a whole, if a plain number of them does."""
-    mine, theirs = product.coefficients(), whole.coefficients()
-    if mine.keys() == theirs.keys() and mine:
-        ratios = {theirs[key] / mine[key] for key in mine}
-        ratio = next(iter(ratios))
-        if len(ratios) == 1 and ratio.denominator == 1:
-            yield int(ratio), [] if ratio == 1 else [f"{int(ratio):,}"]
+    mine, theirs = product.coefficients(), total.coefficients()
+    ratios = {theirs[key] / mine[key] for key in mine} if mine.keys() == theirs.keys() else set()
+    if len(ratios) != 1 or not (ratio := ratios.pop()) or ratio.denominator != 1:
+        return ""
+    text = [] if ratio == 1 else [f"{int(ratio):,}"]
+    return " x ".join([*text, *(_factor(factor, names) for factor in factors)])
 
 
 def _factor(formula: Formula, names: Sequence[str]) -> str:
@@ -327,25 +318,12 @@ def _factor(formula: Formula, names: Sequence[str]) -> str:
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-def flops_of(kernels: Iterable[KernelForm], once: bool = False) -> Iterator[tuple[Amount, Amount]]:
-    """The FLOP of works that a total counts, each with how often it is done."""
-    for kernel in kernels:
-        for work in kernel.works:
-            if work.key.is_dense:
-                yield ONCE if once else kernel.times, work.flop
-
-
-def bytes_of(
-    kernels: Iterable[KernelForm], wire: str = "hbm", role: str | None = None, once: bool = False
-) -> Iterator[tuple[Amount, Traffic]]:
-    """The accesses over a wire, each with how often it is done."""
-    for kernel in kernels:
-        for item in kernel.traffic:
-            if item.access.wire == wire and role in (None, item.access.role):
-                yield ONCE if once else kernel.times, item
-
-
-ONCE = Amount(leaves.PLAIN, Formula.constant(1))
+def once(
+    parts: Iterable[tuple[Amount, Amount | Traffic]],
+) -> Iterator[tuple[Amount, Amount | Traffic]]:
+    """The amounts of one launch."""
+    times = Amount(leaves.PLAIN, Formula.constant(1))
+    return ((times, item) for _, item in parts)
 
 
 def legend(kernel: KernelForm, place: SizedPlace) -> Mapping[str, str]:

@@ -16,22 +16,14 @@ from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.graph import OpGraph, pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.studies.advice import Variant, VariantOutcome
-from rooftrace.studies.explaining.quantities import (
-    Quantity,
-    Rate,
-    SizedPlace,
-    bytes_of,
-    flops_of,
-    rates_of,
-)
+from rooftrace.studies.explaining.quantities import Quantity, Rate, SizedPlace, rates_of
 from rooftrace.studies.forms import Conditions, PlanForm, Points
+from rooftrace.studies.forms.kernelforms import bytes_of, flops_of
 from rooftrace.studies.sweeps import Form, evaluated, points_of
 
 # -- scaling tests ---------------------------------------------------------------------------------
-# Scaling tests: what a step and its kernels take when one thing is halved, by estimates there.
-#
-# Each also says what the time would do if one term alone were the limit, so that a measured ratio
-# tells which one it is.
+# Estimates of a step and its kernels with one thing halved.  Each has also the ratio of times if
+# one term alone were the limit, so that a measured ratio identifies it.
 
 HALF: Mapping[str, str] = {
     "fp64": "fp32", "fp32": "bf16", "tf32": "bf16", "bf16": "fp8", "fp16": "fp8",
@@ -46,8 +38,8 @@ Key = tuple[str, str]
 class ScalingTest:
     """One change, and the time after it over the time before.
 
-    ratio: of the whole time; None where the kernel is another one after the change.  by_limiter:
-    the ratio if this term alone took time; terms that take none are left out.
+    ratio: of the time; None where the kernel is another one after the change.  by_limiter: the
+    ratio if this term alone took time; terms that take none are left out.
     """
 
     name: str
@@ -59,7 +51,7 @@ class ScalingTest:
 
 def variants(step: Estimate, sizes: Mapping[str, int]) -> Iterator[Variant]:
     """The step with weights of half the bytes, half of each size, and clocks at half."""
-    stored = stored_precision(step.graph, "weights")
+    stored = _weights_precision(step.graph)
     if stored in HALF:
         half = HALF[stored]
         yield Variant(
@@ -83,17 +75,17 @@ def variants(step: Estimate, sizes: Mapping[str, int]) -> Iterator[Variant]:
     )
 
 
-def stored_precision(graph: OpGraph, role: str) -> str:
-    """The precision in which most bytes of a role are stored; "" without any."""
+def _weights_precision(graph: OpGraph) -> str:
+    """The precision of most bytes of weights; "" without any."""
     sizes: Counter[str] = Counter()
     for index, tensor in enumerate(graph.values):
-        if tensor.role == role and tensor.storage == index:
+        if tensor.role == "weights" and tensor.storage == index:
             sizes[tensor.dtype] += tensor.nbytes * graph.times(tensor)
     return sizes.most_common(1)[0][0] if sizes else ""
 
 
 def step_test(base: Estimate, outcome: VariantOutcome) -> ScalingTest:
-    """What a change does to the whole step."""
+    """The effect of a change on the step."""
     after = outcome.estimate
     if after is None:
         return _test(outcome, None, {}, outcome.note)
@@ -110,7 +102,7 @@ def step_test(base: Estimate, outcome: VariantOutcome) -> ScalingTest:
 
 
 def kernel_test(base: Estimate, rows: tuple[Row, ...], outcome: VariantOutcome) -> ScalingTest:
-    """What a change does to kernels of one key, all of them together."""
+    """The effect of a change on kernels of one key, all of them together."""
     after = outcome.estimate
     if after is None:
         return _test(outcome, None, {}, outcome.note)
@@ -119,7 +111,7 @@ def kernel_test(base: Estimate, rows: tuple[Row, ...], outcome: VariantOutcome) 
     others = [row for row in after.rows if key_of(row) in keys]
     if sum(r.count for r in others) != sum(r.count for r in before):
         return _test(outcome, None, {}, "other kernels do this work then")
-    old, new = (_sums(part) for part in (before, others))
+    old, new = (_term_sums(part) for part in (before, others))
     device, seconds = old.pop("device"), new.pop("device")
     ratio = seconds / device if device else None
     return _test(outcome, ratio, _ratios(old, new))
@@ -137,11 +129,11 @@ def _ratios(old: Mapping[str, float], new: Mapping[str, float]) -> dict[str, flo
 
 
 def key_of(row: Row) -> Key:
-    """What is the same for a kernel at all sizes."""
+    """The key of a kernel, the same at all sizes."""
     return pattern_of(row.module), row.name
 
 
-def _sums(rows: list[Row]) -> dict[str, float]:
+def _term_sums(rows: list[Row]) -> dict[str, float]:
     sums = {"device": 0.0, "compute": 0.0, "hbm": 0.0, "network": 0.0, "launch": 0.0}
     for row in rows:
         for name, seconds in row.timing.terms.items():
@@ -151,7 +143,6 @@ def _sums(rows: list[Row]) -> dict[str, float]:
 
 
 # -- sizesweeps ------------------------------------------------------------------------------------
-# A step over the values of one size, the others as they are: rows of totals and times.
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +168,7 @@ class SweepRow:
 
     @property
     def rate(self) -> float:
-        """FLOP/s over the whole step."""
+        """FLOP/s of the step."""
         return self.flops / self.t_est if self.t_est else 0.0
 
     @property
@@ -190,8 +181,8 @@ class SweepRow:
 class SizeSweep:
     """Rows in rising order of the values, chip by chip.
 
-    name: of the size.  others: the sizes that stay.  marked: a value that has a meaning of its own,
-    such as the least batch that computing limits; None where there is none.
+    name: of the size.  others: the sizes that stay.  marked: a value with a meaning, such as the
+    least batch that computing limits, or None.
     """
 
     title: str
@@ -219,7 +210,7 @@ def size_sweep(
 ) -> SizeSweep:
     """A sweep over some values of one size; `marked` is one of them, too.
 
-    Raises what `evaluated` raises.
+    Raises as `evaluated` does.
     """
     chosen = sorted({*values, *([] if marked is None else [marked])})
     levels = {n: [others[n]] if n != name else chosen for n in form.names}
@@ -247,7 +238,6 @@ def size_sweep(
 
 
 # -- stepexplained ---------------------------------------------------------------------------------
-# A whole step as a worked example: sums of formulas by engine and role, times, and B_crit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +245,9 @@ class Critical:
     """The least value of a size at which a step is limited by computing, over all values tried.
 
     by_peaks: at the datasheet's rates, t_comp >= t_hbm of all kernels together.  expected: the
-    largest part of the expected time is compute.  None: at none of them.  limiter: what is then
-    the largest part at `high`.  stays: whether it also is at all larger ones tried.
-    more_flops, more_bytes: what the last one of all values adds to a step, FLOP and byte.
+    largest part of the expected time is compute.  None: at none of them.  limiter: the largest part
+    at `high`.  stays: whether computing limits at all larger values tried, too.
+    more_flops, more_bytes: added to a step by the last one of all values.
     """
 
     name: str
@@ -272,7 +262,7 @@ class Critical:
 
     @property
     def more_intensity(self) -> float:
-        """FLOP/byte of what the last value adds: where that is below the ridge, none will do."""
+        """FLOP/byte added by the last value: where that is below the ridge, none will do."""
         return self.more_flops / self.more_bytes if self.more_bytes else float("inf")
 
 
@@ -317,12 +307,12 @@ class ExplainedStep:
 
     @property
     def total_flops(self) -> Quantity:
-        """Of the step."""
+        """FLOP of the step."""
         return next(item for item in self.flops if item.name == TOTAL)
 
     @property
     def total_bytes(self) -> Quantity:
-        """Through HBM."""
+        """Bytes of the step through HBM."""
         return next(item for item in self.bytes if item.name == TOTAL)
 
 
@@ -336,7 +326,7 @@ def step_of(
     critical: Critical | None,
     scaling: tuple[ScalingTest, ...],
 ) -> ExplainedStep:
-    """The worked example of a step at a place, whose plan and estimate are known."""
+    """The worked example of a step at a place, from its plan and estimate."""
     times = estimate.times
     ideal = peak_times(plan, place, estimate.chip)
     return ExplainedStep(
@@ -399,11 +389,10 @@ def peak_times(plan: PlanForm, place: SizedPlace, chip: Chip) -> tuple[float, fl
 
 
 def at_peaks(step: StepAmounts) -> StepAmounts:
-    """The kernels of a plan with every engine at its whole rate, as datasheets have it."""
+    """The kernels of a plan with every engine at the rate of its datasheet."""
     execution = step.execution
     full = replace(execution.utilization, b_sat=None, eta_scalar=None, tiles=False)
-    whole = replace(execution, knobs=None, utilization=full)
-    return replace(step, execution=whole)
+    return replace(step, execution=replace(execution, knobs=None, utilization=full))
 
 
 def critical_of(
@@ -423,16 +412,16 @@ def critical_of(
     largest = np.zeros(len(values), dtype=np.int64)
     names: list[str] = []
     totals = {"flops": np.zeros(len(values)), "bytes": np.zeros(len(values))}
-    for plan, places in form.plans(points, conditions):
-        step = plan.step(points.where(places), plan.cache_of(chip))
-        totals["flops"][places] = plan.flops(points.where(places))
-        totals["bytes"][places] = plan.bytes(points.where(places))
+    for plan, at in form.plans(points, conditions):
+        here = points.where(at)
+        step = plan.step(here, plan.cache_of(chip))
+        totals["flops"][at], totals["bytes"][at] = plan.flops(here), plan.bytes(here)
         timed = time_step(step, chip)
         names = list(timed.regime_seconds)
-        largest[places] = np.stack(list(timed.regime_seconds.values())).argmax(axis=0)
-        expected[places] = largest[places] == names.index("compute")
+        largest[at] = np.stack(list(timed.regime_seconds.values())).argmax(axis=0)
+        expected[at] = largest[at] == names.index("compute")
         fast = time_step(at_peaks(step), chip)
-        peaks[places] = fast.t_comp >= fast.t_hbm
+        peaks[at] = fast.t_comp >= fast.t_hbm
     first = int(expected.argmax()) if expected.any() else None
     return Critical(
         name=name,
@@ -448,5 +437,5 @@ def critical_of(
 
 
 def _last_step(totals: np.ndarray[Any, np.dtype[np.float64]]) -> int:
-    """What the last value adds to the one before; all of it where there is one value."""
+    """The growth by the last value; all of it where there is one value."""
     return int(totals[-1] - totals[-2]) if len(totals) > 1 else int(totals[-1])

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from rooftrace.costmodels.estimates import rows
-from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs, traffic as moved
+from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs, traffic
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works
@@ -29,7 +29,7 @@ Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class Points:
-    """P points, each with a whole number for every size.
+    """P points, each with an integer for every size.
 
     columns: an integer array of length P for each name.  apart: whether each point counts as
     different from all others.
@@ -47,7 +47,7 @@ class Points:
         return len(self.columns[0]) if self.columns else 1
 
     def part(self, sizes: frozenset[int]) -> tuple[list[Array], Places | None]:
-        """The different points of some of the sizes, by their places, and where each point is.
+        """The distinct points of some sizes, by their indices, and the index of each point there.
 
         Columns of other sizes hold one number.  The second is None where all points differ, or all
         are equal.
@@ -85,7 +85,6 @@ class Points:
 
 
 # -- planrecords -----------------------------------------------------------------------------------
-# The numbers of a plan that times and totals are computed from, as one record.
 
 
 class AccessNumbers(Struct, frozen=True):
@@ -103,7 +102,7 @@ class AccessNumbers(Struct, frozen=True):
 
 
 class GroupNumbers(Struct, frozen=True):
-    """A kernel: what it is, how often it runs, and what it costs once."""
+    """A kernel: its ops and class, how often it runs, and its cost once."""
 
     ops: tuple[int, ...]
     name: str
@@ -113,9 +112,9 @@ class GroupNumbers(Struct, frozen=True):
     times: int
     work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
     traffic: tuple[AccessNumbers, ...]
-    eager: bool  # whether it runs outside of what a mixed step compiles
+    eager: bool  # whether a mixed step does not compile it
     exchange: KernelExchange | None  # with other processes
-    of_experts: bool  # whether it computes what experts do
+    of_experts: bool  # whether it is work of experts
     aside: bool  # whether it runs on another stream than the main one
 
 
@@ -140,10 +139,10 @@ class PlanNumbers(Struct, frozen=True):
 def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
     """The numbers of a plan; with_memory: also the bytes that are alive."""
     graph, costs = planned.graph, planned.costs
-    scales = moved.access_scales(graph, planned.groups, planned.op_costs, planned.execution)
+    scales = traffic.access_scales(graph, planned.groups, planned.op_costs, planned.execution)
     if any(scales):
         plain = _without_factors(planned.execution)
-        costs = moved.group_costs(graph, planned.groups, planned.op_costs, plain)
+        costs = traffic.group_costs(graph, planned.groups, planned.op_costs, plain)
     memory, exchanges = planned.memory if with_memory else None, exchanges_of(planned)
     return PlanNumbers(
         groups=tuple(
@@ -212,24 +211,23 @@ def _group(
 
 
 # -- kernelforms -----------------------------------------------------------------------------------
-# The kernels of a plan for any sizes: amounts, traffic and works as formulas.
 
 
 @dataclass(frozen=True)
 class Amount:
-    """A number of a plan: exact where it is a formula, else what a draw makes of one.
+    """A number of a plan: a formula, or a draw of one.
 
-    formula: of a plain number; else of what the draw multiplies or divides.
+    formula: of a plain number; else of the factor or dividend of the draw.
     """
 
     kind: str
     formula: Formula
     draw: leaves.Draw | None = None
-    constant: float | None = None  # a number that is no whole one, in place of the formula
+    constant: float | None = None  # a fractional number, in place of the formula
 
     @property
     def sizes(self) -> frozenset[int]:
-        """The places of the sizes that it depends on."""
+        """The indices of the sizes that it depends on."""
         draw = self.draw
         if draw is None:
             return self.formula.symbols
@@ -291,7 +289,7 @@ class WorkForm:
     attention: tuple[Amount, ...]
 
     def named(self, attention: bool) -> dict[str, Amount]:
-        """The sizes that are known, by name: those of attention, or of the product."""
+        """The sizes by name: those of attention, or of the product."""
         if attention:
             return dict(zip(AttentionSizes.__struct_fields__, self.attention, strict=True))
         pairs = zip(("rows", "columns", "inner"), self.sizes, strict=True)
@@ -299,14 +297,14 @@ class WorkForm:
 
     @property
     def product(self) -> tuple[Formula, ...]:
-        """M, N and K; none where they are not all known as formulas."""
-        known = [size.formula for size in self.sizes if size is not None and size.draw is None]
-        return tuple(known) if len(known) == len(self.sizes) else ()
+        """M, N and K; none unless all are formulas."""
+        formulas = [size.formula for size in self.sizes if size is not None and size.draw is None]
+        return tuple(formulas) if len(formulas) == len(self.sizes) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelForm:
-    """A kernel of a plan, its numbers as amounts.  groups: its places in the plan; equal ones."""
+    """A kernel of a plan, its numbers as amounts."""
 
     numbers: GroupNumbers
     times: Amount
@@ -326,11 +324,29 @@ class KernelForm:
 
     @cached_property
     def depends(self) -> frozenset[int]:
-        """The places of the sizes that its numbers depend on, `times` apart."""
+        """The indices of the sizes that its numbers depend on, `times` apart."""
         amounts = [*self.exchanged, *(item.amount for item in self.traffic)]
         for work in self.works:
             amounts += [work.flop, *(size for size in work.sizes if size), *work.attention]
         return frozenset().union(*(amount.sizes for amount in amounts))
+
+
+def flops_of(kernels: Iterable[KernelForm]) -> Iterator[tuple[Amount, Amount]]:
+    """The dense FLOP of each work, with how often it is done."""
+    for kernel in kernels:
+        for work in kernel.works:
+            if work.key.is_dense:
+                yield kernel.times, work.flop
+
+
+def bytes_of(
+    kernels: Iterable[KernelForm], wire: str = "hbm", role: str | None = None
+) -> Iterator[tuple[Amount, Traffic]]:
+    """The accesses over a wire, each with how often it is done."""
+    for kernel in kernels:
+        for item in kernel.traffic:
+            if item.access.wire == wire and role in (None, item.access.role):
+                yield kernel.times, item
 
 
 class KernelRows:
@@ -354,14 +370,14 @@ class KernelRows:
         where = slice(self.length, self.length + size)
         self.length += size
 
-        def told(amount: Amount | Traffic) -> Any:
+        def over(amount: Amount | Traffic) -> Any:
             numbers = amount.over(columns).astype(float)
             return float(numbers[0]) if len(numbers) == 1 else numbers
 
-        self._works += _works_of(_together(kernel.works, _product), where, told)
+        self._works += _works_of(_together(kernel.works, _product), where, over)
         attention = _together((w for w in kernel.works if w.attention), lambda w: w.attention)
-        self._attention += _works_of(attention, where, told, attention=True)
-        bytes_ = [(item.access, told(item)) for item in kernel.traffic]
+        self._attention += _works_of(attention, where, over, attention=True)
+        bytes_ = [(item.access, over(item)) for item in kernel.traffic]
         hbm = [(access, amount) for access, amount in bytes_ if access.wire == "hbm"]
         last = numbers.kind.endswith(LAST)
         amounts = {
@@ -371,7 +387,7 @@ class KernelRows:
             "moved": 0.0 if last else sum((n for a, n in hbm if a.role != "weights"), 0.0),
             "link": sum((amount for access, amount in bytes_ if access.wire == "link"), 0.0),
             "eager": numbers.eager,
-            "times": told(times),
+            "times": over(times),
         }
         for name, amount in amounts.items():
             self._columns[name].append(np.broadcast_to(amount, (size,)))
@@ -380,7 +396,7 @@ class KernelRows:
                 where=where,
                 at=at,
                 spread_kind=numbers.spread_kind,
-                exchange=_exchange_of(kernel, told),
+                exchange=_exchange_of(kernel, over),
                 of_experts=numbers.of_experts,
                 aside=numbers.aside,
             )
@@ -394,11 +410,11 @@ class KernelRows:
         return KernelAmounts(**columns, works=works, attention=attention), times
 
 
-def _exchange_of(kernel: KernelForm, told: Callable[[Amount], Any]) -> KernelExchange | None:
+def _exchange_of(kernel: KernelForm, over: Callable[[Amount], Any]) -> KernelExchange | None:
     exchange = kernel.numbers.exchange
     if exchange is None:
         return None
-    nbytes, *others = map(told, kernel.exchanged)
+    nbytes, *others = map(over, kernel.exchanged)
     experts = exchange.experts
     if experts is not None:
         experts = structs.replace(experts, nbytes=others[0], rows=others[1])
@@ -426,19 +442,19 @@ def _together(
 def _works_of(
     works: Iterable[tuple[WorkForm, list[Amount]]],
     where: slice,
-    told: Callable[[Amount], Any],
+    over: Callable[[Amount], Any],
     *,
     attention: bool = False,
 ) -> Iterator[Works]:
     """Works as arrays over rows, without those of no FLOP.
 
-    attention: whether the sizes of attention are asked for, in place of M, N and K.
+    attention: whether to take the sizes of attention in place of M, N and K.
     """
     for work, flops in works:
-        flop = sum(map(told, flops))
+        flop = sum(map(over, flops))
         if not np.any(flop):
             continue
-        sizes: dict[str, Any] = {n: told(size) for n, size in work.named(attention).items()}
+        sizes: dict[str, Any] = {n: over(size) for n, size in work.named(attention).items()}
         if attention:
             sizes = {"attention": sizes}
         yield Works(key=work.key, row=where, flop=flop, **sizes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from fractions import Fraction
 from functools import cached_property, partial
@@ -37,8 +37,7 @@ _Path = tuple[Any, ...]
 class PlanForm:
     """A plan for the sizes of one regime.
 
-    Totals are exact whole numbers: FLOP, bytes.  `step` is what `time_step` takes.  planner:
-    gives a plan at some sizes of the regime.
+    Totals are exact integers: FLOP, bytes.  planner: gives a plan at some sizes of the regime.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class PlanForm:
     # -- numbers -----------------------------------------------------------------------------------
 
     def amount(self, path: _Path, constant: Any) -> Amount:
-        """The number at a path of the record; constant: what it is where no size changes it."""
+        """The number at a path of the record; constant: its value where no size changes it."""
         slot = self._slots.get(path)
         if slot is None:
             if constant != int(constant):
@@ -155,7 +154,7 @@ class PlanForm:
         )
 
     def _sum(self, points: Points, parts: Iterator[tuple[Amount, Amount | Traffic]]) -> Array:
-        """The sum of amounts, each so many times.  Formulas are added up before they are told."""
+        """The sum of amounts, each so many times; formulas are added up before evaluation."""
         exact: list[tuple[int, Formula]] = []
         others: dict[Any, list[Amount]] = {}
         for times, item in parts:
@@ -167,16 +166,16 @@ class PlanForm:
                 exact.append((1, times.formula * amount.formula))
             else:
                 others.setdefault(item, []).append(times)
-        total = self._told(Amount(leaves.PLAIN, Formula.total(exact)), points)
+        total = self._values(Amount(leaves.PLAIN, Formula.total(exact)), points)
         for item, many in others.items():
             times = Amount(leaves.PLAIN, Formula.total((1, each.formula) for each in many))
-            amounts = self._told(item, points)
+            amounts = self._values(item, points)
             if amounts.dtype.kind == "f":
                 amounts = np.rint(amounts).astype(np.int64)
-            total = total + self._told(times, points) * amounts
+            total = total + self._values(times, points) * amounts
         return total
 
-    def _told(self, item: Amount | Traffic, points: Points) -> Array:
+    def _values(self, item: Amount | Traffic, points: Points) -> Array:
         sizes = item.amount.sizes if isinstance(item, Traffic) else item.sizes
         columns, at = points.part(sizes)
         numbers = item.over(columns)
@@ -185,8 +184,8 @@ class PlanForm:
         return np.broadcast_to(numbers, (len(points),))
 
     def number(self, name: str, points: Points) -> Array:
-        """A whole number of the record at points: weights, kv, items."""
-        return self._told(self.amount((name,), getattr(self.template, name)), points)
+        """An integer of the record at points: weights, kv, items."""
+        return self._values(self.amount((name,), getattr(self.template, name)), points)
 
     def peak(self, points: Points) -> Array:
         """Bytes in memory at the fullest moment, at points."""
@@ -195,16 +194,16 @@ class PlanForm:
         }
         most = np.zeros(len(points), dtype=np.int64)
         for formula in _undominated(formulas):
-            most = np.maximum(most, self._told(Amount(leaves.PLAIN, formula), points))
+            most = np.maximum(most, self._values(Amount(leaves.PLAIN, formula), points))
         return most
 
     # -- times ------------------------------------------------------------------------------------
 
     @cached_property
     def warm(self) -> WarmForm:
-        """What a last-level cache may still hold of each kernel.
+        """Bytes of each kernel that a last-level cache may still hold.
 
-        Raises RequestError where a size changes how often layers repeat: distances are not known.
+        Raises RequestError where a size changes how often layers repeat: distances are unknown.
         """
         counts = (self.amount(("counts", i), n) for i, n in enumerate(self.template.counts))
         if any(count.sizes for count in counts):
@@ -212,7 +211,7 @@ class PlanForm:
                 "knobs with a cache, over a size that changes the number of layers: what the cache "
                 "holds is not known; fix that size, or price it by other knobs"
             )
-        return WarmForm(self.kernels, self._planner(), self._told)
+        return WarmForm(self.kernels, self._planner(), self._values)
 
     def cache_of(self, chip: Chip) -> float | None:
         """Bytes of the last cache of a chip, where its knobs say how fast that one is."""
@@ -224,7 +223,7 @@ class PlanForm:
     def step(self, points: Points, cache: float | None = None) -> StepAmounts:
         """The plan at points, as it is timed; equal kernels are one part.
 
-        cache: bytes of a cache that holds some: then kernels differ in what is warm.
+        cache: bytes of a last cache: then kernels differ in their warm bytes.
         """
         if cache is not None:
             rows, order = KernelRows(points.apart()), list(range(len(self.kernels)))
@@ -234,10 +233,10 @@ class PlanForm:
         alike: dict[Any, list[KernelForm]] = {}
         for kernel in self.kernels:
             alike.setdefault(kernel.key, []).append(kernel)
-        rows, places = KernelRows(points), {key: place for place, key in enumerate(alike)}
+        rows, index = KernelRows(points), {key: number for number, key in enumerate(alike)}
         for kernels in alike.values():
             rows.add(kernels)
-        return self._step(rows, [places[kernel.key] for kernel in self.kernels])
+        return self._step(rows, [index[kernel.key] for kernel in self.kernels])
 
     def _step(self, rows: KernelRows, order: Sequence[int]) -> StepAmounts:
         kernels, times = rows.kernels()
@@ -272,8 +271,8 @@ class PlanForm:
         return self._planner()
 
     def _number(self, amount: Amount, points: Points) -> Any:
-        told = self._told(amount, points)
-        return float(told[0]) if not amount.sizes else told.astype(float)
+        values = self._values(amount, points)
+        return float(values[0]) if not amount.sizes else values.astype(float)
 
 
 def _is_of(kind: tuple[str, str], group: GroupNumbers, work: Work) -> bool:
@@ -282,19 +281,18 @@ def _is_of(kind: tuple[str, str], group: GroupNumbers, work: Work) -> bool:
 
 def _undominated(formulas: set[Formula]) -> list[Formula]:
     """The formulas that may be the largest of all for some sizes of at least 1."""
-    known = [(formula, formula.coefficients()) for formula in formulas]
+    factored = [(formula, formula.coefficients()) for formula in formulas]
     kept: list[tuple[Formula, dict[Any, Fraction]]] = []
-    for formula, factors in sorted(known, key=lambda pair: -sum(pair[1].values())):
+    for formula, factors in sorted(factored, key=lambda pair: -sum(pair[1].values())):
         if not any(_covers(other, factors) for _, other in kept):
             kept.append((formula, factors))
     return [formula for formula, _ in kept]
 
 
 def _covers(larger: dict[Any, Fraction], smaller: dict[Any, Fraction]) -> bool:
-    """Whether a formula is at least another for all sizes of at least 1, as seen by its terms.
+    """Whether a formula is at least another for all sizes of at least 1, term by term.
 
-    What it has less of a term, it must have more of constant or higher ones; here only equal terms
-    are compared, and the constant may be made up for by any.
+    Only equal terms are compared; a smaller constant may be made up for by any term.
     """
     terms = larger.keys() | smaller.keys()
     more = {t: larger.get(t, Fraction(0)) - smaller.get(t, Fraction(0)) for t in terms}
@@ -303,11 +301,9 @@ def _covers(larger: dict[Any, Fraction], smaller: dict[Any, Fraction]) -> bool:
 
 
 # -- warmbytes -------------------------------------------------------------------------------------
-# How many bytes of each kernel a last-level cache still holds, for any sizes of a plan.
-#
-# Which touches of a storage follow each other is the same within one structure; only their
-# distances in bytes change with the sizes.  So a plan is walked once, with vectors of coefficients
-# in place of bytes, and the vectors are evaluated at points.
+# The order of touches of a storage is the same within one structure; only their distances in bytes
+# change with the sizes.  So a plan is walked once, with vectors of coefficients in place of bytes,
+# and the vectors are evaluated at points.
 
 
 class WarmForm:
@@ -324,8 +320,7 @@ class WarmForm:
         over: Callable[[Traffic, Points], Array],
     ) -> None:
         self._over = over
-        self._terms: dict[Hashable, int] = {}
-        self._wholes: list[Traffic | None] = []  # of each term the access it is; None: a monomial
+        self._terms: dict[Any, int] = {}  # index of each access, or of the powers of a monomial
         vectors: dict[tuple[int, Access], dict[int, float]] = {}
         for group, kernel in enumerate(kernels):
             accesses = planned.costs[group].traffic
@@ -340,33 +335,27 @@ class WarmForm:
         )
 
     def _vector(self, traffic: Traffic) -> dict[int, float]:
-        """The coefficients of an access, by the places of their terms."""
+        """The coefficients of an access, by the indices of their terms."""
         amount = traffic.amount
         linear = amount.draw is None and amount.constant is None and traffic.access.factor == 1
         if not linear:
-            return {self._place(traffic, traffic): 1.0}
+            return {self._index(traffic): 1.0}
         factors = amount.formula.coefficients().items()
-        return {self._place(powers, None): float(value) for powers, value in factors}
+        return {self._index(powers): float(value) for powers, value in factors}
 
-    def _place(self, key: Any, whole: Traffic | None) -> int:
-        place = self._terms.setdefault(key, len(self._terms))
-        if place == len(self._wholes):
-            self._wholes.append(whole)
-        return place
+    def _index(self, term: Any) -> int:
+        return self._terms.setdefault(term, len(self._terms))
 
     def over(self, points: Points, capacity: float) -> list[Array | float]:
         """Bytes of each group that a cache of `capacity` bytes holds: an array [P], or a number."""
-        columns = np.stack(
-            [self._column(key, whole, points) for key, whole in zip(
-                self._terms, self._wholes, strict=True)]
-        )  # fmt: skip
+        columns = np.stack([self._column(term, points) for term in self._terms])
         return [warm_columns(parts, capacity, lambda v: v @ columns) for parts in self.parts]
 
-    def _column(self, key: Any, whole: Traffic | None, points: Points) -> Array:
-        if whole is not None:
-            return self._over(whole, points).astype(float)
+    def _column(self, term: Any, points: Points) -> Array:
+        if isinstance(term, Traffic):
+            return self._over(term, points).astype(float)
         column = np.ones(len(points))
-        for place, power in enumerate(key):
+        for place, power in enumerate(term):
             if power:
                 column = column * points.columns[place].astype(float) ** power
         return column

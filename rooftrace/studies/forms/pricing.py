@@ -35,23 +35,23 @@ from rooftrace.studies.forms.kernelforms import Array, Places, PlanNumbers, Poin
 from rooftrace.studies.forms.planform import PlanForm
 
 _SAMPLES = (4, 2)
-"""Plans that a form is fitted to: so many, and so many for each size; more where a number is left
+"""Plans that a form is fitted to, and further ones for each size; more where a number is left
 unfit."""
 _MORE = 6
 _CHECKS = 3
-"""Plans that it has to equal besides."""
+"""Further plans that it has to equal."""
 _TRIES = 4
 """Plans that a form has to equal before it is taken to hold where a comparison comes out otherwise,
-beside those with the fewest and most rows of each draw."""
+and those with the fewest and most rows of each draw."""
 _TRIED = 4000
 """Sizes that are drawn to find samples."""
 _LOOKED = 200
-"""Of them, so many are looked at for those where a comparison comes out otherwise."""
+"""The most of them that are searched for comparisons that come out otherwise."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a graph is priced under, the chip apart."""
+    """Execution and precisions of a price, without the chip."""
 
     execution: ExecutionModel
     dtype: str | None = None
@@ -97,7 +97,7 @@ class _Cell:
 
 
 class PlanForms:
-    """The plans of a graph's regime under some conditions, found where they are asked for."""
+    """The plans of a graph's regime under some conditions, fitted on demand."""
 
     def __init__(self, regime: Regime, conditions: Conditions) -> None:
         self.regime, self.conditions = regime, conditions
@@ -107,7 +107,7 @@ class PlanForms:
         self._random = random.Random(repr((regime.low, regime.high)))
 
     def at(self, points: Points) -> Iterator[tuple[PlanForm, Places]]:
-        """The forms that hold at points of the regime, each with the places of its points."""
+        """The forms that hold at points of the regime, each with the indices of its points."""
         left = np.arange(len(points))
         for cell in self._cells:
             if not len(left):
@@ -149,8 +149,8 @@ class PlanForms:
     def _widened(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell | None:
         """The cell of a known form that holds at these sizes, too, and around them.
 
-        Comparisons that come out otherwise there did not matter for what the others lead to; they
-        are guards no longer, if the form gives the plan wherever it is tried without them.
+        Comparisons that come out otherwise there do not decide the kernels; they are guards no
+        longer, if the form gives the plan wherever it is tried without them.
         """
         here = self._numbers_at(numbers)
         at = [np.array([number]) for number in numbers]
@@ -160,9 +160,9 @@ class PlanForms:
             guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
             some = self._some(guards, numbers, points, left)
             gained = [n for n, held in _held(cell.guards, some) if not held]
-            known = [n for n, held in _held(guards, self._known) if held]
+            planned = [n for n, held in _held(guards, self._known) if held]
             if all(
-                self._is(cell.form, n) for n in (*known, *self._edges(gained), *gained[:_TRIES])
+                self._is(cell.form, n) for n in (*planned, *self._edges(gained), *gained[:_TRIES])
             ):
                 self._cells[place] = _Cell(guards, cell.form)
                 return self._cells[place]
@@ -171,7 +171,7 @@ class PlanForms:
     def _is(
         self, form: PlanForm, where: leaves.Numbers, numbers: PlanNumbers | None = None
     ) -> bool:
-        """Whether a form gives the plan at these sizes, whose numbers may be known."""
+        """Whether a form gives the plan at these sizes; numbers: of that plan, if at hand."""
         try:
             return bool(form.form.at(where) == (numbers or self._numbers_at(where)))
         except FormulaError:
@@ -209,9 +209,9 @@ class PlanForms:
         inside = _numbers(points, some[_holding(guards, points, some)])
         near = self._near(numbers, points.names)
         others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
-        known = [n for n, held in _held(guards, self._known) if held and n != numbers]
-        edges = self._edges([*inside, *others, *known])
-        candidates = list(dict.fromkeys([numbers, *edges, *_spread([*known, *others]), *inside]))
+        planned = [n for n, held in _held(guards, self._known) if held and n != numbers]
+        edges = self._edges([*inside, *others, *planned])
+        candidates = list(dict.fromkeys([numbers, *edges, *_spread([*planned, *others]), *inside]))
         first, each = _SAMPLES
         least = first + each * len(numbers)
         wanted = min(least, len(candidates))
@@ -235,7 +235,7 @@ class PlanForms:
         return made if all(self._is(made, where) for where in checks) else None
 
     def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
-        """Of candidates, for each draw that with the fewest rows and that with the most.
+        """For each draw the candidates with the fewest and with the most rows.
 
         Many rows reach all classes: a number that only such samples show looks like a constant.
         """
@@ -272,10 +272,10 @@ def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:
     for least in range(len(seen), 0, -1):
         rest = []
         for numbers in left:
-            new = sum(n not in known for n, known in zip(numbers, seen, strict=True))
+            new = sum(n not in before for n, before in zip(numbers, seen, strict=True))
             if new >= least:
-                for number, known in zip(numbers, seen, strict=True):
-                    known.add(number)
+                for number, before in zip(numbers, seen, strict=True):
+                    before.add(number)
                 yield numbers
             else:
                 rest.append(numbers)
@@ -283,18 +283,18 @@ def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:
     yield from left
 
 
-def _numbers(points: Points, places: Places) -> list[leaves.Numbers]:
+def _numbers(points: Points, at: Places) -> list[leaves.Numbers]:
     """The sizes at some of the points."""
-    return list(zip(*(column[places].tolist() for column in points.columns), strict=True))
+    return list(zip(*(column[at].tolist() for column in points.columns), strict=True))
 
 
-def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:
-    """Which of these places all guards hold at."""
-    held = np.ones(len(places), dtype=bool)
+def _holding(guards: Sequence[Guard], points: Points, chosen: Places) -> Array:
+    """At which of these points all guards hold."""
+    held = np.ones(len(chosen), dtype=bool)
     by_sizes: dict[frozenset[int], list[Guard]] = {}
     for guard in guards:
         by_sizes.setdefault(guard.number.symbols, []).append(guard)
-    part = points if len(places) == len(points) else points.where(places)
+    part = points if len(chosen) == len(points) else points.where(chosen)
     for sizes, several in by_sizes.items():
         columns, at = part.part(sizes)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -306,14 +306,14 @@ def _holding(guards: Sequence[Guard], points: Points, places: Places) -> Array:
 
 
 def _held(
-    guards: Sequence[Guard], places: Collection[leaves.Numbers]
+    guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
 ) -> Iterator[tuple[leaves.Numbers, bool]]:
-    """Places, each with whether all guards hold there."""
-    if places:
-        columns = zip(*places, strict=True)
-        points = Points({str(size): column for size, column in enumerate(columns)})
+    """Sizes, each with whether all guards hold there."""
+    if sizes:
+        columns = zip(*sizes, strict=True)
+        points = Points({str(number): column for number, column in enumerate(columns)})
         held = _holding(guards, points, np.arange(len(points)))
-        yield from zip(places, held.tolist(), strict=True)
+        yield from zip(sizes, held.tolist(), strict=True)
 
 
 def _equal_to(numbers: leaves.Numbers) -> Iterator[Guard]:
@@ -327,11 +327,11 @@ def _named(names: Sequence[str], numbers: Sequence[int]) -> str:
 
 
 def draws_of(form: GraphForm) -> Iterator[leaves.Draw]:
-    """What the prices of a graph may depend on: its own draws, and those of uniform indices."""
+    """Draws that the prices of a graph may depend on: the graph's, and those of uniform indices."""
     yield from form.draws
     graph = form.example
-    own = ("graph",)  # before the paths of a graph with series
-    varying = {s.path[1:] if s.path[:1] == own else s.path: s for s in form.slots}
+    prefix = ("graph",)  # of the paths of a graph with series
+    varying = {s.path[1:] if s.path[:1] == prefix else s.path: s for s in form.slots}
     for op in graph.ops:
         classes = op.facts.get("uniform_over")
         if classes is None:

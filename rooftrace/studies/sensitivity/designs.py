@@ -28,7 +28,7 @@ class FactorialError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MainEffect:
-    """What one factor does to the response, averaged over all others.
+    """The effect of one factor on the response, averaged over all others.
 
     levels, means, medians and deviations have one entry for each level, in the caller's order.
     means: mean response over the cells of a level.  deviations: means less the grand mean, so that
@@ -67,7 +67,7 @@ class MainEffect:
 
 @dataclass(frozen=True, slots=True)
 class Interaction:
-    """What two factors do together beyond the sum of what each does alone.
+    """The effect of two factors together beyond the sum of their main effects.
 
     deviations[i, j]: the mean of the cells at level i of the first and j of the second, less both
     main deviations and the grand mean; rows and columns add up to 0.  sum_of_squares: cells of a
@@ -143,8 +143,8 @@ def factorial(levels: Mapping[str, Sequence[Hashable]], response: ArrayLike) -> 
 
     levels: the levels of each factor, by its name.  response: shape (levels of the first factor,
     levels of the second, ...), in any unit; sums of squares have its square.  For an effect in
-    factors rather than in sums, pass the logarithm of the response: what multiplies then has no
-    interactions.  A response that is equal in all cells has shares of 0.
+    factors rather than in sums, pass the logarithm of the response: factors that multiply then have
+    no interactions.  A response that is equal in all cells has shares of 0.
     Raises FactorialError for levels and a response that do not fit each other.
     """
     cells = _cells(levels, response)

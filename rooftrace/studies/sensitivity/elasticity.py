@@ -43,16 +43,16 @@ def elasticities(
     others: Sequence[Form] = (),
     refusals: tuple[type[Exception], ...] = (RequestError,),
 ) -> Elasticities:
-    """How a step answers to each of its sizes, chip facts and knobs, ranked.
+    """Elasticities of a step by each of its sizes, chip facts and knobs, ranked.
 
     sizes: a value for each size of the form.  others: forms of the same step over further sizes,
-    whose values are in `sizes` too.  refusals: what tracing raises at sizes that the model does not
-    take.  Raises RequestError for sizes that the form does not have, and
-    MissingPeakError where the chip has no rate for a precision of the step.
+    whose values are in `sizes` too.  refusals: exceptions of tracing at sizes that the model does
+    not take.  Raises RequestError for sizes that the form does not have, and MissingPeakError where
+    the chip has no rate for a precision of the step.
     """
     further = {name for other in others for name in other.names}
-    own = {name: n for name, n in sizes.items() if name not in further}
-    numbers = dict(zip(form.names, form.numbers(own), strict=True))
+    of_form = {name: n for name, n in sizes.items() if name not in further}
+    numbers = dict(zip(form.names, form.numbers(of_form), strict=True))
     study = Study.of_form(form, numbers, chip, conditions)
     conditions = replace(conditions, execution=study.step.execution)
     study = study.written_out
@@ -127,7 +127,7 @@ def _ratio(after: float, before: float) -> float | None:
 
 _OF_SIZES = ("x1.1", "+1", "x2", "x0.5")
 _OF_NUMBERS = ("+1", "+1 %", "-1 %", "x1.1", "x2", "x0.5")
-"""Changes in the order in which they say what a little more of a size, or of a number, does."""
+"""Changes in the order in which they approximate a small change of a size, or of a number."""
 
 
 def _central(
@@ -186,9 +186,9 @@ def _by_size(
     tried = _finite_steps(wanted, before, after, refused, refusals)
     steps = tuple(step for step, _ in tried)
 
-    known = slopes.known_slope(planned, place)
+    has_slope = slopes.has_slope(planned, place)
     exact = [
-        slope(planned, numbers, place) if known else _slope(tried, total, before, size)
+        slope(planned, numbers, place) if has_slope else _slope(tried, total, before, size)
         for total, slope in (
             ("flops", slopes.flops_slope),
             ("bytes_hbm", slopes.bytes_slope),
@@ -253,7 +253,7 @@ def _kinds(planned: Plan) -> set[str]:
 def _by_number(study: Study, name: str, value: float, note: str) -> Elasticity:
     """The row of a fact or a knob; no fact changes FLOPs, and few knobs bytes.
 
-    note: why nothing changes, where that is known before a step is made.
+    note: why nothing changes, if that is clear before a step is made.
     """
     step = study.step
 
@@ -282,7 +282,7 @@ def _by_number(study: Study, name: str, value: float, note: str) -> Elasticity:
 
 
 def _values(value: float, count: bool) -> dict[str, float]:
-    """The values that a number is changed to; counts stay whole."""
+    """The values that a number is changed to; counts stay integers."""
     if value == 0 or math.isinf(value):
         return {}
     changed = {change: value * factor for change, factor in FACTORS.items()}
@@ -301,12 +301,12 @@ def _why_zero(value: float, steps: Sequence[FiniteStep]) -> str:
 
 
 # -- watching --------------------------------------------------------------------------------------
-# A chip whose facts tell when they are read: so it is known which of them times depend on.
+# A chip that records which of its facts are read: those that times depend on.
 
 
 class _WatchedFact(Fact):
-    """A fact that adds its name to a set when its value is read; equal to itself alone, so that
-    nothing that was kept for an equal chip stands in for reading it."""
+    """A fact that adds its name to a set when its value is read; equal to itself alone, so that no
+    cache hit for an equal chip hides a read."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "value":
@@ -321,13 +321,13 @@ class _WatchedFact(Fact):
 
 
 def watched(chip: Chip) -> tuple[Chip, set[str]]:
-    """The chip with facts that tell, and the names of those that were read so far.
+    """The chip with recording facts, and the names of those that were read so far.
 
     Names are those of `NamedNumbers.facts`.
     """
     read: set[str] = set()
 
-    def telling(fact: Fact, name: str) -> Fact:
+    def recording(fact: Fact, name: str) -> Fact:
         plain = {column.name: getattr(fact, column.name) for column in fields(Fact)}
         result = _WatchedFact(**plain)
         object.__setattr__(result, "read", read)
@@ -335,4 +335,4 @@ def watched(chip: Chip) -> tuple[Chip, set[str]]:
         return result
 
     facts = chip.facts_by_name()
-    return chip.with_facts({name: telling(fact, name) for name, fact in facts.items()}), read
+    return chip.with_facts({name: recording(fact, name) for name, fact in facts.items()}), read

@@ -12,19 +12,19 @@ from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.errors import RequestError, hint
 from rooftrace.graph.formulas import Formula, leaves
-from rooftrace.studies.forms.kernelforms import Amount, Traffic
+from rooftrace.studies.forms.kernelforms import Amount, Traffic, bytes_of, flops_of
 from rooftrace.studies.forms.planform import PlanForm
 
 QUANTITIES = ("flops", "bytes", "peak_memory")
-"""What elasticities by sizes are exact of."""
+"""Totals with exact elasticities by sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FiniteStep:
     """A change of a number, and times and bytes after it over those before.
 
-    change: in words, "+1", "x1.1".  value: what the number then is.  t_est, t_bound, bytes: ratios;
-    None where there is no such step, and `note` says why.
+    change: in words, "+1", "x1.1".  value: the number after it.  t_est, t_bound, bytes: ratios;
+    None where there is no such step, for the reason in `note`.
     """
 
     change: str
@@ -37,7 +37,7 @@ class FiniteStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elasticity:
-    """How a step answers to one number: d ln(cost) / d ln(number).
+    """Elasticity of a step by one number: d ln(cost) / d ln(number).
 
     name: "batch", "chip.memory_bandwidth", "knobs.share.mm.compute".  kind: "size", "chip" or
     "knob".  value: of the number, in SI units (`unit`).  flops, bytes, peak_memory: exact by sizes;
@@ -60,7 +60,7 @@ class Elasticity:
 
     @property
     def effect(self) -> float:
-        """What rows are ranked by: the size of the elasticity of the expected time."""
+        """The rank of a row: the absolute elasticity of the expected time."""
         return abs(self.t_est or 0.0)
 
     @property
@@ -74,7 +74,7 @@ class Elasticity:
 
     @property
     def cliff(self) -> float:
-        """How much longer a step takes for one more of this size; 0 of other numbers."""
+        """Relative growth of the time by one more of this size; 0 of other numbers."""
         jumps = [step.t_est - 1 for step in self.steps if step.change == "+1" and step.t_est]
         return jumps[0] if jumps and self.kind == "size" else 0.0
 
@@ -102,7 +102,7 @@ CHANGES = ("+1", "-1 %", "+1 %", "x1.1", "x2", "x0.5")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Elasticities(Plain, Shown):
-    """How a step answers to its sizes, to the facts of a chip and to knobs; rows are ranked.
+    """Elasticities of a step by its sizes, facts of a chip and knobs; rows are ranked.
 
     sizes: where.  flops: FLOP; bytes: through HBM; peak_memory: byte; t_est, t_bound: seconds.
     """
@@ -144,11 +144,9 @@ class Elasticities(Plain, Shown):
 
 
 # -- slopes ----------------------------------------------------------------------------------------
-# Exact slopes of the totals of a plan by one size: rational numbers, from derivatives of formulas.
-#
-# Where a named function stands in a formula, its derivative is analytic, of real numbers: d/dT of
-# V (1 - (1 - c/V)^T) is -V ln(1 - c/V) (1 - c/V)^T.  Functions that round have the derivative of
-# what they round.
+# Rational numbers, from derivatives of formulas.  The derivative of a named function in a formula
+# is analytic, of real numbers: d/dT of V (1 - (1 - c/V)^T) is -V ln(1 - c/V) (1 - c/V)^T.
+# Functions that round have the derivative of their argument.
 
 Real = Fraction | float
 Numbers = Sequence[int]
@@ -171,7 +169,7 @@ class Slope:
 
 @dataclass(frozen=True, slots=True)
 class Dual:
-    """A number and its derivative by one size; functions: what is in it beside polynomials."""
+    """A number and its derivative by one size; functions: in it, other than polynomials."""
 
     value: Real
     slope: Real
@@ -200,24 +198,12 @@ ZERO = Dual(Fraction(0), Fraction(0))
 
 def flops_slope(plan: PlanForm, numbers: Numbers, place: int) -> Slope:
     """Elasticity of the FLOPs of a plan by the size at `place`, at these sizes."""
-    pairs = (
-        (kernel.times, work.flop)
-        for kernel in plan.kernels
-        for work in kernel.works
-        if work.key.is_dense
-    )
-    return _summed(pairs, numbers, place)
+    return _summed(flops_of(plan.kernels), numbers, place)
 
 
 def bytes_slope(plan: PlanForm, numbers: Numbers, place: int) -> Slope:
-    """Elasticity of the bytes through HBM; whole bytes are not rounded to."""
-    pairs = (
-        (kernel.times, item)
-        for kernel in plan.kernels
-        for item in kernel.traffic
-        if item.access.wire == "hbm"
-    )
-    return _summed(pairs, numbers, place)
+    """Elasticity of the bytes through HBM, not rounded to integers."""
+    return _summed(bytes_of(plan.kernels), numbers, place)
 
 
 def peak_slope(plan: PlanForm, numbers: Numbers, place: int) -> Slope:
@@ -233,7 +219,7 @@ def peak_slope(plan: PlanForm, numbers: Numbers, place: int) -> Slope:
     return fullest.elasticity(numbers[place])
 
 
-def known_slope(plan: PlanForm, place: int) -> bool:
+def has_slope(plan: PlanForm, place: int) -> bool:
     """Whether the formulas of a plan were fitted at several values of this size."""
     return len({numbers[place] for numbers in plan.form.samples}) > 1
 
@@ -255,17 +241,17 @@ def dual_of(item: Amount | Traffic, numbers: Numbers, place: int) -> Dual:
         return Dual(factor, Fraction(0)) * dual_of(item.amount, numbers, place)
     if item.constant is not None:
         return Dual(Fraction(repr(item.constant)), Fraction(0))
-    own = _of_formula(item.formula, numbers, place)
+    plain = _of_formula(item.formula, numbers, place)
     if item.draw is None:
-        return own
+        return plain
     drawn = _of_draw(item.draw, numbers, place)
     if item.kind == leaves.REACHED:
         return drawn
     if item.kind == leaves.TOUCHED:
-        return own * drawn
+        return plain * drawn
     least = drawn if drawn.value >= 1 else Dual(Fraction(1), Fraction(0))
     inverse = Dual(1 / least.value, -least.slope / least.value**2, least.functions)
-    return own * inverse
+    return plain * inverse
 
 
 def _of_formula(formula: Formula, numbers: Numbers, place: int) -> Dual:
@@ -273,7 +259,7 @@ def _of_formula(formula: Formula, numbers: Numbers, place: int) -> Dual:
 
 
 def _at(formula: Formula, numbers: Numbers) -> Fraction:
-    """The rational number of a formula; a derivative need not be whole."""
+    """The rational number of a formula; a derivative need not be an integer."""
     return sum(
         (
             factor * math.prod(numbers[i] ** power for i, power in enumerate(powers) if power)
@@ -316,11 +302,11 @@ def _largest(rows: float, chosen: float, classes: float) -> Slopes:
     if reached <= 0:
         return 0.0, 0.0, 0.0
     by_rows, by_chosen, by_classes = _distinct(rows, chosen, classes)
-    whole = rows * chosen / reached
+    ratio = rows * chosen / reached
     return (
-        (chosen - whole * by_rows) / reached,
-        (rows - whole * by_chosen) / reached,
-        -whole * by_classes / reached,
+        (chosen - ratio * by_rows) / reached,
+        (rows - ratio * by_chosen) / reached,
+        -ratio * by_classes / reached,
     )
 
 
@@ -334,13 +320,13 @@ def _balanced_largest(rows: float, chosen: float, classes: float) -> Slopes:
     return chosen / classes, rows / classes, -rows * chosen / classes**2
 
 
-def _rows(rows: float, own: float, classes: float) -> Slopes:
+def _rows(rows: float, chosen: float, classes: float) -> Slopes:
     """Slopes of a (1 - (1 - 1/V)^T) + 1 - (a/V)^T by T, a and V."""
-    if own >= classes:
+    if chosen >= classes:
         return _distinct(rows, 1, classes)
-    if rows <= 0 or own <= 0:
+    if rows <= 0 or chosen <= 0:
         return 0.0, 0.0, 0.0
-    part = own / classes
+    part = chosen / classes
     by_rows, _, by_classes = _distinct(rows, 1, classes)
     by_own = 1 - (1 - 1 / classes) ** rows - rows / classes * part ** (rows - 1)
     return part * by_rows - math.log(part) * part**rows, by_own, part * (by_classes - by_own)

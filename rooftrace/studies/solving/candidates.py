@@ -1,4 +1,4 @@
-"""What a step costs on some chips in time, memory, money and energy: one way, or many in arrays."""
+"""Time, memory, money and energy of a step on some chips: one candidate, or many in arrays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MILLION = 1e6
 class Split:
     """A step as each of several chips runs it, from a trace over a mesh of so many processes.
 
-    prefill: that of one prompt, where requests are asked for.
+    prefill: that of one prompt, for requests.
     """
 
     form: Form
@@ -54,7 +54,7 @@ class Split:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Configuration:
-    """What tells deployments from others, their sizes apart.
+    """A deployment but for its sizes.
 
     case: the step of one of the chips, and how it is priced.  capacity: bytes of one chip that may
     be used.
@@ -67,12 +67,12 @@ class Configuration:
 
     @property
     def price(self) -> float | None:
-        """Dollars per hour of one chip; None where it is not known."""
+        """Dollars per hour of one chip; None if unknown."""
         return None if self.chip.price is None else self.chip.price.value
 
     @property
     def power(self) -> float | None:
-        """Watts of one chip; None where they are not known."""
+        """Watts of one chip; None if unknown."""
         return None if self.chip.power is None else self.chip.power.value
 
 
@@ -81,7 +81,7 @@ Number = TypeVar("Number", float, Array)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Speeds(Generic[Number]):
-    """What a step reaches on some chips, at one size or at many.
+    """Speeds of a step on some chips, at one size or at many.
 
     Seconds: step, sent (of the step, in which chips send to each other and do nothing else), tpot
     (per output token, with the prefills in between; the step, where no requests are given).  rate:
@@ -163,8 +163,8 @@ class Deployment(Plain, Speeds[float]):
     def estimate(self) -> Estimate:
         """The step of one of the chips, priced again by itself."""
         case = self.configuration.case
-        own = {name: size for name, size in self.sizes.items() if name in case.form.names}
-        return estimate(case.conditions.plan(case.form.graph(**own)), self.configuration.chip)
+        sizes = {name: size for name, size in self.sizes.items() if name in case.form.names}
+        return estimate(case.conditions.plan(case.form.graph(**sizes)), self.configuration.chip)
 
 
 # -- candidates ------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Deployment(Plain, Speeds[float]):
 class Service:
     """How requests are served.
 
-    mix: what comes; None: single steps.  apart: whether prefills run on chips of their own.
+    mix: the requests; None: single steps.  apart: whether prefills run on separate chips.
     kept_free: share of the memory that must stay free.
     """
 
@@ -203,7 +203,7 @@ class Line(Speeds[Array]):
 
     @property
     def fits(self) -> Array:
-        """The places of the candidates that each chip holds its part of."""
+        """Indices of the candidates that fit the memory of each chip."""
         return np.flatnonzero(self.memory <= self.capacity)
 
     @property
@@ -213,7 +213,7 @@ class Line(Speeds[Array]):
         return replace(self, **halves)
 
     def over(self, limits: Limits, steps: Array | None = None) -> dict[str, Array]:
-        """What each candidate takes of each limit: at most 1 where it holds; memory too.
+        """Each candidate's use of each limit and of memory: at most 1 where it holds.
 
         steps: seconds of a step in place of the expected ones; the rest follows.
         """
@@ -222,11 +222,11 @@ class Line(Speeds[Array]):
         return {**taken, "memory": self.memory / self.capacity}
 
     def holds(self, limits: Limits, steps: Array | None = None) -> Array:
-        """Which candidates hold all limits and fit."""
+        """Whether each candidate holds all limits and fits."""
         return self.worst(limits, steps) <= 1
 
     def worst(self, limits: Limits, steps: Array | None = None) -> Array:
-        """Of each candidate, what it takes of the limit that it comes closest to."""
+        """Each candidate's use of the limit that it comes closest to."""
         taken = np.stack([np.broadcast_to(t, self.sizes.shape) for t in
                           self.over(limits, steps).values()])  # fmt: skip
         worst: Array = np.where(np.isnan(taken), np.inf, taken).max(axis=0)
@@ -235,19 +235,19 @@ class Line(Speeds[Array]):
     def deployment(self, place: int) -> Deployment:
         """One candidate."""
 
-        def known(column: Array) -> float | None:
-            value = float(column[place])
-            return None if np.isnan(value) else value
+        def value(column: Array) -> float | None:
+            number = float(column[place])
+            return None if np.isnan(number) else number
 
         return Deployment(
             configuration=self.configuration,
             sizes={**self.at, self.name: int(self.sizes[place])},
             step=float(self.step[place]),
-            low=known(self.low),
-            high=known(self.high),
+            low=value(self.low),
+            high=value(self.high),
             sent=float(self.sent[place]),
             tpot=float(self.tpot[place]),
-            ttft=known(self.ttft),
+            ttft=value(self.ttft),
             memory=int(self.memory[place]),
             rate=float(self.rate[place]),
             limiter=REGIMES[int(self.regime[place])],
@@ -256,10 +256,10 @@ class Line(Speeds[Array]):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Candidates:
-    """The steps of a question on any number of chips, and what each takes at sizes.
+    """The steps of a question on any number of chips.
 
-    first: the step as it was asked for.  split_over: traces it over so many chips, and raises
-    RequestError where it cannot.  left_out: what has no candidates, with the reason.
+    first: the requested step.  split_over: traces it over so many chips, and raises RequestError
+    where it cannot.  left_out: chips without candidates, with the reason.
     """
 
     first: Split
@@ -290,8 +290,8 @@ class Candidates:
         """A line for each of the ways that can run the step."""
         for conditions in dict.fromkeys(conditions for conditions, _ in ways):
             case = SweepCase(split.form, conditions, {})
-            own = [chip for of, chip in ways if of is conditions]
-            able = [chip for chip in own if self._is_able(case, chip, sizes)]
+            tried = [chip for of, chip in ways if of is conditions]
+            able = [chip for chip in tried if self._is_able(case, chip, sizes)]
             if able:
                 yield from self._lines(split, case, able, np.asarray(sizes, dtype=np.int64))
 
@@ -301,8 +301,8 @@ class Candidates:
         return next(self._lines(made.split, case, [made.chip], np.asarray(sizes, dtype=np.int64)))
 
     def _points(self, case: SweepCase, sizes: Array) -> Points:
-        own = {n: np.full(len(sizes), v) for n, v in self.at.items()} | {self.name: sizes}
-        return Points({n: own[n] for n in case.form.names})
+        columns = {n: np.full(len(sizes), v) for n, v in self.at.items()} | {self.name: sizes}
+        return Points({n: columns[n] for n in case.form.names})
 
     def _is_able(self, case: SweepCase, chip: Chip, sizes: Sequence[int]) -> bool:
         """Whether a chip, and the system that it is joined by, can run a case."""

@@ -1,4 +1,4 @@
-"""Meshes of chips for a step: the ways to split chips over axes, and rows of what each reaches."""
+"""Meshes of chips for a step: the ways to split chips over axes, and the speed of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MeshRow(Plain):
     item: str  # "token", "sample"
     items: int  # of a step of all replicas
     seconds: float  # of a step
-    once: float  # of these, what is done once however many microbatches there are
+    once: float  # of these, once for any number of microbatches
     mfu: float | None
     exposed: float  # share of the step for which computing waits for others
     bubble: float | None  # share of the step for which stages of a pipeline wait; None: no pipeline
@@ -35,7 +35,7 @@ class MeshRow(Plain):
     peak: int  # bytes of the process that needs most
     capacity: float  # bytes of one chip that may be used
     price: float | None  # dollar/hour of one chip
-    beyond: str  # what of its exchanges lies outside of measurements; "" for nothing
+    beyond: str  # phrases on exchanges that exceed the measurements; "" for none
 
     KEYS = "* fits items_per_s items_per_s_per_chip dollars_per_million_items=dollars"
 
@@ -63,16 +63,16 @@ class MeshRow(Plain):
 
     def seconds_of(self, microbatches: float) -> float:
         """Seconds of a step of so many microbatches of a replica, of which gradients add up."""
-        own = self.seconds - self.once
-        return own * microbatches / self.microbatches + self.once
+        repeated = self.seconds - self.once
+        return repeated * microbatches / self.microbatches + self.once
 
 
 def row_of(
-    estimates: Mapping[str, Estimate], asked: Mapping[str, int], checkpoint: str, free: float
+    estimates: Mapping[str, Estimate], mesh: Mapping[str, int], checkpoint: str, free: float
 ) -> MeshRow:
     """The row of a step: of its estimate, or of those of the stages of a pipeline, by phase.
 
-    asked: the mesh as it was asked for.  free: the share of the memory that is kept free.
+    mesh: as requested.  free: the share of the memory that is kept free.
     """
     stages = {
         int(stage): estimate
@@ -89,7 +89,7 @@ def row_of(
     capacity = first.chip.room(free)
     longest = max(estimates.values(), key=lambda estimate: estimate.t_est)
     return MeshRow(
-        mesh=dict(asked),
+        mesh=dict(mesh),
         chips=chips,
         checkpoint=checkpoint,
         batch=int(first.graph.workload.get("batch") or 1),
@@ -119,7 +119,7 @@ def _limit(estimate: Estimate) -> str:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MeshAnswer(Plain, Shown):
-    """Meshes beside each other: what fits and holds the limits first, most items per chip first."""
+    """Meshes compared: those that fit and hold the limits first, most items per chip first."""
 
     title: str
     question: str
@@ -171,11 +171,11 @@ class ScalingAnswer(Plain, Shown):
         draw_answer(self, Path(path))
 
     def weak(self, row: MeshRow) -> float:
-        """Items per second of a chip, as a share of what it is on the fewest chips."""
+        """Items per second of a chip, as a share of those on the fewest chips."""
         return row.items_per_s_per_chip / self.rows[0].items_per_s_per_chip
 
     def microbatches(self, row: MeshRow) -> float:
-        """Microbatches of a replica, where all do together what the most chips do in one step."""
+        """Microbatches of a replica for as many items in all as the most chips do in one step."""
         last = self.rows[-1]
         return row.microbatches * last.items / row.items
 
@@ -225,7 +225,7 @@ def meshes_of(chips: int, axes: Sequence[str], most: Mapping[str, int]) -> Itera
 
 
 def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """The tuples of so many whole numbers whose product is `number`."""
+    """The tuples of `factors` positive integers whose product is `number`."""
     if factors == 1:
         yield (number,)
         return

@@ -21,7 +21,7 @@ from rooftrace.studies.solving.workloads import Limits
 
 MOST_CHIPS = 64
 _DOUBLINGS = 4
-"""Numbers of chips that are tried for each chip where none is asked for, from the least."""
+"""Numbers of chips that are tried for each chip by default, from the least."""
 _WORTH = 0.9
 """Twice as many chips are tried where they would cost at most this share, if they sent nothing."""
 _FRONT = 64
@@ -30,7 +30,7 @@ _FRONT = 64
 
 @dataclass(frozen=True)
 class Objective:
-    """What is best: the words for it, and a number of each candidate of a line, least is best."""
+    """An objective: its words, and a cost of each candidate of a line, least is best."""
 
     words: str
     cost: Callable[[Line], Array]
@@ -39,16 +39,16 @@ class Objective:
 OBJECTIVES: Mapping[str, Objective] = {
     "largest": Objective("the largest", lambda line: -line.sizes.astype(float)),
     "cheapest": Objective("the fewest dollars per million {item}s",
-                          lambda line: _known(line.configuration.price) / line.per_chip),
+                          lambda line: _number_or_nan(line.configuration.price) / line.per_chip),
     "energy": Objective("the fewest joules per {item}",
-                        lambda line: _known(line.configuration.power) / line.per_chip),
+                        lambda line: _number_or_nan(line.configuration.power) / line.per_chip),
     "throughput": Objective("the most {item}s per second of a chip",
                             lambda line: 1 / line.per_chip),
     "latency": Objective("the least time of a step", lambda line: line.tpot),
 }  # fmt: skip
 
 
-def _known(number: float | None) -> float:
+def _number_or_nan(number: float | None) -> float:
     return np.nan if number is None else number
 
 
@@ -61,8 +61,8 @@ class ServingAnswer(Plain, Shown):
     the next larger size misses.  span: the best size if steps take as long as 90 % of them do at
     most and at least; None without knobs.  front: candidates that fit and that no other beats in
     both tokens per second of a user and of a chip, limits aside; of batches of decode steps only.
-    curves: the lines of which some size fits, of the same.  item: what is counted, a token or a
-    sample.  rests: what the answer rests on.
+    curves: the lines of which some size fits, of the same.  item: a token or a sample.  rests: the
+    assumptions of the answer.
     """
 
     title: str
@@ -122,9 +122,9 @@ class ServingAnswer(Plain, Shown):
 
 @dataclass(frozen=True, eq=False)
 class Search:
-    """All lines of a question, and what is best on each.
+    """All lines of a question, and the best candidate of each.
 
-    every: the sizes that are asked for.  sizes: those of them that are tried first.
+    every: the requested sizes.  sizes: those of them that are tried first.
     """
 
     candidates: Candidates
@@ -182,14 +182,14 @@ class Search:
         return int(np.nanargmin(cost))
 
     def _around(self, size: int) -> Sequence[int]:
-        """The sizes that were asked for between the neighbours of a size among those tried."""
+        """The requested sizes between the tried neighbours of a tried size."""
         sizes = np.asarray(self.sizes)
         place = int(np.searchsorted(sizes, size))
         low = int(sizes[max(place - 1, 0)])
         high = int(sizes[min(place + 1, len(sizes) - 1)])
         return [number for number in range(low, high + 1) if number in self.every]
 
-    # -- beside it ---------------------------------------------------------------------------------
+    # -- near the best -----------------------------------------------------------------------------
 
     def nearest(self) -> Deployment | None:
         """The candidate that misses its limits by least."""
@@ -217,8 +217,8 @@ class Search:
                 ends.append(None)
                 continue
             fine = self.candidates.again(line, self._around(int(coarse.sizes[place])))
-            own = self._best_of(fine, fine.holds(self.limits, getattr(fine, name)))
-            ends.append(fine.deployment(own) if own is not None else coarse.deployment(place))
+            best = self._best_of(fine, fine.holds(self.limits, getattr(fine, name)))
+            ends.append(fine.deployment(best) if best is not None else coarse.deployment(place))
         return ends[0], ends[1]
 
     def front(self) -> tuple[Deployment, ...]:
@@ -238,8 +238,8 @@ def _from_few_chips(
 ) -> Iterator[Line]:
     """Lines on 1, 2, 4, ... chips, of each way until limits hold and more chips are not worth it.
 
-    The first number is the least whose memory may do: what one chip needs at the smallest size,
-    split evenly.  Where that is more than one chip, the line of one has this size alone.
+    The first number is the least by memory: that of one chip at the smallest size, split evenly.
+    Where that is more than one chip, the line of one has this size alone.
     """
     first, needed = candidates.first, dict[Way, int]()
     for line in candidates.lines(first, candidates.ways, sizes[:1]):
@@ -280,7 +280,7 @@ def undominated(points: Iterable[tuple[float, float, Any, Any]]) -> Iterator[Any
             yield point
 
 
-# -- From an estimate of prefill and one of decode to what both serve together, and their balance --
+# -- disaggregated serving -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,7 +302,7 @@ class ServingSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Disaggregated(Shown):
-    """Prefill and decode on chips of their own."""
+    """Prefill and decode on separate chips."""
 
     prefill: ServingSide
     decode: ServingSide
@@ -315,7 +315,7 @@ class Disaggregated(Shown):
     prefill_per_decode: float  # chips of prefill for each chip of decode, so that none waits
     output_tokens_per_s_per_chip: float  # of all chips, in this balance
     transfer_share: float  # of a step of prefill that sending its caches takes; above 1 it limits
-    assumed: tuple[str, ...]  # what is taken for granted, a sentence each
+    assumed: tuple[str, ...]  # assumptions, a sentence each
 
     def __repr__(self) -> str:
         """ "Disaggregated(1.5 chips of prefill for each of decode, 840 tokens/s per chip)"."""
@@ -326,7 +326,7 @@ class Disaggregated(Shown):
 def disaggregated(
     prefill: Estimate, decode: Estimate, *, output: int, system: System | None = None
 ) -> Disaggregated:
-    """What prefill and decode serve together, each on a mesh of its own.
+    """The throughput of prefill and decode together, each on a mesh.
 
     output: tokens of an answer; a prompt has as many as the step of prefill.  system: whose network
     carries the cache; without one that of prefill.  Raises RequestError for estimates of other

@@ -47,15 +47,15 @@ class Mix:
     kinds: tuple[RequestKind, ...]
 
     @classmethod
-    def of(cls, asked: str | Iterable[str]) -> Mix:
+    def of(cls, mix: str | Iterable[str]) -> Mix:
         """A mix as "2048:256" or "2048:256@3,8192:1024@1": prompt, output, share.
 
         Raises RequestError for another form.
         """
-        texts = asked.split(",") if isinstance(asked, str) else list(asked)
-        kinds = tuple(_kind(text.strip(), str(asked)) for text in texts if text.strip())
+        texts = mix.split(",") if isinstance(mix, str) else list(mix)
+        kinds = tuple(_kind(text.strip(), str(mix)) for text in texts if text.strip())
         if not kinds:
-            raise RequestError(f"mix {asked!r}: it is empty; for example 2048:256@3,8192:1024")
+            raise RequestError(f"mix {mix!r}: it is empty; for example 2048:256@3,8192:1024")
         return cls(kinds)
 
     def __str__(self) -> str:
@@ -68,12 +68,12 @@ class Mix:
     @property
     def outputs(self) -> float:
         """Tokens of output per request."""
-        return self._mean(kind.output for kind in self.kinds)
+        return self.mean(kind.output for kind in self.kinds)
 
     @property
     def prompts(self) -> float:
         """Tokens of prompt per request."""
-        return self._mean(kind.prompt for kind in self.kinds)
+        return self.mean(kind.prompt for kind in self.kinds)
 
     @property
     def kv(self) -> int:
@@ -93,15 +93,12 @@ class Mix:
 
     def mean(self, values: Iterable[float]) -> float:
         """The mean over requests of a number that each kind has."""
-        return self._mean(values)
-
-    def _mean(self, values: Iterable[float]) -> float:
         shares = [kind.share for kind in self.kinds]
         pairs = zip(values, shares, strict=True)
         return sum(value * share for value, share in pairs) / sum(shares)
 
 
-def _kind(text: str, asked: str) -> RequestKind:
+def _kind(text: str, mix: str) -> RequestKind:
     sizes, _, share = text.partition("@")
     prompt, colon, output = sizes.partition(":")
     try:
@@ -110,7 +107,7 @@ def _kind(text: str, asked: str) -> RequestKind:
         numbers = int(prompt), int(output), float(share) if share else 1.0
     except ValueError:
         raise RequestError(
-            f"mix {asked!r}: {text!r}: expected PROMPT:OUTPUT in tokens with a share if there are "
+            f"mix {mix!r}: {text!r}: expected PROMPT:OUTPUT in tokens with a share if there are "
             "several, for example 2048:256@3,8192:1024@1"
         ) from None
     return RequestKind(*numbers)
@@ -118,7 +115,7 @@ def _kind(text: str, asked: str) -> RequestKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(Plain):
-    """What a deployment has to hold, in seconds; None: not asked.
+    """Limits of a deployment in seconds; None: no limit.
 
     step: of one step.  tpot: time per output token, with the prefills in between.  ttft: time to
     the first token of the longest prompt.
@@ -150,7 +147,6 @@ WORDS = {"step": "a step", "tpot": "a time per token", "ttft": "a time to the fi
 
 
 # -- capacity --------------------------------------------------------------------------------------
-# How many chips a step needs by what it keeps in memory.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +208,8 @@ def needed_chips(
     ]  # fmt: skip
 
 
-# -- The length at which attention outlasts the MLP, and rates that make a step compute-bound ------
-
 # -- passing ---------------------------------------------------------------------------------------
-# The length at which attention takes longer than the MLP: an exact search over whole sizes.
+# The length at which attention takes longer than the MLP: an exact search over integers.
 
 ATTENTION = ("attention",)
 MLP = ("dense", "moe")
@@ -286,7 +280,6 @@ def passing(
 
 
 # -- rates -----------------------------------------------------------------------------------------
-# Which bandwidth, FLOP rate or link would make a step limited by computing.
 
 _FARTHEST = 2.0**40
 """By how much a rate is changed at most."""
@@ -295,12 +288,12 @@ _STEPS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class NeededRate(Plain):
-    """One rate of a chip, and the value at which computing becomes what limits a step.
+    """One rate of a chip, and the value at which computing becomes the limiter of a step.
 
     fact: "memory_bandwidth", "flops" (all peaks together) or "link".  now, needed: byte/s, for
     flops FLOP/s of `engine`; needed is None where no value of it alone does, and `why` says so.
-    step: seconds there.  by_totals: the value at which the totals of the step take equally long,
-    as on a roofline of the whole step.
+    step: seconds there.  by_totals: the value at which the totals of the step take equally long, as
+    on a roofline of the step.
     """
 
     fact: str
@@ -321,7 +314,7 @@ class NeededRate(Plain):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RatesAnswer(Plain, Shown):
-    """What limits a step on a chip, and the rates at which computing would."""
+    """The limiter of a step on a chip, and the rates at which computing would be."""
 
     title: str
     chip: str
@@ -400,18 +393,18 @@ def _needed(
         changed = {name: value * factor for name, value in rates.items()}
         return time_plan(*study.planned(Variant(numbers=changed))).step
 
-    known: dict[str, Any] = {"fact": fact, "engine": engine, "now": now, "by_totals": by_totals}
+    same: dict[str, Any] = {"fact": fact, "engine": engine, "now": now, "by_totals": by_totals}
     good, bad = (_FARTHEST, 1 / _FARTHEST) if rising else (1 / _FARTHEST, _FARTHEST)
     left = times(good).regime
     if left != "compute":
         why = f"no value of it alone: {left} limits then"
-        return NeededRate(**known, needed=None, step=None, why=why)
+        return NeededRate(**same, needed=None, step=None, why=why)
     if times(bad).regime == "compute":
-        return NeededRate(**known, needed=None, step=None, why="any value of it: computing limits")
+        return NeededRate(**same, needed=None, step=None, why="any value of it: computing limits")
     for _ in range(_STEPS):
         middle = math.sqrt(good * bad)
         good, bad = (middle, bad) if times(middle).regime == "compute" else (good, middle)
-    return NeededRate(**known, needed=now * good, step=times(good).t_est)
+    return NeededRate(**same, needed=now * good, step=times(good).t_est)
 
 
 _NAMES: Mapping[str, tuple[str, ...]] = {

@@ -26,7 +26,6 @@ from rooftrace.studies.forms import Conditions, PlanForm, PlanForms, Points
 from rooftrace.studies.sweeps.form_files import form_bytes, read_form
 
 # -- forms -----------------------------------------------------------------------------------------
-# A step for any sizes: its graph where it is proven, and its plans under any conditions.
 
 Numbers = tuple[int, ...]
 Trace = Callable[[Numbers], OpGraph]
@@ -40,7 +39,7 @@ class Form:
 
     title: of the model.  names: of the sizes.  regimes: where which form of the graph is proven.
     trace: traces the step at sizes outside of these; None where it cannot be traced here, as for a
-    form from a file.  Everything is exact: a graph equals its trace, totals are whole numbers.
+    form from a file.  Everything is exact: a graph equals its trace, totals are integers.
     """
 
     title: str
@@ -141,9 +140,9 @@ class Form:
         return self._single[numbers]
 
     def _outside(self, numbers: Numbers) -> str:
-        asked = ", ".join(f"{n} {v:,}" for n, v in zip(self.names, numbers, strict=True))
+        sizes = ", ".join(f"{n} {v:,}" for n, v in zip(self.names, numbers, strict=True))
         return (
-            f"{asked}: nothing is proven there; proven are {'; '.join(self.where())}; sweep the "
+            f"{sizes}: nothing is proven there; proven are {'; '.join(self.where())}; sweep the "
             "model itself for other sizes"
         )
 
@@ -164,15 +163,14 @@ class Form:
             held |= regime.inside(points.columns)
         return held
 
-    # -- many places -------------------------------------------------------------------------------
+    # -- many points -------------------------------------------------------------------------------
 
     def plans(
         self, points: Points, conditions: Conditions
     ) -> Iterator[tuple[PlanForm, np.ndarray[Any, np.dtype[np.int64]]]]:
-        """Forms of the plan that hold at points, each with the places of its points.
+        """Forms of the plan that hold at points, each with the indices of its points.
 
-        Raises RequestError for points outside of what is proven that cannot be traced, or are more
-        than MOST_TRACED.
+        Raises RequestError for unproven points that cannot be traced, or are more than MOST_TRACED.
         """
         left = np.arange(len(points))
         for regime in self.regimes:
@@ -195,7 +193,7 @@ class Form:
             yield from self._within(regime, conditions, points, left[here])
 
     def _within(
-        self, regime: Regime, conditions: Conditions, points: Points, places: Any
+        self, regime: Regime, conditions: Conditions, points: Points, at: Any
     ) -> Iterator[tuple[PlanForm, Any]]:
         conditions = conditions.on(regime)
         alike = conditions.of_plans
@@ -203,8 +201,8 @@ class Form:
         if key not in self._plans:
             self._plans[key] = PlanForms(regime, alike)
         plans: PlanForms = self._plans[key]
-        for form, own in plans.at(points.where(places)):
-            yield form.under(conditions.execution), places[own]
+        for form, inside in plans.at(points.where(at)):
+            yield form.under(conditions.execution), at[inside]
 
 
 def points_of(names: Sequence[str], levels: Mapping[str, Sequence[int]]) -> Points:
@@ -214,7 +212,6 @@ def points_of(names: Sequence[str], levels: Mapping[str, Sequence[int]]) -> Poin
 
 
 # -- evaluating ------------------------------------------------------------------------------------
-# A form at many points on many chips: a table of totals and times, a line for each.
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Columns = dict[str, Array]
@@ -225,8 +222,8 @@ TOTALS = ("flops", "flops_causal", "flops_matrix", "bytes_hbm", "bytes_net", "pe
 SECONDS = ("t_est", "t_low", "t_high", "t_bound", "t_serial", "t_comp", "t_hbm", "t_net")
 """Seconds on a chip; t_low and t_high: between which 90 % of such steps are, nan without knobs."""
 _AT_ONCE = 1 << 18
-_BESIDE = 1 << 12
-"""Points that are timed at once where a cache holds bytes: then no two kernels are equal."""
+_CACHED = 1 << 12
+"""Points that are timed at once, and with a cache, where no two kernels are equal."""
 
 
 def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Conditions) -> Columns:
@@ -234,17 +231,17 @@ def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Con
 
     One line for each point on each chip; all points on the first chip stand first.  t_exposed:
     seconds that wait for other chips.  regime_share: of t_est, of the largest regime.  peak:
-    FLOP/s of the engine with most matrix FLOPs.  Raises what `Form.plans` and `time_step` raise.
+    FLOP/s of the engine with most matrix FLOPs.  Raises as `Form.plans` and `time_step` do.
     """
     count, lines = len(points), len(chips)
     totals: Columns = {name: np.zeros(count, dtype=np.int64) for name in TOTALS}
     names = (*SECONDS, "t_exposed", "regime_share", "peak") if chips else ()
-    whole: Columns = {name: np.full((lines, count), np.nan) for name in names}
-    whole |= {"regime": np.zeros((lines, count), dtype=np.int8)} if chips else {}
-    times = [{name: column[line] for name, column in whole.items()} for line in range(lines)]
-    for plan, places in form.plans(points, conditions):
-        for start in range(0, len(places), _AT_ONCE):
-            part = places[start : start + _AT_ONCE]
+    timed: Columns = {name: np.full((lines, count), np.nan) for name in names}
+    timed |= {"regime": np.zeros((lines, count), dtype=np.int8)} if chips else {}
+    times = [{name: column[line] for name, column in timed.items()} for line in range(lines)]
+    for plan, at in form.plans(points, conditions):
+        for start in range(0, len(at), _AT_ONCE):
+            part = at[start : start + _AT_ONCE]
             _fill(plan, points.where(part), part, chips, totals, times)
     table: Columns = {
         name: np.tile(column, lines)
@@ -252,47 +249,47 @@ def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Con
     }
     table["chip"] = np.repeat(np.arange(lines, dtype=np.int16), count)
     table |= {name: np.tile(totals.pop(name), lines) for name in TOTALS}
-    return table | {name: column.ravel() for name, column in whole.items()}
+    return table | {name: column.ravel() for name, column in timed.items()}
 
 
 def _fill(
     plan: PlanForm,
     points: Points,
-    places: Array,
+    at: Array,
     chips: Sequence[Chip],
     totals: Columns,
     times: Sequence[Columns],
 ) -> None:
     for name, column in _totals(plan, points).items():
         totals[name] = _wide(totals[name], column)
-        totals[name][places] = column
+        totals[name][at] = column
     step: StepAmounts | None = None
     for chip, filled in zip(chips, times, strict=True):
         cache = plan.cache_of(chip)
         if cache is not None:
-            for start in range(0, len(places), _BESIDE):
-                here = slice(start, start + _BESIDE)
-                some = points.where(np.arange(len(places))[here])
+            for start in range(0, len(at), _CACHED):
+                here = slice(start, start + _CACHED)
+                some = points.where(np.arange(len(at))[here])
                 timed = time_step(plan.step(some, cache), chip)
-                _fill_times(timed, places[here], filled)
+                _fill_times(timed, at[here], filled)
             continue
         step = step or plan.step(points)
-        _fill_times(time_step(step, chip), places, filled)
+        _fill_times(time_step(step, chip), at, filled)
 
 
-def _fill_times(timed: TimesOverPoints, places: Array, filled: Columns) -> None:
+def _fill_times(timed: TimesOverPoints, at: Array, filled: Columns) -> None:
     for name in (*SECONDS, "t_exposed"):
         if not name.endswith(("low", "high")):
-            filled[name][places] = getattr(timed, name)
+            filled[name][at] = getattr(timed, name)
     interval = timed.interval
     if interval is not None:
-        filled["t_low"][places], filled["t_high"][places] = interval
+        filled["t_low"][at], filled["t_high"][at] = interval
     shares = np.stack([timed.regime_seconds[name] for name in REGIMES])
     regime = shares.argmax(axis=0)
-    filled["regime"][places] = regime
+    filled["regime"][at] = regime
     with np.errstate(invalid="ignore"):
-        filled["regime_share"][places] = shares.max(axis=0) / timed.t_est
-    filled["peak"][places] = timed.heads.peak
+        filled["regime_share"][at] = shares.max(axis=0) / timed.t_est
+    filled["peak"][at] = timed.heads.peak
 
 
 def _wide(column: Array, numbers: Array) -> Array:

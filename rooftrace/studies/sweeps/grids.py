@@ -1,4 +1,4 @@
-"""A full factorial grid over a step: every combination of levels once, and what each factor does.
+"""A full factorial grid over a step: every combination of levels once, and effects of factors.
 
 Factors are sizes (through forms), settings of the source (a form for each combination), numbers of
 the chip and knobs by name, chips, executions and precisions.
@@ -42,7 +42,7 @@ SETTING, EXECUTION, DTYPE, CHIP, NUMBER, SIZE = (
 PRECISIONS = ("dtype", "weights_dtype", "kv_dtype")
 RESPONSES = ("t_est", "t_bound", "t_comp", "t_hbm", "t_net", "flops", "bytes_hbm", "peak_memory",
              "items_per_s")  # fmt: skip
-"""What effects may be of: seconds, FLOP, byte, items per second."""
+"""Responses of effects: seconds, FLOP, byte, items per second."""
 MOST_CELLS = 1_000_000
 _WRITTEN: Mapping[str, Callable[[float], str]] = {
     "flops": format_flops, "bytes_hbm": format_traffic, "peak_memory": format_capacity
@@ -53,7 +53,7 @@ _COLUMNS = ("t_est", "t_bound", "t_comp", "t_hbm", "t_net", "flops", "bytes_hbm"
 
 @dataclass(frozen=True, slots=True)
 class LevelChange:
-    """A level of a number: a value, or a factor on what the number is."""
+    """A level of a number: a value, or a factor on the number."""
 
     label: str
     value: float
@@ -88,8 +88,8 @@ class LevelChange:
 class Factor:
     """One factor of a grid.
 
-    names: what changes together, one name or several; levels: for each level what each name is.
-    labels: the levels in words or numbers, as effects and tables have them.
+    names: one or several that change together; levels: the values of the names.  labels: the levels
+    in words or numbers, for effects and tables.
     """
 
     name: str
@@ -130,14 +130,13 @@ class GridEffects(Plain, Shown):
         return int(self.columns["t_est"].size)
 
     def frame(self) -> pandas.DataFrame:
-        """A line for each point: its levels, responses in SI units, and what limits it."""
+        """A line for each point: its levels, responses in SI units, and its regime."""
         import pandas
 
         grids = np.meshgrid(*(np.arange(len(v)) for v in self.levels.values()), indexing="ij")
         columns: dict[str, Any] = {}
-        for (name, labels), places in zip(self.levels.items(), grids, strict=True):
-            flat = places.ravel()
-            columns[name] = [labels[place] for place in flat]
+        for (name, labels), grid in zip(self.levels.items(), grids, strict=True):
+            columns[name] = [labels[level] for level in grid.ravel()]
         for name in RESPONSES:
             columns[name] = self.columns[name].ravel()
         columns["regime"] = [REGIMES[int(place)] for place in self.columns["regime"].ravel()]
@@ -179,8 +178,8 @@ def grid_effects(
     """Main effects and interactions of pairs over every combination of the factors' levels.
 
     sizes, chip, conditions: those where no factor says them.  form_of: gives the form under
-    settings of the source.  response: one of RESPONSES; log: effects
-    of its logarithm, so that what multiplies has no interactions.
+    settings of the source.  response: one of RESPONSES; log: effects of its logarithm, so that
+    factors that multiply have no interactions.
     Raises RequestError for no factor, a response that there is not, and a grid too large.
     """
     _check(factors, response)
@@ -197,13 +196,13 @@ def grid_effects(
             for name, parts in columns.items():
                 parts.append(np.asarray(table[name], dtype=float))
     assert form is not None
-    told = {name: np.concatenate(parts).reshape(shape) for name, parts in columns.items()}
+    grid = {name: np.concatenate(parts).reshape(shape) for name, parts in columns.items()}
     with np.errstate(divide="ignore", invalid="ignore"):
-        told["items_per_s"] = told["items"] / told["t_est"]
+        grid["items_per_s"] = grid["items"] / grid["t_est"]
     axes = [ordered.index(factor) for factor in factors]
-    told = {name: np.transpose(column, axes) for name, column in told.items()}
+    grid = {name: np.transpose(column, axes) for name, column in grid.items()}
     levels = {factor.name: factor.labels for factor in factors}
-    cells = told[response]
+    cells = grid[response]
     if log and (cells <= 0).any():
         raise RequestError(f"{response} is 0 at some point: it has no logarithm; leave --log out")
     return GridEffects(
@@ -215,7 +214,7 @@ def grid_effects(
         log=log,
         levels=levels,
         effects=factorial(levels, np.log(cells) if log else cells),
-        columns=told,
+        columns=grid,
     )
 
 
@@ -245,7 +244,7 @@ def _check(factors: Sequence[Factor], response: str) -> None:
 
 
 def _combined(factors: Sequence[Factor]) -> Iterator[dict[str, Any]]:
-    """Every combination of levels, the last factor changing fastest: what each name is."""
+    """The values of the names in every combination of levels, the last factor changing fastest."""
     for levels in itertools.product(*(factor.levels for factor in factors)):
         yield {
             name: value
@@ -266,13 +265,13 @@ def _cases(
             if not changes:
                 yield conditions, used
                 continue
-            own = NamedNumbers.of(used, conditions.execution)
+            numbers = NamedNumbers.of(used, conditions.execution)
             values = {
-                name: change.of(own.values[name])
-                for asked, change in changes.items()
-                for name in own.named(asked)
+                name: change.of(numbers.values[name])
+                for prefix, change in changes.items()
+                for name in numbers.named(prefix)
             }
-            other = own.changed(values)
+            other = numbers.changed(values)
             knobs_too = any(not name.startswith("chip.") for name in values)
             there = replace(conditions, execution=other.execution) if knobs_too else conditions
             yield there, other.chip

@@ -1,4 +1,4 @@
-"""A sweep: a step at many sizes, on many chips, under several conditions, and what it shows."""
+"""A sweep: a step at many sizes, on many chips, under several conditions; its limits and cliffs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LINES = 64
 
 @dataclass(frozen=True)
 class SweepCase:
-    """One form under one set of conditions; settings: what `vary` changed in the source."""
+    """One form under one set of conditions; settings: changes of the source by `vary`."""
 
     form: Form
     conditions: Conditions
@@ -41,7 +41,7 @@ class SweepCase:
 
     @property
     def labels(self) -> dict[str, Any]:
-        """What tells this case from others: settings, phase, execution, precisions."""
+        """Settings, phase, execution and precisions of this case."""
         conditions = self.conditions
         return {
             **self.settings,
@@ -69,7 +69,7 @@ class SizeChange:
     after: str | float
 
     def to_row(self) -> dict[str, Any]:
-        """The place, and what is there before and after."""
+        """The place, and its values before and after."""
         place = {**self.labels, "chip": self.chip, **self.at, self.name: self.size}
         return {**place, "before": self.before, "after": self.after}
 
@@ -119,7 +119,7 @@ class Sweep(Shown):
     cases: tuple[SweepCase, ...]
     chips: tuple[Chip, ...]
     columns: Columns
-    wanted: int = 0  # lines that were asked for; more than there are where it was stopped
+    wanted: int = 0  # requested lines; more than there are where it was stopped
 
     def __len__(self) -> int:
         return len(self.columns["case"])
@@ -219,7 +219,7 @@ class Sweep(Shown):
             ],
         }  # fmt: skip
 
-    # -- what it shows -----------------------------------------------------------------------------
+    # -- crossings and cliffs ----------------------------------------------------------------------
 
     def crossings(self, size: str | None = None) -> list[LimiterChange]:
         """Where the limiter changes as a size grows (default: the first one), exact to one.
@@ -262,11 +262,10 @@ class Sweep(Shown):
                 yield from self._changes(case, chip, name, at, first, then)
 
     def cliffs(self, size: str | None = None, least: float = LEAST) -> list[Cliff]:
-        """Where one more of a size (default: the first) costs much more than its neighbours do.
+        """Sizes (default: the first) at which one more costs much more than its neighbours do.
 
-        least: by how much more, as a share of the seconds before.  Sorted by
-        the jump, largest first.
-        Every whole size between the smallest and the largest level is looked at, 16,384 of them at
+        least: by how much more, as a share of the seconds before.  Sorted by the jump, largest
+        first.  Every integer between the smallest and the largest level is tried, 16,384 of them at
         most, for the first 64 combinations of the other sizes.
         """
         name = self._size(size)
@@ -292,14 +291,14 @@ class Sweep(Shown):
 
         The first and the last size always stand in the sweep.
         """
-        own = {n: sizes if n == name else np.full(len(sizes), at[n]) for n in case.form.names}
-        points, chips = Points(own), [self.chips[chip]]
+        columns = {n: sizes if n == name else np.full(len(sizes), at[n]) for n in case.form.names}
+        points, chips = Points(columns), [self.chips[chip]]
         try:
             return sizes, evaluated(case.form, points, chips, case.conditions)
         except (ValueError, RuntimeError):  # the source takes no such size, or there are too many
-            known = case.form.proven(points)
-            known[[0, -1]] = True
-            some = np.flatnonzero(known)
+            proven = case.form.proven(points)
+            proven[[0, -1]] = True
+            some = np.flatnonzero(proven)
             return sizes[some], evaluated(case.form, points.where(some), chips, case.conditions)
 
     def lines(self, case: int, name: str) -> Iterator[tuple[int, Array]]:
@@ -325,7 +324,7 @@ class Sweep(Shown):
 
 
 def _beyond_trend(seconds: Array) -> Array:
-    """By which share of the seconds each step to the next size costs more than those beside it."""
+    """The share of the seconds by which each step to the next size exceeds its neighbours."""
     rises = np.diff(seconds)
     before = np.concatenate([rises[1:2], rises[:-1]])
     after = np.concatenate([rises[1:], rises[-2:-1]])
@@ -333,16 +332,16 @@ def _beyond_trend(seconds: Array) -> Array:
     return beyond if len(rises) > 1 else rises / seconds[:-1]
 
 
-def _words(values: Sequence[Any], places: Array) -> Any:
+def _words(values: Sequence[Any], codes: Array) -> Any:
     import pandas
 
     if len(set(map(str, values))) == len(values):
-        known: Any = pandas.Index([str(v) for v in values])
-        return pandas.Categorical.from_codes(places, categories=known)
-    return np.array([str(value) for value in values], dtype=object)[places]
+        names: Any = pandas.Index([str(v) for v in values])
+        return pandas.Categorical.from_codes(codes, categories=names)
+    return np.array([str(value) for value in values], dtype=object)[codes]
 
 
 def lines_of(frame: pandas.DataFrame) -> list[dict[str, Any]]:
-    """The lines of a frame as plain data, every number as it is; None for what a line has not."""
+    """The lines of a frame as plain data, numbers unrounded; None for missing values."""
     kept = frame.astype(object).mask(frame.isna(), None)
     return [{str(name): value for name, value in line.items()} for line in kept.to_dict("records")]

@@ -83,7 +83,7 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
     Inside none of them has a gradient.  Their content is kept on the host.
     """
     own = [t for part in module.modules() for t in trees.own_tensors(part)]
-    own += [t for part in module.modules() for _, t in trees.beside_in(part)]
+    own += [t for part in module.modules() for _, t in trees.held_tensors(part)]
     tensors = list({id(t): t for t in (*own, *trees.tensors_in(inputs))}.values())
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]

@@ -158,7 +158,7 @@ def lower(
     turns of a loop differ after all.
     """
     results = [recorder.node_of(tensor) for tensor in outputs]
-    builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.whole)
+    builder = _Builder(frozenset(kv_storages), gradients or {}, recorder.shards.unsharded)
     for node in recorder.graph.nodes:
         builder.add(node)
     outlets = builder.outputs(results, recorder.tags.survivors)

@@ -148,7 +148,8 @@ def graph_of(
     release = recorder.scope.release
     if release != installed_release():
         workload["torch"] = str(release)
-    outputs = [part for t in tensors_in(step.output) for part, _ in trees.parts_of(t, beside=False)]
+    inside = (trees.parts_of(t, attributes=False) for t in tensors_in(step.output))
+    outputs = [part for parts in inside for part, _ in parts]
     graph = lower(
         recorder,
         _look_for_gaps(recorder, outputs, module),
@@ -182,7 +183,7 @@ def describe(module: nn.Module) -> dict[str, Any]:
         if parameter.dtype.is_floating_point:
             name = dtype_name(parameter.dtype)
             sizes[name] = sizes.get(name, 0) + parameter.numel()
-    config = trees.asked(module, "config")
+    config = trees.attribute(module, "config")
     return {
         "name": getattr(config, "name_or_path", "") or type(module).__name__,
         "class": type(module).__name__,

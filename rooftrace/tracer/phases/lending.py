@@ -170,7 +170,7 @@ class _Loan:
         twins = Twins(self.memo)
         for tensor in own:
             twins.of(tensor, owned=True)
-        twins.beside(self._parts)
+        twins.held_by_modules(self._parts)
         for part in self._parts:
             twins.handles(part)
         twins.finish()

@@ -225,7 +225,7 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
     else:
         for tensor in own:
             twins.of(tensor, owned=True)
-        twins.beside(part for module in modules for part in module.modules())
+        twins.held_by_modules(part for module in modules for part in module.modules())
         for module in modules:
             twins.handles(module)
     for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):

@@ -8,9 +8,9 @@ None.  Options, behind them, are dropout_p, is_causal and scale.  Only rewrites 
 
 sinks    [H]: one more column of scores, which takes its share of the softmax and has no value
 softcap  scores x become softcap tanh(x / softcap) before the mask
-fill     what scores become that a boolean mask hides
-window   each query sees the last so many keys up to its own; that of the last query is the last
-chunk    each query sees the keys up to its own from the last multiple of so many positions
+fill     the value of scores that a boolean mask hides
+window   each query sees the last so many keys up to its position; the last query stands last
+chunk    each query sees the keys up to its position from the last multiple of so many positions
 The last two stand in place of a mask.
 """
 
@@ -124,7 +124,7 @@ def _attention_cpu(
     result = attended(query, key, value, mask, *options)
     # The strides that the graph was captured with: CPU kernels choose others, by their case.
     out, logsumexp = _attention_meta(query, key, value, mask)
-    # Nothing but our own backward reads the log-sum-exp, and that recomputes what it needs.
+    # Only our backward gets the log-sum-exp, and it recomputes its inputs.
     return out.copy_(result), logsumexp.zero_()
 
 
@@ -321,13 +321,13 @@ def scaled_dot_product_attention(
     """The replacement for aten's entry point on meta tensors while `kept_whole` is on.
 
     Where CUDA has no kernel for all of it, it is taken apart as there.  Operands that do not go
-    together raise torch's own error.
+    together raise torch's error.
     """
     if not library.agree(query, key, value, attn_mask):
-        whole: Any = torch.ops.aten.scaled_dot_product_attention.default
+        entry: Any = torch.ops.aten.scaled_dot_product_attention.default
         composite = DispatchKey.CompositeImplicitAutograd
         operands = (query, key, value, attn_mask, dropout_p, is_causal)
-        made: Tensor = whole._op_dk(composite, *operands, scale=scale, enable_gqa=enable_gqa)
+        made: Tensor = entry._op_dk(composite, *operands, scale=scale, enable_gqa=enable_gqa)
         return made
     why = library.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     if why:

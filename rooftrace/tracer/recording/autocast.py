@@ -2,7 +2,7 @@
 
 Autocast is a dispatch key that a device's tensors carry, and meta tensors carry none.  During a
 capture every autocast region, of any device, includes a key in all calls of its thread that no
-device of torch uses: our kernels stand there, and those of CUDA and of the CPU stay for others.
+device of torch uses: our kernels stand there; the kernels of CUDA and of the CPU stay for others.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Autocast:
 
 
 def _overloads(names: str) -> Iterator[tuple[str, Any]]:
-    """The ops of a list; those that this version of torch has not are left out."""
+    """The ops of a list that this version of torch has."""
     for name in names.split():
         packet, _, overload = name.partition(".")
         op = getattr(getattr(_aten, packet, None), overload or "default", None)
@@ -179,7 +179,7 @@ def _kernels() -> Iterator[tuple[str, Kernel]]:
 
 
 def _registered() -> Callable[[], None]:
-    """Put the kernels there, for all recordings; returns what takes them away."""
+    """Register the kernels, for all recordings; return their undo."""
     library_kind: Any = torch.library.Library
     library, all_others = library_kind("aten", "IMPL"), library_kind("_", "IMPL")
     all_others.fallback(torch.library.fallthrough_kernel, _KEY)
@@ -334,11 +334,12 @@ def _region(autocast: Autocast) -> Mapping[str, Kernel]:
 
 def _questions(autocast: Autocast) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Replacements for the functions that query a device's region: all devices share one."""
-    asked: dict[str, Any] = {name: _of_the_device(original_of(torch, name)) for name in _BY_DEVICE}
-    asked["is_autocast_cpu_enabled"] = lambda: _enabled_on(_DEVICE)
-    # Torch clears the casts of all threads here; those of this recording are not among them.
-    asked["clear_autocast_cache"] = autocast.forget
-    yield torch, asked
+    replacements: dict[str, Any]
+    replacements = {name: _of_the_device(original_of(torch, name)) for name in _BY_DEVICE}
+    replacements["is_autocast_cpu_enabled"] = lambda: _enabled_on(_DEVICE)
+    # Torch clears the casts of all threads here; the casts of this recording are not among them.
+    replacements["clear_autocast_cache"] = autocast.forget
+    yield torch, replacements
     yield torch.amp, {"is_autocast_available": lambda device_type: True}
     mode: Any = torch.amp.autocast_mode
     cast = original_of(mode, "_cast")
@@ -353,9 +354,9 @@ def _questions(autocast: Autocast) -> Iterator[tuple[Any, Mapping[str, Any]]]:
 
 
 def _of_the_device(function: Kernel) -> Kernel:
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def of_the_device(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("device_type", None)
         named = bool(args) and isinstance(args[0], str)
         return function(_DEVICE, *(args[1:] if named else args), **kwargs)
 
-    return asked
+    return of_the_device

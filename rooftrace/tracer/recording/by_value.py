@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rooftrace.tracer import source as lines, torch_private
+from rooftrace.tracer import source, torch_private
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
@@ -23,7 +23,7 @@ from rooftrace.tracer.values import META, Values, masks, trees
 # instead.  Shapes come from the float op that corresponds to the quantised one.
 
 _STORED = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
-"""What a quantised tensor is on meta: its integers."""
+"""The dtype of a quantised tensor on meta: its integers."""
 _QUANTIZE = ("aten.quantize_per_tensor", "aten.quantize_per_channel")
 _QUANTIZE_DYNAMIC = "aten.quantize_per_tensor_dynamic"
 QUANTIZED = frozenset({*_QUANTIZE, _QUANTIZE_DYNAMIC, "aten.dequantize", "aten.int_repr"})
@@ -67,18 +67,18 @@ def _is_packed(item: Any) -> bool:
 
 def _unpacked(tape: Tape, packed: Any) -> list[Tensor]:
     """Meta tensors of a packed weight's integers and its bias; always the same tensors."""
-    known = tape.packed.get(id(packed))
-    if known is None:
+    unpacked = tape.packed.get(id(packed))
+    if unpacked is None:
         with torch_private.disable_current_modes():
             inside = packed.unpack()
             tensors = inside if isinstance(inside, tuple) else (inside,)
             tensors = tuple(t for t in tensors if isinstance(t, Tensor))
             made = [_stored(t) for t in tensors]
         path = tape.values.where()
-        for tensor, what in zip(made, ("weight", "bias"), strict=False):
-            tape.enter(tensor, "parameter", f"{path}.{what}" if path else what)
-        known = tape.packed[id(packed)] = (packed, made)
-    return list(known[1])
+        for tensor, name in zip(made, ("weight", "bias"), strict=False):
+            tape.enter(tensor, "parameter", f"{path}.{name}" if path else name)
+        unpacked = tape.packed[id(packed)] = (packed, made)
+    return list(unpacked[1])
 
 
 def _stored(tensor: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _result(name: str, args: Any, parts: Mapping[int, list[Tensor]]) -> Tensor | None:
-    """A meta tensor like the op's result; None for an op that is not known here."""
+    """A meta tensor like the op's result; None for an op that is not listed here."""
     kind = name.removeprefix("quantized.")
     weight = next(iter(parts.values()))[0] if parts else None
     tensors = [a for a in args if isinstance(a, Tensor)]
@@ -161,7 +161,7 @@ def _rows(bags: bool, tensors: list[Tensor], args: Any) -> Tensor:
 # call of it.
 
 Answer = Callable[[Tape, Call], Any]
-"""Runs and records a call, and returns what it returns; NotImplemented: run it like any other."""
+"""Runs and records a call, and returns its result; NotImplemented: run it like any other."""
 
 ANSWERS: dict[str, Answer] = {}
 
@@ -224,7 +224,7 @@ def _compared(tape: Tape, call: Call) -> bool:
         return bool(call.func(first.value, second.value, *args[2:], **call.kwargs))
     decided = values.decision("branch")
     alike = tuple(args[0].shape) == tuple(args[1].shape)
-    needed = alike and lines.needed_answer(1) is not False
+    needed = alike and source.needed_answer(1) is not False
     taken = needed if decided is None else bool(decided)
     shown = "shapes are equal" if decided is None and taken == alike else str(taken)
     text = f"{call.short_name}() of unknown tensors is taken as: {shown}"
@@ -271,7 +271,7 @@ _ASSERT = torch.ops.aten._assert_async.msg
 
 @answers(_FACTORISATION_CHECK, "aten._assert_async", _FUNCTIONAL_ASSERT)
 def _checked(tape: Tape, call: Call) -> Any:
-    """A check of a value: raises torch's own error if the value is known and fails the check.
+    """A check of a value: raises torch's error if the value is known and fails the check.
 
     An unknown value passes.  Code often retries a failed factorisation with another matrix, so
     that success is recorded as an assumption.
@@ -294,14 +294,14 @@ def _checked(tape: Tape, call: Call) -> Any:
 
 @answers("aten.cholesky")
 def _factorised(tape: Tape, call: Call) -> Any:
-    """A factorisation with a check of its own: make the check, then run it like any other op."""
+    """A factorisation that checks its result: make the check, then run it like any other op."""
     if not call.kwargs.get("check_errors"):
         _checked_inside(tape, call)
     return NotImplemented
 
 
 def _checked_inside(tape: Tape, call: Call) -> None:
-    """Raise the error of a factorisation with a check of its own, if its value is known."""
+    """Raise the error of a factorisation that checks its result, if its value is known."""
     values = tape.values
     matrices = trees.listed(call.args)
     entries = [values.exact(t) for t in matrices]
@@ -388,8 +388,8 @@ def _counted(tape: Tape, call: Call) -> Any:
             return torch.empty(value.shape, dtype=value.dtype, device=META)
         return _lifted(values, value, taint)
 
-    known = len(exact) == len(call.tensors)  # then equal calls are computed once
-    made = values.results.of(call, exact) if known else None
+    all_exact = len(exact) == len(call.tensors)  # then equal calls are computed once
+    made = values.results.of(call, exact) if all_exact else None
     made = call.func(*plain, **call.kwargs) if made is None else made
     out = torch_private.tree_map_only(Tensor, lift, made)
     tape.record(call, trees.listed(out), single=isinstance(out, Tensor), taint=taint)
@@ -454,7 +454,7 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 def _to_host(tape: Tape, call: Call) -> Any:
     """`.cpu()`: floats stay on meta, so that later ops on them are recorded on any device.
 
-    Known whole numbers (indices, lengths, masks) become real, because host code computes with them.
+    Known integers (indices, lengths, masks) become real, because host code computes with them.
     Unknown ones stay on meta, which is recorded as an assumption.
     """
     device = call.kwargs.get("device")
@@ -463,8 +463,8 @@ def _to_host(tape: Tape, call: Call) -> Any:
     values, tensor = tape.values, call.args[0]
     entry = values.known(tensor)
     tape.record(call, [], sync=True, taint=taperecords.NO_TAINT if entry is None else entry.taint)
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    if entry is not None and whole and not tape.entries.is_stored(tensor):
+    integers = not (tensor.is_floating_point() or tensor.is_complex())
+    if entry is not None and integers and not tape.entries.is_stored(tensor):
         return entry.value.to(call.kwargs.get("dtype") or entry.value.dtype).clone()
     if entry is None:
         values.assume("host-copy", _NOT_FOLLOWED)

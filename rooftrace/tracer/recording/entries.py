@@ -77,7 +77,7 @@ class Standing:
             stand.gone, stand.last = True, self._tags.last
 
     def of(self, tensor: Tensor) -> Stand | None:
-        """What a tensor is that stands from before; None: it does not, or is known otherwise."""
+        """The Stand of a tensor from before; None: it is another tensor, or already a value."""
         if not self._there or tensor.layout is not torch.strided:
             return None
         key = trees.bytes_of(tensor)
@@ -104,7 +104,7 @@ class Standing:
         """The recording is over: ops in the graph free what went while it ran.
 
         gradients: storages of gradients, which otherwise last to the end.  blocks: the nodes of
-        each block beside those that calls repeat; nothing is put inside of one.
+        each block that calls do not repeat; nothing is put inside of one.
         """
         called = [getattr(node.meta.get(META_KEY), "block", None) for node in self._graph.nodes]
         inside = [*blocks, *(block.nodes for block in called if block is not None)]
@@ -159,18 +159,18 @@ class Entries:
     def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
         self.weakly = False  # the code, and not this, keeps tensors alive
-        self.own_step = False  # a whole step: ops tell its parts, what nothing made is its input
+        self.own_step = False  # a user's step: ops tell its parts, unmade values are inputs
         self.numpy_read = False  # floats of the step were handed to numpy
-        self.unread = False  # what is recorded becomes no graph
-        self.leaves, self.real_of = Leaves(), _marked  # the latter: what one on meta stands for
+        self.unread = False  # the recording becomes no graph
+        self.leaves, self.real_of = Leaves(), _marked  # the latter: by its meta tensor
         self.standing = Standing(graph, tags)
-        self.inputs: list[Tensor] = []  # of an own step
+        self.inputs: list[Tensor] = []  # of a user's step
         self.constants: dict[str, Tensor] = {}  # values of constants, by name
-        self._tensors: list[Any] = []  # references to those that bear a tag
+        self._tensors: list[Any] = []  # references to tensors with a tag
         self._parameters: dict[int, str] = {}  # names, by identity
-        self._beside: dict[int, tuple[str, str]] = {}  # kind and name of what stands for weights
+        self._attached: dict[int, tuple[str, str]] = {}  # kind and name of scales of weights
         self.storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
-        self._first: dict[int, Any] = {}  # references to those that entered first, by bytes
+        self._first: dict[int, Any] = {}  # references to the tensors that entered first, by bytes
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
         self._spans = Spans()  # of weights and states
         self._numbers = itertools.count()
@@ -183,8 +183,8 @@ class Entries:
         names = _names_in(module)
         transient = getattr(module, "_non_persistent_buffers_set", ())
         if any(type(tensor) not in trees.ORDINARY for tensor in own_tensors(module)):
-            for of, part in trees.beside_in(module):  # the state of a quantised layer
-                self._beside.setdefault(id(part), ("parameter", f"{prefix}{of}"))
+            for of, part in trees.held_tensors(module):  # the state of a quantised layer
+                self._attached.setdefault(id(part), ("parameter", f"{prefix}{of}"))
         for tensor in own_tensors(module):
             name = names[id(tensor)]
             if name in module._parameters:
@@ -199,7 +199,7 @@ class Entries:
             if kind != "constant" and type(tensor) in trees.ORDINARY:
                 for of, item in trees.attributes_of(tensor).items():
                     for part in _scales_in(tensor, item):
-                        self._beside.setdefault(id(part), (kind, f"{prefix}{name}.{of}"))
+                        self._attached.setdefault(id(part), (kind, f"{prefix}{name}.{of}"))
 
     def name_of(self, parameter: Tensor) -> str:
         """The dotted name of a parameter ("" for a tensor that is none)."""
@@ -208,7 +208,7 @@ class Entries:
     # -- entering ----------------------------------------------------------------------------------
 
     def enter(self, tensor: Tensor, kind: str, name: str) -> None:
-        """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
+        """Make `tensor`, or the tensors inside it, a value of the graph that no op made (once)."""
         if isinstance(tensor, trees.LAZY):
             return  # it has no sizes yet
         storages: dict[int, int] = {}
@@ -226,7 +226,7 @@ class Entries:
     def _entered(self, tensor: Tensor, kind: str, name: str, storage: int | None = None) -> Tag:
         """The tag of a tensor that becomes a value of this kind and name.
 
-        storage: where it is known that its bytes have this number.
+        storage: the number of its bytes, where they have one.
         """
         if storage is None:
             storage = self.standing.taken(tensor)
@@ -235,9 +235,9 @@ class Entries:
         else:
             node = self._graph.create_node("get_attr", name, name=_identifier(name))
         if kind == "constant":
-            kind, name = self._beside.get(id(tensor), (kind, name))
-            known = self.storage_of(tensor)
-            storage = storage if known is None else known
+            kind, name = self._attached.get(id(tensor), (kind, name))
+            before = self.storage_of(tensor)
+            storage = storage if before is None else before
         if storage is None:
             storage = self._spans.number(tensor, kind, self._tags.new_storage)
         if kind != "constant" and self.storage_of(tensor) is None:
@@ -304,7 +304,7 @@ class Entries:
         A tensor that the code put into a running module is a weight of that module.
         """
         kind, name = self.place_of(tensor)
-        if name and self.storage_of(tensor) is None:  # else it is a view of what is known
+        if name and self.storage_of(tensor) is None:  # else it is a view of a value
             return self._put_in_place(tensor, kind, name)
         stand = self.standing.of(tensor)
         if stand is not None and stand.entry.kind != KEPT:
@@ -312,7 +312,7 @@ class Entries:
         if (same := self._same_value(tensor)) is not None:
             self._tag(tensor, same)
             return same
-        if id(tensor) in self._beside or self.storage_of(tensor) is not None:
+        if id(tensor) in self._attached or self.storage_of(tensor) is not None:
             return self.constant(tensor)
         is_known = self.unread or self._values.known(tensor) is not None
         if self.own_step and not is_known and (tensor.grad_fn is None or stand is not None):
@@ -335,8 +335,8 @@ class Entries:
     def _same_value(self, tensor: Tensor) -> Tag | None:
         """The tag of the first tensor that entered with the bytes and the look of `tensor`.
 
-        It was written in place since (`Tags.recognise` handles all others).  Facts known of another
-        object with these bytes hold for `tensor` too.
+        It was written in place since (`Tags.recognise` handles all others).  The value of another
+        object with these bytes is the value of `tensor` too.
         """
         if tensor.layout is not torch.strided:
             return None
@@ -374,7 +374,7 @@ class Entries:
     def brought(self, data: Tensor, empty: Tensor) -> Tensor:
         """`empty`, a meta tensor, as the stand-in for a host tensor that fills a weight.
 
-        Its values are known, or computed where code asks for them, like those of any weight.
+        Its values are known, or computed where code needs them, as for any weight.
         """
         self._tags.same_as(empty, data)
         self._brought += data.numel() * data.element_size()
@@ -417,14 +417,14 @@ def _names_in(module: nn.Module) -> dict[int, str]:
 def _scales_in(weight: Tensor, item: Any) -> list[Tensor]:
     """Tensors that belong to a weight and hang on it, as scales of a packed one.
 
-    What has the shape of a weight that is trained is a trainer's: its gradient, an average.
+    A tensor of the shape of a trained weight is a trainer's: its gradient, an average.
     """
     trained = weight.requires_grad
     return [part for part in tensors_in(item) if not trained or part.shape != weight.shape]
 
 
 def _learn_of_alike(values: Values, tensor: Tensor) -> None:
-    """What is known of another tensor of these bytes and this shape holds for `tensor`, too."""
+    """Learn the value of another tensor of these bytes and this shape for `tensor`, too."""
     for other in values.views(tensor):
         if other.shape == tensor.shape:
             entry = values.held(other)
@@ -500,14 +500,14 @@ class Leaves:
 # -- parts of one buffer: bytes that are there once count once -------------------------------------
 
 _HELD = ("parameter", "buffer", "optimizer")
-"""Kinds of what is there before a step and after it."""
+"""Kinds of values that exist before a step and after it."""
 
 
 class Spans:
     """Which bytes of which buffers have a storage number, by the tensors that entered."""
 
     def __init__(self) -> None:
-        # By buffer: a reference to it, and (start, end, number) of what entered.
+        # By buffer: a reference to it, and (start, end, number) of the tensors that entered.
         self._spans: dict[int, tuple[Any, list[tuple[int, int, int]]]] = {}
 
     def number(self, tensor: Tensor, kind: str, new: Callable[[], int]) -> int:
@@ -517,8 +517,8 @@ class Spans:
         """
         if kind not in _HELD or tensor.layout is not torch.strided:
             return new()
-        known = self._covered(tensor)
-        number = new() if known is None else known
+        covered = self._covered(tensor)
+        number = new() if covered is None else covered
         self._add(tensor, number)
         return number
 

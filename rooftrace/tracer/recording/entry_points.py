@@ -1,5 +1,5 @@
-"""The entry points of aten that stay whole: attention, recurrent networks, RMS norm, dropout, and
-the gradient of mish."""
+"""Entry points of aten that are recorded as one op: attention, recurrent networks, RMS norm,
+dropout, and the gradient of mish."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _PLACES = tuple((name, key) for name in _REPLACED for key in ("Meta", "AutogradM
 
 
 def whole_entry(func: Any) -> Callable[..., Any] | None:
-    """The function that replaces an entry point of aten that stays whole; None for any other."""
+    """The function that replaces an entry point of aten; None for any other."""
     overload = "" if func._overloadname == "default" else f".{func._overloadname}"
     return _ENTRIES.get(f"{func._opname}{overload}") if func.namespace == "aten" else None
 
@@ -99,7 +99,7 @@ _LEFT: list[Any] = []
 
 
 def _registered() -> Callable[[], None]:
-    """Put the kernels there, for all recordings; returns what takes them away."""
+    """Register the kernels, for all recordings; return their undo."""
     library = _LEFT.pop() if _LEFT else _with_kernels()
     kernels = [_kernel_of(f"aten::{name}", key) for name, key in _PLACES] if _kernel_of else []
 

@@ -1,4 +1,4 @@
-"""Values and counts that processes exchange, and expected counts of what routed rows reach."""
+"""Values and counts that processes exchange, and expected counts of the classes of routed rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from rooftrace.errors import RequestError
-from rooftrace.graph import Collective, Group, assumptions as asked
+from rooftrace.graph import Collective, Group, assumptions
 from rooftrace.graph.formulas import polynomials
 from rooftrace.tracer.recording import groups, taperecords
 from rooftrace.tracer.recording.ops import Call
@@ -23,7 +23,7 @@ from rooftrace.tracer.values.masks import Known, small
 # -- exchanged counts ------------------------------------------------------------------------------
 # Counts of rows that processes tell each other before they exchange the rows: who gets how many.
 #
-# One process is traced, so what the others send is unknown.  By a policy that treats all classes
+# One process is traced, so the others' tensors are unknown.  By a policy that treats all classes
 # alike each process sends as many rows to every other, and gets as many as it sends.  By one that
 # prefers classes all processes prefer the same ones.
 
@@ -34,7 +34,7 @@ _ALIKE = ("expected", "uniform", "balanced")
 def expect_counts_of_others(
     tape: Tape, call: Call, outputs: list[Tensor], together: tuple[Collective, Group] | None
 ) -> frozenset[int]:
-    """Learn the counts that an all_to_all brings, where those that it sends rest on a choice.
+    """Learn the counts that an all_to_all receives, where the sent counts rest on a choice.
 
     Returns the assumptions that they rest on.
     """
@@ -51,7 +51,7 @@ def expect_counts_of_others(
     if choice is None:
         return taperecords.NO_TAINT
     facts, gets, sends = _expected(tape, choice, entry.value, ranks)
-    number = tape.values.assume(asked.ROUTING, _said(call, facts), facts["classes"], facts)
+    number = tape.values.assume(assumptions.ROUTING, _said(call, facts), facts["classes"], facts)
     tape.values.routed.setdefault(number, set())
     taint = entry.taint | {number}
     tape.values.learn(sent, sends, entry.taint)
@@ -62,13 +62,13 @@ def expect_counts_of_others(
 def _expected(
     tape: Tape, choice: Mapping[str, Any], sent: Tensor, ranks: tuple[int, ...]
 ) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """The facts of what all processes send, and the counts that this one gets and sends.
+    """The facts of the choices of all processes, and the counts that this one gets and sends.
 
-    Equal layers get the same tensors, so that what follows from them is computed once.
+    Equal layers get the same tensors, so that results from them are computed once.
     """
     results = tape.values.results
-    own = own_place(ranks)
-    key = ("counts of others", str(dict(choice)), str(sent.tolist()), sent.dtype, len(ranks), own)
+    mine = own_place(ranks)
+    key = ("counts of others", str(dict(choice)), str(sent.tolist()), sent.dtype, len(ranks), mine)
     kept = results.memo.get(key)
     if kept is None:
         counts = sent.reshape(len(ranks), -1)
@@ -76,8 +76,8 @@ def _expected(
             facts = _facts_alike(choice, counts)
             gets, sends = _balanced(facts, counts)
         else:
-            facts = _facts_of_own(tape, choice, counts, own)
-            gets, sends = counts[own].expand_as(counts).clone(), counts.clone()
+            facts = _facts_of_skewed(tape, choice, counts, mine)
+            gets, sends = counts[mine].expand_as(counts).clone(), counts.clone()
         both = [counts.reshape(sent.shape).to(sent.dtype) for counts in (gets, sends)]
         kept = results.memo[key] = facts, *both
         results.shared.update(map(trees.bytes_of, both))
@@ -85,7 +85,7 @@ def _expected(
 
 
 def _ends(call: Call, outputs: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
-    """What a call sends, and what it makes or overwrites."""
+    """The sent tensor of a call, and the one that it makes or overwrites."""
     written = call.written()
     if len(written) > 1 or len(outputs) > 1 + len(written):
         return None, None
@@ -107,7 +107,7 @@ def _choice(
 
 
 def _rows(choice: Mapping[str, Any], counts: Tensor) -> int:
-    """How many rows of all processes choose: one may send a part of those that chose here."""
+    """How many rows of all processes choose: each may send a part of its rows."""
     chosen = int(choice["chosen"])
     return len(counts) * -(-int(counts.sum()) // max(chosen, 1))
 
@@ -132,28 +132,29 @@ def _facts_alike(choice: Mapping[str, Any], counts: Tensor) -> dict[str, Any]:
     }
 
 
-def _facts_of_own(
-    tape: Tape, choice: Mapping[str, Any], counts: Tensor, own: int
+def _facts_of_skewed(
+    tape: Tape, choice: Mapping[str, Any], counts: Tensor, mine: int
 ) -> dict[str, Any]:
     """The choices of all processes among the classes of one, where some classes are likelier.
 
-    The expected number of classes is that of the draw where the policy is not at hand.
+    The number of classes is the drawn one where the policy is not at hand.
     """
-    processes, drawn = len(counts), int((counts[own] > 0).sum())
+    processes, drawn = len(counts), int((counts[mine] > 0).sum())
     rows, classes = _rows(choice, counts), choice["classes"] // processes
     reached = float(drawn)
     try:
-        policy = asked.policy_of(tape.values.decision(asked.ROUTING) or choice["policy"])
+        decided = tape.values.decision(assumptions.ROUTING)
+        policy = assumptions.policy_of(decided or choice["policy"])
         shares = distinct.shares_of(policy, choice["chosen"], choice["classes"])
         if str(policy) == choice["policy"] and shares is not None:
-            part = shares[own * classes : (own + 1) * classes]
+            part = shares[mine * classes : (mine + 1) * classes]
             reached = distinct.expected_distinct(rows, 1, classes, part)
     except RequestError:
         pass  # a histogram for another module
     return {
         "policy": choice["policy"],
         "rows": rows,
-        "chosen": processes * float(counts[own].sum()) / max(rows, 1),
+        "chosen": processes * float(counts[mine].sum()) / max(rows, 1),
         "classes": classes,
         "distinct": reached,
         "drawn": drawn,
@@ -173,8 +174,8 @@ def _balanced(facts: Mapping[str, Any], counts: Tensor) -> tuple[Tensor, Tensor]
     number = torch.arange(rows)
     senders = number * processes // max(rows, 1)
     reached = max(min(facts["drawn"], columns), 1)
-    places = (number % reached) * columns // reached
-    gets = torch.bincount(senders * columns + places, minlength=counts.numel())
+    classes = (number % reached) * columns // reached
+    gets = torch.bincount(senders * columns + classes, minlength=counts.numel())
     sends = torch.bincount(number * counts.numel() // max(rows, 1), minlength=counts.numel())
     return gets, sends
 
@@ -184,7 +185,7 @@ def _said(call: Call, facts: Mapping[str, Any]) -> str:
     if facts["policy"].partition(":")[0] not in _ALIKE:
         likewise = "prefers the same classes"
     text = f"{call.short_name}: each of {facts['processes']} processes {likewise}"
-    return f"{text}; of all, in the classes of one, {asked.said_of_routing(facts)}"
+    return f"{text}; of all, in the classes of one, {assumptions.said_of_routing(facts)}"
 
 
 # -- exchanged values ------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ _FOLLOWED = frozenset((*_IN_PLACE, "all_gather", "reduce_scatter", "gather", "sc
 
 
 def before_exchange(tape: Tape, call: Call) -> list[Known] | None:
-    """The values that a collective sends, where all are known; None for any other op."""
+    """The sent values of a collective, where all are known; None for any other op."""
     if not fsdp.running or not groups.is_collective(call.func):
         return None
     kind = groups.kind_of(call.func)
@@ -225,7 +226,7 @@ def after_exchange(
     sent: list[Known] | None,
     together: tuple[Collective, Group] | None,
 ) -> frozenset[int]:
-    """Learn what a collective brings; returns the assumptions that it rests on."""
+    """Learn the results of a collective; returns the assumptions that they rest on."""
     if sent is None or together is None:
         return taperecords.NO_TAINT
     kind, ranks = together[0].kind, together[1].ranks
@@ -234,8 +235,8 @@ def after_exchange(
         values: list[Tensor] | None = [entry.value for entry in sent]
     else:
         made = call.written() or list(outputs)
-        own = own_place(ranks)
-        values = _values(kind, _reduction(call), [e.value for e in sent], made, len(ranks), own)
+        mine = own_place(ranks)
+        values = _values(kind, _reduction(call), [e.value for e in sent], made, len(ranks), mine)
     if values is None:
         return taperecords.NO_TAINT
     taint: frozenset[int] = frozenset().union(*(entry.taint for entry in sent))
@@ -272,7 +273,7 @@ def own_place(ranks: tuple[int, ...]) -> int:
 
 
 def _reduction(call: Call) -> str:
-    """What a collective does with the values of the processes; "" where torch does not say."""
+    """The reduction of a collective ("sum"); "" where torch does not say."""
     reduction: Any = call.named.get("reduce_op")
     if isinstance(reduction, str):
         return reduction.lower()
@@ -281,7 +282,7 @@ def _reduction(call: Call) -> str:
 
 
 def _values(
-    kind: str, reduction: str, sent: list[Tensor], made: list[Tensor], ranks: int, own: int
+    kind: str, reduction: str, sent: list[Tensor], made: list[Tensor], ranks: int, mine: int
 ) -> list[Tensor] | None:
     """The values of the tensors that a collective makes; None where they are unknown."""
     if kind == "broadcast":
@@ -294,16 +295,16 @@ def _values(
             return [torch.cat([value.reshape(-1)] * ranks) for value in sent]
         return [value for value in sent for _ in range(ranks)]
     if kind == "scatter":
-        return [sent[own]] if len(sent) == ranks else None
-    whole = [value.reshape(ranks, -1)[own] for value in sent] if len(sent) == len(made) else None
-    if whole is None:
-        whole = [sent[own]] if len(sent) == ranks else []
-    reduced = [_reduced(value, reduction, ranks) for value in whole]
+        return [sent[mine]] if len(sent) == ranks else None
+    parts = [value.reshape(ranks, -1)[mine] for value in sent] if len(sent) == len(made) else None
+    if parts is None:
+        parts = [sent[mine]] if len(sent) == ranks else []
+    reduced = [_reduced(value, reduction, ranks) for value in parts]
     return None if any(value is None for value in reduced) else reduced  # type: ignore[return-value]
 
 
 def _reduced(value: Tensor, reduction: str, ranks: int) -> Tensor | None:
-    """What so many equal values become."""
+    """The reduction of so many equal values."""
     if reduction == "sum":
         return value if value.dtype is torch.bool else value * ranks
     if reduction == "product":
@@ -314,10 +315,10 @@ def _reduced(value: Tensor, reduction: str, ranks: int) -> Tensor | None:
 
 
 # -- reached ---------------------------------------------------------------------------------------
-# Expected counts of what routed rows reach, on the ops that read or write by them.
+# Expected counts of the classes that routed rows reach, on the ops that read or write by them.
 #
 # The code got one draw of indices; how many experts an op touches is on average another number,
-# and not a whole one.  It takes the place of the draw's number where the op takes exactly the
+# and not an integer.  It takes the place of the draw's number where the op takes exactly the
 # classes that a router chose: a grouped product with one group for each class, and reads and
 # writes of the rows of a weight that has one row for each class.
 
@@ -334,12 +335,12 @@ _INDEXED = {
 }
 """Ops that take rows of a tensor by indices: where the two stand."""
 _STEPS = 6
-"""How many ops may lie between a weight and what is read of it: a cast, a view, a product of two
+"""Ops that may lie between a weight and the tensor that is read: a cast, a view, a product of two
 weights."""
 
 
 def expect_counts(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[int]:
-    """Put expected counts into `facts` in place of those of the draw.
+    """Put expected counts into `facts` in place of the drawn ones.
 
     Returns the assumptions that they rest on.
     """
@@ -365,10 +366,10 @@ def _groups(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[int]:
 
 
 def _share_of_groups(tape: Tape, offsets: Tensor, facts: dict[str, Any]) -> None:
-    """Groups that are the part of one process among all classes: its share of what is expected.
+    """Groups that are the part of one process among all classes: its share of the expected count.
 
-    That is where several processes have an equal part of the classes each, and rows for those of
-    the others are left out.  Classes that are likelier than others count as in the draw.
+    That is where several processes have an equal part of the classes each, and rows for the other
+    processes are left out.  Classes that are likelier than others count as in the draw.
     """
     entry, mine = tape.values.known(offsets), len(offsets)
     if entry is None or not dist.is_available() or not dist.is_initialized():
@@ -428,7 +429,7 @@ def _written(
 
 
 def _expected_choice(tape: Tape, index: Tensor, classes: int, reached: int) -> int | None:
-    """The assumption on routing whose classes an index reaches, all those of the draw."""
+    """The assumption on routing whose classes an index reaches, all of the drawn ones."""
     entry = tape.values.known(index)
     fitting = [
         number

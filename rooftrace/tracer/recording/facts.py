@@ -39,9 +39,9 @@ def facts_of(*names: str) -> Callable[[Fact], Fact]:
 
 
 def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
-    """Add rows_touched, groups_touched, mask ... to `facts`; returns what they rest on.
+    """Add rows_touched, groups_touched, mask ... to `facts`; returns the assumptions they rest on.
 
-    Raises IndexError for known indices outside of what they point into, as a CPU does.
+    Raises IndexError for known indices out of range, as a CPU does.
     """
     _check_range(values, call)
     scope = Scope.current()
@@ -52,7 +52,7 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
     if taint is not None:
         return taint
     sparse = next((t for t in call.tensors if t.layout is not torch.strided), None)
-    if sparse is not None and sparse._nnz():  # what `to_sparse` makes on meta has none
+    if sparse is not None and sparse._nnz():  # the result of `to_sparse` on meta has none
         facts["stored"] = trees.pieces_of(sparse)[-1].numel()
     return taperecords.NO_TAINT
 
@@ -102,10 +102,10 @@ def _rows(values: Values, index: Tensor, facts: dict[str, Any]) -> frozenset[int
 
 def _of_classes(becomes: Tensor) -> dict[str, Any]:
     counts = torch.unique(becomes, return_counts=True)[1]
-    own, classes = int((counts == 1).sum()), becomes.numel()
-    if own == classes:
+    single, classes = int((counts == 1).sum()), becomes.numel()
+    if single == classes:
         return {"uniform_over": classes}
-    return {"uniform_over": classes, "own_rows": own} if len(counts) == own + 1 else {}
+    return {"uniform_over": classes, "own_rows": single} if len(counts) == single + 1 else {}
 
 
 def _distinct(index: Tensor) -> dict[str, Any]:
@@ -115,14 +115,14 @@ def _distinct(index: Tensor) -> dict[str, Any]:
 def _check_range(values: Values, call: Call) -> None:
     name, args = call.name, call.args
     if name == "aten.index":
-        places = [(i, args[0].shape[n], True) for n, i in enumerate(args[1]) if i is not None]
+        indexed = [(i, args[0].shape[n], True) for n, i in enumerate(args[1]) if i is not None]
     elif name == "aten.embedding":
-        places = [(args[1], args[0].shape[0], False)]
+        indexed = [(args[1], args[0].shape[0], False)]
     elif name in ("aten.index_select", "aten.gather"):
-        places = [(args[2], args[0].shape[args[1]] if args[0].dim() else 1, False)]
+        indexed = [(args[2], args[0].shape[args[1]] if args[0].dim() else 1, False)]
     else:
         return
-    for index, size, negative in places:
+    for index, size, negative in indexed:
         entry = values.known(index)
         if entry is None or entry.taint or not entry.value.numel() or is_mask(entry.value):
             continue
@@ -167,7 +167,7 @@ def _flex(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
 # -- masks of attention ----------------------------------------------------------------------------
 
 _MASK = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
-"""Where attention has its mask; query and key stand three and two places before it."""
+"""Where attention has its mask; query and key stand three and two arguments before it."""
 _SCORES = frozenset(
     f"aten.{name}" for name in ("add", "add_", "where", "masked_fill", "masked_fill_", "baddbmm")
 )
@@ -178,8 +178,8 @@ _PLANE = 2  # dimensions
 def learn_mask_facts(
     values: Values, call: Call, outputs: Sequence[Tensor], facts: dict[str, Any]
 ) -> frozenset[int]:
-    """Add what a mask says (see `Values.mask_facts`) to `facts`: of an attention, or of an op that
-    puts a known mask on unknown scores.  Returns the assumptions that it rests on.
+    """Add the facts of a mask (see `Values.mask_facts`) to `facts`: of an attention, or of an op
+    that puts a known mask on unknown scores.  Returns the assumptions that it rests on.
     """
     if call.name in _MASK:
         position = _MASK[call.name]
@@ -198,8 +198,8 @@ def learn_mask_facts(
 def _learnt(
     values: Values, mask: Tensor, sizes: Sequence[int], scores: bool, facts: dict[str, Any]
 ) -> frozenset[int]:
-    known, taint = values.mask_facts(mask, sizes[0], sizes[1], scores)
-    facts.update(known or {})
+    mask_facts, taint = values.mask_facts(mask, sizes[0], sizes[1], scores)
+    facts.update(mask_facts or {})
     return taint
 
 
@@ -235,16 +235,16 @@ def _packed(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]
     starts, ends, used = (_passed(passed, *names) for names in (_QUERIES, _KEYS, _USED))
     if starts is None:
         return None
-    told = [values.exact(item) for item in (starts, ends, used) if item is not None]
-    if any(entry is None for entry in told) or (ends is None and used is None):
+    lengths = [values.exact(item) for item in (starts, ends, used) if item is not None]
+    if any(entry is None for entry in lengths) or (ends is None and used is None):
         text = "attention over packed sequences counts them as equally long"
         return frozenset([values.assume("lengths", text)])
-    numbers = [entry.value.tolist() for entry in told if entry is not None]
+    numbers = [entry.value.tolist() for entry in lengths if entry is not None]
     queries = _steps(numbers[0])
     keys = numbers[-1] if used is not None else _steps(numbers[1])
     kinds = Counter(zip(queries, keys, strict=True))
     facts["sequences"] = tuple((count, *kind) for kind, count in sorted(kinds.items()))
-    return taperecords.NO_TAINT.union(*(entry.taint for entry in told if entry is not None))
+    return taperecords.NO_TAINT.union(*(entry.taint for entry in lengths if entry is not None))
 
 
 def _passed(passed: dict[str, Any], *names: str) -> Tensor | None:

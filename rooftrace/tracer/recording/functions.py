@@ -29,7 +29,7 @@ _NAME = "calls"
 
 
 class CallWatcher(Protocol):
-    """Is told of calls of modules."""
+    """An observer of calls of modules."""
 
     scope: Scope
 
@@ -64,7 +64,7 @@ def _after(module: nn.Module, inputs: Any, output: Any) -> None:
 
 
 def _registered() -> Callable[[], None]:
-    """Register the hooks; returns what removes them."""
+    """Register the hooks; return their undo."""
     handles = (
         nn_module.register_module_forward_pre_hook(_before),
         nn_module.register_module_forward_hook(_after, always_call=True),
@@ -82,7 +82,7 @@ _MODULE_HOOKS = Shared(_registered)
 
 @contextlib.contextmanager
 def calls_watched(watcher: CallWatcher) -> Iterator[None]:
-    """Inside, a watcher is told of the calls of modules in the threads of its scope."""
+    """Inside, a watcher observes the calls of modules in the threads of its scope."""
     watcher.scope.kept[_NAME] = watcher
     _WATCHERS[id(watcher)] = watcher
     try:
@@ -94,12 +94,12 @@ def calls_watched(watcher: CallWatcher) -> Iterator[None]:
 
 
 # -- compiling -------------------------------------------------------------------------------------
-# torch.compile while we record: code runs as it is written, and tells what would be compiled.
+# torch.compile while we record: code runs as it is written, and ops to compile are marked.
 
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Inside, what torch.compile has wrapped runs as it is written: here, not in other threads.
+    """Inside, code wrapped by torch.compile runs as it is written: here, not in other threads.
 
     `records.compiling` is where Dynamo would compile: the callback that it is given stays here.
     """
@@ -113,7 +113,7 @@ def uncompiled() -> Iterator[None]:
 
     def set_callback(callback: Any) -> Any:
         before = taperecords.compiling.call
-        if isinstance(callback, taperecords.CompiledCall):  # what was returned is set again
+        if isinstance(callback, taperecords.CompiledCall):  # a returned one is set again
             taperecords.compiling.call = None if callback is _NONE else callback
             return before or _NONE
         caller = sys._getframe(2).f_locals  # of torch's wrapper, behind our guard
@@ -141,7 +141,7 @@ def uncompiled() -> Iterator[None]:
     if callable(counter):
 
         def count(frames: int) -> int:
-            """What it was: 0 where a count begins, so that nobody counts; then as if some were."""
+            """The count: 0 at its beginning, so that nobody counts; then at least 1."""
             return 0 if frames == 0 else max(counter(frames), 1)
 
         stand_ins[_COUNTER] = count
@@ -151,8 +151,8 @@ def uncompiled() -> Iterator[None]:
 
 
 def _is_looked_through(function: Any) -> bool:
-    """Whether Dynamo compiles what this function does, although torch disables it there: a
-    checkpoint, and the ops of a subclass of Tensor."""
+    """Whether Dynamo compiles the code that this function calls, although torch disables it there:
+    a checkpoint, and the ops of a subclass of Tensor."""
     name = getattr(function, "__name__", "")
     return name == "__torch_dispatch__" or _module_of(function) == "torch.utils.checkpoint"
 
@@ -162,7 +162,7 @@ def _module_of(function: Any) -> str:
 
 
 def _name_of(function: Any) -> str:
-    """What a compiled callable is called: a module by its class, a function as it was defined."""
+    """The name of a compiled callable: a module by its class, a function as it was defined."""
     name = str(getattr(function, "__qualname__", "")).rpartition("<locals>.")[2]
     owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
     if owner is None or isinstance(owner, type):
@@ -173,7 +173,7 @@ def _name_of(function: Any) -> str:
 
 
 _NONE = taperecords.CompiledCall("")
-"""Stands for no call where torch remembers what was set before."""
+"""Stands for no call where torch remembers the one set before."""
 _CALLS = ("", "_call_impl", "_wrapped_call_impl", "__call__", "forward")
 _ATTENTION = "torch.nn.attention."
 """Where torch has functions of attention, each of which is one kernel, compiled or not."""
@@ -185,7 +185,7 @@ _COUNTER = "set_fullgraph_compiled_frame_count"
 # Torch-level calls: their names, and the few that leave the dispatcher for Python or a device.
 #
 # `.tolist()`, `.numpy()`, f-strings and `torch.tensor([...])` never reach a dispatch mode; a
-# device that is not there must not be asked for: everything but the CPU is the meta device while
+# device that is not there must not be requested: everything but the CPU is the meta device while
 # tracing.
 
 _TO_PYTHON = frozenset({Tensor.tolist, Tensor.numpy})
@@ -196,7 +196,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _LIKE = frozenset({Tensor.new_tensor, Tensor.new})
 """Constructors that take precision and device from a tensor."""
 _SCALAR = torch.ops.aten._local_scalar_dense.default
-"""What `item()` calls: the op that stands for the host's wait for a value."""
+"""The op of `item()`: it stands for the host's wait for a value."""
 _UNNAMED = frozenset({"__get__", "__set__", "backward"})
 """Functions that never name an op: attribute access, and backward, whose ops have other names."""
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -217,7 +217,8 @@ class Functions(TorchFunctionMode):
         tape = self.tape
         if not tape.live:  # in a thread that outlives the recording
             return func(*args, **kwargs)
-        if self.device is not None and func in _makers() and kwargs.get("device") is None:
+        makes = self.device is not None and func in torch_private.device_constructors()
+        if makes and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.device}
         if func in _TO_PYTHON:
             if args[0].device.type == "meta":
@@ -233,9 +234,10 @@ class Functions(TorchFunctionMode):
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
                 wait(tape, args[0])
         elif func == _SET_DATA:
-            data = self._filling(args[0], args[1])
-            _set_data(args[0], data)
-            tape.stands_for(args[0], data)
+            tensor, data = args
+            data = tape.brought(data) if tensor.is_meta else data  # a weight on meta stays there
+            _set_data(tensor, data)
+            tape.stands_for(tensor, data)
             return None
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
@@ -291,10 +293,6 @@ class Functions(TorchFunctionMode):
             here.part = before
             tape.backward_ran()
 
-    def _filling(self, tensor: Tensor, data: Tensor) -> Tensor:
-        """What `tensor.data = data` puts there: a weight on meta stays there."""
-        return self.tape.brought(data) if tensor.is_meta else data
-
     def _indexed(self, index: Any) -> Any:
         """An index with known tensors in place of lists: torch would make the tensors unseen."""
         if isinstance(index, tuple):
@@ -307,7 +305,8 @@ class Functions(TorchFunctionMode):
     def _like(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """`tensor.new(...)`: of numbers, or of the indices, values and size of a sparse tensor."""
         if _holds_numbers(func, args, kwargs):
-            return self._construct(torch.tensor, args[1:], _as_of(args[0], kwargs))
+            like = {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+            return self._construct(torch.tensor, args[1:], like)
         if func is Tensor.new and len(args) == 4 and trees.is_sparse(args[0]):
             return torch.sparse_coo_tensor(*args[1:])
         return None
@@ -339,7 +338,7 @@ class Functions(TorchFunctionMode):
 
 
 _NO_GRAPH = "does not require grad and does not have a grad_fn"
-"""What autograd says of a loss that was computed without gradients."""
+"""Autograd's error for a loss that was computed without gradients."""
 
 
 @contextlib.contextmanager
@@ -388,13 +387,13 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def _become(tensor: Tensor, other: Tensor) -> None:
-    """`tensor` gets what `other` is, of the same class; the object keeps its attributes, its hooks
-    and who refers to it weakly.
+    """`tensor` becomes `other`, of the same class; the object keeps its attributes, hooks and weak
+    references.
 
-    Autograd may hold what it was, as that of a weight which its module has computed from others
-    does: a backward through that raises.
+    Autograd may hold the former tensor, as of a weight that its module computes from others: a
+    backward through that raises.
     """
-    own = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
+    attributes = {name: item for name, item in vars(tensor).items() if not name.startswith(OURS)}
     gradient = tensor.grad
     if gradient is not None:
         _set_data(gradient, gradient.to(other.device))
@@ -408,7 +407,7 @@ def _become(tensor: Tensor, other: Tensor) -> None:
     torch_private.swap_tensor_impl(tensor, other)
     vars(tensor).clear()
     vars(tensor).update(vars(other))
-    vars(tensor).update(own)
+    vars(tensor).update(attributes)
 
 
 def _moved_since(gradients: Any) -> None:
@@ -433,22 +432,12 @@ def backward_kept(tape: Tape) -> Iterator[None]:
         yield
 
 
-def _makers() -> Any:
-    """The functions that make tensors on the default device."""
-    return torch_private.device_constructors()
-
-
 def _holds_numbers(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether `x.new_tensor(data)` or `x.new(data)` takes numbers: no tensor, no sizes."""
     data = args[1] if len(args) > 1 else kwargs.get("data")
     if data is None or len(args) > 2 or isinstance(data, (Tensor, torch.Size)):
         return False
     return func is Tensor.new_tensor or not isinstance(data, int)
-
-
-def _as_of(tensor: Tensor, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `torch.tensor` that make a tensor like this one."""
-    return {"dtype": tensor.dtype, "device": tensor.device, **kwargs}
 
 
 def _numbers(item: Any) -> Any:

@@ -15,10 +15,10 @@ from rooftrace.tracer.values import dtype_name
 
 _WRITTEN = frozenset(("output", "outputs", "output_tensor", "output_tensors", "output_lists"))
 _BOTH = frozenset(("tensors",))
-"""What a collective reads and overwrites (allreduce_), or receives (recv_)."""
+"""Arguments that a collective reads and overwrites (allreduce_), or receives (recv_)."""
 _SENDS = frozenset(("send",))
 _NAMES = ("group_name", "group", "process_group")
-"""What schemas call the group: a name, or the group itself."""
+"""Names of the group in schemas: an argument has its name, or the group itself."""
 
 
 @cache
@@ -33,17 +33,17 @@ def _places(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_collective(func: Any) -> bool:
-    """Whether an op takes a process group: what it makes depends on other processes' tensors."""
+    """Whether an op takes a process group: its results depend on other processes' tensors."""
     return bool(_places(func))
 
 
 def kind_of(func: Any) -> str:
-    """What a collective does, in the words of nccl; "" for any other op."""
+    """The kind of a collective, in the words of nccl; "" for any other op."""
     return _KINDS.get(func._opname, "") if is_collective(func) else ""
 
 
 def written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of what an op of c10d or of FSDP writes, where its schema is silent."""
+    """Arguments (position, name) that an op of c10d or FSDP writes, where its schema is silent."""
     if (func.namespace, func._opname) == ("fsdp", "all_gather_copy_in"):
         return ((1, "all_gather_output"),)
     schema = getattr(func, "_schema", None)
@@ -60,14 +60,14 @@ def written(func: Any) -> tuple[tuple[int, str], ...]:
 def communicates(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[torch.Tensor]
 ) -> tuple[Collective, Group] | None:
-    """What a call of an op exchanges, and with whom; None for an op that works alone, or whose
+    """The exchange of a call, and its group; None for an op that works alone, or whose
     group nobody knows any more.  outputs: the tensors that it returned."""
-    places = _places(func)
+    positions = _places(func)
     kind = _KINDS.get(func._opname)
-    if not places or kind is None:
+    if not positions or kind is None:
         return None
     values = _named(func, args, kwargs)
-    members = next((g for g in (_ranks(values.get(name)) for _, name in places) if g), None)
+    members = next((g for g in (_ranks(values.get(name)) for _, name in positions) if g), None)
     if members is None:
         return None
     name, ranks = members
@@ -76,7 +76,7 @@ def communicates(
     collective = Collective(
         kind=kind,
         group=name,
-        bytes=_whole(func, kind, values, len(ranks), outputs),
+        bytes=_buffer_bytes(func, kind, values, len(ranks), outputs),
         dtype=_precision(values),
         waits=_waits(func, values),
         splits=tuple(map(int, splits)) if len(set(splits)) > 1 else (),
@@ -90,7 +90,7 @@ _KINDS = {
     for kind in COLLECTIVES.values()
     for op in (*kind.torch, *kind.variants)
 }
-"""What the collectives of torch do, by the name of the op without its namespace."""
+"""The kinds of torch's collectives, by the name of the op without its namespace."""
 
 
 def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,18 +106,18 @@ def _named(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[st
     return values
 
 
-def _whole(
+def _buffer_bytes(
     func: Any,
     kind: str,
     values: Mapping[str, Any],
     ranks: int,
     outputs: Sequence[torch.Tensor],
 ) -> int:
-    """Bytes of the whole buffer of a collective (see `Collective`)."""
+    """Bytes of the full buffer of a collective (see `Collective`)."""
     if "matmul_reduce_scatter" in func._opname:
-        return ranks * _bytes(list(outputs))  # what it reduces is a product that nobody sees
+        return ranks * _bytes(list(outputs))  # it reduces a product that no op makes
     overwritten = {name for _, name in written(func)} | _OUTPUTS
-    sent = [v for n, v in values.items() if n not in overwritten and n not in _BESIDE]
+    sent = [v for n, v in values.items() if n not in overwritten and n not in _UNSENT]
     made = [v for n, v in values.items() if n in overwritten]
     if kind == "all_gather":
         return _bytes(made) or ranks * _bytes(sent)
@@ -127,8 +127,8 @@ def _whole(
 def _waits(func: Any, values: Mapping[str, Any]) -> bool:
     """Whether the stream that issues a collective waits for it.
 
-    Functional ones are awaited later, also where nobody calls `wait_tensor`; those of symmetric
-    memory are kernels of the stream itself; those of c10d say it.
+    Functional ones are awaited later, also where nobody calls `wait_tensor`; collectives
+    of symmetric memory are kernels of the stream itself; c10d has an argument for it.
     """
     if "async_op" in values:
         return not values["async_op"]
@@ -136,10 +136,10 @@ def _waits(func: Any, values: Mapping[str, Any]) -> bool:
 
 
 _OUTPUTS = _WRITTEN | {"out"}
-_BESIDE = frozenset(
+_UNSENT = frozenset(
     ("B", "Bs", "A_scale", "B_scale", "B_scales", "biases", "bias", "result_scales")
 )
-"""Operands of products that stand beside what is sent."""
+"""Operands of products that are not sent."""
 
 
 def _bytes(values: Any) -> int:

@@ -23,13 +23,13 @@ from rooftrace.tracer.values import META, Values, trees
 # -- flex attention --------------------------------------------------------------------------------
 # FlexAttention on meta tensors: one op, with the number of pairs that its block mask shows.
 #
-# PyTorch refuses flex_attention on meta, and traces a graph of its own for its backward.  While
+# PyTorch refuses flex_attention on meta, and traces another graph for its backward.  While
 # `flex_whole` is active, `rooftrace.flex_attention` replaces it.  The visible pairs come from calls
 # of its mask function; they are exact where the mask depends on known values only.
 
 _KERNEL: Any = torch_private.flex_attention
 _OUTPUTS = len(get_args(get_type_hints(type(_KERNEL).__call__).get("return"))) or 3
-"""What torch's kernel returns: the output, the log-sum-exp and, since 2.9, the largest scores."""
+"""Results of torch's kernel: the output, the log-sum-exp and, since 2.9, the largest scores."""
 
 _ops: Any = torch.ops.rooftrace
 
@@ -121,7 +121,7 @@ class _InScope:
 
 
 def _uncompiled() -> Callable[[], None]:
-    """Let flex_attention not compile itself where it is recorded; returns what undoes that."""
+    """Let flex_attention not compile itself where it is recorded; return the undo."""
     home: Any = flex
     name = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
     if not hasattr(home, name):
@@ -207,7 +207,7 @@ class _Shown:
                 return (*made, ())
             return (*made, *[library.unrecorded() for _ in range(_OUTPUTS - len(made))])
 
-        # Autograd would trace a backward of its own; torch functions have been called before.
+        # Autograd would trace another backward; torch functions have been called before.
         with torch_private.AutoDispatchBelowAutograd(), torch_private.DisableTorchFunction():
             made = library.show(public, run, *arguments)
         if made is NotImplemented:  # by a mode that takes no higher-order op
@@ -246,14 +246,14 @@ def _name(function: Any) -> str:
 
 
 # -- higher order ----------------------------------------------------------------------------------
-# Higher-order ops: cond runs one branch, a loop runs while its condition is known to hold.
+# Higher-order ops: cond runs one branch, a loop runs while its condition surely holds.
 
 _MAX_LOOPS = 4096
 """The most iterations of a while_loop."""
 
 
 _REACH_MODES = hasattr(torch_private.TorchDispatchMode, "supports_higher_order_operators")
-"""Whether torch hands a higher-order op to a mode that has no rule of its own for it."""
+"""Whether torch hands a higher-order op to a mode that has no rule for it."""
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""What kernels check of their arguments, and those on meta do not: precisions, sizes and devices
-that have to agree.
+"""Checks of arguments that kernels make, but not on meta: precisions, sizes and devices that have
+to agree.
 
 The table has the ops for which a real tensor is refused that a meta one is not.  Errors are in
 torch's words.  Where kernels of the CPU and of CUDA take different precisions, as for the weights
@@ -30,7 +30,7 @@ class _Agree(NamedTuple):
 
     arguments: tuple[str, ...]  # as the schema names them; a list of tensors counts as all of them
     words: str = _SCALAR_TYPE
-    or_fp32: bool = False  # beside a half, fp32 will do too
+    or_fp32: bool = False  # next to a half, fp32 will do too
 
     def check(self, call: Call) -> None:
         """Raise RuntimeError where one does not agree."""
@@ -69,7 +69,7 @@ _PRODUCT = "expected mat1 and mat2 to have the same dtype, but got: {0} != {1}"
 _SUM_OF_PRODUCT = "{2} and mat2 must have the same dtype, but got {1} and {0}"
 _CONVOLUTION = "Input type ({0}) and {2} type ({1}) should be the same"
 _RECURRENT = (
-    "Input and {what} tensors are not the same dtype, found input tensor with {{0}} and {what} "
+    "Input and {name} tensors are not the same dtype, found input tensor with {{0}} and {name} "
     "tensor with {{1}}"
 )
 _SCATTERED = "{3}_(): self ({0}) and source ({1}) must have the same scalar type"
@@ -123,8 +123,8 @@ _TYPES: Mapping[str, tuple[_Agree | _Accept, ...]] = {
     "aten._grouped_mm": (_Agree(("self", "mat2"), _PRODUCT),),
     "aten.convolution": (_Agree(("input", "weight", "bias"), _CONVOLUTION),),
     "rooftrace.rnn": (
-        _Agree(("input", "hx"), _RECURRENT.format(what="hidden")),
-        _Agree(("input", "params"), _RECURRENT.format(what="parameter")),
+        _Agree(("input", "hx"), _RECURRENT.format(name="hidden")),
+        _Agree(("input", "params"), _RECURRENT.format(name="parameter")),
     ),
     **dict.fromkeys(
         (
@@ -204,13 +204,13 @@ _ON_ONE_DEVICE = frozenset(
         "rooftrace.attention",
     }
 )
-"""Ops whose operands have to be on one device, beside the pointwise ones."""
+"""Ops whose operands have to be on one device, besides the pointwise ones."""
 
 
 def check_kernel(call: Call, device: torch.device | None) -> None:
     """Raise an error, in torch's words, for a call that a kernel refuses and meta would not.
 
-    device: for which tensors on meta stand, where those of the host are apart from it.
+    device: that meta tensors stand for, where host tensors are apart from it.
     """
     name = call.name.removesuffix("_")
     if device is not None and (name in _ON_ONE_DEVICE or torch.Tag.pointwise in call.func.tags):
@@ -226,7 +226,7 @@ def check_kernel(call: Call, device: torch.device | None) -> None:
 
 
 def _check_devices(call: Call, device: torch.device) -> None:
-    """Operands on the host beside others: only a number, or indices, may be there."""
+    """Operands on the host next to others: only a number, or indices, may be there."""
     kinds = {t.device.type for t in call.tensors}
     if len(kinds) < 2:
         return
@@ -240,12 +240,12 @@ def _check_devices(call: Call, device: torch.device) -> None:
 
 
 def _tensors(call: Call, name: str) -> list[Tensor]:
-    """The tensors of an argument: none, one, or those of a list."""
+    """The tensors of an argument: none, one, or a list."""
     return trees.listed(call.named.get(name))
 
 
 def _type(dtype: torch.dtype) -> str:
-    """What torch calls a precision in these errors: "Half"."""
+    """The name of a precision in torch's errors: "Half"."""
     kind = torch.empty(0, dtype=dtype, device="cpu").type()
     return kind.rpartition(".")[2].removesuffix("Tensor")
 
@@ -262,36 +262,36 @@ def _convolution(call: Call) -> None:
     input, weight, bias, *_, transposed, _, groups = call.args
     shape, outputs = list(weight.shape), weight.shape[0]
     if outputs < groups or outputs % groups:
-        what = f"at least {groups}" if outputs < groups else f"divisible by {groups}"
+        size = f"at least {groups}" if outputs < groups else f"divisible by {groups}"
         raise RuntimeError(
-            f"Given groups={groups}, expected weight to be {what} at dimension 0, but got weight "
+            f"Given groups={groups}, expected weight to be {size} at dimension 0, but got weight "
             f"of size {shape} instead"
         )
-    asked = f"Given transposed={int(transposed)}, weight of size {shape}"
+    case = f"Given transposed={int(transposed)}, weight of size {shape}"
     if transposed:
         outputs = weight.shape[1] * groups
         if input.shape[1] != weight.shape[0]:
             raise RuntimeError(
-                f"{asked}, expected input{list(input.shape)} to have {weight.shape[0]} channels, "
+                f"{case}, expected input{list(input.shape)} to have {weight.shape[0]} channels, "
                 f"but got {input.shape[1]} channels instead"
             )
     if bias is not None and tuple(bias.shape) != (outputs,):
-        asked = asked if transposed else f"Given weight of size {shape}"
+        case = case if transposed else f"Given weight of size {shape}"
         raise RuntimeError(
-            f"{asked}, expected bias to be 1-dimensional with {outputs} elements, but got bias of "
+            f"{case}, expected bias to be 1-dimensional with {outputs} elements, but got bias of "
             f"size {list(bias.shape)} instead"
         )
 
 
 def _added(call: Call) -> None:
-    """The summand of self + mat1[M, K] mat2[K, N] broadcasts; torch's own error says otherwise."""
+    """The summand of self + mat1[M, K] mat2[K, N] broadcasts; else torch's error."""
     added, first, second = call.args[:3]
     if added.shape != (first.shape[0], second.shape[1]):
         added.expand(first.shape[0], second.shape[1])
 
 
 def _put(call: Call) -> None:
-    """The values broadcast to what the indices pick; with a mask only its values would tell."""
+    """The values broadcast to the indexed elements; with a mask only its values would tell."""
     target, indices, values = call.args[:3]
     if values.numel() == 1 or any(is_mask(index) for index in indices):
         return
@@ -308,7 +308,7 @@ def _put(call: Call) -> None:
 
 
 def _into(part: Any) -> Callable[[Call], None]:
-    """Check that what is written into a part of a tensor has that part's shape."""
+    """Check that values written into a part of a tensor have that part's shape."""
 
     def check(call: Call) -> None:
         target, source, *where = call.args

@@ -45,7 +45,7 @@ def differentiable() -> Iterator[None]:
 
 
 # -- shown -----------------------------------------------------------------------------------------
-# Ops that stay whole, as the dispatch modes of the user's own code see them.
+# Ops that stay whole, as dispatch modes of the user's code see them.
 #
 # On a GPU a mode (a selective checkpoint's policy, a counter, a logger) is shown the op that
 # PyTorch chooses there, and not ours.  While such a mode stands before the recorder, an op of
@@ -53,7 +53,7 @@ def differentiable() -> Iterator[None]:
 
 
 class _Showing(threading.local):
-    """The public op that is being shown, and what the recorder runs for it."""
+    """The public op that is being shown, and the function that the recorder runs for it."""
 
     now: tuple[Any, Callable[..., Any]] | None = None
 
@@ -79,7 +79,7 @@ def show(public: Any, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def behind(func: Any) -> Callable[..., Any] | None:
-    """What the recorder runs for an op that is only shown; None for an op that is called."""
+    """The function that the recorder runs for an op that is only shown; None for other ops."""
     now = _showing.now
     return now[1] if now is not None and now[0] is func else None
 
@@ -93,7 +93,7 @@ def unrecorded() -> Tensor:
 # -- backends --------------------------------------------------------------------------------------
 # Whether CUDA has one kernel for an attention, by its operands and the release of PyTorch.
 #
-# Conditions are those of ATen's `sdp_utils.cpp` and `sdp_utils_cpp.h` (native/transformers).  Two
+# Conditions are from ATen's `sdp_utils.cpp` and `sdp_utils_cpp.h` (native/transformers).  Two
 # things are left open, as a graph is for any chip and may be priced in another precision: fp32
 # counts as a half, and grouped heads with a mask count as fused where cuDNN comes first on some
 # chips.
@@ -130,9 +130,9 @@ def why_math(
     if flash_takes(query, key, value, mask, is_causal) and _enabled("flash"):
         return ""
     if _cudnn_takes(query, value) and _enabled("cudnn"):
-        known = release()
+        installed = release()
         alone = not (_enabled("flash") or _enabled("mem_efficient") or _enabled("math"))
-        if alone or known.prefers_cudnn:
+        if alone or installed.prefers_cudnn:
             return ""
     return _why_not_efficient(query, key, value, mask)
 
@@ -141,9 +141,9 @@ _broadcast: Any = torch.broadcast_shapes
 
 
 def agree(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether precisions and sizes of operands go together; torch says what is wrong where not.
+    """Whether precisions and sizes of operands go together; torch raises where not.
 
-    Batches and heads are left to what runs: they broadcast, or group.
+    Batches and heads are left to the kernel: they broadcast, or group.
     """
     if not query.dtype == key.dtype == value.dtype:
         return False
@@ -157,15 +157,15 @@ def agree(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> boo
         scores = _broadcast(query.shape[:-1], (*key.shape[:-2], 1))
     except RuntimeError:  # heads that group
         scores = query.shape[:-1]
-    whole = (*scores, key.shape[-2])
+    shape = (*scores, key.shape[-2])
     try:
-        return bool(_broadcast(mask.shape, whole) == whole)
+        return bool(_broadcast(mask.shape, shape) == shape)
     except RuntimeError:
         return False
 
 
 def _why_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str:
-    """What all fused kernels ask of sizes."""
+    """Why sizes suit no fused kernel; "" where they do."""
     dims = {t.dim() for t in (query, key, value)}
     if dims != {4}:
         return f"operands have {' and '.join(map(str, sorted(dims)))} dimensions, not 4"
@@ -186,12 +186,12 @@ def flash_takes(
 ) -> bool:
     """Whether flash attention takes these operands, in a half: one width, no mask, and a causal
     flag for square scores only."""
-    known, width = release(), query.shape[-1]
-    square = query.shape[-2] == key.shape[-2] or not known.flash_is_square
+    installed, width = release(), query.shape[-1]
+    square = query.shape[-2] == key.shape[-2] or not installed.flash_is_square
     return (
         query.dtype in _FUSED
         and mask is None
-        and width == key.shape[-1] == value.shape[-1] <= known.widest_flash
+        and width == key.shape[-1] == value.shape[-1] <= installed.widest_flash
         and (square or not is_causal)
     )
 
@@ -204,16 +204,16 @@ def _cudnn_takes(query: Tensor, value: Tensor) -> bool:
 
 def _why_not_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str:
     """Why the memory-efficient kernel, the last of the fused ones, does not take it."""
-    whole = 4 if query.dtype == torch.float32 else 8
+    multiple = 4 if query.dtype == torch.float32 else 8
     if query.shape[1] != key.shape[1]:
         return "no fused kernel takes grouped heads with these operands"
     if mask is not None and not release().efficient_takes_masks:
         return f"no fused kernel of torch {release()} takes a mask"
     if query.shape[-1] != key.shape[-1]:
         return "query and key have different widths"
-    if any(t.shape[-1] % whole for t in (query, value)):
+    if any(t.shape[-1] % multiple for t in (query, value)):
         widths = sorted({query.shape[-1], value.shape[-1]})
-        return f"heads of {' and '.join(map(str, widths))} are no multiple of {whole} wide"
+        return f"heads of {' and '.join(map(str, widths))} are no multiple of {multiple} wide"
     if not _enabled("mem_efficient"):
         return "the fused kernels that would take it are switched off"
     return ""
@@ -222,8 +222,8 @@ def _why_not_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor |
 def _enabled(name: str) -> bool:
     """Whether a kernel is switched on (`torch.nn.attention.sdpa_kernel`)."""
     backends: Any = torch.backends.cuda
-    asked = getattr(backends, f"{name}_sdp_enabled", None)
-    return True if asked is None else bool(asked())
+    enabled = getattr(backends, f"{name}_sdp_enabled", None)
+    return True if enabled is None else bool(enabled())
 
 
 def _short(tensor: Tensor) -> str:

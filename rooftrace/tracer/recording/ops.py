@@ -15,7 +15,7 @@ from rooftrace.tracer.torch_private import DispatchKey, OpOverload
 from rooftrace.tracer.values import trees
 
 # -- traits ----------------------------------------------------------------------------------------
-# What torch says of an op that decides whether its values can be known: tags, schema, name.
+# Traits of an op that decide whether its values can be known: tags, schema, name.
 
 UNINITIALISED = frozenset(
     {
@@ -56,8 +56,8 @@ def draws(target: str) -> bool:
 def index_output(func: Any, source: Tensor, outputs: Sequence[Tensor]) -> int | None:
     """Which output of an op holds indices that it chose by the floats of `source`, if any does.
 
-    The schema names it "indices"; or, outside of aten, it is the whole numbers beside the floats
-    that were chosen, in equal shapes; or the op is one of CHOOSERS.
+    The schema names it "indices"; or, outside of aten, it is the integers next to the chosen
+    floats, in equal shapes; or the op is one of CHOOSERS.
     """
     schema = func._schema
     for position, output in enumerate(outputs):
@@ -141,19 +141,19 @@ COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 # -- calls -----------------------------------------------------------------------------------------
-# Calls of ops: what the schema of an op says, and one call of it with its arguments.
+# Calls of ops: the facts of an op's schema, and one call of it with its arguments.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpInfo:
-    """What the schema of an op says, looked up once (`info_of`)."""
+    """Facts of the schema of an op, looked up once (`info_of`)."""
 
     name: str  # "aten.add", without the overload
     mutated: tuple[tuple[int, str], ...]  # positions and names of the arguments that it writes
     may_alias: bool  # an output may share memory with an argument
     view: bool  # an output shares memory with an argument, and nothing is written
     answers: bool  # it returns Python values, not tensors
-    composite: bool  # it is made of other ops on any device, and has no kernel of its own
+    composite: bool  # it is made of other ops on any device, and has no kernel
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """The tensors among the arguments that a call writes in place."""
@@ -177,7 +177,7 @@ _INFO: dict[Any, OpInfo] = {}
 
 
 def info_of(func: Any) -> OpInfo:
-    """What the schema of an op (an OpOverload) says."""
+    """The facts of the schema of an op (an OpOverload)."""
     info = _INFO.get(func)
     if info is None:
         schema = func._schema
@@ -216,10 +216,10 @@ class Call:
     """One call of an op while it is run."""
 
     func: Any  # the op, an OpOverload
-    info: OpInfo  # what its schema says
+    info: OpInfo  # facts of its schema
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
-    tensors: list[Tensor] = field(default_factory=list)  # those among the arguments, in order
+    tensors: list[Tensor] = field(default_factory=list)  # among the arguments, in order
 
     @classmethod
     def of(cls, func: Any, *args: Any, **kwargs: Any) -> Call:
@@ -247,7 +247,7 @@ class Call:
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 
     def run(self) -> Any:
-        """What the op returns for these arguments."""
+        """The result of the op for these arguments."""
         return self.func(*self.args, **self.kwargs)
 
     def with_args(self, args: Sequence[Any]) -> Call:

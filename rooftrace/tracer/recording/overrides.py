@@ -22,7 +22,7 @@ from rooftrace.tracer.recording.releases import Release, installed_release
 # -- contexts --------------------------------------------------------------------------------------
 # Contexts of one thread.
 #
-# Torch's own way of entering a mode notes what was on in variables that all threads share, and
+# Torch's way of entering a mode notes the modes before in variables that all threads share, and
 # restores them in the order in which modes end.  These helpers touch the stacks of the thread only.
 
 
@@ -63,7 +63,7 @@ def functions_on(modes: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_functions() -> Iterator[None]:
-    """Inside, no function mode of this thread is on, and code may put on its own."""
+    """Inside, no function mode of this thread is on, and code may put on others."""
     around = _taken_off()
     try:
         yield
@@ -136,12 +136,12 @@ def apart() -> Iterator[None]:
 
 
 def _tracer_around() -> str:
-    """What torch records or transforms in this thread, other than by a mode; "" for nothing."""
+    """Torch's tracer or transform that is active in this thread, other than a mode; "" for none."""
     if torch_private.is_tracing():
         return "torch.jit.trace"
     if torch_private.peek_interpreter_stack() is not None:
         return "a transform of torch.func (vmap, grad, jvp, functionalize)"
-    # make_fx sets the flag too, and records by a mode.  torch's own function for it warns.
+    # make_fx sets the flag too, and records by a mode.  torch's function for it warns.
     if _fx_traces() and not torch_private.is_in_torch_dispatch_mode():
         return "torch.fx.symbolic_trace"
     return ""
@@ -175,7 +175,7 @@ def claimed(objects: Sequence[Any]) -> Iterator[None]:
     """Inside, these objects are this recording's; another thread that claims one waits.
 
     A trace sets training flags, gradients and the like of a module on meta.  Traces inside of the
-    trace that has an object may claim it too, also those of threads that it started.
+    trace that has an object may claim it too, also in threads that it started.
     """
     scope = Scope.current()
     owner = threading.get_ident() if scope is None else scope.owner
@@ -204,7 +204,7 @@ def claimed(objects: Sequence[Any]) -> Iterator[None]:
 def draws_undone(devices: bool = False) -> Iterator[None]:
     """At the end the generators of Python, torch and numpy are as if nothing had been drawn.
 
-    devices: also those of the GPUs that this process uses.
+    devices: also the generators of the GPUs that this process uses.
     """
     numpy: Any = sys.modules.get("numpy.random")
     states = random.getstate(), torch.get_rng_state(), numpy and numpy.get_state()
@@ -252,9 +252,9 @@ class _Guard:
             self.there = _GuardedAttribute(self)
 
     def chosen(self) -> Any:
-        """What stands for the name in the running thread."""
+        """The value of the name in the running thread."""
         scope = Scope.current()
-        if scope is None or not self.count:  # somebody may keep a reference to what was there
+        if scope is None or not self.count:  # somebody may keep a reference to the former guard
             return self.instead
         return scope.replacements.get((id(self.home), self.name), self.instead)
 
@@ -305,7 +305,7 @@ def put(home: Any, replacements: Mapping[str, Any]) -> None:
             guard.count += 1
             guard.instead = value
             if isinstance(home, ModuleType) and not isinstance(guard.original, _FUNCTIONS):
-                guard.there = value  # no function: it may be asked for without a call
+                guard.there = value  # no function: it may be read without a call
                 guard.install()
 
 
@@ -323,7 +323,7 @@ def _guard_of(home: Any, name: str) -> _Guard:
 def _dynamo_imported() -> None:
     """Import Dynamo before anything is replaced.
 
-    It knows functions of torch by what it found under their names when it was imported.
+    It knows functions of torch by the objects under their names when it was imported.
     """
     with plainly():
         importlib.import_module(torch_private.DYNAMO)
@@ -373,7 +373,7 @@ class _GuardedAttribute:
 # User code may import these classes and keep them.  So each stays the same object, with other
 # methods meanwhile.
 
-_OWN = frozenset(
+_OF_EVERY_CLASS = frozenset(
     {
         "__annotations__",
         "__dict__",
@@ -385,7 +385,7 @@ _OWN = frozenset(
         "__weakref__",
     }
 )
-"""What every class has of itself."""
+"""Attributes that every class has."""
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -393,8 +393,8 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def methods(face: type) -> dict[str, Any]:
-    """What a class defines, as it can stand in another class."""
-    return {name: item for name, item in vars(face).items() if name not in _OWN}
+    """The attributes that a class defines, to put into another class."""
+    return {name: item for name, item in vars(face).items() if name not in _OF_EVERY_CLASS}
 
 
 def made(kind: Any, face: type) -> Any:
@@ -414,15 +414,15 @@ def _stand_in(face: type, kind: type) -> type:
     return type(kind.__name__, (face,), {"__class__": property(lambda self: kind)})
 
 
-# -- Scopes: which recording a thread belongs to, and what it has in place of functions of torch ---
+# -- Scopes: the recording that a thread belongs to, and its replacements of functions of torch ----
 
 
 class Scope:
-    """One recording: what stands in place of functions, in the threads that it records.
+    """One recording: its replacements of functions, in the threads that it records.
 
     replacements: by the identity of the module or class that holds the original, and its name.
     owner: the thread in which it began, or in which the recording around it did.
-    kept: what parts of the recording keep for these threads, by name.
+    kept: objects that parts of the recording keep for these threads, by name.
     release: of PyTorch, whose kernels of CUDA run.
     apart: while an attention runs as several kernels, why it does; else "".
     """
@@ -478,9 +478,9 @@ class Scope:
         _thread.current = _thread.scopes[-1] if _thread.scopes else None
 
 
-class _Thread(threading.local):
-    scopes: tuple[Scope, ...] = ()  # those that are entered, the innermost last
+class _ThreadScopes(threading.local):
+    scopes: tuple[Scope, ...] = ()  # the entered ones, the innermost last
     current: Scope | None = None  # the innermost
 
 
-_thread = _Thread()
+_thread = _ThreadScopes()

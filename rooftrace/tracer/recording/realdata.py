@@ -95,7 +95,7 @@ def of_finite_numbers(node: fx.Node, depth: int = 16) -> bool | None:
 #
 # A module with real weights, called with real inputs, is traced on meta copies of them.  Where
 # its code asks for a value (`.item()`, a mask, the experts of a token), the recorded ops that
-# make it, and only those, are run on the real tensors.  Ops that write in place run in their
+# make it, and no others, are run on the real tensors.  Ops that write in place run in their
 # order, on copies. Results are kept, so a value inside a loop is not computed from the start
 # again.
 #
@@ -219,7 +219,7 @@ class RealData:
         return int(item.specs[index or 0].storage)
 
     def _needed(self, node: fx.Node) -> list[fx.Node]:
-        """The ops to run, in order: those that make a value, and those that wrote to it since."""
+        """The ops to run, in order: that make a value, and that wrote to it since."""
         needed: set[fx.Node] = set()
         waiting = [taperecords.picked(node)[0], *self._writers.get(self._storage(node), ())]
         while waiting:
@@ -248,7 +248,7 @@ class RealData:
                         raise _StaleError
         return sorted(needed, key=self._places.__getitem__)
 
-    # -- what that costs ---------------------------------------------------------------------------
+    # -- cost --------------------------------------------------------------------------------------
 
     def _afford(self, order: Sequence[fx.Node]) -> None:
         flop = size = ops = 0
@@ -314,7 +314,7 @@ class RealData:
         return self._kept[base] if index is None else self._kept[base][index]
 
     def _repeat(self, node: fx.Node, get: Callable[[fx.Node], Any]) -> list[Any]:
-        """The result of a call that repeats a block: its ops, run on the call's own tensors."""
+        """The result of a call that repeats a block: its ops, run on the tensors of the call."""
         block = node.meta[META_KEY].block
         made: dict[fx.Node, Any] = {
             inner: get(outer)  # type: ignore[arg-type]
@@ -348,7 +348,7 @@ class RealData:
             result = traits.run_on_cpu(f"{target.namespace}.{target._opname}", target, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
             raise _NotComputableError from error
-        if result is None:  # what it writes is its result
+        if result is None:  # the written tensors are its result
             result = [get(item) for item in written_nodes(node)]
         specs = node.meta[META_KEY].specs
         for output, spec in zip(trees.listed(result), specs, strict=False):
@@ -358,7 +358,7 @@ class RealData:
 
 
 def _written_out(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """Ops in order, with those of blocks in place of the calls that repeat them."""
+    """Ops in order, with the ops of blocks in place of the calls that repeat them."""
     result: list[fx.Node] = []
     for node in order:
         item = node.meta.get(META_KEY)
@@ -385,7 +385,7 @@ def _flop(node: fx.Node, recorded: Any) -> int:
                 formula(*args[0], **args[1], out_val=shapes[0] if len(shapes) == 1 else shapes)
             )
         except (AssertionError, TypeError, ValueError, IndexError, AttributeError, RuntimeError):
-            pass  # torch's own formula refuses these shapes
+            pass  # torch's formula refuses these shapes
     made = 0 if recorded.view else sum(map(_elements, recorded.specs))
     if f"{target.namespace}.{target._opname}" in _FACTORISATIONS:
         made *= max((shape[-1] for shape in shapes if shape), default=1)

@@ -1,8 +1,8 @@
 """The recorder: runs any code on meta tensors and records every aten op on a tape.
 
-A dispatch mode sees what really runs (in-place ops, views, autograd's backward, the optimizer), a
-function mode the torch-level names, module hooks the paths.  `running` says what is done with one
-op; nothing is priced here.
+A dispatch mode sees the ops that run (in-place ops, views, autograd's backward, the optimizer), a
+function mode the torch-level names, module hooks the paths.  `running` handles one op;
+nothing is priced here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.errors import RequestError
-from rooftrace.graph import assumptions as asked
+from rooftrace.graph import assumptions
 from rooftrace.tracer import source
 from rooftrace.tracer.recording import library, overrides, realdata, taperecords, threads
 from rooftrace.tracer.recording.autocast import followed
@@ -63,8 +63,8 @@ from rooftrace.tracer.values import META, Values, trees
 class Recorder(TorchDispatchMode, Tape):
     """Records the ops of whatever runs inside `with recorder:` on meta tensors.
 
-    record=False keeps only the values that are known (to build modules).  own_step: the code is a
-    whole step of the user's (see `Entries`).  roll_loops: run only a few turns of each scan (see
+    record=False keeps only known values (to build modules).  own_step: the code is a
+    complete step of the user's (see `Entries`).  roll_loops: run only a few turns of each scan (see
     rolling/loops); `loops` has these scans by serial number.  repeat_calls: run only the first of
     equal calls of modules (see replay/calls), also in `trained`, but for run_apart: layers whose
     first is at one of these paths, "" for all.  release: of PyTorch, whose kernels of CUDA run;
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode, Tape):
         self._exit, self._of_graph = contextlib.ExitStack(), contextlib.ExitStack()
 
     def begin(self, record: bool) -> None:
-        """From here on another graph is recorded, of which nothing is known yet; if `record`."""
+        """From here on another, empty graph is recorded; if `record`."""
         super().begin(record)
         self.entries.own_step = self._own_step
         self.failed_in: tuple[str, str] | None = None  # path and class of the module that failed
@@ -131,7 +131,7 @@ class Recorder(TorchDispatchMode, Tape):
         super().name_modules(root)
 
     def trained(self) -> AbstractContextManager[None]:
-        """Inside, a module is called and one backward runs, without a graph of its own.
+        """Inside, a module is called and one backward runs, without another graph.
 
         Raises UnlikeLayersError at the end where layers were repeated that may not be alike.
         """
@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode, Tape):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and any(trees.is_wrapper(kind) for kind in types):
-            return NotImplemented  # what the wrapper does with the tensors inside is recorded
+            return NotImplemented  # its ops on the tensors inside are recorded
         instead = library.behind(func) or _noted_as(func)
         if instead is not None:  # an op of ours, shown to modes of the user's under another name
             with self.again():
@@ -173,12 +173,12 @@ class Recorder(TorchDispatchMode, Tape):
             return self._dispatched(func, args, kwargs)
 
     def _dispatched(self, func: Any, args: Any, kwargs: Any) -> Any:
-        whole = isinstance(func, HigherOrderOperator)
-        outer, self.values.op = self.values.op, func.name() if whole else info_of(func).name
+        higher_order = isinstance(func, HigherOrderOperator)
+        outer, self.values.op = self.values.op, func.name() if higher_order else info_of(func).name
         try:
-            if whole:
+            if higher_order:
                 return run_higher_order(self, self.again, func, args, kwargs)
-            with DisableTorchFunction():  # what is called from here on is nobody's call
+            with DisableTorchFunction():  # functions called from here on name no op
                 return self._runner.run(func, args, kwargs)
         except Exception as error:
             if self.failed_op is None or self.failed_op[0] is not error:
@@ -224,8 +224,8 @@ class Recorder(TorchDispatchMode, Tape):
     def after_call(self, module: nn.Module) -> None:
         """A call of a module ends, in a thread that is recorded."""
         here = self.here
-        known = any(module is other for other in here.modules)
-        if self.paths.is_transparent(module) or not known:
+        running = any(module is other for other in here.modules)
+        if self.paths.is_transparent(module) or not running:
             return
         if sys.exc_info()[0] is not None and self.failed_in is None:
             self.failed_in = (here.path, type(module).__name__)
@@ -234,12 +234,8 @@ class Recorder(TorchDispatchMode, Tape):
             here.leave()
 
     def answer(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a module, or give what an equal call gave."""
+        """Call a module, or give the result of an equal call."""
         return self._module_calls.answer(module, *args, **kwargs)
-
-    def _settle(self) -> None:
-        """Wait for threads of the code that it did not join."""
-        self._followers.settle()
 
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread; device: where it makes tensors, if no mode decides."""
@@ -281,7 +277,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self._followers.followed())
 
     def _enter_graph(self) -> None:
-        """Begin what lasts as long as one graph is recorded."""
+        """Enter the contexts that last as long as one graph is recorded."""
         enter, storages, lent = self._of_graph.enter_context, self.storages, self.lends_modules
         enter(fallbacks_noted(self.values))
         enter(self._module_calls.injected())
@@ -289,7 +285,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
 
     def end_graph(self) -> None:
-        """The graph is done, though the recorder is on: what is alive now survives it."""
+        """The graph is done, though the recorder is on: live storages survive it."""
         with disable_current_modes():
             self._of_graph.close()
         self.tags.end()
@@ -303,7 +299,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def __exit__(self, *exception: Any) -> Any:
         try:
-            self._settle()
+            self._followers.settle()  # threads that the code did not join
         finally:
             with self.lock:
                 self.live = False
@@ -313,7 +309,7 @@ class Recorder(TorchDispatchMode, Tape):
 
 
 def _noted_as(func: Any) -> Any:
-    """What torch.jit.trace notes in place of an op, which it does not see below a mode."""
+    """The op that torch.jit.trace notes in place of one, which it does not see below a mode."""
     traced = func is torch.ops.aten.convolution.default and get_tracing_state()
     return _convolution if traced else None
 
@@ -323,26 +319,26 @@ def _convolution(*args: Any) -> Any:
         return torch.ops.aten._convolution.default(*args, False, False, False, False)
 
 
-def check_not_inside(what: str, instead: str) -> None:
-    """Raise RequestError in a thread that a recording follows.  instead: what to do."""
+def check_not_inside(action: str, instead: str) -> None:
+    """Raise RequestError in a thread that a recording follows.  instead: advice."""
     modes = get_current_dispatch_mode_stack()
     if any(isinstance(mode, Recorder | threads.Follower) for mode in modes):
         raise RequestError(
-            f"{what} inside of another recording (a capture, a trace, a script that is run), whose "
-            f"modules stand on the meta device: {instead}"
+            f"{action} inside of another recording (a capture, a trace, a script that is run), "
+            f"whose modules stand on the meta device: {instead}"
         )
 
 
 # -- storages --------------------------------------------------------------------------------------
-# Weights that are whole for a while: storages that are freed, and allocated again.
+# Weights that are unsharded for a while: storages that are freed, and allocated again.
 
 
 class Storages:
-    """What happens to storages beside the ops: freed, allocated, filled with whole weights."""
+    """Changes of storages by no op: freed, allocated, filled with unsharded weights."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._before: list[tuple[Tensor, str]] = []  # whole weights, and their names
+        self._before: list[tuple[Tensor, str]] = []  # unsharded weights, and their names
 
     def resized(self, storage: Any, size: int) -> None:
         """The bytes of a storage are freed (size 0) or allocated again; tensors stay."""
@@ -351,12 +347,8 @@ class Storages:
         tag = tape.tags.owner(storage._cdata) or (entered is not None and tape.tags.of(entered))
         if not tag or not tape.recording:
             return
-        op: Any = torch.ops.rooftrace.resize_storage.default
         held = taperecords.picked_in(tape.graph, tag)
-        made = tape.graph.create_node("call_function", op, (held, size))
-        origin = tape.origins.origin(op.name(), tape.rolling.label)
-        made.meta[META_KEY] = Recorded((), origin, stream=fsdp.current_stream())
-        tape.tags.last = made
+        self._record(torch.ops.rooftrace.resize_storage.default, held, size)
 
     def brought(self, tensors: Sequence[Tensor]) -> None:
         """Tensors that enter now come from the host now, and were not there before."""
@@ -364,32 +356,36 @@ class Storages:
         tags = [tag for tag in map(tape.tags.of, tensors) if tag is not None]
         if not tape.recording or tape.tags.last is None or not tags:
             return
-        op: Any = torch.ops.rooftrace.bring_storages.default
         nodes = [taperecords.picked_in(tape.graph, tag) for tag in tags]
-        made = tape.graph.create_node("call_function", op, (nodes,))
+        self._record(torch.ops.rooftrace.bring_storages.default, nodes)
+
+    def _record(self, op: Any, *args: Any) -> None:
+        """Add an op to the graph that the code does not call."""
+        tape = self._tape
+        made = tape.graph.create_node("call_function", op, args)
         origin = tape.origins.origin(op.name(), tape.rolling.label)
         made.meta[META_KEY] = Recorded((), origin, stream=fsdp.current_stream())
         tape.tags.last = made
 
-    def gathered(self, whole: Tensor, shard: Tensor) -> None:
-        """A tensor holds a whole weight while its module runs, and `shard` a part of it."""
-        name, storage = self._tape.name_of(shard), self._tape.storage_of(whole)
+    def gathered(self, weight: Tensor, shard: Tensor) -> None:
+        """`weight` is unsharded while its module runs; `shard` is a part of it."""
+        name, storage = self._tape.name_of(shard), self._tape.storage_of(weight)
         if storage is not None:
-            self._tape.shards.whole[storage] = name
+            self._tape.shards.unsharded[storage] = name
         elif not self._tape.recording:
-            self._before.append((whole, name))
+            self._before.append((weight, name))
 
     def enter_gathered(self) -> None:
-        """Whole weights that were gathered before the step become values that no op made."""
-        for whole, name in self._before:
-            self._tape.enter(whole, "parameter", name)
+        """Unsharded weights that were gathered before the step become values that no op made."""
+        for weight, name in self._before:
+            self._tape.enter(weight, "parameter", name)
         self._before.clear()
 
 
 # -- fallbacks -------------------------------------------------------------------------------------
-# What runs because a package is missing, as the library says that falls back.
+# Code that runs because a package is missing, by the warning of the library that falls back.
 #
-# Libraries that have kernels in packages of their own run a slower form without them, and log a
+# Libraries that have kernels in other packages run a slower form without them, and log a
 # warning.  Warnings of the traced code that say so are quoted as assumptions, whose value says
 # where the function stands that runs instead (`lower.with_fallbacks` looks which ops it called).
 
@@ -413,14 +409,14 @@ def _noting(values: Values, name: str, said: set[str]) -> Callable[..., Any]:
         text = str(message)
         if _SAYS_SO.search(text) and text not in said:
             said.add(text)
-            values.assume(asked.FALLBACK, " ".join(text.split()), _instead(), where="")
+            values.assume(assumptions.FALLBACK, " ".join(text.split()), _instead(), where="")
         return original_of(logging.Logger, name)(logger, message, *args, **kwargs)
 
     return warn
 
 
 def _instead() -> str:
-    """ "file.py:12-40" of what runs instead: a function that the warning code holds, or its class.
+    """ "file.py:12-40" of the code that runs instead: a function of the warning code, or its class.
 
     "" where neither is there.
     """

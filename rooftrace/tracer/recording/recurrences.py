@@ -14,12 +14,12 @@ from rooftrace.tracer.recording.library import define
 # -- state spaces ----------------------------------------------------------------------------------
 # Ops of ours for the kernels of state-space models; only rewrites make them.
 #
-# The kernels on a CPU say what the ops compute, token by token; those of the libraries are
+# The CPU kernels define the ops, token by token; the kernels of the libraries are
 # `causal_conv1d` (Dao-AILab/causal-conv1d), `selective_scan` and `selective_state_update`
 # (state-spaces/mamba, arXiv 2312.00752), and the five that `mamba_chunk_scan_combined` launches for
 # state-space duality (arXiv 2405.21060): `ssd_steps`, `ssd_states`, `ssd_passing`, `ssd_products`,
 # `ssd_output`.  Sizes: B sequences of S tokens, H heads of P numbers, states of N numbers for each,
-# G groups of heads with keys and queries of their own.
+# G groups of heads that share keys and queries.
 
 
 def _laid_out(
@@ -163,7 +163,7 @@ def _dual_steps(
 
 
 def _dual_states(x: Tensor, B: Tensor, steps: Tensor, sums: Tensor) -> Tensor:
-    """What each chunk leaves behind, [B, chunks, H, P, N]."""
+    """The state that each chunk adds, [B, chunks, H, P, N]."""
     chunk, heads = sums.shape[-1], x.shape[2]
     decays = (sums[..., -1:] - sums).exp() * steps
     return torch.einsum(
@@ -200,7 +200,7 @@ def _dual_output(
     order: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """y within the chunks and of those before, with D x and the gate, [B, S, H, P]."""
+    """y within the chunks and from earlier chunks, with D x and the gate, [B, S, H, P]."""
     chunk, heads, wide = sums.shape[-1], x.shape[2], sums.dtype
     differences = sums[..., :, None] - sums[..., None, :]
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).triu(1)
@@ -218,7 +218,7 @@ def _dual_output(
 
 
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Each channel of x [B, C, S] with its own filter [C, K]; S - K + 1 positions are left."""
+    """Each channel of x [B, C, S] with its filter [C, K]; S - K + 1 positions are left."""
     out = F.conv1d(x, weight.to(x.dtype)[:, None], bias, groups=x.shape[1])
     return F.silu(out) if activation == "silu" else out
 
@@ -240,11 +240,11 @@ def _conv_update(
     order: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """The causal convolution behind the last columns, `state` [B, C, L]; x moves them on."""
-    whole = torch.cat((state, x), -1)
+    columns = torch.cat((state, x), -1)
     last = weight.shape[1] - 1 + x.shape[-1]
-    y = _convolved(whole[..., whole.shape[-1] - last :], weight, bias, activation)
+    y = _convolved(columns[..., columns.shape[-1] - last :], weight, bias, activation)
     out = _laid_out(x, x.shape, order, x.dtype).copy_(y)
-    return state.copy_(whole[..., x.shape[-1] :]), out
+    return state.copy_(columns[..., x.shape[-1] :]), out
 
 
 _OPERANDS = (
@@ -299,7 +299,7 @@ define(
 # Linear attention with a decaying state, with and without a delta rule, as one op each.
 #
 # Only rewrites make them; the kernels let such a graph run on real tensors.  They go token by
-# token, which is what the chunked kernels of libraries compute:
+# token; the chunked kernels of libraries compute the same:
 #
 #     D_t = exp(g_t) S_{t-1}    S_t = D_t + k_t (beta_t (v_t - D_t^T k_t))^T     o_t = scale S_t^T
 #     q_t
@@ -329,7 +329,7 @@ def _delta_rule(
     [B, T, H], or [B, T, H, K] with one for each channel, or the same for all tokens ([H], [H, K]),
     as a logarithm or as it is; beta [B, T, H], None for linear attention without a delta.
     bonus [H, K]: the result has the state before the token, and that much of what it adds (RWKV-5,
-    RWKV-6, arXiv 2404.05892).  query_norm, key_norm: what is added to the sum of squares of a row
+    RWKV-6, arXiv 2404.05892).  query_norm, key_norm: added to the sum of squares of a row
     before it is divided by its length.
     """
     wide = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
@@ -349,8 +349,8 @@ def _delta_rule(
             last = last * (d[..., None] if decay.dim() == 4 else d[..., None, None])
         new = v[:, t]
         if beta is not None:
-            known = torch.einsum("bhkv,bhk->bhv", last, k[:, t])
-            new = beta[:, t].to(wide)[..., None] * (new - known)
+            recalled = torch.einsum("bhkv,bhk->bhv", last, k[:, t])
+            new = beta[:, t].to(wide)[..., None] * (new - recalled)
         added = k[:, t, :, :, None] * new[:, :, None]
         last = last + added
         seen = last if bonus is None else before + bonus.to(wide)[..., None] * added
@@ -360,7 +360,7 @@ def _delta_rule(
 
 
 def _rows(rows: Tensor, added: float | None, heads: int) -> Tensor:
-    """Rows of length one where that is asked for, each head as often as it serves another."""
+    """Rows of length one if `added` is not None, each head as often as it serves another."""
     if added is not None:
         rows = rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + added)
     return rows.repeat_interleave(heads // rows.shape[2], 2)

@@ -20,9 +20,9 @@ from rooftrace.tracer.recording.library import OPS, define, differentiable
 _aten: Any = torch.ops.aten
 _CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _KEPT = {"lstm": 5, "gru": 5, "rnn_tanh": 0, "rnn_relu": 0}
-"""Values that a layer keeps for backward for each element of its output, beside the output: LSTM
+"""Values that a layer keeps for backward for each element of its output, besides the output: LSTM
 four gates and a cell, GRU five (`_thnn_fused_lstm_cell`, `_thnn_fused_gru_cell`, RNN.cu).  cuDNN
-does not document what it keeps."""
+does not document its reserve."""
 
 
 class _Options(NamedTuple):
@@ -201,7 +201,7 @@ class _Rnn(torch.autograd.Function):
 
 
 def _reserve(output: Tensor, options: _Options) -> Tensor:
-    """Room for what training keeps: of each layer its gates, and of those inside the output."""
+    """Values kept in training: the gates of each layer, and the outputs of inner layers."""
     size = ((_KEPT[options.mode] + 1) * options.num_layers - 1) * output.numel()
     return output.new_empty(size)
 
@@ -287,8 +287,9 @@ def _rms_norm_backward_meta(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor, Tensor]:
     wanted = input.new_empty(input.shape) if output_mask[0] else input.new_empty(0)
-    own = weight is not None and output_mask[1]
-    return wanted, torch.empty_like(weight) if own and weight is not None else input.new_empty(0)
+    if weight is None or not output_mask[1]:
+        return wanted, input.new_empty(0)
+    return wanted, torch.empty_like(weight)
 
 
 def _rms_norm_backward_cpu(
@@ -361,7 +362,7 @@ def _shown_norm_backward(
     def run(grad_out: Tensor, input: Tensor, shape: Any, rstd: Tensor, *rest: Any) -> Any:
         made = OPS.rms_norm_backward(grad_out, input, shape, rstd, rest[0], eps, rest[1])
         # What is not wanted is undefined, as on a GPU.
-        return tuple(grad if own else None for grad, own in zip(made, rest[1], strict=True))
+        return tuple(grad if wanted else None for grad, wanted in zip(made, rest[1], strict=True))
 
     public = _aten._fused_rms_norm_backward.default
     args = (grad_out, input, list(normalized_shape), rstd, weight, list(output_mask))

@@ -35,7 +35,7 @@ def registered_ops(library: str) -> frozenset[str]:
 # -- releases --------------------------------------------------------------------------------------
 # Releases of PyTorch, and which kernels CUDA runs in each; imports no torch.
 #
-# Facts are of PyTorch's own sources and release notes; docs/cuda-forms.md lists them with the
+# Facts are of PyTorch's sources and release notes; docs/cuda-forms.md lists them with the
 # files.
 
 _TEXT = re.compile(r"2\.(\d{1,2})(?:\.(\d{1,2}))?")
@@ -107,7 +107,7 @@ def read_release(text: str) -> Release:
 
 @functools.cache
 def installed_release() -> Release:
-    """The release that is installed; of PyTorch 3 and later, the last of 2 that is known here."""
+    """The release that is installed; of PyTorch 3 and later, the last of 2 in this table."""
     from importlib.metadata import version
 
     match = _TEXT.match(version("torch"))

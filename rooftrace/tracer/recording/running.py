@@ -43,7 +43,7 @@ class Runner:
     """Runs the ops of one recording, one at a time.
 
     again: switches the recorder's mode on, which torch switches off while it handles an op.
-    device: for which tensors on meta stand, where those of the host are apart from it.
+    device: that meta tensors stand for, where host tensors are apart from it.
     """
 
     def __init__(self, tape: Tape, again: Callable[[], AbstractContextManager[None]]) -> None:
@@ -52,17 +52,17 @@ class Runner:
         self.device: torch.device | None = None
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run one op, follow its values, record it; returns what the op returns."""
+        """Run one op, follow its values, record it; returns its result."""
         tape, info = self._tape, info_of(func)
         name = info.name
         if name in ops.QUESTIONS or name.startswith("profiler."):
             return func(*args, **kwargs)
         if info.composite or (tape.here.inside and func.has_kernel_for_dispatch_key(ops.COMPOSITE)):
-            # PyTorch has taken such ops apart before a mode sees them, but those that run inside of
-            # an op: of ours, or of a tensor subclass.
+            # PyTorch has taken such ops apart before a mode sees them, but the ones inside of an
+            # op of ours, or of a tensor subclass.
             with self._again():
-                whole = whole_entry(func)
-                return (whole or func.decompose)(*args, **kwargs)
+                replacement = whole_entry(func)
+                return (replacement or func.decompose)(*args, **kwargs)
         call = Call.of(func, *args, **kwargs)
         tape.tags.recognise(call.tensors)
         if _on_host(call.tensors, kwargs.get("device")):
@@ -106,7 +106,7 @@ class Runner:
             taint |= expect_counts_of_others(tape, call, outputs, together)
             taint |= after_exchange(tape, call, outputs, sent, together)
         if outputs and call.info.mutated and call.func.namespace != "aten":
-            facts["writes"] = tuple(name for _, name in call.info.mutated)  # beside what it returns
+            facts["writes"] = tuple(name for _, name in call.info.mutated)  # besides its results
         tape.record(call, outputs, single=single, facts=facts, taint=taint, together=together)
         return out
 
@@ -137,7 +137,7 @@ def _of_the_step(tape: Tape, call: Call) -> bool:
     """
     plain = (Tensor, nn.Parameter)
     if not tape.recording or any(type(tensor) not in plain for tensor in call.tensors):
-        return False  # of fake tensors only the sizes are asked
+        return False  # of fake tensors only the sizes are read
     if call.func._overloadpacket in flop_registry:
         return True
     for tensor in call.tensors:
@@ -277,7 +277,7 @@ class SizeCache:
     """Runs functional ops on meta tensors, each with the same sizes once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, Any] = {}
+        self._recipes: dict[Any, Any] = {}
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of `func(*args, **kwargs)`, from the sizes of an equal earlier call if any.
@@ -289,12 +289,12 @@ class SizeCache:
             return _run(func, args, kwargs)
         signature = tuple(key)
         try:
-            made = self._known.get(signature)
+            made = self._recipes.get(signature)
         except TypeError:  # an argument that cannot be hashed (a symbolic size, a generator)
             return _run(func, args, kwargs)
         if made is None:
             result = _run(func, args, kwargs)
-            self._known[signature] = _recipe(result, args, kwargs)
+            self._recipes[signature] = _recipe(result, args, kwargs)
             return result
         if made is _NEVER:
             return _run(func, args, kwargs)

@@ -66,14 +66,14 @@ def _append(cache: Tensor, new: Sequence[Tensor], dim: int) -> Tensor:
 def _coalesce(
     indices: Tensor, values: Tensor, size: Sequence[int], count: int
 ) -> tuple[Tensor, Tensor]:
-    """The places that `indices` [D, Z] names, in order and each once, and the sums of their values.
+    """The distinct columns of `indices` [D, Z], in order, and the sums of their values.
 
-    size: of the D dimensions.  count: how many places there are, where nobody can look.
+    size: of the D dimensions.  count: of the distinct columns, where their values are unknown.
     """
-    whole = torch.sparse_coo_tensor(
+    coalesced = torch.sparse_coo_tensor(
         indices, values, (*size, *values.shape[1:]), check_invariants=False
     ).coalesce()
-    return whole.indices().clone(), whole.values().clone()
+    return coalesced.indices().clone(), coalesced.values().clone()
 
 
 def _coalesce_meta(
@@ -104,7 +104,7 @@ define(
 
 
 def own_ops() -> Any:
-    """`torch.ops.rooftrace`, with the ops of attention and those of this file."""
+    """`torch.ops.rooftrace`, with the ops of attention and of this file."""
     return OPS
 
 
@@ -129,7 +129,7 @@ define(
 # -- attention of several requests packed in one row -----------------------------------------------
 # One kernel for all of them.  Queries [1, H, S, E] are the new tokens of the first request, of the
 # second, and so on.  Keys [1, H or fewer, L, E] and values [1, .., L, Ev] are the cached rows of
-# all requests in that order, then the new rows of all.  A token sees its own request up to itself;
+# all requests in that order, then the new rows of all.  A token sees its request up to itself;
 # with a window only the last `window` positions, and then a request has at most window - 1 cached
 # rows.
 
@@ -173,7 +173,7 @@ def _each(
     rows = RequestLengths(tuple(cached), tuple(new)).rows(window)
     before, after, token = 0, sum(rows), 0
     for held, count in zip(rows, new, strict=True):
-        places = torch.cat(
+        positions = torch.cat(
             (
                 torch.arange(before, before + held),
                 torch.arange(after + token, after + token + count),
@@ -181,7 +181,7 @@ def _each(
         )
         ages = held + torch.arange(count)[:, None] - torch.arange(held + count)[None]
         seen = (ages >= 0) & (ages < window) if window else ages >= 0
-        yield slice(token, token + count), places, seen
+        yield slice(token, token + count), positions, seen
         before, token = before + held, token + count
 
 
@@ -203,8 +203,8 @@ def attend(
 
 
 # -- experts ---------------------------------------------------------------------------------------
-# What servers run around experts as operators of our own: the choice of experts, the rows of each
-# expert, products that take and put back rows by their numbers, and the sum of what a token's
+# Operators of ours for the kernels of servers around experts: the choice of experts, the rows of
+# each expert, products that take and put back rows by their numbers, and the sum of what a token's
 # experts make.
 
 _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -213,7 +213,7 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "root of softplus": lambda x: torch.nn.functional.softplus(x).sqrt(),
     "none": lambda x: x,
 }
-"""What is made of the logits of a token; in place of it, or of those that were chosen."""
+"""The function of the logits of a token; of all of them, or of the chosen ones."""
 
 
 def _route(
@@ -225,8 +225,8 @@ def _route(
     choice = scores if bias is None else scores + bias
     if kept < groups:
         parts = choice.view(*choice.shape[:-1], groups, -1)
-        whole = parts.topk(best, -1).values.sum(-1)
-        allowed = torch.zeros_like(whole).scatter(-1, whole.topk(kept, -1).indices, 1).bool()
+        sums = parts.topk(best, -1).values.sum(-1)
+        allowed = torch.zeros_like(sums).scatter(-1, sums.topk(kept, -1).indices, 1).bool()
         choice = parts.masked_fill(~allowed[..., None], fill).flatten(-2)
     chosen = choice.topk(k, -1).indices
     weights = scores.gather(-1, chosen)

@@ -1,8 +1,8 @@
-"""Sparse tensors while recording: what runs on one runs on its indices and its values.
+"""Sparse tensors while recording: an op on one runs as ops on its indices and its values.
 
-A sparse tensor is no value of the graph, its pieces are: what it stores is what has bytes, and the
-ops on these are those that CUDA's kernels for sparse tensors run (SparseCUDATensorMath.cu,
-SparseCUDATensor.cpp).  An op that is not known here reads the tensor whole: the pieces are put
+A sparse tensor is no value of the graph, its pieces are: they have the bytes, and the ops on them
+are the ones that CUDA's kernels for sparse tensors run (SparseCUDATensorMath.cu,
+SparseCUDATensor.cpp).  An op without a kernel here reads the full tensor: the pieces are put
 together by a constructor that moves nothing.  Of a sparse tensor whose count of elements nobody
 knows (of `to_sparse` on meta) there are no pieces: it is a dense value, by assumption.
 """
@@ -31,7 +31,7 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"
 """The autograd node that keeps the gradient of a parameter."""
 
 On = Callable[[], AbstractContextManager[None]]
-"""Switches the recorder's mode on: what runs inside is recorded."""
+"""Switches the recorder's mode on: ops inside are recorded."""
 Kernel = Callable[[Tape, Call, On], Any]
 """Runs an op on sparse tensors; NotImplemented where it cannot."""
 
@@ -40,7 +40,7 @@ KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(*names: str) -> Callable[[Kernel], Kernel]:
-    """Register what runs in place of the ops of these names."""
+    """Register a function that runs in place of the ops of these names."""
 
     def added(function: Kernel) -> Kernel:
         KERNELS.update({f"aten.{name}": function for name in names})
@@ -58,7 +58,9 @@ def run_sparse(tape: Tape, call: Call, on: On) -> Any:
     """
     if call.name not in _MAKE and all(t.layout is torch.strided for t in call.tensors):
         return NotImplemented
-    function = KERNELS.get(call.name) or (_one_by_one if _is_foreach(call) else None)
+    function = KERNELS.get(call.name)
+    if function is None and call.name.startswith("aten._foreach_"):
+        function = _one_by_one
     out = NotImplemented if function is None else function(tape, call, on)
     if out is NotImplemented:
         for tensor in call.tensors:
@@ -72,7 +74,7 @@ _PRODUCTS = {f"aten.{name}" for name in (
     "mm", "mv", "_sparse_addmm", "sspaddmm", "hspmm", "_sparse_mm", "_sparse_mm_reduce_impl",
     "_sparse_sparse_matmul", "sparse_sampled_addmm", "_sparse_softmax", "_sparse_log_softmax",
 )}  # fmt: skip
-"""Ops whose rules count what a sparse tensor stores."""
+"""Ops whose rules count the stored elements of a sparse tensor."""
 _KEYS = torch_private.DispatchKey
 
 
@@ -127,12 +129,12 @@ def _join(tape: Tape, call: Call, tensor: Tensor) -> None:
         tape.tags.mark(tensor, None)
         return
     if tensor.layout is torch.sparse_coo:
-        whole = Call.of(_JOIN, *pieces, list(tensor.shape), is_coalesced=tensor.is_coalesced())
+        joined = Call.of(_JOIN, *pieces, list(tensor.shape), is_coalesced=tensor.is_coalesced())
     else:
-        whole = Call.of(
+        joined = Call.of(
             _JOIN_COMPRESSED, *pieces, list(tensor.shape), dtype=tensor.dtype, layout=tensor.layout
         )
-    tape.record(whole, [tensor], single=True)
+    tape.record(joined, [tensor], single=True)
 
 
 # -- made of its pieces, and taken apart -----------------------------------------------------------
@@ -186,7 +188,7 @@ def _taken_out(tape: Tape, call: Call, on: On) -> Any:
 
 
 @kernel("is_coalesced", "_nnz", "sparse_dim", "dense_dim", "_dimI", "_dimV", "_coalesced_")
-def _asked(tape: Tape, call: Call, on: On) -> Any:
+def _property(tape: Tape, call: Call, on: On) -> Any:
     return call.run()
 
 
@@ -216,10 +218,10 @@ def _copied(tape: Tape, call: Call, on: On) -> Any:
     node: Any = torch_private.current_autograd_node()
     if call.name != "aten.clone" or node is None or node.name() != _ACCUMULATES:
         place = {name: item for name, item in call.kwargs.items() if name == "device"}
-        asked = {name: item for name, item in call.kwargs.items() if name == "dtype"} | place
+        options = {name: item for name, item in call.kwargs.items() if name == "dtype"} | place
         with on():
             moved = [call.func(piece, **place) for piece in pieces[:-1]]
-            pieces = [*moved, call.func(pieces[-1], **asked)]
+            pieces = [*moved, call.func(pieces[-1], **options)]
     if x.layout is torch.sparse_coo:
         return _made(tape, pieces[0], pieces[1], x.shape, x.is_coalesced())
     dtype, device = pieces[-1].dtype, pieces[-1].device
@@ -299,7 +301,7 @@ def _bags_backward(tape: Tape, call: Call, on: On) -> Any:
 
 @kernel("mul", "mul_", "div", "div_", "neg", "neg_")
 def _scaled(tape: Tape, call: Call, on: On) -> Any:
-    """What a number does to a sparse tensor it does to the values; the indices are the same."""
+    """Apply a number to the values of a sparse tensor; the indices are the same."""
     x, *others = call.args
     if any(isinstance(other, Tensor) and (other.dim() or trees.is_sparse(other))
            for other in others):  # fmt: skip
@@ -324,8 +326,8 @@ def _kept_zeros(tape: Tape, call: Call, on: On) -> Any:
     if pieces is None or any(isinstance(other, Tensor) for other in others):
         return NotImplemented
     with on():
-        whole = x.coalesce()
-    indices, values = _pieces(tape, whole) or pieces
+        coalesced = x.coalesce()
+    indices, values = _pieces(tape, coalesced) or pieces
     with on():
         indices, values = indices.clone(), call.func(values, *others, **call.kwargs)
     return _made(tape, indices, values, x.shape, True)
@@ -335,8 +337,8 @@ def _kept_zeros(tape: Tape, call: Call, on: On) -> Any:
 def _reduced(tape: Tape, call: Call, on: On) -> Any:
     """The sum, or the norm, of everything that is stored."""
     x, *others = call.args
-    whole = all(other in ([], False, None) or isinstance(other, (int, float)) for other in others)
-    if not whole or not trees.is_sparse(x) or _pieces(tape, x) is None:
+    full = all(other in ([], False, None) or isinstance(other, (int, float)) for other in others)
+    if not full or not trees.is_sparse(x) or _pieces(tape, x) is None:
         return NotImplemented
     if "norm" in call.name:
         with on():
@@ -350,7 +352,7 @@ def _reduced(tape: Tape, call: Call, on: On) -> Any:
 
 @kernel("_to_dense")
 def _dense(tape: Tape, call: Call, on: On) -> Any:
-    """Zeros, to which what is stored is added."""
+    """Zeros, to which the stored elements are added."""
     x = call.args[0]
     pieces = _pieces(tape, x)
     if pieces is None or x.layout is not torch.sparse_coo:
@@ -372,7 +374,7 @@ def _rows(indices: Tensor, sizes: Sequence[int]) -> Tensor:
 
 @kernel("add", "add_", "sub", "sub_")
 def _added(tape: Tape, call: Call, on: On) -> Any:
-    """To a dense tensor, at the rows that are stored; to a sparse one, behind what it stores."""
+    """To a dense tensor, at the rows that are stored; to a sparse one, behind its elements."""
     base, x = call.args[:2]
     if trees.is_sparse(base) and isinstance(x, Tensor) and x.layout is torch.strided:
         raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
@@ -396,7 +398,7 @@ def _added(tape: Tape, call: Call, on: On) -> Any:
 def _added_to_dense(call: Call, indices: Tensor, values: Tensor, alpha: Any, on: On) -> Tensor:
     """base[row] += alpha values, for each row that is stored.
 
-    The values of a tensor that is not coalesced are scaled beforehand, in memory of their own.
+    The values of a tensor that is not coalesced are scaled beforehand, into new memory.
     """
     base, x = call.args[:2]
     sizes = x.shape[: x.sparse_dim()]
@@ -412,7 +414,7 @@ def _added_to_dense(call: Call, indices: Tensor, values: Tensor, alpha: Any, on:
 
 @kernel("_coalesce")
 def _coalesced(tape: Tape, call: Call, on: On) -> Any:
-    """Rows of one place become one: as many as there are places, where these are known."""
+    """Rows of one index become one: one for each distinct index, where these are known."""
     (x,) = call.args
     pieces = _pieces(tape, x)
     if pieces is None:
@@ -420,11 +422,11 @@ def _coalesced(tape: Tape, call: Call, on: On) -> Any:
     indices, values = pieces
     entry, count = tape.values.known(indices), indices.shape[1]
     draw = tape.values.uniform.of(indices) if len(indices) == 1 else None
-    places = None if entry is None else torch.unique(entry.value, dim=1)
+    distinct = None if entry is None else torch.unique(entry.value, dim=1)
     if draw is not None:
         count = round(polynomials.expected_distinct(count, 1, draw.becomes.numel()))
-    elif places is not None:
-        count = places.shape[1]
+    elif distinct is not None:
+        count = distinct.shape[1]
     elif count > 1:
         tape.values.assume(
             "sparse",
@@ -434,8 +436,8 @@ def _coalesced(tape: Tape, call: Call, on: On) -> Any:
         )
     with on():
         made = own_ops().coalesce(indices, values, x.shape[: x.sparse_dim()], count)
-    if draw is None and entry is not None and places is not None:
-        tape.values.learn(made[0], places, entry.taint)
+    if draw is None and entry is not None and distinct is not None:
+        tape.values.learn(made[0], distinct, entry.taint)
     return _made(tape, made[0], made[1], x.shape, True)
 
 
@@ -457,10 +459,6 @@ def _masked(tape: Tape, call: Call, on: On) -> Any:
 # -- many at once ----------------------------------------------------------------------------------
 
 _NORM = "aten._foreach_norm"
-
-
-def _is_foreach(call: Call) -> bool:
-    return call.name.startswith("aten._foreach_")
 
 
 def _one_by_one(tape: Tape, call: Call, on: On) -> Any:

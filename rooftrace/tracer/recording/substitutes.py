@@ -25,7 +25,7 @@ from rooftrace.tracer.values import META, masks, trees
 # Random numbers that the traced code draws on the host: the same in every trace.
 #
 # A generator that belongs to the process is seeded and restored only where no other thread could
-# draw from it meanwhile.  Otherwise a recording's threads draw from generators of its own.
+# draw from it meanwhile.  Otherwise a recording's threads draw from its generators.
 
 _SEED = 0
 
@@ -63,18 +63,18 @@ def _apart(tape: Tape) -> Iterator[None]:
     A C function that the code has imported by its name (`from random import random`) still draws
     from the process's generator.
     """
-    own = _Own()
-    before, tape.generators = tape.generators, own
+    generators = _RecordingGenerators()
+    before, tape.generators = tape.generators, generators
     try:
         with contextlib.ExitStack() as undo:
-            for home, replacements in own.replacements():
+            for home, replacements in generators.replacements():
                 undo.enter_context(replaced(home, replacements))
             yield
     finally:
         tape.generators = before
 
 
-class _Own:
+class _RecordingGenerators:
     """The generators of one recording: Python's, torch's for the host, and numpy's."""
 
     def __init__(self) -> None:
@@ -85,14 +85,14 @@ class _Own:
         self._numpy: Any = self._modules and self._modules.RandomState(_SEED)
 
     def replacements(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """What stands in place of the functions that draw from the process's generators."""
-        own = self._torch
+        """Replacements of the functions that draw from the process's generators."""
+        source = self._torch
         seeds: dict[str, Any] = {
-            "manual_seed": lambda seed: own.manual_seed(int(seed)),
-            "seed": own.seed,
-            "initial_seed": own.initial_seed,
-            "get_rng_state": own.get_state,
-            "set_rng_state": own.set_state,
+            "manual_seed": lambda seed: source.manual_seed(int(seed)),
+            "seed": source.seed,
+            "initial_seed": source.initial_seed,
+            "get_rng_state": source.get_state,
+            "set_rng_state": source.set_state,
         }
         yield torch, seeds
         yield torch.random, seeds
@@ -104,7 +104,7 @@ class _Own:
                 yield home, {name: getattr(state, name) for name in _names_of_methods(home, kind)}
 
     def states(self) -> Any:
-        """What was drawn so far.
+        """The states of the generators: equal only if nothing was drawn between.
 
         The process's generator of numpy counts too: its functions may be imported by their names,
         and are not seen.  Of Python's functions that is seen (see `replay/outside`).
@@ -118,18 +118,18 @@ class _Own:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on the host that draws from the generator of the process: from ours instead."""
-        own, default = self._torch, torch.default_generator
+        ours, default = self._torch, torch.default_generator
         if kwargs.get("generator") not in (None, default):
             return func(*args, **kwargs)
         takes = _with_generator(func)
         if takes is not None:
-            return takes(*args, **{**kwargs, "generator": own})
+            return takes(*args, **{**kwargs, "generator": ours})
         before = default.get_state()
-        default.set_state(own.get_state())
+        default.set_state(ours.get_state())
         try:
             return func(*args, **kwargs)
         finally:
-            own.set_state(default.get_state())
+            ours.set_state(default.get_state())
             default.set_state(before)
 
 
@@ -145,7 +145,7 @@ def _names_of_methods(home: Any, kind: type) -> tuple[str, ...]:
 
 @functools.cache
 def _with_generator(func: Any) -> Callable[..., Any] | None:
-    """The overload of an op that takes a generator beside the same arguments; None: none does."""
+    """The overload of an op that takes a generator and the same arguments; None: none does."""
     wanted = {argument.name for argument in func._schema.arguments} | {"generator"}
     packet = func._overloadpacket
     for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
@@ -155,7 +155,7 @@ def _with_generator(func: Any) -> Callable[..., Any] | None:
 
 
 # -- substitutes -----------------------------------------------------------------------------------
-# Substitutes for ops that have no meta kernel, or whose kernel refuses what devices run.
+# Substitutes for ops that have no meta kernel, or whose kernel refuses calls that devices run.
 
 _BF16_ONLY = frozenset({"aten._grouped_mm", "aten._scaled_grouped_mm"})
 """Products whose meta kernels support one precision only."""
@@ -163,7 +163,7 @@ _TYPED_SUMS = frozenset({"aten.addmm.dtype", "aten.baddbmm.dtype"})
 """Products with a type of the output, whose meta kernels multiply by it: addmm until torch 2.13."""
 _MAX_ZEROS = 1 << 24
 """The most elements of inputs that are made for real to learn an op's output shape; of more, the
-shape is told by two runs on fewer."""
+shape follows from two runs on fewer."""
 _FEW = (33, 65)
 """The least size that stands for a larger one in each of these runs."""
 _NO_FAKE = "no fake impl registered"
@@ -190,7 +190,7 @@ def _with(call: Call, change: Callable[[Tensor], Tensor]) -> Any:
 def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
     """The outputs of an op that meta refused.
 
-    In order: what a GPU returns where only it has the op, stray CPU tensors to meta, a precision
+    In order: the result of a GPU where only it has the op, stray CPU tensors to meta, a precision
     that meta knows, a decomposition, a run on CPU zeros,
     "writes in place", "like its first input".  Raises `error` where it was the user's.
     """
@@ -207,7 +207,7 @@ def without_meta_kernel(tape: Tape, call: Call, error: Exception) -> Any:
 
 
 def _attempts(tape: Tape, call: Call, error: Exception) -> Iterator[Callable[[], Any]]:
-    """Ways to run an op that give its exact shapes; only those that apply."""
+    """Ways to run an op that give its exact shapes; only applicable ones."""
     yield lambda: _on_a_gpu(call)
     if not call.tensors:  # C++ hands on a tensor of one number as the number
         yield lambda: call.func(*_as_tensors(call), **call.kwargs)
@@ -237,8 +237,7 @@ def _as_tensors(call: Call) -> list[Any]:
 
 
 def _to_wait_for(call: Call) -> Any:
-    """What a collective without a meta kernel returns, to wait for: what a barrier of its group
-    does."""
+    """The work handle of a collective without a meta kernel: the one of a barrier of its group."""
     barrier: Any = torch.ops.c10d.barrier.default
     return barrier(torch.empty(1), call.named["process_group"], [], timeout=-1)
 
@@ -283,15 +282,15 @@ def _assumed(tape: Tape, call: Call, error: Exception) -> Any:
 
 
 def _on_zeros(call: Call, sizes: Mapping[int, int] = MappingProxyType({})) -> Any:
-    """The result of an op on zeros.  sizes: others in place of those of its tensors."""
+    """The result of an op on zeros.  sizes: others in place of its tensors' sizes."""
     return _with(
         call, lambda t: torch.zeros([sizes.get(size, size) for size in t.shape], dtype=t.dtype)
     )
 
 
 def _on_fewer_zeros(call: Call) -> Any:
-    """What an op makes of many elements, told by two runs on few: each size that follows one of its
-    inputs' is that one's, and each that is the same in both stays.
+    """The result of an op on many elements, from two runs on few: a size that follows one of its
+    inputs' takes that size, and one that is the same in both stays.
 
     Raises RuntimeError where a size follows none.
     """
@@ -358,21 +357,21 @@ def _as_dense(call: Call) -> Any:
 
 
 def _with_type(func: Any, added: Tensor, first: Tensor, second: Tensor, dtype: Any) -> Tensor:
-    """The sum of a tensor and a product, in the type that was asked for."""
+    """The sum of a tensor and a product, in the type of the argument."""
     plain = func.overloadpacket.default
     return torch.empty_like(
         plain(torch.empty_like(added, dtype=first.dtype), first, second), dtype=dtype
     )
 
 
-# -- ops that only a GPU runs: those of SyncBatchNorm, and CTC -------------------------------------
-# Statistics are in FP32 where the input is in a shorter type; what is normalised keeps its layout.
+# -- ops that only a GPU runs: of SyncBatchNorm, and CTC -------------------------------------------
+# Statistics are in FP32 where the input is in a shorter type; the normalised one keeps its layout.
 
 _SHORT = (torch.float16, torch.bfloat16)
 
 
 def _on_a_gpu(call: Call) -> Any:
-    """The outputs of an op on meta.  Raises NotImplementedError for an op that is not known."""
+    """The outputs of an op on meta.  Raises NotImplementedError for an unknown op."""
     shapes = _SHAPES.get(call.name)
     if shapes is None:
         raise NotImplementedError(call.name)
@@ -415,7 +414,7 @@ def _reduced(
     weight_g: bool,
     bias_g: bool,
 ) -> tuple[Tensor | None, ...]:
-    """The sums of dy and of dy (x - mean), and the gradients of weight and bias, as asked for."""
+    """The sums of dy and of dy (x - mean), and the gradients of weight and bias, by mask."""
     sums = [torch.empty_like(mean) if input_g else None for _ in range(2)]
     wanted = (weight_g, bias_g)
     gradients = [None if weight is None or not w else torch.empty_like(weight) for w in wanted]

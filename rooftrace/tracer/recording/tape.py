@@ -99,15 +99,15 @@ class Origins:
     def _of_recomputed(self, source: str, name: str) -> tuple[str, int]:
         """The module, and the call, of an op that a checkpoint's function runs outside of modules.
 
-        Of those that ran this op at this line in forward it is the nearest to what the running
-        node differentiates, which is in the same checkpoint.
+        Of the modules that ran this op at this line in forward it is the nearest to the op that the
+        running node differentiates, which is in the same checkpoint.
         """
         ran = self._by_source.get((source, name), {})
         steps = self._of_backward(None).module.split(".")
         best, shared = "", -1
         for path in ran:  # the last one of equals
-            own = path.split(".") if path else []
-            pairs = zip(own, steps, strict=False)
+            parts = path.split(".") if path else []
+            pairs = zip(parts, steps, strict=False)
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if same >= shared:
                 best, shared = path, same
@@ -122,7 +122,7 @@ class Origins:
         self._by_number.setdefault(torch_private.get_sequence_nr() - 1, origin)
 
     def name(self, number: int, path: str) -> None:
-        """What the autograd node of this number does belongs to the module at `path`."""
+        """Ops of the autograd node of this number belong to the module at `path`."""
         self._by_number[number] = Origin(path)
 
     def _runs_again(self) -> bool:
@@ -169,20 +169,20 @@ class Origins:
         return Origin(trees.shown_path(owner), 0, "backward", name, compiled=compiled)
 
     def noted(
-        self, facts: Mapping[str, Any] | None, origin: Origin, beside: bool | str
+        self, facts: Mapping[str, Any] | None, origin: Origin, aside: bool | str
     ) -> Mapping[str, Any]:
-        """The facts of an op that is recorded now, with what it tells of compiled code: in which
-        callable of the script's it runs, and whether it is the first of a call.
+        """The facts of an op that is recorded now, with the compiled callable in which it runs, and
+        whether it is the first of a call.
 
-        beside: it is a view, or on another stream than the main one, whose name this is.
+        aside: the op is a view, or on another stream than the main one, whose name this is.
         """
         before, call = self._last, origin.compiled
         if call is None or call is LEFT_OUT:
-            self._last = before if beside else None
+            self._last = before if aside else None
             return facts or {}
         self._last = call
-        told = {marks.COMPILED: call.name} | ({} if call is before else {marks.ENTERS: True})
-        return {**(facts or {}), **told}
+        compiled = {marks.COMPILED: call.name} | ({} if call is before else {marks.ENTERS: True})
+        return {**(facts or {}), **compiled}
 
     def compiled_here(self) -> tuple[str, bool] | None:
         """Which callable an op that ran here would tell of, and whether it would begin a call."""
@@ -204,7 +204,7 @@ class Origins:
 class Tape:
     """The ops and tensors that one recording has recorded so far.
 
-    record=False keeps only the values that are known (to build modules).
+    record=False keeps only known values (to build modules).
     """
 
     hands_on_calls = False  # True: calls of modules come to another part of rooftrace first
@@ -220,7 +220,7 @@ class Tape:
         self.begin(record)
 
     def begin(self, record: bool) -> None:
-        """From here on another graph is recorded, of which nothing is known yet; if `record`."""
+        """From here on another, empty graph is recorded; if `record`."""
         self._records = record
         self.graph = fx.Graph()
         self.here.restart()
@@ -268,7 +268,7 @@ class Tape:
         return self.entries.name_of(parameter)
 
     def enter(self, tensor: Tensor, kind: str, name: str) -> None:
-        """Make `tensor`, or what it wraps, a value of the graph that no op made (once)."""
+        """Make `tensor`, or the tensors inside it, a value of the graph that no op made (once)."""
         if self.recording:
             self.entries.enter(tensor, kind, name)
 
@@ -325,8 +325,8 @@ class Tape:
         """Add one call to the graph, if recording.
 
         single: it returns a tensor, not a list.  sync: the host waits for it.  facts: counts that
-        its cost rule needs.  taint: the assumptions that its outputs rest on.  together: what it
-        exchanges with other processes, and with which.
+        its cost rule needs.  taint: the assumptions that its outputs rest on.  together: its
+        exchange with other processes, and their group.
         """
         if sync:
             self.rolling.depends()
@@ -430,13 +430,13 @@ class Tape:
 
 
 class Generators(Protocol):
-    """Generators that stand for those of the process, in the threads of a recording."""
+    """Generators in place of the process's, in the threads of a recording."""
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op on the host that draws random numbers."""
 
     def states(self) -> Any:
-        """What was drawn so far: equal only where nothing was drawn between."""
+        """The states of the generators: equal only where nothing was drawn between."""
 
 
 # -- paths -----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ META_KEY = "rooftrace"
 """The one key of fx `node.meta` that is ours: there is a Recorded, an Entry or a RepeatedCall."""
 
 KEPT = "kept"
-"""The kind of entries of which nothing is known but that they are there."""
+"""The kind of entries of unknown origin: they only take memory."""
 
 NO_TAINT: frozenset[int] = frozenset()
 """The assumptions that a fact rests on: none."""
@@ -68,7 +68,7 @@ class Spec(Struct, frozen=True):
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...]  # in elements; of a sparse tensor as if it were dense, or see `of`
-    storage: int  # a number of its own for each storage of the recording
+    storage: int  # a number for each storage of the recording
 
     @classmethod
     def of(cls, tensor: Tensor, storage: int, joined: bool = False) -> Spec:
@@ -120,11 +120,11 @@ class Origin(Struct, frozen=True):
     function: str = ""  # the torch-level function, in backward the autograd node
     source: str = ""  # "file.py:12", a line of the user's
     loop: tuple[int, int] | None = None  # number of a loop, and of its turn, while it may be cut
-    compiled: CompiledCall | None = None  # in which it ran, or what it differentiates did
+    compiled: CompiledCall | None = None  # in which it, or the op that it differentiates, ran
 
 
 class Recorded(Struct, frozen=True):
-    """The record of one op beside its fx node."""
+    """The record of one op, in the meta of its fx node."""
 
     specs: tuple[Spec, ...]  # of its outputs
     origin: Origin
@@ -133,7 +133,7 @@ class Recorded(Struct, frozen=True):
     facts: Mapping[str, Any] = field(default_factory=dict)  # counts that its cost rule needs
     taint: frozenset[int] = NO_TAINT  # ids of the assumptions that it rests on
     stream: str = ""  # of the device; "" is the main one
-    collective: Collective | None = None  # what it exchanges with other processes
+    collective: Collective | None = None  # its exchange with other processes
 
 
 class Tag(Struct, frozen=True):
@@ -167,15 +167,15 @@ def picked_in(graph: fx.Graph, tag: Tag) -> fx.Node:
 
 
 class Shards:
-    """The groups, the mesh and the whole weights of one recording."""
+    """The groups, the mesh and the unsharded weights of one recording."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}  # of the collectives so far, by name
         self.mesh: dict[str, int] = {}  # processes along each axis, outermost first
-        self.whole: dict[int, str] = {}  # names of whole weights, by storage
+        self.unsharded: dict[int, str] = {}  # names of unsharded weights, by storage
 
     def exchanged(self, together: tuple[Collective, Group] | None) -> Collective | None:
-        """Note the group of a collective; returns what is exchanged."""
+        """Note the group of a collective; returns the collective."""
         if together is None:
             return None
         collective, group = together
@@ -202,7 +202,7 @@ class Tags:
         self.alive: dict[int, Any] = {}  # references to storages that ops made, by number
         self._owners: dict[int, Tag] = {}  # of the first value of each storage, by number
         self._numbers: dict[int, int] = {}  # of storages that ops made, by the place of the bytes
-        self._left: dict[int, Any] = {}  # those that were alive when the recording ended
+        self._left: dict[int, Any] = {}  # the ones alive when the recording ended
         self.storages = 0  # how many storages have a number
         self.last: fx.Node | None = None  # the node that was recorded last
         self.last_held: dict[int, fx.Node] = {}  # the node after which a storage was freed
@@ -246,7 +246,7 @@ class Tags:
             self._owners.setdefault(tag.storage, tag)
 
     def recognise(self, tensors: list[Tensor]) -> None:
-        """Tag tensors without a tag whose bytes belong to a known tensor.
+        """Tag tensors without a tag whose bytes belong to a tensor with one.
 
         `as_subclass` makes such objects where no mode sees it, also for every result of a function
         that a subclass handles; so does `.data`.
@@ -280,7 +280,7 @@ class Tags:
         return self.storages
 
     def watch(self, tensor: Tensor, storage: int) -> None:
-        """Note at which node the bytes of a new storage are freed, as those of a real run are."""
+        """Note at which node the bytes of a new storage are freed, as in a real run."""
         if tensor.layout is torch.strided:
             gone = functools.partial(self._gone, storage)
             place = tensor.untyped_storage()
@@ -308,7 +308,7 @@ class Tags:
             self.last_held[storage] = self.last
 
     def end(self) -> None:
-        """The recording has ended: what is alive now survives it."""
+        """The recording has ended: live storages survive it."""
         if not self.alive:  # it had ended before, or made nothing that lasts
             return
         self._left = dict(self.alive)
@@ -337,8 +337,8 @@ def _bytes_read(tensor: Tensor) -> Any:
 # Which ops of a backward run a forward again: recomputation by checkpoints or custom backwards.
 #
 # The autograd engine sets the grad mode of all code that it calls.  If such code turns gradients
-# on itself, it builds a graph of its own: it runs a forward again.  That holds for checkpoints of
-# either kind, for reversible blocks and for any custom backward, also where the engine's own mode
+# on itself, it builds a new graph: it runs a forward again.  That holds for checkpoints of
+# either kind, for reversible blocks and for any custom backward, also where the engine's mode
 # is on (gradients of gradients).  What runs inside, with gradients off too (the forward of an
 # `autograd.Function`, a `no_grad` block), belongs to it.
 
@@ -435,16 +435,16 @@ class Here(threading.local):
         self.after_backward = False  # a backward of the user's has run, and no module since
         self.wants_gradients = False  # a backward failed, as gradients are off
         self.inside = 0  # how many ops that the recorder takes apart are being run
-        self.paused = False  # what runs does not enter the graph
+        self.paused = False  # ops do not enter the graph
         self.devices: tuple[Any, ...] = ()  # the modes that chose a device as a module was called
         self.functions: tuple[Any, ...] = ()  # the function modes under which autograd runs
         self.source = ""  # the line that handed this thread its work
         self.device: torch.device | None = None  # where another thread makes tensors
         self.submitting = False  # the thread hands work to a pool
-        self.leave: Callable[[], None] | None = None  # ends what a module's call has begun
+        self.leave: Callable[[], None] | None = None  # undoes `enter_here`
 
     def restart(self) -> None:
-        """This thread begins a step: what it ran before belongs to another one."""
+        """This thread begins a step: earlier ops belong to another one."""
         self.stack, self.modules, self.called_for = [], [], []
         self.part, self.function, self.source = "forward", "", ""
         self.after_backward = self.wants_gradients = False
@@ -467,8 +467,8 @@ class Here(threading.local):
             inside = module.named_modules() if isinstance(tensor, nn.Parameter) else [("", module)]
             for place, part in inside:
                 for kind, group in (("parameter", part._parameters), ("buffer", part._buffers)):
-                    for name, own in group.items():
-                        if own is tensor:
+                    for name, item in group.items():
+                        if item is tensor:
                             steps = (step for step in (path, place, name) if step)
                             return kind, trees.shown_path(".".join(steps))
         return None
@@ -507,7 +507,7 @@ class RecordedThreads:
 
     @property
     def running(self) -> bool:
-        """Whether another thread than the recorder's own is recorded now."""
+        """Whether another thread than the recorder's is recorded now."""
         return len(self.idents) > 1
 
     def here(self) -> bool:

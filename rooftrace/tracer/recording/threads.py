@@ -60,7 +60,7 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
 def plain_imports() -> Iterator[None]:
     """Inside, a module that is imported for the first time is not part of what is traced."""
     finder: Any = _PlainImports()
-    with torch_private.disable_current_modes():  # it imports what it needs the first time
+    with torch_private.disable_current_modes():  # it imports lazily, the first time
         torch_private.nt_view_dummy()  # torch makes it in the first nested tensor of a process
     sys.meta_path.insert(0, finder)
     try:
@@ -188,11 +188,11 @@ _NOT_OURS = (
     "To copy construct from a tensor",
     "FSDP2-wrapped module (",
 )
-"""Warnings that torch would give with a line of ours or its own, for what a trace does not harm."""
+"""Warnings of torch with a line of ours or of torch, harmless in a trace."""
 
 
 def _ignored() -> Callable[[], None]:
-    """Add a filter of warnings; returns what takes it away."""
+    """Add a filter of warnings; return its undo."""
     entry: Any = ("ignore", _OursToIgnore(), Warning, None, 0)
     warnings.filters.insert(0, entry)  # type: ignore[attr-defined]
 
@@ -237,16 +237,16 @@ def static_caches_counted() -> Iterator[None]:
             setattr(layer, _LENGTH, before + key_states.shape[-2])
         return filled
 
-    def told(layer: Any) -> Any:
-        known = vars(layer).get(_LENGTH)
-        return length(layer) if known is None else known
+    def seen_length(layer: Any) -> Any:
+        recorded = vars(layer).get(_LENGTH)
+        return length(layer) if recorded is None else recorded
 
-    with replaced(kind, {"update": counted, "get_seq_length": told}):
+    with replaced(kind, {"update": counted, "get_seq_length": seen_length}):
         yield
 
 
 # -- threads ---------------------------------------------------------------------------------------
-# Threads: work that the traced code hands to other threads is recorded like its own.
+# Threads: work that the traced code hands to other threads is recorded like the work of its thread.
 #
 # Dispatch modes, function modes and the default device belong to one thread.  A recorder is
 # entered in the threads that its code starts, around the calls that it submits to a pool, and in
@@ -256,7 +256,7 @@ def static_caches_counted() -> Iterator[None]:
 _PATIENCE = 30.0
 """Seconds that a thread of the step may go on computing after the step has returned."""
 _STILL = 0.1
-"""Seconds in which a thread that was told to go on wakes up, also on a busy machine."""
+"""Seconds in which a notified thread wakes up, also on a busy machine."""
 _WATCHERS = frozenset({"tqdm._monitor"})
 """Modules whose threads look after progress bars, and compute nothing."""
 
@@ -356,8 +356,8 @@ class Threads:
             tape.values.assume(UNRECORDED, f"{text}: what it runs is not counted")
 
     def _started(self, original: Callable[..., Any], thread: threading.Thread) -> Any:
-        own = self._threads.here() and not self._tape.here.submitting
-        if own and type(thread).__module__ not in _WATCHERS:
+        started_here = self._threads.here() and not self._tape.here.submitting
+        if started_here and type(thread).__module__ not in _WATCHERS:
             run = self._task(thread.run)
 
             def once() -> None:
@@ -373,7 +373,7 @@ class Threads:
         if not self._threads.here():
             return original(pool, function, *args, **kwargs)
         here = self._tape.here
-        before, here.submitting = here.submitting, True  # the pool's own threads serve others too
+        before, here.submitting = here.submitting, True  # the threads of the pool serve others too
         try:
             return original(pool, self._task(function), *args, **kwargs)
         finally:
@@ -407,7 +407,7 @@ class Threads:
         return task
 
     def enter_here(self, device: torch.device, leader: int) -> Callable[[], None] | None:
-        """Begin to follow this thread; returns what ends that, None if there is nothing to do.
+        """Begin to follow this thread; return its undo, None if there is nothing to do.
 
         leader: the thread whose work it does.
         """

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.errors import RequestError
-from rooftrace.graph import assumptions as asked
+from rooftrace.graph import assumptions
 from rooftrace.graph.formulas import polynomials
 from rooftrace.tracer.recording import Call
 from rooftrace.tracer.values import trees
@@ -23,7 +23,7 @@ from rooftrace.tracer.values.known import KnownTensors
 # How many different classes a number of rows reach, when each chooses k of them: expected numbers.
 #
 # The rows choose independently of each other.  A class that a row chooses with probability p is
-# then reached by some of T rows with 1 - (1 - p)^T, however a row's own choices depend on each
+# then reached by some of T rows with 1 - (1 - p)^T, however the choices of one row depend on each
 # other; the expected number of classes reached is the sum of that.
 
 _STEP = 0.05
@@ -49,7 +49,7 @@ def expected_distinct(rows: int, k: int, classes: int, shares: Tensor | None = N
     return polynomials.expected_distinct(rows, k, classes)
 
 
-def shares_of(policy: asked.Policy, k: int, classes: int) -> Tensor | None:
+def shares_of(policy: assumptions.Policy, k: int, classes: int) -> Tensor | None:
     """How likely a row is to choose each class: they sum to k.  None where all are equal.
 
     Raises RequestError for a histogram that k different choices of a row cannot give.
@@ -74,7 +74,7 @@ def shares_of(policy: asked.Policy, k: int, classes: int) -> Tensor | None:
 def _skewed(exponent: float, k: int, classes: int) -> Tensor:
     """The shares of classes with weights w = 1, 2 ** -exponent, 3 ** -exponent ...
 
-    A row draws one class after the other in proportion to w, without those that it has (Plackett
+    A row draws one class after the other in proportion to w, without repetition (Plackett
     and Luce).  Equally: it takes the k largest of log w plus independent Gumbel noise, which is how
     a top-k of noisy scores chooses (Yellott 1977; Kool, van Hoof and Welling 2019).  Equally again:
     each class arrives at a time of rate w, and the first k are taken (Efraimidis and Spirakis
@@ -137,7 +137,7 @@ _SPARSE = 8
 
 
 def counted(index: Tensor) -> int:
-    """How many different numbers there are in a tensor of whole numbers on the host.
+    """Number of different integers in a tensor on the host.
 
     Marks take time in proportion to the elements and to the range; sorting takes far longer.
     """
@@ -158,15 +158,15 @@ def counted(index: Tensor) -> int:
 # -- choices ---------------------------------------------------------------------------------------
 # The choices of topk, argmax, multinomial ... by unknown scores, as a policy has them.
 
-EXPECTED = asked.Policy()
+EXPECTED = assumptions.Policy()
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Indices for the code that runs, what is said of them, and what they are expected to reach."""
+    """Indices for the code that runs, a text on them, and how many classes they are to reach."""
 
     indices: Tensor
-    text: str  # what stands behind the name of the op
+    text: str  # continues the name of the op
     facts: Mapping[str, Any]  # see `Assumption.facts`
 
 
@@ -178,7 +178,7 @@ def in_order(shape: tuple[int, ...], classes: int, dimension: int) -> Choices:
 
 
 def chosen(
-    policy: asked.Policy, shape: tuple[int, ...], classes: int, dimension: int | None
+    policy: assumptions.Policy, shape: tuple[int, ...], classes: int, dimension: int | None
 ) -> Choices:
     """Indices of a shape, chosen among `classes` by a policy.
 
@@ -212,7 +212,7 @@ def chosen(
         "distinct": reached,
         "drawn": drawn,
     }
-    return Choices(indices, f"{asked.said_of_routing(facts)}{aside}", facts)
+    return Choices(indices, f"{assumptions.said_of_routing(facts)}{aside}", facts)
 
 
 # -- one concrete draw for the code that runs ------------------------------------------------------
@@ -282,8 +282,8 @@ def spread(rows: int, k: int, classes: int, hit: int) -> Tensor:
 
     Each is chosen as often as another, or once more.  hit: from k to rows k.
     """
-    places = ((torch.arange(rows * k) % hit) * classes + classes // 2) // hit
-    return places.reshape(rows, k)
+    choices = ((torch.arange(rows * k) % hit) * classes + classes // 2) // hit
+    return choices.reshape(rows, k)
 
 
 def in_proportion(rows: int, k: int, shares: Tensor, hit: int) -> Tensor:
@@ -293,13 +293,13 @@ def in_proportion(rows: int, k: int, shares: Tensor, hit: int) -> Tensor:
     """
     order = shares.argsort(descending=True, stable=True)[:hit]
     counts = _apportioned(rows * k, shares[order], rows)
-    # A class fills up to `rows` places in a row of places, which are those of different rows.
-    places = order.repeat_interleave(counts)
-    return places.reshape(k, rows).T.contiguous()
+    # A class fills up to `rows` adjacent slots, which belong to different rows.
+    slots = order.repeat_interleave(counts)
+    return slots.reshape(k, rows).T.contiguous()
 
 
 def _apportioned(total: int, shares: Tensor, most: int) -> Tensor:
-    """Whole numbers from 1 to `most` that sum to `total`, as near to the shares as can be."""
+    """Integers from 1 to `most` that sum to `total`, as near to the shares as can be."""
     counts = torch.ones(len(shares), dtype=torch.long)
     wanted = shares * (total / float(shares.sum()))
     while (left := total - int(counts.sum())) > 0:
@@ -308,32 +308,32 @@ def _apportioned(total: int, shares: Tensor, most: int) -> Tensor:
         if not bool(short.any()):
             short = free.double()
         more = (short * (left / float(short.sum()))).floor().long()
-        if not bool(more.any()):  # one each to those that are shortest of their share
+        if not bool(more.any()):  # one each to the classes that are shortest of their share
             more[short.argsort(descending=True, stable=True)[:left]] = 1
             more = torch.where(free, more, 0)
         counts = (counts + more).clamp(max=most)
     return counts
 
 
-# -- Draws of whole numbers that are all equally likely, and what becomes of them ------------------
+# -- Draws of equally likely integers, followed through elementwise ops ----------------------------
 
 _OF_EACH = ("aten.clone", "aten.index_put", "aten.index_put_")
-"""Ops besides torch's pointwise ones that make each number of those in its place."""
+"""Ops besides torch's pointwise ones that make each element from those at its index."""
 
 
 class FollowedDraw(NamedTuple):
-    """becomes: what each class is, [classes].  origin: the bytes that were drawn, whose numbers
-    are independent of those of others."""
+    """becomes: the present value of each class, [classes].  origin: the bytes that were drawn;
+    draws of different origins are independent."""
 
     becomes: Tensor
     origin: int
 
 
 class UniformDraws:
-    """The draws of one capture, by their bytes.  known: the values of tensors."""
+    """The draws of one capture, by their bytes.  values: of tensors."""
 
-    def __init__(self, known: KnownTensors) -> None:
-        self._known = known
+    def __init__(self, values: KnownTensors) -> None:
+        self._values = values
         self._draws: dict[
             int, tuple[FollowedDraw, int, Tensor]
         ] = {}  # with the epoch; a view holds bytes
@@ -344,11 +344,11 @@ class UniformDraws:
         A draw ends where something unknown is written to it.
         """
         draw, epoch, _ = self._draws.get(trees.bytes_of(tensor), (None, 0, None))
-        return draw if epoch == self._known.epoch(tensor) else None
+        return draw if epoch == self._values.epoch(tensor) else None
 
     def learn(self, tensor: Tensor, draw: FollowedDraw) -> None:
         """Remember that `tensor` holds a draw."""
-        self._draws[trees.bytes_of(tensor)] = draw, self._known.epoch(tensor), tensor
+        self._draws[trees.bytes_of(tensor)] = draw, self._values.epoch(tensor), tensor
 
     def learn_classes(self, tensor: Tensor, classes: range) -> None:
         """Remember that each number of `tensor` is one of these, all equally likely."""
@@ -357,14 +357,14 @@ class UniformDraws:
 
     @contextmanager
     def followed(self, call: Call, outputs: Sequence[Tensor]) -> Iterator[None]:
-        """Follow draws through a call; inside, what is known of its outputs changes."""
+        """Follow draws through a call; inside, the known values of its outputs change."""
         draw = self._made(call, outputs)
         yield
         if draw is not None:
             self.learn(outputs[0], draw)
 
     def _made(self, call: Call, outputs: Sequence[Tensor]) -> FollowedDraw | None:
-        """The draw in the output of a call that makes each number of those in its place."""
+        """The draw in the output of an elementwise call."""
         if not self._draws or len(outputs) != 1 or outputs[0].dtype.is_floating_point:
             return None
         if call.name not in _OF_EACH and torch.Tag.pointwise not in call.func.tags:
@@ -376,11 +376,11 @@ class UniformDraws:
                 origins.add(draw.origin)
                 values[id(tensor)] = draw.becomes.clone() if call.info.mutated else draw.becomes
                 continue
-            entry = self._known.known(tensor) if tensor.dim() == 0 else None
+            entry = self._values.known(tensor) if tensor.dim() == 0 else None
             if entry is None:
                 return None
             values[id(tensor)] = entry.value
-        becomes = self._known.results.of(call, values) if len(origins) == 1 else None
+        becomes = self._values.results.of(call, values) if len(origins) == 1 else None
         return FollowedDraw(becomes, *origins) if isinstance(becomes, Tensor) else None
 
 

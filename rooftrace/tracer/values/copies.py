@@ -65,7 +65,7 @@ def _parts_of_callable(item: Any) -> list[Any] | None:
 
 
 def globals_of(function: FunctionType) -> dict[str, Any]:
-    """The globals that a function names: objects, and functions of its own module."""
+    """The globals that a function names: objects, and functions of its module."""
     there, named = function.__globals__, _names_in(function.__code__)
     return {name: there[name] for name in named if name in there and _is_own(there[name], there)}
 
@@ -123,7 +123,7 @@ def _function(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     if there is not function.__globals__:
         for name, item in named.items():
             with contextlib.suppress(TypeError, RuntimeError, ValueError, AttributeError):
-                there[name] = rebound(item, memo)  # what cannot be copied stays the original
+                there[name] = rebound(item, memo)  # else the original stays
     made.__kwdefaults__ = function.__kwdefaults__
     made.__defaults__ = tuple(rebound(d, memo) for d in function.__defaults__ or ()) or None
     vars(made).update(vars(function))
@@ -190,10 +190,10 @@ def _empty_like(tensor: Tensor) -> Tensor:
     """A meta tensor of the same size; a sparse one has as many stored elements."""
     if tensor.layout is not torch.sparse_coo:
         return torch.empty_like(tensor, device=META)
-    places, values = (torch.empty_like(piece, device=META) for piece in trees.pieces_of(tensor))
+    index, values = (torch.empty_like(piece, device=META) for piece in trees.pieces_of(tensor))
     with torch.no_grad():
         return torch.sparse_coo_tensor(
-            places, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
+            index, values, tensor.shape, is_coalesced=tensor.is_coalesced(), check_invariants=False
         )
 
 
@@ -230,13 +230,13 @@ def on_meta(module: nn.Module) -> nn.Module:
                 twins.of(tensor, owned=True, name=_name_in(owner, path, tensor))
     if not memo:
         return module
-    twins.beside(part for part in module.modules() if id(part) not in inside)
-    own = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
+    twins.held_by_modules(part for part in module.modules() if id(part) not in inside)
+    tensors = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
     twins.handles(module)
     try:
         twins.finish()
         made: nn.Module = copy.deepcopy(module, memo)
-        copy_hooks(own, memo)
+        copy_hooks(tensors, memo)
         return made
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise TraceError(
@@ -289,19 +289,19 @@ class Twins:
         self.memo: dict[int, Any] = {} if memo is None else memo
         self._attributes: list[tuple[Tensor, dict[str, Any]]] = []
         self._storages: dict[int, Tensor] = {}
-        self._kept: list[Any] = []  # identities stay those of these objects
+        self._kept: list[Any] = []  # so that no new object gets their identities
 
     def of(self, tensor: Tensor, owned: bool = False, name: str = "") -> Tensor:
         """The twin of `tensor`.  owned: by a module, so that a parameter stays one.
 
         Raises TraceError for a subclass that does not move, with its name.
         """
-        known: Tensor | None = self.memo.get(id(tensor))
-        if known is not None:
-            return known
+        made_before: Tensor | None = self.memo.get(id(tensor))
+        if made_before is not None:
+            return made_before
         made: Tensor | None
         if isinstance(tensor, torch_private.FakeTensor):
-            made = tensor  # `check_traceable` refuses it, and says what to do
+            made = tensor  # `check_traceable` refuses it, with advice
         elif type(tensor) in trees.ORDINARY or isinstance(tensor, trees.LAZY):
             made = _aliased(tensor, self._storages) if not owned else None
             if made is None:
@@ -374,23 +374,23 @@ class Twins:
         _refer(made, item)
         return made
 
-    def beside(self, modules: Iterable[nn.Module]) -> None:
+    def held_by_modules(self, modules: Iterable[nn.Module]) -> None:
         """Make twins for tensors in other objects that modules hold, if they belong to weights.
 
-        These share bytes with a weight that moved, or stand beside a weight of a class of its own,
-        as the state of a quantised layer does.
+        These share bytes with a weight that moved, or belong to a module with a tensor subclass, as
+        the state of a quantised layer does.
         """
         seen: set[int] = set()
         for module in modules:
             special = any(type(tensor) not in trees.ORDINARY for tensor in own_tensors(module))
-            for name, tensor in trees.beside_in(module, seen):
+            for name, tensor in trees.held_tensors(module, seen):
                 if tensor.device.type != "cpu" or id(tensor) in self.memo:
                     continue
                 if special or trees.bytes_of(tensor) in self._storages:
                     self.of(tensor, name=name)
 
     def handles(self, module: nn.Module) -> None:
-        """Put new pools and locks in the memo, for those that a module and its parts hold."""
+        """Put new pools and locks in the memo, for the ones that a module and its parts hold."""
         waiting = [item for part in module.modules() for item in vars(part).values()]
         for _ in range(_HANDLE_DEPTH):
             inside: list[Any] = []

@@ -48,7 +48,7 @@ class Implicit:
 
     @staticmethod
     def unknown(shape: Iterable[int], dtype: torch.dtype) -> Implicit:
-        """A value of this shape of which nothing is known."""
+        """An unknown value of this shape."""
         return Implicit(tuple(shape), dtype, UNKNOWN)
 
     @staticmethod
@@ -78,7 +78,7 @@ class Implicit:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What is equal for values that are built alike from equal leaves."""
+        """A key that is equal for values that are built alike from equal leaves."""
         inside: tuple[Any, ...] = tuple(part.signature for part in self.parts)
         if self.leaf is not None:
             plain = self.leaf.reshape(-1).clone(memory_format=torch.contiguous_format)
@@ -88,7 +88,7 @@ class Implicit:
     # -- views -------------------------------------------------------------------------------------
 
     def changed(self, shape: Iterable[int], change: Callable[[Tensor], Tensor]) -> Implicit:
-        """A value of this shape, whose leaves are what `change` makes of those of this one."""
+        """A value of this shape, with the leaves of this one passed through `change`."""
         shape = tuple(shape)
         leaf = None if self.leaf is None else change(self.leaf)
         parts = tuple(part.changed(shape, change) for part in self.parts)
@@ -102,9 +102,9 @@ class Implicit:
         return self.changed(shape, lambda leaf: leaf.reshape((*more, *leaf.shape)))
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Implicit:
-        """What an op makes of it that takes a view, or copies some rows.  It is run on each leaf.
+        """The result of an op that takes a view, or copies some rows.  It is run on each leaf.
 
-        Raises what the op raises.
+        Raises the errors of the op.
         """
         empty = torch.empty((), device="meta").expand(self.shape)
         shape = tuple(view(empty).shape)
@@ -127,15 +127,15 @@ class Implicit:
         return self.changed(shape, change)
 
     def embedded(self, shape: Sequence[int], starts: Sequence[int]) -> Implicit:
-        """A value of this shape, of which this is the box that starts at these indices; what lies
-        beside it has no meaning."""
+        """A value of this shape, with this one in the box that starts at these indices; elements
+        outside of it have no meaning."""
 
         def padded(leaf: Tensor) -> Tensor:
-            for dim, (size, start, own) in enumerate(zip(shape, starts, self.shape, strict=True)):
-                if leaf.shape[dim] == 1 or own == size:
+            for dim, (size, start, span) in enumerate(zip(shape, starts, self.shape, strict=True)):
+                if leaf.shape[dim] == 1 or span == size:
                     continue
                 wide = leaf.new_zeros((*leaf.shape[:dim], size, *leaf.shape[dim + 1 :]))
-                wide.narrow(dim, start, own).copy_(leaf)
+                wide.narrow(dim, start, span).copy_(leaf)
                 leaf = wide
             return leaf
 
@@ -167,17 +167,17 @@ def _squeezed(tensor: Tensor) -> Tensor:
 
 
 # -- implying --------------------------------------------------------------------------------------
-# Implicit values through the ops that make and change masks: what each makes of them.
+# Implicit values through the ops that make and change masks.
 #
 # IMPLIED is the table of such ops; each has a function from a call, bound to the names of its
 # schema, to the implicit value of the output.
 
 Held = Callable[[Any], Implicit | None]
-"""The implicit value of a tensor or of a number; None for a tensor that nothing is known of."""
+"""The implicit value of a tensor or of a number; None for an unknown tensor."""
 
 
 class NotImpliedError(Exception):
-    """The result of a call is no elementwise op on what is known."""
+    """The result of a call is no elementwise op on known operands."""
 
 
 class _Bound:
@@ -206,7 +206,7 @@ IMPLIED: dict[str, Implied] = {}
 
 
 def implied(call: Call, held: Held, output: Tensor, position: int = 0) -> Implicit | None:
-    """The implicit value of an output of a call; None where it is not known.
+    """The implicit value of an output of a call; None where it is unknown.
 
     position: which of the outputs it is.
     """
@@ -244,13 +244,13 @@ def _plain(op: str, *operands: str) -> Implied:
     return lambda bound: bound.applied(op, *(bound.value(name) for name in operands))
 
 
-def _logical(op: str, whole: str) -> Implied:
-    """A logical op on truths, and one of bits on whole numbers."""
+def _logical(op: str, bitwise: str) -> Implied:
+    """A logical op on truths, and one of bits on integers."""
 
     def implied_by(bound: _Bound) -> Implicit:
         names = ("self", "other") if "not" not in op else ("self",)
         return bound.applied(
-            op if bound.output.dtype == torch.bool else whole, *map(bound.value, names)
+            op if bound.output.dtype == torch.bool else bitwise, *map(bound.value, names)
         )
 
     return implied_by
@@ -285,7 +285,7 @@ def _sum(bound: _Bound) -> Implicit:
 
 @_by("baddbmm")
 def _added(bound: _Bound) -> Implicit:
-    """What a product is added to: the product itself is unknown."""
+    """The summand of a product; the product is unknown."""
     product = Implicit.unknown(bound.output.shape, bound.output.dtype)
     return bound.applied("add", bound.value("self"), product)
 
@@ -395,10 +395,10 @@ def _selected(bound: _Bound) -> Implicit:
 
 
 def _rows(bound: _Bound, value: Implicit, dim: int, index: Tensor) -> Implicit:
-    places = bound.held(index)
-    if places is None or places.leaf is None:
+    indices = bound.held(index)
+    if indices is None or indices.leaf is None:
         raise NotImpliedError("index")
-    rows = places.leaf.expand(places.shape).long()
+    rows = indices.leaf.expand(indices.shape).long()
     return value.changed(
         bound.output.shape,
         lambda leaf: leaf if leaf.shape[dim] == 1 else leaf.index_select(dim, rows),
@@ -434,11 +434,11 @@ def _interleaved(bound: _Bound) -> Implicit:
 def placed(base: Implicit, box: Implicit, starts: Sequence[int]) -> Implicit:
     """A value with another one in the box that starts at these indices."""
     inside: Implicit | None = None
-    for dim, (size, start, own) in enumerate(zip(base.shape, starts, box.shape, strict=True)):
-        if own == size:
+    for dim, (size, start, length) in enumerate(zip(base.shape, starts, box.shape, strict=True)):
+        if length == size:
             continue
         steps = torch.arange(size, device="cpu")
-        here = ((steps >= start) & (steps < start + own)).reshape(
+        here = ((steps >= start) & (steps < start + length)).reshape(
             [size if other == dim else 1 for other in range(len(base.shape))]
         )
         part = Implicit.of(here)
@@ -454,16 +454,16 @@ def placed(base: Implicit, box: Implicit, starts: Sequence[int]) -> Implicit:
 @_by("cat")
 def _joined(bound: _Bound) -> Implicit:
     shape, dim = tuple(bound.output.shape), bound.named.get("dim", 0) % bound.output.dim()
-    whole, start = Implicit.of(0).expanded(shape), 0
+    base, start = Implicit.of(0).expanded(shape), 0
     for tensor in bound.named["tensors"]:
         part = bound.held(tensor)
         if part is None:
             raise NotImpliedError("tensors")
         starts = [start if other == dim else 0 for other in range(len(shape))]
-        whole = placed(Implicit(whole.shape, bound.output.dtype, whole.op, whole.parts, whole.leaf),
+        base = placed(Implicit(base.shape, bound.output.dtype, base.op, base.parts, base.leaf),
                        part, starts)  # fmt: skip
         start += tensor.shape[dim]
-    return whole
+    return base
 
 
 @_by("constant_pad_nd")

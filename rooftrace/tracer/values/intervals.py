@@ -16,8 +16,8 @@ from rooftrace.tracer.values.implicit import LEAF, UNKNOWN, Implicit
 # Bounds of an `Implicit` value over many elements at once, from bounds of its leaves.
 #
 # OPS is the table of elementwise ops that such a value can be made of.  Numbers are float64; true
-# and false are 1 and 0.  Where both bounds of all parts are equal, so are those of the result, and
-# they are the value.
+# and false are 1 and 0.  Where both bounds of all parts are equal, so are the bounds of
+# the result, and they are the value.
 
 Bounds = tuple[Tensor, Tensor]
 """The least and the largest value, of equal shapes."""
@@ -28,7 +28,7 @@ _broadcast: Any = torch.broadcast_tensors
 
 
 def bounds_of(value: Implicit, leaf: Callable[[Implicit], Bounds]) -> Bounds:
-    """Bounds of a value.  `leaf` gives those of its leaves."""
+    """Bounds of a value.  `leaf`: of its leaves."""
     if value.op == LEAF:
         return leaf(value)
     if value.op == UNKNOWN:
@@ -42,7 +42,7 @@ def bounds_of(value: Implicit, leaf: Callable[[Implicit], Bounds]) -> Bounds:
 
 
 def written_out(value: Implicit) -> Tensor:
-    """A value as a CPU tensor of its own."""
+    """A value as a new CPU tensor."""
 
     def exact(part: Implicit) -> Bounds:
         assert part.leaf is not None
@@ -79,7 +79,7 @@ def _mul(a: Bounds, b: Bounds) -> Bounds:
 
 
 def _quotient(a: Bounds, b: Bounds) -> Bounds:
-    """a / b; anything where b may be 0 and is not known."""
+    """a / b; anything where b may be 0 and is uncertain."""
     low, high = _hull(*(x / y for x in a for y in b))
     crosses = (b[0] <= 0) & (b[1] >= 0) & (b[0] != b[1])
     return torch.where(crosses, -_INF, low), torch.where(crosses, _INF, high)
@@ -93,10 +93,10 @@ def _floored(a: Bounds, b: Bounds) -> Bounds:
 def _remainder(a: Bounds, b: Bounds) -> Bounds:
     """a mod b, of the sign of b."""
     same = (a[0] / b[0]).floor() == (a[1] / b[1]).floor()
-    whole = (b[0] == b[1]) & same
+    exact = (b[0] == b[1]) & same
     zero = torch.zeros((), dtype=torch.float64)
-    low = torch.where(whole, a[0].remainder(b[0]), torch.minimum(b[0], zero))
-    high = torch.where(whole, a[1].remainder(b[1]), torch.maximum(b[1], zero))
+    low = torch.where(exact, a[0].remainder(b[0]), torch.minimum(b[0], zero))
+    high = torch.where(exact, a[1].remainder(b[1]), torch.maximum(b[1], zero))
     return low, high
 
 
@@ -112,20 +112,20 @@ def _rising(function: Callable[[Tensor], Tensor]) -> Interval:
 
 
 def _by_points(function: Callable[..., Tensor]) -> Interval:
-    """The interval of any function: known where its parts are, else anything."""
+    """The interval of any function: exact where its parts are, else anything."""
 
     def interval(*parts: Bounds) -> Bounds:
         exact = function(*(low for low, _ in parts))
-        known = torch.ones((), dtype=torch.bool)
+        fixed = torch.ones((), dtype=torch.bool)
         for low, high in parts:
-            known = known & (low == high)
-        return torch.where(known, exact, -_INF), torch.where(known, exact, _INF)
+            fixed = fixed & (low == high)
+        return torch.where(fixed, exact, -_INF), torch.where(fixed, exact, _INF)
 
     return interval
 
 
 def _by_bits(function: Callable[..., Tensor]) -> Interval:
-    """The interval of a function of the bits of whole numbers."""
+    """The interval of a function of the bits of integers."""
     return _by_points(lambda *parts: function(*(part.long() for part in parts)).double())
 
 
@@ -301,7 +301,7 @@ class _Search:
             for key, leaf in leaves.items()
         }
         self.top = max((max(rows, columns, 1) - 1).bit_length(), _DENSE)
-        self.shown: dict[int, list[tuple[Tensor, ...]]] = {}  # whole squares, by their level
+        self.shown: dict[int, list[tuple[Tensor, ...]]] = {}  # full squares, by their level
         self.looked = 0
 
     def run(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -313,23 +313,23 @@ class _Search:
             for part in _parts(at, _AT_ONCE):
                 low, high = self._bounds({key: item[level] for key, item in levels.items()}, part)
                 low, high = low.expand(part[0].shape), high.expand(part[0].shape)
-                whole = low > 0
-                self.shown.setdefault(level, []).append(tuple(item[whole] for item in part))
+                full = low > 0
+                self.shown.setdefault(level, []).append(tuple(item[full] for item in part))
                 mixed = (low <= 0) & (high > 0)
                 cut.append(tuple(item[mixed] for item in part))
             at = self._quarters(tuple(torch.cat(items) for items in zip(*cut, strict=True)), level)
         return self._gathered(at)
 
     def _bounds(self, leaves: dict[int, Bounds], at: tuple[Tensor, ...]) -> Bounds:
-        """Bounds of the value at places of these leaves: of squares, or of single pairs."""
+        """Bounds of the value at indices of these leaves: of squares, or of single pairs."""
 
         def leaf(part: Implicit) -> Bounds:
             low, high = leaves[id(part.leaf)]
-            places = tuple(
+            indices = tuple(
                 item if size > 1 else item.new_zeros(())
                 for item, size in zip(at, low.shape, strict=True)
             )
-            return low[places].double(), high[places].double()
+            return low[indices].double(), high[indices].double()
 
         return bounds_of(self.value, leaf)
 
@@ -346,7 +346,7 @@ class _Search:
         return plane.repeat(4)[inside], rows[inside], columns[inside]
 
     def _gathered(self, rest: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What all squares show; the pairs of the smallest ones, `rest`, are looked at singly."""
+        """The pairs of all squares; pairs of the smallest ones, `rest`, are looked at singly."""
         counts = torch.zeros((self.planes, 1), dtype=torch.int64)
         first, last = torch.full_like(counts, self.columns), torch.full_like(counts, -1)
         seen = torch.zeros((self.planes, 1), dtype=torch.bool)
@@ -385,7 +385,7 @@ def _parts(at: tuple[Tensor, ...], count: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _halved(item: Tensor, size: int) -> Tensor:
-    """What holds for squares, for each half of them."""
+    """The facts of squares, for each half of them."""
     if item.shape[1] == size:
         return item
     return item.repeat_interleave(2, 1)[:, :size].contiguous()

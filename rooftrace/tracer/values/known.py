@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.recording import Call, groups, ops
-from rooftrace.tracer.values import implicit as implying, intervals, masks, trees
+from rooftrace.tracer.values import implicit, intervals, masks, trees
 from rooftrace.tracer.values.implicit import Implicit
 from rooftrace.tracer.values.masks import IMPLICIT, KNOWN, REAL_VALUE, Known, LearntValue, small
 
@@ -28,12 +28,12 @@ _SERIAL = itertools.count()
 class KnownTensors:
     """The tensors of one capture whose value is known.
 
-    results: what was computed from known values; some of it is held by several tensors.
+    results: computed from known values; several tensors may hold one of them.
     """
 
     def __init__(self, results: ResultMemo) -> None:
         self.results = results
-        self.key = f"{KNOWN}_{next(_SERIAL)}"  # of this capture alone; others may run beside it
+        self.key = f"{KNOWN}_{next(_SERIAL)}"  # of this capture alone; others may run as well
         self._epochs: dict[int, int] = {}  # how often bytes became unknown
         # By bytes: the tensors whose value is known.
         self._alive: defaultdict[int, weakref.WeakValueDictionary[int, Tensor]]
@@ -56,8 +56,8 @@ class KnownTensors:
     ) -> None:
         """Remember that `tensor` holds one of the values that a call made, as equal calls do.
 
-        Whole numbers in memory of their own are shared by all of them, so that what follows from
-        them is computed once; else `copy` is learnt.
+        Integers that alone fill their memory are shared by all of them, so that results from them
+        are computed once; else `copy` is learnt.
         """
         entry = kept[place]
         others = [entry[0] for entry in kept if entry is not None]
@@ -80,7 +80,7 @@ class KnownTensors:
         """The value of `tensor`, written out, if it is known and its storage was not overwritten
         since.
 
-        A CPU tensor is its own value.
+        A CPU tensor is its value.
         """
         entry = self.held(tensor)
         if entry is None:
@@ -94,7 +94,7 @@ class KnownTensors:
         return Known(value, entry.taint, entry.epoch)
 
     def held(self, tensor: Tensor) -> LearntValue | None:
-        """What is known of the value of `tensor`, at any size (see `known`)."""
+        """The value of `tensor`, at any size (see `known`)."""
         entry: LearntValue | None = tensor.__dict__.get(self.key)
         if entry is None:
             if tensor.device.type == "cpu":
@@ -105,7 +105,7 @@ class KnownTensors:
         return entry
 
     def implicit(self, tensor: Tensor) -> Implicit | None:
-        """What is known of `tensor`, as a value that is not written out."""
+        """The value of `tensor` as one that is not written out; None where it is unknown."""
         entry = self.held(tensor)
         if entry is None:
             return None
@@ -117,7 +117,7 @@ class KnownTensors:
         return Implicit.of(entry.value)
 
     def views(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors in the bytes of `tensor` of which something is known."""
+        """The tensors in the bytes of `tensor` that have a value."""
         return list(self._alive.get(trees.bytes_of(tensor), {}).values())
 
     def epoch(self, tensor: Tensor) -> int:
@@ -138,13 +138,13 @@ class KnownTensors:
         for tensor in self.tensors():
             entry = self.held(tensor)
             if keep and entry is not None and not entry.taint:
-                implicit = isinstance(entry.value, Implicit)
-                tensor.__dict__[IMPLICIT if implicit else REAL_VALUE] = entry.value
+                is_implicit = isinstance(entry.value, Implicit)
+                tensor.__dict__[IMPLICIT if is_implicit else REAL_VALUE] = entry.value
             tensor.__dict__.pop(self.key, None)
         self._alive.clear()
 
     def to_write(self, tensor: Tensor, entry: Known) -> Known:
-        """What a tensor that is written to holds, in memory of its own and of its views.
+        """The value of a tensor that is written to, in memory that only its views share.
 
         A view whose value is in other memory, where the write would not be seen, becomes unknown.
         """
@@ -153,16 +153,16 @@ class KnownTensors:
         storage: Any = entry.value.untyped_storage()
         copied = storage.clone() if shared else None
         for view in self.views(tensor):
-            known = self.known(view)
-            if known is None:
+            held = self.known(view)
+            if held is None:
                 continue
-            value = known.value
+            value = held.value
             if trees.bytes_of(value) != memory:
                 view.__dict__.pop(self.key, None)
             elif copied is not None:
                 at = value.storage_offset(), value.shape, value.stride()
-                own = value.new_empty(0).set_(copied, *at)
-                view.__dict__[self.key] = Known(own, known.taint, known.epoch)
+                moved = value.new_empty(0).set_(copied, *at)
+                view.__dict__[self.key] = Known(moved, held.taint, held.epoch)
         changed = self.known(tensor)
         return entry if changed is None else changed
 
@@ -193,12 +193,12 @@ class KnownTensors:
         }
         if partly and not masks.decides(call, operands.values()):
             return None
-        held = implying.holder(operands)
+        held = implicit.holder(operands)
         entries = map(self.held, call.tensors)
         taint: frozenset[int] = frozenset().union(*(e.taint for e in entries if e))
         made: list[tuple[Tensor, Tensor | Implicit]] = []
         for position, output in enumerate(outputs):
-            value: Tensor | Implicit | None = implying.implied(call, held, output, position)
+            value: Tensor | Implicit | None = implicit.implied(call, held, output, position)
             value = masks.reduced(call, held, output) if value is None else value
             if value is None:
                 return None
@@ -215,14 +215,14 @@ class KnownTensors:
         return any(entry is not None and isinstance(entry.value, Implicit) for entry in views)
 
     def _overwrite(self, tensor: Tensor, value: Implicit) -> None:
-        """Change what is known of the other tensors in the bytes of one that is written to."""
+        """Change the values of the other tensors in the bytes of one that is written to."""
         for view in self.views(tensor):
             entry, before = self.held(view), self.implicit(view)
             if view is tensor or entry is None or before is None:
                 continue
-            outer, inner = implying.boxed(view, tensor), implying.boxed(tensor, view)
+            outer, inner = implicit.boxed(view, tensor), implicit.boxed(tensor, view)
             if outer is not None:
-                self.learn(view, implying.placed(before, value, outer), entry.taint)
+                self.learn(view, implicit.placed(before, value, outer), entry.taint)
             elif inner is not None:
                 box = tuple(slice(s, s + n) for s, n in zip(inner, view.shape, strict=True))
                 self.learn(view, value.viewed(partial(_cut, box)), entry.taint)
@@ -243,7 +243,7 @@ _CPU = torch.device("cpu")
 _SAME = frozenset({"aten.arange"})
 """Ops without inputs that layers ask for over and over."""
 MAX_KEPT = 1 << 30
-"""Bytes of results that are kept for equal calls; those that were asked for longest ago go."""
+"""Bytes of results that are kept for equal calls; the least recently used go first."""
 
 
 class ResultMemo:
@@ -261,21 +261,21 @@ class ResultMemo:
         self._writes: Counter[int] = Counter()  # by storage: torch counts none made in a mode
 
     def can_draw(self, func: Any, outputs: Sequence[Tensor]) -> bool:
-        """Whether a random op makes whole numbers without inputs, and drawing is on."""
+        """Whether a random op makes integers without inputs, and drawing is on."""
         takes = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
-        whole = not takes and not any(t.dtype.is_floating_point for t in outputs)
-        return self._generator is not None and whole
+        integers = not takes and not any(t.dtype.is_floating_point for t in outputs)
+        return self._generator is not None and integers
 
-    def once(self, value: Value, what: Any, compute: Callable[[Value], Any]) -> Any:
-        """`compute(value)`, done once for each known value and `what` (layers share their mask)."""
-        if isinstance(value, Implicit):  # told by its contents: what is computed is small
-            told = ("once", value.signature, what)
-            if told not in self.memo:
-                self.memo[told] = compute(value)
-            return self.memo[told]
+    def once(self, value: Value, name: Any, compute: Callable[[Value], Any]) -> Any:
+        """`compute(value)`, done once for each known value and `name` (layers share their mask)."""
+        if isinstance(value, Implicit):  # by its contents: the results are small
+            contents = ("once", value.signature, name)
+            if contents not in self.memo:
+                self.memo[contents] = compute(value)
+            return self.memo[contents]
         if value.is_inference():
             return compute(value)
-        key = ("once", id(value), self._state(value), what)
+        key = ("once", id(value), self._state(value), name)
         kept = self._recalled(key)
         if kept is None:
             kept = compute(value), value
@@ -302,9 +302,9 @@ class ResultMemo:
             key = (call.func, repr(self._fingerprint((*args, *kwargs.items()))))
             hit = self._recalled(key)
             if hit is not None and all(self._state(t) == state for t, state in hit[1]):
-                own = {trees.bytes_of(value) for value in values.values()}
+                inputs = {trees.bytes_of(value) for value in values.values()}
                 # A view is shared on purpose.
-                self.shared.update({trees.bytes_of(t) for t, _ in hit[1]} - own)
+                self.shared.update({trees.bytes_of(t) for t, _ in hit[1]} - inputs)
                 return hit[0]
         try:
             result = ops.run_on_cpu(call.name, call.func, args, kwargs, self._generator)

@@ -25,18 +25,18 @@ MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are written out; larger ones are `Implicit`
 where they are made of such."""
 MAX_CHOSEN = 1 << 28
-"""Whole numbers up to this many that follow from a choice (of experts) are carried along: the rows
+"""Integers up to this many that follow from a choice (of experts) are carried along: the rows
 of each expert depend on them.  Equal layers share them."""
 MAX_MARKED = 1 << 25
 """Truths up to this many that follow from a choice (marks of experts, or of the keys that sparse
-attention takes) are carried along: each layer makes and looks at its own."""
+attention takes) are carried along: each layer makes a new one."""
 MAX_ASSUMED = 1 << 24
 """Unknown tensors up to this many elements get an assumed value where the code needs one."""
 MAX_FLOATS = 1 << 16
 """Floating tensors up to this many elements are carried along; they seldom decide anything."""
 
 KNOWN = "_rooftrace_known"
-"""Attribute of a meta tensor whose value a running capture knows; each adds a number of its own."""
+"""Attribute of a meta tensor whose value a running capture knows; each adds its number."""
 REAL = "_rooftrace_real"
 """Attribute of a meta tensor made from a real one: the real one, as a `Real`."""
 REAL_VALUE = "_rooftrace_value"
@@ -45,15 +45,15 @@ IMPLICIT = "_rooftrace_implicit"
 """Attribute of a meta tensor that is too large for that: its `Implicit` value."""
 
 UNIFORM = "_rooftrace_uniform"
-"""Attribute of a meta tensor of whole numbers that were drawn here: among which range, all equally
-likely.  What they reach counts as expected, and not as in the one draw."""
+"""Attribute of a meta tensor of integers that were drawn here: their range, all equally likely.
+The classes they reach count as expected, and not as in the one draw."""
 
 _STORED = "_rooftrace_stored"
 """Attribute of a module: formats in which a checkpoint stores its parameters, by their names."""
 
 
 class Real:
-    """A reference to the user's own tensor, which is only read; a copy of it is itself."""
+    """A reference to the user's tensor, which is only read; a copy of it is itself."""
 
     __slots__ = ("tensor",)
 
@@ -73,7 +73,7 @@ class Known(NamedTuple):
 
 
 class LearntValue(NamedTuple):
-    """What is known of a meta tensor at any size: as `Known`, or as an `Implicit` value."""
+    """The value of a meta tensor of any size: as `Known`, or as an `Implicit` value."""
 
     value: Tensor | Implicit
     taint: frozenset[int]
@@ -90,9 +90,9 @@ def small(tensor: Tensor) -> bool:
 
 def fits_chosen(tensor: Tensor) -> bool:
     """Whether the values of a tensor that follow from a choice are worth carrying."""
-    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    exact = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     most = MAX_MARKED if tensor.dtype == torch.bool else MAX_CHOSEN
-    return small(tensor) or (whole and tensor.numel() <= most)
+    return small(tensor) or (exact and tensor.numel() <= most)
 
 
 def store(module: Any, name: str, form: str) -> None:
@@ -112,7 +112,7 @@ holds as -9,984."""
 
 
 def mask_of(tensor: Tensor) -> Implicit | None:
-    """The value of a meta tensor that is too large to be known by itself, where it may be a mask.
+    """The value of a meta tensor that is too large to be written out, where it may be a mask.
 
     It was made of ranges, or stands for a real one of truths (also as 0 and 1) or of very negative
     numbers.
@@ -154,12 +154,12 @@ _HALF = 0.5
 _FILLS = 4
 """The most different numbers that hide positions in one mask."""
 
-# -- what hides a position -----------------------------------------------------------------------
+# -- hidden positions ----------------------------------------------------------------------------
 
 
 def shown(mask: Implicit) -> Implicit:
-    """Which positions a mask shows: those where a boolean one is true, or one of numbers is not
-    very negative.  What is unknown of it shows all.
+    """The positions that a mask shows: where a boolean one is true, or one of numbers is not very
+    negative.  Unknown parts show all.
     """
     if mask.dtype == torch.bool:
         return _settled(mask, True)
@@ -310,7 +310,7 @@ def unsure(mask: Implicit) -> bool:
 # -- facts ---------------------------------------------------------------------------------------
 
 _PARTLY = frozenset({"add", "sub", "rsub", "where", "masked_fill", "baddbmm"})
-"""Ops of numbers that keep what one operand hides, whatever the other is."""
+"""Ops of numbers that keep the positions that one operand hides, whatever the other is."""
 _LOGICAL = frozenset(
     {"bitwise_and", "bitwise_or", "logical_and", "logical_or", "__and__", "__or__"}
 )
@@ -323,7 +323,7 @@ def may_decide(call: Call) -> bool:
 
 
 def decides(call: Call, operands: Collection[Implicit]) -> bool:
-    """Whether a call with unknown operands makes something that is known to mask positions."""
+    """Whether a call with unknown operands makes a mask of known positions."""
     name = call.short_name.removesuffix("_")
     values = [value for value in operands if len(value.shape) >= _PLANE and value.op != UNKNOWN]
     if name in _OVERWRITES:
@@ -348,9 +348,9 @@ def _adds_nothing(value: Implicit) -> bool:
 
 
 def facts_of(mask: Implicit, rows: int, columns: int) -> dict[str, Any] | None:
-    """What a mask [..., rows or 1, columns or 1] of attention says: `visible_pairs` of one head,
+    """Facts of a mask [..., rows or 1, columns or 1] of attention: `visible_pairs` of one head,
     mean over heads and batch; the pattern; `window`, the most keys that a query sees; and
-    `visible_keys`, those that some query sees.  None where it has no pattern and is too large to
+    `visible_keys`, which some query sees.  None where it has no pattern and is too large to
     count.
     """
     try:
@@ -369,9 +369,9 @@ def facts_of(mask: Implicit, rows: int, columns: int) -> dict[str, Any] | None:
 def pattern(pairs: ShownPairs) -> str:
     """The kind of a mask.
 
-    none: a query sees all keys.  causal: those up to its own, which the last query has last;
+    none: a query sees all keys.  causal: keys up to its diagonal, which ends at the last key;
     padding may hide the first or the last of them.  sliding-window: the last so many of these.
-    chunked and packed: those of its chunk or document.  prefix: those of a prompt too.  band: keys
+    chunked and packed: keys of its chunk or document.  prefix: keys of a prompt too.  band: keys
     within other distances before and behind.  padding: all queries see the same keys.  full: none
     of these holds for all planes.
     """
@@ -391,26 +391,26 @@ def _pattern(pairs: ShownPairs, plane: int) -> str:
     used = counts > 0
     if not bool(used.any()) or bool((counts != last - first + 1)[used].any()):
         return "full"
-    own = (torch.arange(rows, device="cpu") + columns - rows)[used]
+    edge = (torch.arange(rows, device="cpu") + columns - rows)[used]
     counts, first, last = counts[used], first[used], last[used]
     start, end = int(first.min()), int(last.max())
     if bool((first == start).all()) and bool((last == end).all()):
         return "padding"
-    if bool((last == own.clamp(max=end)).all()):  # causal, with a padded end at most
+    if bool((last == edge.clamp(max=end)).all()):  # causal, with a padded end at most
         width = int(counts.max())
         if bool((first == start).all()):
             return "causal"
-        if bool((first == (own - width + 1).clamp(min=start)).all()):
+        if bool((first == (edge - width + 1).clamp(min=start)).all()):
             return "sliding-window"
         begins = first[1:] != first[:-1]
-        if not bool((first[1:] == own[1:])[begins].all()):
+        if not bool((first[1:] == edge[1:])[begins].all()):
             return "full"
-        *lengths, rest = torch.cat([first[:1], first[1:][begins], own[-1:] + 1]).diff().tolist()
+        *lengths, rest = torch.cat([first[:1], first[1:][begins], edge[-1:] + 1]).diff().tolist()
         return "chunked" if len(set(lengths)) == 1 and rest <= lengths[0] else "packed"
-    if bool((first == start).all()) and bool((last == own.clamp(min=int(last[0]))).all()):
+    if bool((first == start).all()) and bool((last == edge.clamp(min=int(last[0]))).all()):
         return "prefix"
-    ahead, behind = int((last - own).max()), int((own - first).max())
-    band = (last == (own + ahead).clamp(max=end)) & (first == (own - behind).clamp(min=start))
+    ahead, behind = int((last - edge).max()), int((edge - first).max())
+    band = (last == (edge + ahead).clamp(max=end)) & (first == (edge - behind).clamp(min=start))
     if bool(band.all()):
         return "band"
     changes = (first[1:] != first[:-1]) | (last[1:] != last[:-1])
@@ -431,8 +431,8 @@ def reduced(call: Call, held: Held, output: Tensor) -> Tensor | None:
         return None
     dims = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim")
     dims = [dims] if isinstance(dims, int) else list(dims or ())
-    whole = not dims
-    if not whole and [dim % len(value.shape) for dim in dims] != [len(value.shape) - 1]:
+    everything = not dims
+    if not everything and [dim % len(value.shape) for dim in dims] != [len(value.shape) - 1]:
         return None
     try:
         pairs = shown_pairs(value, *value.shape[-2:])
@@ -443,8 +443,8 @@ def reduced(call: Call, held: Held, output: Tensor) -> Tensor | None:
         for dim in range(len(value.shape) - 2)
     ]
     counts = pairs.counts.reshape(*lead, -1).expand(*value.shape[:-1])
-    if whole:
+    if everything:
         counts = counts.sum()
-    size = value.elements if whole else value.shape[-1]
+    size = value.elements if everything else value.shape[-1]
     result = counts == size if name == "all" else counts > 0 if name == "any" else counts
     return result.reshape(output.shape).to(output.dtype)

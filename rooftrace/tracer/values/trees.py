@@ -18,7 +18,7 @@ from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.tracer import torch_private
 
 _PREFERRED = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Of several dtypes with one name, these are what the name means."""
+"""Of several dtypes with one name, the name means these."""
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def _by_name() -> dict[str, torch.dtype]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of one of our names, or of torch's own.
+    """The torch dtype of one of our names, or of torch's.
 
     Raises GraphError for a name that no dtype has (nvfp4, or a misspelling).
     """
@@ -56,9 +56,9 @@ def torch_dtype(name: str) -> torch.dtype:
 OURS = "_rooftrace"
 """The prefix of the attributes that the tracer sets on tensors."""
 HAS_BYTES = f"{OURS}_has_bytes"
-"""Attribute of a meta tensor of a class of its own that stands for one with bytes of its own."""
+"""Attribute of a meta tensor subclass that stands for one with bytes besides inner tensors."""
 ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
-"""Classes of plain tensors, which hold their own bytes and nothing else."""
+"""Classes of plain tensors, which hold their bytes and nothing else."""
 
 
 def is_wrapper(kind: type) -> bool:
@@ -84,12 +84,12 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def is_hollow(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape and no bytes of its own: `_make_wrapper_subclass` made it."""
+    """Whether a tensor has a shape and no bytes: `_make_wrapper_subclass` made it."""
     if type(tensor) in ORDINARY or not is_wrapper(type(tensor)):
         return False
     if tensor.layout is not torch.strided:
         return True
-    if tensor.device.type == "meta":  # no address says it there: what it is made of does
+    if tensor.device.type == "meta":  # it has no address there: its attributes tell
         return not vars(tensor).get(HAS_BYTES) and bool(tensors_in(attributes_of(tensor)))
     try:
         tensor.untyped_storage().data_ptr()
@@ -98,37 +98,37 @@ def is_hollow(tensor: Tensor) -> bool:
     return False
 
 
-def parts_of(tensor: Tensor, beside: bool = True) -> list[tuple[Tensor, str]]:
+def parts_of(tensor: Tensor, attributes: bool = True) -> list[tuple[Tensor, str]]:
     """The plain tensors that hold the bytes of a tensor, each with a suffix for its name.
 
-    beside: also tensors among the attributes of one that has bytes of its own, and a class of its
-    own (scales of packed weights).
+    attributes: also tensors among the attributes of a subclass that has bytes itself (scales of
+    packed weights).
     """
     tensor = unwrapped(tensor)
     kind = type(tensor)
     if kind in ORDINARY:
         return named_pieces(tensor)
-    own: list[tuple[Tensor, str]] = []
+    plain: list[tuple[Tensor, str]] = []
     if hasattr(kind, "__tensor_flatten__"):
         flat: Any = tensor
         inside = [(name, getattr(tensor, name)) for name in flat.__tensor_flatten__()[0]]
         named = [(name, part) for name, part in inside if isinstance(part, Tensor)]
     else:
         if not is_hollow(tensor):
-            own = [(tensor, "")]
-            if not beside:
-                return own
+            plain = [(tensor, "")]
+            if not attributes:
+                return plain
         named = [
             (name, part)
             for name, item in attributes_of(tensor).items()
             for part in tensors_in(item)
             if part is not tensor
         ]
-    alone = len(named) + len(own) == 1
+    alone = len(named) + len(plain) == 1
     for name, inner in named:
         parts = [(inner, "")] if inner is tensor else parts_of(inner)
-        own += [(part, ("" if alone else f".{name}") + suffix) for part, suffix in parts]
-    return own or [(tensor, "")]
+        plain += [(part, ("" if alone else f".{name}") + suffix) for part, suffix in parts]
+    return plain or [(tensor, "")]
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
@@ -293,7 +293,7 @@ def pieces_of(tensor: Tensor) -> list[Tensor]:
 
 
 STORES_NOTHING = "_rooftrace_stores_nothing"
-"""Attribute of a sparse tensor on meta that is known to store no element."""
+"""Attribute of a sparse tensor on meta that surely stores no element."""
 _PIECES = {
     torch.sparse_coo: ("indices", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -301,14 +301,14 @@ _PIECES = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-"""What the pieces of a sparse tensor are called, in the order of `pieces_of`."""
+"""Names of the pieces of a sparse tensor, in the order of `pieces_of`."""
 
 
 def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
     """The pieces of a tensor, each with a suffix for its name; of a sparse one the values first.
 
     A sparse one that stores nothing on meta stands for itself, unless it was emptied: it was made
-    by an op that cannot know there what it stores.
+    by an op that cannot count there its stored elements.
     """
     if not is_sparse(tensor):
         return [(tensor, "")]
@@ -320,7 +320,7 @@ def named_pieces(tensor: Tensor) -> list[tuple[Tensor, str]]:
 
 
 def listed(item: Any) -> list[Tensor]:
-    """The tensors of one argument: itself, or those in a list of it."""
+    """The tensors of one argument: itself, or the tensors of a list."""
     tensors: list[Tensor] = []
     arguments_in((item,), tensors)
     return tensors
@@ -333,16 +333,16 @@ LAZY = (UninitializedParameter, UninitializedBuffer)
 """Classes of tensors that have no shape before their module is called the first time."""
 
 
-def asked(item: Any, name: str, default: Any = None) -> Any:
-    """An attribute that a user's object need not have; what it raises says that it has none."""
+def attribute(item: Any, name: str, default: Any = None) -> Any:
+    """An attribute of a user's object, or the default where it has none or raises."""
     try:
         return getattr(item, name, default)
-    except Exception:  # of the user's own __getattr__
+    except Exception:  # of the user's __getattr__
         return default
 
 
 def class_name(module: nn.Module) -> str:
-    """The class of a module; TorchScript's say of what they were made."""
+    """The class name of a module; for TorchScript, of its original."""
     made_of = module.original_name if isinstance(module, torch.jit.ScriptModule) else ""
     return str(made_of or type(module).__name__)
 
@@ -358,12 +358,12 @@ def own_tensors(module: nn.Module) -> Iterable[Tensor]:
 
 
 def weights_in(root: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of a module and its children, also where its own attributes have the
-    names of the methods that list them."""
+    """Parameters and buffers of a module and its children, also where its attributes hide the
+    methods that list them."""
     return chain(nn.Module.parameters(root), nn.Module.buffers(root))
 
 
-def beside_in(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(module: nn.Module, seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Tensors in objects that a module holds, with the names of its attributes.
 
     seen: objects that are not looked into (again).

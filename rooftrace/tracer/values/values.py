@@ -1,6 +1,6 @@
-"""Small values that are known while tracing on meta, and what is assumed where they are not.
+"""Small values that are known while tracing on meta, and assumptions about unknown ones.
 
-Positions, masks, lengths and indices are computed beside the meta tensors on the CPU, so that
+Positions, masks, lengths and indices are also computed on the CPU, so that
 `.item()`, `.tolist()`, boolean indexing and `nonzero` on them are exact.  A value that depends on
 weights or activations is chosen by a named policy, which records an `Assumption`.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.graph import Assumption, assumptions as asked
-from rooftrace.tracer import deciding_line, source as lines, torch_private
+from rooftrace.graph import Assumption, assumptions
+from rooftrace.tracer import deciding_line, source, torch_private
 from rooftrace.tracer.recording import Call, groups, ops
 from rooftrace.tracer.values import masks, trees
 from rooftrace.tracer.values.choices import EXPECTED, UniformDraws, chosen, in_order
@@ -51,7 +51,7 @@ class Assumptions:
         where: Callable[[], str] = lambda: "",  # the path of the running module
         branches: Mapping[int, bool] | None = None,  # answers to unknown conditions, by number
         assume: Mapping[str, Any] | None = None,  # the user's choices, by kind and module
-        number: int = 1,  # what an unknown number is taken as
+        number: int = 1,  # the value of an unknown number
         turned: Collection[str] = (),  # source lines whose unknown conditions go the other way
     ) -> None:
         self.where = where
@@ -61,10 +61,10 @@ class Assumptions:
         self.number = number
         self.turned = frozenset(turned)
         self.by_number = False  # the user's branches count conditions: none is computed
-        self.last_line = ""  # the line that asked for the last unknown condition
+        self.last_line = ""  # where the last unknown condition was needed
         self.choosing: dict[tuple[str, str], tuple[str, Any]] = {}  # by kind and line
         self.assumptions: list[Assumption] = []
-        self.asides = range(0)  # those made while nothing was recorded
+        self.asides = range(0)  # ids of the assumptions made while nothing was recorded
         self.decisions = 0  # how many unknown conditions were decided
         self.decided = False  # the last of these decisions was the user's
         self._same_branch: Counter[tuple[str, str, str]] = Counter()
@@ -108,12 +108,12 @@ class Assumptions:
         asks; None without one."""
         if not self.choices:
             return None
-        line = lines.asking_line(2) if asked.of_lines(self.choices) else ""
-        return asked.decided(self.choices, kind, self.where(), line)
+        line = source.asking_line(2) if assumptions.of_lines(self.choices) else ""
+        return assumptions.decided(self.choices, kind, self.where(), line)
 
     def chosen(self, kind: str, text: str, value: Any, decided: Any = None) -> frozenset[int]:
         """Record a choice that the user can make (`decided`: as it was), for the line that asks."""
-        key = kind, lines.asking_line(2)
+        key = kind, source.asking_line(2)
         self.choosing.pop(key, None)
         self.choosing[key] = says_who(text, decided), value
         return frozenset([self.assume(kind, *self.choosing[key])])
@@ -122,7 +122,7 @@ class Assumptions:
         """How the last choices are made otherwise, by the user: the latest first."""
         shown = []
         for (kind, asking), (text, value) in list(self.choosing.items())[: -most - 1 : -1]:
-            line = lines.relative_line(asking)
+            line = source.relative_line(asking)
             other = str(not value).lower() if kind == "branch" else _ANY[kind]
             shown.append(f"Before, at {line}, {text}; --assume {kind}@{line}={other} changes that.")
         return shown
@@ -134,8 +134,8 @@ class Assumptions:
         density = DENSITY if decided is None else float(decided)
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
         true = max(1 if density else 0, math.ceil(rows * columns * density))
-        whole, over = divmod(true, max(rows, 1))
-        mask = torch.arange(columns) < whole + (torch.arange(rows) < over).long()[:, None]
+        each, over = divmod(true, max(rows, 1))
+        mask = torch.arange(columns) < each + (torch.arange(rows) < over).long()[:, None]
         text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
         return mask.reshape(shape), self.chosen("density", text, density, decided)
 
@@ -146,10 +146,10 @@ class Assumptions:
         value = self.number if decided is None else decided
         shown = str(value) if decided is not None else "ones" if value else "zeros"
         if decided is None and tensor.numel() == 1:
-            needed = lines.needed_number(2, value, not tensor.is_floating_point())
+            needed = source.needed_number(2, value, not tensor.is_floating_point())
             if needed is not None:
                 value = needed
-                shown = f"{value}, without which {lines.relative_line(deciding_line(2))} fails"
+                shown = f"{value}, without which {source.relative_line(deciding_line(2))} fails"
         text = f"{why}: an unknown {trees.label_of(tensor)} tensor is taken as {shown}"
         taint = self.chosen("value", text, value, decided)
         return torch.full(tuple(tensor.shape), value, dtype=tensor.dtype), taint
@@ -163,14 +163,14 @@ class Assumptions:
         the code fails with False."""
         index, self.decisions = self.decisions, self.decisions + 1
         decided = self.decision("branch")
-        self.last_line, needed = deciding_line(2), lines.needed_answer(2)
+        self.last_line, needed = deciding_line(2), source.needed_answer(2)
         place = (self.where(), why, self.last_line)
         if decided is not None:
             usual = bool(decided)
-        else:  # what is tested is false; so where the code takes `not` of it, the condition is true
-            usual = lines.asked_under_not(2) if needed is None else needed
+        else:  # the tested value is false; under a `not` in the code, the condition is true
+            usual = source.asked_under_not(2) if needed is None else needed
             usual = usual != (self.last_line in self.turned)
-        endless = self._same_branch[place] >= MAX_SAME_BRANCH and not lines.goes_on_either_way(2)
+        endless = self._same_branch[place] >= MAX_SAME_BRANCH and not source.goes_on_either_way(2)
         taken = self.branches.get(index, usual != endless)
         self.decided = index in self.branches or decided is not None
         self._same_branch[place] = self._same_branch[place] + 1 if taken == usual else 0
@@ -178,7 +178,7 @@ class Assumptions:
         if endless:
             text += f" after {MAX_SAME_BRANCH} times"
         elif taken is needed and decided is None:
-            text += f", without which {lines.relative_line(self.last_line)} fails"
+            text += f", without which {source.relative_line(self.last_line)} fails"
         return torch.full(shape, taken), self.chosen("branch", text, taken, decided)
 
 
@@ -194,7 +194,7 @@ _NO_TAINT: frozenset[int] = frozenset()
 
 
 class UnknownValueError(RuntimeError):
-    """The code asked for a value that is unknown and too large to assume."""
+    """The code needs a value that is unknown and too large to assume."""
 
 
 class Values(Assumptions, KnownTensors):
@@ -220,7 +220,7 @@ class Values(Assumptions, KnownTensors):
         self.compute: Callable[[Tensor], Tensor | None] = lambda tensor: None
         """Gives the value of a tensor from the real tensors of the caller, where it can."""
         self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
-        """Gives what a test for inf and nan says of finite numbers; None for what is no such."""
+        """The answer of a test for inf and nan on finite numbers; None for any other tensor."""
         self.uniform = UniformDraws(self)
 
     # -- asking ------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Values(Assumptions, KnownTensors):
         if tensor.dtype == torch.bool:
             value, taint = self.mask(shape, why)
             if small(tensor) and tensor.device.type == "meta":
-                self.learn(tensor, value, taint)  # what counts its elements says the same
+                self.learn(tensor, value, taint)  # a later count of its elements agrees
             return value, taint
         return self.ones(tensor, why)
 
@@ -290,21 +290,21 @@ class Values(Assumptions, KnownTensors):
         full = shape == tuple(source.shape) and sorts
         if index.numel() > (MAX_INTEGERS if full else MAX_CHOSEN):
             return self.assume("value", f"{name} makes {index.numel():,} choices: not followed")
-        decided = None if full else self.decision(asked.ROUTING)
+        decided = None if full else self.decision(assumptions.ROUTING)
         key = ("route", full, repr(decided), shape, classes, index.dtype, dimension)
         kept = self.results.memo.get(key)
         if kept is None:
             if full:
                 choices = in_order(shape, classes, dimension)
             else:
-                policy = EXPECTED if decided is None else asked.policy_of(decided)
+                policy = EXPECTED if decided is None else assumptions.policy_of(decided)
                 along = dimension if index.dim() == source.dim() else None  # argmax may drop it
                 choices = chosen(policy, shape, classes, along)
             kept = self.results.memo[key] = choices, choices.indices.to(index.dtype)
             self.results.shared.add(trees.bytes_of(kept[1]))
         choices, value = kept
         text = says_who(f"{name} {choices.text}", decided)
-        taint = self.assume(asked.ROUTING, text, classes, choices.facts)
+        taint = self.assume(assumptions.ROUTING, text, classes, choices.facts)
         if choices.facts:
             self.routed.setdefault(taint, set())
         self.learn(index, value, frozenset([taint]))
@@ -368,9 +368,9 @@ class Values(Assumptions, KnownTensors):
     def mask_facts(
         self, mask: Tensor, rows: int, columns: int, scores: bool = False
     ) -> tuple[dict[str, Any] | None, frozenset[int]]:
-        """What a mask of attention says (see `masks.facts_of`), and what that rests on.
+        """Facts of a mask of attention (see `masks.facts_of`), and the assumptions they rest on.
 
-        scores: it is masked numbers, which are no scores of attention unless something known hides
+        scores: it is masked numbers, which are scores of attention only if a known mask hides
         some of them (a router's have an unknown mask).
         """
         entry, value = self.held(mask), self.implicit(mask)
