@@ -110,7 +110,7 @@ def axis_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
     mesh: sizes by axis, outermost first; rank 0 is at the origin and the innermost axis runs
     fastest.  A group along an axis has all processes of the mesh that differ in that axis only.
     """
-    coordinates = [_place(rank, mesh) for rank in ranks]
+    coordinates = [mesh_coordinates(rank, mesh) for rank in ranks]
     varying = [axis for axis in mesh if len({place[axis] for place in coordinates}) > 1]
     expected = 1
     for axis in varying:
@@ -118,8 +118,8 @@ def axis_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
     return "+".join(varying) if expected == len(set(ranks)) else ""
 
 
-def _place(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """The coordinates of a rank."""
+def mesh_coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    """The coordinates of a rank by axis; the innermost axis runs fastest."""
     place: dict[str, int] = {}
     for axis in reversed(list(mesh)):
         rank, place[axis] = divmod(rank, mesh[axis])

@@ -14,7 +14,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.job import Job
 from rooftrace.tracer.lowering.rebuild import to_fx
-from rooftrace.tracer.phases.apart import ProcessPlace, _told, job_told
+from rooftrace.tracer.phases.apart import ProcessPlace, _json_of, job_from_json
 from rooftrace.tracer.recording.releases import Release, installed_release, read_release
 
 pytestmark = pytest.mark.quick
@@ -292,7 +292,7 @@ def test_a_graph_keeps_a_release_that_is_asked_for(tmp_path: Any) -> None:
 
 def test_another_process_is_told_the_release() -> None:
     job = Job.of(rt.trace, "model.py:build", (), {}, torch="2.8")
-    assert job_told(_told(job, ProcessPlace())).options.torch == "2.8"
+    assert job_from_json(_json_of(job, ProcessPlace())).options.torch == "2.8"
 
 
 def test_a_saved_graph_has_its_release() -> None:

@@ -76,7 +76,7 @@ _KEPT: dict[str, tuple[str, str, object]] = {
     "_accelerator_{}AllocatorSettings": ("get", "set", ""),
     "_cuda_cudaCachingAllocator_{}": ("is_enabled", "enable", True),
 }
-"""Settings that change no op: their names, and what they are at first."""
+"""Settings that change no op: their names and defaults."""
 
 
 def _settings(here: Emulation) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of
 
 # -- devices ---------------------------------------------------------------------------------------
-# Which devices there are, and which one a thread uses: what torch.cuda asks of its C half.
+# Which devices there are, and which one a thread uses: the C half of torch.cuda.
 
 _cuda: Any = torch.cuda
 _BUILT_FOR = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
-"""Architectures of PyTorch's own wheels."""
+"""Architectures of PyTorch's wheels."""
 
 
 def answers(here: Emulation) -> Iterator[Answers]:
@@ -32,8 +32,12 @@ def answers(here: Emulation) -> Iterator[Answers]:
 
 def _names(here: Emulation) -> dict[str, Any]:
     def architectures() -> str:
-        own = here.device.architecture
-        return own if here.device.is_rocm else " ".join(dict.fromkeys((*_BUILT_FOR, own)))
+        architecture = here.device.architecture
+        return (
+            architecture
+            if here.device.is_rocm
+            else " ".join(dict.fromkeys((*_BUILT_FOR, architecture)))
+        )
 
     return {
         "_cuda_getDeviceCount": lambda: here.count,
@@ -159,13 +163,13 @@ def _named_by_its_code(error: Any, code: int) -> None:
 
 
 # -- accelerator -----------------------------------------------------------------------------------
-# torch.accelerator: the same device, asked by its general name.
+# torch.accelerator: the same device by its general name.
 
 
 def accelerator_answers(here: Emulation) -> Iterator[Answers]:
     """Functions of torch._C that every build has, and that know no device."""
     kind = torch.device("cuda")
-    asked = {
+    answers = {
         "getAccelerator": lambda: kind,
         "getDeviceIndex": lambda: here.current,
         "setDeviceIndex": here.choose,
@@ -188,7 +192,7 @@ def accelerator_answers(here: Emulation) -> Iterator[Answers]:
         "hooks_exchange_device": here.exchange,
         "hooks_maybe_exchange_device": here.exchange,
     }
-    general = {f"_accelerator_{name}": item for name, item in asked.items()}
+    general = {f"_accelerator_{name}": item for name, item in answers.items()}
     yield torch_private.bindings, {**general, "_get_accelerator": lambda check=None: kind}
 
 
@@ -217,7 +221,7 @@ def _precisions(here: Emulation) -> set[torch.dtype]:
 # Defaults of torch that name the device: `torch.set_default_device("cuda")`, default types.
 #
 # A default is applied by a function mode below all others, so nobody else turns the device that it
-# adds into meta.  The mode of `with torch.device("cuda")` lies above: others see what it adds.
+# adds into meta.  The mode of `with torch.device("cuda")` lies above: others see its argument.
 
 _META = torch.device("meta")
 _torch: Any = torch
@@ -347,8 +351,8 @@ def _storages() -> dict[str, Any]:
     }
 
 
-def _typing(own: dict[str, Any]) -> Any:
-    named = {f"torch.cuda.{name}": kind for name, kind in own.items()}
+def _typing(types: dict[str, Any]) -> Any:
+    named = {f"torch.cuda.{name}": kind for name, kind in types.items()}
     names = {kind.dtype: name for name, kind in named.items()}
 
     def type_(tensor: Tensor, dtype: Any = None, non_blocking: bool = False, **kw: Any) -> Any:

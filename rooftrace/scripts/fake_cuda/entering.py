@@ -1,6 +1,6 @@
-"""An emulated device: from here on torch.cuda answers for a chip, in the whole process.
+"""An emulated device: from here on torch.cuda answers for a chip, in all of the process.
 
-What torch's own Python code asks of its C half is answered there, so that most of torch.cuda runs
+Calls of torch's Python code into its C half are answered there, so that most of torch.cuda runs
 as it is written, also where user code imported a function of it before.
 """
 
@@ -33,8 +33,8 @@ def emulate(
 ) -> None:
     """From here on this process sees a CUDA device.  For a process that runs nothing else.
 
-    index: the device of this process.  assume: is told, once for each kind, of answers that follow
-    a policy: kind and text.  tell: is told of CUDA graphs: "capture", "captured", "replay",
+    index: the device of this process.  assume: takes, once for each kind, answers that follow
+    a policy: kind and text.  tell: takes events of CUDA graphs: "capture", "captured", "replay",
     "replayed".
     """
     here = Emulation(device, meter, clock, index, assume, tell)
@@ -54,7 +54,7 @@ def emulate(
 
 
 def _answers(here: Emulation, pinned: Pinned) -> Iterator[Answers]:
-    """All that is answered; what stands later replaces what stands before."""
+    """All answers; a later one replaces an earlier one."""
     types = devices.classes()
     yield from extensions.answers()
     for answers in (
@@ -86,7 +86,7 @@ def _wherever_bound(answers: dict[str, Any]) -> Iterator[Answers]:
 
 
 _ASKING = ("torch.cuda", "torch.accelerator", "torch.utils._triton", "torch._utils", "torch.amp")
-"""Modules of torch that keep what they once heard of a device."""
+"""Modules of torch that cache facts of a device."""
 
 
 def _forget_answers() -> None:
@@ -100,7 +100,7 @@ def _forget_answers() -> None:
 
 
 # -- pinning ---------------------------------------------------------------------------------------
-# Memory of the host that is pinned, and what else tensors do only where there is a device.
+# Pinned host memory, and other methods of tensors that need a device.
 #
 # Pinning copies a tensor of the host into memory that the device may read by itself.  Emulation
 # that memory is ordinary: it is noted which storages are pinned.
@@ -186,9 +186,9 @@ class Calls(TorchFunctionMode):
                 kwargs = {**kwargs, "device": _numbered(kwargs["device"])}
         elif "pin_memory" in kwargs:
             kwargs = {**kwargs}
-            asked = kwargs.pop("pin_memory")
+            pinned = kwargs.pop("pin_memory")
             made = func(*args, **kwargs)
-            if asked and isinstance(made, Tensor) and _plain(made):
+            if pinned and isinstance(made, Tensor) and _plain(made):
                 self._pinned.add(made)
             return made
         return func(*args, **kwargs)

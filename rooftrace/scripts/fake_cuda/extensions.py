@@ -162,8 +162,14 @@ class Config:
 
     def __init__(self, kwargs: Mapping[str, Any] | None = None, **settings: Any) -> None:
         self.kwargs = dict(kwargs or {})
-        known = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": None, "pre_hook": None}
-        for name, value in {**known, **settings}.items():
+        defaults = {
+            "num_warps": 4,
+            "num_stages": 3,
+            "num_ctas": 1,
+            "maxnreg": None,
+            "pre_hook": None,
+        }
+        for name, value in {**defaults, **settings}.items():
             setattr(self, name, value)
 
     def all_kwargs(self) -> dict[str, Any]:
@@ -173,7 +179,7 @@ class Config:
 
 
 class Constant:
-    """A value that is known when a kernel is compiled: `tl.constexpr`."""
+    """A compile-time constant of a kernel: `tl.constexpr`."""
 
     value: Any
 
@@ -317,7 +323,7 @@ def _package() -> _Module:
 
 
 def _importer(
-    top: _Module, told: Callable[[], None], original: Callable[..., Any]
+    top: _Module, report: Callable[[], None], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`__import__` with a package of that name."""
 
@@ -327,7 +333,7 @@ def _importer(
         first, _, rest = name.partition(".")
         if level or first != NAME or NAME in sys.modules or import_is_guarded(sys._getframe(1)):
             return original(name, globals, locals, fromlist, level)
-        told()
+        report()
         module = top
         for part in rest.split(".") if rest else ():
             module = module.part(part)
@@ -339,7 +345,7 @@ def _importer(
 def triton_answers(assume: Assume) -> Iterator[Answers]:
     """Imports of Triton: code that cannot do without it gets a stand-in.
 
-    assume: is told when that happens: kind and text.  Where Triton is installed nothing changes.
+    assume: takes kind and text when that happens.  Where Triton is installed nothing changes.
     """
     try:
         installed = NAME in sys.modules or importlib.util.find_spec(NAME) is not None
@@ -381,8 +387,8 @@ def _library_loader() -> Callable[..., Any]:
         except OSError as error:
             if not _is_about_cuda(error):
                 raise
-            what = f"torch.ops.load_library({str(path)!r})"
-            raise kernel_refused(what, MissingLibraryError) from error
+            call = f"torch.ops.load_library({str(path)!r})"
+            raise kernel_refused(call, MissingLibraryError) from error
 
     return load_library
 
@@ -459,7 +465,7 @@ def watch_imports() -> None:
 
 
 def answers() -> Iterator[Answers]:
-    """Loaders and compilers of code for a GPU fail with an error that says what to do."""
+    """Loaders and compilers of code for a GPU fail with an error that says how to go on."""
     yield type(torch.ops), {"load_library": _library_loader()}
     yield ExtensionFileLoader, {"create_module": _module_loader()}
     for name in (_TRITON, _CPP):

@@ -21,7 +21,7 @@ from rooftrace.tracer.torch_private import bindings, unpickler, utils
 
 _META = "meta"
 _NOTES = "_rooftrace"
-"""How the names begin of what recordings note on tensors."""
+"""Prefix of the attributes that recordings set on tensors."""
 
 
 def file_answers(here: Emulation) -> Iterator[Answers]:
@@ -53,14 +53,14 @@ def _functions(here: Emulation) -> dict[str, Any]:
             return save(*args, **kwargs)
 
     def loaded(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        before, _PLACES.asked = _PLACES.asked, map_location
+        before, _PLACES.map_location = _PLACES.map_location, map_location
         if isinstance(map_location, (str, torch.device)) and _is_device(str(map_location)):
             map_location = _META
         try:
             with overrides.plainly():
                 return load(file, map_location, *args, **kwargs)
         finally:
-            _PLACES.asked = before
+            _PLACES.map_location = before
 
     return {"save": saved, "load": loaded}
 
@@ -77,21 +77,21 @@ def _placing() -> Any:
 
 
 class _Places(threading.local):
-    asked: Any = None  # the map_location of the `torch.load` that this thread is in
+    map_location: Any = None  # the map_location of the `torch.load` that this thread is in
 
 
 _PLACES = _Places()
 
 
-def _is_for_host(asked: Any, saved: str) -> bool:
-    """Whether a `map_location` takes to the host what was on the device that is called `saved`."""
-    if isinstance(asked, Mapping):
-        asked = asked.get(saved)
-    elif callable(asked):
+def _is_for_host(map_location: Any, saved: str) -> bool:
+    """Whether a `map_location` takes tensors of the device called `saved` to the host."""
+    if isinstance(map_location, Mapping):
+        map_location = map_location.get(saved)
+    elif callable(map_location):
         kind: Any = torch.UntypedStorage
-        place = asked(kind(0), saved)
-        asked = None if place is None else place.device
-    return asked is not None and torch.device(asked).type == "cpu"
+        place = map_location(kind(0), saved)
+        map_location = None if place is None else place.device
+    return map_location is not None and torch.device(map_location).type == "cpu"
 
 
 def _rebuilding(here: Emulation) -> Any:
@@ -101,7 +101,7 @@ def _rebuilding(here: Emulation) -> Any:
     def rebuilt(*look: Any) -> Tensor:
         with overrides.plainly():
             made: Tensor = rebuild(*look)
-        if not _is_for_host(_PLACES.asked, f"cuda:{here.current}"):
+        if not _is_for_host(_PLACES.map_location, f"cuda:{here.current}"):
             return made
         here.assume(
             "torch.load",
@@ -276,7 +276,7 @@ def free(here: Emulation) -> int:
 
 
 def _statistics(here: Emulation) -> dict[str, Any]:
-    """Statistics of the allocator as nested dictionaries, as far as they are known."""
+    """Statistics of the allocator as nested dictionaries, as far as the recording has them."""
     allocated, peak, reserved, top = _read(here)
     tensors = {"all": {"current": allocated, "peak": peak}}
     segments = {"all": {"current": reserved, "peak": top}}

@@ -14,7 +14,7 @@ from rooftrace.hardware import Chip
 from rooftrace.tracer import TraceError, source_line
 
 # -- refused ---------------------------------------------------------------------------------------
-# What an emulated device cannot show: one error that names the call, its line, and what to do.
+# Refusals of an emulated device: one error that names the call, its line and a way out.
 
 _RULES = (
     "To count a kernel of your own, make it an op with torch.library.custom_op and a "
@@ -23,7 +23,7 @@ _RULES = (
 
 
 class DeviceError(TraceError):
-    """A call that needs a real device: names it, the user's line, and what to do instead."""
+    """A call that needs a real device: names it, the user's line, and an alternative."""
 
     @classmethod
     def of(cls, call: str, reason: str, instead: str = "") -> DeviceError:
@@ -55,16 +55,16 @@ def refusal(call: str, reason: str, instead: str = "") -> Callable[..., Any]:
     return refused
 
 
-def kernel_refused(what: str, kind: type[DeviceError] = DeviceError) -> DeviceError:
+def kernel_refused(call: str, kind: type[DeviceError] = DeviceError) -> DeviceError:
     """The error about code that was compiled for a GPU."""
-    return kind.of(what, "its kernels cannot be seen, so their cost is not known", _RULES)
+    return kind.of(call, "its kernels cannot be seen, so their cost is not known", _RULES)
 
 
 # -- facts -----------------------------------------------------------------------------------------
 # What torch.cuda says of a device: its name, capability, memory and properties, from a chip.
 #
 # Chip files know architecture, memory, units, L2, clock and bus.  What they do not know (the name
-# that the driver gives) stands in a table here; what only a GPU in a slot has (its number on the
+# that the driver gives) stands in a table here; facts of a GPU in a slot (its number on the
 # bus) is made up.
 
 _NAMED: dict[str, str] = {
@@ -141,13 +141,13 @@ _MIB = 1024 * 1024
 class Device:
     """Facts of a fake device.  None: unknown, and an error when code asks for it.
 
-    name: what `torch.cuda.get_device_name()` says.  memory: bytes in total, as nvidia-smi lists
+    name: as `torch.cuda.get_device_name()` says.  memory: bytes in total, as nvidia-smi lists
     them; reserved: those of a process outside of its allocator.  clock: hertz.  count: devices of
     this node.  guessed: which of these were inferred from the chip's rates.
     """
 
     name: str
-    architecture: str  # what torch is compiled for: "sm_90", "gfx942"
+    architecture: str  # torch's compile target: "sm_90", "gfx942"
     memory: int
     multiprocessors: int
     count: int = 1
@@ -160,7 +160,7 @@ class Device:
 
     @classmethod
     def of(cls, chip: Chip, count: int = 1) -> Device:
-        """The device that a chip would be; a chip of the user's keeps its own name."""
+        """The device that a chip would be; a chip of the user's keeps its name."""
         if chip.kind != "gpu":
             raise RequestError(
                 f"{chip.name} is a {chip.kind.upper()}: a CUDA device is emulated of a GPU"
@@ -201,7 +201,7 @@ class Device:
         """The result of `torch.cuda.get_device_properties(index)`."""
         threads, shared = _PER_SM.get(self.capability, (2048, 100))
         major, minor = self.capability
-        known: dict[str, Any] = {
+        properties: dict[str, Any] = {
             "name": self.name,
             "major": major,
             "minor": minor,
@@ -225,14 +225,14 @@ class Device:
             "clock_rate": self.clock and int(self.clock / 1000),  # kHz
             "memory_bus_width": self.bus,
         }
-        return Properties(known)
+        return Properties(properties)
 
 
 class Properties:
-    """Stands for torch's properties of a device: the same attributes, where they are known."""
+    """Stands for torch's properties of a device: the same attributes, where the chip has them."""
 
-    def __init__(self, known: dict[str, Any]) -> None:
-        vars(self).update({name: item for name, item in known.items() if item is not None})
+    def __init__(self, properties: dict[str, Any]) -> None:
+        vars(self).update({name: item for name, item in properties.items() if item is not None})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -243,8 +243,8 @@ class Properties:
         )
 
     def __repr__(self) -> str:
-        own = vars(self)
-        l2 = own.get("L2_cache_size")
+        properties = vars(self)
+        l2 = properties.get("L2_cache_size")
         tail = "" if l2 is None else f", L2_cache_size={l2 // _MIB}MB"
         return (
             f"_CudaDeviceProperties(name={self.name!r}, major={self.major}, minor={self.minor}, "
@@ -262,7 +262,7 @@ def _architecture_by_rates(chip: Chip) -> str:
 
 
 # -- state -----------------------------------------------------------------------------------------
-# What one emulation knows while it lasts: its device, its meter and clock, what it assumed.
+# The state of one emulation: its device, its meter and clock, its assumptions.
 
 Assume = Callable[[str, str], None]
 """Takes the kind and the text of an assumption."""
@@ -282,7 +282,7 @@ class Meter(Protocol):
         """The largest number of bytes alive since the last reset."""
 
     def reset_peak(self) -> None:
-        """The peak is what is alive now."""
+        """The peak becomes the bytes alive now."""
 
 
 class Clock(Protocol):
@@ -303,7 +303,7 @@ class Emulation:
     """One emulation.  index: the device of this process, of `device.count`.
 
     initialized: whether a call has initialized torch.cuda.
-    settings: what the code set and may read again, by name.
+    settings: values that the code set and may read again, by name.
     """
 
     def __init__(
@@ -338,14 +338,14 @@ class Emulation:
     @property
     def count(self) -> int:
         """The devices that the code sees: fewer where it set CUDA_VISIBLE_DEVICES itself."""
-        asked = os.environ.get(_VISIBLE)
-        if asked is None or asked == self._visible:
+        visible = os.environ.get(_VISIBLE)
+        if visible is None or visible == self._visible:
             return self.device.count
-        names = [name.strip() for name in asked.split(",")]
+        names = [name.strip() for name in visible.split(",")]
         seen = 0
         for name in names:
             if (name.isdigit() and int(name) >= self.device.count) or name in ("", "-1"):
-                break  # as CUDA does: what follows an unknown device is not seen
+                break  # as CUDA does: devices after an unknown one are not seen
             seen += 1
         return seen
 

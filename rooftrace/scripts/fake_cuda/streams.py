@@ -32,7 +32,7 @@ from rooftrace.tracer.values import trees
 #
 # Work on a stream is recorded under its name, and an event that one stream waits for keeps the
 # order (see `sharded.streams`).  The classes stay those of torch, with other methods, so that what
-# user code imported before is what it gets.
+# user code imported earlier stays valid.
 
 _CUDA = 1
 """torch's number for the type of the device."""
@@ -50,7 +50,7 @@ class Queues:
         self._by_id: dict[int, _Queue] = {0: queues.MAIN}
 
     def new(self) -> int:
-        """A queue of its own."""
+        """A new queue."""
         number = len(self._by_id)
         self._by_id[number] = _Queue(name=f"stream {number}")
         return number
@@ -64,7 +64,7 @@ class Queues:
     def current(self) -> int:
         """The stream of the running thread."""
         queue = queues.DeviceModule.current_stream()
-        return next((number for number, own in self._by_id.items() if own is queue), 0)
+        return next((number for number, other in self._by_id.items() if other is queue), 0)
 
     @property
     def several(self) -> bool:
@@ -74,24 +74,27 @@ class Queues:
 
 def answers(here: Emulation) -> Iterator[Answers]:
     """Functions that choose a stream, and the classes of streams and events."""
-    own = Queues(here)
-    yield bindings, _names(own)
-    yield _cuda.Stream, {**overrides.methods(_Stream), "__new__": staticmethod(_stream_maker(own))}
-    yield _cuda.Event, {**overrides.methods(_Event), "__new__": staticmethod(_event_maker(own))}
+    table = Queues(here)
+    yield bindings, _names(table)
+    yield (
+        _cuda.Stream,
+        {**overrides.methods(_Stream), "__new__": staticmethod(_stream_maker(table))},
+    )
+    yield _cuda.Event, {**overrides.methods(_Event), "__new__": staticmethod(_event_maker(table))}
 
 
-def _names(own: Queues) -> dict[str, Any]:
-    here = own.here
+def _names(table: Queues) -> dict[str, Any]:
+    here = table.here
 
     def choose(stream_id: int, device_index: int = 0, device_type: int = _CUDA) -> None:
         here.choose(device_index)
-        queues.select(own.of(stream_id))
+        queues.select(table.of(stream_id))
 
     return {
-        "_cuda_getCurrentStream": lambda index: (own.current(), index, _CUDA),
+        "_cuda_getCurrentStream": lambda index: (table.current(), index, _CUDA),
         "_cuda_getDefaultStream": lambda index: (0, index, _CUDA),
         "_cuda_getStreamFromExternal": lambda pointer, index: (pointer, index, _CUDA),
-        "_cuda_getCurrentRawStream": lambda index: own.current(),
+        "_cuda_getCurrentRawStream": lambda index: table.current(),
         "_cuda_setStream": choose,
         "_cuda_isCurrentStreamCapturing": lambda: bool(here.settings.get("capturing")),
     }
@@ -100,7 +103,7 @@ def _names(own: Queues) -> dict[str, Any]:
 class _Stream:
     """Methods of `torch.cuda.Stream`, but for the one that makes it."""
 
-    _own: Queues
+    _table: Queues
     stream_id: int
     device_index: int
     __init__ = overrides.nothing
@@ -109,14 +112,14 @@ class _Stream:
     _as_parameter_ = property(lambda self: ctypes.c_void_p(self.stream_id))
 
     def synchronize(self) -> None:
-        self._own.here.clock.synchronize()
+        self._table.here.clock.synchronize()
 
     def query(self) -> bool:
-        _say_done(self._own.here)
+        _say_done(self._table.here)
         return True
 
     def is_capturing(self) -> bool:
-        return bool(self._own.here.settings.get("capturing"))
+        return bool(self._table.here.settings.get("capturing"))
 
     def wait_event(self, event: Any) -> None:
         event.wait(self)
@@ -148,7 +151,7 @@ class _Stream:
         return f"<torch.cuda.Stream device={self.device} cuda_stream={self.stream_id:#x}>"
 
 
-def _stream_maker(own: Queues) -> Callable[..., Any]:
+def _stream_maker(table: Queues) -> Callable[..., Any]:
     def new(
         kind: Any,
         device: Any = None,
@@ -163,8 +166,8 @@ def _stream_maker(own: Queues) -> Callable[..., Any]:
         number = stream_ptr if stream_id is None else stream_id
         if device_index is None:
             index = torch_private.get_device_index(device, optional=True)
-            device_index = own.here.current if index < 0 else index
-        handle._own, handle.stream_id = own, own.new() if number is None else number
+            device_index = table.here.current if index < 0 else index
+        handle._table, handle.stream_id = table, table.new() if number is None else number
         handle.device_index, handle.device_type = device_index, device_type
         handle.priority = priority
         return handle
@@ -175,12 +178,12 @@ def _stream_maker(own: Queues) -> Callable[..., Any]:
 class _Event:
     """Methods of `torch.cuda.Event`, but for the one that makes it."""
 
-    _own: Queues
+    _table: Queues
     _timed: bool
     _seconds: float | None
     _mark: queues.Event
     __init__ = overrides.nothing
-    device = property(lambda self: torch.device("cuda", self._own.here.current))
+    device = property(lambda self: torch.device("cuda", self._table.here.current))
     cuda_event = event_id = property(lambda self: 0 if self._seconds is None else id(self))
     _as_parameter_ = property(lambda self: ctypes.c_void_p(self.cuda_event))
     ipc_handle = from_ipc_handle = refusal(
@@ -188,20 +191,20 @@ class _Event:
     )
 
     def record(self, stream: Any = None) -> None:
-        own = self._own
-        self._seconds = own.here.clock.device_seconds()
-        if own.several or not self._timed:  # a timer among the work of one stream orders nothing
-            self._mark.record(None if stream is None else own.of(stream.stream_id))
+        table = self._table
+        self._seconds = table.here.clock.device_seconds()
+        if table.several or not self._timed:  # a timer among the work of one stream orders nothing
+            self._mark.record(None if stream is None else table.of(stream.stream_id))
 
     def wait(self, stream: Any = None) -> None:
-        self._mark.wait(None if stream is None else self._own.of(stream.stream_id))
+        self._mark.wait(None if stream is None else self._table.of(stream.stream_id))
 
     def query(self) -> bool:
-        _say_done(self._own.here)
+        _say_done(self._table.here)
         return True
 
     def synchronize(self) -> None:
-        self._own.here.clock.synchronize()
+        self._table.here.clock.synchronize()
 
     def elapsed_time(self, end_event: Any) -> float:
         if not (self._timed and end_event._timed):
@@ -215,7 +218,7 @@ class _Event:
         return f"<torch.cuda.Event {self.cuda_event:#x}>"
 
 
-def _event_maker(own: Queues) -> Callable[..., Any]:
+def _event_maker(table: Queues) -> Callable[..., Any]:
     def new(
         kind: Any,
         enable_timing: bool = False,
@@ -224,7 +227,7 @@ def _event_maker(own: Queues) -> Callable[..., Any]:
         external: bool = False,
     ) -> Any:
         handle = overrides.made(kind, _Event)
-        handle._own, handle._mark = own, queues.Event()
+        handle._table, handle._mark = table, queues.Event()
         handle._timed, handle._seconds = enable_timing, None
         return handle
 
@@ -246,7 +249,7 @@ def _key(stream: Any) -> tuple[int, int]:
 # puts
 # the noted ops through the dispatcher again, so a recording that is on counts each of them, and
 # frees
-# each result when a real one would.  What a launch of a whole graph saves on the host is not known
+# each result when a real one would.  The host time that a graph launch saves is unknown
 # here: the ops are dispatched one by one.
 
 _pools = itertools.count(1)
@@ -278,7 +281,7 @@ class _Noted:
 
 
 class _Capture(TorchDispatchMode):
-    """Notes the ops that run, without keeping what they make alive.
+    """Notes the ops that run, without keeping their results alive.
 
     They are those that the recording notes: of ops that are shown under another name, what runs for
     them, and of wrappers of tensors the tensors inside.
@@ -357,7 +360,7 @@ def _origin() -> taperecords.Origin | None:
 
 @contextlib.contextmanager
 def _from(origin: taperecords.Origin | None) -> Iterator[None]:
-    """Inside, what runs comes from where an op of the capture did."""
+    """Inside, ops have the source of the op of the capture."""
     recording = _recording()
     if recording is None or origin is None:
         yield

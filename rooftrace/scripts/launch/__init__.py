@@ -1,4 +1,4 @@
-"""A command line as a program in a process of its own: launchers, ranks, a scratch folder."""
+"""A command line as a program in a separate process: launchers, ranks, a scratch folder."""
 
 from rooftrace._face import face
 

@@ -48,12 +48,12 @@ class Processes:
     """The processes of a program: one that is here, and others that are not.
 
     ranks: which one runs here; replaced when the program starts processes itself.  fixed: a
-    launcher or the user said how many there are.  say: told what is assumed.
+    launcher or the user said how many there are.  say: takes each assumption.
     """
 
     def __init__(self, ranks: Ranks, fixed: bool, say: Say) -> None:
         self.ranks, self.fixed, self.say = ranks, fixed, say
-        self._asked: dict[int, str] = {}  # the backend that was asked for, by group
+        self._backends: dict[int, str] = {}  # the chosen backend, by group
         self._mesh: dict[str, int] = {}
 
     def stand_alone(self) -> None:
@@ -103,8 +103,8 @@ class Processes:
         if dist.is_initialized():
             original = original_of(dist, "init_process_group")
             original(backend, init_method)  # raises the error of torch
-        asked = _asked(init_method, world_size, rank)
-        self._agree(*asked)
+        stated = _stated(init_method, world_size, rank)
+        self._agree(*stated)
         named = {"timeout": timeout} if timeout is not None else {}
         device = options.get("device_id")
         fsdp.begin_group(
@@ -116,7 +116,7 @@ class Processes:
         if backend is None:
             kind = getattr(device, "type", None) or ("cuda" if torch.cuda.is_available() else "cpu")
             backend = "nccl" if kind == "cuda" else "gloo"
-        self._asked[id(dist.group.WORLD)] = _name(backend)
+        self._backends[id(dist.group.WORLD)] = _name(backend)
         self._mesh.clear()
         self._mesh["dp"] = self.ranks.world
         if not any(mesh is self._mesh for mesh in fsdp.running):
@@ -169,16 +169,16 @@ class Processes:
         kw.pop("pg_options", None)
         group = make(ranks, timeout, None, *(None for _ in args[:1]), *args[1:], **kw)
         if isinstance(group, dist.ProcessGroup):
-            asked = _name(backend) if backend else self._asked.get(id(dist.group.WORLD), "nccl")
-            self._asked[id(group)] = asked
+            chosen = _name(backend) if backend else self._backends.get(id(dist.group.WORLD), "nccl")
+            self._backends[id(group)] = chosen
         return group
 
     def backend(self, group: Any = None) -> str:
-        """The result of `get_backend`: the backend that the program asked for."""
+        """The result of `get_backend`: the backend that the program chose."""
         original = original_of(dist.distributed_c10d, "get_backend")
         backend = original(group)  # raises the errors of torch
-        world = self._asked.get(id(dist.group.WORLD))
-        name = self._asked.get(id(group or dist.group.WORLD), world)
+        world = self._backends.get(id(dist.group.WORLD))
+        name = self._backends.get(id(group or dist.group.WORLD), world)
         return str(backend) if name is None else name
 
     def _init_device_mesh(self, device_type: str, mesh_shape: Any, *args: Any, **kw: Any) -> Any:
@@ -191,8 +191,8 @@ class Processes:
             device_type, mesh_shape, *args, **kw
         )
         names = mesh.mesh_dim_names
-        whole = int(mesh.mesh.numel()) == self.ranks.world
-        if names and whole and (self.axis_assumed or len(names) > len(self._mesh)):
+        covers_world = int(mesh.mesh.numel()) == self.ranks.world
+        if names and covers_world and (self.axis_assumed or len(names) > len(self._mesh)):
             self._mesh.clear()
             self._mesh.update(zip(names, map(int, mesh.mesh.shape), strict=True))
         return mesh
@@ -255,15 +255,15 @@ def _nobody_waits(*args: Any, **kwargs: Any) -> None:
     """Stands for limits of time, and for meeting other ranks: all are where this one is."""
 
 
-def _asked(init_method: str | None, world: int, rank: int) -> tuple[int | None, int | None]:
+def _stated(init_method: str | None, world: int, rank: int) -> tuple[int | None, int | None]:
     """The size and the rank that a call of `init_process_group` asks for, or the environment."""
     parts = parse_qs(urlsplit(init_method or "").query)
-    asked: list[int | None] = []
+    numbers: list[int | None] = []
     for value, name in ((world, "world_size"), (rank, "rank")):
         said = [str(value)] if value >= 0 else parts.get(name, [])
         said = said or [os.environ.get(name.upper(), "")]
-        asked.append(int(said[0]) if said[0].lstrip("-").isdigit() else None)
-    return asked[0], asked[1]
+        numbers.append(int(said[0]) if said[0].lstrip("-").isdigit() else None)
+    return numbers[0], numbers[1]
 
 
 def _name(backend: str) -> str:
@@ -383,8 +383,10 @@ class OtherProcesses:
     def _subprocess(self, process: Any, args: Any, *rest: Any, **kw: Any) -> None:
         """Stands for the start of a program: one that is to be another rank is not started."""
         env = kw.get("env")
-        told = ("LOCAL_RANK", "RANK", "NODE_RANK")
-        if isinstance(env, Mapping) and any(env.get(n, "") != os.environ.get(n, "") for n in told):
+        variables = ("LOCAL_RANK", "RANK", "NODE_RANK")
+        if isinstance(env, Mapping) and any(
+            env.get(n, "") != os.environ.get(n, "") for n in variables
+        ):
             self._processes.say(OTHERS)
             vars(process).update(args=args, returncode=0, pid=0, _child_created=False)
             vars(process).update(stdin=None, stdout=None, stderr=None, _communication_started=False)
@@ -479,7 +481,7 @@ class _Done:
     kill = interrupt = terminate
 
     def close(self) -> None:
-        """Close what stands for the end of the process."""
+        """Close the stand-in for the end of the process."""
         if self.sentinel >= 0:
             os.close(self.sentinel)
             self.sentinel = -1
@@ -488,7 +490,7 @@ class _Done:
 
 
 def _rank_of(process: Any) -> int | None:
-    """The rank that a process is started for, by the name of what its function takes first."""
+    """The rank that a process is started for, by the name of its function's first parameter."""
     target, args = process._target, process._args
     if target is None:
         return None

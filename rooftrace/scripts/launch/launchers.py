@@ -21,11 +21,11 @@ from rooftrace.errors import RequestError, hint
 from rooftrace.scripts.launch.records import CommandLine, check_runner
 
 # -- accelerate ------------------------------------------------------------------------------------
-# `accelerate launch`: what accelerate's own functions make of its words and its configuration.
+# `accelerate launch`: its arguments and configuration, parsed by accelerate itself.
 
 _PORT = 29500
 _COMMAND = "accelerate.commands.launch"
-"""A module of the user's environment, which is asked where it is there."""
+"""A module of the user's environment, used where it is installed."""
 
 
 def accelerate(words: Sequence[str]) -> CommandLine:
@@ -37,7 +37,7 @@ def accelerate(words: Sequence[str]) -> CommandLine:
         )
     launch: Any = importlib.import_module(_COMMAND)
     args = parsed("accelerate launch", launch.launch_command_parser(), words)
-    asked = args.num_processes
+    requested = args.num_processes
     try:
         with _quiet():
             environment = _environment(launch, args, words)
@@ -47,7 +47,7 @@ def accelerate(words: Sequence[str]) -> CommandLine:
         raise RequestError("accelerate launch --no_python: only programs of Python can be run here")
     machines = int(args.num_machines or 1)
     many = args.multi_gpu or args.use_fsdp or args.use_deepspeed or args.use_megatron_lm
-    total = args.num_processes if asked or args.config_file or args.num_processes else None
+    total = args.num_processes if requested or args.config_file or args.num_processes else None
     total = total if many or total != 0 else None
     return CommandLine(
         program=args.training_script,
@@ -62,7 +62,7 @@ def accelerate(words: Sequence[str]) -> CommandLine:
 
 
 def _environment(launch: Any, args: Any, words: Sequence[str]) -> dict[str, str]:
-    """The variables that accelerate sets for every process, beside those of torchrun."""
+    """The variables that accelerate sets for every process, on top of torchrun's."""
     several = (args.num_processes or 0) > 1
     args, defaults, from_config = launch._validate_launch_command(args)
     explicit = args.cpu or args.tpu or args.use_deepspeed or args.use_fsdp or args.use_megatron_lm
@@ -105,10 +105,10 @@ def _quiet() -> Iterator[None]:
 
 
 # -- launchers -------------------------------------------------------------------------------------
-# Launchers of many processes: what each makes of its words.
+# Launchers of many processes, and the arguments of each.
 #
 # Each takes the words after its name and gives a CommandLine whose program is as it was written.
-# The launcher's own parser is asked where it is installed.
+# The launcher's parser reads them where it is installed.
 
 _DEFAULT_PORT = "29500"
 
@@ -154,16 +154,18 @@ def torch_launch(words: Sequence[str]) -> CommandLine:
     parser = get_args_parser()
     parser.add_argument("--use-env", "--use_env", default=False, action="store_true")
     args = parsed("torch.distributed.launch", parser, words)
-    told = "" if args.use_env else "--local-rank"
-    return of_torchrun("torch.distributed.launch", args, words, told)
+    rank_argument = "" if args.use_env else "--local-rank"
+    return of_torchrun("torch.distributed.launch", args, words, rank_argument)
 
 
-def of_torchrun(launcher: str, args: Any, words: Sequence[str], told: str = "") -> CommandLine:
+def of_torchrun(
+    launcher: str, args: Any, words: Sequence[str], rank_argument: str = ""
+) -> CommandLine:
     """The launch of arguments that torchrun's parser has read."""
     if args.no_python:
         raise RequestError(f"{launcher} --no-python: only programs of Python can be run here")
-    asked = _written(words, "nproc-per-node", "nproc_per_node")
-    processes = count(launcher, "--nproc-per-node", args.nproc_per_node) if asked else None
+    stated = _written(words, "nproc-per-node", "nproc_per_node")
+    processes = count(launcher, "--nproc-per-node", args.nproc_per_node) if stated else None
     nodes = count(launcher, "--nnodes", args.nnodes) if _written(words, "nnodes") else None
     address = args.master_addr or args.rdzv_endpoint.partition(":")[0]
     run = args.rdzv_id if args.rdzv_id and args.rdzv_id != "none" else "none"
@@ -180,7 +182,7 @@ def of_torchrun(launcher: str, args: Any, words: Sequence[str], told: str = "") 
             "TORCHELASTIC_RUN_ID": str(run),
         },
         master=(address or "127.0.0.1", str(args.master_port or _DEFAULT_PORT)),
-        rank_argument=told,
+        rank_argument=rank_argument,
     )
 
 
@@ -274,7 +276,7 @@ def lightning(words: Sequence[str]) -> CommandLine:
     """`fabric run`, `lightning run model`: torchrun, with variables for Fabric."""
     words = list(words[1:] if words[:1] == ["model"] else words)
     parser = argparse.ArgumentParser(prog="fabric run", add_help=False, allow_abbrev=False)
-    asked: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
+    options: tuple[tuple[str, Callable[[str], Any], Any], ...] = (
         ("accelerator", str, None),
         ("strategy", str, None),
         ("devices", str, "1"),
@@ -284,7 +286,7 @@ def lightning(words: Sequence[str]) -> CommandLine:
         ("main-port", int, 29400),
         ("precision", str, None),
     )
-    for name, kind, default in asked:
+    for name, kind, default in options:
         parser.add_argument(f"--{name}", f"--{name.replace('-', '_')}", type=kind, default=default)
     parser.add_argument("script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER)
@@ -292,7 +294,7 @@ def lightning(words: Sequence[str]) -> CommandLine:
     listed = [part for part in args.devices.split(",") if part]
     several = len(listed) > 1 or args.devices.endswith(",")
     processes = len(listed) if several else count("fabric run", "--devices", args.devices)
-    told = {
+    variables = {
         "LT_CLI_USED": "1",
         "LT_ACCELERATOR": args.accelerator,
         "LT_STRATEGY": args.strategy,
@@ -306,13 +308,13 @@ def lightning(words: Sequence[str]) -> CommandLine:
         launcher="fabric run",
         processes=processes,
         nodes=args.num_nodes,
-        environment={name: told[name] for name in told if told[name]},
+        environment={name: variables[name] for name in variables if variables[name]},
         master=(args.main_address, str(args.main_port)),
     )
 
 
 # -- words -----------------------------------------------------------------------------------------
-# From the words of a command line to the program that runs, and what its launcher asks for.
+# From a command line to the program that runs and the settings of its launcher.
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?")
 _FLAGS = frozenset("bBdEiIOPqsSuvx")
@@ -391,10 +393,12 @@ def _understood(words: Sequence[str]) -> CommandLine:
             f"{first}: a launcher that is not understood; write the program after it, and how many "
             "processes it starts as --ranks"
         )
-    known = name == first or not Path(first).suffix  # a script of the user may have such a name
-    if known and (name, *words[1:2]) in _WITH_COMMAND:
+    is_command = (
+        name == first or not Path(first).suffix
+    )  # a script of the user may have such a name
+    if is_command and (name, *words[1:2]) in _WITH_COMMAND:
         return _WITH_COMMAND[name, words[1]](words[2:])
-    if known and name in _BY_NAME:
+    if is_command and name in _BY_NAME:
         return _BY_NAME[name](words[1:])
     if first.startswith("-"):
         raise RequestError(
@@ -431,7 +435,7 @@ def _python(words: Sequence[str]) -> CommandLine:
 
 
 def _understood_script(words: Sequence[str]) -> CommandLine:
-    """A script after `python`, which may be a launcher's own: `python /usr/bin/torchrun`."""
+    """A script after `python`, which may be a launcher: `python /usr/bin/torchrun`."""
     if not Path(words[0]).suffix and Path(words[0]).name in (*_BY_NAME, "accelerate"):
         return _understood([Path(words[0]).name, *words[1:]])
     return CommandLine(program=words[0], arguments=tuple(words[1:]))

@@ -1,7 +1,7 @@
-"""A folder that lies over the file system: what is written comes to lie in it, and is read from it.
+"""A copy-on-write overlay: writes go to a scratch folder and later reads see them.
 
 The twin of a path is the folder and the path without its root.  A path that was removed or replaced
-is gone: what really is there is not seen any more.
+is gone: the real file is not seen any more (a whiteout).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Layer:
         return os.path.join(self._folder, os.path.splitdrive(path)[1].lstrip(os.sep))
 
     def hidden(self, path: str) -> bool:
-        """Whether what really is at a path is gone for the program."""
+        """Whether the program has removed the real file of a path."""
         while self._gone and path not in self._gone:
             path, below = os.path.dirname(path), path
             if path == below:
@@ -151,16 +151,16 @@ class Layer:
             return False
 
     def place(self, path: str) -> str:
-        """Where what a program sees at an absolute path is."""
+        """The real place of an absolute path of the program."""
         twin = self.twin(path)
         return twin if self._is(twin) or self.hidden(path) else path
 
     def seen(self, path: Any, dir_fd: int | None = None, follow: bool = True) -> Any:
-        """Where what a program sees at a path is; the path itself where that is the same."""
-        whole = self.absolute(path, dir_fd, follow)
-        if whole is None:
+        """The real place of a path of the program; the path itself where they agree."""
+        absolute = self.absolute(path, dir_fd, follow)
+        if absolute is None:
             return path
-        place = self.place(whole)
+        place = self.place(absolute)
         if not self._working and place == os.path.abspath(os.fsdecode(path)):
             return path
         return os.fsencode(place) if isinstance(path, bytes) else place
@@ -172,16 +172,16 @@ class Layer:
     def written(
         self, path: Any, keep: bool = False, dir_fd: int | None = None, follow: bool = True
     ) -> Any:
-        """Where a program writes a path.  keep: with what is there; else it begins anew."""
-        whole = self.absolute(path, dir_fd, follow)
-        if whole is None:
+        """Where a program writes a path.  keep: with its content; else it begins empty."""
+        absolute = self.absolute(path, dir_fd, follow)
+        if absolute is None:
             return path
-        twin = self.twin(whole)
-        if not self._is(twin) and self.is_folder(os.path.dirname(whole)):
+        twin = self.twin(absolute)
+        if not self._is(twin) and self.is_folder(os.path.dirname(absolute)):
             with self.plainly():
                 os.makedirs(os.path.dirname(twin), exist_ok=True)
-            if keep and self.exists(whole):
-                self._copy(whole, twin)
+            if keep and self.exists(absolute):
+                self._copy(absolute, twin)
         return os.fsencode(twin) if isinstance(path, bytes) else twin
 
     def _copy(self, real: str, twin: str) -> None:
@@ -205,7 +205,7 @@ class Overlay(Layer):
     """The functions of `os` as a program with a scratch folder sees them."""
 
     def reading(self, name: str, home: Any = os) -> Any:
-        """A function of `os`, or another module, that reads what is at its first argument."""
+        """A function of `os`, or another module, that reads the file of its first argument."""
         original = original_of(home, name)
         follows = name not in ("lstat", "readlink")
 
@@ -216,28 +216,28 @@ class Overlay(Layer):
         return read
 
     def changing(self, name: str) -> Any:
-        """A function of `os` that changes what is at its first argument, as `chmod`."""
+        """A function of `os` that changes the file of its first argument, as `chmod`."""
         original = original_of(os, name.replace("fch", "ch"))
 
         def change(path: Any, *args: Any, **kwargs: Any) -> Any:
-            known, follow = self.named(path), kwargs.get("follow_symlinks", name[0] != "l")
-            whole = self.absolute(known, kwargs.get("dir_fd"), follow)
-            if whole is not None and self.exists(whole):
-                path = self.written(known, True, kwargs.get("dir_fd"), follow)
+            named, follow = self.named(path), kwargs.get("follow_symlinks", name[0] != "l")
+            absolute = self.absolute(named, kwargs.get("dir_fd"), follow)
+            if absolute is not None and self.exists(absolute):
+                path = self.written(named, True, kwargs.get("dir_fd"), follow)
             return original(path, *args, **kwargs)
 
         return change
 
     def making(self, name: str) -> Any:
-        """A function of `os` that makes what was not there, as `mkdir`."""
+        """A function of `os` that makes a new file, as `mkdir`."""
         original = original_of(os, name)
 
         def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-            whole = self.absolute(path, dir_fd, follow=False)
-            if whole is not None:
-                if self.exists(whole):
+            absolute = self.absolute(path, dir_fd, follow=False)
+            if absolute is not None:
+                if self.exists(absolute):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-                if not self.is_folder(os.path.dirname(whole)):
+                if not self.is_folder(os.path.dirname(absolute)):
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
                 path = self.written(path, dir_fd=dir_fd, follow=False)
             original(path, *args, dir_fd=dir_fd, **kwargs)
@@ -251,7 +251,7 @@ class Overlay(Layer):
             path = self.seen(path, dir_fd, follow)
         else:
             new = flags & os.O_EXCL and flags & os.O_CREAT
-            if new and (whole := self.absolute(path, dir_fd, False)) and self.exists(whole):
+            if new and (absolute := self.absolute(path, dir_fd, False)) and self.exists(absolute):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             anew = flags & os.O_TRUNC and flags & os.O_CREAT
             path = self.written(path, not anew, dir_fd, follow)
@@ -259,45 +259,45 @@ class Overlay(Layer):
 
     def remove(self, path: Any, *, dir_fd: int | None = None) -> None:
         """`os.remove` and `os.unlink`."""
-        whole = self.absolute(path, dir_fd, follow=False)
-        if whole is None:
+        absolute = self.absolute(path, dir_fd, follow=False)
+        if absolute is None:
             self._os["remove"](path, dir_fd=dir_fd)
             return
-        if self.is_folder(whole):
+        if self.is_folder(absolute):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not self.exists(whole):
+        if not self.exists(absolute):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        self._drop(whole)
+        self._drop(absolute)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
         """`os.rmdir`."""
-        whole = self.absolute(path, dir_fd, follow=False)
-        if whole is None:
+        absolute = self.absolute(path, dir_fd, follow=False)
+        if absolute is None:
             self._os["rmdir"](path, dir_fd=dir_fd)
             return
-        if self.listdir(whole):
+        if self.listdir(absolute):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        self._drop(whole)
+        self._drop(absolute)
 
     def rmtree(self, path: Any, ignore_errors: bool = False, *args: Any, **kwargs: Any) -> None:
         """`shutil.rmtree`."""
-        whole = self.absolute(path, kwargs.get("dir_fd"), follow=False)
-        if whole is not None and self.is_folder(whole):
-            self._drop(whole)
+        absolute = self.absolute(path, kwargs.get("dir_fd"), follow=False)
+        if absolute is not None and self.is_folder(absolute):
+            self._drop(absolute)
         else:
             original_of(shutil, "rmtree")(path, ignore_errors, *args, **kwargs)
 
-    def _drop(self, whole: str) -> None:
+    def _drop(self, absolute: str) -> None:
         """Nothing is at a path any more, nor below it."""
         self._folders.clear()
-        twin = self.twin(whole)
+        twin = self.twin(absolute)
         if os.path.isdir(twin) and not os.path.islink(twin):
             with self.plainly():
                 original_of(shutil, "rmtree")(twin)
         elif self._is(twin):
             self._os["remove"](twin)
-        if self._is(whole):
-            self._gone.add(whole)
+        if self._is(absolute):
+            self._gone.add(absolute)
 
     def rename(
         self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None
@@ -328,7 +328,7 @@ class Overlay(Layer):
                 self._gone.add(place)
 
     def _copy_below(self, folder: str) -> None:
-        """Copy what a program sees of a folder, where it has not been written before."""
+        """Copy a folder as the program sees it, except files written before."""
         with self.plainly():
             os.makedirs(self.twin(folder), exist_ok=True)
         for name in self.listdir(folder):
@@ -341,36 +341,36 @@ class Overlay(Layer):
     def link(self, src: Any, dst: Any, *, dst_dir_fd: int | None = None, **kwargs: Any) -> None:
         """`os.link`: a copy, so that nobody writes into the original."""
         source = self.seen(src, kwargs.get("src_dir_fd"))
-        whole = self.absolute(dst, dst_dir_fd, follow=False)
-        if whole is None and source is src:
+        absolute = self.absolute(dst, dst_dir_fd, follow=False)
+        if absolute is None and source is src:
             self._os["link"](src, dst, dst_dir_fd=dst_dir_fd, **kwargs)
             return
-        if whole is not None and self.exists(whole):
+        if absolute is not None and self.exists(absolute):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), src, None, dst)
         self._copy(os.fsdecode(source), os.fsdecode(self.written(dst, False, dst_dir_fd, False)))
 
     def symlink(self, src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
         """`os.symlink`: with the text that the program says."""
-        whole = self.absolute(dst, kwargs.get("dir_fd"), follow=False)
+        absolute = self.absolute(dst, kwargs.get("dir_fd"), follow=False)
         self._folders.clear()
-        if whole is not None:
-            if self.exists(whole):
+        if absolute is not None:
+            if self.exists(absolute):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), src, None, dst)
             dst = self.written(dst, False, kwargs.get("dir_fd"), follow=False)
         self._os["symlink"](src, dst, *args, **kwargs)
 
     def chdir(self, path: Any) -> None:
         """`os.chdir` and `os.fchdir`: into the folder that really is there, if there is one."""
-        known = self.named(path)
-        whole = self.absolute(known)
-        if whole is None:
+        named = self.named(path)
+        absolute = self.absolute(named)
+        if absolute is None:
             self._os["chdir"](path)
             self._working = None
             return
-        real = not self.hidden(whole) and self._is(whole)
-        place = whole if real else self.place(whole)
+        real = not self.hidden(absolute) and self._is(absolute)
+        place = absolute if real else self.place(absolute)
         self._os["chdir"](place)
-        self._working = None if place == whole else whole
+        self._working = None if place == absolute else absolute
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """`os.listdir`: the names that a program sees."""
@@ -384,22 +384,22 @@ class Overlay(Layer):
         return _Entries(self._entries(path), "" if isinstance(path, int) else os.fspath(path))
 
     def _entries(self, path: Any) -> list[Any]:
-        whole = self.absolute(self.named(path))
-        if whole is None:
+        absolute = self.absolute(self.named(path))
+        if absolute is None:
             with self._os["scandir"](path) as listed:
                 return list(listed)
         entries: dict[str, Any] = {}
-        twin = self.twin(whole)
-        real = not self.hidden(whole) and self._is(whole)
-        for place, there in ((whole, real or not self._is(twin)), (twin, self._is(twin))):
+        twin = self.twin(absolute)
+        real = not self.hidden(absolute) and self._is(absolute)
+        for place, there in ((absolute, real or not self._is(twin)), (twin, self._is(twin))):
             if there:
                 with self._os["scandir"](place) as listed:
                     entries |= {os.fsdecode(entry.name): entry for entry in listed}
-        own = {name for name in entries if self._is(os.path.join(twin, name))}
+        written = {name for name in entries if self._is(os.path.join(twin, name))}
         return [
             entry
             for name, entry in entries.items()
-            if name in own or not self.hidden(os.path.join(whole, name))
+            if name in written or not self.hidden(os.path.join(absolute, name))
         ]
 
 
@@ -414,13 +414,13 @@ class _Entry:
         return self.path
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether it is a folder, or a link to what the program sees as one."""
+        """Whether the program sees a folder, or a link to one."""
         if follow_symlinks and self._entry.is_symlink():
             return os.path.isdir(self.path)
         return self._entry.is_dir(follow_symlinks=False)
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether it is a file, or a link to what the program sees as one."""
+        """Whether the program sees a file, or a link to one."""
         if follow_symlinks and self._entry.is_symlink():
             return os.path.isfile(self.path)
         return self._entry.is_file(follow_symlinks=False)
@@ -471,12 +471,12 @@ def opened(overlay: Overlay, original: Any) -> Any:
             except FileNotFoundError as error:
                 error.filename = file  # as the program has named it
                 raise
-        whole = overlay.absolute(file)
-        if whole is not None and not overlay.is_folder(os.path.dirname(whole)):
+        absolute = overlay.absolute(file)
+        if absolute is not None and not overlay.is_folder(os.path.dirname(absolute)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
-        if "x" in mode and whole is not None and overlay.exists(whole):
+        if "x" in mode and absolute is not None and overlay.exists(absolute):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), file)
-        if whole is not None and mode.startswith("r") and not overlay.exists(whole):
+        if absolute is not None and mode.startswith("r") and not overlay.exists(absolute):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), file)
         return original(overlay.written(file, keep="w" not in mode), mode, *args, **kwargs)
 

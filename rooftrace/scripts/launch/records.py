@@ -49,7 +49,7 @@ def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
     if ranks.world == 1 and launch.launcher == "accelerate":
         return {}
     address, port = launch.master
-    told = {
+    variables = {
         "RANK": ranks.rank,
         "WORLD_SIZE": ranks.world,
         "LOCAL_RANK": ranks.local_rank,
@@ -58,10 +58,10 @@ def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
         "MASTER_PORT": port,
     }
     if launch.launcher == "deepspeed":
-        told |= {"CROSS_RANK": ranks.node, "CROSS_SIZE": ranks.nodes}
-        told |= {"LOCAL_SIZE": ranks.local_world}
+        variables |= {"CROSS_RANK": ranks.node, "CROSS_SIZE": ranks.nodes}
+        variables |= {"LOCAL_SIZE": ranks.local_world}
     else:
-        told |= {
+        variables |= {
             "GROUP_RANK": ranks.node,
             "GROUP_WORLD_SIZE": ranks.nodes,
             "ROLE_NAME": "default",
@@ -73,11 +73,11 @@ def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         }
-    return {name: str(value) for name, value in told.items()} | dict(launch.environment)
+    return {name: str(value) for name, value in variables.items()} | dict(launch.environment)
 
 
 # -- records ---------------------------------------------------------------------------------------
-# The records of a launch: what is run, as which rank, and how it ended.
+# The records of a launch: its program, its rank and its end.
 
 
 class Stopped(BaseException):
@@ -89,7 +89,7 @@ class Stopped(BaseException):
 
 
 class HardExit(BaseException):
-    """The program called `os._exit`.  `code`: what it passed."""
+    """The program called `os._exit`.  `code`: its argument."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -160,9 +160,9 @@ class Ranks:
         rank: int = 0,
         per_node: int | None = None,
     ) -> Ranks:
-        """The ranks of a launch, where the user asked for `world` processes, and to run `rank`.
+        """The ranks of a launch, where the user sets `world` processes, and to run `rank`.
 
-        per_node: how many devices a node of the system has, where a system is known; a launcher
+        per_node: how many devices a node of the system has, where there is one; a launcher
         that says how many processes it starts on a node overrules it.  Raises RequestError where
         the launcher and the user say different things.
         """
@@ -173,7 +173,7 @@ class Ranks:
                 f"--ranks {world}: {launch.launcher} starts {launch.processes} processes{where}, "
                 f"which are {said}; leave one of the two out, or make them agree"
             )
-        known = world is not None or said is not None
+        stated = world is not None or said is not None
         world = world or said or 1
         nodes = launch.nodes or 1
         local = launch.processes or (world // nodes if launch.nodes else per_node or world)
@@ -185,7 +185,7 @@ class Ranks:
             )
         if not 0 <= rank < world:
             raise RequestError(f"rank {rank} of {world}: expected a rank from 0 to {world - 1}")
-        return cls(rank, world, rank % local, local, known)
+        return cls(rank, world, rank % local, local, stated)
 
     @property
     def node(self) -> int:
@@ -205,7 +205,7 @@ class Ended:
     reason: "end": it ran to its end; "exit": it exited with `code`; "stopped": it was stopped from
     outside; "error": it raised `exception`; thread: in the thread of this name, "" for the main
     one.  ranks: as which it ran: a program that starts its processes itself says how many.
-    assumed: what was assumed of what is not there, as pairs of a kind and a text.
+    assumed: assumptions on absent hardware, as pairs of a kind and a text.
     """
 
     reason: Literal["end", "exit", "stopped", "error"]

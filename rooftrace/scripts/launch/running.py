@@ -134,8 +134,8 @@ def _found(name: str) -> ModuleSpec | None:
         if spec is None or spec.submodule_search_locations is None:
             return None
         inner = f"{spec.name}.{part}"
-        known = sys.modules.get(spec.name)
-        places = getattr(known, "__path__", spec.submodule_search_locations)
+        loaded = sys.modules.get(spec.name)
+        places = getattr(loaded, "__path__", spec.submodule_search_locations)
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
         specs = (find(inner, places) for find in finders if find is not None)
         spec = next((where for where in specs if where is not None), None)
@@ -145,7 +145,7 @@ def _found(name: str) -> ModuleSpec | None:
 
 
 # -- ending ----------------------------------------------------------------------------------------
-# How a program ends: what it asked to run at its end, its threads, and being stopped.
+# How a program ends: its exit functions, its threads, and being stopped.
 
 GENTLE = 3
 """How often a program that goes on is told to stop, before its process ends where it stands."""
@@ -156,16 +156,16 @@ _REPLACING = ("execv", "execve", "execl", "execle", "execlp", "execlpe", "execvp
 
 def raise_exits() -> None:
     """From here on `os._exit` raises HardExit, and the program becomes no other one."""
-    own = os.getpid()
+    pid = os.getpid()
 
     def leave(status: int) -> None:
-        if os.getpid() != own:  # a process that the program forked
+        if os.getpid() != pid:  # a process that the program forked
             original_of(os, "_exit")(status)
         raise HardExit(status)
 
     def become(name: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
-            if os.getpid() != own:
+            if os.getpid() != pid:
                 return original_of(os, name)(*args, **kwargs)
             raise RequestError(
                 f"os.{name}: the program would become another one, of which nothing is recorded; "
@@ -211,7 +211,7 @@ _SIGNAL: Any = getattr(signal, "SIGUSR2", None)
 
 
 class LostErrors:
-    """Errors that end a thread of the program, and those of tasks whose result nobody asked for."""
+    """Errors that end a thread of the program, and those of tasks whose result nobody reads."""
 
     def __init__(self) -> None:
         self._of_threads: list[tuple[str, BaseException]] = []
@@ -237,14 +237,14 @@ class LostErrors:
         def asking(name: str) -> Callable[..., Any]:
             original = getattr(Future, name)
 
-            def asked(future: Future[Any], *args: Any, **kwargs: Any) -> Any:
+            def submitted(future: Future[Any], *args: Any, **kwargs: Any) -> Any:
                 self._of_tasks.pop(id(future), None)
                 try:
                     return original(future, *args, **kwargs)
                 finally:
                     self._of_tasks.pop(id(future), None)
 
-            return asked
+            return submitted
 
         threading.excepthook = ended
         setattr(Future, "set_exception", set_exception)  # noqa: B010  # mypy allows no assignment
@@ -263,19 +263,19 @@ def shut_down(before: set[threading.Thread], waiting: bool) -> None:
     before: threads that are not the program's.  waiting: False, where the program was stopped:
     its threads have some seconds.
     """
-    own = [thread for thread in threading.enumerate() if thread not in before]
+    threads = [thread for thread in threading.enumerate() if thread not in before]
 
     def end_threads() -> None:
         for function in reversed(vars(threading).get("_threading_atexits", ())):
             function()
-        for thread in own:
+        for thread in threads:
             if not thread.daemon and thread is not threading.main_thread():
                 thread.join()
 
     ending = threading.Thread(target=end_threads, daemon=True)
     ending.start()
     ending.join(None if waiting else _PATIENCE)
-    atexit._run_exitfuncs()  # they print what they raise
+    atexit._run_exitfuncs()  # they print their errors
     with contextlib.suppress(ValueError, OSError, AttributeError):
         sys.stdout.flush()
 
@@ -292,7 +292,7 @@ def leave(code: int, error: BaseException | None) -> NoReturn:
 
 
 # -- running ---------------------------------------------------------------------------------------
-# A launch runs in this process, which is its own: afterwards the process is of no other use.
+# A launch has this process for itself: afterwards the process is of no other use.
 
 _MULTIRUN = {"--multirun", "-m"}
 _FIRST_JOB = (
@@ -318,7 +318,7 @@ class ProgramRun:
         self._process = os.getpid()
         self._before = set(threading.enumerate())  # threads that are not the program's
         self._then: Callable[[Ended], bytes] | None = None  # None: it has ended, or not begun
-        self.at_end: Callable[[], None] = lambda: None  # is called before what it registered
+        self.at_end: Callable[[], None] = lambda: None  # is called before its exit functions
 
     @property
     def ranks(self) -> Ranks:
@@ -343,9 +343,9 @@ class ProgramRun:
         self._stopping.stop()
 
     def __call__(self, then: Callable[[Ended], bytes]) -> bytes:
-        """Run the program and what it registered for its exit, and return what `then` gives.
+        """Run the program and its exit functions, and return the value of `then`.
 
-        then: what this process returns to who has called it, by how the program ended.  It may be
+        then: the result for the caller of this process, by how the program ended.  It may be
         called in the middle of a call of the program's, which does not go on.  KeyboardInterrupt of
         the user is raised.
         """
@@ -377,7 +377,7 @@ class ProgramRun:
             leave_with(then(self._ended("stopped", 0, None)))
 
     def _ended(self, reason: str, code: int, raised: BaseException | None) -> Ended:
-        """How the program ended, once what it registered for its exit has run."""
+        """How the program ended, once its exit functions have run."""
         thread = ""
         try:
             shut_down(self._before, waiting=reason != "stopped")
@@ -450,7 +450,7 @@ def _code(error: SystemExit) -> int:
 
 
 def _from_here(error: BaseException) -> None:
-    """Leave our own frames out of the traceback of an error."""
+    """Leave our frames out of the traceback of an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
         trace = trace.tb_next

@@ -70,16 +70,16 @@ def guard(folder: str | os.PathLike[str]) -> str:
     """Let this process, and all that it starts, write below `folder` only, for ever.
 
     What is open stays writable, and so do standard output and errors where they are files, devices
-    of /dev that keep nothing, and shared memory.  Returns what can be written elsewhere all the
+    of /dev that keep nothing, and shared memory.  Returns the paths that can be written all the
     same, in words.  Raises RuntimeError in a process with several threads, of which the others
     would go on as before.
     """
-    known = version()
-    if not known:
+    abi = version()
+    if not abi:
         return UNGUARDED
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("Landlock holds for one thread, and this process has several")
-    rights = sum(right for since, right in _BY_VERSION if known >= since)
+    rights = sum(right for since, right in _BY_VERSION if abi >= since)
     ruleset = _done(_system_call(_CREATE_RULESET, struct.pack("Q", rights), 8, 0))
     try:
         _allow(ruleset, rights, folder)
@@ -92,7 +92,7 @@ def guard(folder: str | os.PathLike[str]) -> str:
     finally:
         os.close(ruleset)
     _GUARDED.append(os.path.realpath(folder))
-    return "" if known >= _BY_VERSION[-1][0] else _CAN_EMPTY
+    return "" if abi >= _BY_VERSION[-1][0] else _CAN_EMPTY
 
 
 def refusal(error: BaseException | None) -> str:
@@ -149,9 +149,9 @@ def _done(returned: int) -> int:
 
 
 # -- scratch ---------------------------------------------------------------------------------------
-# A program's files in a scratch folder: what stands for functions that name files.
+# A program's files in a scratch folder: replacements of functions that take file names.
 #
-# Redirected are Python's own (`open`, `os`, `shutil`, `pathlib`) and what is built on them,
+# Redirected are Python's (`open`, `os`, `shutil`, `pathlib`), the code built on them,
 # torch's and safetensors' writers and sqlite3.  Other libraries that open files by name in C,
 # such as HDF5 and Arrow, and programs that are started, are for the kernel to refuse
 # (`landlock`).
@@ -198,7 +198,7 @@ def redirect(scratch: str | os.PathLike[str]) -> None:
 
 
 def _tell_others(ours: dict[Any, Any]) -> None:
-    """Let ours be what the originals are in sets of `os`, and where `tempfile` has kept them."""
+    """Replace the originals in the sets of `os`, and where `tempfile` keeps them."""
     for name in dir(os):
         if name.startswith("supports_") and isinstance(vars(os)[name], set):
             vars(os)[name].update({ours[each] for each in vars(os)[name] if each in ours})
@@ -243,7 +243,7 @@ def _opens() -> list[tuple[Any, str]]:
 
 
 def _of_libraries(overlay: Overlay) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """(module or class, what stands for its functions) of writers and readers in C."""
+    """(module or class, replacements of its functions) of writers and readers in C."""
     writer = torch_private.zipfile_writer
     start = original_of(writer, "__init__")
 

@@ -26,9 +26,9 @@ from rooftrace.tracer.torch_private import disable_current_modes
 # The time that a script sees: that of this machine, or that of the chip and its system.
 #
 # Simulated time passes as on this machine before the first turn.  From then on what recording
-# takes, and what the script's own Python takes, is left out.  What passes is what turns are
+# takes, and the time of the script's Python, is left out.  Time passes by what turns are
 # expected to take on the device, data loaders where they take longer than the turn that runs
-# meanwhile, and what the script sleeps.
+# meanwhile, and by sleeps of the script.
 
 _CLOCKS = ("time", "perf_counter", "monotonic")
 """Functions of the standard library that give seconds, each with one for nanoseconds."""
@@ -84,7 +84,7 @@ class Prices:
 class SimulatedClock(HostClock):
     """That of the device: who reads it is taken to wait for all work that was launched.
 
-    leads: whether the running thread makes turns.  elapsed: seconds of what has run of the open
+    leads: whether the running thread makes turns.  elapsed: seconds that have run of the open
     turn, None where none is open.
     """
 
@@ -95,9 +95,9 @@ class SimulatedClock(HostClock):
         self._began = self._read = perf_counter()  # of this machine; when it was last read
         self._open = False  # whether a turn was open then
         self._done = 0.0  # simulated seconds when the open turn began
-        self._waited = 0.0  # since then, beside what ran
+        self._waited = 0.0  # since then, apart from recorded work
         self._loading = 0.0  # of data loaders since then: the device works meanwhile
-        self._now = 0.0  # as last told
+        self._now = 0.0  # as last read
         self._ran, self._reads = -1.0, 0  # what had run then, and how many reads found that
         self._real = 0.0  # seconds of this machine that count
 
@@ -119,7 +119,7 @@ class SimulatedClock(HostClock):
 
     def device_seconds(self) -> float:
         """Simulated seconds since the beginning of the run."""
-        if self._leads():  # another thread is told what this one was told last
+        if self._leads():  # another thread reads the last time of this one
             elapsed = self._elapsed(self._prices)
             self._open, self._ran = elapsed is not None, self._done + (elapsed or 0.0)
             self._now = max(self._now, self._ran + self._waited)
@@ -216,11 +216,11 @@ class Book:
         self.graphs: list[OpGraph] = []
         self.stretches: list[Turns] = []
         self._kept: list[int] = []  # bytes from before each graph that it does not read
-        self._places: dict[int, int] = {}  # of graphs, by the print of what was recorded
+        self._places: dict[int, int] = {}  # of graphs, by the print of the recording
         self.derived: list[Derived] = []
 
     def graph(self, recorder: ScriptRecorder, root: Any, learnt: Any) -> int:
-        """The place of the graph of what a recorder has recorded, which ends here."""
+        """The place of the graph of a recorder's recording, which ends here."""
         recorder.settle(learnt.gradients)
         print_ = _print_of(recorder.graph)
         place = self._places.setdefault(print_, len(self.graphs))
@@ -244,7 +244,7 @@ class Book:
         return any(place in each.samples.values() for each in self.derived)
 
     def part(self, recorder: ScriptRecorder, root: Any, learnt: Any, prices: Prices) -> float:
-        """Expected seconds of what a recorder has recorded so far; it goes on."""
+        """Expected seconds of a recorder's recording so far; it goes on."""
         return prices.part(_print_of(recorder.graph), lambda: _lowered(recorder, root, learnt))
 
     def add(self, stretch: Turns) -> None:
@@ -258,7 +258,7 @@ class Book:
 
 
 def _lowered(recorder: ScriptRecorder, root: Any, learnt: Any) -> OpGraph:
-    """The graph of what was recorded; the recorder that is on now sees nothing of it."""
+    """The graph of the recording; the active recorder sees nothing of it."""
     with disable_current_modes():
         return steps.graph_of_step(recorder, root, learnt)
 
@@ -312,8 +312,8 @@ def _print_of(graph: fx.Graph) -> int:
             ]
             look = tuple(specs), place, noted.stream, repr(noted.collective)
         elif isinstance(noted, Entry):
-            own = storages.setdefault(noted.spec.storage, len(storages))
-            look = noted.kind, noted.name, *_look(noted.spec), own
+            storage = storages.setdefault(noted.spec.storage, len(storages))
+            look = noted.kind, noted.name, *_look(noted.spec), storage
         else:
             look = id(getattr(noted, "block", None)) and type(noted).__name__
         seen.append((node.op, str(node.target), inputs, look))

@@ -47,7 +47,7 @@ class Boundary:
 
 
 class AskedKinds(Kinds):
-    """Turns are what the user says; a step is one in which a backward or an optimizer ran."""
+    """Turns begin where the user says; a step is one in which a backward or an optimizer ran."""
 
     at_calls = False
 
@@ -60,7 +60,7 @@ class AskedKinds(Kinds):
         super().differentiated(turn)
         turn.kind = TRAINING
 
-    def whole(self, turn: OpenTurn) -> bool:
+    def is_complete(self, turn: OpenTurn) -> bool:
         """Never before the next begins, but for calls."""
         return self.at_calls
 
@@ -96,7 +96,7 @@ class BoundaryFinder(Finder):
             self._turn.loaded.add(seconds)
 
     def marked(self, name: str) -> None:
-        """The script has come to a mark of its own, or of a library."""
+        """The script, or a library, has come to a mark."""
         with self.leading() as leads:
             if leads:
                 self._marks[name] = self._marks.get(name, 0) + 1
@@ -125,13 +125,13 @@ class BoundaryFinder(Finder):
         """The script has ended."""
         turn, at = self._turn, self._boundary.at
         if turn is not None and at == "optimizer" and not self._optimizers.have_stepped():
-            self._turn = None  # what runs after the last step is none
+            self._turn = None  # code after the last step is no step
         elif turn is not None and at != "auto" and not turn.calls:
             self._finish(turn)
         super().end()
 
     def check(self) -> None:
-        """Raises RequestError if the script never came to the mark that was asked for."""
+        """Raises RequestError if the script never came to the wanted mark."""
         if self._boundary.at == "mark" and self._boundary.name not in self._marks:
             there = sorted(self._marks, key=lambda name: -self._marks[name])
             which = f"its marks are {listed(there[:_SHOWN])}" if there else "it has no marks"

@@ -209,7 +209,7 @@ class _Leaf:
     stride: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
-    known: Any
+    value: Any
 
 
 class Result:
@@ -220,16 +220,16 @@ class Result:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = all(isinstance(leaf, (*_PLAIN, float, Tensor)) for leaf in leaves)
         strided = all(t.layout is torch.strided and type(t) is Tensor for t in tensors)
-        self.known = plain and strided and len(tensors) == len(tensors_in(output))
+        self.reusable = plain and strided and len(tensors) == len(tensors_in(output))
         self._leaves: list[Any] = []
-        if self.known:
+        if self.reusable:
             self._leaves = [_leaf(x, values) if isinstance(x, Tensor) else x for x in leaves]
 
     @property
     def leaves(self) -> tuple[Any, ...] | None:
         """Its leaves; None if it depends on weights, or holds a known value."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
-        bare = self.known and not any(leaf.grad or leaf.known is not None for leaf in tensors)
+        bare = self.reusable and not any(leaf.grad or leaf.value is not None for leaf in tensors)
         return tuple(self._leaves) if bare else None
 
     def of(self, leaves: Sequence[Any]) -> Result:
@@ -260,8 +260,8 @@ class Result:
                 tensors.append(leaf)
                 continue
             tensor = made.pop(0) if leaf.grad and weights else _empty(leaf)
-            if leaf.known is not None:
-                values.learn(tensor, leaf.known.value, leaf.known.taint)
+            if leaf.value is not None:
+                values.learn(tensor, leaf.value.value, leaf.value.taint)
             tensors.append(tensor)
         return torch_private.tree_unflatten(tensors, self._spec)
 

@@ -114,11 +114,11 @@ class TurnsOfThreads(TurnKeeper):
         if self._threads.awaits_others(self._threads.leader):
             return False
         with DisableTorchFunction():
-            return self._may_make(module) and not self._kinds.whole(turn)
+            return self._may_make(module) and not self._kinds.is_complete(turn)
 
     def _may_make(self, module: nn.Module | None) -> bool:
         """Whether a call of a module, or a step, may make a turn in a thread that does not lead."""
-        return module is None or not self._optimizers.known or self._optimizers.trains(module)
+        return module is None or not self._optimizers.has_any or self._optimizers.trains(module)
 
     def _takes_over(self, module: nn.Module | None) -> bool:
         turn, here = self._turn, threading.get_ident()
@@ -147,7 +147,7 @@ class TurnsOfThreads(TurnKeeper):
     def _is_whole(self, turn: OpenTurn) -> bool:
         """Whether all of a turn has run, but for what follows its last call."""
         self._note_backward(turn)
-        return self._kinds.whole(turn)
+        return self._kinds.is_complete(turn)
 
 
 # -- finding ---------------------------------------------------------------------------------------
@@ -178,14 +178,14 @@ class Finder(TurnsOfThreads):
 
     def call(self, made: ModuleCall) -> Any:
         """A module is called from outside of any module."""
-        whole = not made.begun and get_tracing_state() is None
+        complete = not made.begun and get_tracing_state() is None
         with overrides.untraced(), DisableTorchFunction():
             here = self._roots.on_device(made.module, made.arguments)
-            known = self._known(made, whole) if here else None
+            predicted = self._known(made, complete) if here else None
         if not here:
             return made.run()
-        if known is not None:
-            return known[0]
+        if predicted is not None:
+            return predicted[0]
         turn = self._turn
         assert turn is not None
         ops: Ops | None = None
@@ -216,13 +216,15 @@ class Finder(TurnsOfThreads):
             self.lengths.prove()
             self._proves = False
 
-    def _known(self, made: ModuleCall, whole: bool) -> tuple[Any] | None:
+    def _known(self, made: ModuleCall, complete: bool) -> tuple[Any] | None:
         """The result of a call that need not run; else None, and the turn is ready for the call.
 
-        whole: none of it has run yet, and torch.jit.trace does not wait for its ops.
+        complete: none of it has run yet, and torch.jit.trace does not wait for its ops.
         """
         look = made.look()
-        look = look if whole else dataclasses.replace(look, kind=(look.kind, "begun"), plain=False)
+        look = (
+            look if complete else dataclasses.replace(look, kind=(look.kind, "begun"), plain=False)
+        )
         self._roots.meet(made.module)
         turn = self._turn_of(look, made)
         self._kinds.note(turn, made.module, self._recorder.brought_bytes)
@@ -260,7 +262,7 @@ class Finder(TurnsOfThreads):
         if turn is None or not turn.recorded or not self.leads:
             return
         with DisableTorchFunction():
-            if not self._optimizers.known:
+            if not self._optimizers.has_any:
                 root = self._roots.container
                 stepping.note_gradients(self._recorder, root, turn.learnt)
 
@@ -286,7 +288,7 @@ class Finder(TurnsOfThreads):
         if turn is None:
             return None
         with DisableTorchFunction():
-            whole = self._is_whole(turn)
+            complete = self._is_whole(turn)
             place = len(turn.calls), turn.followed, sum(self._optimizers.steps.values())
             if turn.recorded:
                 seconds = prices.total(turn.pieces)
@@ -300,7 +302,7 @@ class Finder(TurnsOfThreads):
                 turn.reached[place] = seconds
                 return seconds
         steady = self._steady[self._key(turn, turn.calls[0] if turn.calls else None)]
-        part = 1.0 if whole else min(len(turn.calls) / max(len(steady.calls), 1), 1.0)
+        part = 1.0 if complete else min(len(turn.calls) / max(len(steady.calls), 1), 1.0)
         return steady.reached.get(place, prices.total(steady.pieces) * part)
 
     @property
@@ -370,7 +372,7 @@ class Finder(TurnsOfThreads):
         if done == 2:
             self._close_piece(turn, named=True)
             return False
-        return len(turn.pieces) > 0 and self._results[-1].known
+        return len(turn.pieces) > 0 and self._results[-1].reusable
 
 
 # -- probing ---------------------------------------------------------------------------------------

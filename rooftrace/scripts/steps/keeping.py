@@ -54,15 +54,15 @@ class Kinds:
     @property
     def train(self) -> bool:
         """Whether the script is known to train something."""
-        return self._by_hand or self._optimizers.known
+        return self._by_hand or self._optimizers.has_any
 
     def of(self, module: nn.Module) -> str:
         """The kind of the turn that a call of a module begins."""
-        known = self._optimizers.known
-        if not known and self._by_hand and torch.is_grad_enabled():
+        trains = self._optimizers.has_any
+        if not trains and self._by_hand and torch.is_grad_enabled():
             return TRAINING
-        if not known or not torch.is_grad_enabled():
-            if not known or torch.is_inference_mode_enabled() or id(module) in self._tried:
+        if not trains or not torch.is_grad_enabled():
+            if not trains or torch.is_inference_mode_enabled() or id(module) in self._tried:
                 return INFERENCE
             if self._optimizers.trains(module) or not weighs(module):
                 return INFERENCE
@@ -71,15 +71,15 @@ class Kinds:
     def differentiated(self, turn: OpenTurn) -> None:
         """A backward has run in a turn, which makes it a step if there is no optimizer."""
         turn.backwards += 1
-        if not self._optimizers.known:
+        if not self._optimizers.has_any:
             self._by_hand = True
             turn.kind = TRAINING
 
-    def whole(self, turn: OpenTurn) -> bool:
+    def is_complete(self, turn: OpenTurn) -> bool:
         """Whether all of a turn has run, but for what follows its last call."""
         if turn.kind != TRAINING:
             return True
-        if self._by_hand and not self._optimizers.known:
+        if self._by_hand and not self._optimizers.has_any:
             return turn.backwards > 0
         return self._optimizers.have_stepped()
 
@@ -90,8 +90,8 @@ class Kinds:
         """
         if not torch.is_grad_enabled() and not weighs(module):
             # A loss or a score of what was computed, if no other method of a model begins with it.
-            known = id(module) in turn.modules and turn.methods
-            return not known or bool(turn.methods & methods_around())
+            called = id(module) in turn.modules and turn.methods
+            return not called or bool(turn.methods & methods_around())
         if turn.kind == INFERENCE and id(module) not in turn.modules:
             alone = not (self.train and torch.is_grad_enabled())
             if alone and turn.methods & methods_around():
@@ -99,7 +99,7 @@ class Kinds:
         if turn.kind == INFERENCE and not self.train and id(module) not in turn.modules:
             # Another part of a model, which may yet be trained by hand.
             return any(tensor.grad_fn is not None for tensor in tensors_in(arguments))
-        if self.whole(turn):
+        if self.is_complete(turn):
             return False
         if turn.helps is None:
             return True
@@ -162,7 +162,7 @@ class Optimizers:
         self.steps: Counter[int] = Counter()  # of the open turn, by the identity of a weight
 
     @property
-    def known(self) -> bool:
+    def has_any(self) -> bool:
         """Whether there are any."""
         return bool(self.required())
 
@@ -198,9 +198,12 @@ class Optimizers:
 
     def trains(self, module: nn.Module) -> bool:
         """Whether one of them steps on a weight of a module."""
-        own = {id(p) for p in module.parameters()}
+        weights = {id(p) for p in module.parameters()}
         return any(
-            id(p) in own for o in list(self._made) for group in _groups(o) for p in group["params"]
+            id(p) in weights
+            for o in list(self._made)
+            for group in _groups(o)
+            for p in group["params"]
         )
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -261,16 +264,16 @@ class Optimizers:
             with DisableTorchFunction():
                 before()
                 stepping.enter_states(recorder, optimizer)
-                if (known := learnt()) is not None:  # the script may drop what it is about to read
+                if (now := learnt()) is not None:  # the script may drop what it is about to read
                     for weight in (w for group in optimizer.param_groups for w in group["params"]):
-                        known.gradients.update(stepping.gradients_of(recorder, weight))
+                        now.gradients.update(stepping.gradients_of(recorder, weight))
             self._made.add(optimizer)
 
         def ended(optimizer: Optimizer) -> None:
             with DisableTorchFunction():
                 self.note_step(optimizer)
-            if (known := learnt()) is not None:
-                known.step(optimizer)
+            if (now := learnt()) is not None:
+                now.step(optimizer)
             after()
 
         stepping.watched(recorder, begins, ended)
@@ -332,8 +335,8 @@ class TurnKeeper:
     def _is_known(self, turn: OpenTurn, look: Look) -> bool:
         """Whether a turn whose first call looks so is taken to be like those before it."""
         steady = self._steady.get(self._key(turn, look))
-        known = steady is not None and steady.alike >= _ALIKE and look.plain
-        return known and turn.kind not in self.variety.kinds
+        is_steady = steady is not None and steady.alike >= _ALIKE and look.plain
+        return is_steady and turn.kind not in self.variety.kinds
 
     def _may_differ_in_length(self, turn: OpenTurn, look: Look) -> bool:
         """Whether other lengths may tell what a turn does whose first call looks so."""
@@ -378,7 +381,7 @@ class TurnKeeper:
         self._close_piece(turn)
         calls = tuple(look.key for look in turn.calls)
         plain = bool(calls) and all(look.plain for look in turn.calls)
-        plain = plain and all(result.known for result in self._results)
+        plain = plain and all(result.reusable for result in self._results)
         pieces = tuple(turn.pieces)
         stretch = Turns(
             kind=turn.kind,

@@ -50,7 +50,7 @@ class DeviceTensors:
     def __init__(self) -> None:
         self.copies, self.shapes = HostCopies(), Shapes()
         self._alive: dict[int, tuple[Any, taperecords.Spec]] = {}  # by the place of the bytes
-        self._own, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with what is forked
+        self._pid, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with what is forked
 
     @property
     def forked(self) -> bool:
@@ -68,10 +68,10 @@ class DeviceTensors:
 
     def _note(self, storage: Any, spec: taperecords.Spec) -> None:
         key = storage._cdata
-        known = self._alive.get(key)
-        if known is None or known[0]() is None:
+        entry = self._alive.get(key)
+        if entry is None or entry[0]() is None:
             self._alive.pop(key, None)  # of bytes that were at this place before
-            if os.getpid() != self._own:
+            if os.getpid() != self._pid:
                 self._elsewhere[0] = 1
             self._alive[key] = weakref.ref(storage), spec
 
@@ -99,9 +99,9 @@ class DeviceTensors:
         for storage, spec in self.there():
             if not knows(tape, storage):
                 number += 1
-                own = replace(spec, storage=tape.tags.new_storage())
+                spec_here = replace(spec, storage=tape.tags.new_storage())
                 tape.entries.standing.add_storage(
-                    storage, Entry(taperecords.KEPT, f"kept_{number}", own)
+                    storage, Entry(taperecords.KEPT, f"kept_{number}", spec_here)
                 )
 
 
@@ -187,9 +187,9 @@ class HostCopies:
         if trees.is_sparse(out) or self.made > _MAX_MADE:
             return False
         for tensor in written:
-            if (own := self._owned(tensor)) is None:
+            if (host := self._owned(tensor)) is None:
                 return False
-            real[id(tensor)] = own
+            real[id(tensor)] = host
         result = _on_host(func, arguments, real)
         if result is None or result.shape != out.shape:
             return False
@@ -286,8 +286,8 @@ class Shapes:
         """Mark results that were computed from such tensors alone as such tensors."""
         if not self._storages:
             return
-        own = [tensor in self for tensor in tensors_in(arguments) if trees.on_meta(tensor)]
-        if own and all(own):
+        shown = [tensor in self for tensor in tensors_in(arguments) if trees.on_meta(tensor)]
+        if shown and all(shown):
             for tensor in tensors_in(out):
                 if trees.on_meta(tensor):
                     self.add(tensor)
@@ -337,9 +337,9 @@ class Presented(functions.Functions):
             return _KINDS.get(args[0].dtype) or func(*args)
         if isinstance(func, OpOverload):  # of a mode below: the device that it names is the op's
             return super().__torch_function__(func, types, args, kwargs)
-        asked = self._asked(func, args, kwargs or {})
-        if func in _MOVES and asked is not None:
-            args = (self._leaving(args[0], asked), *args[1:])
+        device = self._device_of(func, args, kwargs or {})
+        if func in _MOVES and device is not None:
+            args = (self._leaving(args[0], device), *args[1:])
         elif len(args) > 1 and any(map(_is_trained_value, args)) and _computes(func):
             args = tuple(self._beside(args))
         out = super().__torch_function__(func, types, args, kwargs)
@@ -349,9 +349,9 @@ class Presented(functions.Functions):
                 out = (self._shown, *out[1:])
         elif func in _WORDS and self._is_there(args[0]):
             out = out.replace("device='meta'", f"device='{self._shown}'")
-        elif asked is None:
+        elif device is None:
             self._shapes.follow((args, kwargs), out)
-        elif _is_meta(asked):
+        elif _is_meta(device):
             for tensor in tensors_in(out):
                 self._shapes.add(tensor)
         return out
@@ -359,26 +359,26 @@ class Presented(functions.Functions):
     def _filling(self, tensor: Tensor, data: Tensor) -> Tensor:
         return data  # the weight goes where the data is
 
-    def _asked(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _device_of(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """The device that a call names for its result; None where it names none."""
         if func is Tensor.cpu or func is Tensor.cuda:
             return func.__name__
-        asked = kwargs.get("device")
-        if asked is None and func is Tensor.to:
-            asked = args[1] if len(args) > 1 else kwargs.get("other")
-        if isinstance(asked, Tensor):
-            return self._shown if self._is_there(asked) else asked.device
-        return None if isinstance(asked, torch.dtype) else asked
+        device = kwargs.get("device")
+        if device is None and func is Tensor.to:
+            device = args[1] if len(args) > 1 else kwargs.get("other")
+        if isinstance(device, Tensor):
+            return self._shown if self._is_there(device) else device.device
+        return None if isinstance(device, torch.dtype) else device
 
-    def _leaving(self, tensor: Tensor, asked: Any) -> Tensor:
+    def _leaving(self, tensor: Tensor, device: Any) -> Tensor:
         """The source of a copy to meta: without numbers, and without bytes of the device.
 
         Raises NotImplementedError, as torch does, for a copy from meta to the host.
         """
         if tensor in self._shapes:
-            if not _is_meta(asked):
+            if not _is_meta(device):
                 raise NotImplementedError("Cannot copy out of meta tensor; no data!")
-        elif _is_meta(asked) and type(tensor) in (Tensor, torch.nn.Parameter):
+        elif _is_meta(device) and type(tensor) in (Tensor, torch.nn.Parameter):
             with self.tape.paused():
                 return torch.empty_like(tensor, device=META)
         return tensor
@@ -475,7 +475,7 @@ def show_saved() -> None:
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     original = original_of(hooks, "__init__")
 
-    def init(own: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    def init(hook: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         modes = get_current_function_mode_stack()
 
         @functools.wraps(pack, updated=())
@@ -483,7 +483,7 @@ def show_saved() -> None:
             with contexts.functions_on([] if get_current_function_mode_stack() else modes):
                 return pack(tensor)
 
-        original(own, packed, unpack)
+        original(hook, packed, unpack)
 
     put(hooks, {"__init__": init})
 

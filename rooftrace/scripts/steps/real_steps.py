@@ -161,7 +161,7 @@ class TurnTimer:
         """Inside, whether calls of the running thread make turns: no other is halfway in one."""
         with self._looking:
             here, turn = threading.get_ident(), self._open
-            if turn is None or (self._kinds.whole(turn) and not self._calling):
+            if turn is None or (self._kinds.is_complete(turn) and not self._calling):
                 self._leader = here
             leads = self._leader == here
             self._calling |= leads

@@ -190,8 +190,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
                 self.enter_inputs([made])  # without its numbers
             self.device_tensors.copies.bring(made, tensor)
             if (mask := masks.mask_in(tensor)) is not None and mask.leaf is not None:
-                own = mask.leaf.to(dtype, copy=True).expand(tensor.shape)
-                self.values.learn(made, mask.of(own))
+                values = mask.leaf.to(dtype, copy=True).expand(tensor.shape)
+                self.values.learn(made, mask.of(values))
         self.enter_inputs([made])
         self.storages.brought([made])
         return made

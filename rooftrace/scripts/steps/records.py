@@ -33,7 +33,7 @@ _SUMS = ("turns", "run", "by_form", "loading", "batches", "brought", "taken")
 
 
 class TurnPiece(Struct, frozen=True):
-    """A part of a stretch that has a graph of its own, and how often it ran in a row.
+    """A part of a stretch with its graph, and how often it ran in a row.
 
     graph: the place in `Script.graphs`.
     """
@@ -50,7 +50,7 @@ class Turns(Struct, frozen=True):
     with the same sizes, in the same order, as the last one recorded, or, by_form of them, with
     another length: their graph follows from those of lengths that were recorded.  loading: seconds
     that the host spent in data loaders; batches: how many batches they gave.  brought, taken: bytes
-    copied from the host to the device, and back.  label: what was called, in words.  shape: of the
+    copied from the host to the device, and back.  label: the call, in words.  shape: of the
     first tensor of the first call, () without one.  passes: equal forward and backward passes of a
     turn.
     """
@@ -129,10 +129,10 @@ def without_varying(graph: OpGraph, graphs: Iterable[OpGraph]) -> OpGraph:
 class Failure(Struct, frozen=True):
     """The error that ended a script.
 
-    error: the name of its class.  text: what it says; of an assertion that says nothing, its line.
+    error: the name of its class.  text: its message; of an assertion without one, its line.
     where: "file:line" of the innermost line that is no installed library's, or "".  thread: that it
     ended, "" for the main one.  traceback: as Python prints it.  frames: its calls, outermost
-    first.  causes: the errors that it came from, a line each.  choices: what was chosen last of
+    first.  causes: the errors that it came from, a line each.  choices: the last values chosen for
     unknown values, and how it is chosen otherwise.  below_device: it was raised in or below what
     stands for the device.
     """
@@ -191,7 +191,7 @@ class Script(Struct, frozen=True):
                 yield max(reversed(alike), key=lambda stretch: stretch.turns)
 
     def graph_of(self, stretch: Turns) -> OpGraph:
-        """One graph of a whole turn of a stretch."""
+        """One graph of a turn of a stretch."""
         pieces = [(self.graphs[piece.graph], piece.times) for piece in stretch.pieces]
         return joined(pieces, training=stretch.kind == TRAINING, passes=stretch.passes)
 
@@ -205,7 +205,7 @@ class Script(Struct, frozen=True):
 
 
 # -- joining ---------------------------------------------------------------------------------------
-# One graph of a whole turn, from the graphs of its pieces.
+# One graph of a turn, from the graphs of its pieces.
 
 
 _LASTING = ("weights", "gradients", "optimizer", "kv", "constants")
@@ -278,13 +278,13 @@ class _Turn:
         piece = _Piece(self, graph, outer)
         self.ops += piece.ops(len(self.ops))
         self.inputs += [i for i in piece.values(graph.inputs) if i not in self.inputs]
-        self.outputs = piece.values(graph.outputs)  # what a piece leaves, the next one reads
+        self.outputs = piece.values(graph.outputs)  # the next piece reads them
         for value in (*graph.external, *graph.outputs):
             owner = graph.owner(value)
             if owner.role in _LASTING and owner.name:
                 self._lasting[owner.role, owner.name] = piece.ids[value]
 
-    def known(self, tensor: Tensor) -> int | None:
+    def joined(self, tensor: Tensor) -> int | None:
         """The value that a lasting tensor of a further piece is."""
         if tensor.role not in _LASTING or not tensor.name:
             return None
@@ -314,7 +314,7 @@ class _Turn:
         return self.assumptions.setdefault(key, replace(item, id=len(self.assumptions))).id
 
     def graph(self, graphs: Sequence[OpGraph], phase: str, passes: int) -> OpGraph:
-        """The whole turn.  graphs: its pieces."""
+        """The joined turn.  graphs: its pieces."""
         first = graphs[0]
         return first.replace(
             phase=phase,
@@ -348,7 +348,7 @@ def _workload(graphs: Sequence[OpGraph], passes: int) -> Mapping[str, Any]:
 
 
 class _Piece:
-    """A piece in the ids of the joined graph.  Its own repeats are inside of that of the piece."""
+    """A piece in the ids of the joined graph.  Its repeats are inside of that of the piece."""
 
     def __init__(self, turn: _Turn, graph: OpGraph, outer: tuple[int, ...]) -> None:
         self._turn, self._graph, self._outer = turn, graph, outer
@@ -365,9 +365,9 @@ class _Piece:
         ids: dict[int, int] = {}
         count = len(self._turn.values)
         for value, tensor in enumerate(self._graph.values):
-            known = self._turn.known(tensor) if value in outside else None
-            ids[value] = count if known is None else known
-            count += known is None
+            joined = self._turn.joined(tensor) if value in outside else None
+            ids[value] = count if joined is None else joined
+            count += joined is None
         return ids
 
     def values(self, ids: Sequence[int]) -> list[int]:
@@ -431,7 +431,7 @@ class _Piece:
 
 
 # -- sending ---------------------------------------------------------------------------------------
-# The record of a script as bytes: what its process sends is read as a file is, and checked.
+# The record of a script as bytes: read from its process as from a file, and checked.
 
 _FROM = "the process of the script"
 

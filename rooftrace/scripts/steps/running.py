@@ -81,7 +81,7 @@ def failure_of(ended: Ended, choices: Sequence[str] = ()) -> Failure | None:
     if error is None:
         return None
     frames = _frames(error)
-    own = [frame for frame in frames if frame.whose == "script"] or [
+    script_frames = [frame for frame in frames if frame.whose == "script"] or [
         frame for frame in frames if frame.whose == "library"
     ]
     text = str(error)
@@ -90,7 +90,7 @@ def failure_of(ended: Ended, choices: Sequence[str] = ()) -> Failure | None:
     return Failure(
         error=type(error).__name__,
         text=text,
-        where=f"{own[-1].file}:{own[-1].line}" if own else "",
+        where=f"{script_frames[-1].file}:{script_frames[-1].line}" if script_frames else "",
         thread=ended.thread,
         traceback="".join(traceback.format_exception(error)),
         frames=frames,
@@ -130,9 +130,9 @@ def _frames(error: BaseException) -> tuple[FailedCall, ...]:
 
 def _whose(file: str) -> str:
     """Whose code a file is: rooftrace, torch, library (installed), python or script."""
-    known = source.whose(file)
-    if known or any(part in file for part in _INSTALLED):
-        return known or "library"
+    owner = source.whose(file)
+    if owner or any(part in file for part in _INSTALLED):
+        return owner or "library"
     return "python" if file.startswith(("<", _STDLIB)) else "script"
 
 
@@ -157,9 +157,9 @@ def _cause(error: BaseException) -> str:
 def _way(failure: Failure) -> list[str]:
     """Lines for the calls from the script's innermost one on; neighbours that are in torch, Python
     or here are one line, but for the last call."""
-    own = [at for at, frame in enumerate(failure.frames) if frame.whose == "script"]
+    script_frames = [at for at, frame in enumerate(failure.frames) if frame.whose == "script"]
     way: list[str] = []
-    calls = failure.frames[own[-1] if own else 0 :]
+    calls = failure.frames[script_frames[-1] if script_frames else 0 :]
     for of_users, group in itertools.groupby(calls, lambda frame: frame.whose in _USERS):
         shown = list(group)
         if not of_users:
@@ -227,15 +227,15 @@ class ScriptRequest:
         )
 
 
-def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: bool) -> bytes:
+def run_here(ask: Callable[[bytes], bytes], request: ScriptRequest, simulated: bool) -> bytes:
     """Run a script in this process, which is its own; its record, as `sending` writes it.
 
     simulated: the clocks that it reads ask what graphs take.
     """
-    line = understood(asked.command)
-    where = Ranks.of(line, asked.ranks, asked.rank, asked.per_node)
+    line = understood(request.command)
+    where = Ranks.of(line, request.ranks, request.rank, request.per_node)
     began = perf_counter()
-    begins = Boundary.of(asked.boundary)
+    begins = Boundary.of(request.boundary)
     said: dict[str, str] = {}
 
     def say(kind: str, text: str) -> None:
@@ -244,18 +244,20 @@ def run_here(ask: Callable[[bytes], bytes], asked: ScriptRequest, simulated: boo
     def seconds(graph: OpGraph) -> float:
         return float(ask(graphs_bytes({"": graph})))
 
-    device = replace(Device.of(asked.chip), count=max(where.local_world, 1))
-    program = launched(line, where, asked.scratch)
+    device = replace(Device.of(request.chip), count=max(where.local_world, 1))
+    program = launched(line, where, request.scratch)
     recorder = ScriptRecorder(
-        Values(assume=asked.assume or {}), torch.device("cuda", where.local_rank)
+        Values(assume=request.assume or {}), torch.device("cuda", where.local_rank)
     )
-    finder = GraphFinder(recorder, Optimizers(), asked.steps, program.stop, boundary=begins)
+    finder = GraphFinder(recorder, Optimizers(), request.steps, program.stop, boundary=begins)
     program.at_end = finder.prove
     if simulated:
         finder.clock = SimulatedClock(
             Prices(seconds, finder.book.graphs), lambda: finder.leads, finder.elapsed
         )
-    emulate(device, RecordedMemory(recorder), finder.clock, where.local_rank, say, finder.told)
+    emulate(
+        device, RecordedMemory(recorder), finder.clock, where.local_rank, say, finder.graph_event
+    )
     if isinstance(finder.clock, SimulatedClock):
         finder.clock.tell()
 
@@ -375,7 +377,7 @@ class GraphFinder(BoundaryFinder):
         self._optimizers.watch(self._recorder, self.before_step, self.stepped, lambda: self.learnt)
         self._recorder.__enter__()
 
-    def told(self, event: Literal["capture", "captured", "replay", "replayed"]) -> None:
+    def graph_event(self, event: Literal["capture", "captured", "replay", "replayed"]) -> None:
         """A capture or a replay begins, or has ended."""
         with torch_private.DisableTorchFunction():
             if event == "capture":
@@ -417,7 +419,7 @@ class GraphFinder(BoundaryFinder):
         self._end_whole()
         look, turn = Look(_LABEL, plain=False), self._turn
         if turn is None:
-            kind = TRAINING if self._optimizers.known else INFERENCE
+            kind = TRAINING if self._optimizers.has_any else INFERENCE
             if self._has_run_enough(kind):
                 self._stop()
             turn = self._begin(OpenTurn(kind, _LABEL), look)

@@ -274,10 +274,10 @@ class LengthForms:
             if lost.form.sample.look.kind != kind:
                 continue
             lengths = [form.length(Look(kind, True, sizes)) for sizes in lost.sizes.values()]
-            known = [length for length in lengths if length is not None]
-            if len(known) < len(lengths) or lost.ops != _at(form.ops, known[0]):
+            lengths_known = [length for length in lengths if length is not None]
+            if len(lengths_known) < len(lengths) or lost.ops != _at(form.ops, lengths_known[0]):
                 continue
-            for old, length in zip(lost.sizes, known, strict=True):
+            for old, length in zip(lost.sizes, lengths_known, strict=True):
                 place = lost.form.derived.places.pop(old, None)
                 if place is not None:
                     form.derived.places[length] = place
@@ -469,9 +469,9 @@ def watch(finder: Watcher) -> None:
                 around = _forward_around(module) if leads else None
                 depth.begun = None if around is None else around.f_code
                 if around is not None:
-                    whole, *arguments = _arguments(around)
-                    put(*called_by_name(type(whole)))
-                    return finder.call(ModuleCall(whole, arguments, {}, run, begun=True))
+                    outermost, *arguments = _arguments(around)
+                    put(*called_by_name(type(outermost)))
+                    return finder.call(ModuleCall(outermost, arguments, {}, run, begun=True))
                 if leads:
                     return finder.call(ModuleCall(module, args, kwargs, run))
             return run()
@@ -482,12 +482,12 @@ def watch(finder: Watcher) -> None:
         home = next(base for base in kind.__mro__ if "forward" in vars(base))
         forward = original_of(home, "forward")
 
-        def told(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def reported(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if is_inside() or module._forward_pre_hooks or module._forward_hooks:
                 return forward(module, *args, **kwargs)
             return call(module, *args, **kwargs)
 
-        return home, {"forward": told}
+        return home, {"forward": reported}
 
     def batch(loader: Any) -> Any:
         began = perf_counter()
@@ -517,9 +517,9 @@ def _forward_around(part: nn.Module) -> FrameType | None:
     outermost = None
     for at in _running():
         if at.f_code.co_name == "forward" and at.f_code.co_argcount:
-            whole = _arguments(at)[0]
-            if isinstance(whole, nn.Module) and whole is not part:
-                outermost = at if any(part is m for m in whole.modules()) else outermost
+            module = _arguments(at)[0]
+            if isinstance(module, nn.Module) and module is not part:
+                outermost = at if any(part is m for m in module.modules()) else outermost
     return outermost
 
 

@@ -82,9 +82,9 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
 
     Inside none of them has a gradient.  Their content is kept on the host.
     """
-    own = [t for part in module.modules() for t in trees.own_tensors(part)]
-    own += [t for part in module.modules() for _, t in trees.held_tensors(part)]
-    tensors = list({id(t): t for t in (*own, *trees.tensors_in(inputs))}.values())
+    held = [t for part in module.modules() for t in trees.own_tensors(part)]
+    held += [t for part in module.modules() for _, t in trees.held_tensors(part)]
+    tensors = list({id(t): t for t in (*held, *trees.tensors_in(inputs))}.values())
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     kept = [(piece, piece.to("cpu", copy=True)) for piece in pieces]
     leaves = [(t, t.grad) for t in tensors if t.is_leaf]
@@ -253,10 +253,10 @@ def typed_input(shape: tuple[int, ...], dtype: Any) -> Tensor:
     if not isinstance(dtype, (torch.dtype, str)):
         raise RequestError(f"dtypes: expected torch.float16 or 'fp16' and the like, got {dtype!r}")
     try:
-        known = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
+        kind = dtype if isinstance(dtype, torch.dtype) else torch_dtype(dtype)
     except GraphError as error:
         raise RequestError(f"dtypes: {error}") from None
-    return torch.empty(shape, dtype=known, device="meta")
+    return torch.empty(shape, dtype=kind, device="meta")
 
 
 def learn(values: Values, tensor: Tensor) -> None:

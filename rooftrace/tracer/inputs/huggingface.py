@@ -269,8 +269,8 @@ class _Text:
             ids[:, start : start + each] = token
             types[:, start : start + each] = type_id
             start += each
-        asked = [n for n in _TYPES if n in self.parameters and n not in passed]
-        return {"input_ids": twin(ids), **{name: twin(types) for name in asked}}
+        wanted = [n for n in _TYPES if n in self.parameters and n not in passed]
+        return {"input_ids": twin(ids), **{name: twin(types) for name in wanted}}
 
     def _read(self, kwargs: Mapping[str, Tensor]) -> Tensor:
         """The prompt, or a pair of texts with their special tokens if the head takes only that."""

@@ -20,10 +20,10 @@ from rooftrace.tracer.inputs.calls import drawn, sized
 from rooftrace.tracer.inputs.modalities import (
     MAX_TRIALS,
     Sizes,
+    integers,
     layouts,
     other_than_text,
     outcome,
-    whole,
 )
 from rooftrace.tracer.values import REAL_VALUE, parameters_of
 
@@ -99,8 +99,8 @@ def _labels(head: _Head, name: str) -> _Guesses:
 def _of_samples(head: _Head, shape: tuple[int, ...]) -> _Guesses:
     """Labels for scores [batch, classes]: one class, several at once, or numbers."""
     batch, count = shape
-    known = max(head.sizes.number("num_labels", default=count), 2)
-    classes = (head.classes(batch, below=min(count, known)), "")
+    labels = max(head.sizes.number("num_labels", default=count), 2)
+    classes = (head.classes(batch, below=min(count, labels)), "")
     numbers = (head.floats(*((batch,) if count == 1 else shape)), "")
     problem = head.sizes.find("problem_type")
     single = problem == "single_label_classification" or (problem is None and count > 1)
@@ -190,7 +190,7 @@ def _places_in_text(head: _Head, name: str) -> _Guesses:
 
 def _questions(head: _Head, name: str) -> _Guesses:
     """Where in each prompt a question stands: in its first token."""
-    return [(whole(torch.zeros(head.batch, 1)), "")]
+    return [(integers(torch.zeros(head.batch, 1)), "")]
 
 
 def _classes_in_text(head: _Head, name: str) -> _Guesses:
@@ -214,14 +214,16 @@ def _masked_patches(head: _Head, name: str) -> _Guesses:
     rows, columns = (side // n for side, n in zip(head.image, patch, strict=True))
     row = torch.arange(max(1, rows * columns)) % 2 == 1
     text = f"every second of {row.numel()} patches is masked"
-    return [(whole(row.expand(head.batch, -1), torch.bool), text)]
+    return [(integers(row.expand(head.batch, -1), torch.bool), text)]
 
 
 def _masked_frames(head: _Head, name: str) -> _Guesses:
     """Which frames of a sound are to be told from others: every second one."""
     frames = next((shape[1] for shape in head.scores if len(shape) == 3), 1)
     row = torch.arange(frames) % 2 == 1
-    return [(whole(row.expand(head.batch, -1), torch.bool), f"every second of {frames} is masked")]
+    return [
+        (integers(row.expand(head.batch, -1), torch.bool), f"every second of {frames} is masked")
+    ]
 
 
 def _other_frames(head: _Head, name: str) -> _Guesses:
@@ -392,7 +394,7 @@ def _companions(
     tokens = plain.get("input_ids", next(iter(plain.values())))
     for name, value in _OF_TOKENS.items():
         if name in parameters and name not in plain:
-            yield {name: whole(torch.tensor(value).expand(tokens.shape[:2]))}
+            yield {name: integers(torch.tensor(value).expand(tokens.shape[:2]))}
     for name in sorted(other_than_text(module)):
         for layout in layouts(sizes, name):
             more = {n: t for n, t in layout.items() if n in parameters and n not in plain}

@@ -91,14 +91,14 @@ def _floats(*shape: int) -> Tensor:
 
 def _rows(row: Sequence[int], batch: int) -> Tensor:
     """One row of whole numbers as often as the batch has samples."""
-    return whole(torch.tensor(row).expand(batch, len(row)))
+    return integers(torch.tensor(row).expand(batch, len(row)))
 
 
 def _ones(*shape: int) -> Tensor:
-    return whole(torch.ones((), dtype=torch.int64).expand(shape))
+    return integers(torch.ones((), dtype=torch.int64).expand(shape))
 
 
-def whole(value: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+def integers(value: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """Known whole numbers; of very many only the sizes are known."""
     unknown = sized(tuple(value.shape), dtype)
     return unknown if value.numel() > MOST_DRAWN else twin(value.to(dtype).contiguous())
@@ -137,7 +137,7 @@ def _patches(sizes: Sizes, name: str) -> Layouts:
     rows = _floats(sizes.batch, side * side, width)
     shape = _rows((side, side), sizes.batch)
     mask = _ones(sizes.batch, side * side)
-    places = whole(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
+    places = integers(torch.cartesian_prod(torch.arange(side), torch.arange(side)))
     return [
         *({name: flat, "grid_thw": grid} for flat in flats),
         {name: rows, "spatial_shapes": shape, "pixel_attention_mask": mask},
@@ -240,8 +240,8 @@ def _embedded_regions(sizes: Sizes, name: str) -> Layouts:
 def _boxes(sizes: Sizes, name: str) -> Layouts:
     """Where on a page each token of a text stands."""
     places = torch.tensor([0, 0, 100, 100]).expand(sizes.batch, sizes.length, 4)
-    boxes, mask = {name: whole(places)}, _ones(sizes.batch, sizes.length)
-    first = whole(mask.__dict__[REAL_VALUE], torch.bool)
+    boxes, mask = {name: integers(places)}, _ones(sizes.batch, sizes.length)
+    first = integers(mask.__dict__[REAL_VALUE], torch.bool)
     return [boxes, {**boxes, "attention_mask": mask, "bbox_first_token_mask": first}]
 
 
@@ -347,17 +347,19 @@ def _candidates(
     length = next((ids.shape[-1] for ids in tokens.values()), 0)
     sizes = Sizes(config, batch, length)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    known: dict[str, Layouts] = {name: [{name: ids}] for name, ids in tokens.items()}
-    known |= {n: layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
+    candidates: dict[str, Layouts] = {name: [{name: ids}] for name, ids in tokens.items()}
+    candidates |= {n: layouts(sizes, n) for n in parameters if n in _LAYOUTS or _is_embedded(n)}
     needed = [name for name in required(module) if name not in passed]
-    known = {name: layouts for name, layouts in known.items() if name not in passed}
+    candidates = {name: layouts for name, layouts in candidates.items() if name not in passed}
     wanted = (main, "decoder_input_ids", *needed)
-    first = [name for name in dict.fromkeys(wanted) if name in known]
+    first = [name for name in dict.fromkeys(wanted) if name in candidates]
     others = [
-        name for name in known if name not in first and (name in _LAYOUTS or not _is_embedded(name))
+        name
+        for name in candidates
+        if name not in first and (name in _LAYOUTS or not _is_embedded(name))
     ]
     for names in (first, *([*first, other] for other in others), [*first, *others]):
-        for filled in itertools.product(*(known[name] for name in names)):
+        for filled in itertools.product(*(candidates[name] for name in names)):
             tensors = {name: t for part in filled for name, t in part.items() if name in parameters}
             if tensors and all(name in tensors for name in needed):
                 yield {
@@ -394,8 +396,8 @@ def _unrecorded(
 ) -> Iterator[None]:
     """Inside, the module runs on meta without gradients; known values of tensors are followed."""
     recorder = Recorder(values, record=False)
-    own = (tensor for part in module.modules() for tensor in own_tensors(part))
-    for tensor in (*tensors_in(dict(arguments)), *own):
+    tensors = (tensor for part in module.modules() for tensor in own_tensors(part))
+    for tensor in (*tensors_in(dict(arguments)), *tensors):
         learn(recorder.values, tensor)
     try:
         with as_before(module), torch.no_grad(), recorder, torch.device(META):
@@ -414,7 +416,7 @@ def grids(module: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The grid of the patches in `passed`, if forward takes one; all rows are one image."""
     parameters = parameters_of(module)
     return {
-        grid: whole(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
+        grid: integers(torch.tensor([[1, *_rectangle(passed[name].shape[0])]]))
         for name, grid in _GRIDS.items()
         if name in passed and passed[name].dim() == 2 and grid in parameters and grid not in passed
     }

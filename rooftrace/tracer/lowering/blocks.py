@@ -61,7 +61,7 @@ class Block:
 class _Iteration:
     """Values of one iteration alone, in order of first use, and the indices that it writes."""
 
-    own: dict[int, int] = field(default_factory=dict)
+    externals: dict[int, int] = field(default_factory=dict)
     assumed: dict[int, int] = field(default_factory=dict)
     indices: dict[tuple[int, int, str], int] = field(default_factory=dict)
 
@@ -151,18 +151,18 @@ class Blocks:
         place = None if self.container is None else split(path, self.container)
         return path if place is None else (place[0] - label * self.period, place[1])
 
-    def own(self, label: int) -> list[int]:
+    def externals(self, label: int) -> list[int]:
         """Values that only this iteration uses and none makes, in order of first use."""
-        return list(self._seen[label].own)
+        return list(self._seen[label].externals)
 
     def assumptions(self, label: int) -> list[int]:
         """Assumptions made in this iteration, in order."""
         return list(self._seen[label].assumed)
 
-    def beside(self, value: int, label: int) -> int:
+    def counterpart(self, value: int, label: int) -> int:
         """The value of iteration `label` that corresponds to a value of another iteration."""
         number = self._number[value]
-        return next(other for other in self.own(label) if self._number.get(other) == number)
+        return next(other for other in self.externals(label) if self._number.get(other) == number)
 
     def indices(self, label: int) -> dict[tuple[int, int, str], int]:
         """Indices that may grow, by run, place of the op in the block, and argument."""
@@ -257,12 +257,12 @@ class Blocks:
         if owner is None or abs(owner - label) > 1:
             return value
         if owner != label:
-            return "beside", owner - label, self._number.get(value, value)
-        number = seen.own.get(value)
+            return "neighbour", owner - label, self._number.get(value, value)
+        number = seen.externals.get(value)
         if number is not None:
-            return "own", number
-        number = seen.own[value] = len(seen.own)
-        return "own", number, self._value(value, label, seen)
+            return "external", number
+        number = seen.externals[value] = len(seen.externals)
+        return "external", number, self._value(value, label, seen)
 
     def _assumption(self, number: int, label: int, seen: _Iteration) -> Any:
         assumption = self.graph.assumptions[number]
@@ -442,9 +442,9 @@ class Collapse:
 
     def _held_outside(self, holds: Sequence[Ref], label: int | None) -> Iterator[Ref]:
         """Values that an op outside holds; of an iteration's values all, or the last ones."""
-        whole = self._held_by_all({ref.id for ref in holds})
+        everywhere = self._held_by_all({ref.id for ref in holds})
         for ref in holds:
-            if ref.id in whole:
+            if ref.id in everywhere:
                 if self._stays(ref.id):
                     yield Ref(self.short[ref.id], every=True)
             elif self._known(ref):
@@ -505,8 +505,8 @@ class Collapse:
         shift = made_in - label
         runs = self.blocks.runs[run]
         edge = value if shift < 0 else runs[self.lasts[label] + 1].made[offset]
-        beside = self.short[runs[label].made[offset]]
-        return self.short[edge], Neighbour(self.repeats[label].id, beside, shift)
+        neighbour = self.short[runs[label].made[offset]]
+        return self.short[edge], Neighbour(self.repeats[label].id, neighbour, shift)
 
     def _owned_from_inside(self, value: int, label: int) -> tuple[int, Neighbour | None]:
         """A value that no iteration made, as `_from_inside` gives one that was made."""
@@ -514,9 +514,9 @@ class Collapse:
         if owner is None or owner == label or abs(owner - label) > 1:
             return self.short[value], None
         shift = owner - label
-        edge = value if shift < 0 else self.blocks.beside(value, self.lasts[label] + 1)
-        beside = self.short[self.blocks.beside(value, label)]
-        return self.short[edge], Neighbour(self.repeats[label].id, beside, shift)
+        edge = value if shift < 0 else self.blocks.counterpart(value, self.lasts[label] + 1)
+        neighbour = self.short[self.blocks.counterpart(value, label)]
+        return self.short[edge], Neighbour(self.repeats[label].id, neighbour, shift)
 
     def _from_outside(self, value: int, label: int | None) -> int:
         """A value as an op outside reads it: of an iteration's, only the one that ran last."""

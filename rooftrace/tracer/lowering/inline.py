@@ -213,15 +213,15 @@ def _held_by_caller(block: Template, written: Template, ids: Mapping[int, int]) 
 
     written: the block that will be written in its place, whose ops hold what they hold.
     """
-    own = {*block.values, *(value for pair in block.inputs for value in pair)}
+    inner = {*block.values, *(value for pair in block.inputs for value in pair)}
     if block is not written:
-        own = set(block.values)
+        inner = set(block.values)
     there = dict(zip(_known_to(block), _known_to(written), strict=True))
     held = (
         ref
         for op, other in zip(block.ops, written.ops, strict=True)
         for ref in op.holds
-        if ref.id not in own and ref.id in ids
+        if ref.id not in inner and ref.id in ids
         if there.get(ref.id) not in {item.id for item in other.holds}
     )
     return in_order(Ref(ids[ref.id], _moved(ref.then, ids), ref.every) for ref in held)
@@ -260,10 +260,10 @@ def inline(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
     """
     if not any(op.target == REPEATED for op in graph.ops):
         return graph
-    whole: list[Template] = []
+    filled: list[Template] = []
     for block in templates:
-        whole.append(_whole(block, whole))
-    return _Inlined(graph.values, graph.ops, whole).graph(graph)
+        filled.append(_whole(block, filled))
+    return _Inlined(graph.values, graph.ops, filled).graph(graph)
 
 
 def _whole(block: Template, others: Sequence[Template]) -> Template:
@@ -442,10 +442,10 @@ class _Instance:
         if tensor.storage in self._ids:
             storage = self._ids[tensor.storage]
         else:
-            storage, beside = self._outside(self._bytes[tensor.storage], values)
-            if then is not None and beside is not None:
+            storage, neighbour = self._outside(self._bytes[tensor.storage], values)
+            if then is not None and neighbour is not None:
                 raise NotAlikeError
-            then = then or beside
+            then = then or neighbour
         owner = values[storage] if tensor.storage != value else None
         name = self._path(tensor.name)
         if tensor.storage in self._kept:

@@ -22,7 +22,7 @@ from rooftrace.graph import (
     OpGraph,
     Ref,
     Tensor,
-    assumptions as asked,
+    assumptions,
     axis_of,
     in_order,
     marks,
@@ -91,7 +91,7 @@ def with_fallbacks(graph: OpGraph) -> OpGraph:
     spans = [
         (item.id, *_span(str(item.value)))
         for item in graph.assumptions
-        if item.kind == asked.FALLBACK and item.value
+        if item.kind == assumptions.FALLBACK and item.value
     ]
     if not spans:
         return graph
@@ -180,13 +180,13 @@ def lower(
         workload=dict(workload or {}),
         provenance=dict(provenance or {}),
     )
-    whole, ids = roll_loops(flat, builder.turns, recorder.loops)
-    templates = [builder.template(whole, ids, block) for block in builder.blocks]
+    rolled, ids = roll_loops(flat, builder.turns, recorder.loops)
+    templates = [builder.template(rolled, ids, block) for block in builder.blocks]
     if repeats:
-        twins = list(builder.twins(whole, ids, recorder.twins()))
+        twins = list(builder.twins(rolled, ids, recorder.twins()))
         with contextlib.suppress(NotAlikeError):
-            return inline(roll_stacks(fold(whole, templates, twins)), templates).verify()
-    return inline(whole, templates).verify()
+            return inline(roll_stacks(fold(rolled, templates, twins)), templates).verify()
+    return inline(rolled, templates).verify()
 
 
 def _declared(values: Sequence[Tensor], stored: Mapping[str, str]) -> tuple[Tensor, ...]:

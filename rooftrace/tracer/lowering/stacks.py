@@ -71,12 +71,12 @@ def _rolled(graph: OpGraph, container: str) -> OpGraph | None:
 
 def _labels(graph: OpGraph, container: str) -> list[int | None]:
     """The number of the module of `container` that each op is in, or whose weights it updates."""
-    known: dict[str, int | None] = {}
+    by_path: dict[str, int | None] = {}
 
     def number(path: str) -> int | None:
-        if path not in known:
-            known[path] = _number(path, container)
-        return known[path]
+        if path not in by_path:
+            by_path[path] = _number(path, container)
+        return by_path[path]
 
     labels = []
     owner: dict[int, int | None] = {}
@@ -169,7 +169,9 @@ class _Modules(Collapse):
         """Values that the iterations make, or that are their own."""
         for q in range(self.count):
             label = self.first + q
-            pairs = [zip(self.blocks.own(self.first), self.blocks.own(label), strict=True)]
+            pairs = [
+                zip(self.blocks.externals(self.first), self.blocks.externals(label), strict=True)
+            ]
             for run in self.blocks.runs:
                 if self.first in run:
                     pairs.append(zip(run[self.first].made, run[label].made, strict=True))
@@ -295,9 +297,9 @@ class _Modules(Collapse):
 
     def _check_outside(self, op: Op) -> None:
         """An op outside holds what all iterations made, or the last one."""
-        whole = self._held_by_all({ref.id for ref in op.holds})
+        everywhere = self._held_by_all({ref.id for ref in op.holds})
         for ref in op.holds:
-            if ref.id not in self.copy or ref.id in whole:
+            if ref.id not in self.copy or ref.id in everywhere:
                 continue
             last = self._ran_last(ref.id, self.copy[ref.id][1], None)
             if not last and not self._lives_on(ref.id, op.id):
@@ -322,10 +324,10 @@ class _Modules(Collapse):
 
     def _at(self, seen: tuple[int, int, int], q: int) -> int:
         """The value that iteration `q` holds then."""
-        value, beside, shift = seen
+        value, neighbour, shift = seen
         if shift:
             inside = 0 <= q + shift < self.count
-            return self._copies[beside][q + shift] if inside else value
+            return self._copies[neighbour][q + shift] if inside else value
         return self._copies[value][q] if value in self._copies else value
 
     @cached_property
@@ -365,17 +367,17 @@ def roll_loops(
     if not loops:
         return graph, {value: value for value in range(len(graph.values))}
     graph, turns = _views_beside_readers(graph, turns)
-    known: dict[tuple[int, str], Repeat] = {}
+    distinct: dict[tuple[int, str], Repeat] = {}
     repeats: dict[int, Repeat] = {}
     for serial, loop in loops.items():
-        repeat = Repeat(len(known), loop.count, source=loop.source)
-        repeats[serial] = known.setdefault((loop.count, loop.source), repeat)
+        repeat = Repeat(len(distinct), loop.count, source=loop.source)
+        repeats[serial] = distinct.setdefault((loop.count, loop.source), repeat)
     labels = [
         _SPREAD * turn[0] + turn[1] if turn is not None and turn[0] in loops else None
         for turn in turns
     ]
     rolled = _Turns(Blocks(graph, labels), repeats)
-    return rolled.graph(tuple(known.values())), rolled.short
+    return rolled.graph(tuple(distinct.values())), rolled.short
 
 
 def _views_beside_readers(
@@ -444,8 +446,8 @@ class _Turns(Collapse):
             for place, value in enumerate(op.outputs)
         }
         for label, repeat in self.repeats.items():
-            own = (self.blocks.own(turn) for turn in (label - 1, label, label + 1))
-            for before, value, after in zip(*own, strict=True):
+            owned = (self.blocks.externals(turn) for turn in (label - 1, label, label + 1))
+            for before, value, after in zip(*owned, strict=True):
                 if not {before, value, after} <= made.keys():
                     raise NotAlikeError
                 op, place = made[value]

@@ -101,11 +101,11 @@ class ProcessPlace:
             env["PYTHONPATH"] = os.pathsep.join(entries)
         return env
 
-    def told(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """The message to `starting` and `worker`."""
         return {
             "path": sys.path if self._is_ours else _users_path(),
-            "whole": self._is_ours,
+            "full_path": self._is_ours,
             "root": self.root,
             "moves": [self.repository, self.root, self.ignored] if self.repository else None,
             "rooftrace": _OURS,
@@ -181,8 +181,8 @@ class Outcome:
 
 def can_go_apart(job: Job) -> bool:
     """Whether a job can be sent to another process: functions of the user's own cannot."""
-    own = any(map(names.is_own, job.phases or ()))
-    return PROCESSES and job.options.loss is None and not own
+    has_functions = any(map(names.is_own, job.phases or ()))
+    return PROCESSES and job.options.loss is None and not has_functions
 
 
 def trace_each_apart(jobs: Sequence[Job], at_once: int | None = None) -> list[Traced | None]:
@@ -228,9 +228,9 @@ def trace_apart(job: Job) -> Traced:
 def _outcome(job: Job, place: ProcessPlace) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
         out = Path(folder) / "graphs.json"
-        told = {**_told(job, place), **place.told(), "out": str(out)}
+        message = {**_json_of(job, place), **place.fields(), "out": str(out)}
         forks = place == ProcessPlace() and hasattr(os, "fork")
-        answers, code = _forked(told) if forks else _answers(told, place)
+        answers, code = _forked(message) if forks else _answers(message, place)
         reads = Reads(*answers.get("reads", ()))
         if "error" in answers:
             error = _error(answers["error"], place.here(answers["message"]))
@@ -244,11 +244,11 @@ def _outcome(job: Job, place: ProcessPlace) -> Outcome:
         return Outcome(Traced(load_graphs(out), answers["files"], answers["rules"]), reads=reads)
 
 
-def _forked(told: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def _forked(message: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The answer of a process that is forked from one with torch, and its exit code."""
     try:
         answer = ownprocess.call_apart(
-            f"{told['worker']}:work_in_fork", json.dumps(told), stdout=sys.stderr
+            f"{message['worker']}:work_in_fork", json.dumps(message), stdout=sys.stderr
         )
     except ownprocess.ProcessEndedError as error:
         return {}, error.code
@@ -256,7 +256,7 @@ def _forked(told: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     return said, 0
 
 
-def _answers(told: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, Any], int]:
+def _answers(message: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, Any], int]:
     """The answer of the other process, and its exit code; its progress is passed on."""
     try:
         child = subprocess.Popen(
@@ -276,7 +276,7 @@ def _answers(told: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, An
     answers: dict[str, Any] = {}
     try:
         with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps(told))
+            child.stdin.write(json.dumps(message))
             child.stdin.close()
         for line in child.stdout:
             said = _said(line, place.python)
@@ -311,8 +311,8 @@ def _named(error: Exception, name: str) -> Exception:
         return named
 
 
-def _told(job: Job, place: ProcessPlace) -> dict[str, Any]:
-    """A job as JSON; `job_told` is the way back."""
+def _json_of(job: Job, place: ProcessPlace) -> dict[str, Any]:
+    """A job as JSON; `job_from_json` is the way back."""
     options = {f.name: getattr(job.options, f.name) for f in fields(Options) if f.name != "loss"}
     options["branches"] = list(job.options.branches.items())
     options["assume"] = {name: place.value(value) for name, value in job.options.assume.items()}
@@ -324,14 +324,14 @@ def _told(job: Job, place: ProcessPlace) -> dict[str, Any]:
     }
 
 
-def job_told(told: Mapping[str, Any]) -> Job:
-    """The job that `_told` wrote as JSON."""
-    branches = {int(number): bool(way) for number, way in told["options"]["branches"]}
+def job_from_json(message: Mapping[str, Any]) -> Job:
+    """The job that `_json_of` wrote as JSON."""
+    branches = {int(number): bool(way) for number, way in message["options"]["branches"]}
     return Job(
-        source=told["source"],
-        phases=None if told["phases"] is None else tuple(told["phases"]),
-        request=Request(**told["request"]),
-        options=Options(**{**told["options"], "branches": branches}),
+        source=message["source"],
+        phases=None if message["phases"] is None else tuple(message["phases"]),
+        request=Request(**message["request"]),
+        options=Options(**{**message["options"], "branches": branches}),
     )
 
 

@@ -80,13 +80,13 @@ def depth_explained(root: Any) -> Iterator[None]:
     else:
         return
     limit = sys.getrecursionlimit()
-    what = f"{type(root).__name__} has modules inside modules, {depth:,} deep"
+    text = f"{type(root).__name__} has modules inside modules, {depth:,} deep"
     if LIMIT_OF_C_IS_FIXED:
         raise RequestError(
-            f"{what}: more calls through C than Python 3.12 ever stacks; use another release of it"
+            f"{text}: more calls through C than Python 3.12 ever stacks; use another release of it"
         )
     raise RequestError(
-        f"{what}: more calls than Python stacks ({limit:,}); call "
+        f"{text}: more calls than Python stacks ({limit:,}); call "
         f"sys.setrecursionlimit({max(depth * _FRAMES, 2 * limit)}) before"
     )
 
@@ -297,16 +297,16 @@ _DECIDED = frozenset({"branch", "density", "value"})
 class OwnBackwardError(RequestError):
     """Code calls backward itself in a phase that runs it without gradients."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(
-            f"{what} runs without gradients, and its code calls backward: trace its call as the "
+            f"{name} runs without gradients, and its code calls backward: trace its call as the "
             "step that it is, rooftrace.trace(lambda module, x: module(x), module, x), or a "
             "function without a phase"
         )
 
 
 def attempted(
-    run: Callable[[Recorder], OpGraph], options: Options, what: str, root: str
+    run: Callable[[Recorder], OpGraph], options: Options, name: str, root: str
 ) -> OpGraph:
     """Call `run` under a recorder; after a failure, again with the last unknown condition flipped.
 
@@ -349,8 +349,8 @@ def attempted(
                 repeats = False
             except Exception as error:  # whatever a user's module may raise
                 if recorder.here.wants_gradients:
-                    raise OwnBackwardError(what) from error
-                first = first or _explained(error, recorder, what, root)
+                    raise OwnBackwardError(name) from error
+                first = first or _explained(error, recorder, name, root)
                 first.__cause__ = first.__cause__ or error
                 if not turns.turn(values):
                     break
@@ -396,7 +396,7 @@ class _Turns:
         return True
 
 
-def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> TraceError:
+def _explained(error: Exception, recorder: Recorder, name: str, root: str) -> TraceError:
     """A TraceError with the traceback, shortened to the user's code, and the module that failed."""
     path, kind = recorder.failed_in or ("", root)
     where = f"module {path!r} ({kind})" if path else f"module {kind}"
@@ -404,11 +404,11 @@ def _explained(error: Exception, recorder: Recorder, what: str, root: str) -> Tr
     if failed is not None and failed[0] is error:
         where += f" at {failed[1]}"
     lines = [
-        f"{what} failed in {where}: {type(error).__name__}: {error}",
+        f"{name} failed in {where}: {type(error).__name__}: {error}",
         users_traceback(error),
     ]
-    asked = [a for a in recorder.values.assumptions if a.kind in _DECIDED]
-    for item in list({(a.kind, a.where): a for a in asked}.values())[-3:]:
+    decided = [a for a in recorder.values.assumptions if a.kind in _DECIDED]
+    for item in list({(a.kind, a.where): a for a in decided}.values())[-3:]:
         place = f"{item.kind}@{item.where}" if item.where else item.kind
         other = str(not item.value).lower() if item.kind == "branch" else "NUMBER"
         lines.append(f"{item.text}; --assume {place}={other} takes it otherwise.")

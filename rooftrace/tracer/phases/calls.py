@@ -110,11 +110,13 @@ class ModuleCalls:
 
         They are the user's loss, the module's own, or every floating output.  Raises RequestError
         where none needs a gradient."""
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        module_loss = (
+            output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        )
         if self.loss is not None:
             losses = [self.loss(output)]
-        elif isinstance(own, Tensor) and own.requires_grad:
-            losses = [own]
+        elif isinstance(module_loss, Tensor) and module_loss.requires_grad:
+            losses = [module_loss]
         else:
             state = self._named_state(output, self.inputs.kwargs, {})
             state.pop("encoder_outputs", None)
@@ -128,7 +130,7 @@ class ModuleCalls:
                 f"training of {type(self.module).__name__}: no output needs a gradient; pass loss="
             )
         scalar = isinstance(output, Tensor) and not output.dim()
-        is_loss = self.loss is not None or losses[0] is own or scalar
+        is_loss = self.loss is not None or losses[0] is module_loss or scalar
         return losses, is_loss
 
     def without_cache(self, phase: str, output: Any = None) -> str:

@@ -57,7 +57,7 @@ class CannotCountError(Exception):
 
 def exclusive(inclusive: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, str], int]:
     """Counts of a module's own ops from counts that include those of its children."""
-    own: Counter[tuple[str, str]] = Counter()
+    self_counts: Counter[tuple[str, str]] = Counter()
     for path, counts in inclusive.items():
         above = path
         while above:
@@ -65,10 +65,10 @@ def exclusive(inclusive: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, str
             if above in inclusive:
                 break
         for op, count in counts.items():
-            own[path, op] += count
+            self_counts[path, op] += count
             if path:
-                own[above, op] -= count
-    return {key: count for key, count in own.items() if count}
+                self_counts[above, op] -= count
+    return {key: count for key, count in self_counts.items() if count}
 
 
 # -- flopcounter -----------------------------------------------------------------------------------
@@ -226,12 +226,12 @@ def _inside(path: str) -> str:
 
 def _own_unsupported(analysis: Any, path: str) -> Mapping[str, int]:
     """The unsupported ops of a module itself, without those of its children."""
-    own = Counter(analysis.unsupported_ops(path))
+    unsupported = Counter(analysis.unsupported_ops(path))
     for child, _ in _named(analysis, path).named_children():
         below = f"{path}.{child}" if path else child
         with contextlib.suppress(KeyError):
-            own.subtract(analysis.unsupported_ops(below))
-    return +own
+            unsupported.subtract(analysis.unsupported_ops(below))
+    return +unsupported
 
 
 def _named(analysis: Any, path: str) -> nn.Module:
@@ -313,12 +313,12 @@ def _attempts(
     A module with real tensors runs as it is.  One on meta runs there first; then, if it is small,
     with real tensors; a large one runs without labels, because its loss may ask for their values.
     """
-    own = [tensor for part in module.modules() for tensor in own_tensors(part)]
-    if any(not tensor.is_meta for tensor in own):
+    tensors = [tensor for part in module.modules() for tensor in own_tensors(part)]
+    if any(not tensor.is_meta for tensor in tensors):
         yield REAL, lambda: Loaded(module, inputs.filled(_real))
         return
     yield META.type, lambda: Loaded(module, inputs)
-    if sum(tensor.numel() * tensor.element_size() for tensor in own) <= MOST_REAL_BYTES:
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= MOST_REAL_BYTES:
         yield REAL, lambda: Loaded(module, inputs).filled(_real)
     elif phase == "training" and inputs.labels:
         yield f"{META.type}, without labels", lambda: Loaded(module, replace(inputs, labels={}))

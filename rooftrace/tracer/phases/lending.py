@@ -25,8 +25,8 @@ from rooftrace.tracer.values import Twins, copies as closures, own_tensors, tens
 
 def is_real(modules: Sequence[nn.Module]) -> bool:
     """Whether some tensor of these modules is not on the meta device."""
-    own = (t for module in modules for part in module.modules() for t in own_tensors(part))
-    return any(tensor.device.type != "meta" for tensor in own)
+    tensors = (t for module in modules for part in module.modules() for t in own_tensors(part))
+    return any(tensor.device.type != "meta" for tensor in tensors)
 
 
 @contextlib.contextmanager
@@ -166,9 +166,9 @@ class _Loan:
 
     def lend(self) -> None:
         """Give each module the twins, and copies of what else it has."""
-        own = [tensor for part in self._parts for tensor in own_tensors(part)]
+        tensors = [tensor for part in self._parts for tensor in own_tensors(part)]
         twins = Twins(self.memo)
-        for tensor in own:
+        for tensor in tensors:
             twins.of(tensor, owned=True)
         twins.held_by_modules(self._parts)
         for part in self._parts:
@@ -178,7 +178,7 @@ class _Loan:
             {n: v if n == "_modules" else copy.deepcopy(v, self.memo) for n, v in state.items()}
             for _, _, state in self._before
         ]
-        closures.copy_hooks(own, self.memo)
+        closures.copy_hooks(tensors, self.memo)
         for part, state in zip(self._parts, copies, strict=True):
             vars(part).update(state)
 

@@ -413,11 +413,11 @@ def _answered(channel: Channel, request: _Request) -> int:
     for part in name.split("."):
         home = getattr(home, part)
 
-    def told(text: str) -> None:
+    def send(text: str) -> None:
         channel.send(_TOLD, text.encode("utf-8", "backslashreplace"))
 
     try:
-        with telling(told):
+        with telling(send):
             result = home(channel.ask, *pickle.loads(request.arguments))
     except RequestError as error:
         channel.send(_REFUSED, str(error).encode("utf-8", "backslashreplace"))

@@ -353,7 +353,7 @@ class PhaseRunner:
             if phase.tokens or phase.name == "requests"
             else (inputs.args, {**inputs.kwargs, **(inputs.labels if phase.trains else {})})
         )
-        known = tensors_in(
+        entered = tensors_in(
             (
                 inputs.args,
                 inputs.kwargs,
@@ -363,7 +363,7 @@ class PhaseRunner:
                 self._fed,
             )
         )
-        for tensor in (*known, *(t for m in self.module.modules() for t in own_tensors(m))):
+        for tensor in (*entered, *(t for m in self.module.modules() for t in own_tensors(m))):
             arguments.learn(recorder.values, tensor)
         recorder.name_modules(self.module)
         for name, tensor in arguments.named_inputs(self.module, *used):

@@ -74,8 +74,8 @@ class TraceCache:
             return None
         try:
             files = json.loads(place.with_suffix(".files").read_bytes())
-            told = str(place) in files  # else they are of another trace
-            if not told or any(_digest(path) != digest for path, digest in files.items()):
+            listed = str(place) in files  # else they are of another trace
+            if not listed or any(_digest(path) != digest for path, digest in files.items()):
                 return None
             graphs = load_graphs(place)
             os.utime(place)
@@ -106,7 +106,7 @@ class TraceCache:
             return None
         if job.is_script:  # which files it read nobody knows
             return None
-        told: dict[str, Any] = {
+        key: dict[str, Any] = {
             "source": _place_of(job),
             "phases": job.phases,
             "request": asdict(job.request),
@@ -115,8 +115,8 @@ class TraceCache:
         }
         config = names.config_file(job.name)
         if config is not None:
-            told["config"] = {str(file): _digest(str(file)) for file in (config, *_beside(config))}
-        text = json.dumps(told, sort_keys=True, default=str)
+            key["config"] = {str(file): _digest(str(file)) for file in (config, *_beside(config))}
+        text = json.dumps(key, sort_keys=True, default=str)
         return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
 
     def _shrink(self) -> None:
@@ -185,9 +185,9 @@ def _environment() -> list[Any]:
     packages = sorted(
         {(str(made.name), str(made.version)) for made in distributions() if made.name}
     )
-    own = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[2]
     files = hashlib.sha256()
-    for path in sorted(own.rglob("*.py")):
+    for path in sorted(package.rglob("*.py")):
         files.update(path.read_bytes())
     return [sys.version, packages, files.hexdigest()]
 
@@ -263,9 +263,9 @@ class SizedSource:
             sizes = dict(zip(self.names, numbers, strict=True))
             return self._call.each_at(sizes)
         job = self.job_at(numbers)
-        known = self._cache.get(job)
-        if known is not None:
-            return known
+        kept = self._cache.get(job)
+        if kept is not None:
+            return kept
         self.traces += 1
         with isolation.keeping(self._kept):
             made = traced(job)

@@ -121,16 +121,16 @@ def _note(event: str, arguments: Any) -> None:
         READ[arguments[0]] = None
 
 
-def start(told: Mapping[str, Any]) -> None:
+def start(job: Mapping[str, Any]) -> None:
     """Set up where modules come from, then do the job.
 
-    told["path"]: the import path of the other process, or the part of it that this interpreter has
+    job["path"]: the import path of the other process, or the part of it that this interpreter has
     not; None keeps its own.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the other process says so, once
-    moves = Moves(*told["moves"]) if told["moves"] else None
-    entries = told["path"] if told["whole"] else told["path"] + sys.path
+    moves = Moves(*job["moves"]) if job["moves"] else None
+    entries = job["path"] if job["full_path"] else job["path"] + sys.path
     sys.path[:] = moves.path(entries) if moves else entries
     if moves:
         from importlib.machinery import BuiltinImporter, FrozenImporter
@@ -141,17 +141,17 @@ def start(told: Mapping[str, Any]) -> None:
             file = getattr(module, "__file__", None)
             if isinstance(file, str) and name != "__main__" and moves.new(file) is not None:
                 del sys.modules[name]
-    sys.meta_path.insert(0, OursFinder(told["rooftrace"]))
-    if told["root"]:
+    sys.meta_path.insert(0, OursFinder(job["rooftrace"]))
+    if job["root"]:
         sys.addaudithook(_note)
     try:
-        worker = importlib.import_module(told["worker"])
+        worker = importlib.import_module(job["worker"])
     except (ImportError, SyntaxError, TypeError) as error:
         running = f"{sys.executable} (Python {sys.version.split()[0]})"
         message = f"{running} cannot run rooftrace: {type(error).__name__}: {error}"
         print(json.dumps({"error": ["TargetError"], "message": message}), flush=True)
         return
-    worker.work(told, READ)
+    worker.work(job, READ)
 
 
 if __name__ == "__main__":

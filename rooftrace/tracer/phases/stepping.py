@@ -157,9 +157,11 @@ def copy_optimizers(optimizers: Sequence[Optimizer], memo: dict[int, Any]) -> No
         memo[id(optimizer)] = object.__new__(type(optimizer))
     for optimizer in optimizers:
         made = memo[id(optimizer)]
-        own = {n: v for n, v in vars(optimizer).items() if not _replaces_method(optimizer, n, v)}
-        vars(made).update(copy.deepcopy(own, memo))
-        for name in vars(optimizer).keys() - own.keys():
+        attributes = {
+            n: v for n, v in vars(optimizer).items() if not _replaces_method(optimizer, n, v)
+        }
+        vars(made).update(copy.deepcopy(attributes, memo))
+        for name in vars(optimizer).keys() - attributes.keys():
             setattr(made, name, _rebound(getattr(optimizer, name), getattr(made, name), made))
 
 

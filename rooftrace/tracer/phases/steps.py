@@ -211,33 +211,33 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
     References of the step to the modules (in its closure, or as a method of an object) are copied
     too.
     """
-    own = [t for module in modules for part in module.modules() for t in own_tensors(part)]
+    tensors = [t for module in modules for part in module.modules() for t in own_tensors(part)]
     memo: dict[int, Any] = {}
     twins = Twins(memo)
     held = [
         copies.held_by(function)
-        for function in (step, *(h for t in own for h in copies.hooks_of(t)))
+        for function in (step, *(h for t in tensors for h in copies.hooks_of(t)))
     ]
     optimizers = optimizers_in((tree, held))
-    if all(tensor.device.type == "meta" for tensor in own):
-        memo.update({id(item): item for item in (*modules, *optimizers, *own)})
+    if all(tensor.device.type == "meta" for tensor in tensors):
+        memo.update({id(item): item for item in (*modules, *optimizers, *tensors)})
         optimizers = []
     else:
-        for tensor in own:
+        for tensor in tensors:
             twins.of(tensor, owned=True)
         twins.held_by_modules(part for module in modules for part in module.modules())
         for module in modules:
             twins.handles(module)
     for tensor in tensors_in((tree, [vars(optimizer) for optimizer in optimizers])):
         twins.of(tensor)
-    shapes = {tensor.shape for tensor in own if not isinstance(tensor, trees.LAZY)}
+    shapes = {tensor.shape for tensor in tensors if not isinstance(tensor, trees.LAZY)}
     for tensor in tensors_in(held):
         if _is_kept_for_weights(tensor, shapes):
             twins.of(tensor)
     twins.finish()
     copy_optimizers(optimizers, memo)
     args, kwargs = copy.deepcopy(tree, memo)
-    copies.copy_hooks(own, memo)
+    copies.copy_hooks(tensors, memo)
     return copies.rebound(step, memo), args, kwargs
 
 
@@ -332,11 +332,11 @@ def _left_over(graph: OpGraph) -> list[int]:
 def _holding(graph: OpGraph, left: Sequence[int]) -> tuple[Op, ...]:
     """The ops; one that made what nothing had when it was done holds that itself."""
     values = graph.values
-    known = {values[value].storage for value in graph.outputs}
-    known |= {values[ref.id].storage for op in graph.ops for ref in op.holds}
+    storages = {values[value].storage for value in graph.outputs}
+    storages |= {values[ref.id].storage for op in graph.ops for ref in op.holds}
     ops = list(graph.ops)
     for value in left:
-        if values[value].storage not in known:
+        if values[value].storage not in storages:
             maker = graph.producers[value]
             holds = in_order((*ops[maker].holds, Ref(value)))
             ops[maker] = structs.replace(ops[maker], holds=holds)

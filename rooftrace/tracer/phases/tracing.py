@@ -38,23 +38,23 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     """
     from rooftrace.scripts.steps import ScriptError, ScriptRequest
 
-    asked = names.ScriptCommand.of(job.name)
-    joined = None if asked.system is None else load_system(asked.system)
-    if joined is not None and asked.chip is not None:
+    command = names.ScriptCommand.of(job.name)
+    joined = None if command.system is None else load_system(command.system)
+    if joined is not None and command.chip is not None:
         raise RequestError(f"target {job.name!r}: --chip beside --system, which has its own chip")
-    chip = load_chip(asked.chip or USUAL) if joined is None else joined.joined_chip
-    tell(f"running {asked.where}")
+    chip = load_chip(command.chip or USUAL) if joined is None else joined.joined_chip
+    tell(f"running {command.where}")
     with tempfile.TemporaryDirectory(prefix="rooftrace-") as folder:
         request = ScriptRequest(
-            command=asked.words,
+            command=command.words,
             chip=chip,
-            steps=asked.steps or names.STEPS,
-            ranks=asked.ranks,
-            rank=asked.rank,
+            steps=command.steps or names.STEPS,
+            ranks=command.ranks,
+            rank=command.rank,
             per_node=None if joined is None else joined.levels[0].size,
             scratch=folder,
             assume=job.options.assume,
-            boundary=asked.boundary,
+            boundary=command.boundary,
         )
         script = request.run(stdout=sys.stderr)
     if script.failure is not None:
@@ -63,18 +63,18 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
         chosen = script.said.get("choices", "")
         text = f"target {job.name!r}: the script exited with code {script.code}"
         raise TargetError(f"{text}\n{chosen}" if chosen else text)
-    graphs = {phase: _said(graph, asked) for phase, graph in script.by_phase().items()}
+    graphs = {phase: _said(graph, command) for phase, graph in script.by_phase().items()}
     if not graphs:
         raise TargetError(
             f"target {job.name!r}: it ran as a script, and nothing of it ran on the device; to "
-            f"trace a module of it, name that: {asked.where}:NAME"
+            f"trace a module of it, name that: {command.where}:NAME"
         )
     return job.of_phases(graphs, RequestError, job.name)
 
 
-def _said(graph: OpGraph, asked: names.ScriptCommand) -> OpGraph:
+def _said(graph: OpGraph, command: names.ScriptCommand) -> OpGraph:
     """The graph, which says what its script saw where nobody chose it."""
-    if asked.chip or asked.system:
+    if command.chip or command.system:
         return graph
     text = f"the script saw an {USUAL}, whatever chip is priced; run:--chip NAME shows it another"
     number = max((item.id for item in graph.assumptions), default=-1) + 1

@@ -13,13 +13,13 @@ from rooftrace._progress import telling
 from rooftrace.errors import is_ours
 from rooftrace.graph import save_graphs
 from rooftrace.tracer import source
-from rooftrace.tracer.phases.apart import job_told
+from rooftrace.tracer.phases.apart import job_from_json
 from rooftrace.tracer.phases.tracing import traced
 
 _COST_MODELS = "rooftrace.costmodels.ops.rulebook"
 
 
-def work(told: Mapping[str, Any], read: Iterable[str]) -> None:
+def work(message: Mapping[str, Any], read: Iterable[str]) -> None:
     """Do the job that was told, answer on stdout in lines of JSON, and end this process.
 
     read: paths of files it opens, as it goes
@@ -31,27 +31,27 @@ def work(told: Mapping[str, Any], read: Iterable[str]) -> None:
         answers.write(json.dumps(said) + "\n")
         answers.flush()
 
-    source.shown_below(told["root"])
+    source.shown_below(message["root"])
     with telling(lambda text: answer(progress=text)):
-        answer(**_done(told))
-    answer(reads=_reads(list(read), told))
+        answer(**_done(message))
+    answer(reads=_reads(list(read), message))
     answers.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # taking down a large model object by object takes seconds
 
 
-def work_in_fork(ask: Any, told: str) -> bytes:
+def work_in_fork(ask: Any, message: str) -> bytes:
     """Do the job that was told, in a process that is forked for it; the answer."""
     sys.dont_write_bytecode = True
-    return json.dumps(_done(json.loads(told))).encode()
+    return json.dumps(_done(json.loads(message))).encode()
 
 
-def _done(told: Mapping[str, Any]) -> dict[str, Any]:
+def _done(message: Mapping[str, Any]) -> dict[str, Any]:
     """Trace the target of a job and save its graphs; what is answered."""
     try:
-        made = traced(job_told(told))
-        save_graphs(made.graphs, told["out"])
+        made = traced(job_from_json(message))
+        save_graphs(made.graphs, message["out"])
         return {"files": dict(made.files), "rules": _COST_MODELS in sys.modules}
     except (ValueError, LookupError, RuntimeError, OSError) as error:
         if not (is_ours(error) or isinstance(error, OSError)):
@@ -63,14 +63,14 @@ def _done(told: Mapping[str, Any]) -> dict[str, Any]:
 # -- which files were read -------------------------------------------------------------------------
 
 
-def _reads(read: Sequence[str], told: Mapping[str, Any]) -> list[Any]:
+def _reads(read: Sequence[str], message: Mapping[str, Any]) -> list[Any]:
     """The fields of a `Reads`: files by their paths below the root, or the repository."""
-    if not told["root"]:
+    if not message["root"]:
         return []
     paths = [os.path.realpath(path) for path in read]
-    apart = [path for path in paths if not path.startswith(told["root"] + os.sep)]
-    outside = _below(apart, told["moves"][0]) if told["moves"] else []
-    inside = _below(paths, told["root"])
+    apart = [path for path in paths if not path.startswith(message["root"] + os.sep)]
+    outside = _below(apart, message["moves"][0]) if message["moves"] else []
+    inside = _below(paths, message["root"])
     return [inside, outside, _modules()]
 
 

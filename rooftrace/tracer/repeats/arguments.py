@@ -80,10 +80,10 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
         return None
     places = set()
     for (path, mine, _), (_, theirs, _) in zip(parts, twins, strict=True):
-        own, others = vars(mine), vars(theirs)
-        if type(mine) is not type(theirs) or own.keys() != others.keys():
+        fields, others = vars(mine), vars(theirs)
+        if type(mine) is not type(theirs) or fields.keys() != others.keys():
             return None
-        for name, value in own.items():
+        for name, value in fields.items():
             if name in _STRUCTURE or value is others[name]:
                 continue
             both = isinstance(value, Tensor) and isinstance(others[name], Tensor)
@@ -186,7 +186,7 @@ class Arguments:
         self.look = self._look()  # equal calls have equal looks; None: unknown
 
     @cached_property
-    def own(self) -> list[Tensor]:
+    def module_tensors(self) -> list[Tensor]:
         """The module's own tensors."""
         parts = modules_below(self._module)
         return [tensor for _, part, _ in parts for tensor in own_tensors(part)]
@@ -240,7 +240,7 @@ class Arguments:
     @property
     def all(self) -> tuple[Tensor, ...]:
         """The tensors among the arguments, and the module's own."""
-        return (*self.tensors, *self.own)
+        return (*self.tensors, *self.module_tensors)
 
     def nodes(self) -> list[fx.Node | None]:
         """The nodes of the arguments and of the module's own tensors."""

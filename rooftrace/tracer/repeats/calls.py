@@ -81,7 +81,7 @@ class CallReplay:
         self._tape, self._enabled = tape, enabled
         self.stacks = Stacks(tape, run_apart)
         self._groups: dict[int, list[nn.Module]] = {}
-        self._known: dict[Any, list[Recording]] = {}
+        self._recordings: dict[Any, list[Recording]] = {}
         self._failures: Counter[Any] = Counter()
         self._watchers = (0, 0)
 
@@ -116,20 +116,20 @@ class CallReplay:
             compiled = tape.origins.compiled_here()
             key = (id(group[0]), call.look, tape.recording, compiled, *_modes())
             usual = call.look is not None and not (trained and has_hooks_on(call.all))
-            recordings = self._known.setdefault(key, []) if usual else []
-            known = next((k for k in recordings if self._may_stand_for(k, module)), None)
-            if known is not None and trained:
-                layers = self.stacks.of(known, call, partial(self._alike, known, group))
-            if known is not None and (not trained or (layers and layers.admits(module, call))):
-                done, output = self._repeated(known, module, call, layers)
+            recordings = self._recordings.setdefault(key, []) if usual else []
+            twin = next((k for k in recordings if self._may_stand_for(k, module)), None)
+            if twin is not None and trained:
+                layers = self.stacks.of(twin, call, partial(self._alike, twin, group))
+            if twin is not None and (not trained or (layers and layers.admits(module, call))):
+                done, output = self._repeated(twin, module, call, layers)
                 if done:
                     return output
         if layers is not None and module is layers.last:
             output, recording = self._recorded(original, module, args, kwargs, call)
             layers.close(call, recording, torch_private.tree_flatten(output)[0])
             return output
-        if not usual or known is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
-            with self.stacks.whole(trained and bool(recordings)):
+        if not usual or twin is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
+            with self.stacks.within_layer(trained and bool(recordings)):
                 return original(module, *args, **kwargs)
         output, recording = self._recorded(original, module, args, kwargs, call)
         self._failures[key] += recording is None
@@ -164,7 +164,7 @@ class CallReplay:
         with torch_private.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside(watches_draws=self._tape.generators is not None)
-        with Watch(module, watched) as watch, self.stacks.whole(torch.is_grad_enabled()):
+        with Watch(module, watched) as watch, self.stacks.within_layer(torch.is_grad_enabled()):
             with outside:
                 output = original(module, *args, **kwargs)
             unchanged = outside.unchanged()
@@ -226,51 +226,53 @@ class CallReplay:
 
     # -- repeating ---------------------------------------------------------------------------------
 
-    def _may_stand_for(self, known: Recording, module: nn.Module) -> bool:
+    def _may_stand_for(self, recording: Recording, module: nn.Module) -> bool:
         """Whether this module equals the recorded one in all that the recorded call read."""
         tape = self._tape
         path = tape.paths.of(module)
-        if any(tape.paths.times(path + inner) != count for inner, count in known.earlier.items()):
+        if any(
+            tape.paths.times(path + inner) != count for inner, count in recording.earlier.items()
+        ):
             return False
-        if _paths(tape, known.module) != _paths(tape, module):
+        if _paths(tape, recording.module) != _paths(tape, module):
             return False
         return (
-            self._is_alike(known, module)
-            and same_state(known.state, held_state(known.module))
-            and known.outside.unchanged()
+            self._is_alike(recording, module)
+            and same_state(recording.state, held_state(recording.module))
+            and recording.outside.unchanged()
         )
 
-    def _alike(self, known: Recording, group: Sequence[nn.Module]) -> list[nn.Module]:
+    def _alike(self, recording: Recording, group: Sequence[nn.Module]) -> list[nn.Module]:
         """The other modules of a group that may repeat a call, whose paths differ in numbers."""
-        stack = _NUMBER.sub("#", known.block.path)
+        stack = _NUMBER.sub("#", recording.block.path)
         return [
             module
             for module in group
-            if module is not known.module
+            if module is not recording.module
             and _NUMBER.sub("#", self._tape.paths.of(module)) == stack
-            and self._is_alike(known, module)
+            and self._is_alike(recording, module)
         ]
 
     @staticmethod
-    def _is_alike(known: Recording, module: nn.Module) -> bool:
+    def _is_alike(recording: Recording, module: nn.Module) -> bool:
         """Whether a module equals the recorded one in all that the recorded call read of it."""
-        places = differences(known.module, module)
-        return places is not None and places <= known.watched and not places & known.read
+        places = differences(recording.module, module)
+        return places is not None and places <= recording.watched and not places & recording.read
 
     def _repeated(
-        self, known: Recording, module: nn.Module, call: Arguments, layers: Layers | None
+        self, recording: Recording, module: nn.Module, call: Arguments, layers: Layers | None
     ) -> tuple[bool, Any]:
         """(True, result), with the call's block in the graph; (False, None) if it has to run."""
-        tape, values, block = self._tape, self._tape.values, known.block
+        tape, values, block = self._tape, self._tape.values, recording.block
         assumptions: dict[int, int] = {}
-        for before, taint in zip(known.taints, call.taints(), strict=True):
+        for before, taint in zip(recording.taints, call.taints(), strict=True):
             if len(taint) != len(before):
                 return False, None
             for old, new in zip(before, taint, strict=True):
                 if assumptions.setdefault(old, new) != new:
                     return False, None
         nodes = call.nodes()
-        if [node is None for node in nodes] != [node is None for node in known.nodes]:
+        if [node is None for node in nodes] != [node is None for node in recording.nodes]:
             return False, None
         path = tape.paths.of(module)
         for number in block.assumptions:
@@ -280,50 +282,50 @@ class CallReplay:
         again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions, storages)
         node = None
         if tape.recording and block.nodes:
-            places = dict(zip(known.nodes, nodes, strict=True))
+            places = dict(zip(recording.nodes, nodes, strict=True))
             inputs = [places.get(item) or item for item in block.inputs]
             node = repeat_node(tape, inputs, again)
-        include(known.outside)
-        for place, name in known.read:
+        include(recording.outside)
+        for place, name in recording.read:
             note(module.get_submodule(place), name)
         count_again(tape, block, path)
         tape.here.after_backward = False
-        output, leaves = self._returned(known, call.tensors, node, again)
+        output, leaves = self._returned(recording, call.tensors, node, again)
         if layers is not None:
             assert node is not None
             results = {
                 place: leaf
                 for place, (leaf, wanted) in enumerate(
-                    zip(leaves, known.differentiable, strict=True)
+                    zip(leaves, recording.differentiable, strict=True)
                 )
-                if wanted and known.block.passed[place] is None
+                if wanted and recording.block.passed[place] is None
             }
             if results:
                 layers.attached(again, node, call, results)
         return True, output
 
     def _returned(
-        self, known: Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
+        self, recording: Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
     ) -> tuple[Any, list[Any]]:
         """The result of the call, and its leaves."""
         tape, values = self._tape, self._tape.values
-        leaves, contents = _copies(known.returned, None, known.values)
+        leaves, contents = _copies(recording.returned, None, recording.values)
         made: set[int] = set()
         for place, (leaf, content) in enumerate(zip(leaves, contents, strict=True)):
-            argument = known.block.passed[place]
+            argument = recording.block.passed[place]
             if argument is not None:
                 leaves[place] = tensors[argument]
             elif isinstance(leaf, Tensor) and id(leaf) not in made:
                 if node is not None:
                     index = len(made)
-                    storage = known.block.results[index][2].storage + call.first_storage
+                    storage = recording.block.results[index][2].storage + call.first_storage
                     tape.tags.mark(leaf, taperecords.Tag(node, index, storage))
                     tape.tags.watch(leaf, storage)
                 made.add(id(leaf))
                 if content is not None:
                     taint = frozenset(call.assumptions.get(a, a) for a in content[1])
-                    values.learn_shared(leaf, known.values, content[0], place, taint)
-        return torch_private.tree_unflatten(leaves, known.structure), leaves
+                    values.learn_shared(leaf, recording.values, content[0], place, taint)
+        return torch_private.tree_unflatten(leaves, recording.structure), leaves
 
 
 def _paths(tape: Tape, module: nn.Module) -> list[str]:
@@ -356,7 +358,7 @@ def _global_hooks() -> tuple[int, int]:
 
 def _copies(
     leaves: Sequence[Any],
-    known: Callable[[Tensor], Any] | None,
+    value_of: Callable[[Tensor], Any] | None,
     contents: Sequence[tuple[Any, frozenset[int]] | None] = (),
 ) -> tuple[list[Any], list[tuple[Any, frozenset[int]] | None]]:
     """Copies of the tensors among the leaves, and of their known values (or of `contents`).
@@ -366,8 +368,8 @@ def _copies(
     made: dict[int, Tensor] = {}
     memory: dict[int, Any] = {}
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if known is not None:
-        entries = [known(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    if value_of is not None:
+        entries = [value_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         contents = [None if entry is None else entry[:2] for entry in entries]
     with torch_private.disable_current_modes(), torch_private.DisableTorchFunction():
         for tensor in tensors:

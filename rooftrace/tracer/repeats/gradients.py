@@ -128,9 +128,9 @@ class Stacks:
         return self._one_backward and not self._inside and not autocast
 
     @contextlib.contextmanager
-    def whole(self, whole: bool) -> Iterator[None]:
-        """Inside, calls are no layers of their own, if `whole`."""
-        before, self._inside = self._inside, self._inside or whole
+    def within_layer(self, inside: bool) -> Iterator[None]:
+        """Inside, calls begin no layer, if `inside`."""
+        before, self._inside = self._inside, self._inside or inside
         try:
             yield
         finally:

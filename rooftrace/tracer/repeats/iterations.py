@@ -41,7 +41,7 @@ class _Eye:
     """Computes the look of values; storages are numbered in the order in which they are met."""
 
     def __init__(self, tape: Tape) -> None:
-        self._known = tape.values.known
+        self._value = tape.values.known
         self._memory: dict[int, int] = {}
 
     def look(self, item: Any) -> Any:
@@ -56,8 +56,8 @@ class _Eye:
     def _tensor(self, tensor: Tensor) -> Any:
         memory = self._memory.setdefault(trees.bytes_of(tensor), len(self._memory))
         keys = dispatch_keys(tensor).raw_repr()
-        known = self._known(tensor) is not None
-        return _sizes(tensor), tensor.requires_grad, tensor.is_leaf, keys, known, memory
+        has_value = self._value(tensor) is not None
+        return _sizes(tensor), tensor.requires_grad, tensor.is_leaf, keys, has_value, memory
 
 
 def _sizes(tensor: Tensor) -> tuple[Any, ...]:
@@ -109,17 +109,17 @@ class Turn:
     storage: int  # how many storages there were before it
     ops: list[_Seen] = field(default_factory=list)
     plain: bool = True  # nothing in it depends on a value
-    known: dict[int, Tensor] = field(default_factory=dict)  # views that it made of known tensors
+    views: dict[int, Tensor] = field(default_factory=dict)  # of known tensors
 
-    def saw(self, call: Call, outputs: Sequence[Tensor], known: list[Tensor]) -> None:
-        """Record an op; known: those of its outputs whose value is known."""
+    def saw(self, call: Call, outputs: Sequence[Tensor], with_values: list[Tensor]) -> None:
+        """Record an op; with_values: those of its outputs whose value is known."""
         args, kwargs = call.args, call.kwargs
         if call.info.view:
-            self.known.update({id(tensor): tensor for tensor in known})
+            self.views.update({id(tensor): tensor for tensor in with_values})
         else:
             written = {id(tensor) for tensor in call.written()}
             read = {id(tensor) for tensor in trees.listed([*args, *kwargs.values()])} - written
-            self.plain &= not known and read.isdisjoint(self.known)
+            self.plain &= not with_values and read.isdisjoint(self.views)
         self.ops.append(
             _Seen(
                 call.func,

@@ -53,7 +53,7 @@ class LastLayer:
         self.forward, self._nodes = last.block, last.nodes
         self.arrived: dict[int, fx.Node] = {}
         self.looks: dict[int, Any] = {}  # of these gradients
-        self._own = dict(enumerate(call.own, len(call.tensors)))
+        self._module_tensors = dict(enumerate(call.module_tensors, len(call.tensors)))
         self._awaited: set[int] = set()  # places of arguments that get a gradient
         self._got: dict[int, _Gradient | None] = {}
         self._made: dict[int, _Gradient] = {}  # what the block makes, by place
@@ -166,7 +166,7 @@ class LastLayer:
     def _gradients(self) -> dict[int, _Gradient]:
         """The gradients of the arguments and of the weights, by place."""
         got = dict(self._got)
-        for place, tensor in self._own.items():
+        for place, tensor in self._module_tensors.items():
             if tensor.grad is not None:
                 got[place] = self._gradient(tensor.grad)
         made = {
@@ -236,7 +236,7 @@ class LastLayer:
 
     def verify(self) -> None:
         """Raise UnlikeLayersError if a weight has another gradient than it had."""
-        for place, tensor in self._own.items():
+        for place, tensor in self._module_tensors.items():
             before = self._made.get(place)
             now = None if tensor.grad is None else self._gradient(tensor.grad)
             if now != before:

@@ -85,13 +85,13 @@ def _bodies(code: CodeType) -> dict[int, Body]:
     except (OSError, TypeError, SyntaxError, ValueError):
         return {}
     named = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "range"]
-    own = {*code.co_varnames, *code.co_cellvars}
+    local_names = {*code.co_varnames, *code.co_cellvars}
     bodies = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.For) and _over_range(node) and named.count(node.iter.lineno) == 1:
             with contextlib.suppress(Refused):
                 body = read_body(node)
-                if body.assigned | {body.variable} <= own:
+                if body.assigned | {body.variable} <= local_names:
                     joined = frozenset(name for name in body.lists if _is_joined(name, node, tree))
                     line = node.iter.lineno + max(first, 1) - 1
                     bodies[line] = replace(body, joined=joined)

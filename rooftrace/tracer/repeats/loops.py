@@ -244,8 +244,8 @@ class Rolling(LoopWatch):
         func = call.func
         if self.turn is not None:
             values = self.tape.values
-            known = [output for output in outputs if values.known(output) is not None]
-            self.turn.saw(call, outputs, known)
+            with_values = [output for output in outputs if values.known(output) is not None]
+            self.turn.saw(call, outputs, with_values)
         elif self._unread and (func is SELECT or func is SLICE):
             node: Any = torch_private.current_autograd_node()
             return node is None or call.args[2] not in self._unread.get(node._sequence_nr(), ())

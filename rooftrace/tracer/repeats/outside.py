@@ -402,9 +402,9 @@ def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
     if isinstance(value, Tensor):
         state.append(0 if value.is_inference() else value._version)
         return
-    told = _TELLS.get(type(value))
-    if told is not None:
-        state.append(told(value))
+    reader = _TELLS.get(type(value))
+    if reader is not None:
+        state.append(reader(value))
         return
     if isinstance(value, contextvars.ContextVar):
         _collect(value.get(trees.ABSENT), depth, seen, state)

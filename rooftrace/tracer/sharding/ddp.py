@@ -270,15 +270,15 @@ def replicated(
 @contextlib.contextmanager
 def _lent(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Inside, an object has these attributes of its own."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
+    held = vars(owner)
+    before = {name: held[name] for name in attributes if name in held}
+    held.update(attributes)
     try:
         yield
     finally:
         for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+            held.pop(name, None)
+        held.update(before)
 
 
 @contextlib.contextmanager

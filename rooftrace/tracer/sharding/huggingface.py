@@ -171,8 +171,8 @@ def _split(
         apply_tensor_parallelism(model, manager.get_mesh("tp"), tp)
     if sizes["ep"] > 1:
         _check_experts(model, sizes["ep"], ep)
-        own, around = manager.get_mesh("ep"), manager.get_mesh("tp")
-        apply_expert_parallelism(model, own, around, ep, ep_implementation=exchange)
+        experts, around = manager.get_mesh("ep"), manager.get_mesh("tp")
+        apply_expert_parallelism(model, experts, around, ep, ep_implementation=exchange)
 
 
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:

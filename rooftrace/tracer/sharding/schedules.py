@@ -107,8 +107,8 @@ def _by_torch(
     from torch.distributed.pipelining import schedules
 
     count = ranks * each
-    own = [0, count - 1] if schedule in V_SHAPED else range(0, count, ranks)
-    stubs: Any = [_Stub(index, count, 0, ranks) for index in own]
+    stages = [0, count - 1] if schedule in V_SHAPED else range(0, count, ranks)
+    stubs: Any = [_Stub(index, count, 0, ranks) for index in stages]
     find: Any = schedules.get_schedule_class
     try:
         made = find(planned)(stubs, microbatches, loss_fn=lambda *_: 0)

@@ -339,8 +339,8 @@ def _read_file(path: Path) -> tuple[list[Stored], tuple[str, ...]]:
     if not path.name.endswith(TORCH):
         raise CheckpointError(f"{path}: expected a file *{', *'.join(ENDS)}, or its folder")
     tensors, others = read_torch(path)
-    beside = f"{path.name}: {plural(others, 'value')} beside the tensors: not read"
-    return tensors, (beside,) if others else ()
+    note = f"{path.name}: {plural(others, 'value')} beside the tensors: not read"
+    return tensors, (note,) if others else ()
 
 
 def _sharded(path: Path, source: str) -> Checkpoint:
@@ -355,7 +355,7 @@ def _sharded(path: Path, source: str) -> Checkpoint:
     notes: list[str] = []
     for file, names in sorted(by_file.items()):
         shard = _shard(path, file)
-        stored, beside = _read_file(shard)
+        stored, unread = _read_file(shard)
         there = {tensor.name: tensor for tensor in stored}
         missing = [name for name in names if name not in there]
         if missing:
@@ -365,7 +365,7 @@ def _sharded(path: Path, source: str) -> Checkpoint:
                 + (f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""),
             )
         tensors |= {name: there[name] for name in names}
-        notes += beside
+        notes += unread
         if len(there) > len(names):
             more = plural(len(there) - len(names), "tensor")
             notes.append(f"{file}: {more} that the index leaves out: not read")
@@ -500,19 +500,19 @@ def _check_places(ordered: list[tuple[str, _Entry]], size: int, where: str) -> N
     starts = [*((name, entry.data_offsets[0]) for name, entry in ordered), ("its end", size)]
     for (before, end), (after, start) in zip(ends, starts, strict=True):
         if end != start:
-            what = "overlap" if start < end else f"have {start - end:,} bytes between them"
-            raise KIND.refused(where, f"{before!r:.200} and {after!r:.200} {what}")
+            fault = "overlap" if start < end else f"have {start - end:,} bytes between them"
+            raise KIND.refused(where, f"{before!r:.200} and {after!r:.200} {fault}")
 
 
 def _bits(name: str, entry: _Entry, where: str) -> int:
     if entry.dtype in _BITS:
         return _BITS[entry.dtype]
     if entry.dtype not in _TORCH:
-        known = (*_TORCH, *_BITS)
+        dtypes = (*_TORCH, *_BITS)
         raise KIND.refused(
             where,
             f"{name!r:.200}: unknown dtype {entry.dtype!r:.60}; expected one of "
-            f"{', '.join(known)}{hint(entry.dtype, known)}",
+            f"{', '.join(dtypes)}{hint(entry.dtype, dtypes)}",
         )
     return 8 * _dtype(entry.dtype).itemsize
 

@@ -109,12 +109,12 @@ def _fields(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, torch.dt
 
 def _dtype(value: Any, where: str) -> torch.dtype:
     name = value.removeprefix("torch.") if isinstance(value, str) else value
-    known = vars(torch).get(name) if isinstance(name, str) else name
-    if not isinstance(known, torch.dtype) or not known.is_floating_point or known.itemsize < 2:
+    dtype = vars(torch).get(name) if isinstance(name, str) else name
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise TargetError(
             f"{where} is {value!r:.60}: expected the name of a dtype of torch, for example bfloat16"
         )
-    return known
+    return dtype
 
 
 def _total_in(folder: Path | None) -> int:
@@ -137,8 +137,8 @@ def _stored_in(folder: Path) -> torch.dtype | None:
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         sizes[tensor.dtype] += tensor.elements
-    known = {dtype_name(each): each for each in (torch.bfloat16, torch.float16, torch.float32)}
-    return next((known[name] for name, _ in sizes.most_common() if name in known), None)
+    dtypes = {dtype_name(each): each for each in (torch.bfloat16, torch.float16, torch.float32)}
+    return next((dtypes[name] for name, _ in sizes.most_common() if name in dtypes), None)
 
 
 # -- unbuilt ---------------------------------------------------------------------------------------
@@ -176,14 +176,14 @@ def unbuilt(data: Mapping[str, Any], module: nn.Module, declared: Sequence[Decla
     hidden = max((t.shape[-1] for t in tables if t is not None), default=0)
     element = next((t.element_size() for t in tables if t is not None), 2)
     params, size = params + 2 * hidden**2, size + 2 * hidden**2 * element
-    own = sum(t.numel() for t in tables if t is not None)
-    whole = format_traffic(count * (size + own * element))
-    more = f", or {whole} where they have embeddings and an output head of their own"
+    table_elements = sum(t.numel() for t in tables if t is not None)
+    traffic = format_traffic(count * (size + table_elements * element))
+    more = f", or {traffic} where they have embeddings and an output head of their own"
     return (
         f"{where} is {count}: the checkpoint also holds layers that predict further tokens, which "
         f"{type(module).__name__} does not build; they are not counted: about "
         f"{format_count(count * params)} parameters, {format_traffic(count * size)}"
-        + (more if own else "")
+        + (more if table_elements else "")
     )
 
 

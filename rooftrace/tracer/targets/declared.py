@@ -136,7 +136,7 @@ def scheme_of(settings: Fields) -> Scheme:
 
 
 def _gptq(settings: Fields) -> Scheme:
-    own = _grouped(settings, zero=True)
+    form = _grouped(settings, zero=True)
     rules = []
     for name, entry in settings.records("dynamic"):  # of GPTQModel: "-:" leaves out, "+:" changes
         matched = (_searched(name.removeprefix("+:").removeprefix("-:"), settings.where),)
@@ -147,14 +147,14 @@ def _gptq(settings: Fields) -> Scheme:
     if only:
         names = [name for item in only for name in ([item] if isinstance(item, str) else item)]
         names += ["lm_head"] if head else []
-        rules.append(ModuleRule(patterns(names, settings.where), own))
-    return Scheme("", None if only else own, tuple(rules), head=head, blocks=True)
+        rules.append(ModuleRule(patterns(names, settings.where), form))
+    return Scheme("", None if only else form, tuple(rules), head=head, blocks=True)
 
 
 def _awq(settings: Fields) -> Scheme:
     zero = settings.flag("zero_point", default=True)
-    own = _grouped(settings, zero=zero)
-    return Scheme("", own, settings.skipped(*SKIPPED), head=False, blocks=True)
+    form = _grouped(settings, zero=zero)
+    return Scheme("", form, settings.skipped(*SKIPPED), head=False, blocks=True)
 
 
 def _auto_round(settings: Fields) -> Scheme:
@@ -167,12 +167,12 @@ def _auto_round(settings: Fields) -> Scheme:
 
 def _rounded(settings: Fields, base: Fields) -> WeightFormat | None:
     """The form of auto-round: data_type is int, fp, nv_fp or mx_fp, with a width behind or not."""
-    bits = settings.whole("bits", default=base.whole("bits", default=4))
+    bits = settings.integer("bits", default=base.integer("bits", default=4))
     if bits >= 16:
         return None
     kind = settings.word("data_type", default=base.word("data_type", default="int"))
-    group = settings.whole("group_size", default=base.whole("group_size", default=128))
-    acts = settings.whole("act_bits", default=base.whole("act_bits", default=16))
+    group = settings.integer("group_size", default=base.integer("group_size", default=128))
+    acts = settings.integer("act_bits", default=base.integer("act_bits", default=16))
     act_kind = settings.word("act_data_type", default=base.word("act_data_type", default=kind))
     computes = activations_in("int" if act_kind.startswith("int") else "float", acts)
     if kind.startswith("int"):
@@ -185,9 +185,9 @@ def _grouped(settings: Fields, *, zero: bool, base: Fields | None = None) -> Wei
     """Packed integers in groups with fp16 scales; with zero points as wide as the numbers."""
     base = base or settings
     names = ("bits", "w_bit", "nbits", "wbits")
-    bits = settings.whole(*names, default=base.whole(*names, default=4))
+    bits = settings.integer(*names, default=base.integer(*names, default=4))
     sizes = ("group_size", "q_group_size")
-    group = settings.whole(*sizes, default=base.whole(*sizes, default=128))
+    group = settings.integer(*sizes, default=base.integer(*sizes, default=128))
     return weight_format("int", bits, group, zero=bits if zero else 0)
 
 
@@ -201,23 +201,25 @@ def _bitsandbytes(settings: Fields) -> Scheme:
             raise Unread(f"bnb_4bit_quant_type {settings.of('bnb_4bit_quant_type')!r:.40}")
         twice = settings.flag("bnb_4bit_use_double_quant")
         scale = 8 + Fraction(32, 256) if twice else Fraction(32)
-        own = weight_format(kind, 4, settings.whole("bnb_4bit_blocksize", default=64), scale=scale)
+        form = weight_format(
+            kind, 4, settings.integer("bnb_4bit_blocksize", default=64), scale=scale
+        )
     elif settings.flag("load_in_8bit", "_load_in_8bit"):
-        own = weight_format("int", 8, ROW, scale=32, computes="int8")  # outliers apart, in 16 bits
+        form = weight_format("int", 8, ROW, scale=32, computes="int8")  # outliers apart, in 16 bits
     else:
         return Scheme("", None)
-    return Scheme("", own, skipped, head=bool(skipped))
+    return Scheme("", form, skipped, head=bool(skipped))
 
 
 def _fp8(settings: Fields) -> Scheme:
     """Blocks of 128 x 128 with fp32 scales (DeepSeek), or one scale for all."""
     rows, group = _block(settings)
-    own = weight_format("float", 8, group, rows=rows, scale=32, computes="fp8")
+    form = weight_format("float", 8, group, rows=rows, scale=32, computes="fp8")
     rules = settings.skipped(*SKIPPED)
     if settings.word("expert_dtype") in ("fp4", "mxfp4"):
         packed = weight_format("float", 4, 32, scale=8, computes="fp8")
         rules += (ModuleRule((re.compile(r".*\.experts(\..*)?$"),), packed),)
-    return Scheme("", own, rules, head=False)
+    return Scheme("", form, rules, head=False)
 
 
 def _block(settings: Fields) -> tuple[int, int]:
@@ -228,12 +230,12 @@ def _block(settings: Fields) -> tuple[int, int]:
     if not isinstance(block, (list, tuple)) or len(block) != 2:
         raise Unread(f"weight_block_size {block!r:.40}")
     sizes = Fields({"rows": block[0], "columns": block[1]}, f"{settings.where}.weight_block_size")
-    return sizes.whole("rows"), sizes.whole("columns")
+    return sizes.integer("rows"), sizes.integer("columns")
 
 
 def _fbgemm(settings: Fields) -> Scheme:
-    own = weight_format("float", 8, ROW, scale=32, computes="fp8")
-    return Scheme("", own, settings.skipped(*SKIPPED), head=False)
+    form = weight_format("float", 8, ROW, scale=32, computes="fp8")
+    return Scheme("", form, settings.skipped(*SKIPPED), head=False)
 
 
 def _mxfp4(settings: Fields) -> Scheme:
@@ -248,8 +250,8 @@ def _in_one(
     """The method of one format for every linear layer but those that are named."""
 
     def method(settings: Fields) -> Scheme:
-        own = weight_format(kind, bits, group, scale=scale, computes=computes)
-        return Scheme("", own, settings.skipped(*SKIPPED), head=head)
+        form = weight_format(kind, bits, group, scale=scale, computes=computes)
+        return Scheme("", form, settings.skipped(*SKIPPED), head=head)
 
     return method
 
@@ -261,10 +263,10 @@ def _quanto(settings: Fields) -> Scheme:
         raise Unread(f"quanto weights {weights!r} with activations {settings.of('activations')!r}")
     bits = int(weights[-1])
     if bits == 8:
-        own = weight_format("float" if weights == "float8" else "int", 8, ROW, computes=computes)
+        form = weight_format("float" if weights == "float8" else "int", 8, ROW, computes=computes)
     else:
-        own = weight_format("int", bits, 128, zero=16, computes=computes)
-    return Scheme("", own, settings.skipped(*SKIPPED), head=False)
+        form = weight_format("int", bits, 128, zero=16, computes=computes)
+    return Scheme("", form, settings.skipped(*SKIPPED), head=False)
 
 
 def _hqq(settings: Fields) -> Scheme:
@@ -273,22 +275,22 @@ def _hqq(settings: Fields) -> Scheme:
 
     def of(entry: Fields) -> WeightFormat:
         entry = entry.record("weight_quant_params") or entry
-        group = entry.whole("group_size", default=nested.whole("group_size", default=64))
-        return weight_format("int", entry.whole("nbits", default=4), group, zero=16)
+        group = entry.integer("group_size", default=nested.integer("group_size", default=64))
+        return weight_format("int", entry.integer("nbits", default=4), group, zero=16)
 
     rules = settings.skipped("skip_modules", *SKIPPED)
     dynamic = list(settings.records("dynamic_config"))
     for name, entry in dynamic:
         rules += (ModuleRule((pattern(name, settings.where),), of(entry)),)
-    own = None if dynamic and "nbits" not in nested else of(nested)
-    return Scheme("", own, rules, head=False)
+    form = None if dynamic and "nbits" not in nested else of(nested)
+    return Scheme("", form, rules, head=False)
 
 
 def _affine(settings: Fields) -> Scheme:
     """Groups with a scale and an offset, both of 16 bits."""
-    own = weight_format("int", settings.whole("bits", "nbits", default=4),
-               settings.whole("group_size", default=64), zero=16)  # fmt: skip
-    return Scheme("", own, settings.skipped(*SKIPPED), head=False)
+    form = weight_format("int", settings.integer("bits", "nbits", default=4),
+               settings.integer("group_size", default=64), zero=16)  # fmt: skip
+    return Scheme("", form, settings.skipped(*SKIPPED), head=False)
 
 
 def _mlx(settings: Fields) -> Scheme:
@@ -307,8 +309,8 @@ def _of_mlx(settings: Fields, base: Fields) -> WeightFormat:
         if mode not in ("mxfp4", "mxfp8", "nvfp4"):
             raise Unread(f"mode {mode!r}")
         return WeightFormat(mode)
-    bits = settings.whole("bits", default=base.whole("bits", default=4))
-    group = settings.whole("group_size", default=base.whole("group_size", default=64))
+    bits = settings.integer("bits", default=base.integer("bits", default=4))
+    group = settings.integer("group_size", default=base.integer("group_size", default=64))
     return weight_format("int", bits, group, zero=16)
 
 
@@ -316,16 +318,17 @@ def _bitnet(settings: Fields) -> Scheme:
     """Ternary numbers, four to a byte; activations are rounded to 8 bits."""
     if settings.word("quantization_mode", default="offline") == "online":
         return Scheme("", None)
-    own = weight_format("int", 2, computes="int8")
-    return Scheme("", own, settings.skipped(*SKIPPED), head=False)
+    form = weight_format("int", 2, computes="int8")
+    return Scheme("", form, settings.skipped(*SKIPPED), head=False)
 
 
 def _aqlm(settings: Fields) -> Scheme:
     """Codes of whole groups; codebooks and the scale of a row are small beside them."""
-    codes = settings.whole("num_codebooks", default=1)
+    codes = settings.integer("num_codebooks", default=1)
     bits = Fraction(
-        codes * settings.whole("nbits_per_codebook", default=16),
-        settings.whole("in_group_size", default=8) * settings.whole("out_group_size", default=1),
+        codes * settings.integer("nbits_per_codebook", default=16),
+        settings.integer("in_group_size", default=8)
+        * settings.integer("out_group_size", default=1),
     )
     if bits.denominator != 1:
         raise Unread(f"{float(bits):.3g} bits a weight")
@@ -339,18 +342,18 @@ def _fp_quant(settings: Fields) -> Scheme:
         raise Unread(f"weights of {name!r}")
     if settings.flag("store_master_weights", "keep_master_weights"):
         raise Unread("master weights beside the quantised ones")
-    own = WeightFormat(name, computes="" if settings.flag("pseudoquantization") else "fp4")
-    return Scheme("", own, settings.skipped(*SKIPPED), head=False)
+    form = WeightFormat(name, computes="" if settings.flag("pseudoquantization") else "fp4")
+    return Scheme("", form, settings.skipped(*SKIPPED), head=False)
 
 
 def _gemma(settings: Fields) -> Scheme:
     """Integers with a scale for each row; the width of a module by regular expressions."""
-    bits = settings.whole("num_bits", default=4)
+    bits = settings.integer("num_bits", default=4)
     rules = settings.skipped(*SKIPPED)
     for name, entry in settings.records("module_quant_configs"):
         matched = (_searched(name, settings.where),)
         rules += (
-            ModuleRule(matched, weight_format("int", entry.whole("num_bits", default=bits), ROW)),
+            ModuleRule(matched, weight_format("int", entry.integer("num_bits", default=bits), ROW)),
         )
     embeds = settings.flag("quantize_embeddings")
     return Scheme("", weight_format("int", bits, ROW), rules, embeddings=embeds)

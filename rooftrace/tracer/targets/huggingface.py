@@ -161,7 +161,7 @@ def _described(
     its object, where there is one.  Raises TargetError.
     """
 
-    def beside(file: str) -> Any:
+    def neighbour(file: str) -> Any:
         path = find(file)
         return None if path is None else json_of(text_of(path, _CONFIG), str(path), _CONFIG)
 
@@ -174,7 +174,7 @@ def _described(
         )
         notes.append(("attention", text))
     try:
-        precision, declared = precision_of(data, folder), declared_in(data, beside, name)
+        precision, declared = precision_of(data, folder), declared_in(data, neighbour, name)
     except TargetError as error:
         raise TargetError(f"target {target!r}: {error}") from None
     config = _config_of(data, target) if config is None else config

@@ -21,15 +21,15 @@ def import_file(where: str, target: str) -> ModuleType:
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no file {where!r}")
     # Its neighbours are imported as when it is run, and as when it is run through a link.
-    beside = list(dict.fromkeys([str(path.resolve().parent), os.path.abspath(path.parent)]))
+    folders = list(dict.fromkeys([str(path.resolve().parent), os.path.abspath(path.parent)]))
     package = _package_of(path)
     if package is not None:
         root, name = package
-        beside = list(dict.fromkeys([str(root), *beside]))
+        folders = list(dict.fromkeys([str(root), *folders]))
     else:
         name = f"_rooftrace_target_{path.stem}"
-    beside = list(dict.fromkeys([*beside, *_roots(path.resolve())]))
-    kept = prepare(f"{path.resolve()}", beside)
+    folders = list(dict.fromkeys([*folders, *_roots(path.resolve())]))
+    kept = prepare(f"{path.resolve()}", folders)
     if kept is not None:
         return kept
     module: ModuleType | None = None

@@ -126,19 +126,19 @@ def keeping(kept: Kept) -> Iterator[None]:
         _KEPT.reset(token)
 
 
-def prepare(key: str, first: Sequence[str], beside: Sequence[str] = ()) -> ModuleType | None:
+def prepare(key: str, first: Sequence[str], more: Sequence[str] = ()) -> ModuleType | None:
     """Make ready to import a target; requires `own_imports`.
 
     key: tells this target from others.  first: folders (real paths) that come first in `sys.path`.
-    beside: further folders whose modules are the target's own.  Modules of another target, or of
+    more: further folders whose modules are the target's own.  Modules of another target, or of
     an older file, are set aside.  Returns the target's module where `keeping` has it.
     """
     (imports,) = _ACTIVE
     imports.key = key
-    imports.folders |= {*first, *beside}
+    imports.folders |= {*first, *more}
     importlib.invalidate_caches()  # a folder's listing is trusted for as long as its time is equal
     linecache.checkcache()
-    _set_aside(imports, _in_the_way(first, beside))
+    _set_aside(imports, _in_the_way(first, more))
     if any(seen.edited() for seen in _SEEN.values()):
         _set_aside(imports, set(_SEEN))  # who imports what is edited is not known
     for name, module in list(sys.modules.items()):
@@ -160,8 +160,8 @@ def imported(module: ModuleType) -> None:
     kept = _KEPT.get()
     (imports,) = _ACTIVE
     if kept is not None:
-        own = {name: other for name, other in _new(imports).items() if other is not module}
-        kept.modules[imports.key] = ({module.__name__: module, **own}, list(sys.path))
+        modules = {name: other for name, other in _new(imports).items() if other is not module}
+        kept.modules[imports.key] = ({module.__name__: module, **modules}, list(sys.path))
 
 
 def imported_again() -> bool:
@@ -210,10 +210,10 @@ def _put_back(imports: _Imports, path: Sequence[str]) -> None:
     _IMPORTED.update(new)
     # A package and what is inside it stay or go together.
     tops = {name.partition(".")[0] for name in new}
-    own = {top for top in tops if not _stays(top, imports)}
-    own |= {name.partition(".")[0] for name in imports.aside}
+    dropped = {top for top in tops if not _stays(top, imports)}
+    dropped |= {name.partition(".")[0] for name in imports.aside}
     for name, module in new.items():
-        if name.partition(".")[0] in own:
+        if name.partition(".")[0] in dropped:
             del sys.modules[name]
             _SEEN.pop(name, None)
         else:
@@ -252,21 +252,22 @@ def place_of(top: str) -> str | None:
     return next((place for place in places if _users(os.path.join(place, top))), None)
 
 
-def _in_the_way(first: Sequence[str], beside: Sequence[str]) -> set[str]:
+def _in_the_way(first: Sequence[str], more: Sequence[str]) -> set[str]:
     """Names of imported modules that come from these folders, or hide a module there."""
     tops = {name.partition(".")[0] for name in list(sys.modules)}
     tops -= {"__main__", "__mp_main__", *_OWN, *sys.stdlib_module_names}
-    own, hiding = set(), set()
+    ours, hiding = set(), set()
     for top in tops:
         places = _places(top)
-        if places & {*first, *beside}:
-            own.add(top)
+        if places & {*first, *more}:
+            ours.add(top)
         elif places and any(_provides(folder, top) for folder in first):
             hiding.add(top)
     return {
         name
         for name, module in list(sys.modules.items())
-        if (top := name.partition(".")[0]) in hiding or (top in own and _users_module(name, module))
+        if (top := name.partition(".")[0]) in hiding
+        or (top in ours and _users_module(name, module))
     }
 
 

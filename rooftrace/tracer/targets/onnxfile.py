@@ -210,11 +210,11 @@ class OnnxModule(nn.Module):
     ) -> None:
         super().__init__()
         self.steps, self.inputs, self.outputs, self.opset = steps, inputs, outputs, opset
-        self.known: dict[str, Any] = {}
+        self.constants: dict[str, Any] = {}
         self.weights: dict[str, str] = {}
         for number, (name, item) in enumerate(held.items()):
             if item.values is not None:
-                self.known[name] = item.values
+                self.constants[name] = item.values
                 continue
             self.weights[name] = self._hold(f"weight_{number}", item)
         for step in steps:
@@ -239,11 +239,11 @@ class OnnxModule(nn.Module):
                 self.weights[step.outputs[0]] = held
                 return
             value = value.values
-        self.known[step.outputs[0]] = numpy.asarray(value)
+        self.constants[step.outputs[0]] = numpy.asarray(value)
 
     def forward(self, *args: Any) -> Any:
         """The outputs of the graph; one alone is no tuple."""
-        values: dict[str, Any] = {"": None, **self.known}
+        values: dict[str, Any] = {"": None, **self.constants}
         values |= {name: getattr(self, held) for name, held in self.weights.items()}
         values |= dict(zip(self.inputs, args, strict=True))
         for place, step in enumerate(self.steps):

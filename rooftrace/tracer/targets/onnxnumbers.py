@@ -65,8 +65,8 @@ def _filled(attributes: Attributes, shape: Any) -> Any:
 def fill(attributes: Attributes) -> tuple[Any, Any]:
     """The value of a ConstantOfShape, and its dtype in numpy."""
     value = attributes.get("value")
-    known = None if value is None else value.values
-    return (0.0, numpy.float32) if known is None else (known.reshape(-1)[0], known.dtype)
+    array = None if value is None else value.values
+    return (0.0, numpy.float32) if array is None else (array.reshape(-1)[0], array.dtype)
 
 
 def _range(attributes: Attributes, start: Any, end: Any, step: Any) -> Any:
@@ -90,8 +90,8 @@ def _cast(attributes: Attributes, item: Any) -> Any:
 
 
 def _divide(attributes: Attributes, a: Any, b: Any) -> Any:
-    whole = numpy.asarray(a).dtype.kind in "iu"
-    return numpy.floor_divide(a, b) if whole else numpy.divide(a, b)
+    integral = numpy.asarray(a).dtype.kind in "iu"
+    return numpy.floor_divide(a, b) if integral else numpy.divide(a, b)
 
 
 def _plain(function: Callable[..., Any]) -> Callable[..., Any]:

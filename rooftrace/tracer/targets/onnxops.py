@@ -15,11 +15,11 @@ from rooftrace.tracer.targets.onnxnumbers import fill, slices
 Attributes = Mapping[str, Any]
 
 
-def tensor(item: Any, beside: Tensor | None = None) -> Any:
+def tensor(item: Any, like: Tensor | None = None) -> Any:
     """A known number as torch takes it: one alone as a number, several as a tensor."""
     if not isinstance(item, numpy.ndarray | numpy.generic):
         return item
-    if item.size == 1 and beside is not None:
+    if item.size == 1 and like is not None:
         return item.reshape(-1)[0].item()
     return torch.tensor(item.tolist(), dtype=getattr(torch, str(item.dtype)))
 
@@ -228,10 +228,10 @@ def _gather(attributes: Attributes, item: Any, index: Any) -> Tensor:
     axis = attributes.get("axis", 0)
     made = _tensor(item)
     if not isinstance(index, Tensor):
-        whole = numpy.asarray(index)
-        if whole.ndim == 0:
-            return made.select(axis, int(whole))
-        index = tensor(whole)
+        indices = numpy.asarray(index)
+        if indices.ndim == 0:
+            return made.select(axis, int(indices))
+        index = tensor(indices)
     if axis == 0 and made.dim() == 2 and made.is_floating_point():
         return functional.embedding(index, made)
     shape = (*made.shape[:axis], *index.shape, *made.shape[axis + 1 :])

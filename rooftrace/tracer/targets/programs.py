@@ -137,11 +137,11 @@ def _described(
     """Shapes and dtypes of --input.  Raises RequestError for a name or a text that is none."""
     from rooftrace.tracer.inputs import calls
 
-    known = [entry.name for entry in entries]
+    inputs = [entry.name for entry in entries]
     for name in texts:
-        if name not in known:
+        if name not in inputs:
             shown = ", ".join(map(str, entries))
-            raise RequestError(f"--input {name}: {target} takes {shown}{hint(name, known)}")
+            raise RequestError(f"--input {name}: {target} takes {shown}{hint(name, inputs)}")
     return {n: (tuple(t.shape), t.dtype) for n, t in calls.parsed_inputs(texts).items()}
 
 

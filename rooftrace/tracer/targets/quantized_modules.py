@@ -38,9 +38,9 @@ class WeightFormat:
         if not group:
             return self.element + engine
         block = f"{self.rows}x{group}" if self.rows > 1 else f"{group}"
-        beside = "" if self.scale == 16 and not self.zero else f"_s{_text(self.scale)}"
+        suffix = "" if self.scale == 16 and not self.zero else f"_s{_text(self.scale)}"
         zero = f"_z{_text(self.zero)}" if self.zero else ""
-        return f"{self.element}_g{block}{beside}{zero}{engine}"
+        return f"{self.element}_g{block}{suffix}{zero}{engine}"
 
 
 def _text(bits: Fraction) -> str:
@@ -223,7 +223,7 @@ class Fields:
         """The first field that is there, of any type; None without."""
         return next((self.data[n] for n in names if self.data.get(n) is not None), None)
 
-    def whole(self, *names: str, default: int = 0) -> int:
+    def integer(self, *names: str, default: int = 0) -> int:
         """A whole number."""
         value = self.of(*names)
         if value is None:
@@ -280,10 +280,10 @@ _CLASSES = frozenset({"Linear", "Embedding"})
 
 def activations_in(kind: str, bits: int) -> str:
     """The precision of products whose activations are rounded to this; "" for 16 bits."""
-    known = {("float", 8): "fp8", ("float", 4): "fp4", ("int", 8): "int8", ("int", 4): "int4"}
-    if bits < 16 and (kind, bits) not in known:
+    engines = {("float", 8): "fp8", ("float", 4): "fp4", ("int", 8): "int8", ("int", 4): "int4"}
+    if bits < 16 and (kind, bits) not in engines:
         raise Unread(f"activations of {bits}-bit {kind}")
-    return known.get((kind, bits), "")
+    return engines.get((kind, bits), "")
 
 
 def cache_in(value: object, where: str) -> str | None:
@@ -292,13 +292,13 @@ def cache_in(value: object, where: str) -> str | None:
         return None
     if isinstance(value, str):
         name = value.lower().partition("_")[0]
-        known = {"static": "fp8", "dynamic": "fp8", "none": None}
-        known |= {name: name for name in ("fp8", "nvfp4", "int8", "int4")}
-        if name not in known:
+        formats = {"static": "fp8", "dynamic": "fp8", "none": None}
+        formats |= {name: name for name in ("fp8", "nvfp4", "int8", "int4")}
+        if name not in formats:
             raise Unread(f"a cache of {value!r:.40}")
-        return known[name]
+        return formats[name]
     settings = Fields(value, where)
-    kind, bits = settings.word("type", default="float"), settings.whole("num_bits", default=8)
+    kind, bits = settings.word("type", default="float"), settings.integer("num_bits", default=8)
     return weight_format(kind, bits).element if bits < 16 else None
 
 
@@ -311,22 +311,22 @@ def torchao(settings: Fields) -> Scheme:
     both = settings.flag("include_input_output_embeddings")
     if isinstance(kind, str):
         keywords = settings.record("quant_type_kwargs") or Fields({}, settings.where)
-        own: WeightFormat | None = _of_torchao(kind.replace("_", ""), keywords)
-        return Scheme("", own, rules, head=both, embeddings=both)
+        form: WeightFormat | None = _of_torchao(kind.replace("_", ""), keywords)
+        return Scheme("", form, rules, head=both, embeddings=both)
     inner = settings.record("quant_type")
     inner = inner and (inner.record("default") or inner)
     if inner is None:
         raise Unread("torchao without a quant_type")
     if inner.word("_type") not in ("modulefqntoconfig", "fqntoconfig"):
         return Scheme("", _one_of_torchao(inner), rules, head=both, embeddings=both)
-    own = None
+    form = None
     data = inner.record("_data") or inner
     for name, entry in data.records("module_fqn_to_config", "fqn_to_config"):
         if name == "_default":
-            own = _one_of_torchao(entry)
+            form = _one_of_torchao(entry)
         else:
             rules += (ModuleRule((pattern(name, settings.where),), _one_of_torchao(entry)),)
-    return Scheme("", own, rules, head=both, embeddings=both)
+    return Scheme("", form, rules, head=both, embeddings=both)
 
 
 def _one_of_torchao(settings: Fields) -> WeightFormat:
@@ -336,14 +336,14 @@ def _one_of_torchao(settings: Fields) -> WeightFormat:
 
 def _of_torchao(name: str, settings: Fields) -> WeightFormat:
     """The form of a torchao config by its class name in lower case, without underscores."""
-    group = settings.whole("group_size", default=128)
+    group = settings.integer("group_size", default=128)
     rows = "perrow" in str(settings.of("granularity")).lower().replace("_", "")
-    known = {
+    formats = {
         "int4weightonly": weight_format("int", 4, group, zero=16),
         "int8weightonly": weight_format("int", 8, ROW),
         "int8dynamicactivationint8weight": weight_format("int", 8, ROW, computes="int8"),
         "int8dynamicactivationint4weight": weight_format(
-            "int", 4, settings.whole("group_size", default=32), computes="int8"
+            "int", 4, settings.integer("group_size", default=32), computes="int8"
         ),
         "intxweightonly": _intx(settings, ""),
         "int8dynamicactivationintxweight": _intx(settings, "int8"),
@@ -357,7 +357,7 @@ def _of_torchao(name: str, settings: Fields) -> WeightFormat:
         "nvfp4inference": WeightFormat("nvfp4", computes="fp4"),
         "nvfp4weightonly": WeightFormat("nvfp4"),
     }
-    named = known.get(name)
+    named = formats.get(name)
     if named is None:
         raise Unread(f"torchao's {name!r:.60}")
     return named
@@ -405,7 +405,7 @@ def modelopt(settings: Fields) -> Scheme:
     """modelopt: an algorithm for all linear layers, or one for each name, and one for the cache."""
     settings = settings.record("quantization") or settings
     kv = cache_in(settings.of(*KV), settings.where)
-    rules, own = settings.skipped(*SKIPPED), None
+    rules, form = settings.skipped(*SKIPPED), None
     algorithm = settings.word("quant_algo", "moe_quant_algo")
     layers = list(settings.records("quantized_layers"))
     if layers or algorithm == "mixed_precision":
@@ -414,17 +414,17 @@ def modelopt(settings: Fields) -> Scheme:
     elif algorithm in ("", "none") and "config_groups" in settings:
         rules += tuple(_groups(settings))
     elif algorithm not in ("", "none"):
-        own = _of_modelopt(settings)
-    return Scheme("", own, rules, kv=kv)
+        form = _of_modelopt(settings)
+    return Scheme("", form, rules, kv=kv)
 
 
 def _of_modelopt(settings: Fields) -> WeightFormat:
     name = settings.word("quant_algo")
-    known = _ALGORITHMS.get(name)
-    if known is None:
+    form = _ALGORITHMS.get(name)
+    if form is None:
         raise Unread(f"quant_algo {settings.of('quant_algo')!r:.40}")
-    group = settings.whole("group_size")
-    return replace(known, group=group) if group and known.group > 0 else known
+    group = settings.integer("group_size")
+    return replace(form, group=group) if group and form.group > 0 else form
 
 
 def compressed_tensors(settings: Fields) -> Scheme:
@@ -448,7 +448,7 @@ def _groups(settings: Fields) -> Iterator[ModuleRule]:
         if weights is None:
             continue
         computes = "" if acts is None else activations_in(
-            acts.word("type", default="int"), acts.whole("num_bits", default=8))  # fmt: skip
+            acts.word("type", default="int"), acts.integer("num_bits", default=8))  # fmt: skip
         targets = group.of("targets") or ["Linear"]
         names = [name for name in targets if name not in _CLASSES and name != "LinearBase"]
         classes = {"Linear" if name == "LinearBase" else name for name in targets}
@@ -461,8 +461,8 @@ def _groups(settings: Fields) -> Iterator[ModuleRule]:
 
 
 def _of_group(weights: Fields, computes: str, packed: str) -> WeightFormat:
-    kind, bits = weights.word("type", default="int"), weights.whole("num_bits", default=8)
-    group, strategy = weights.whole("group_size"), weights.word("strategy")
+    kind, bits = weights.word("type", default="int"), weights.integer("num_bits", default=8)
+    group, strategy = weights.integer("group_size"), weights.word("strategy")
     zero = 0 if weights.flag("symmetric", default=True) else bits
     if strategy == "block" or weights.of("block_structure"):
         block = weights.of("block_structure")
@@ -479,7 +479,7 @@ def _of_group(weights: Fields, computes: str, packed: str) -> WeightFormat:
 
 def quark(settings: Fields) -> Scheme:
     """Quark (AMD): a format for all linear layers, and others by the names of modules."""
-    own = settings.record("global_quant_config")
+    default = settings.record("global_quant_config")
     rules = settings.skipped(*SKIPPED)
     kv = None
     for name, entry in settings.records("layer_quant_config"):
@@ -487,7 +487,7 @@ def quark(settings: Fields) -> Scheme:
     for _, entry in settings.records("kv_cache_quant_config"):
         outputs = entry.record("output_tensors")
         kv = _quark_kind(outputs)[1] if outputs is not None else kv
-    return Scheme("", None if own is None else _of_quark(own), rules, kv=kv)
+    return Scheme("", None if default is None else _of_quark(default), rules, kv=kv)
 
 
 def _of_quark(settings: Fields) -> WeightFormat | None:
@@ -498,7 +498,7 @@ def _of_quark(settings: Fields) -> WeightFormat | None:
     bits = int(re.sub(r"\D", "", name) or 0)
     computes = "" if acts is None else _quark_kind(acts)[1]
     scheme = weights.word("qscheme", default="per_tensor")
-    group = {"per_tensor": 0, "per_channel": ROW}.get(scheme, weights.whole("group_size"))
+    group = {"per_tensor": 0, "per_channel": ROW}.get(scheme, weights.integer("group_size"))
     scale = 8 if "e8m0" in weights.word("scale_format") or (kind == "float" and bits < 8) else 16
     zero = 0 if weights.flag("symmetric", default=True) else bits
     return weight_format(kind, bits, group, scale=scale, zero=zero if kind == "int" else 0,

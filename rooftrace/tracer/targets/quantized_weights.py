@@ -79,8 +79,8 @@ def _precision(kind: Any) -> str:
     width = f"int{digits[0]}" if digits else ""
     if width not in PRECISIONS:
         raise TargetError(f"a tensor of type {kind.name}, which is not known here")
-    beside = 8 * size - int(PRECISIONS[width].bits) * numbers
-    return WeightFormat(width, numbers, scale=Fraction(beside)).name(numbers)
+    scale_bits = 8 * size - int(PRECISIONS[width].bits) * numbers
+    return WeightFormat(width, numbers, scale=Fraction(scale_bits)).name(numbers)
 
 
 def mark_gguf(module: nn.Module, tensors: Mapping[str, GgufTensor]) -> str:
@@ -90,12 +90,12 @@ def mark_gguf(module: nn.Module, tensors: Mapping[str, GgufTensor]) -> str:
     config: Any = module.config
     processor = theirs.TENSOR_PROCESSORS.get(config.model_type, theirs.TensorProcessor)(config={})
     places = theirs.get_gguf_hf_weights_map(module, processor)
-    own = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     counts: Counter[str] = Counter()
     left = []
     for name, tensor in tensors.items():
         place = places.get(name, "")
-        if place not in own:
+        if place not in parameters:
             left.append(tensor)
             continue
         counts[tensor.kind] += tensor.elements
@@ -280,8 +280,8 @@ def _kind(
     plain_linear = isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
     if plain_linear and name == "weight" and tensor.dim() == 2:
         return "Linear"
-    own = expert and not type(part).__module__.startswith("torch.")
-    return "Linear" if own and tensor.dim() == 3 and min(tensor.shape[1:]) > 1 else None
+    custom = expert and not type(part).__module__.startswith("torch.")
+    return "Linear" if custom and tensor.dim() == 3 and min(tensor.shape[1:]) > 1 else None
 
 
 def _inner_of(part: nn.Module, tensor: Tensor) -> int:
@@ -296,9 +296,9 @@ def _names(path: str, name: str, tensor: Tensor) -> Iterator[str]:
     transformers keeps all experts of a layer in one tensor, and checkpoints have a module for each:
     "mlp.experts" with "gate_up_proj" is "mlp.experts.0.gate_proj" and "mlp.experts.0.up_proj".
     """
-    for whole in dict.fromkeys((path, plain(path))):
-        yield whole
+    for full in dict.fromkeys((path, plain(path))):
+        yield full
         if tensor.dim() == 3:
-            yield f"{whole}.{name}"
+            yield f"{full}.{name}"
             for single in ("gate", "up") if "gate_up" in name else (name,):
-                yield f"{whole}.0.{name.replace('gate_up', single)}"
+                yield f"{full}.0.{name.replace('gate_up', single)}"

@@ -311,8 +311,8 @@ def _of_timm(data: Mapping[str, Any], where: str) -> tuple[nn.Module, tuple[Any,
             module: nn.Module = timm.create_model(name, pretrained=False, **{**more, **arguments})
     except Exception as error:  # whatever its code may raise
         raise _refused("timm", error, where) from error
-    own = getattr(module, "pretrained_cfg", None) or data.get("pretrained_cfg") or {}
-    size = own.get("input_size") or (3, 224, 224)
+    settings = getattr(module, "pretrained_cfg", None) or data.get("pretrained_cfg") or {}
+    size = settings.get("input_size") or (3, 224, 224)
     return module, (torch.zeros(1, *size, device=META),)
 
 
@@ -336,10 +336,10 @@ def _of_diffusers(data: Mapping[str, Any], where: str) -> nn.Module:
     return module
 
 
-def _library(name: str, what: str, where: str) -> Any:
+def _library(name: str, kind: str, where: str) -> Any:
     if importlib.util.find_spec(name) is None:
         raise TargetError(
-            f"{where}: {what}: pip install {name} to build it, or name code that returns the "
+            f"{where}: {kind}: pip install {name} to build it, or name code that returns the "
             "module as file.py:attr"
         )
     try:
