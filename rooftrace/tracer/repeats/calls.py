@@ -230,9 +230,7 @@ class CallReplay:
         """Whether this module equals the recorded one in all that the recorded call read."""
         tape = self._tape
         path = tape.paths.of(module)
-        if any(
-            tape.paths.times(path + inner) != count for inner, count in recording.earlier.items()
-        ):
+        if any(tape.paths.times(path + at) != count for at, count in recording.earlier.items()):
             return False
         if _paths(tape, recording.module) != _paths(tape, module):
             return False
