@@ -1,4 +1,4 @@
-"""What a step of any nn.Module costs on a chip, in FLOPs, bytes and time.
+"""The cost of a step of any nn.Module on a chip, in FLOPs, bytes and time.
 
     import rooftrace as rt
 

@@ -1,4 +1,4 @@
-"""What a rule, a join, a section, a source or a phase of your own is made of."""
+"""Parts for a rule, a join, a section, a source or a phase of your own."""
 
 from rooftrace._public import public
 

@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "rooftrace"
 SAYS_NOTHING = {"found", "one", "given"}
-LEANS = re.compile(r"(The same|As)\b")
-"""How a docstring begins that cannot be read without the one before it."""
+LEANS = re.compile(r"(The same|As|What)\b")
+"""Beginnings of a docstring without a subject, or of one that needs the docstring before it."""
 
 
 def names_that_say_nothing(tree: ast.AST) -> list[str]:

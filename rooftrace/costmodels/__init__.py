@@ -1,1 +1,1 @@
-"""What an operator graph costs in FLOPs, bytes and seconds.  Never imports torch."""
+"""The cost of an operator graph in FLOPs, bytes and seconds.  Never imports torch."""

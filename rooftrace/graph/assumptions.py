@@ -1,7 +1,7 @@
 """Assumptions that a user can decide: kinds, values, and the modules or lines that they hold for.
 
 Values of `--assume routing=` are read here, files of counts too; what a policy expects of a choice
-is in values/distinct.
+is in tracer/values/choices.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ _FILE = _reading.FileKind("histogram", RequestError, "it holds counts by class, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How unknown choices fall."""
+    """A policy for choices by unknown scores."""
 
     name: str = "expected"  # the word before the colon
     exponent: float = 0.0  # of a skewed policy

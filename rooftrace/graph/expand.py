@@ -41,10 +41,10 @@ class Rolled(Protocol):
 
 def last_written_out(graph: Rolled) -> dict[str, Any]:
     """The fields of a graph that change when its last repeat is written out, with their values."""
-    return _Written(graph, graph.repeats[-1]).fields()
+    return _FlatRepeat(graph, graph.repeats[-1]).fields()
 
 
-class _Written:
+class _FlatRepeat:
     """One repeat written out.  `ids`: the new ids of each value, one for each iteration."""
 
     def __init__(self, graph: Rolled, repeat: Repeat) -> None:

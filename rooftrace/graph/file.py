@@ -335,7 +335,7 @@ class _Repeat(NamedTuple):
     assumptions: list[tuple[int, tuple[int, ...]]]
 
 
-class _Routing(TypedDict, total=False):
+class _RoutingFacts(TypedDict, total=False):
     """The facts of an assumption on routing."""
 
     policy: str
@@ -355,7 +355,7 @@ class _Assumption(NamedTuple):
     text: str
     value: Any
     op: str
-    facts: _Routing = _Routing()  # files without it are older, or this is not on routing
+    facts: _RoutingFacts = _RoutingFacts()  # files without it are older, or this is not on routing
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,16 +500,9 @@ def _encode_exchange(op: Op, words: _Words) -> list[Any]:
 
 
 def _encode_repeat(repeat: Repeat) -> list[Any]:
-    return [
-        repeat.id,
-        repeat.count,
-        repeat.container,
-        repeat.first,
-        repeat.step,
-        repeat.source,
-        [[value, list(names)] for value, names in repeat.names.items()],
-        [[number, list(others)] for number, others in repeat.assumptions.items()],
-    ]
+    *plain, names, assumptions = msgspec.structs.astuple(repeat)
+    lists = [[[key, list(items)] for key, items in m.items()] for m in (names, assumptions)]
+    return [*plain, *lists]
 
 
 def _encode_assumption(item: Assumption) -> list[Any]:

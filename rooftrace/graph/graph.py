@@ -35,7 +35,7 @@ from rooftrace.graph.records import (
 from rooftrace.hardware.systems.records import COLLECTIVES
 
 _LISTED = 40
-"""As many kernels does `print(graph)` show."""
+"""Kernels that `print(graph)` shows."""
 _WRITTEN_OUT = 10_000_000
 """The most ops, or values, of a step whose repeats are written out: each takes about 1 kB."""
 
@@ -94,7 +94,7 @@ class OpGraph(Shown):
         return (op for op in self.ops if op.kind == "kernel")
 
     def times(self, item: Op | Tensor) -> int:
-        """How many ops or values `item` stands for: 1 outside of repeats."""
+        """Number of ops or values that `item` stands for: 1 outside of repeats."""
         return math.prod(self.repeats[r].count for r in item.repeats) if item.repeats else 1
 
     def expand(self) -> OpGraph:

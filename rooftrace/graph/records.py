@@ -80,7 +80,7 @@ class Group(Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return len(self.ranks)
 
 
@@ -110,7 +110,7 @@ def axis_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
     mesh: sizes by axis, outermost first; rank 0 is at the origin and the innermost axis runs
     fastest.  A group along an axis has all processes of the mesh that differ in that axis only.
     """
-    coordinates = [_place(rank, mesh) for rank in ranks]
+    coordinates = [mesh_coordinates(rank, mesh) for rank in ranks]
     varying = [axis for axis in mesh if len({place[axis] for place in coordinates}) > 1]
     expected = 1
     for axis in varying:
@@ -118,8 +118,8 @@ def axis_of(ranks: Sequence[int], mesh: Mapping[str, int]) -> str:
     return "+".join(varying) if expected == len(set(ranks)) else ""
 
 
-def _place(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """The coordinates of a rank."""
+def mesh_coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
+    """The coordinates of a rank by axis; the innermost axis runs fastest."""
     place: dict[str, int] = {}
     for axis in reversed(list(mesh)):
         rank, place[axis] = divmod(rank, mesh[axis])
@@ -148,7 +148,7 @@ _OF_MODELS = frozenset({"tp", "sp", "cp", "ep", "pp", "etp", "tensor", "model", 
 
 
 def replicas_of(mesh: Mapping[str, int]) -> int | None:
-    """How many batches a mesh works on at a time: the product of its axes of data.
+    """Number of batches that a mesh works on at a time: the product of its axes of data.
 
     None where an axis has a name that says neither data nor model parallelism.
     """

@@ -98,8 +98,8 @@ def test_a_lock_keeps_every_option_as_it_was_typed(tmp_path: Path) -> None:
         for each in options_of(record)
         if each.name not in ("chip", "execution")  # these stand with the costs of each step
     }
-    prices = calls.said({name: read[name] for name in calls.PRICED if name in read})
-    asked = calls.said({"target": "gpt2", **{name: read[name] for name in calls.ASKED}})
+    prices = calls.stored({name: read[name] for name in calls.PRICED if name in read})
+    asked = calls.stored({"target": "gpt2", **{name: read[name] for name in calls.ASKED}})
     assert {*prices, *asked} == {*TYPED, "target"}
     made = records.MadeFrom(rooftrace="0", torch="0", pricing=prices)
     target = records.LockedTarget(asked=asked, sources={"gpt2": "0"})

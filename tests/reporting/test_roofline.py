@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rooftrace.reporting.figures import breakdown, roofline, roofplot, style
+from rooftrace.reporting.figures import breakdown, roofline, style
 from rooftrace.reporting.figures.folder import figures
 from rooftrace.reporting.figures.style import Box, Label
 from tests.conftest import mostly_heavy
@@ -46,14 +46,14 @@ def test_no_family_is_above_the_first_roof(report):
 
 def drawn(report, monkeypatch):
     """Boxes of all labels of every roofline, with the boxes of the points, as drawn."""
-    seen = []
+    seen, place = [], style.place
 
     def spy(wanted, frame, **others):
-        boxes = style.place(wanted, frame, **others)
+        boxes = place(wanted, frame, **others)
         seen.append((boxes, others["points"], frame))
         return boxes
 
-    monkeypatch.setattr(roofplot, "place", spy)
+    monkeypatch.setattr(style, "place", spy)
     for name, draw in figures(report):
         if name.startswith("roofline"):
             draw()

@@ -161,7 +161,7 @@ def test_a_new_output_is_one_function_of_a_view() -> None:
         lines = [f"<h1>{html.escape(shown.title)}</h1>"]
         for part in [part for each in shown.sections for part in each.parts]:
             if isinstance(part, Table) and part.on != "screen":
-                heads = [c.name("page") for c in part.columns if c.stands("page")]
+                heads = [c.name("page") for c in part.columns if c.shown_on("page")]
                 lines += [f"<th>{html.escape(head)}" for head in heads]
         return "\n".join(lines)
 

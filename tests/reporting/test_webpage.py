@@ -108,7 +108,7 @@ def test_tables_of_a_page_are_those_of_the_report(report: rt.types.Report) -> No
     expected = []
     for section in report_view(report, "page").sections:
         for table in tables_of(section):
-            columns = [column for column in table.columns if column.stands("page")]
+            columns = [column for column in table.columns if column.shown_on("page")]
             expected += [column.name("page") for column in columns]
             for row in table.rows:
                 expected += [plain(column.written(row, page=True)[0]) for column in columns]

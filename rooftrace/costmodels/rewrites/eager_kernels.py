@@ -24,18 +24,18 @@ from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, in_order, marks,
 from rooftrace.hardware.precisions import storage_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EagerForm:
     """The kernels of some ops on CUDA.
 
     apply: writes them into an Editor; False, with nothing written, where there is only one.
     """
 
+    names: Collection[str]
+    apply: Callable[[Editor, Op], bool]
     noun: str  # of the note, in the singular: "12 kernels read a copy in order ..."
     verb: str
     rest: str
-    apply: Callable[[Editor, Op], bool]
-    names: frozenset[str]
 
 
 def with_form(form: EagerForm, mixed: bool, graph: OpGraph) -> tuple[OpGraph, int]:
@@ -43,7 +43,7 @@ def with_form(form: EagerForm, mixed: bool, graph: OpGraph) -> tuple[OpGraph, in
 
     mixed: only ops between compiled graphs have them.
     """
-    if form.names.isdisjoint([op.name for op in graph.ops]):
+    if not any(op.name in form.names for op in graph.ops):
         return graph, 0
     edit, count = Editor(graph), 0
     eager = marks.eager_ops(graph.ops) if mixed else range(len(graph.ops))
@@ -351,61 +351,51 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> tuple[int, ..
 
 
 EAGER_FORMS = (
+    EagerForm({"aten.roll"}, _rolled, "roll", "run", "as one kernel for each dimension"),
     EagerForm(
-        noun="roll",
-        verb="run",
-        rest="as one kernel for each dimension",
-        apply=_rolled,
-        names=frozenset({"aten.roll"}),
+        {"aten._safe_softmax"},
+        _safe_softmax,
+        "safe softmax",
+        "run",
+        "as a softmax, a search for rows without a key, and a choice",
     ),
     EagerForm(
-        noun="safe softmax",
-        verb="run",
-        rest="as a softmax, a search for rows without a key, and a choice",
-        apply=_safe_softmax,
-        names=frozenset({"aten._safe_softmax"}),
+        {"aten.convolution"}, _biased, "convolution", "add", "the bias in a kernel of its own"
     ),
     EagerForm(
-        noun="convolution",
-        verb="add",
-        rest="the bias in a kernel of its own",
-        apply=_biased,
-        names=frozenset({"aten.convolution"}),
+        {"aten._softmax_backward_data"},
+        _softmax_gradient,
+        "softmax gradient",
+        "run",
+        "after a product with the probabilities, a kernel of its own",
     ),
     EagerForm(
-        noun="softmax gradient",
-        verb="run",
-        rest="after a product with the probabilities, a kernel of its own",
-        apply=_softmax_gradient,
-        names=frozenset({"aten._softmax_backward_data"}),
+        _TERMS_APART | _TERMS_KEPT,
+        _reduced_loss,
+        "loss",
+        "write",
+        "all its terms first, and reduce them in a kernel of its own",
     ),
     EagerForm(
-        noun="loss",
-        verb="write",
-        rest="all its terms first, and reduce them in a kernel of its own",
-        apply=_reduced_loss,
-        names=_TERMS_APART | _TERMS_KEPT,
+        _SUMS | _SCANS,
+        _cast_first,
+        "sum or scan",
+        "read",
+        "a copy of its input in the precision of the result",
     ),
     EagerForm(
-        noun="sum or scan",
-        verb="read",
-        rest="a copy of its input in the precision of the result",
-        apply=_cast_first,
-        names=_SUMS | _SCANS,
+        {*_ANY_ORDER, *_IMAGES},
+        _copied_in_order,
+        "kernel",
+        "read",
+        "a copy in order of an input that is not contiguous",
     ),
     EagerForm(
-        noun="kernel",
-        verb="read",
-        rest="a copy in order of an input that is not contiguous",
-        apply=_copied_in_order,
-        names=frozenset({*_ANY_ORDER, *_IMAGES}),
-    ),
-    EagerForm(
-        noun="convolution",
-        verb="make",
-        rest="each gradient in a kernel of its own",
-        apply=_gradients,
-        names=frozenset({"aten.convolution_backward"}),
+        {"aten.convolution_backward"},
+        _gradients,
+        "convolution",
+        "make",
+        "each gradient in a kernel of its own",
     ),
 )
 """In the order of application: an added kernel may copy its input, and the gradients of a

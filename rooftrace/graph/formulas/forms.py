@@ -148,7 +148,7 @@ def _placed(graph: OpGraph) -> Iterator[tuple[Path, Assumption]]:
 
 
 def _lengths(graph: OpGraph) -> tuple[Any, ...]:
-    """Of the sequences that grow with the number of layers."""
+    """The sequences that grow with the number of layers."""
     repeats = ((*map(len, r.names.values()), len(r.assumptions)) for r in graph.repeats)
     return (len(graph.modules), len(graph.assumptions), *repeats)
 

@@ -156,7 +156,7 @@ class Differing(NamedTuple):
 
 
 def differences(samples: Sequence[Any], path: Path = ()) -> Iterator[Differing]:
-    """Where these records, tuples, mappings or plain values differ.
+    """Paths at which these records, tuples, mappings or plain values differ.
 
     Raises StructureError where they differ in kind, length, keys or words.
     """
@@ -340,7 +340,7 @@ def _series_at(items: Sequence[Any], looks: Sequence[str], place: int) -> Series
 
 
 def _count(items: Sequence[Any], place: int, series: Series) -> int:
-    """How many blocks there are from a place on."""
+    """Number of blocks from a place on."""
     size, blocks = len(series.first), 0
     try:
         made = series.items()

@@ -229,13 +229,13 @@ def snapped(number: float) -> float:
 
 
 def drawn_distinct(rows: int, chosen: int, classes: int) -> int:
-    """How many classes a draw reaches that is made to reach the expected number, rounded."""
+    """Number of classes of a draw that is made to reach the expected number, rounded."""
     expected = expected_distinct(rows, chosen, classes)
     return min(max(round(expected), min(chosen, classes)), rows * chosen)
 
 
 def largest_draw(rows: int, chosen: int, classes: int) -> int:
-    """How many rows the class has that most rows choose, in that draw: all classes have equal ones.
+    """Rows of the most chosen class in that draw: all classes have equal ones.
 
     The last ones have one less where they cannot be equal.
     """
@@ -244,12 +244,12 @@ def largest_draw(rows: int, chosen: int, classes: int) -> int:
 
 
 def balanced_distinct(rows: int, chosen: int, classes: int) -> int:
-    """How many classes are reached if all are chosen equally often."""
+    """Number of classes reached if all are chosen equally often."""
     return min(rows * chosen, classes)
 
 
 def balanced_largest(rows: int, chosen: int, classes: int) -> int:
-    """How many rows a class has at most if all are chosen equally often."""
+    """Most rows of a class if all are chosen equally often."""
     return -(-rows * chosen // classes)
 
 

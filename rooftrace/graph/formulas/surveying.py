@@ -1,4 +1,4 @@
-"""Where which form of a graph holds: boxes of sizes, each proven by traces that were not fitted.
+"""Regimes of forms of a graph: boxes of sizes, each proven by traces that were not fitted.
 
 A box is fitted from a few traces, and then tried at its corners and at sizes inside.  Where the
 form gives another graph than the trace, the box is cut there: one size after the other is moved
@@ -58,7 +58,7 @@ class Regime:
         )
 
     def inside(self, columns: Sequence[Array]) -> Array:
-        """Which of many sizes, a column for each, are inside."""
+        """Whether each of many sizes, a column for each, is inside."""
         import numpy as np
 
         held = np.ones(len(columns[0]) if columns else 1, dtype=bool)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rooftrace._processes import processors
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import Engine, Fact, Peak
 from rooftrace.measured.bench.clock import (
@@ -50,7 +51,7 @@ def measure_chip(
         if target.type == "cuda":
             with torch.cuda.device(target):
                 return _measure_cuda(Bench(target, budget_s, report))
-        cores = _cores()  # before threads are pinned
+        cores = processors()  # before threads are pinned
         with pinned_threads() as pinned:
             return _measure_cpu(Bench(target, budget_s, report, cores, pinned))
 
@@ -191,13 +192,6 @@ def _measure_cpu(bench: Bench) -> Chip:
         ),
         measured={"read_bandwidth": bandwidths["read"]},
     )
-
-
-def _cores() -> int:
-    """Logical CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _vendor(model: str) -> str:

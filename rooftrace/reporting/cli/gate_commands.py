@@ -79,7 +79,7 @@ def _shown(settings: Settings) -> str:
 
 def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
     """Settings with the chips, executions, depth and pricing of the command line."""
-    from rooftrace.reporting.commands.calls import PRICED, said
+    from rooftrace.reporting.commands.calls import PRICED, stored
 
     pricing, _ = PricingOptions.parted(arguments)
     fields_of = {"chip": "chips", "execution": "executions", "depth": "depth"}
@@ -89,12 +89,12 @@ def _changed(settings: Settings, arguments: Mapping[str, Any]) -> Settings:
             raise click.UsageError(f"--{name}: expected at least one")
     typed = {**arguments, **({"factors": pricing.factors} if pricing.factors else {})}
     changed = {name: typed[name] for name in PRICED if name in typed}
-    return replace(settings, **direct, pricing=said({**settings.pricing, **changed}))
+    return replace(settings, **direct, pricing=stored({**settings.pricing, **changed}))
 
 
 def _named(settings: Settings, targets: tuple[str, ...], arguments: Mapping[str, Any]) -> Settings:
     """Settings whose targets are those of the command line, at its sizes."""
-    from rooftrace.reporting.commands.calls import ASKED, said
+    from rooftrace.reporting.commands.calls import ASKED, stored
 
     if (targets or "rules" in arguments) and settings.folder != Path.cwd().resolve():
         word = f"TARGET {targets[0]!r}" if targets else f"--rules {arguments['rules'][0]!r}"
@@ -109,7 +109,7 @@ def _named(settings: Settings, targets: tuple[str, ...], arguments: Mapping[str,
             raise UnusedError(name, str(request[name]), reason)
         return settings
     return replace(
-        settings, targets={target: said({"target": target, **request}) for target in targets}
+        settings, targets={target: stored({"target": target, **request}) for target in targets}
     )
 
 

@@ -69,7 +69,7 @@ TargetTable = make_dataclass(
 )
 
 
-def said(values: Mapping[str, Any]) -> dict[str, Kept]:
+def stored(values: Mapping[str, Any]) -> dict[str, Kept]:
     """Values of options as a lock keeps them, without defaults."""
     plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
     return {n: v for n, v in plain.items() if v not in (None, [], {}, _USUAL.get(n))}

@@ -346,9 +346,9 @@ def check_answers(scheduler: str) -> None:
     """
     need("distributed")
     tell(f"connecting to {scheduler}")
-    with ThreadPoolExecutor(1) as apart:  # a notebook has a loop in this thread already
+    with ThreadPoolExecutor(1) as executor:  # a notebook has a loop in this thread already
         try:
-            apart.submit(asyncio.run, _greeted(scheduler)).result()
+            executor.submit(asyncio.run, _greeted(scheduler)).result()
         except Exception as problem:  # whatever Dask raises for the words of a stranger
             raise RequestError(
                 f"scheduler={scheduler!r}: no Dask scheduler answers there within {_ANSWERS:g} s "

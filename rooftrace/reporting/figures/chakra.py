@@ -12,7 +12,7 @@ from rooftrace._escapes import file_part, to_json
 from rooftrace._writing import write_bytes
 from rooftrace.costmodels.estimates import Estimate, Following, kernels_in_order
 from rooftrace.errors import RequestError
-from rooftrace.graph import Collective, Group, OpGraph
+from rooftrace.graph import Collective, Group, OpGraph, records
 from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.reporting.renderers import words
 from rooftrace.reporting.sections import Results
@@ -323,8 +323,8 @@ def _moved(name: str, group: Group, mesh: Mapping[str, int], rank: int) -> tuple
     """A group moved along the axes on which its members do not differ."""
     if rank in group.ranks:
         return group.ranks
-    places = [_place(member, mesh) for member in group.ranks]
-    target = _place(rank, mesh)
+    places = [records.mesh_coordinates(member, mesh) for member in group.ranks]
+    target = records.mesh_coordinates(rank, mesh)
     varying = {axis for axis in mesh if len({place[axis] for place in places}) > 1}
     moved = [
         _rank({axis: (place if axis in varying else target)[axis] for axis in mesh}, mesh)
@@ -337,14 +337,6 @@ def _moved(name: str, group: Group, mesh: Mapping[str, int], rank: int) -> tuple
             f"trace others by rt.tools.fake_mesh(sizes, rank={rank})"
         )
     return tuple(moved)
-
-
-def _place(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
-    """The coordinates of a rank; the innermost axis runs fastest."""
-    place: dict[str, int] = {}
-    for axis in reversed(list(mesh)):
-        rank, place[axis] = divmod(rank, mesh[axis])
-    return place
 
 
 def _rank(place: Mapping[str, int], mesh: Mapping[str, int]) -> int:

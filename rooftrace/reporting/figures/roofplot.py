@@ -111,7 +111,7 @@ def draw(
     for roof in reversed(chips):
         _draw_roof(axes, roof, left, right, main=roof is chips[0])
     _draw_lines(axes, points)
-    points = apart(points, axes)
+    points = ringed(points, axes)
     for rank, point in enumerate(points):
         _draw_point(axes, chips, point, 6 - rank / (len(points) + 1))
     for place_, line in enumerate(reversed(below)):
@@ -124,7 +124,7 @@ def draw(
 RIM = 2.5  # points of a mark that stay visible under another mark
 
 
-def apart(points: Sequence[Point], axes: Axes) -> list[Point]:
+def ringed(points: Sequence[Point], axes: Axes) -> list[Point]:
     """The points from the top down; a point that another would hide becomes a ring around it.
 
     The smaller of two lies above.

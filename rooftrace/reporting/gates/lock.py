@@ -34,7 +34,7 @@ from rooftrace.reporting.commands.calls import Kept
 #     "model.layers.*.mlp flops" = 0       # a module, or all that differ only in numbers
 #     "*.attention training.time" = ["2%", "<= 5 ms"]
 
-Said: TypeAlias = str | int | float | list[str | int | float]
+BudgetValue: TypeAlias = str | int | float | list[str | int | float]
 """The value of a key in a table of budgets."""
 
 
@@ -62,12 +62,12 @@ DEFAULT = tuple(Budget(metric, metric, (SAME,)) for metric in TOTALS)
 _KEY = re.compile(r"(?:(?P<module>\S+)\s+)?(?:(?P<phase>[^\s.]+)\.)?(?P<metric>\w+)")
 
 
-def read_budgets(table: Mapping[str, Said], where: str) -> tuple[Budget, ...]:
+def read_budgets(table: Mapping[str, BudgetValue], where: str) -> tuple[Budget, ...]:
     """The budgets of a table.  Raises BudgetError, which quotes the line."""
-    return tuple(_budget(key, said, where) for key, said in table.items())
+    return tuple(_budget(key, value, where) for key, value in table.items())
 
 
-def _budget(key: str, said: Said, where: str) -> Budget:
+def _budget(key: str, value: BudgetValue, where: str) -> Budget:
     match = _KEY.fullmatch(key.strip())
     metric = match["metric"] if match else ""
     if match is None or metric not in TOTALS:
@@ -81,18 +81,18 @@ def _budget(key: str, said: Said, where: str) -> Budget:
             f"{where}: {key!r:.80}: {metric} is known of the whole step only; of a module "
             f"{', '.join(BY_MODULE)}"
         )
-    each = said if isinstance(said, list) else [said]
+    each = value if isinstance(value, list) else [value]
     limits = tuple(read_limit(metric, limit, f"{where}: {key!r:.80}") for limit in each)
     return Budget(key.strip(), metric, limits, match["phase"] or "", match["module"] or "")
 
 
-def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
+def read_limit(metric: str, value: str | int | float, where: str) -> Limit:
     """A limit: of growth ("5%", "1 GiB", 0) or an upper one ("<= 20 ms").  Raises BudgetError."""
-    text = str(said).strip()
+    text = str(value).strip()
     ceiling = text.startswith("<=")
     amount = text.removeprefix("<=").strip()
     try:
-        if isinstance(said, bool):
+        if isinstance(value, bool):
             raise ValueError("a truth value")
         number, relative = amount_of(amount, TOTALS[metric])
         if math.isfinite(number) and number >= 0 and not (relative and ceiling):
@@ -101,7 +101,7 @@ def read_limit(metric: str, said: str | int | float, where: str) -> Limit:
         pass
     example = _EXAMPLES[metric]
     raise BudgetError(
-        f'{where} = {said!r:.60}: expected how much it may grow, as "5%", "{example}" or 0, or '
+        f'{where} = {value!r:.60}: expected how much it may grow, as "5%", "{example}" or 0, or '
         f'the most that it may be, as "<= {example}"'
     )
 
@@ -112,14 +112,14 @@ def in_full(metric: str, value: float) -> str:
     return f"{value:,} ({short})" if isinstance(value, int) and value >= 1000 else short
 
 
-def most(metric: str, said: str | int | float, where: str) -> Limit:
+def most(metric: str, value: str | int | float, where: str) -> Limit:
     """The most that a metric may be: "<= 20 ms", or a number in SI units.  Raises BudgetError."""
-    if isinstance(said, (int, float)) and not isinstance(said, bool) and 0 <= said < math.inf:
-        return Limit(f"<= {in_full(metric, said)}", said, ceiling=True, metric=metric)
-    limit = read_limit(metric, said, where)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return Limit(f"<= {in_full(metric, value)}", value, ceiling=True, metric=metric)
+    limit = read_limit(metric, value, where)
     if not limit.ceiling:
         raise BudgetError(
-            f'{where} = {said!r:.60}: there is no lock to grow from; expected "<= {said}"'
+            f'{where} = {value!r:.60}: there is no lock to grow from; expected "<= {value}"'
         )
     return limit
 

@@ -15,20 +15,20 @@ from rooftrace._writing import write_bytes
 from rooftrace.costmodels.fusion import usual_execution
 from rooftrace.diffs.changes import TOTALS
 from rooftrace.errors import RequestError
-from rooftrace.reporting.commands.calls import PRICED, Kept, PricedTable, TargetTable, said
+from rooftrace.reporting.commands.calls import PRICED, Kept, PricedTable, TargetTable, stored
 from rooftrace.reporting.gates.lock import (
     BY_MODULE,
     DEFAULT,
     DEPTH,
     FORMAT,
     Budget,
+    BudgetValue,
     Lock,
     LockedCosts,
     LockedPhase,
     LockedTarget,
     LockError,
     MadeFrom,
-    Said,
     read_budgets,
 )
 from rooftrace.scripts.launch import understood
@@ -85,7 +85,7 @@ def _checked(lock: Lock, where: str) -> Lock:
     """The lock with its options checked: names and types."""
 
     def read(table: type, values: Mapping[str, Any], place: str) -> dict[str, Kept]:
-        return said(vars(record_of(table, values, where, _KIND, place)))
+        return stored(vars(record_of(table, values, where, _KIND, place)))
 
     made = lock.made_from
     targets = {
@@ -191,7 +191,7 @@ _SETTING_KIND = FileKind("pyproject.toml", SettingsError)
 
 TargetSettings = make_dataclass(
     "TargetSettings",
-    [("budgets", dict[str, Said], field(default_factory=dict))],
+    [("budgets", dict[str, BudgetValue], field(default_factory=dict))],
     bases=(TargetTable,),
     frozen=True,
     kw_only=True,
@@ -209,7 +209,7 @@ class ToolTable:
     executions: list[str] | None = None  # None: the usual one of each target
     phases: list[str] | None = None  # of every target that names none; None: those that fit
     depth: int = DEPTH
-    budgets: dict[str, Said] = field(default_factory=dict)
+    budgets: dict[str, BudgetValue] = field(default_factory=dict)
     improvements: str = TOLD  # or "fail": a cost that shrank asks for --update
 
     def __post_init__(self) -> None:
@@ -230,14 +230,14 @@ class Settings:
 
     folder: Path
     root: Path  # of the project: files outside of it are not run, read as a lock or written
-    # By name, as `said` keeps them; empty: those of the lock.
+    # By name, as `stored` keeps them; empty: those of the lock.
     targets: Mapping[str, dict[str, Kept]] = field(default_factory=dict)
     lock: str = NAME
     chips: tuple[str, ...] | None = None  # None: the chip of the knobs, else h200-sxm
     executions: tuple[str, ...] | None = None  # None: `locked`, else the usual one of a target
     locked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by target, as in a lock
     depth: int = DEPTH
-    pricing: Mapping[str, Kept] = field(default_factory=dict)  # as `said` keeps it
+    pricing: Mapping[str, Kept] = field(default_factory=dict)  # as `stored` keeps it
     budgets: Mapping[str, tuple[Budget, ...]] = field(default_factory=dict)  # by target
     usual: tuple[Budget, ...] = DEFAULT  # of targets without budgets
     improvements: str = TOLD
@@ -342,14 +342,14 @@ def read_settings(data: Any, folder: Path) -> Settings:
         folder=folder,
         root=folder,
         targets={
-            name: said({**vars(each), "phases": each.phases or phases, "budgets": None})
+            name: stored({**vars(each), "phases": each.phases or phases, "budgets": None})
             for name, each in targets.items()
         },
         lock=section.lock,
         chips=None if section.chips is None else tuple(section.chips),
         executions=None if section.executions is None else tuple(section.executions),
         depth=section.depth,
-        pricing=said({name: getattr(section, name) for name in PRICED}),
+        pricing=stored({name: getattr(section, name) for name in PRICED}),
         budgets=budgets,
         usual=usual or DEFAULT,
         improvements=section.improvements,

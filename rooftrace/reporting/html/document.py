@@ -97,7 +97,7 @@ def _style(mark: str) -> str:
 
 
 def _table(table: Table) -> str:
-    columns = [column for column in table.columns if column.stands("screen")]
+    columns = [column for column in table.columns if column.shown_on("screen")]
     head = "".join(
         f'<th style="{_CELL};{_side(column)};opacity:.65;font-weight:normal">'
         f"{escaped(column.name('screen'))}</th>"
@@ -325,7 +325,7 @@ def _page_note(note: Note) -> str:
 
 
 def _page_table(table: Table) -> str:
-    columns = [column for column in table.columns if column.stands("page")]
+    columns = [column for column in table.columns if column.shown_on("page")]
     head = "".join(
         f'<th scope="col"{_page_side(column)}>{inline(column.name("page"))}</th>'
         for column in columns

@@ -367,7 +367,7 @@ class Set:
 
 def columns_of(table: Table) -> list[Set]:
     """The columns of a table that stand on a page."""
-    return [_set(column, table.rows) for column in table.columns if column.stands("page")]
+    return [_set(column, table.rows) for column in table.columns if column.shown_on("page")]
 
 
 def _set(column: Column, rows: Sequence[object]) -> Set:

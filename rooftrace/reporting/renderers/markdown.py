@@ -111,7 +111,7 @@ def _part(part: Part, level: int, figures: Collection[str]) -> Iterator[str]:
 
 
 def _table(table: Table) -> list[str]:
-    columns = [column for column in table.columns if column.stands("page")]
+    columns = [column for column in table.columns if column.shown_on("page")]
     if not table.rows:
         return []
     lines: list[str] = []

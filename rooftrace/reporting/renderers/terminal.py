@@ -82,7 +82,7 @@ def _parts(section: Section) -> Iterator[RenderableType]:
 
 
 def _grid(table: Table) -> Grid:
-    columns = [column for column in table.columns if column.stands("screen")]
+    columns = [column for column in table.columns if column.shown_on("screen")]
     rows: list[Sequence[Text]] = []
     group = None
     for row in table.rows:

@@ -65,7 +65,7 @@ class Column:
         text = str(cell.value) if mark == "plain" else unit.written(cell.value, page=page)
         return f"{cell.before}{text}{cell.after}", mark
 
-    def stands(self, output: Output) -> bool:
+    def shown_on(self, output: Output) -> bool:
         """Whether it is shown on an output."""
         return self.head is not None and self.on in ("both", output)
 

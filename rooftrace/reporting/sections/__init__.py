@@ -1,4 +1,4 @@
-"""What a report is about, and the functions that make its sections and its JSON."""
+"""The results of a report, and the functions that make its sections and its JSON."""
 
 from rooftrace._face import face
 

@@ -44,7 +44,7 @@ def piped(results: Results) -> list[Pipe]:
     return pipes
 
 
-def held(results: Results) -> dict[str, Memory]:
+def memory_by_phase(results: Results) -> dict[str, Memory]:
     """The memory of each phase at its peak on the first chip, by phase.
 
     Of a pipeline it is that of the fullest process, with all microbatches that are alive there.
@@ -173,7 +173,9 @@ def head(results: Results) -> view.Section:
     page += [f"{phase.capitalize()}: {text}.  " for phase, text in workloads.items()]
     screen = [*_headlines(results, first=True)]
     screen.append("; ".join(f"{phase} {text}".rstrip() for phase, text in workloads.items()))
-    fits, sentence = words.fit_words(held(results), results.chips[0], _processes(results))
+    fits, sentence = words.fit_words(
+        memory_by_phase(results), results.chips[0], _processes(results)
+    )
     parts = [
         view.Note(title(results), "strong", on="screen"),
         view.Note("\n".join(screen), on="screen", lines=True),
@@ -206,7 +208,9 @@ def _headlines(results: Results, first: bool = False) -> list[str]:
 
 def verdict(results: Results) -> view.Section:
     """A paragraph on fit, time and limits; then a line each on phases, executions and trust."""
-    fits, sentence = words.fit_words(held(results), results.chips[0], _processes(results))
+    fits, sentence = words.fit_words(
+        memory_by_phase(results), results.chips[0], _processes(results)
+    )
     notes = [view.Note(sentence, "bad")] if sentence and not fits else []
     pipes = [_piped(pipe) for pipe in piped(results)[:1]]
     steps = "; ".join(_limited(results.estimate(phase)) for phase in results.phases)

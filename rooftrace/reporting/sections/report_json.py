@@ -431,12 +431,12 @@ def _attribute(record: Any, name: str) -> tuple[Any, str]:
     return hints[name], next(_comments(record, name), "")
 
 
-def _hints(thing: Any) -> dict[str, Any]:
+def _hints(annotated: Any) -> dict[str, Any]:
     """The annotations of a class or a function; names that only a checker imports are Any."""
     unknown: dict[str, Any] = {}
     while True:
         try:
-            return typing.get_type_hints(thing, localns=unknown, include_extras=True)
+            return typing.get_type_hints(annotated, localns=unknown, include_extras=True)
         except NameError as error:
             unknown[str(error.name)] = Any
 

@@ -40,7 +40,7 @@ def _digits(value: float) -> str:
 def serving_view(result: serving.ServingAnswer, output: view.Output) -> view.View:
     """The best deployment, its margin, the best of others, and the front of both speeds."""
     sections = [
-        asked(result.title, result.question),
+        question_section(result.title, result.question),
         view.Section(title="Answer", parts=list(_answer(result)), place=2),
     ]
     if len(result.rows) > 1:
@@ -63,7 +63,7 @@ def serving_view(result: serving.ServingAnswer, output: view.Output) -> view.Vie
     return view.View(tuple(sections), result.title)
 
 
-def asked(title: str, question: str) -> view.Section:
+def question_section(title: str, question: str) -> view.Section:
     """The title of an answer, and its question as a sentence."""
     question = f"{question[:1].upper()}{question[1:]}"
     return view.Section(parts=[view.Note(title, "strong"), view.Note(question)], place=1)

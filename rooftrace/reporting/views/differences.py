@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import MISSING, format_share, listed, plural
 from rooftrace.reporting.renderers import units, view, words
-from rooftrace.reporting.views.folding import cut, delta, labelled, left_out, said, times, totals
+from rooftrace.reporting.views.folding import (
+    cut,
+    delta,
+    labelled,
+    left_out,
+    statement,
+    times,
+    totals,
+)
 from rooftrace.reporting.views.inventories import VALUE, change_words, parameter_parts
 
 if TYPE_CHECKING:
@@ -116,7 +124,7 @@ def diff_view(result: Diff, output: view.Output) -> view.View:
     for line in _one_sided(result):
         head.append(view.Note(line, "warn", bullet=1))
     if result.unchanged:
-        head += said(unchanged_words(result), "good")
+        head += statement(unchanged_words(result), "good")
     phases = [] if result.unchanged else [_phase(result, i) for i in range(len(result.phases))]
     title = f"Cost of `{before}` -> `{after}`"
     return view.View((view.Section(parts=head), *phases), title)

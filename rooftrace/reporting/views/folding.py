@@ -208,7 +208,7 @@ def labelled(label: str, text: str, mark: str = "", width: int = 12) -> Iterator
     yield view.Note(f"{label}: {text}", on="page", bullet=1)
 
 
-def said(text: str, mark: str = "", bullet: int = 0) -> list[view.Note]:
+def statement(text: str, mark: str = "", bullet: int = 0) -> list[view.Note]:
     """Words on a screen, which are a sentence on a page; with a bullet, an item of a list."""
     indent = "  " if bullet else ""
     return [

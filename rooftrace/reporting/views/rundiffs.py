@@ -10,7 +10,7 @@ from typing import Any
 from rooftrace.diffs.runs import RunDiff, rundiff
 from rooftrace.hardware.units import MISSING, arrow, format_time
 from rooftrace.reporting.renderers import units, view, words
-from rooftrace.reporting.views.folding import cut, delta, said, totals
+from rooftrace.reporting.views.folding import cut, delta, statement, totals
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
 """Lines of a screen: kernels; kernels within noise where there are no others; modules and
@@ -138,7 +138,7 @@ def _step(
     head: list[view.Part] = []
     if several:
         head.append(view.Note(step.label, "strong", on="screen"))
-    head += [*said(verdict(step), mark), _totals(step, names)]
+    head += [*statement(verdict(step), mark), _totals(step, names)]
     below = [] if step.unchanged else [_kernels(step), *(_groups(step, by) for by in _GROUPED)]
     below.append(_remarks(step))
     sections = [view.Section(title=step.label, parts=head, place=place)]
@@ -280,7 +280,7 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
         (disagreements, "warn", NOTES),
         ((*lines, *step.notes), "faint", None),
     ):
-        both = [said(line, mark, 1) for line in group]
+        both = [statement(line, mark, 1) for line in group]
         parts += [screen for screen, _ in both[:most]]
         parts += [page for _, page in both]
     return parts

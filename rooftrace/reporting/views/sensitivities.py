@@ -15,7 +15,7 @@ from rooftrace.hardware.units import (
     plural,
 )
 from rooftrace.reporting.renderers import units, view
-from rooftrace.reporting.views.answers import asked
+from rooftrace.reporting.views.answers import question_section
 from rooftrace.reporting.views.folding import first_rows, grounds
 from rooftrace.studies.sensitivity import Elasticities, Elasticity, Interaction, MainEffect
 from rooftrace.studies.solving import MeshAnswer, MeshRow, ScalingAnswer, mesh_words
@@ -276,7 +276,7 @@ ROWS = (
 def mesh_view(result: MeshAnswer, output: view.Output) -> view.View:
     """The best mesh, the others that hold the limits, and those that do not."""
     sections = [
-        asked(result.title, result.question),
+        question_section(result.title, result.question),
         view.Section(title="Answer", parts=list(_answer(result)), place=2),
     ]
     for title, rows, place in (

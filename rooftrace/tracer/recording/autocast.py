@@ -71,7 +71,7 @@ _BY_DEVICE = (
 _dtype_of = torch.get_autocast_dtype
 _enabled_on = torch.is_autocast_enabled
 _NAME = "autocast"
-"""Under which a scope keeps its `Autocast`."""
+"""The key of `Scope.kept` for the `Autocast`."""
 
 Kernel = Callable[..., Any]
 

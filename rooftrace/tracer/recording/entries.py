@@ -17,12 +17,12 @@ from rooftrace.tracer.recording.taperecords import (
     KEPT,
     META_KEY,
     Entry,
-    Here,
     Origin,
     Recorded,
     Spec,
     Tag,
     Tags,
+    ThreadPosition,
     no_storage,
     picked_in,
 )
@@ -156,7 +156,7 @@ _MAX_BROUGHT = 10**9
 class Entries:
     """The values of one recording that no op made, and the tensors that stand for them."""
 
-    def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: Here) -> None:
+    def __init__(self, graph: fx.Graph, values: Values, tags: Tags, here: ThreadPosition) -> None:
         self._graph, self._values, self._tags, self._here = graph, values, tags, here
         self.weakly = False  # the code, and not this, keeps tensors alive
         self.own_step = False  # a user's step: ops tell its parts, unmade values are inputs
@@ -504,7 +504,7 @@ _HELD = ("parameter", "buffer", "optimizer")
 
 
 class Spans:
-    """Which bytes of which buffers have a storage number, by the tensors that entered."""
+    """Byte ranges of buffers that have a storage number, by the tensors that entered."""
 
     def __init__(self) -> None:
         # By buffer: a reference to it, and (start, end, number) of the tensors that entered.
@@ -542,7 +542,7 @@ class Spans:
         self._spans[trees.bytes_of(tensor)] = reference, spans
 
     def _of(self, tensor: Tensor) -> list[tuple[int, int, int]]:
-        """Of the buffer of a tensor; of none that lay there before and was freed."""
+        """The spans of the buffer of a tensor, not of a freed one at the same address."""
         key = trees.bytes_of(tensor)
         reference, spans = self._spans.get(key, (no_storage, []))
         buffer = reference()
@@ -550,7 +550,7 @@ class Spans:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends in its buffer [byte]."""
+    """Begin and end of a tensor in its buffer [byte]."""
     size = tensor.element_size()
     start = int(tensor.storage_offset()) * size
     if not tensor.numel():

@@ -28,7 +28,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
 
 def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
     """One kernel, as on a GPU (ActivationMishKernel.cu); meta has none, and spells it out."""
-    if _below_autograd():
+    if is_key_excluded(DispatchKey.AutogradFunctionality):  # autograd has passed the call on
         return torch.empty_like(x)
     again = torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad)
     if again:  # somebody differentiates the gradient
@@ -41,13 +41,6 @@ def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
-
-def _below_autograd() -> bool:
-    """Whether autograd has passed the call on."""
-    return bool(is_key_excluded(_AUTOGRAD))
-
-
-_AUTOGRAD = DispatchKey.AutogradFunctionality
 
 RMS_NORM_IS_ONE_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 """Whether this torch has that kernel's backward: on CUDA, from torch 2.9 on.  An older one spells
@@ -67,7 +60,7 @@ _GRADIENTS: dict[str, Callable[..., Any]] = {"mish_backward": _mish_backward}
 
 _REPLACED = {**_ENTRIES, **_GRADIENTS}
 _PLACES = tuple((name, key) for name in _REPLACED for key in ("Meta", "AutogradMeta"))
-"""Where in the dispatcher they stand, by op and dispatch key."""
+"""Their slots in the dispatcher: op and dispatch key."""
 
 
 def whole_entry(func: Any) -> Callable[..., Any] | None:

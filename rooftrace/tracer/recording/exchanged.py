@@ -17,7 +17,7 @@ from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.recording.taperecords import META_KEY
 from rooftrace.tracer.sharding import fsdp
-from rooftrace.tracer.values import choices as distinct, trees
+from rooftrace.tracer.values import choices, trees
 from rooftrace.tracer.values.masks import Known, small
 
 # -- exchanged counts ------------------------------------------------------------------------------
@@ -99,15 +99,15 @@ def _choice(
 ) -> Mapping[str, Any] | None:
     """The facts of the choice that counts rest on: a count for each class, or for each process."""
     made = [tape.values.assumptions[number].facts for number in sorted(taint)]
-    choices = [facts for facts in made if "policy" in facts and "processes" not in facts]
-    exact = [facts for facts in choices if facts["classes"] == counts]
+    routed = [facts for facts in made if "policy" in facts and "processes" not in facts]
+    exact = [facts for facts in routed if facts["classes"] == counts]
     if not exact and counts == processes:
-        exact = [facts for facts in choices if not facts["classes"] % processes]
+        exact = [facts for facts in routed if not facts["classes"] % processes]
     return max(exact, key=lambda facts: int(facts["classes"]), default=None)
 
 
 def _rows(choice: Mapping[str, Any], counts: Tensor) -> int:
-    """How many rows of all processes choose: each may send a part of its rows."""
+    """Rows of all processes that choose: each may send a part of its rows."""
     chosen = int(choice["chosen"])
     return len(counts) * -(-int(counts.sum()) // max(chosen, 1))
 
@@ -145,10 +145,10 @@ def _facts_of_skewed(
     try:
         decided = tape.values.decision(assumptions.ROUTING)
         policy = assumptions.policy_of(decided or choice["policy"])
-        shares = distinct.shares_of(policy, choice["chosen"], choice["classes"])
+        shares = choices.shares_of(policy, choice["chosen"], choice["classes"])
         if str(policy) == choice["policy"] and shares is not None:
             part = shares[mine * classes : (mine + 1) * classes]
-            reached = distinct.expected_distinct(rows, 1, classes, part)
+            reached = choices.expected_distinct(rows, 1, classes, part)
     except RequestError:
         pass  # a histogram for another module
     return {
@@ -267,8 +267,6 @@ def exchanged_on_host(tape: Tape, call: Call) -> Any:
 
 def own_place(ranks: tuple[int, ...]) -> int:
     """The place of the traced process in a group."""
-    import torch.distributed as dist
-
     return ranks.index(dist.get_rank()) if dist.get_rank() in ranks else 0
 
 

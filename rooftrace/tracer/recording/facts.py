@@ -60,16 +60,16 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
 # -- rows ----------------------------------------------------------------------------------------
 
 
-@facts_of("aten.embedding", "aten.embedding_dense_backward", "aten._embedding_bag",
-          "aten._embedding_bag_forward_only", "aten._embedding_bag_backward",
-          "aten._embedding_bag_dense_backward")  # fmt: skip
-def _embedded(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
-    return _rows(values, call.args[1], facts)
+_INDEX = {"aten.embedding": 1, "aten.embedding_dense_backward": 1, "aten._embedding_bag": 1,
+          "aten._embedding_bag_forward_only": 1, "aten._embedding_bag_backward": 1,
+          "aten._embedding_bag_dense_backward": 1, "aten.index_select": 2, "aten.index_add": 2,
+          "aten.index_add_": 2}  # fmt: skip
+"""Position of the index argument."""
 
 
-@facts_of("aten.index_select", "aten.index_add", "aten.index_add_")
-def _selected(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
-    return _rows(values, call.args[2], facts)
+@facts_of(*_INDEX)
+def _looked_up(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
+    return _rows(values, call.args[_INDEX[call.name]], facts)
 
 
 @facts_of("aten.index")
@@ -167,7 +167,7 @@ def _flex(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:
 # -- masks of attention ----------------------------------------------------------------------------
 
 _MASK = {"rooftrace.attention": 3, "rooftrace.attention_backward": 4}
-"""Where attention has its mask; query and key stand three and two arguments before it."""
+"""The position of the mask of attention; query and key are three and two arguments before it."""
 _SCORES = frozenset(
     f"aten.{name}" for name in ("add", "add_", "where", "masked_fill", "masked_fill_", "baddbmm")
 )
@@ -224,7 +224,7 @@ _PACKED = (
 _QUERIES = ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")
 _KEYS = ("cum_seq_k", "cu_seqlens_k", "cu_seq_k")
 _USED = ("seqused_k", "seqlen_k")
-"""How many of the keys of each sequence are there, as several schemas name it."""
+"""Names in schemas of the number of keys that are there, of each sequence."""
 
 
 @facts_of(*_PACKED)

@@ -25,7 +25,7 @@ from rooftrace.tracer.values.trees import OURS
 # One pair of hooks on the calls of all modules, for all recordings of the process.
 
 _NAME = "calls"
-"""Under which a scope keeps who watches its calls."""
+"""The key of `Scope.kept` for the watcher of calls."""
 
 
 class CallWatcher(Protocol):
@@ -176,7 +176,7 @@ _NONE = taperecords.CompiledCall("")
 """Stands for no call where torch remembers the one set before."""
 _CALLS = ("", "_call_impl", "_wrapped_call_impl", "__call__", "forward")
 _ATTENTION = "torch.nn.attention."
-"""Where torch has functions of attention, each of which is one kernel, compiled or not."""
+"""Modules of torch whose functions of attention are one kernel each, compiled or not."""
 _COUNTER = "set_fullgraph_compiled_frame_count"
 """Counts the frames that fullgraph=True compiles, which must not be none, from torch 2.12 on."""
 
@@ -234,11 +234,7 @@ class Functions(TorchFunctionMode):
             if args[0].device.type == "meta" and type(args[0]) in _PLAIN_TENSORS:
                 wait(tape, args[0])
         elif func == _SET_DATA:
-            tensor, data = args
-            data = tape.brought(data) if tensor.is_meta else data  # a weight on meta stays there
-            _set_data(tensor, data)
-            tape.stands_for(tensor, data)
-            return None
+            return self._fill(*args)
         elif func is Tensor.__format__:
             if args[0].device.type == "meta" and args[0].dim() == 0:
                 return format(args[0].item(), args[1])
@@ -292,6 +288,12 @@ class Functions(TorchFunctionMode):
             here.functions = outer
             here.part = before
             tape.backward_ran()
+
+    def _fill(self, tensor: Tensor, data: Tensor) -> None:
+        """`tensor.data = data`: a weight on meta stays there."""
+        data = self.tape.brought(data) if tensor.is_meta else data
+        _set_data(tensor, data)
+        self.tape.stands_for(tensor, data)
 
     def _indexed(self, index: Any) -> Any:
         """An index with known tensors in place of lists: torch would make the tensors unseen."""

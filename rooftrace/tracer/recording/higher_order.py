@@ -85,16 +85,8 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, out, logsumexp = ctx.saved_tensors
-        grads_of = ctx.show(
-            _ops.flex_attention_backward,
-            grads[0],
-            query,
-            key,
-            value,
-            out,
-            logsumexp,
-            *ctx.options,
-        )
+        operands = grads[0], query, key, value, out, logsumexp
+        grads_of = ctx.show(_ops.flex_attention_backward, *operands, *ctx.options)
         return (None, *grads_of, None, None, None)
 
 

@@ -54,7 +54,7 @@ def draws(target: str) -> bool:
 
 
 def index_output(func: Any, source: Tensor, outputs: Sequence[Tensor]) -> int | None:
-    """Which output of an op holds indices that it chose by the floats of `source`, if any does.
+    """The output of an op with indices that it chose by the floats of `source`, if any.
 
     The schema names it "indices"; or, outside of aten, it is the integers next to the chosen
     floats, in equal shapes; or the op is one of CHOOSERS.

@@ -98,7 +98,7 @@ def traced() -> Iterator[None]:
 
 
 def default_device() -> torch.device:
-    """Where this thread makes tensors; torch 2.8 fails to say it once a default was taken back."""
+    """The default device of this thread; torch 2.8 raises once a default was taken back."""
     try:
         return torch.get_default_device()
     except AttributeError:
@@ -297,7 +297,7 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
 
 
 def put(home: Any, replacements: Mapping[str, Any]) -> None:
-    """From here on these attributes of a module or a class are others in this process."""
+    """Replace these attributes of a module or a class in this process, for good."""
     _dynamo_imported()
     with _LOCK:
         for name, value in replacements.items():
@@ -464,7 +464,7 @@ class Scope:
             self.leave()
 
     def enter(self) -> None:
-        """From here on this thread belongs to this scope."""
+        """Let this thread belong to this scope."""
         _thread.scopes = (*_thread.scopes, self)
         _thread.current = self
 

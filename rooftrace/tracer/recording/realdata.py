@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.recording import ops as traits, taperecords
+from rooftrace.tracer.recording import ops, taperecords
 from rooftrace.tracer.recording.ops import written_nodes
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.recording.taperecords import META_KEY
@@ -26,16 +26,16 @@ from rooftrace.tracer.values import trees
 # A test that uses any other op is not recognised.
 
 _SAME = {"aten.eq.Tensor": True, "aten.ne.Tensor": False}
-"""Of a number and itself: nan alone differs."""
+"""Results for a finite number and itself: nan alone differs."""
 _INFINITE = {"aten.ne.Scalar": True, "aten.eq.Scalar": False}
-"""Of a number and infinity."""
+"""Results for a finite number and infinity."""
 _BELOW = {
     "aten.lt.Scalar": True,
     "aten.le.Scalar": True,
     "aten.gt.Scalar": False,
     "aten.ge.Scalar": False,
 }
-"""Of a number and infinity; of a number and minus infinity it is the opposite."""
+"""Results for a finite number and infinity; the opposite for minus infinity."""
 _TESTS = {"aten.isfinite": True, "aten.isnan": False, "aten.isinf": False}
 _BOTH = ("aten.mul", "aten.logical_and", "aten.bitwise_and")
 _EITHER = ("aten.logical_or", "aten.bitwise_or")
@@ -157,8 +157,8 @@ class RealData:
 
     def forget(self) -> None:
         """Free the kept results."""
-        for table in (self._places, self._writers):
-            table.clear()
+        self._places.clear()
+        self._writers.clear()
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """The value of a recorded tensor; None where it cannot be computed."""
@@ -251,7 +251,7 @@ class RealData:
     # -- cost --------------------------------------------------------------------------------------
 
     def _afford(self, order: Sequence[fx.Node]) -> None:
-        flop = size = ops = 0
+        flop = size = ran = 0
         for node in _written_out(order):
             if node.op != "call_function":
                 if node not in self._leaves:
@@ -264,11 +264,11 @@ class RealData:
                 continue
             recorded = node.meta[META_KEY]
             self._check(node, recorded)
-            ops += 1
+            ran += 1
             if not recorded.view:
                 size += sum(_elements(s) * s.dtype.itemsize for s in recorded.specs)
             flop += _flop(node, recorded)
-        self._flop, self._bytes, self._ops = self._flop + flop, self._bytes + size, self._ops + ops
+        self._flop, self._bytes, self._ops = self._flop + flop, self._bytes + size, self._ops + ran
         if self._flop > MAX_FLOP or self._bytes > MAX_BYTES or self._ops > MAX_OPS:
             self._flop, self._bytes, self._ops = self._flop - flop, self._bytes - size, self._ops
             raise _NotComputableError
@@ -281,7 +281,7 @@ class RealData:
         if (
             recorded.taint
             or "fallback" in recorded.facts
-            or traits.is_random(target)
+            or ops.is_random(target)
             or (name == "rooftrace.attention" and node.args[4])
             or (loop is not None and self._tape.rolling.is_short(loop[0]))
         ):
@@ -345,7 +345,7 @@ class RealData:
         kwargs = {name: real(item) for name, item in node.kwargs.items()}
         target: Any = node.target
         try:
-            result = traits.run_on_cpu(f"{target.namespace}.{target._opname}", target, args, kwargs)
+            result = ops.run_on_cpu(f"{target.namespace}.{target._opname}", target, args, kwargs)
         except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError) as error:
             raise _NotComputableError from error
         if result is None:  # the written tensors are its result
@@ -367,10 +367,8 @@ def _written_out(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _elements(spec: Any) -> int:
-    count = 1
-    for size, step in zip(spec.shape, spec.stride, strict=True):
-        count *= size if step or not size else 1
-    return count
+    sizes = zip(spec.shape, spec.stride, strict=True)
+    return math.prod(size if step or not size else 1 for size, step in sizes)
 
 
 def _flop(node: fx.Node, recorded: Any) -> int:

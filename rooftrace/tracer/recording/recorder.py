@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode, Tape):
         self._exit, self._of_graph = contextlib.ExitStack(), contextlib.ExitStack()
 
     def begin(self, record: bool) -> None:
-        """From here on another, empty graph is recorded; if `record`."""
+        """Begin another, empty graph; `record`: whether ops enter it."""
         super().begin(record)
         self.entries.own_step = self._own_step
         self.failed_in: tuple[str, str] | None = None  # path and class of the module that failed
@@ -291,7 +291,7 @@ class Recorder(TorchDispatchMode, Tape):
         self.tags.end()
 
     def begin_graph(self, record: bool, prepare: Callable[[], None]) -> None:
-        """From here on another graph is recorded, if `record`, once `prepare` has been called."""
+        """Begin another graph (see `begin`), once `prepare` has been called."""
         self.begin(record)
         prepare()
         with disable_current_modes():
@@ -392,7 +392,7 @@ class Storages:
 
 _SAYS_SO = re.compile(r"\bfall(s|ing)?[ -]back\b", re.IGNORECASE)
 _WARNINGS = ("warning", "warning_once")
-"""How libraries warn: the second is added to loggers by transformers, and warns once a process."""
+"""Methods of loggers that warn: transformers adds the second, which warns once a process."""
 
 
 @contextlib.contextmanager

@@ -30,6 +30,12 @@ def _laid_out(
     return inner.permute([list(order).index(d) for d in range(len(shape))])
 
 
+def _wide(*tensors: Tensor) -> torch.dtype:
+    """The precision of sums: fp64 if a tensor has it, else fp32."""
+    fp64 = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if fp64 else torch.float32
+
+
 def _step_sizes(
     dt: Tensor, bias: Tensor | None, softplus: bool, low: float | None, high: float | None
 ) -> Tensor:
@@ -60,10 +66,9 @@ def _scan(
     x, z, y [B, S, H, P]; dt [B, S, H, 1 or P]; A, D, dt_bias begin with H; B, C [B, S, G, N];
     state [B, H, P, N].  Without A, `dt` is the logarithm of the decay, and x is not scaled.
     A_log: `A` is stored as log(-A), of which an engine makes A as it loads the weights.
-    chunk: tokens that the kernel takes at once; the result is that of any number.
     """
     batch, tokens, heads, width = x.shape
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = _wide(x)
     optional = (None if t is None else t.to(wide) for t in (A, D, z, dt_bias, state))
     decay, skip, gate, bias, h = optional
     decay = -decay.exp() if A_log and decay is not None else decay
@@ -92,31 +97,18 @@ def _scan_meta(
 ) -> tuple[Tensor, Tensor]:
     *_, order, dtype = rest
     batch, _, heads, width = x.shape
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out = _laid_out(x, x.shape, order, dtype)
-    return out, x.new_empty((batch, heads, width, B.shape[-1]), dtype=wide)
+    return out, x.new_empty((batch, heads, width, B.shape[-1]), dtype=_wide(x))
+
+
+_BEFORE_STATE = 7
+"""Arguments of a scan between `x` and `state`."""
 
 
 def _update(state: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """One token of the scan, whose state is overwritten; the arguments behind are the same."""
-    dt, a, b, c, d, z, bias, softplus, low, high, log, order, dtype = rest
-    out, last = _scan(
-        x,
-        dt,
-        a,
-        b,
-        c,
-        d,
-        z,
-        bias,
-        state,
-        softplus,
-        low,
-        high,
-        log,
-        order,
-        dtype,
-    )
+    arguments = (x, *rest[:_BEFORE_STATE], state, *rest[_BEFORE_STATE:])
+    out, last = _scan(*arguments)
     return state.copy_(last), out
 
 
@@ -126,10 +118,6 @@ def _update_meta(state: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 # -- the five kernels of state-space duality -------------------------------------------------------
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _chunks(x: Tensor, chunk: int, heads: int | None = None) -> Tensor:
@@ -332,7 +320,7 @@ def _delta_rule(
     RWKV-6, arXiv 2404.05892).  query_norm, key_norm: added to the sum of squares of a row
     before it is divided by its length.
     """
-    wide = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
+    wide = _wide(query, value)
     heads = value.shape[2]
     q, k = _rows(query.to(wide), query_norm, heads), _rows(key.to(wide), key_norm, heads)
     v, q = value.to(wide), q * scale
@@ -373,7 +361,7 @@ def _delta_rule_meta(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, _, heads, columns = value.shape
     shape = (batch, heads, key.shape[-1], columns) if keep else (0,)
-    wide = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
+    wide = _wide(query, value)
     kept = query.new_empty(shape, dtype=wide if state is None else state.dtype)
     return value.new_empty(value.shape), kept
 
@@ -404,7 +392,7 @@ def _block_attention(
     each token.  query_decay, key_decay [H, n], by place in a block, of which a short block has the
     first and the last; pair_decay [H, n, n].
     """
-    wide = torch.float64 if torch.float64 in (query.dtype, value.dtype) else torch.float32
+    wide = _wide(query, value)
     q, k, v = (x.to(wide).transpose(1, 2) for x in (query, key, value))
     heads, width, columns = q.shape[1], k.shape[-1], v.shape[-1]
     length = query_decay.numel() // heads

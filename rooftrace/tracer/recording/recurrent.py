@@ -26,7 +26,7 @@ does not document its reserve."""
 
 
 class _Options(NamedTuple):
-    """How a network is built: the arguments of its op after the tensors."""
+    """The build of a network: the arguments of its op after the tensors."""
 
     mode: str  # lstm, gru, rnn_tanh or rnn_relu
     has_biases: bool

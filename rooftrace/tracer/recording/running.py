@@ -285,7 +285,8 @@ class SizeCache:
         Only for ops without aliasing or mutation, on strided meta tensors.
         """
         key: list[Any] = [func, torch.get_default_dtype()]
-        if not (_describe(args, key) and (not kwargs or _describe_named(kwargs, key))):
+        named = [item for pair in kwargs.items() for item in pair]
+        if not (_describe(args, key) and _describe(named, key)):
             return _run(func, args, kwargs)
         signature = tuple(key)
         try:
@@ -357,14 +358,6 @@ def _describe(items: Sequence[Any], key: list[Any]) -> bool:
             # 1, 1.0 and True are equal as keys, and promote differently.
             key.append(type(item))
             key.append(item)
-    return True
-
-
-def _describe_named(kwargs: dict[str, Any], key: list[Any]) -> bool:
-    for name, item in kwargs.items():
-        key.append(name)
-        if not _describe((item,), key):
-            return False
     return True
 
 

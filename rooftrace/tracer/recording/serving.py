@@ -35,15 +35,12 @@ def _latent_attention(
     """
     queries, keys = torch.cat((query, query_rope), -1), torch.cat((latent, rope), -1)
     result = attended(queries, keys, latent, mask, *options)
-    batch, heads, rows, rank = query.shape
-    out = query.new_empty((batch, rows, heads, rank)).transpose(1, 2)
-    return out.copy_(result), query.new_zeros((batch, heads, rows), dtype=torch.float32)
+    out, logsumexp = empty_result(query, query.shape[-1])
+    return out.copy_(result), logsumexp.zero_()
 
 
-def _latent_attention_meta(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    batch, heads, rows, rank = query.shape
-    out = query.new_empty((batch, rows, heads, rank)).transpose(1, 2)
-    return out, query.new_empty((batch, heads, rows), dtype=torch.float32)
+def _latent_meta(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return empty_result(query, query.shape[-1])
 
 
 def _packed_latent(
@@ -52,10 +49,6 @@ def _packed_latent(
     """Attention on one latent for all heads, as above, of requests packed in one row."""
     queries, keys = torch.cat((query, query_rope), -1), torch.cat((latent, rope), -1)
     return packed_attention(queries, keys, latent, *lengths)
-
-
-def _packed_latent_meta(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return empty_result(query, query.shape[-1])
 
 
 def _append(cache: Tensor, new: Sequence[Tensor], dim: int) -> Tensor:
@@ -85,13 +78,13 @@ def _coalesce_meta(
 define(
     "latent_attention(Tensor query, Tensor query_rope, Tensor latent, Tensor rope, Tensor? mask, "
     f"{OPTIONS}, {MORE}) -> (Tensor, Tensor)",
-    Meta=_latent_attention_meta,
+    Meta=_latent_meta,
     CPU=_latent_attention,
 )
 define(
     "packed_latent_attention(Tensor query, Tensor query_rope, Tensor latent, Tensor rope, "
     "int[] cached, int[] new, int window, float scale) -> (Tensor, Tensor)",
-    Meta=_packed_latent_meta,
+    Meta=_latent_meta,
     CPU=_packed_latent,
 )
 define("cache_append(Tensor cache, Tensor[] new, int dim) -> Tensor", CPU=_append)
@@ -169,7 +162,7 @@ def packed_attention(
 def _each(
     cached: Sequence[int], new: Sequence[int], window: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of each request its queries, its rows among keys and values, and which of them are seen."""
+    """For each request: its queries, its rows among keys and values, and the visible pairs."""
     rows = RequestLengths(tuple(cached), tuple(new)).rows(window)
     before, after, token = 0, sum(rows), 0
     for held, count in zip(rows, new, strict=True):

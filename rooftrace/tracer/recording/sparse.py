@@ -374,7 +374,7 @@ def _rows(indices: Tensor, sizes: Sequence[int]) -> Tensor:
 
 @kernel("add", "add_", "sub", "sub_")
 def _added(tape: Tape, call: Call, on: On) -> Any:
-    """To a dense tensor, at the rows that are stored; to a sparse one, behind its elements."""
+    """Add to a dense tensor at the stored rows, or to a sparse one behind its elements."""
     base, x = call.args[:2]
     if trees.is_sparse(base) and isinstance(x, Tensor) and x.layout is torch.strided:
         raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")

@@ -392,18 +392,6 @@ def _of_all(x: Tensor, mean: Tensor, *others: Any, **more: Any) -> tuple[Tensor,
     return _per_channel(x), _per_channel(x)
 
 
-def _like_input(x: Tensor, *others: Any, **more: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _like_second(grad: Tensor, x: Tensor, *others: Any, **more: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _contiguous_like_second(grad: Tensor, x: Tensor, *others: Any, **more: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _reduced(
     grad: Tensor,
     x: Tensor,
@@ -425,8 +413,10 @@ _SHAPES: Mapping[str, Callable[..., Any]] = {
     "aten.batch_norm_stats": _stats,
     "aten.batch_norm_gather_stats": _of_all,
     "aten.batch_norm_gather_stats_with_counts": _of_all,
-    "aten.batch_norm_elemt": _like_input,
+    "aten.batch_norm_elemt": lambda x, *others, **more: torch.empty_like(x),
     "aten.batch_norm_backward_reduce": _reduced,
-    "aten.batch_norm_backward_elemt": _like_second,
-    "aten._ctc_loss_backward": _contiguous_like_second,
+    "aten.batch_norm_backward_elemt": lambda grad, x, *others, **more: torch.empty_like(x),
+    "aten._ctc_loss_backward": lambda grad, x, *others, **more: torch.empty_like(
+        x, memory_format=torch.contiguous_format
+    ),
 }

@@ -21,7 +21,6 @@ from rooftrace.tracer.recording.taperecords import (
     META_KEY,
     NO_TAINT,
     CompiledCall,
-    Here,
     LoopWatch,
     Origin,
     Recomputation,
@@ -31,6 +30,7 @@ from rooftrace.tracer.recording.taperecords import (
     Spec,
     Tag,
     Tags,
+    ThreadPosition,
     compiling,
     running_node,
 )
@@ -47,7 +47,7 @@ from rooftrace.tracer.values import META, Values, masks, trees
 class Origins:
     """Finds the origins of the ops of one recording."""
 
-    def __init__(self, here: Here, entries: Entries) -> None:
+    def __init__(self, here: ThreadPosition, entries: Entries) -> None:
         self._here, self._entries = here, entries
         self.recomputation = Recomputation()
         self.tells_compiled = False  # which ops torch.compile would compile
@@ -58,7 +58,7 @@ class Origins:
         self._by_source: dict[tuple[str, str], dict[str, int]] = {}
 
     def origin(self, name: str, loop: tuple[int, int] | None) -> Origin:
-        """Where the op of this name that is being run comes from.
+        """The origin of the op of this name, which is running.
 
         loop: the turn of a loop that is running (see `Origin`).
         """
@@ -185,7 +185,7 @@ class Origins:
         return {**(facts or {}), **compiled}
 
     def compiled_here(self) -> tuple[str, bool] | None:
-        """Which callable an op that ran here would tell of, and whether it would begin a call."""
+        """The compiled callable that an op would be in now, and whether it would begin a call."""
         call = compiling.call if self.tells_compiled else None
         return None if call is None else (call.name, call is not self._last)
 
@@ -211,7 +211,7 @@ class Tape:
 
     def __init__(self, values: Values, record: bool) -> None:
         self.values = values
-        self.here = Here()
+        self.here = ThreadPosition()
         self.lock = threading.RLock()  # ops are recorded one at a time
         self.live = False  # the recording is under way
         self.threads = RecordedThreads()
@@ -220,7 +220,7 @@ class Tape:
         self.begin(record)
 
     def begin(self, record: bool) -> None:
-        """From here on another, empty graph is recorded; if `record`."""
+        """Begin another, empty graph; `record`: whether ops enter it."""
         self._records = record
         self.graph = fx.Graph()
         self.here.restart()
@@ -479,7 +479,7 @@ class Paths:
         return self._paths.get(id(module), "")
 
     def times(self, path: str) -> int:
-        """How often the module at this path was called."""
+        """Number of calls so far of the module at this path."""
         return self.counts.get(path, 0)
 
     def called(self, module: nn.Module, parent: str) -> tuple[str, int]:

@@ -108,7 +108,7 @@ class _Compiling(threading.local):
 
 
 compiling = _Compiling()
-"""Where the running thread stands, as Dynamo would have it."""
+"""The compiled call that the running thread is in, as Dynamo would have it."""
 
 
 class Origin(Struct, frozen=True):
@@ -217,14 +217,14 @@ class Tags:
         return self._key in tensor.__dict__
 
     def mark(self, tensor: Tensor, tag: Tag | None) -> None:
-        """From here on `tensor` stands for this value; None: for no value that the graph knows."""
+        """Let `tensor` stand for this value; None: for no value of the graph."""
         if tag is None:
             tensor.__dict__.pop(self._key, None)
         else:
             tensor.__dict__[self._key] = tag
 
     def same_as(self, tensor: Tensor, other: Tensor) -> None:
-        """From here on `tensor` stands for the same value as `other`, if the graph knows that."""
+        """Let `tensor` stand for the same value as `other`, if that is in the graph."""
         tag = self.of(other)
         if tag is not None:
             self.mark(tensor, tag)
@@ -423,7 +423,7 @@ def _owner(frame: FrameType | None) -> tuple[Any, str]:
 # The position of each thread in the recorded code, and which threads are recorded.
 
 
-class Here(threading.local):
+class ThreadPosition(threading.local):
     """The position of one thread in the recorded code."""
 
     def __init__(self) -> None:

@@ -121,17 +121,13 @@ _EVENT = {
 _REGION = dict.fromkeys(("__init__", "__enter__", "__exit__"), overrides.nothing)
 
 
-def _stream(*args: Any, **kwargs: Any) -> Any:
-    return _made(torch.cuda.Stream)
-
-
 _CUDA = {
     "synchronize": overrides.nothing,
     "set_device": overrides.nothing,
     "set_stream": overrides.nothing,
     "stream": lambda stream: _NoDevice(),
-    "current_stream": _stream,
-    "default_stream": _stream,
+    "current_stream": lambda device=None: _made(torch.cuda.Stream),
+    "default_stream": lambda device=None: _made(torch.cuda.Stream),
     "current_device": lambda: 0,
 }
 
@@ -345,7 +341,7 @@ class Threads:
             self._say("a thread that the step started was still running when the step ended")
 
     def _places(self) -> dict[int, tuple[Any, int]]:
-        """Where the other threads stand: the innermost frame of each, and its instruction."""
+        """Positions of the other threads: the innermost frame of each, and its instruction."""
         frames = sys._current_frames()
         others = self._threads.idents.keys() - {threading.get_ident()}
         return {n: (frames[n], frames[n].f_lasti) for n in others if n in frames}

@@ -50,7 +50,7 @@ def expected_distinct(rows: int, k: int, classes: int, shares: Tensor | None = N
 
 
 def shares_of(policy: assumptions.Policy, k: int, classes: int) -> Tensor | None:
-    """How likely a row is to choose each class: they sum to k.  None where all are equal.
+    """The probability that a row chooses each class; the sum is k.  None where all are equal.
 
     Raises RequestError for a histogram that k different choices of a row cannot give.
     """

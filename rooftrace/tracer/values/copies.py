@@ -31,7 +31,7 @@ from rooftrace.tracer.values.trees import own_tensors, tensors_in
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 _DEPTH = 6
-"""How deep objects inside objects are looked into."""
+"""Levels of objects inside objects that are searched."""
 
 
 def held_by(item: Any) -> list[Any]:
@@ -273,7 +273,7 @@ _HANDLES: dict[type, Callable[[Any], Any]] = {
 }
 """Types that cannot be copied, each with a function that makes a new, unused object of the type."""
 _HANDLE_DEPTH = 3
-"""How deep objects that modules hold are looked into for pools and locks."""
+"""Levels of objects in modules that are searched for pools and locks."""
 
 
 class Twins:

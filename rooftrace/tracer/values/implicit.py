@@ -60,7 +60,7 @@ class Implicit:
 
     @property
     def elements(self) -> int:
-        """How many elements the value has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -95,7 +95,7 @@ class Implicit:
         return Implicit(shape, self.dtype, self.op, parts, leaf)
 
     def expanded(self, shape: Sequence[int]) -> Implicit:
-        """It in a shape that it broadcasts to."""
+        """The value in a shape that it broadcasts to."""
         more = (1,) * (len(shape) - len(self.shape))
         if tuple(shape) == self.shape:
             return self
@@ -111,7 +111,7 @@ class Implicit:
         return self.changed(shape, lambda leaf: _squeezed(view(leaf.expand(self.shape))))
 
     def reshaped(self, shape: Sequence[int]) -> Implicit:
-        """It with the same elements in another shape."""
+        """The same elements in another shape."""
         groups = list(_groups(self.shape, tuple(shape)))
 
         def change(leaf: Tensor) -> Tensor:

@@ -282,14 +282,14 @@ def shown_pairs(value: Implicit, rows: int, columns: int) -> ShownPairs:
         for key, leaf in leaves.items()
     }
     sizes = [max((leaf.shape[dim] for leaf in flat.values()), default=1) for dim in (1, 2)]
-    counts, first, last, seen = _Search(value, flat, planes, sizes[0], sizes[1]).run()
+    counts, first, last, seen = _PairSearch(value, flat, planes, sizes[0], sizes[1]).run()
     if sizes[1] == 1:  # each row shows all columns or none
         counts, last = counts * columns, torch.where(last >= 0, columns - 1, last)
         first, seen = torch.where(counts > 0, 0, columns), seen * columns
     return ShownPairs(rows, columns, counts, first, last, round(int(seen.sum()) / planes))
 
 
-class _Search:
+class _PairSearch:
     """The search of one plane or several, of so many rows and columns."""
 
     def __init__(

@@ -121,7 +121,7 @@ class KnownTensors:
         return list(self._alive.get(trees.bytes_of(tensor), {}).values())
 
     def epoch(self, tensor: Tensor) -> int:
-        """How often the bytes of `tensor` became unknown."""
+        """Number of times that the bytes of `tensor` became unknown."""
         return self._epochs.get(trees.bytes_of(tensor), 0)
 
     def forget(self, tensor: Tensor) -> None:

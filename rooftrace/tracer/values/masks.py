@@ -167,7 +167,7 @@ def shown(mask: Implicit) -> Implicit:
 
 
 def hidden(mask: Implicit) -> Implicit:
-    """Where numbers that are added to scores hide a position: one of the terms is very negative.
+    """Positions that numbers added to scores hide: one of the terms is very negative.
 
     A term that falls with the distance (ALiBi) hides nothing, however far.
     """
@@ -196,7 +196,7 @@ def hidden(mask: Implicit) -> Implicit:
 
 
 def _product(first: Implicit, second: Implicit) -> Implicit:
-    """Where a product is very negative: one factor is, and the other is above 0.
+    """Positions of a very negative product: one factor is, and the other is above 0.
 
     Of a very large number and truths, (1 - mask) * -1e9, the number decides.
     """
@@ -223,7 +223,7 @@ def _number(value: Implicit) -> float | None:
 
 
 def _very_positive(value: Implicit) -> Implicit:
-    """Where a number hides a position once it is subtracted."""
+    """Positions that a subtracted number hides."""
     if not value.dtype.is_floating_point:
         return _FALSE
     if value.op in ("to", "trunc"):

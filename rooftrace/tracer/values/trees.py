@@ -166,7 +166,7 @@ _SPARSE = frozenset(
     }
 )
 _DEPTH = 6
-"""How deep objects inside objects are looked into."""
+"""Levels of objects inside objects that are searched."""
 
 
 def tensors_in(tree: Any, seen: set[int] | None = None) -> list[Tensor]:

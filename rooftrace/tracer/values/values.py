@@ -119,7 +119,7 @@ class Assumptions:
         return frozenset([self.assume(kind, *self.choosing[key])])
 
     def otherwise(self, most: int = 3) -> list[str]:
-        """How the last choices are made otherwise, by the user: the latest first."""
+        """Advice on how a user changes the last choices: the latest first."""
         shown = []
         for (kind, asking), (text, value) in list(self.choosing.items())[: -most - 1 : -1]:
             line = source.relative_line(asking)
