@@ -70,7 +70,7 @@ class Look:
     """How a call looks: two calls that look alike run the same ops.
 
     plain: that is so.  False where an argument is an object that may hold anything, and in a
-    transform of torch.func, which sees what runs.  kind: how it looks, but for the numbers in the
+    transform of torch.func, which sees the ops.  kind: how it looks, but for the numbers in the
     shapes and strides of its tensors, which are `sizes`.
     """
 
@@ -88,7 +88,7 @@ class Look:
 class ModuleCall:
     """A call of a module.
 
-    run: runs it.  begun: its forward runs already, and `run` runs what is left.
+    run: runs it.  begun: its forward runs already, and `run` runs the rest.
     """
 
     module: nn.Module
@@ -272,7 +272,7 @@ def _leaf(tensor: Tensor, values: Values) -> _Leaf:
 
 
 def _empty(leaf: _Leaf) -> Tensor:
-    """A tensor that nothing is known of: what a recorder sees being made counts as zeros."""
+    """A tensor of unknown values: one that a recorder sees being made counts as zeros."""
     with torch_private.disable_current_modes():
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=META)
 

@@ -2,7 +2,7 @@
 
 A turn is a training step, or a call without gradients.  A training step ends before the first call
 of a module after every optimizer has stepped.  Each call without gradients of a module that is
-trained, or in a script that trains nothing, is a turn of its own.
+trained, or in a script that trains nothing, is a separate turn.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rooftrace.tracer.torch_private import DisableTorchFunction, get_tracing_sta
 from rooftrace.tracer.values import tensors_in
 
 # -- leading ---------------------------------------------------------------------------------------
-# Turns of several threads: one of them leads, until another begins a turn of its own.
+# Turns of several threads: one of them leads, until another begins a turn.
 
 
 _MOMENT = 0.001
@@ -60,7 +60,7 @@ class TurnsOfThreads(TurnKeeper):
 
     @contextlib.contextmanager
     def leading(self, module: nn.Module | None = None) -> Iterator[bool]:
-        """Inside, whether what the running thread does makes turns; no other thread's does.
+        """Inside, whether calls of the running thread make turns; those of no other thread do.
 
         A thread takes the lead with a model that it trains, or with any in a script that trains
         none, if no other is in the middle of a turn; it waits a while for the end of that.
@@ -145,7 +145,7 @@ class TurnsOfThreads(TurnKeeper):
             self._kinds.differentiated(turn)
 
     def _is_whole(self, turn: OpenTurn) -> bool:
-        """Whether all of a turn has run, but for what follows its last call."""
+        """Whether all of a turn has run, except code after its last call."""
         self._note_backward(turn)
         return self._kinds.is_complete(turn)
 
@@ -154,7 +154,7 @@ class TurnsOfThreads(TurnKeeper):
 
 
 class Finder(TurnsOfThreads):
-    """Is told what a script does, and has the recorder record it turn by turn.
+    """Receives the events of a script, and has the recorder record it turn by turn.
 
     recorder: of the run.  steps: so many turns are wanted; then `stop` is called, which raises.
     """
@@ -170,7 +170,7 @@ class Finder(TurnsOfThreads):
         self._wanted, self._stop = wanted, stop
         recorder.differentiated = self.differentiated
 
-    # -- what the script does ----------------------------------------------------------------------
+    # -- events of the script ----------------------------------------------------------------------
 
     def run(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a module in the recorder that is on."""
@@ -210,7 +210,7 @@ class Finder(TurnsOfThreads):
         return output
 
     def prove(self) -> None:
-        """The script is at its end: what was counted by formulas of a length is checked there."""
+        """The script is at its end: turns counted by formulas of a length are checked there."""
         if self.leads:
             self._proves = True
             self.lengths.prove()
@@ -280,7 +280,7 @@ class Finder(TurnsOfThreads):
         goes_to.add(seconds)
 
     def elapsed(self, prices: Prices) -> float | None:
-        """Expected seconds of what has run of the open turn; None where none is open.
+        """Expected seconds so far of the open turn; None where none is open.
 
         One that is not run is where a turn like it was after as many calls, backwards and steps.
         """
@@ -356,7 +356,7 @@ class Finder(TurnsOfThreads):
     def _accumulates(self, turn: OpenTurn, look: Look) -> bool:
         """Whether a call begins one more of several equal forward and backward passes of a step.
 
-        The first two are recorded together, the third is a piece of its own, and those that look
+        The first two are recorded together, the third is a separate piece, and those that look
         like it are not run.
         """
         done = len(turn.calls)

@@ -32,7 +32,7 @@ from rooftrace.tracer.torch_private import DisableTorchFunction
 from rooftrace.tracer.values import tensors_in
 
 # -- kinds -----------------------------------------------------------------------------------------
-# Which turn a call of a module belongs to: a training step, or a turn of its own.
+# Which turn a call of a module belongs to: a training step, or a separate turn.
 
 
 class Kinds:
@@ -53,7 +53,7 @@ class Kinds:
 
     @property
     def train(self) -> bool:
-        """Whether the script is known to train something."""
+        """Whether the script has trained something."""
         return self._by_hand or self._optimizers.has_any
 
     def of(self, module: nn.Module) -> str:
@@ -76,7 +76,7 @@ class Kinds:
             turn.kind = TRAINING
 
     def is_complete(self, turn: OpenTurn) -> bool:
-        """Whether all of a turn has run, but for what follows its last call."""
+        """Whether all of a turn has run, except code after its last call."""
         if turn.kind != TRAINING:
             return True
         if self._by_hand and not self._optimizers.has_any:
@@ -89,7 +89,7 @@ class Kinds:
         brought: bytes from the host so far.
         """
         if not torch.is_grad_enabled() and not weighs(module):
-            # A loss or a score of what was computed, if no other method of a model begins with it.
+            # A loss or a score of the results, if no other method of a model begins with it.
             called = id(module) in turn.modules and turn.methods
             return not called or bool(turn.methods & methods_around())
         if turn.kind == INFERENCE and id(module) not in turn.modules:
@@ -113,7 +113,7 @@ class Kinds:
     def settle(self, turn: OpenTurn) -> None:
         """A turn has ended: it was a training step if a backward ran or an optimizer has stepped.
 
-        One that has weights only while it steps is known from its first step on.
+        One that has weights only while it steps counts from its first step on.
         """
         stepped = turn.helps is None and self._optimizers.have_stepped()
         if turn.backwards or stepped:
@@ -220,7 +220,7 @@ class Optimizers:
             self._idle.discard(optimizer)
 
     def meet(self) -> None:
-        """From here on optimizers that are made are known."""
+        """From here on new optimizers are registered."""
         made = original_of(Optimizer, "__init__")
 
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -238,7 +238,7 @@ class Optimizers:
     def _key(self, optimizer: Any) -> int | None:
         """The identity of an optimizer's first weight on the device; None where it has none.
 
-        One that has weights only while it steps is known by its last.
+        One that has weights only while it steps counts by its last.
         """
         weights = [weight for group in _groups(optimizer) for weight in group["params"]]
         there = (w for w in weights if self._there(w) and w.requires_grad)
@@ -256,7 +256,7 @@ class Optimizers:
     ) -> None:
         """From here on ops of optimizers are the optimizer part of a step.
 
-        before, after: are called before and after each step.  learnt: what is known of the open
+        before, after: are called before and after each step.  learnt: returns the state of the open
         turn.
         """
 
@@ -287,7 +287,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 # -- keeping ---------------------------------------------------------------------------------------
-# Turns of a script are opened and ended here; what was recorded of each goes into the book.
+# Turns of a script are opened and ended here; the recording of each goes into the book.
 
 _ALIKE = 2
 """So many equal turns in a row, and those that look like them are not run again."""
@@ -339,7 +339,7 @@ class TurnKeeper:
         return is_steady and turn.kind not in self.variety.kinds
 
     def _may_differ_in_length(self, turn: OpenTurn, look: Look) -> bool:
-        """Whether other lengths may tell what a turn does whose first call looks so."""
+        """Whether other lengths may predict a turn whose first call looks so."""
         return turn.kind == INFERENCE and look.plain and turn.kind not in self.variety.kinds
 
     def _key(self, turn: OpenTurn, look: Look | None) -> Any:
@@ -349,7 +349,7 @@ class TurnKeeper:
     def _renew(self, named: bool = True) -> None:
         """Drop the recording; later ops enter another graph.
 
-        named: which knows the modules, the states of optimizers, and what else there is.
+        named: by modules, the states of optimizers, and the rest.
         """
         if named:
             self._recorder.renew(prepare=self._name)

@@ -41,16 +41,16 @@ from rooftrace.tracer.torch_private import (
 from rooftrace.tracer.values import META, Values, tensors_in, trees
 
 # -- device tensors --------------------------------------------------------------------------------
-# The tensors of the device over the whole run of a script, whichever recorder was on.
+# The tensors of the device over all of a script's run, whichever recorder was on.
 
 
 class DeviceTensors:
-    """The storages of the device that are alive; `shapes` is what is on meta for the script too."""
+    """The storages of the device that are alive; `shapes`: tensors on meta for the script too."""
 
     def __init__(self) -> None:
         self.copies, self.shapes = HostCopies(), Shapes()
         self._alive: dict[int, tuple[Any, taperecords.Spec]] = {}  # by the place of the bytes
-        self._pid, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with what is forked
+        self._pid, self._elsewhere = os.getpid(), mmap.mmap(-1, 1)  # shared with forks
 
     @property
     def forked(self) -> bool:
@@ -58,7 +58,7 @@ class DeviceTensors:
         return self._elsewhere[0] != 0
 
     def meet(self, tensors: Iterable[Any]) -> None:
-        """Results of an op, or what a recorder knows of."""
+        """Results of an op, or tensors of a recorder."""
         for tensor in tensors:
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
@@ -106,14 +106,14 @@ class DeviceTensors:
 
 
 def knows(tape: Tape, storage: Any) -> bool:
-    """Whether bytes are those of a weight, of an input, or of what stands from before."""
+    """Whether bytes are those of a weight, of an input, or of an earlier tensor."""
     _, reference = tape.entries.storages.get(storage._cdata, (0, None))
     there = None if reference is None else reference()
     return there is not None or tape.entries.standing.has(storage)
 
 
 # -- hostcopies ------------------------------------------------------------------------------------
-# What tensors of the device hold that came from the host: the host's own tensors, read on demand.
+# Contents of tensors of the device that came from the host: host tensors, read on demand.
 #
 # Nothing is copied when a script moves a tensor.  Where somebody asks for its value, or for that
 # of a view of it, it is that of the host tensor, unless either was written to in the meantime.
@@ -123,7 +123,7 @@ _VERSIONS = DispatchKey.ADInplaceOrView
 
 
 _MAX_MADE = 10**9
-"""The most bytes that are computed while nothing is recorded, of what came from the host."""
+"""The most bytes from the host that are computed while nothing is recorded."""
 _CPU = torch.device("cpu")
 
 
@@ -144,7 +144,7 @@ class HostCopies:
         self._copies: dict[int, _HostCopy] = {}
 
     def bring(self, made: Tensor, source: Tensor) -> None:
-        """A tensor of the device was made to hold what a host tensor does."""
+        """A tensor of the device has the contents of a host tensor."""
         if source.is_inference():
             return  # it has no version by which a change would be seen
         copies, key = self._copies, trees.bytes_of(made)
@@ -165,10 +165,10 @@ class HostCopies:
     def follow(
         self, values: Values, func: Any, arguments: Any, written: Sequence[Tensor], out: Any
     ) -> bool:
-        """Compute what an op makes of tensors that came from the host, where nothing is recorded
+        """Compute an op on tensors that came from the host, where nothing is recorded
         from which it could be computed later.  False where it cannot.
 
-        arguments: those without a name, and those with one.  values: what is known of others.
+        arguments: those without a name, and those with one.  values: those of others.
         """
         tensors, real = tensors_in(arguments), dict[int, Tensor]()
         if not isinstance(out, Tensor) or not out.is_meta or out.requires_grad or not tensors:
@@ -193,7 +193,7 @@ class HostCopies:
         result = _on_host(func, arguments, real)
         if result is None or result.shape != out.shape:
             return False
-        for key in map(trees.bytes_of, written):  # what was written to the device's, is in ours
+        for key in map(trees.bytes_of, written):  # writes to the device's are in ours
             copy = self._copies[key]
             self._copies[key] = copy._replace(version=copy.source._version)
         if not written:
@@ -201,7 +201,7 @@ class HostCopies:
         return True
 
     def _owned(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor, in memory of its own, which may be written to; None: unknown."""
+        """A writable copy of the values of a tensor; None: unknown."""
         if self.of(tensor) is None:
             return None
         key = trees.bytes_of(tensor)
@@ -249,8 +249,8 @@ def _on_host(func: Any, arguments: Any, real: Mapping[int, Tensor]) -> Any:
 # -- presenting ------------------------------------------------------------------------------------
 # Tensors on meta, shown to a script as tensors on a CUDA device.
 #
-# A function mode answers what a script asks of a tensor's place.  The recorder, autograd and
-# torch's own kernels go on seeing meta tensors.
+# A function mode answers a script's questions on a tensor's device.  The recorder, autograd and
+# torch's kernels go on seeing meta tensors.
 
 _GET: dict[str, Any] = {
     name: getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_meta", "is_cpu")
@@ -276,7 +276,7 @@ class Shapes:
         self._storages: dict[int, Any] = {}  # by the place of the bytes
 
     def add(self, tensor: Tensor) -> None:
-        """A tensor was asked for on meta."""
+        """A tensor was requested on meta."""
         if tensor.layout is torch.strided:
             storage = _storage(tensor)
             key = storage._cdata
@@ -303,7 +303,7 @@ class Shapes:
 
 
 def _storage(tensor: Tensor) -> Any:
-    """The bytes of a tensor; a weight whose shape is not known yet has none, and says so itself."""
+    """The bytes of a tensor; a weight without a shape yet has none, and says so itself."""
     with DisableTorchFunctionSubclass():
         return trees.unwrapped(tensor).untyped_storage()
 
@@ -311,7 +311,7 @@ def _storage(tensor: Tensor) -> Any:
 class Presented(functions.Functions):
     """The function mode of a recording in which meta tensors are shown on a CUDA device.
 
-    shown: the device.  shapes: tensors on meta that are shown as what they are.
+    shown: the device.  shapes: tensors that are shown as on meta.
     """
 
     def __init__(
@@ -459,7 +459,7 @@ def show_devices(shown: torch.device, shapes: Shapes) -> None:
     group = original_of(bindings, name)
 
     def grouped(*args: Any) -> Any:
-        """Tensors by device: optimizers move scalars to what this says."""
+        """Tensors by device: optimizers move scalars to this device."""
         return {
             (shown if place.type == "meta" and parts[0][0][0] not in shapes else place, kind): parts
             for (place, kind), parts in group(*args).items()
@@ -491,7 +491,7 @@ def show_saved() -> None:
 def compare_checkpoints() -> None:
     """Checkpoints compare tensors by where they are, not by where they are shown.
 
-    What forward saved is looked at while no function mode is on; what is computed again, under one.
+    Saved tensors are read while no function mode is on; recomputation runs under one.
     """
     checks: Any = getattr(checkpoint, "_allowed_determinism_checks_to_fns", {})
 

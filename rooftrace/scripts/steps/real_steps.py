@@ -29,7 +29,7 @@ from rooftrace.tracer.recording import original_of, put
 class RealTurn(Struct, frozen=True, kw_only=True):
     """One turn that ran.
 
-    kind: training or inference.  label: what was called, in words.  calls: turns with an equal
+    kind: training or inference.  label: the call, in words.  calls: turns with an equal
     number called the same modules with the same sizes.  seconds: on the wall, from idle device to
     idle device, without `loading`, the seconds that the script waited for data loaders.  peak:
     bytes that tensors took at most; None where the device does not tell.
@@ -58,7 +58,7 @@ class RealScript(Struct, frozen=True):
 def real_turns(
     command: Sequence[str], device: torch.device, most: int, seconds: float, stdout: Any = None
 ) -> RealScript:
-    """Run a script in a process of its own on a device that is there, and time its turns.
+    """Run a script in a separate process on a real device, and time its turns.
 
     command: the words of its command line, without a launcher of several processes: this process is
     one that a launcher has started, or the only one.  most: training steps, or turns of a script
@@ -72,7 +72,7 @@ def real_turns(
 
 
 def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds: float) -> bytes:
-    """Run a script in this process, which is its own, as `real_turns` does."""
+    """Run a script in this process, which it has for itself, as `real_turns` does."""
     line = understood(command)
     if (line.world or 1) > 1:
         raise RequestError(
@@ -115,9 +115,9 @@ def _note_compilers(compiled: list[Any]) -> None:
 
 
 class TurnTimer:
-    """Is told what a script does, and times its turns.
+    """Receives the events of a script, and times its turns.
 
-    enough: asked before each turn.  stop: ends the script; it raises.
+    enough: called before each turn.  stop: ends the script; it raises.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class TurnTimer:
         self._optimizers = Optimizers(self._there)
         self._kinds = Kinds(self._optimizers)
         self._open: OpenTurn | None = None
-        self._alike: dict[Any, int] = {}  # numbers of turns, by what they called
+        self._alike: dict[Any, int] = {}  # numbers of turns, by their calls
         self._loading, self._batches = 0.0, 0
         self._looking = threading.Lock()
         self._leader: int | None = None  # the thread whose calls make turns
@@ -139,7 +139,7 @@ class TurnTimer:
         self._differentiated = False  # a backward has run since the last call
 
     def begin(self) -> None:
-        """From here on what runs is watched."""
+        """From here on calls are watched."""
         backward = original_of(torch.autograd, "backward")
 
         def differentiate(*args: Any, **kwargs: Any) -> Any:

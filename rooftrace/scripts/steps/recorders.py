@@ -28,7 +28,7 @@ _TAKES_VALUES = frozenset(
 )
 """Ops that write a tensor and take a value from another device."""
 _MAX_HELD = 10**9
-"""Bytes from the host of which a recording holds what the script may have let go of."""
+"""Bytes from the host that a recording holds after the script may have freed them."""
 _LONG = 1000
 """Ops that a recorder may hold of turns that need no graph, before another takes its place."""
 _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
@@ -53,7 +53,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._followers.told_of_forks = True
 
     def begin(self, record: bool) -> None:
-        """From here on another graph is recorded, of which nothing is known yet; if `record`."""
+        """From here on a new, empty graph is recorded; if `record`."""
         super().begin(record)
         self.brought_bytes = self.taken_bytes = 0  # host to device, device to host
         self.unrecorded = 0  # ops that made a tensor of the device while nothing was recorded
@@ -87,7 +87,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         return super().recording and self.threads.led()
 
     def here_recorded(self) -> bool:
-        """Whether what the running thread does is recorded here."""
+        """Whether ops of the running thread are recorded here."""
         return super().here_recorded() and self.threads.led()
 
     def functions(self, device: torch.device | None = None) -> torch_functions.Functions:
@@ -175,7 +175,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         if {here, there} != {"cpu", "meta"} or type(tensor) not in (Tensor, torch.nn.Parameter):
             return None
         if trees.is_sparse(tensor):
-            return None  # its pieces are moved, each on its own
+            return None  # its pieces are moved one by one
         dtype = kwargs.get("dtype") or tensor.dtype
         size = tensor.numel() * tensor.element_size()
         if there == "cpu":
@@ -232,7 +232,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self.device_tensors.stand_in(self)
 
     def settle(self, gradients: Collection[int]) -> None:
-        """The graph is done: what was freed in it is told.  gradients: their storages."""
+        """The graph is done: reports the bytes freed in it.  gradients: their storages."""
         self.end_graph()
         blocks = [twin.nodes for twin in self.twins()]
         self.entries.standing.settle({*gradients, *self._inputs}, blocks)
@@ -262,7 +262,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             return to.copy_(self._value(source))
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """A host copy of a tensor of the device: its value where that is known, else a policy's."""
+        """A host copy of a tensor of the device: its value, else a policy's."""
         torch_functions.wait(self, tensor)
         try:
             value, _ = self.values.value_of(tensor, "a copy to the host")

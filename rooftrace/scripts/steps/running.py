@@ -34,7 +34,7 @@ from rooftrace.tracer.recording import META_KEY, Recorded
 from rooftrace.tracer.values import Values
 
 # -- failures --------------------------------------------------------------------------------------
-# The error of a script that failed, and the way to it: through the script, and what it calls.
+# The error of a script that failed, and the way to it: through the script and its calls.
 
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = sysconfig.get_path("stdlib")
@@ -52,9 +52,9 @@ _FAULT = (
 class ScriptError(TraceError):
     """A script raised an error that it did not catch.
 
-    `script` is what was recorded up to then, with the error (`script.failure`); the cause
+    `script` is the recording up to then, with the error (`script.failure`); the cause
     (`__cause__`) says its traceback.  The first line of the message says where and what; the next
-    ones the way there, and how what was chosen of unknown values is chosen otherwise.
+    ones the way there, and how to choose other values for unknown ones.
     """
 
     def __init__(self, script: Script) -> None:
@@ -75,7 +75,7 @@ class ScriptError(TraceError):
 def failure_of(ended: Ended, choices: Sequence[str] = ()) -> Failure | None:
     """The error that ended a program; None where none did.
 
-    choices: what was chosen of unknown values before it, and how it is chosen otherwise.
+    choices: values chosen for unknown ones before it, and how to choose others.
     """
     error = ended.exception
     if error is None:
@@ -101,7 +101,7 @@ def failure_of(ended: Ended, choices: Sequence[str] = ()) -> Failure | None:
 
 
 def _is_below_device(error: BaseException, frames: Sequence[FailedCall]) -> bool:
-    """Whether an error was raised in or below what stands for the device, and seldom is the user's:
+    """Whether an error was raised in or below the emulated device, and seldom is the user's:
     sizes that do not fit, and missing modules, are errors on a real one, too."""
     callees = itertools.takewhile(lambda frame: frame.whose not in _USERS, reversed(frames))
     if is_ours(error) or not any(frame.whose == OURS for frame in callees):
@@ -181,7 +181,7 @@ def _line(frame: FailedCall) -> str:
 
 
 # -- running ---------------------------------------------------------------------------------------
-# Running a script to the end of its wanted steps, and what it was found to consist of.
+# Running a script to the end of its wanted steps, and its graphs.
 
 FORKED = "a process that the script forked computes on the device: what it runs is not counted"
 
@@ -193,8 +193,8 @@ class ScriptRequest:
     command: "train.py --flag", "torchrun ... train.py", as words.  chip: that it sees.  steps: it
     is ended after so many training steps; None: it runs to its end.  ranks: of how many processes
     this is the one with number `rank`; per_node: of how many on a node.  scratch: a folder in which
-    the files that it writes come to lie.  assume: what is taken for unknown values (see `trace`).
-    boundary: what begins a turn, one of `names.BOUNDARIES`; "mark=NAME" for a mark.
+    the files that it writes come to lie.  assume: values taken for unknown ones (see `trace`).
+    boundary: the start of a turn, one of `names.BOUNDARIES`; "mark=NAME" for a mark.
     """
 
     command: Sequence[str]
@@ -208,7 +208,7 @@ class ScriptRequest:
     boundary: str = names.BOUNDARIES[0]
 
     def run(self, seconds: Callable[[OpGraph], float] | None = None, stdout: Any = None) -> Script:
-        """Run the script in a process of its own, on a chip that is not there.
+        """Run the script in a separate process, on an emulated chip.
 
         seconds: of a graph on the chip; with it the clocks that the script reads
         give simulated time.  stdout: where it prints; default `sys.stdout`.
@@ -228,9 +228,9 @@ class ScriptRequest:
 
 
 def run_here(ask: Callable[[bytes], bytes], request: ScriptRequest, simulated: bool) -> bytes:
-    """Run a script in this process, which is its own; its record, as `sending` writes it.
+    """Run a script in this process, which it has for itself; its record, as `sending` writes it.
 
-    simulated: the clocks that it reads ask what graphs take.
+    simulated: the clocks that it reads give the expected time of graphs.
     """
     line = understood(request.command)
     where = Ranks.of(line, request.ranks, request.rank, request.per_node)
@@ -323,7 +323,7 @@ def _short(graph: OpGraph) -> OpGraph:
 
 
 class RecordedMemory:
-    """Bytes of the device that are alive, by what recorders know of their storages.
+    """Bytes of the device that are alive, by the storages of recorders.
 
     They are counted where the script asks, so a peak between two questions is not seen: `peak` is
     the largest answer since the last reset.  The report has the peaks of the steps.
@@ -340,24 +340,24 @@ class RecordedMemory:
         return now
 
     def peak(self) -> int:
-        """The largest number of bytes that was asked for since the last reset."""
+        """The most requested bytes since the last reset."""
         return max(self._peak, self.allocated())
 
     def reset_peak(self) -> None:
-        """The peak is what is alive now."""
+        """The peak becomes the bytes alive now."""
         self._peak = 0
         self.allocated()
 
 
 # -- replaying -------------------------------------------------------------------------------------
-# CUDA graphs of a script: what a capture runs is no turn; a replay is one, or a part of one.
+# CUDA graphs of a script: a capture is no turn; a replay is one, or a part of one.
 
 
 _LABEL = "CUDAGraph.replay()"
 
 
 class GraphFinder(BoundaryFinder):
-    """A finder that is told of CUDA graphs, too.
+    """A finder that receives CUDA graphs, too.
 
     Calls during a capture run, whatever they look like, and are part of no turn.
     """
@@ -367,7 +367,7 @@ class GraphFinder(BoundaryFinder):
     _replays = False  # a replay runs: modules that ops of it call are parts of it
 
     def begin(self) -> None:
-        """From here on what this process does is watched, for good."""
+        """From here on this process is watched, for good."""
         watch(self)
         watch_marks(self.marked)
         presenting.move_in_place()
@@ -410,12 +410,12 @@ class GraphFinder(BoundaryFinder):
             self._finish(turn)
 
     def _aside(self) -> None:
-        """Outside of turns, what was recorded is dropped."""
+        """Outside of turns, the recording is dropped."""
         if self._turn is None:
             self._renew()
 
     def _replay(self) -> None:
-        """A graph is about to be replayed: a turn of its own, or a part of the open one."""
+        """A graph is about to be replayed: a separate turn, or a part of the open one."""
         self._end_whole()
         look, turn = Look(_LABEL, plain=False), self._turn
         if turn is None:

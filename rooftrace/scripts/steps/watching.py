@@ -29,7 +29,7 @@ from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.recording import original_of, put
 
 # -- lengths ---------------------------------------------------------------------------------------
-# Calls that differ from others in one length only: what they give and cost follows from those.
+# Calls that differ from others in one length only: their results and costs follow from those.
 #
 # A call is recorded at several lengths.  Where all that it did is a formula of the length, the next
 # one is answered by the formulas.  They are checked at lengths that grow by an eighth; where a
@@ -49,7 +49,7 @@ _BEYOND = 8
 
 @dataclass(frozen=True)
 class Seen:
-    """A turn that was recorded: one call, and what followed."""
+    """A recorded turn: one call, and the ops after it."""
 
     look: Look
     ops: Ops  # of the call
@@ -65,7 +65,7 @@ class LengthForm:
     """Calls of one kind at any length within bounds.
 
     column: the place of the length among the sizes of a call.  bounds: the smallest and the largest
-    length at which it was checked.  ends: lengths at which calls are known to run otherwise.
+    length at which it was checked.  ends: lengths at which calls ran otherwise.
     pending: those beyond the bounds that were counted, with their sizes.
     """
 
@@ -112,7 +112,7 @@ class LengthForm:
         )
 
     def length(self, look: Look) -> int | None:
-        """The length of a call, if its other sizes are what they are at that length."""
+        """The length of a call, if its other sizes are those at that length."""
         length = look.sizes[self.column]
         return length if _at(self.sizes, length) == look.sizes else None
 
@@ -123,12 +123,12 @@ class LengthForm:
         return near and self.reaches(length)
 
     def reaches(self, length: int) -> bool:
-        """Whether no length is known, up to this one, at which calls run otherwise."""
+        """Whether no call up to this length has run otherwise."""
         low, high = self.bounds
         return not any(min(low, length) <= end <= max(high, length) for end in self.ends)
 
     def gives(self, length: int, seen: Seen) -> bool:
-        """Whether the formulas give what was recorded; then they are checked up to here."""
+        """Whether the formulas give the recorded sizes; then they are checked up to here."""
         graph = _at(self.graphs, length)
         if graph is None or _alike(graph) != _alike(without_varying(seen.graph, [graph])):
             return False
@@ -143,7 +143,7 @@ class LengthForm:
         self.pending = {n: s for n, s in self.pending.items() if not low <= n <= high}
 
     def cut(self, length: int, probe: Probe) -> Lost | None:
-        """A call at this length ran otherwise: what was counted and does so, too."""
+        """A call at this length ran otherwise: the counted lengths that do so, too."""
         up = length > self.bounds[1]
         near = sorted((n for n in self.pending if (n > self.bounds[1]) == up), reverse=not up)
         first, last = 0, len(near)
@@ -243,7 +243,7 @@ class LengthForms:
                 self._lost += [lost] if lost is not None else []
 
     def prove(self) -> None:
-        """Check the formulas at what was counted last."""
+        """Check the formulas at the length counted last."""
         for kind, forms in self._forms.items():
             for form in forms:
                 lengths = (max(form.pending, default=0), min(form.pending, default=0))
@@ -305,7 +305,7 @@ def _fitted(seen: Sequence[Seen]) -> LengthForm | None:
 
 
 def _alike(graph: OpGraph) -> OpGraph:
-    """A graph in which what stands from before is so many bytes: a view may stand for its base."""
+    """A graph in which earlier tensors are so many bytes: a view may stand for its base."""
     values = tuple(
         replace(value, shape=(value.nbytes,), stride=(1,), dtype="uint8")
         if value.name.startswith("kept_")
@@ -350,13 +350,13 @@ class OpenTurn:
     learnt: stepping.Learnt = field(default_factory=stepping.Learnt)
     recorded: bool = True  # False: it is taken to be like one that was
     calls: list[Look] = field(default_factory=list)
-    by_form: LengthTurn | None = None  # what stands for it, if calls of other lengths do
+    by_form: LengthTurn | None = None  # the turn that stands for it, if calls of other lengths do
     ops: Ops | None = None  # of its first call, where that changed nothing that its module holds
     after: list[Any] = field(default_factory=list)  # ops that followed it
     pieces: list[TurnPiece] = field(default_factory=list)
     backwards: int = 0  # how many of the calls were followed by a backward
     followed: int = 0  # calls up to the last one of these
-    repeating: bool = False  # what runs is taken to be like the last piece
+    repeating: bool = False  # ops are taken to be like the last piece
     loaded: LoadedBatches = field(default_factory=LoadedBatches)
     brought: int = 0
     taken: int = 0
@@ -401,7 +401,7 @@ class SteadyTurns:
 class Variety:
     """The kinds of turns of which one began like those before it and went on otherwise.
 
-    From then on every turn of such a kind is recorded.  said: what was not counted, by kind.
+    From then on every turn of such a kind is recorded.  said: reports of uncounted turns, by kind.
     """
 
     kinds: set[str] = field(default_factory=set)
@@ -417,7 +417,7 @@ class Variety:
 
 
 # -- watching --------------------------------------------------------------------------------------
-# What a script does, told to the finder of its steps.
+# Events of a script, passed to the finder of its steps.
 
 STEP = "step"
 """The mark that a profiler's `step()` is."""
@@ -446,7 +446,7 @@ class _Depth(threading.local):
 
 
 def watch(finder: Watcher) -> None:
-    """From here on a finder is told of calls and of batches.
+    """From here on a finder receives calls and batches.
 
     `model.forward(x)` is a call as well.  What runs in it tells so the first time; from then on
     the forward of that class does.
@@ -555,7 +555,7 @@ def _arguments(function: FrameType) -> list[Any]:
 
 
 def watch_marks(marked: Callable[[str], None]) -> None:
-    """From here on `marked` is told of marks: names of ranges that begin in torch.profiler or NVTX,
+    """From here on `marked` receives marks: names of ranges that begin in torch.profiler or NVTX,
     and "step" for the steps of a profiler."""
 
     def tell(home: Any, method: str, name_of: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of one call of a module: on meta, at other sizes, guessed; what a call changes."""
+"""Arguments of one call of a module: on meta, at other sizes, guessed; restored after a call."""
 
 from rooftrace._face import face
 

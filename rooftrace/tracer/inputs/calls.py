@@ -38,9 +38,9 @@ from rooftrace.tracer.values import (
 )
 
 # -- restoring -------------------------------------------------------------------------------------
-# Puts back whatever a traced call changes in the user's own objects.
+# Puts back whatever a traced call changes in the user's objects.
 #
-# A module whose tensors are all on meta is traced itself, not a copy, and with its own hooks.
+# A module whose tensors are all on meta is traced itself, not a copy, and with its hooks.
 # After the trace, attributes of its modules and of the objects that they and the hooks hold are
 # restored.
 
@@ -55,7 +55,7 @@ def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
     """Restore attributes (training flags, caches of tables) and gradients at the end of the block.
 
     Objects and containers that modules and their hooks hold are restored too.  inputs: of a module
-    that runs on its own tensors, and not on meta: then their content is restored as well, and that
+    that runs on real tensors, and not on meta: then their content is restored as well, and that
     of the inputs, and the random numbers of the process.  Else only a tensor's identity is.
     """
     with contextlib.nullcontext() if inputs is None else _numbers_kept(module, inputs):
@@ -78,7 +78,7 @@ def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
-    """Restore what tensors of a module and its inputs hold: content, gradient, attributes.
+    """Restore the contents of tensors of a module and its inputs: content, gradient, attributes.
 
     Inside none of them has a gradient.  Their content is kept on the host.
     """
@@ -133,13 +133,13 @@ class _State:
         self._cells: list[tuple[CellType, Any]] = []
 
     def keep(self, part: nn.Module) -> None:
-        """Remember a module's attributes, and what those hold."""
+        """Remember a module's attributes, and their contents."""
         self._attributes.append((vars(part), dict(vars(part))))
         for item in vars(part).values():
             self._look(item, _DEPTH)
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Put back the former attributes."""
         for container, content in chain(self._attributes, self._containers):
             if container or content:  # most are empty, as the dicts of hooks
                 _put_back(container, content)
@@ -260,7 +260,7 @@ def typed_input(shape: tuple[int, ...], dtype: Any) -> Tensor:
 
 
 def learn(values: Values, tensor: Tensor) -> None:
-    """Tell a recorder's values what is known of a tensor."""
+    """Give the value of a tensor to a recorder."""
     value = tensor.__dict__.get(REAL_VALUE)
     if value is not None:
         values.learn(tensor, value.clone())
@@ -276,7 +276,7 @@ _MOST_BYTES = (1 << 63) - 1
 """Bytes of a tensor that torch can count."""
 
 MOST_DRAWN = 1 << 25
-"""Whole numbers of an input that are drawn (256 MiB).  Of a larger one only sizes are known."""
+"""Integers of an input that are drawn (256 MiB).  A larger one has sizes only."""
 
 _SEED = 0
 
@@ -324,7 +324,7 @@ def _parsed(name: str, text: str) -> Tensor:
 
 
 def made_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A meta tensor of a shape; whole numbers are zeros and ones."""
+    """A meta tensor of a shape; integers are zeros and ones."""
     if dtype.is_floating_point or dtype.is_complex:
         return sized(shape, dtype)
     return drawn(shape, dtype, 0, 2)
@@ -348,14 +348,14 @@ class Inputs:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     labels: Mapping[str, Any] = field(default_factory=dict)  # more, of a training call
     labels_likely: bool = False  # they need no search, unless the module refuses them
-    # Searches labels that a module takes, and says what is assumed of them.
+    # Searches labels that a module takes, with assumptions on them.
     find_labels: Callable[[nn.Module], tuple[Mapping[str, Any], Assumptions]] | None = None
     # Of a step that continues from a cache, without the cache; None: the module has no such step.
     decode: Mapping[str, Any] | None = None
     cached: Mapping[str, Any] = field(default_factory=dict)  # more, of calls that return a cache
     cached_kwargs: Mapping[str, Any] | None = None  # a prompt of the cached length, if another
     items: int | None = None  # how many a step produces; None: the batch
-    item: str = "sample"  # what it produces
+    item: str = "sample"  # its unit of output
     workload: Mapping[str, Any] = field(default_factory=dict)  # sizes, for the report
     assumptions: Assumptions = ()
     lengths: RequestLengths | None = None  # of the requests of a step that has them
@@ -383,21 +383,21 @@ class Inputs:
         return {n: first_tokens(t, length) if n in names else t for n, t in prompt.items()}
 
     def filled(self, fill: Callable[[Tensor], Tensor]) -> Inputs:
-        """The inputs with what `fill` makes in place of each tensor."""
+        """The inputs with the result of `fill` in place of each tensor."""
         names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")
         return replace(self, **{name: with_tensors(getattr(self, name), fill) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module on meta with inputs for it, and what it is called."""
+    """A module on meta with inputs for it, and its name."""
 
     module: nn.Module
     inputs: Inputs
     name: str = ""
 
     def filled(self, fill: Callable[[Tensor], Tensor]) -> Loaded:
-        """A copy of the module, and its inputs, with what `fill` makes in place of each tensor.
+        """A copy of the module, and its inputs, with the result of `fill` in place of each tensor.
 
         A parameter stays one, and tied weights stay tied.
         """
@@ -463,22 +463,22 @@ def _cache_switch(module: nn.Module) -> dict[str, Any]:
 
 
 def is_tokens(item: Any) -> bool:
-    """Whether an argument looks like token ids: whole numbers, [batch, sequence]."""
+    """Whether an argument looks like token ids: integers, [batch, sequence]."""
     return isinstance(item, Tensor) and item.dim() == 2 and not item.dtype.is_floating_point
 
 
 def last_token(tokens: Tensor) -> Tensor:
-    """The last column of token ids, with its value where that is known."""
+    """The last column of token ids, with its value if it has one."""
     return _columns(tokens, tokens.shape[1] - 1, 1)
 
 
 def first_tokens(tokens: Tensor, count: int) -> Tensor:
-    """The first columns of token ids, with their values where those are known."""
+    """The first columns of token ids, with their values if they have any."""
     return _columns(tokens, 0, count)
 
 
 def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
-    """Some columns; of draws that are too many to be known, draws of their own."""
+    """Some columns; of draws beyond the limit, other draws."""
     shape = tokens.shape[0], count
     value, classes = (tokens.__dict__.get(mark) for mark in (REAL_VALUE, masks.UNIFORM))
     if value is None and classes is not None:
@@ -495,7 +495,7 @@ def _columns(tokens: Tensor, start: int, count: int) -> Tensor:
 def random_tokens(shape: tuple[int, ...], vocabulary: int) -> Tensor:
     """Known token ids, drawn uniformly with a fixed seed, without the first few (special) ones.
 
-    They are not known where there are more than MOST_DRAWN.  Raises RequestError for more than
+    They have no values where there are more than MOST_DRAWN.  Raises RequestError for more than
     torch can count.
     """
     first = min(5, vocabulary - 1)

@@ -46,7 +46,7 @@ _SEPARATORS = ("sep_token_id", "eos_token_id")
 _ENCODERS = ("encoder_config", "text_encoder", "encoder")
 """Fields of the config of an encoder of text."""
 _SHORTEST = 3
-"""Tokens of a prompt by which the caches of a step of requests are told."""
+"""Tokens of a prompt that identify the caches of a step of requests."""
 _DRAWN = (("inputs", "token ids are drawn uniformly from the vocabulary, seed fixed"),)
 CHOICES = 4
 """Answers to a question of several choices, as in SWAG, RACE and MMLU."""
@@ -98,7 +98,7 @@ def _chosen(
     batch: int,
     request: Request,
 ) -> tuple[list[str], dict[str, Tensor]]:
-    """Names of the model's token-id inputs, and its other inputs beside the user's.
+    """Names of the model's token-id inputs, and its other inputs besides the user's.
 
     A model that writes text gets text; any other gets the first layout that it accepts.
     """
@@ -151,12 +151,12 @@ def _text(config: Any) -> Any:
 def _choices(module: nn.Module) -> tuple[int, ...]:
     """The dimension of a prompt between batch and sequence: of a head that chooses, else none."""
     kinds = [kind.__name__ for kind in type(module).__mro__]
-    # By this suffix transformers names what takes [batch, choices, sequence].
+    # By this suffix transformers names models that take [batch, choices, sequence].
     return (CHOICES,) if any(kind.endswith("ForMultipleChoice") for kind in kinds) else ()
 
 
 def _vocabulary(module: nn.Module, config: Any, name: str) -> int:
-    """Rows of the table that the ids of this name are looked up in; an encoder may have its own."""
+    """Rows of the table that the ids of this name are looked up in; an encoder may have another."""
     parts = [_text(config), config]
     if name == "input_ids" and "decoder_input_ids" in parameters_of(module):
         parts = [*(getattr(config, part, None) for part in _ENCODERS), *parts]
@@ -352,7 +352,7 @@ def _has_table(module: nn.Module, limit: int) -> bool:
 
 
 # -- modules ---------------------------------------------------------------------------------------
-# Inputs of a module at the sizes of a request: its own, described in text, or guessed.
+# Inputs of a module at the sizes of a request: the target's, described in text, or guessed.
 
 
 def module_inputs(
@@ -372,7 +372,7 @@ def module_inputs(
     described = parsed_inputs(request.inputs)
     check_names(module, described)
     if not args and not kwargs and hasattr(module, "main_input_name"):
-        return model_inputs(module, request)  # a Hugging Face model says what it takes
+        return model_inputs(module, request)  # a Hugging Face model names its inputs
     if not args and not kwargs and not described:
         raise RequestError(
             f"{target}: no inputs; let {attribute} return (module, inputs), or pass "
@@ -387,7 +387,7 @@ def module_inputs(
 def _fixed_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: str, request: Request
 ) -> Inputs:
-    """Inputs that the target's own code, or --input, gave: only their batch can be changed."""
+    """Inputs that the target's code, or --input, gave: only their batch can be changed."""
     for flag in ("seq", "kv"):
         if getattr(request, flag) is not None:
             raise RequestError(

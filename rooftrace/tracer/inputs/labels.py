@@ -36,9 +36,9 @@ TURNED = 6
 """How many lines with unknown conditions are tried the other way for one guess."""
 
 Labels = tuple[dict[str, Any], tuple[tuple[str, str], ...]]
-"""Arguments of a call, and what is assumed of their sizes: kind and text."""
+"""Arguments of a call, and the assumption on their sizes: kind and text."""
 _Guesses = list[tuple[Any, str]]
-"""Values of one argument, the likeliest first, each with what is assumed of its sizes."""
+"""Values of one argument, the likeliest first, each with the assumption on its sizes."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _masked_patches(head: _Head, name: str) -> _Guesses:
 
 
 def _masked_frames(head: _Head, name: str) -> _Guesses:
-    """Which frames of a sound are to be told from others: every second one."""
+    """Which frames of a sound are masked: every second one."""
     frames = next((shape[1] for shape in head.scores if len(shape) == 3), 1)
     row = torch.arange(frames) % 2 == 1
     return [
@@ -227,7 +227,7 @@ def _masked_frames(head: _Head, name: str) -> _Guesses:
 
 
 def _other_frames(head: _Head, name: str) -> _Guesses:
-    """For each frame others that it is told from."""
+    """For each frame its negatives."""
     frames = next((shape[1] for shape in head.scores if len(shape) == 3), 1)
     count = head.sizes.number("num_negatives", default=100)
     return [(head.classes(head.batch, frames, count, below=head.batch * frames), "")]
@@ -299,7 +299,7 @@ def takes_labels(module: nn.Module) -> set[str]:
 
 
 def labels_of(module: Any, inputs: Mapping[str, Any], batch: int) -> Labels:
-    """Labels with which a head returns a loss, beside the inputs of its call.
+    """Labels with which a head returns a loss, in addition to the inputs of its call.
 
     Where its loss asks for more inputs, they are among them.  None of a head that has no loss of
     its own.  Raises RequestError where the inputs are refused, or every guess.
@@ -352,10 +352,10 @@ def _refuses_all(
 def _candidates(
     module: Any, plain: Mapping[str, Any], output: Any, names: Sequence[str], batch: int
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Labels that a head may take, and what is assumed of each: all of `names`, then one alone.
+    """Labels that a head may take, and the assumption on each: all of `names`, then one alone.
 
-    First they go with the inputs as they are, then with a mask, then with each other known input.
-    output: what the head returns for its inputs.
+    First they go with the inputs as they are, then with a mask, then with each other input.
+    output: the result of the head for its inputs.
     """
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     prompt = plain.get("input_ids")
@@ -389,7 +389,7 @@ def _subsets(names: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
 def _companions(
     module: nn.Module, plain: Mapping[str, Any], sizes: Sizes
 ) -> Iterator[dict[str, Tensor]]:
-    """Inputs for which a loss may ask beside those of forward."""
+    """Inputs that a loss may need besides those of forward."""
     parameters = parameters_of(module)
     tokens = plain.get("input_ids", next(iter(plain.values())))
     for name, value in _OF_TOKENS.items():

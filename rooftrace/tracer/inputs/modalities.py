@@ -90,7 +90,7 @@ def _floats(*shape: int) -> Tensor:
 
 
 def _rows(row: Sequence[int], batch: int) -> Tensor:
-    """One row of whole numbers as often as the batch has samples."""
+    """One row of integers as often as the batch has samples."""
     return integers(torch.tensor(row).expand(batch, len(row)))
 
 
@@ -99,7 +99,7 @@ def _ones(*shape: int) -> Tensor:
 
 
 def integers(value: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Known whole numbers; of very many only the sizes are known."""
+    """Integers with values; of very many only the sizes."""
     unknown = sized(tuple(value.shape), dtype)
     return unknown if value.numel() > MOST_DRAWN else twin(value.to(dtype).contiguous())
 
@@ -301,7 +301,7 @@ def required(module: nn.Module) -> list[str]:
 
 
 def other_than_text(module: nn.Module) -> set[str]:
-    """The parameters that take a known kind of input other than token ids."""
+    """The parameters that take a listed kind of input other than token ids."""
     return set(parameters_of(module)) & set(_LAYOUTS)
 
 
@@ -313,7 +313,7 @@ def guessed(
     passed: Mapping[str, Tensor],
     batch: int,
 ) -> tuple[dict[str, Tensor] | None, str]:
-    """Arguments that the module accepts beside the user's, or None and the module's error.
+    """Arguments that the module accepts with the user's, or None and the module's error.
 
     tokens: ids that could be passed, by name.
     """
@@ -324,7 +324,7 @@ def guessed(
         _, error = outcome(module, {**arguments, **passed}, training=False)
         if error is None:
             return arguments, ""
-        if set(arguments) > names:  # what it says of the likeliest layout of most arguments
+        if set(arguments) > names:  # its error for the likeliest layout of most arguments
             names = set(arguments)
             complaint = " ".join(f"{type(error).__name__}: {error}".split())
     return None, complaint
@@ -340,7 +340,7 @@ def _candidates(
 ) -> Iterator[dict[str, Tensor]]:
     """Arguments that the module may accept, the likeliest first.
 
-    First the main argument with the required ones, then with one more, then with all known ones.
+    First the main argument with the required ones, then with one more, then with all candidates.
     An argument that goes with another is passed only if forward takes it.
     """
     parameters = parameters_of(module)
@@ -372,7 +372,7 @@ def outcome(
 ) -> tuple[Any, Exception | None]:
     """The result of the module for these arguments, or its error.
 
-    turned: how many source lines may be tried the other way, that asked for unknown conditions.
+    turned: how many source lines with unknown conditions may be tried the other way.
     """
     lines: set[str] = set()
     while True:
@@ -394,7 +394,7 @@ def _unrecorded(
     training: bool = False,
     values: Values | None = None,
 ) -> Iterator[None]:
-    """Inside, the module runs on meta without gradients; known values of tensors are followed."""
+    """Inside, the module runs on meta without gradients; values of tensors are followed."""
     recorder = Recorder(values, record=False)
     tensors = (tensor for part in module.modules() for tensor in own_tensors(part))
     for tensor in (*tensors_in(dict(arguments)), *tensors):
@@ -407,7 +407,7 @@ def _unrecorded(
         recorder.close()
 
 
-# -- what goes with a given input ---------------------------------------------------------------
+# -- companions of a given input ----------------------------------------------------------------
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 

@@ -31,7 +31,7 @@ from rooftrace.graph import (
 # Every op of an iteration bears its label, a number.  A pass goes through the labels one by one, up
 # in forward and down in backward; the ops of one label in one pass are a block.  Two iterations are
 # alike if their blocks are, pass by pass: the same ops on the same sizes, wired alike - to values
-# of their own, of the iteration beside them, or that all share.
+# of this iteration, of its neighbour, or shared by all.
 
 _INDICES = {
     "aten.select": ("index",),
@@ -129,7 +129,7 @@ class Blocks:
         return self.label_of(self.graph.values[tensor.storage].name) if label is None else label
 
     def _numbers(self) -> dict[int, int]:
-        """Of values that an iteration owns and the one beside it reads too: their numbers."""
+        """Numbers of the values that an iteration owns and its neighbour reads too."""
         counts: dict[int, int] = {}
         numbers: dict[int, int] = {}
         for op in self.graph.ops:
@@ -317,9 +317,9 @@ def _trim(run: Mapping[int, Block]) -> None:
 
 
 # -- collapse --------------------------------------------------------------------------------------
-# Writes one iteration for all of a repeat, once it is known which values correspond.
+# Writes one iteration for all of a repeat, once the corresponding values are found.
 #
-# Nothing is rolled that `expand` would not restore, value for value and op for op; what ops hold
+# Nothing is rolled that `expand` would not restore, value for value and op for op; values held
 # is that of the iteration that stands.
 
 
@@ -352,7 +352,7 @@ class Collapse:
         }
 
     def _write(self, repeats: tuple[Repeat, ...]) -> OpGraph:
-        """The short graph, once `copy`, `home` and `steps` are known."""
+        """The short graph, once `copy`, `home` and `steps` are filled."""
         kept = [v for v in range(len(self.source.values)) if self._stays(v)]
         self.short = {value: index for index, value in enumerate(kept)}
         ops: list[Op] = []
@@ -495,7 +495,7 @@ class Collapse:
         return Ref(value, _either(self._moved(item.then), then), item.every)
 
     def _from_inside(self, value: int, label: int) -> tuple[int, Neighbour | None]:
-        """A value as the iteration that stands reads it, and what the others read beside them."""
+        """A value as the kept iteration reads it, and the neighbours' values of the others."""
         place = self.blocks.place.get(value)
         if place is None:
             return self._owned_from_inside(value, label)
@@ -573,7 +573,7 @@ class Collapse:
 
 
 def _either(old: Neighbour | None, new: Neighbour | None) -> Neighbour | None:
-    """Two repeats at once cannot both read from beside."""
+    """Two repeats at once cannot both read from a neighbour."""
     if old is not None and new is not None:
         raise NotAlikeError
     return old or new

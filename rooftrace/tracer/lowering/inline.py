@@ -17,7 +17,7 @@ from rooftrace.tracer.recording import ops as traits
 
 
 def with_filled_roles(values: Sequence[Tensor], ops: Iterable[Op]) -> tuple[Tensor, ...]:
-    """The values; what was allocated before it was filled has the role of what filled it."""
+    """The values; a tensor allocated before it was filled has the role of the filling op."""
     roles = _filled_roles(values, list(ops))
     if not roles:
         return tuple(values)
@@ -28,7 +28,7 @@ def with_filled_roles(values: Sequence[Tensor], ops: Iterable[Op]) -> tuple[Tens
 
 
 def _filled_roles(values: Sequence[Tensor], ops: Sequence[Op]) -> dict[int, str]:
-    """The roles of storages that an op allocates and a later one fills, by what that one reads.
+    """The roles of storages that an op allocates and a later one fills, by the inputs of that one.
 
     A buffer that weights are gathered in, or gradients are sent from, is temporary.
     """
@@ -54,9 +54,9 @@ def _filled_roles(values: Sequence[Tensor], ops: Sequence[Op]) -> dict[int, str]
 
 
 def made_role(target: str, part: str, inputs: Collection[str]) -> str:
-    """The role of a new storage, from the op that makes it and the roles of what that reads.
+    """The role of a new storage, from the op that makes it and the roles of its inputs.
 
-    What is kept past the step has its own role, which is known when the step is over.
+    Tensors kept past the step have another role, set when the step is over.
     """
     if part in ("backward", "optimizer"):
         return "temporary"
@@ -78,12 +78,12 @@ def made_role(target: str, part: str, inputs: Collection[str]) -> str:
 
 REPEATED = "rooftrace.repeated.default"
 _KEPT = ("kv", "gradients")
-"""Roles of what outlives the step; the ops that make it do not tell."""
+"""Roles of tensors that outlive the step; their ops do not determine them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A recorded block: its ops, what they read from outside, what they make, what it returns.
+    """A recorded block: its ops, their external inputs, their results, its outputs.
 
     inputs: values, each with the one that owns its bytes.  values: the tensors made, by id.  Ids
     are those of the graph that it was recorded in.
@@ -211,7 +211,7 @@ def fold(
 def _held_by_caller(block: Template, written: Template, ids: Mapping[int, int]) -> tuple[Ref, ...]:
     """Values that variables of the caller hold while the block runs: in this call alone.
 
-    written: the block that will be written in its place, whose ops hold what they hold.
+    written: the block that will be written in its place, whose ops hold the same values.
     """
     inner = {*block.values, *(value for pair in block.inputs for value in pair)}
     if block is not written:
@@ -256,7 +256,7 @@ def _hidden(graph: OpGraph, block: Template, place: range) -> dict[int, int] | N
 def inline(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
     """The graph with every repeated call written out.
 
-    Raises NotAlikeError where what a block reads comes from beside it in two ways at once.
+    Raises NotAlikeError where a block reads from its neighbour in two ways at once.
     """
     if not any(op.target == REPEATED for op in graph.ops):
         return graph
@@ -267,7 +267,7 @@ def inline(graph: OpGraph, templates: Sequence[Template]) -> OpGraph:
 
 
 def _whole(block: Template, others: Sequence[Template]) -> Template:
-    """A block without repeated calls of its own."""
+    """A block without inner repeated calls."""
     if not any(op.target == REPEATED for op in block.ops):
         return block
     size = 1 + max(*block.values, *(max(pair) for pair in block.inputs))
@@ -318,7 +318,7 @@ class _Inlined:
         self.ops = [self._with_owners(op, used) if op.holds else op for op in self.ops]
 
     def _last_used(self) -> dict[int, int]:
-        """By storage, the last op that reads or writes it in each iteration that has its own."""
+        """By storage, the last op that reads or writes it in each iteration that has one."""
         used: dict[int, int] = {}
         for op in self.ops:
             for owner in {self.values[i].storage for i in (*op.inputs, *op.outputs)}:
@@ -383,7 +383,7 @@ class _Inlined:
 
 
 def _owned(values: Sequence[Tensor | None], tensor: Tensor) -> Tensor:
-    """The tensor with the owner of its bytes, which what a call returned may only be a view of."""
+    """The tensor with the owner of its bytes, which a result of a call may only be a view of."""
     storage, then = _owner(values, tensor.storage), tensor.then
     if then is not None:
         then = replace(then, value=_owner(values, then.value))
@@ -425,7 +425,7 @@ class _Instance:
         self._assumptions = dict(zip(block.assumptions, call.assumptions, strict=True))
 
     def write(self, values: list[Tensor | None], first: int) -> list[Op]:
-        """Put what the block makes into `values`; its ops, numbered from `first` on."""
+        """Put the block's results into `values`; its ops, numbered from `first` on."""
         ops = [self._op(op, first + place) for place, op in enumerate(self._block.ops)]
         ops[-1] = replace(ops[-1], holds=in_order((*ops[-1].holds, *self._call.holds)))
         for old, op in zip(self._block.ops, ops, strict=True):
@@ -462,7 +462,7 @@ class _Instance:
 
     @staticmethod
     def _outside(ref: Ref, values: Sequence[Tensor | None]) -> tuple[int, Neighbour | None]:
-        """The storage of an argument, also in iterations that get it from beside."""
+        """The storage of an argument, also in iterations that get it from a neighbour."""
         argument = values[ref.id]
         assert argument is not None
         if ref.then is not None and argument.then is not None:

@@ -45,7 +45,7 @@ from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import dtype_name, trees
 
 # -- assumptions -----------------------------------------------------------------------------------
-# Assumptions of a graph as a whole: those made beside the step, and those on fallbacks, which say
+# Assumptions of a graph: those made outside the step, and those on fallbacks, which say
 # in which lines the function stands that runs in place of a package's kernel.
 
 
@@ -116,7 +116,7 @@ def _span(text: str) -> tuple[str, int, int]:
 # -- lowering --------------------------------------------------------------------------------------
 # From the recorded fx graph to plain records.
 #
-# `lower` is where fx's `node.meta` ends: what goes in is a graph made by `capture`, what comes
+# `lower` is where fx's `node.meta` ends: its input is a graph made by `capture`, what comes
 # out is an OpGraph that verifies.
 
 _ENTRY_ROLES = {
@@ -249,7 +249,7 @@ class _Builder:
         return dict(self._names.values())
 
     def outputs(self, results: Sequence[fx.Node], kept: Collection[int]) -> tuple[int, ...]:
-        """The value ids of what the step returns, and of what else is kept and leads nowhere."""
+        """The value ids of the step's results, and of other kept values without readers."""
         returned = [self.value_of(node) for node in results]
         storage = [value.storage for value in self.values]
         live = {storage[value] for value in (*returned, *self._entries)}
@@ -302,7 +302,7 @@ class _Builder:
     def hold(
         self, last: Mapping[int, fx.Node], kept: Collection[int], outputs: Collection[int]
     ) -> None:
-        """Let ops hold what was there as they ran, where no op reads it then or later.
+        """Let ops hold values alive as they ran, where no op reads them then or later.
 
         last: the last node at which each storage was there.  kept: those that are there at the end;
         of `outputs`, no op needs to.
@@ -354,7 +354,7 @@ class _Builder:
                 )
 
     def template(self, graph: OpGraph, ids: Mapping[int, int], block: RecordedCall) -> Template:
-        """The ops that a block recorded, in `graph`.  ids: what became of the ids of this builder.
+        """The ops that a block recorded, in `graph`.  ids: ids of this builder -> new ids.
 
         `graph` has the ops of this builder one by one.
         """
@@ -432,7 +432,7 @@ class _Builder:
         )
 
     def _output(self, spec: taperecords.Spec, role: str) -> int:
-        """The value of one output; a storage that is kept past the step has its own role."""
+        """The value of one output; a storage that is kept past the step has another role."""
         if spec.storage in self._kv:
             return self._value(spec, "kv")
         if spec.storage in self._gradients:
@@ -527,7 +527,7 @@ class _TorchFlops:
                 AttributeError,
                 RuntimeError,
             ):
-                self._known[key] = None  # torch's own formula refuses these shapes
+                self._known[key] = None  # torch's formula refuses these shapes
         return self._known[key]
 
 

@@ -111,7 +111,7 @@ def _add(op: Op, result: fx.Graph, nodes: dict[int, fx.Node]) -> None:
     elif returned:
         for position, value in zip(_positions(op), op.outputs, strict=True):
             nodes[value] = result.call_function(operator.getitem, (node, position))
-    else:  # a void in-place op writes its list arguments, whose nodes stay what they are
+    else:  # a void in-place op writes its list arguments, whose nodes stay the same
         for value, other in zip(op.outputs, _written(target, op.arguments), strict=True):
             nodes[value] = nodes[other]
     if op.collective is not None and op.target.startswith("_c10d_functional."):
@@ -122,7 +122,7 @@ def _add(op: Op, result: fx.Graph, nodes: dict[int, fx.Node]) -> None:
 
 
 def histc(values: TorchTensor, bins: int = 100, min: float = 0, max: float = 0) -> TorchTensor:
-    """`torch.histc`, also of whole numbers on a CPU, where PyTorch counts floats only."""
+    """`torch.histc`, also of integers on a CPU, where PyTorch counts floats only."""
     if values.device.type != "cpu" or values.is_floating_point():
         return torch.histc(values, bins, min=min, max=max)
     return torch.histc(values.double(), bins, min=min, max=max).to(values.dtype)
@@ -144,7 +144,7 @@ _RUNS_AS = {
 
 
 def _positions(op: Op) -> list[int]:
-    """Where in what the op returns its outputs stand: a backward leaves out what nobody asked."""
+    """Positions of the outputs among the op's results: a backward omits unneeded ones."""
     mask = op.arguments.get("output_mask")
     if isinstance(mask, tuple) and sum(mask) == len(op.outputs):
         return [position for position, wanted in enumerate(mask) if wanted]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Layers of a stack stand once: modules of one container that are alike.
 #
 # Of a run of modules ("model.layers.3", "model.layers.4" ...) the first and the last stay as they
-# are, so that what happens between neighbours still stands in the graph.  The second one stands for
+# are, so that ops between neighbours still stand in the graph.  The second one stands for
 # all others.
 
 MIN_COUNT = 2
@@ -166,7 +166,7 @@ class _Modules(Collapse):
     # -- which values correspond -------------------------------------------------------------------
 
     def _match(self) -> None:
-        """Values that the iterations make, or that are their own."""
+        """Values that the iterations make, or that only they use."""
         for q in range(self.count):
             label = self.first + q
             pairs = [
@@ -189,7 +189,7 @@ class _Modules(Collapse):
                 self.copy[value] = (mine, label - self.first)
 
     def _match_outputs(self) -> None:
-        """Results of the step that no op touched, beside others of the same iteration."""
+        """Results of the step that no op touched, next to others of the same iteration."""
         outputs, values = self.source.outputs, self.source.values
         starts: dict[int, int] = {}
         for place, value in enumerate(outputs):
@@ -296,7 +296,7 @@ class _Modules(Collapse):
         return frozenset(range(self.first, self.first + self.count))
 
     def _check_outside(self, op: Op) -> None:
-        """An op outside holds what all iterations made, or the last one."""
+        """An op outside holds values of all iterations, or of the last one."""
         everywhere = self._held_by_all({ref.id for ref in op.holds})
         for ref in op.holds:
             if ref.id not in self.copy or ref.id in everywhere:
@@ -353,7 +353,7 @@ class _Modules(Collapse):
 _TURN = 2
 """The turn of a loop that stands for those that were left out."""
 _SPREAD = 1024
-"""More turns than are run of one loop: what keeps the labels of loops apart."""
+"""More turns than are run of one loop: keeps the labels of loops apart."""
 
 
 def roll_loops(
@@ -478,7 +478,7 @@ class _Turns(Collapse):
         return label is not None and abs(label - self.home[value]) == 1
 
     def _held_by_all(self, held: Collection[int]) -> Collection[int]:
-        # Turns 0 and 1 stand for themselves; what is there of turn 1 is there of those after it.
+        # Turns 0 and 1 stand for themselves; a value of turn 1 has counterparts in later turns.
         runs, place = self.blocks.runs, self.blocks.place
         inside = {v: place[v] for v in held if v in self.copy and v in place}
         return {v for v, (run, turn, at) in inside.items() if runs[run][turn - 1].made[at] in held}

@@ -40,7 +40,7 @@ class ProcessPlace:
     python: str = sys.executable
     root: str = ""  # of the files that are watched, and that source lines are relative to
     repository: str = ""  # the root of the repository, where `root` is a checkout of it
-    ignored: tuple[str, ...] = ()  # what git ignores there
+    ignored: tuple[str, ...] = ()  # paths that git ignores there
 
     @cached_property
     def _moves(self) -> Moves | None:
@@ -92,7 +92,7 @@ class ProcessPlace:
         return message.replace(self.root + os.sep, "").replace(self.root, self.repository)
 
     def environment(self) -> dict[str, str]:
-        """Variables of the process.  It writes no bytecode beside the user's files."""
+        """Variables of the process.  It writes no bytecode next to the user's files."""
         env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         if not self._is_ours:
             env.pop("PYTHONHOME", None)
@@ -140,7 +140,7 @@ def _users_path() -> list[str]:
 
 _START = Path(__file__).with_name("starting.py")
 PROCESSES = True
-"""Whether processes may be started; tests set it to False, to trace in their own process."""
+"""Whether processes may be started; tests set it to False, to trace in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Reads:
 
     inside: tuple[str, ...] = ()  # paths below the root
     outside: tuple[str, ...] = ()  # paths below the repository, read there and not in the checkout
-    # Top-level modules that are not Python's own, and the file of each.
+    # Top-level modules outside the standard library, and the file of each.
     modules: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -165,7 +165,7 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a job in its own process: the traced graphs, or the error."""
+    """The outcome of a job in a separate process: the traced graphs, or the error."""
 
     traced: Traced | None
     error: Exception | None = None
@@ -180,13 +180,13 @@ class Outcome:
 
 
 def can_go_apart(job: Job) -> bool:
-    """Whether a job can be sent to another process: functions of the user's own cannot."""
+    """Whether a job can be sent to another process: functions of the user cannot."""
     has_functions = any(map(names.is_own, job.phases or ()))
     return PROCESSES and job.options.loss is None and not has_functions
 
 
 def trace_each_apart(jobs: Sequence[Job], at_once: int | None = None) -> list[Traced | None]:
-    """Trace jobs on targets that are code, each in a process of its own, `at_once` at a time.
+    """Trace jobs on targets that are code, each in a separate process, `at_once` at a time.
 
     No job sees imports or patches of another, or of this process.  None in the list is a job that
     cannot be sent to another process.  Raises the error of the first job that fails.
@@ -200,7 +200,7 @@ def trace_each_apart(jobs: Sequence[Job], at_once: int | None = None) -> list[Tr
 def run_apart(
     jobs: Sequence[Job], places: Sequence[ProcessPlace], at_once: int | None = None
 ) -> list[Outcome]:
-    """Run jobs on targets, each at its place in a process of its own, `at_once` at a time.
+    """Run jobs on targets, each at its place in a separate process, `at_once` at a time.
 
     at_once: None for all.
     """
@@ -218,7 +218,7 @@ def run_apart(
 
 
 def trace_apart(job: Job) -> Traced:
-    """Trace a job on a target in a process of its own.
+    """Trace a job on a target in a separate process.
 
     Raises the errors of tracing it here, and TargetError if the process ends without an answer.
     """

@@ -34,7 +34,7 @@ from rooftrace.tracer.values import (
 )
 
 # -- refusals --------------------------------------------------------------------------------------
-# Modules that cannot be traced, each refused with its reason and what to do.
+# Modules that cannot be traced, each refused with its reason and a way out.
 
 _DEEP = 64
 """A tree of modules of this depth may be why Python's stack of calls was too short."""
@@ -130,7 +130,7 @@ def graph_of(
     optimizer: str | None,
     target: str = "",
 ) -> OpGraph:
-    """The OpGraph of what was recorded of one step of `module`."""
+    """The OpGraph of one recorded step of `module`."""
     kept = tensors_in({k: v for k, v in step.state.items() if k != "encoder_outputs"})
     for tensor in kept:
         recorder.node_of(tensor)  # also one that no op has read yet
@@ -175,7 +175,7 @@ def tell_freed(recorder: Recorder, gradients: Collection[int]) -> None:
 
 
 def describe(module: nn.Module) -> dict[str, Any]:
-    """Name, parameter counts, the model's own precision, bytes of parameters and buffers."""
+    """Name, parameter counts, the model's precision, bytes of parameters and buffers."""
     parameters = list(module.parameters())
     buffers = list(nn.Module.buffers(module))
     sizes: dict[str, int] = {}
@@ -272,7 +272,7 @@ def _look_for_gaps(tape: Tape, outputs: Sequence[Tensor], module: nn.Module) -> 
 
 
 def _was_there(tape: Tape, tensor: Tensor) -> bool:
-    """Whether a tensor is an input, a weight or a known value, which no op had to make."""
+    """Whether a tensor is an input, a weight or a constant, which no op had to make."""
     return tape.entries.entry_of(tensor) is not None or tape.values.known(tensor) is not None
 
 
@@ -344,7 +344,7 @@ def attempted(
             except UnlikeLayersError as error:  # all of them, if a second one is not alike
                 assert error.path not in apart
                 apart = {*apart, "" if apart else error.path}
-            except NotAlikeError as error:  # what was left out has to be run after all
+            except NotAlikeError as error:  # the skipped calls have to run after all
                 assert repeats, error
                 repeats = False
             except Exception as error:  # whatever a user's module may raise
@@ -357,7 +357,7 @@ def attempted(
             finally:
                 recorder.close()
                 stopped = isinstance(sys.exc_info()[1], KeyboardInterrupt)  # who stops is not kept
-                with contextlib.suppress(AttributeError):  # what is private may go away
+                with contextlib.suppress(AttributeError):  # private attributes may go away
                     if not stopped:
                         recorder.forget()
         if "value" in options.assume or all(a.kind != "value" for a in values.assumptions):
@@ -386,7 +386,7 @@ class _Turns:
             self._first[line] = last
             self.lines.add(line)
             return True
-        if line in self.lines:  # it fails either way as a whole
+        if line in self.lines:  # it fails either way
             self.lines.discard(line)
             last = self._first[line]
         if last in self.branches or self._single[line] == MAX_BRANCH_RETRIES:

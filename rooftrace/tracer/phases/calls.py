@@ -73,7 +73,7 @@ class ModuleCalls:
     ) -> None:
         self.module, self.inputs, self.loss, self.device = module, inputs, loss, device
         self._place: CachePlace | None = None  # of a cache without a name, after a prompt
-        self._tried = ""  # what was tried to find it
+        self._tried = ""  # the attempts to find it
 
     def plain_call(self, phase: str) -> PlainCall:
         """The call of a phase, to be run without a recorder.
@@ -108,7 +108,7 @@ class ModuleCalls:
     def losses(self, output: Any) -> tuple[list[Tensor], bool]:
         """The tensors where backward starts, and whether they are a loss.
 
-        They are the user's loss, the module's own, or every floating output.  Raises RequestError
+        They are the user's loss, the module's, or every floating output.  Raises RequestError
         where none needs a gradient."""
         module_loss = (
             output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -134,7 +134,7 @@ class ModuleCalls:
         return losses, is_loss
 
     def without_cache(self, phase: str, output: Any = None) -> str:
-        """The message for a phase that needs a cache.  output: what a prompt returned."""
+        """The message for a phase that needs a cache.  output: the result of a prompt."""
         name = type(self.module).__name__
         generates = getattr(
             self.module, "can_generate", lambda: arguments.cache_arguments(self.module)
@@ -200,7 +200,7 @@ class ModuleCalls:
     def places(self, cached: int | None, count: int) -> dict[str, Tensor]:
         """Where in the sequence `count` tokens after a cache stand, for a module that must be told.
 
-        That is Mamba in transformers 4; what else takes `cache_position` counts by itself.
+        That is Mamba in transformers 4; other modules with `cache_position` count by themselves.
         """
         if cached is None or not {"cache_params", "cache_position"} <= {
             *parameters_of(self.module)
@@ -296,7 +296,7 @@ class CachePlace:
 def find_place(
     output: Any, arguments: Sequence[str], call: Callable[[Mapping[str, Any]], Any]
 ) -> tuple[CachePlace | None, str]:
-    """The place of a cache in an output, or None and what was tried.
+    """The place of a cache in an output, or None and the attempts.
 
     arguments: names of those that default to None and were not passed.  call: runs the next token
     with one more argument.  It gets copies, as it may write into them.
@@ -314,7 +314,7 @@ def find_place(
         for name in likely or arguments:
             try:
                 again = call({name: with_tensors(item, torch.empty_like)})
-            except Exception as error:  # whatever a user's module raises for what is no cache
+            except Exception as error:  # whatever a user's module raises for a non-cache
                 first_line = str(error).partition("\n")[0]
                 result = f"raises {type(error).__name__}: {first_line:.{_SHOWN}}"
             else:

@@ -36,13 +36,13 @@ class PeerCount:
     peer: str  # its name
     version: str = ""
     device: str = ""  # where it ran: "meta", "cpu"; "" where it could not
-    # FLOP, a multiply-add as 2, by module path and the peer's own name of the op; a module's own,
+    # FLOP, a multiply-add as 2, by module path and the peer's name of the op; a module's,
     # without its children.
     flops: Mapping[tuple[str, str], int] = field(default_factory=dict)
     scale: int = 1  # FLOP per unit that the peer reports; 2 where a multiply-add is one
     # Calls for which the counter has no formula, by module path and op.
     uncounted: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    note: str = ""  # what else to know
+    note: str = ""  # further remarks
     error: str = ""  # why there is no count
 
     @property
@@ -56,7 +56,7 @@ class CannotCountError(Exception):
 
 
 def exclusive(inclusive: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, str], int]:
-    """Counts of a module's own ops from counts that include those of its children."""
+    """Counts of a module's ops from counts that include those of its children."""
     self_counts: Counter[tuple[str, str]] = Counter()
     for path, counts in inclusive.items():
         above = path
@@ -72,7 +72,7 @@ def exclusive(inclusive: Mapping[str, Mapping[str, int]]) -> dict[tuple[str, str
 
 
 # -- flopcounter -----------------------------------------------------------------------------------
-# PyTorch's own FlopCounterMode: formulas for the ops that reach the dispatcher.
+# PyTorch's FlopCounterMode: formulas for the ops that reach the dispatcher.
 
 _ROOT = "Global"
 """The name under which torch's tracker counts everything."""
@@ -87,7 +87,7 @@ def by_tensor_hooks(call: PlainCall) -> PeerCount:
 
 
 def by_module_hooks(call: PlainCall) -> PeerCount:
-    """FlopCounterMode's counts without tensor hooks: only the modules of a forward are known."""
+    """FlopCounterMode's counts without tensor hooks: it sees only the modules of a forward."""
     counted = _counted(call, lambda: _ForwardTracker(call.module))
     return replace(counted, note=_FORWARD_HOOKS)
 
@@ -96,14 +96,14 @@ def _counted(call: PlainCall, tracker: Callable[[], Any]) -> PeerCount:
     seen = _Uncounted(tracker())
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = tracker()
-    # The mode entered last sees ops first: what FlopCounterMode takes apart comes to `seen` after.
+    # The mode entered last sees ops first: the parts by FlopCounterMode come to `seen` after.
     with seen.tracker, seen, counter:
         call()
     root = type(call.module).__name__
     inclusive = {
         _own_path(name, root): {str(op): int(n) for op, n in counts.items()}
         for name, counts in counter.get_flop_counts().items()
-        if name != root  # Global has what it has, and what backward does outside of every module
+        if name != root  # Global has all of it, and backward outside of every module
     }
     uncounted: Counter[tuple[str, str]] = Counter()
     for (name, op), calls in seen.calls.items():
@@ -142,7 +142,7 @@ class _ForwardTracker:
             part: f"{root}.{path}" if path else root for path, part in module.named_modules()
         }
         self._handles: list[Any] = []
-        self._thread = 0  # the hooks are of the whole process, and act in this thread only
+        self._thread = 0  # the hooks are of the process, and act in this thread only
 
     def __enter__(self) -> _ForwardTracker:
         self._thread = threading.get_ident()
@@ -166,7 +166,7 @@ class _ForwardTracker:
 
 
 def _own_path(name: str, root: str) -> str:
-    """ "GPT2.h.0" as "h.0"; what torch calls Global is the root too."""
+    """ "GPT2.h.0" as "h.0"; torch's "Global" is the root too."""
     if name in (_ROOT, root):
         return ""
     return name.removeprefix(f"{root}.")
@@ -325,7 +325,7 @@ def _attempts(
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """A real tensor of this size: its value where that is known, ones of a float, else zeros."""
+    """A real tensor of this size: its value if there is one, ones of a float, else zeros."""
     if not tensor.is_meta:
         return tensor
     value = tensor.__dict__.get(REAL_VALUE)

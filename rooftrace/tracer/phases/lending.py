@@ -1,6 +1,6 @@
 """Modules with real weights inside of a capture: for the length of the block they stand on meta.
 
-The modules stay the user's own objects.  Each gets meta twins of its tensors and copies of its
+The modules stay the user's objects.  Each gets meta twins of its tensors and copies of its
 attributes, and at the end of the block everything that it had before.  An optimizer of its weights
 gets the twins at its first `step` or `zero_grad`.
 """
@@ -145,7 +145,7 @@ def zeroing(lend: Callable[[Optimizer], None]) -> Iterator[None]:
 
 
 class _Loan:
-    """The meta twins that modules have for a while, and what they had before."""
+    """The meta twins that modules have for a while, and their tensors before."""
 
     def __init__(self, root: nn.Module) -> None:
         self._parts = list(root.modules())
@@ -165,7 +165,7 @@ class _Loan:
         self._before = [(part, type(part), dict(vars(part))) for part in self._parts]
 
     def lend(self) -> None:
-        """Give each module the twins, and copies of what else it has."""
+        """Give each module the twins, and copies of its other state."""
         tensors = [tensor for part in self._parts for tensor in own_tensors(part)]
         twins = Twins(self.memo)
         for tensor in tensors:
@@ -183,7 +183,7 @@ class _Loan:
             vars(part).update(state)
 
     def restore(self) -> None:
-        """Give each module back what it had."""
+        """Give each module its tensors and state back."""
         for part, kind, state in self._before:
             part.__class__ = kind
             vars(part).clear()

@@ -1,4 +1,4 @@
-"""A function runs in a process of its own, forked from one that has torch and nothing else.
+"""A function runs in a separate process, forked from one that has torch and nothing else.
 
 Importing torch takes seconds, forking a process that has done it takes milliseconds.  So the first
 call starts a server, which imports what the functions need, and forks for each call a process that
@@ -51,7 +51,7 @@ _END = os._exit  # a function may put something else in its place
 _MOMENT = 0.05
 """Seconds between two looks at whether processes go on."""
 _SOON, _GRACE = 0.5, 5.0
-"""Seconds in which a process ends by itself, and in which one may end that was told to."""
+"""Seconds in which a process ends by itself, and in which one may end on request."""
 
 
 class ProcessEndedError(RequestError):
@@ -104,10 +104,10 @@ def call_apart(
     answer: Answer | None = None,
     stdout: Any = None,
 ) -> bytes:
-    """Call a function in a process of its own: `function(ask, *arguments)`; what it returns.
+    """Call a function in a separate process: `function(ask, *arguments)`; its result.
 
     function: of a module, found by its name; or that name, "module:function".  arguments: are
-    pickled.  answer: what `ask` returns for its bytes.  stdout: where the process prints; default
+    pickled.  answer: the result of `ask` for its bytes.  stdout: where the process prints; default
     `sys.stdout`.
 
     What the function says with `tell` is said here.  Raises RequestError with the text of one that
@@ -130,7 +130,7 @@ def call_apart(
 
 
 def get_ready() -> None:
-    """Start the server if none runs: it imports torch beside this process."""
+    """Start the server if none runs: it imports torch in parallel to this process."""
     _server()
 
 
@@ -189,7 +189,7 @@ class _Started:
         return ProcessEndedError(text, code)
 
     def end(self) -> None:
-        """Wait until it has ended: it is told to, and killed, if it goes on."""
+        """Wait until it has ended: it gets a request, and is killed, if it goes on."""
         self.channel.close()
         with self._status:
             for patience, number in ((_SOON, signal.SIGTERM), (_GRACE, signal.SIGKILL)):
@@ -201,7 +201,7 @@ class _Started:
 
 
 class _Server:
-    """The process that forks.  key: what it has read when it started."""
+    """The process that forks.  key: the files and settings that it read at its start."""
 
     def __init__(self, key: Any) -> None:
         self.key = key
@@ -259,7 +259,7 @@ _LOCK = threading.Lock()
 
 
 def _server() -> _Server:
-    """The server of this process; another one where what it has read is not so any more."""
+    """The server of this process; another one where its key has changed."""
     if not hasattr(os, "fork"):
         raise RequestError("a script runs in a process that is forked: this system cannot fork")
     key = {n: v for n, v in os.environ.items() if n.startswith(_READ_BY_IMPORTS)}, sys.executable
@@ -282,7 +282,7 @@ def end_processes() -> None:
 def _streams(stdout: Any = None) -> Iterator[tuple[int, int, int]]:
     """The descriptors of standard input, output and errors for a process.
 
-    A stream of Python's that is no file, as that of a notebook, gets what comes out of a pipe.
+    A stream of Python's that is no file, as that of a notebook, gets the output of a pipe.
     """
     with contextlib.ExitStack() as undo:
         stdin = _descriptor(sys.stdin)
@@ -318,7 +318,7 @@ def _output(stream: Any, undo: contextlib.ExitStack) -> int:
 
     thread = threading.Thread(target=pump, daemon=True)
     thread.start()
-    undo.callback(thread.join, _GRACE)  # a process of the script's own may keep the pipe open
+    undo.callback(thread.join, _GRACE)  # a child of the script may keep the pipe open
     undo.callback(os.close, writing)
     return writing
 
@@ -405,7 +405,7 @@ def _work(descriptor: int, streams: list[int]) -> NoReturn:
 
 
 def _answered(channel: Channel, request: _Request) -> int:
-    """Call the function, and end with what it returns; the exit code where it returns nothing."""
+    """Call the function, and end with its result; the exit code where it returns nothing."""
     import importlib
 
     module, _, name = request.name.partition(":")
@@ -432,7 +432,7 @@ _CHANNELS: list[Channel] = []
 
 
 def leave_with(result: bytes) -> NoReturn:
-    """End this process now, with what its function would have returned."""
+    """End this process now, with its function's result."""
     _CHANNELS[0].send(_RESULT, result)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
@@ -450,7 +450,7 @@ def _be_there(request: _Request) -> None:
     sys.path[:] = request.path
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed()  # as Python's own numbers, which are drawn anew after a fork
+        numpy.random.seed()  # as Python's random numbers, seeded anew after a fork
     for name, place in (("stdout", 1), ("stderr", 2)):
         before = getattr(sys, name)
         stream = open(  # noqa: SIM115  # it lives as long as the process

@@ -26,7 +26,7 @@ from rooftrace.tracer.values import Values, parameters_of, tensors_in, twin, wit
 _INTERFACE = "rooftrace_packed"
 """Under which transformers finds our attention."""
 _PROBES = (1, 2)
-"""Cached lengths by which the rows of a cache are told from its other dimensions."""
+"""Cached lengths that distinguish the rows of a cache from its other dimensions."""
 _FREE = {"s_aux": "sinks, a score for each head beside the keys", "softcap": "the cap of scores"}
 """Changes of scores inside the kernel, in some models, that no rule counts."""
 
@@ -42,7 +42,7 @@ def check_lengths(lengths: RequestLengths | None, module: nn.Module) -> RequestL
 
 
 def step_inputs(calls: ModuleCalls, lengths: RequestLengths) -> dict[str, Tensor]:
-    """The new tokens of all requests, and where they stand if the module is to be told."""
+    """The new tokens of all requests, and their positions if the module takes them."""
     fed = dict(calls.inputs.decode or {})
     if "position_ids" in parameters_of(calls.module):
         fed["position_ids"] = twin(torch.tensor([lengths.positions()]))
@@ -62,7 +62,7 @@ def joined_state(calls: ModuleCalls, lengths: RequestLengths) -> dict[str, Any]:
         raise _refused(calls.module, "its cache has more tensors for longer prompts")
     joined: dict[int, Tensor] = {}
     for short, other, long in zip(*map(tensors_in, states), strict=True):
-        if not long.dim():  # a number of the cache's own, as the width of a window
+        if not long.dim():  # a scalar of the cache, as the width of a window
             joined[id(long)] = long
             continue
         place = _length_dimension(calls.module, short, other)

@@ -85,7 +85,7 @@ def _traced(
 
 
 def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
-    """The module inside a wrapper for several devices; assumptions say what is left out."""
+    """The module inside a wrapper for several devices; assumptions name the parts left out."""
     while isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         text = (
             f"{type(module).__name__} is taken off: one device's share is traced, and the "
@@ -135,7 +135,7 @@ class PhaseRunner:
         self._replicas = replicas
         self.module, self.inputs = calls.module, calls.inputs
         self._prefilled: dict[str, Any] | None = None
-        self._tokens, self._fed = 0, dict[str, Any]()  # what a call after a cache runs
+        self._tokens, self._fed = 0, dict[str, Any]()  # the input of a call after a cache
 
     def phases(self, phases: Sequence[str]) -> dict[str, OpGraph]:
         """The graphs of these phases, in order."""
@@ -278,7 +278,7 @@ class PhaseRunner:
 
     @contextlib.contextmanager
     def _exchanged(self, recorder: Recorder) -> Iterator[None]:
-        """Inside, a forward and a backward exchange what replicas do; nothing for one replica."""
+        """Inside, a forward and a backward exchange as replicas do; nothing for one replica."""
         how = self._replicas
         if how is None:
             yield
@@ -321,7 +321,7 @@ class PhaseRunner:
     # -- recording ---------------------------------------------------------------------------------
 
     def _captured(self, phase: names.Phase, body: Callable[[Recorder], Step]) -> OpGraph:
-        """Run `body` under a recorder, and lower what was recorded."""
+        """Run `body` under a recorder, and lower the recording."""
 
         def run(recorder: Recorder) -> OpGraph:
             self._enter_inputs(recorder, phase)
@@ -345,7 +345,7 @@ class PhaseRunner:
         return {**fed, **self.calls.places(inputs.workload.get("kv"), count)} if count else fed
 
     def _enter_inputs(self, recorder: Recorder, phase: names.Phase) -> None:
-        """Enter weights and inputs as values of the graph, with their contents where known."""
+        """Enter weights and inputs as values of the graph, with their contents if they have any."""
         inputs, self._tokens = self.inputs, phase.tokens
         self._fed = self._fed_inputs(phase)
         used = (

@@ -24,10 +24,10 @@ from rooftrace.tracer.phases import apart
 from rooftrace.tracer.phases.tracing import ModuleSource, traced
 
 # -- cache -----------------------------------------------------------------------------------------
-# Traces kept on disk, by what they depend on: the source's files, its sizes, the versions.
+# Traces kept on disk, by their inputs: the source's files, its sizes, the versions.
 #
 # They lie in ROOFTRACE_CACHE, by default `rooftrace` in the user's folder for caches; "off" keeps
-# none.  Beside them lie parts of sweeps that are not whole yet.  Nothing is read from, or written
+# none.  With them lie parts of incomplete sweeps.  Nothing is read from, or written
 # to, a folder in which another user can write.  A trace of code is used again only while all files
 # that it came from are as they were.
 
@@ -162,7 +162,7 @@ def _beside(config: Path) -> list[Path]:
 
 
 _LARGE = 1 << 26
-"""Bytes of a file of weights, which is told by its size and time."""
+"""Bytes of a file of weights, which is identified by its size and time."""
 
 
 def _digest(path: str) -> str:
@@ -256,7 +256,7 @@ class SizedSource:
         return replace(self.job, request=request, explicit=())
 
     def graphs(self, numbers: Sequence[int]) -> Mapping[str, OpGraph]:
-        """The graphs by phase at these sizes.  Raises what tracing raises."""
+        """The graphs by phase at these sizes.  Raises the errors of tracing."""
         from rooftrace.tracer.targets import isolation
 
         if self._call is not None:
@@ -337,7 +337,7 @@ def at_batches(job: Job) -> tuple[tuple[str, ...], BatchTrace]:
             tell(f"{phase} at batch {batch:,}")
             try:
                 traces[phase, batch] = run((phase,), batch)[phase]
-            except RuntimeError as error:  # a TraceError, or torch's own
+            except RuntimeError as error:  # a TraceError, or torch's
                 raise RequestError(
                     f"{phase} runs with batch 1 and not with {batch}, so the first dimension of "
                     f"its inputs is not their batch: {str(error).splitlines()[0]}"

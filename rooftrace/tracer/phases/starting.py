@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-if __name__ == "__main__":  # what lies beside this file hides no module
+if __name__ == "__main__":  # files next to this one hide no module
     sys.path[:] = [p for p in sys.path if p not in ("", os.path.dirname(os.path.abspath(__file__)))]
 
 import importlib.util
@@ -25,7 +25,7 @@ _ENVIRONMENT = ("site-packages", "dist-packages")
 class Moves:
     """Leads from the folder of a repository into a checkout of it.
 
-    ignored: paths below the repository that git ignores; what a build made there is in no checkout,
+    ignored: paths below the repository that git ignores; build outputs there are in no checkout,
     so it is read from the repository.
     """
 
@@ -125,7 +125,7 @@ def start(job: Mapping[str, Any]) -> None:
     """Set up where modules come from, then do the job.
 
     job["path"]: the import path of the other process, or the part of it that this interpreter has
-    not; None keeps its own.
+    not; None keeps its path.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: the other process says so, once

@@ -149,7 +149,7 @@ def optimizers_in(tree: Any) -> list[Optimizer]:
 def copy_optimizers(optimizers: Sequence[Optimizer], memo: dict[int, Any]) -> None:
     """Put deep copies of optimizers into `memo`, with every attribute that they have.
 
-    Their own way of being copied keeps states, groups and defaults only.  A function set on an
+    Their `__getstate__` keeps states, groups and defaults only.  A function set on an
     optimizer in place of a method (a scheduler's watch on `step`) holds the original: the copy
     runs the method that it wraps.
     """
@@ -174,7 +174,7 @@ def _rebound(function: Any, method: Any, made: Any) -> Any:
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        made._opt_called = True  # what a scheduler's function does, and asks for
+        made._opt_called = True  # a scheduler sets this, and reads it
         return method(*args, **kwargs)
 
     vars(call).update(vars(function))
@@ -223,7 +223,7 @@ def made_optimizer(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optim
     accepts = inspect.signature(kind.__init__).parameters
     settings: dict[str, Any] = {}
     if "foreach" in accepts:
-        settings["foreach"] = True  # what torch chooses on a GPU
+        settings["foreach"] = True  # torch's choice on a GPU
     if "lr" in accepts:
         settings["lr"] = _LEARNING_RATE
     made: torch.optim.Optimizer = kind(parameters, **settings)
@@ -407,7 +407,7 @@ def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:
 
 
 def gradients_of(recorder: Recorder, parameter: Tensor) -> dict[int, str]:
-    """The names of what the gradient of a tensor consists of, by storage."""
+    """The names of the parts of a tensor's gradient, by storage."""
     gradient, entry = parameter.grad, recorder.entries.entry_of(parameter)
     if gradient is None:
         return {}

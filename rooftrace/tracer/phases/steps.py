@@ -43,7 +43,7 @@ from rooftrace.tracer.values import META, Twins, Values, copies, own_tensors, te
 
 
 class Capture:
-    """A block of code that is recorded (`rooftrace.capture`); after it, `graph` is what ran."""
+    """A block of code that is recorded (`rooftrace.capture`); after it, `graph` is its graph."""
 
     def __init__(self, modules: Sequence[nn.Module], options: Options) -> None:
         self._root = container_of(modules)
@@ -206,7 +206,7 @@ def container_of(modules: Sequence[nn.Module]) -> nn.Module:
 
 
 def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) -> Any:
-    """The step and its arguments on meta tensors; only what is not on meta yet is copied.
+    """The step and its arguments on meta tensors; only tensors not on meta yet are copied.
 
     References of the step to the modules (in its closure, or as a method of an object) are copied
     too.
@@ -267,7 +267,7 @@ def enter_modules(recorder: Recorder, root: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[stepping.Learnt]:
-    """Record what runs inside, with its parts, on the meta device."""
+    """Record the ops inside, with their parts, on the meta device."""
     recorder.entries.own_step = True
     with (
         stepping.noted(recorder, root) as learnt,
@@ -281,7 +281,7 @@ def _own_step(recorder: Recorder, root: nn.Module) -> Iterator[stepping.Learnt]:
 
 
 def graph_of_step(recorder: Recorder, root: nn.Module, learnt: stepping.Learnt) -> OpGraph:
-    """The graph of what was recorded of code that used `root`; later code may read its results.
+    """The recorded graph of code that used `root`; later code may read its results.
 
     Results that it has let go of are outputs too, as those of a compiled module are, and an op
     holds them last.
@@ -330,7 +330,7 @@ def _left_over(graph: OpGraph) -> list[int]:
 
 
 def _holding(graph: OpGraph, left: Sequence[int]) -> tuple[Op, ...]:
-    """The ops; one that made what nothing had when it was done holds that itself."""
+    """The ops; one whose result had no holder at the end holds it itself."""
     values = graph.values
     storages = {values[value].storage for value in graph.outputs}
     storages |= {values[ref.id].storage for op in graph.ops for ref in op.holds}

@@ -109,7 +109,7 @@ def collector_paused(keep: bool = False) -> Iterator[None]:
 
 @contextmanager
 def _traced_apart() -> Iterator[None]:
-    """Inside, the modes of the user's own code are off, and nothing is collected."""
+    """Inside, the modes of the user's code are off, and nothing is collected."""
     from torch import inference_mode
 
     from rooftrace.tracer.recording import overrides
@@ -163,7 +163,7 @@ class ModuleSource:
         return self.job.kwargs.get(argument) is not None
 
     def traced(self) -> Traced:
-        """The graphs; each phase has arguments of its own, which its run may change."""
+        """The graphs; each phase has separate arguments, which its run may change."""
         from rooftrace.tracer.phases import steps
 
         job = self.job
@@ -192,7 +192,7 @@ class ModuleSource:
         return Loaded(self.module, call_inputs(self.module, args, kwargs, sizes.get("batch")), "")
 
     def each_at(self, sizes: Mapping[str, int]) -> dict[str, OpGraph]:
-        """The graphs of all phases at these sizes of the call, each of a call of its own."""
+        """The graphs of all phases at these sizes of the call, each of a separate call."""
         graphs: dict[str, OpGraph] = {}
         with _traced_apart():
             for phase in self.job.phases or names.usual(self.module):
@@ -259,7 +259,7 @@ class TargetSource:
     job: Job
 
     def loaded(self) -> Loaded:
-        """The module that the target builds, with inputs of the sizes that are asked for.
+        """The module that the target builds, with inputs of the requested sizes.
 
         What it imports later belongs inside the same `isolation.own_imports`.
         """
@@ -281,7 +281,7 @@ class TargetSource:
         with ExitStack() as stack:
             for context in (collector_paused(), overrides.apart(), isolation.own_imports()):
                 stack.enter_context(context)
-            if mesh:  # code names its own axes
+            if mesh:  # code names the axes
                 stack.enter_context(fake_mesh(mesh if job.is_code else huggingface.processes(mesh)))
             try:
                 made = self.loaded()
@@ -315,7 +315,7 @@ class TargetSource:
                 continue
             spread = self.loaded() if graphs else made
             inputs = spread.inputs
-            if trains and self.job.options.loss is None:  # shards cannot be asked for labels
+            if trains and self.job.options.loss is None:  # shards give no labels
                 inputs = inputs.trained(spread.module)
             graphs |= self._divided(spread, inputs, some, trains)
         return {phase: graphs[phase] for phase in phases}
@@ -412,7 +412,7 @@ class GraphSource:
     job: Job
 
     def traced(self) -> Traced:
-        """The graphs of the phases that are asked for."""
+        """The graphs of the requested phases."""
         job, source, name = self.job, self.job.source, "the graphs that were given"
         if job.is_named:
             graphs, name = load_graphs(source), job.name

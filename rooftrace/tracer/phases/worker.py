@@ -20,7 +20,7 @@ _COST_MODELS = "rooftrace.costmodels.ops.rulebook"
 
 
 def work(message: Mapping[str, Any], read: Iterable[str]) -> None:
-    """Do the job that was told, answer on stdout in lines of JSON, and end this process.
+    """Do the job of a message, answer on stdout in lines of JSON, and end this process.
 
     read: paths of files it opens, as it goes
     """
@@ -42,13 +42,13 @@ def work(message: Mapping[str, Any], read: Iterable[str]) -> None:
 
 
 def work_in_fork(ask: Any, message: str) -> bytes:
-    """Do the job that was told, in a process that is forked for it; the answer."""
+    """Do the job of a message, in a process that is forked for it; the answer."""
     sys.dont_write_bytecode = True
     return json.dumps(_done(json.loads(message))).encode()
 
 
 def _done(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Trace the target of a job and save its graphs; what is answered."""
+    """Trace the target of a job and save its graphs; the answer."""
     try:
         made = traced(job_from_json(message))
         save_graphs(made.graphs, message["out"])

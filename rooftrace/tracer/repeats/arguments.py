@@ -151,7 +151,7 @@ def held_state(module: nn.Module) -> list[Any]:
 
 
 def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
-    # Tensors by reference: how long they live is part of what is recorded.
+    # Tensors by reference: their lifetime is part of the recording.
     state.append(weakref.ref(value) if isinstance(value, Tensor) else value)
     hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type)) or callable(value)
     if hidden or depth == 0 or id(value) in seen:
@@ -177,7 +177,7 @@ def same_state(before: list[Any], after: list[Any]) -> bool:
 
 
 class Arguments:
-    """The arguments of a module's call and the module's own tensors."""
+    """The arguments of a module's call and the tensors of the module."""
 
     def __init__(self, tape: Tape, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._tape, self._module = tape, module
@@ -187,7 +187,7 @@ class Arguments:
 
     @cached_property
     def module_tensors(self) -> list[Tensor]:
-        """The module's own tensors."""
+        """The tensors of the module."""
         parts = modules_below(self._module)
         return [tensor for _, part, _ in parts for tensor in own_tensors(part)]
 
@@ -239,18 +239,18 @@ class Arguments:
 
     @property
     def all(self) -> tuple[Tensor, ...]:
-        """The tensors among the arguments, and the module's own."""
+        """The tensors among the arguments, and those of the module."""
         return (*self.tensors, *self.module_tensors)
 
     def nodes(self) -> list[fx.Node | None]:
-        """The nodes of the arguments and of the module's own tensors."""
+        """The nodes of the arguments and of the module's tensors."""
         if not self._tape.recording:
             return []
         tape = self._tape
         return [tape.node_of(tensor) if tape.tags.has(tensor) else None for tensor in self.all]
 
     def storages(self) -> list[int | None]:
-        """The storage numbers of the arguments and of the module's own tensors."""
+        """The storage numbers of the arguments and of the module's tensors."""
         tags = (self._tape.tags.of(tensor) for tensor in self.all)
         return [None if tag is None else tag.storage for tag in tags]
 
@@ -264,7 +264,7 @@ class Arguments:
         return [0 if t.is_inference() else t._version for t in self.all]
 
     def same_arguments(self, args: Any, kwargs: Any) -> bool:
-        """Whether the containers among the arguments hold what they held."""
+        """Whether the containers among the arguments are unchanged."""
         leaves, structure = torch_private.tree_flatten((args, kwargs))
         return structure == self._structure and same_state(self._leaves, leaves)
 
@@ -297,7 +297,7 @@ class Beginning:
     def block(self, returned: Sequence[Any], trained: bool) -> RecordedCall | None:
         """The block of ops recorded since; None where a later call could not repeat it.
 
-        returned: the leaves of the call's result.  trained: autograd holds what backward reads.
+        returned: the leaves of the call's result.  trained: autograd holds tensors for backward.
         """
         tape = self._tape
         nodes = list(blocks.nodes_since(tape.graph, self._node))

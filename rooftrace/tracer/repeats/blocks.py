@@ -31,12 +31,12 @@ class RecordedCall:
     counted from `first_storage`."""
     first_storage: int  # how many storages there were before
     storages: int  # how many it made
-    calls: Mapping[str, int]  # how often it called each module inside, by the path below its own
+    calls: Mapping[str, int]  # how often it called each module inside, by the path below it
     assumptions: tuple[int, ...]  # ids of those that something inside rests on
     origin: taperecords.Origin | None  # where the first op comes from; None where there is none
     part: str = "forward"  # of the step; a call of a module by code, or its backward
     saved: list[tuple[fx.Node, int | None, taperecords.Spec]] = field(default_factory=list)
-    """Other values read outside, as `results`; known once a backward has read them.  A storage
+    """Other values read outside, as `results`; complete once a backward has read them.  A storage
     below 0 is that of an argument: -1 of the first."""
 
     @property
@@ -53,7 +53,7 @@ class RepeatedCall:
     path: str  # of the module that is called
     source: str  # the line that calls
     first_storage: int  # how many storages there were before
-    assumptions: Mapping[int, int]  # ids of the block's, and what they are here
+    assumptions: Mapping[int, int]  # ids of the block's -> ids here
     arguments: Sequence[int | None] = ()  # their storages, where `saved` can name them
 
     def storage(self, spec: taperecords.Spec) -> int:
@@ -75,14 +75,14 @@ class Twin:
     source: str  # the line that called
     nodes: Sequence[fx.Node]
     inputs: Sequence[tuple[fx.Node, int | None]]  # in the order of the block's
-    results: Sequence[tuple[fx.Node, int | None]]  # in the order of what the block has `made`
+    results: Sequence[tuple[fx.Node, int | None]]  # in the order of the block's `made`
     assumptions: Sequence[int]  # in the order of the block's
 
 
 class UnlikeLayersError(Exception):
     """Calls that were taken to repeat a recorded one may differ from it after all.
 
-    path: of the module whose call was recorded; "" where it is not known.
+    path: of the module whose call was recorded; "" if unknown.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -100,13 +100,13 @@ class Recording:
     watched: frozenset[tuple[str, str]]  # attributes in which modules of its build differ
     read: frozenset[tuple[str, str]]  # those of them that it read
     earlier: Mapping[str, int]  # how often each module inside was called before, by path below
-    nodes: list[fx.Node | None]  # of its arguments and the module's own tensors, in order
+    nodes: list[fx.Node | None]  # of its arguments and the module's tensors, in order
     storages: list[int | None]  # of these
     taints: list[list[int]]  # the assumptions that each argument rests on
-    outside: Outside  # what its functions saw outside of modules
+    outside: Outside  # state outside of modules that its functions saw
     returned: list[Any]  # copies of the leaves that it returned
     differentiable: list[bool]  # which of these require gradients
-    values: list[tuple[Any, frozenset[int]] | None]  # what is known of these
+    values: list[tuple[Any, frozenset[int]] | None]  # values of these
     structure: Any  # the tree of these
     numbers: range  # of the autograd nodes that it made
     roots: frozenset[int]  # the numbers of those that made its arguments
@@ -132,7 +132,7 @@ class Recording:
 
 
 def repeated(*inputs: Any) -> Any:
-    """The target of a node that stands for a whole block; `lower` writes the block in its place."""
+    """The target of a node that stands for a block; `lower` writes the block in its place."""
     raise NotImplementedError("a repeated block has to be lowered before it can be run")
 
 
@@ -161,7 +161,7 @@ def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
             paths.lines.setdefault(pattern_of(path + inner), line)
 
 
-# -- what nodes did --------------------------------------------------------------------------------
+# -- effects of nodes ------------------------------------------------------------------------------
 
 
 def nodes_since(
@@ -206,13 +206,13 @@ def writes_outside(nodes: Sequence[fx.Node], first_storage: int) -> bool:
 
 
 def in_loops(nodes: Sequence[fx.Node]) -> bool:
-    """Whether some node is part of a loop that may be cut short, which has a number of its own."""
+    """Whether some node is part of a loop that may be cut short, which has a number."""
     recorded = (node.meta.get(META_KEY) for node in nodes)
     return any(isinstance(r, Recorded) and r.origin.loop is not None for r in recorded)
 
 
 _CAST = torch.ops.aten._to_copy.default
-"""The op whose results autocast keeps; like every op it is named by its own object."""
+"""The op whose results autocast keeps; like every op it is named by its object."""
 
 
 def holds_others(

@@ -8,8 +8,8 @@ that stand in its place.  Done only where the later call could not have recorded
    hooks.  All their attributes are equal, but for those that the recorded call did not read
    (`Watch` sees reads of attributes in which the modules differ, as a layer's number), and those of
    the recorded one are still what they were.
-2. The arguments, and the module's own tensors, look the same: trees of plain values and tensors;
-   tensors in sizes, strides, precision, in what is the same or shares memory, and in their known
+2. The arguments, and the module's tensors, look the same: trees of plain values and tensors;
+   tensors in sizes, strides, precision, in identity and shared memory, and in their known
    values.  A call with any other object (a cache) is run.
 3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
    no container that it was given, called no module but those inside, decided no unknown condition,
@@ -19,7 +19,7 @@ that stand in its place.  Done only where the later call could not have recorded
 4. Both stand under the same modes: precision, autocast, kernels of attention.
 5. Gradients are off, or one backward follows, as in the training phase (see `gradients`).
 6. What its functions can see outside of modules (globals, closures, attributes of classes, context
-   variables: see `outside`) was not changed by the recorded call, and is now what it was then.
+   variables: see `outside`) was not changed by the recorded call, nor since.
 
 What is left out is code that asks a module for its `__dict__` or its identity, and state that
 compiled code keeps to itself.
@@ -71,7 +71,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 """A step of a module's path that is a number, as of a layer in a list."""
 _WORTH = 12
 """As many ops at least has a layer that is repeated under gradients.  The input of a smaller one,
-as a norm, is often read beside it too, and autograd adds up what comes back."""
+as a norm, often has further readers, and autograd adds up the gradients."""
 
 
 class CallReplay:
@@ -104,14 +104,14 @@ class CallReplay:
             yield
 
     def answer(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a module, or give what an equal call gave."""
+        """Call a module, or give the result of an equal call."""
         original = original_of(nn.Module, "__call__")
         tape, group = self._tape, self._groups.get(id(module))
         trained = torch.is_grad_enabled()
         if group is None or not self._looks(trained):
             return original(module, *args, **kwargs)
         layers: Layers | None = None
-        with torch_private.DisableTorchFunction():  # to look at a tensor is no call of its own
+        with torch_private.DisableTorchFunction():  # reading a tensor's facts is no call
             call = Arguments(tape, module, args, kwargs)
             compiled = tape.origins.compiled_here()
             key = (id(group[0]), call.look, tape.recording, compiled, *_modes())
@@ -140,7 +140,7 @@ class CallReplay:
         return output
 
     def _looks(self, trained: bool) -> bool:
-        """Whether a call that begins here may be recorded or repeated as a whole."""
+        """Whether a call that begins here may be recorded or repeated."""
         return (
             (self.stacks.open or not trained)
             and self._tape.here.part == "forward"
@@ -230,9 +230,7 @@ class CallReplay:
         """Whether this module equals the recorded one in all that the recorded call read."""
         tape = self._tape
         path = tape.paths.of(module)
-        if any(
-            tape.paths.times(path + inner) != count for inner, count in recording.earlier.items()
-        ):
+        if any(tape.paths.times(path + at) != count for at, count in recording.earlier.items()):
             return False
         if _paths(tape, recording.module) != _paths(tape, module):
             return False
@@ -361,7 +359,7 @@ def _copies(
     value_of: Callable[[Tensor], Any] | None,
     contents: Sequence[tuple[Any, frozenset[int]] | None] = (),
 ) -> tuple[list[Any], list[tuple[Any, frozenset[int]] | None]]:
-    """Copies of the tensors among the leaves, and of their known values (or of `contents`).
+    """Copies of the tensors among the leaves, and of their values (or of `contents`).
 
     Copies share memory, or are one object, where the originals are.
     """

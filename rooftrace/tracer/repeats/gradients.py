@@ -1,10 +1,10 @@
 """Layers under gradients: the first and the last of a build are run, those between repeat them.
 
-Autograd has to see what is run, so that it can be run backward.  A repeated call is one autograd
-node instead.  Backward begins with the last layer: what is recorded then, from the first gradient
+Autograd has to see the ops, so that it can be run backward.  A repeated call is one autograd
+node instead.  Backward begins with the last layer: the ops recorded then, from the first gradient
 of its results to the last one of its arguments, is a block too, and the nodes of the layers before
-repeat it.  It reads what the forward of its layer has saved; the same ops of the first layer say
-what that is in a layer that was not run.
+repeat it.  It reads tensors saved by the forward of its layer; the same ops of the first layer say
+which they are in a layer that was not run.
 
 This is right only if the layers do the same also in backward.  Where something shows that they may
 not, UnlikeLayersError is raised and everything is run:
@@ -13,7 +13,7 @@ not, UnlikeLayersError is raised and everything is run:
 2. Its backward reads a tensor from elsewhere, writes to one, calls a module, or leaves one behind.
 3. A gradient that came to its results did not come to a layer before, or the other way round.
 4. The first layer has run backward otherwise than the last.
-5. A layer's gradient is added to another one, or is asked for with a graph of its own.
+5. A layer's gradient is added to another one, or is computed with a further graph.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rooftrace.tracer.values import trees
 
 
 def has_hooks_on(tensors: Iterable[Tensor]) -> bool:
-    """Whether somebody watches what autograd does with these tensors, or what it saves now."""
+    """Whether somebody watches autograd's work on these tensors, or its saved tensors."""
     if saved_tensors_hooks(True) is not None:
         return True
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -58,7 +58,7 @@ def has_hooks_on(tensors: Iterable[Tensor]) -> bool:
 
 
 def differentiable_plainly(returned: Sequence[Any], arrived: Sequence[Tensor]) -> bool:
-    """Whether one autograd node can stand for what made these results from these tensors.
+    """Whether one autograd node can stand for the ops between these tensors and results.
 
     No result is a view or was made by code of the user's for backward.
     """
@@ -90,8 +90,8 @@ def made_by(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def _read_beside(first: Recording, second: Arguments) -> bool:
-    """Whether something has read the arguments of the first layer beside it, as a residual does,
-    on the way to those of the second: autograd would add up what comes back."""
+    """Whether another op has read the arguments of the first layer, as a residual does,
+    on the way to those of the second: autograd would add up the gradients."""
     waiting, seen = made_by(second.tensors), set[Any]()
     while waiting:
         node = waiting.pop()
@@ -118,7 +118,7 @@ class Stacks:
         self._tape, self._apart = tape, apart
         self._layers: dict[int, Layers | None] = {}  # by the identity of the first one's record
         self._one_backward = False
-        self._inside = False  # of a layer that may be repeated as a whole
+        self._inside = False  # of a layer that may be repeated
 
     @property
     def open(self) -> bool:
@@ -138,7 +138,7 @@ class Stacks:
 
     @contextlib.contextmanager
     def trained(self) -> Iterator[None]:
-        """Inside, one backward runs over what is recorded, and no other."""
+        """Inside, one backward runs over the recording, and no other."""
         self._one_backward = True
         try:
             yield
@@ -227,7 +227,7 @@ class Layers:
             if not likeness.alike(first.block.nodes, last.block.nodes):
                 raise UnlikeLayersError(self.path, "the last layer has run other ops")
             self._closing = LastLayer(self._tape, call, last, likeness, self.path)
-            with DisableTorchFunction():  # to look at a tensor is no call of its own
+            with DisableTorchFunction():  # reading a tensor's facts is no call
                 self._closing.watch(call, returned)
         except UnlikeLayersError as error:  # not here, where code of the user's may catch it
             self._unlike = error
@@ -367,7 +367,7 @@ _NODE = "_LayerBackward"
 
 
 class _Layer(torch.autograd.Function):
-    """One autograd node for a whole layer."""
+    """One autograd node for a layer."""
 
     @staticmethod
     def forward(ctx: Any, backward: Any, made: tuple[Tensor, ...], *inputs: Tensor) -> Any:

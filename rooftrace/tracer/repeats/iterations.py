@@ -88,11 +88,11 @@ def unchanged(before: LoopState, after: LoopState) -> bool:
     return before.looks == after.looks and longer == after.lists
 
 
-# -- what a turn ran -------------------------------------------------------------------------------
+# -- the ops of a turn -----------------------------------------------------------------------------
 
 
 class _Seen(NamedTuple):
-    """One op: its arguments with tensors as their sizes, and the sizes of what it made."""
+    """One op: its arguments with tensors as their sizes, and the sizes of its results."""
 
     func: Any
     args: tuple[Any, ...]
@@ -170,7 +170,7 @@ def ops_of(node: fx.Node, turn: Turn) -> list[fx.Node]:
     while node is not turn.node:
         if node.op != "call_function":
             if turn.label[1]:
-                raise Refused  # a constant of its own in every turn
+                raise Refused  # a different constant in every turn
         elif node.target is not operator.getitem:
             ops.append(node)
         node = node.prev

@@ -56,7 +56,7 @@ class LastLayer:
         self._module_tensors = dict(enumerate(call.module_tensors, len(call.tensors)))
         self._awaited: set[int] = set()  # places of arguments that get a gradient
         self._got: dict[int, _Gradient | None] = {}
-        self._made: dict[int, _Gradient] = {}  # what the block makes, by place
+        self._made: dict[int, _Gradient] = {}  # results of the block, by place
         self._before: Any = None  # the state of the recording as the first gradient came
         self._after: Any = None  # and as the last one was complete
         self._start: fx.Node | None = None
@@ -179,7 +179,7 @@ class LastLayer:
         return made
 
     def _left_behind(self) -> bool:
-        """Whether something still holds what the layer made, forward or backward."""
+        """Whether something still holds results of the layer, forward or backward."""
         forward = self.forward
         kept = {forward.first_storage + spec.storage for *_, spec in forward.results}
         kept.update(item.spec.storage for item in self._made.values())
@@ -244,7 +244,7 @@ class LastLayer:
 
 
 def _storage_of(node: fx.Node) -> int | None:
-    """The storage of a value; None for what a repeated call returned."""
+    """The storage of a value; None for results of a repeated call."""
     base, index = taperecords.picked(node)
     recorded = base.meta[META_KEY]
     if isinstance(recorded, taperecords.Entry):
@@ -261,10 +261,10 @@ def _last(tape: Tape) -> fx.Node | None:
 
 
 class Likeness:
-    """Two calls that may have recorded the same ops on their own arguments.
+    """Two calls that may have recorded the same ops on their arguments.
 
     nodes: for each argument of the second, that of the first.  assumptions: ids of those that ops
-    of the second rest on, and what they are in the first.  Both grow while ops are compared.
+    of the second rest on, and their counterparts in the first.  Both grow while ops are compared.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Likeness:
         theirs: Sequence[fx.Node],
         arguments: Collection[fx.Node] = (),
     ) -> bool:
-        """Whether these nodes of the first do what those of the second do.
+        """Whether these nodes of the first are the same ops as those of the second.
 
         arguments: nodes read by the second that may be any of the first, but one each.
         """
@@ -369,5 +369,5 @@ def ops_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _facts(facts: Mapping[str, Any]) -> str:
-    """Facts can hold tensors, which have no equality of their own."""
+    """Facts can hold tensors, which have no plain equality."""
     return repr(sorted(facts.items()))

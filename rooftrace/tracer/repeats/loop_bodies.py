@@ -337,7 +337,7 @@ def _is_method(name: str) -> bool:
 
 
 def _is_function(item: Any) -> bool:
-    """Whether this is a function of tensors of torch's own."""
+    """Whether this is a function of torch on tensors."""
     if not callable(item) or getattr(item, "__name__", "") in _HIDDEN:
         return False
     if getattr(item, "__module__", "") == nn.functional.__name__:

@@ -4,23 +4,23 @@ While a recorder is entered, `range` in the modules of the traced code is ours. 
 is simple enough runs turns 0, 1 and 2 and then the last (where autograd runs, the last ones); turn
 2 stands for itself and the turns left out.
 
-Why the turns that are left out would have recorded what turn 2 recorded:
+Why the turns that are left out would have recorded the ops of turn 2:
 
-1. The body is straight: assignments and calls, without a condition, a loop or a function of its own
+1. The body is straight: assignments and calls, without a condition, a loop or an inner function
    (`read_body`).  It calls torch's functions of tensors and methods of tensors, which do the same
    whenever their arguments look the same and nobody asks for the value of a tensor.
 2. What a turn can see is the names in its body.  Each is a tensor, a plain Python value, or a list
    that the body only appends to, and so never reads.  How they look (`loop_state`: sizes, strides,
-   precision, gradients, what shares memory, whether a value is known) is the state of the loop.
+   precision, gradients, shared memory, whether it has a value) is the state of the loop.
 3. The loop variable stands only in indices of a tensor that the body does not replace, as a sum
    or a product with integers.  So it changes the numbers of `select` and `slice` ops by a constant
    step, and nothing else.  A select looks the same at every index; a slice does where its ends
    move together and stay inside of the tensor: between two turns if they do in both.
-4. No op of turns 1 and 2 asks for a value, runs on the host, or makes a known value; a view of a
-   known tensor may be written into, and is not read.
+4. No op of turns 1 and 2 reads a value, runs on the host, or makes a constant; a view of a
+   constant may be written into, and is not read.
 5. The state after turn 2 is the state after turn 1.  With 1 to 4 a turn is a function of that
    state, so turn 3 starts where turn 2 started, and so on up to the last.
-6. The ops of turns 1 and 2 are compared too, with what they read: made in the same turn, in the
+6. The ops of turns 1 and 2 are compared too, with their inputs: made in the same turn, in the
    turn before at the same place, or before both.  So turn 3 reads from turn 2 what 2 reads from 1.
 
 And in backward, which runs from the last turn to the first:
@@ -32,7 +32,7 @@ And in backward, which runs from the last turn to the first:
    gradients over turns.  So many turns are run at the end, and one more: turn 3 then reads the
    gradients of a turn like itself, as the turns before it do.
 
-The last turn is run, so what follows the loop finds its names as they would be; an index that is
+The last turn is run, so code after the loop finds its names as they would be; an index that is
 out of range still fails.  A list gets stand-ins for the turns left out.  They take part in
 autograd, so that later code records the same backward, but their gradients go nowhere.  In a list
 that is only stacked or concatenated they do not, and their gradients, which would be views that
@@ -160,7 +160,7 @@ class _Shortened:
         return False
 
     def _repeats(self) -> bool:
-        """Whether turn 2 did what turn 1 did, and left its names as they were."""
+        """Whether turn 2 ran as turn 1, and left its names as they were."""
         first, second = self.turns[1].ops, self.turns[2].ops
         pairs = zip(first, second, strict=False)
         return (
@@ -289,7 +289,7 @@ class Rolling(LoopWatch):
 
     @contextlib.contextmanager
     def injected(self) -> Iterator[None]:
-        """Inside, `range` in the watched modules is ours, but for those that have their own."""
+        """Inside, `range` in the watched modules is ours, except those that define one."""
         scope = Scope.current()
         assert scope is not None
         scope.kept[_NAME] = self
@@ -313,7 +313,7 @@ class Rolling(LoopWatch):
 
 
 def _functions(namespace: Mapping[str, Any]) -> list[FunctionType]:
-    """The functions in a namespace, without what wraps them; a notebook's `open` wraps C code."""
+    """The functions in a namespace, without their wrappers; a notebook's `open` wraps C code."""
     wrappers = [item for item in [*namespace.values()] if isinstance(item, FunctionType)]
     functions = map(inspect.unwrap, wrappers)
     return [function for function in functions if isinstance(function, FunctionType)]
@@ -325,7 +325,7 @@ _NOT_USERS = frozenset({"builtins", "torch", "rooftrace"})
 
 
 def _transformed() -> bool:
-    """Whether a transform of torch.func runs: its tensors are not what they look like."""
+    """Whether a transform of torch.func runs: its tensors are wrappers."""
     inside: Any = torch_private.peek_interpreter_stack()
     return inside is not None
 
@@ -364,7 +364,7 @@ _USERS: Counter[int] = Counter()  # how many recordings watch a namespace that h
 
 
 def _inject(namespace: dict[str, Any]) -> bool:
-    """Put `_Range` into the names of a module; False where it has a `range` of its own."""
+    """Put `_Range` into the names of a module; False where it defines a `range`."""
     with _LOCK:
         if namespace.setdefault("range", _Range) is not _Range:
             return False

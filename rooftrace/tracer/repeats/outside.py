@@ -131,14 +131,14 @@ class Watched:
 # -- outside ---------------------------------------------------------------------------------------
 # State outside of modules that Python code reads: globals, closures, class attributes, contexts.
 #
-# A call may be repeated (see `calls`) only while this state is what it was.  `Outside` watches
-# which functions a call enters and remembers what each of them can see at that moment.  Code of
+# A call may be repeated (see `calls`) only while this state is unchanged.  `Outside` watches
+# which functions a call enters and remembers the state that each can see at that moment.  Code of
 # torch and of the standard library is not looked into.
 
 _DEPTH = 3
 """How deep objects inside objects are looked into."""
 _MAX_ITEMS = 512
-"""The most items of a container that are looked into; those of a larger one are told apart."""
+"""The most items of a container that are looked into; those of a larger one count as different."""
 _HERE = __file__.rpartition("tracer")[0]
 _TORCH = (torch.__file__ or "").rpartition("__init__")[0]
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -174,7 +174,7 @@ class Outside:
     """State outside of modules that is visible to the functions that run while this is entered.
 
     followable: whether all of it can be compared later.  watches_draws: a call that draws from
-    Python's own generator, whose state other threads change too, cannot be.  Garbage collection is
+    Python's generator, whose state other threads change too, cannot be.  Garbage collection is
     off inside, because its callbacks and finalizers would count as code of the call.
     """
 
@@ -207,7 +207,7 @@ class Outside:
         self._add_cells()
 
     def unchanged(self) -> bool:
-        """Whether everything that was seen is now what it was when it was first seen."""
+        """Whether the state that was seen is as it was when first seen."""
         if not self.followable:
             return False
         try:
@@ -218,7 +218,7 @@ class Outside:
             return False
 
     def include(self, other: Outside) -> None:
-        """A call that is not run again stands for one that sees what `other` saw."""
+        """A call that is not run again stands for one with the state that `other` saw."""
         self.followable &= other.followable
         for key, seen in other._before.items():
             self._before.setdefault(key, seen)
@@ -228,7 +228,7 @@ class Outside:
         code = frame.f_code
         if id(code) in self._seen or not self.followable:
             return
-        self._seen[id(code)] = code  # kept, so that the id stays its own
+        self._seen[id(code)] = code  # kept, so that the id is not reused
         if not _looked_into(code):
             return
         self._local.update(item for item in code.co_consts if isinstance(item, CodeType))
@@ -246,7 +246,7 @@ class Outside:
             self._before[key] = place, _state_of(place.value())
 
     def _add_closure(self, frame: FrameType) -> None:
-        """The free variables of a function: what they hold, or their cells if that is plain."""
+        """The free variables of a function: their contents, or their cells if those are plain."""
         values = frame.f_locals
         for name in frame.f_code.co_freevars:
             value = values.get(name, trees.ABSENT)
@@ -308,7 +308,7 @@ def _watching(active: list[Outside], draws: bool) -> Callable[[FrameType, str, A
 
 
 def include(other: Outside) -> None:
-    """All that are entered now see what `other` saw."""
+    """All that are entered now see the state that `other` saw."""
     for active in _outside.active:
         active.include(other)
 
@@ -441,7 +441,7 @@ _TELLS: dict[type, Callable[[Any], str]] = {
     random.Random: lambda value: repr(value.getstate()),
     torch.Generator: lambda value: repr(bytes(value.get_state().untyped_storage())),
 }
-"""Objects whose state a call of their own returns (`getstate`, `get_state`)."""
+"""Objects whose state a method returns (`getstate`, `get_state`)."""
 
 
 def _same(before: State, after: State) -> bool:

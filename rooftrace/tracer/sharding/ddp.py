@@ -2,7 +2,7 @@
 
 Its reducer is C++ that writes into real memory.  What it does is done here by ops that a recording
 sees: a gradient that is ready is scaled into its place in a bucket; a bucket whose gradients are
-all there is all-reduced beside the rest of backward, in the order of the buckets; at the end the
+all there is all-reduced during the rest of backward, in the order of the buckets; at the end the
 sums go back into the gradients, unless these are views of the buckets.
 
 Buckets are filled in the reverse order of registration, as in the first step; later steps of torch
@@ -43,7 +43,7 @@ class Replication:
     limits: tuple[int, ...]  # bytes at which the first bucket, and every later one, is full
     views: bool  # gradients are views of the buckets
     buffers: bool  # each forward begins with the buffers of the first process
-    hooked: bool  # a hook of the user's exchanges gradients in its own way
+    hooked: bool  # a hook of the user's exchanges gradients in another way
 
 
 def replication_of(wrapper: Any) -> Replication:
@@ -269,7 +269,7 @@ def replicated(
 
 @contextlib.contextmanager
 def _lent(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, an object has these attributes of its own."""
+    """Inside, an object has these instance attributes."""
     held = vars(owner)
     before = {name: held[name] for name in attributes if name in held}
     held.update(attributes)

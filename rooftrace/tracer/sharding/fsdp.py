@@ -82,7 +82,7 @@ class Event:
 
 
 class Stream:
-    """A queue of the device; name: what it is for, "" for the main one."""
+    """A queue of the device; name: its purpose, "" for the main one."""
 
     def __init__(self, device: Any = None, priority: int = 0, name: str | None = None) -> None:
         self.name = f"stream {next(_numbers)}" if name is None else name
@@ -97,7 +97,7 @@ class Stream:
             self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event for what is on this stream now."""
+        """An event after the work on this stream."""
         event = event or Event()
         event.record(self)
         return event
@@ -147,7 +147,7 @@ def select(stream: Stream) -> None:
 
 
 class DeviceModule:
-    """Stands for the module of a device (`torch.cuda`) in what a mesh runs."""
+    """Stands for the module of a device (`torch.cuda`) in the code of a mesh."""
 
     Stream, Event, stream = Stream, Event, _On
 
@@ -174,7 +174,7 @@ class DeviceModule:
 # -- fsdp ------------------------------------------------------------------------------------------
 # Modules that `fully_shard` has sharded (FSDP2), run on the meta device.
 #
-# They keep their own hooks, order of prefetches and streams.  What is replaced while they are
+# They keep their hooks, order of prefetches and streams.  What is replaced while they are
 # recorded is the device that they ask for, and the check that refuses weights on meta.
 
 _META = torch.device("meta")
@@ -189,10 +189,10 @@ def fully_sharded(
 ) -> Iterator[None]:
     """Inside, FSDP2 modules below these roots run on meta; nothing happens where there are none.
 
-    unsharded: called with each tensor that holds a whole weight, and the shard that it stands for.
+    unsharded: called with each tensor that holds an unsharded weight, and its shard.
     resized: called with each storage that is freed or allocated again, and its new size in bytes.
     lent: whether the modules are on meta for the length of the block only.  Those of a script stay
-    on the device that it sees, with what they know of its streams.
+    on the device that it sees, with its streams.
     """
     states = _states(roots)
     with contextlib.ExitStack() as undo:
@@ -294,7 +294,7 @@ _CONTAINERS = (list, dict, set)
 
 
 def _kept(undo: contextlib.ExitStack, item: Any) -> None:
-    """Give an object its attributes back at the end of the block, containers with what they had."""
+    """Give an object its attributes back at the end of the block, containers with their items."""
     attributes = vars(item)
     before = {
         name: value.copy() if type(value) in _CONTAINERS else value
@@ -310,7 +310,7 @@ def _kept(undo: contextlib.ExitStack, item: Any) -> None:
 
 @contextlib.contextmanager
 def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
-    """Inside, what frees the bytes of a tensor that stays alive is seen."""
+    """Inside, calls that free the bytes of a live tensor are seen."""
     kind = torch.UntypedStorage
     original = kind.resize_
 
@@ -329,20 +329,20 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 # The device mesh of a module, from its sharded weights.
 
 _BACKENDS = "cpu:fake,cuda:fake,meta:fake"
-"""Collectives of these devices return at once, with what is there."""
+"""Collectives of these devices return at once, with local data."""
 
 
 def begin_group(init: Callable[..., Any], world: int, rank: int, **options: Any) -> None:
     """Let this process be one of `world` that are not there: it gets a default process group.
 
-    init: torch's own `init_process_group`.  options: further ones of it.
+    init: torch's `init_process_group`.  options: further ones of it.
     """
     import torch.distributed as dist
 
     shown = sys.excepthook
     init(_BACKENDS, store=torch_private.FakeStore(), rank=rank, world_size=world, **options)
     sys.excepthook = shown  # torch's own names a rank before every error, to the end of the process
-    # A group finds its backend where it is asked for hooks; else torch warns at the end.
+    # A group finds its backend where hooks are read; else torch warns at the end.
     kind = dist.ProcessGroup.BackendType.CUSTOM
     torch_private.get_default_group()._set_default_backend(kind)
 
@@ -418,7 +418,7 @@ _FAKE = "_rebuild_tensor_from_dtensor_meta"
 
 @contextlib.contextmanager
 def sizes_unseen() -> Iterator[None]:
-    """Inside, sizes of whole tensors are found outside of any mode of the code and of ours."""
+    """Inside, sizes of unsharded tensors are found outside of all modes."""
     home = sys.modules.get(torch_private.SHARDING_PROP)
     propagator: Any = getattr(home, "ShardingPropagator", None)
     if propagator is None or not hasattr(propagator, _NAME):

@@ -24,7 +24,7 @@ DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
     """The sizes of a mesh by transformers' names of the axes.
 
-    "dp" and "fsdp" are replicas that share their weights in training; "dp_replicate" are whole
+    "dp" and "fsdp" are replicas that share their weights in training; "dp_replicate" are full
     copies of these.  "ep" is a view of the processes of the others, and adds none.  Raises
     RequestError for another axis, and for sizes that do not divide.
     """
@@ -202,7 +202,7 @@ def keep_less(model: Any, checkpoint: str) -> None:
 
 
 def _selective() -> Any:
-    """Contexts of a checkpoint that keeps every second product, attention and what is exchanged."""
+    """Contexts of a checkpoint that keeps every second product, attention and exchanges."""
     from torch.utils import checkpoint
 
     seen, home = {False: 0, True: 0}, vars(checkpoint)

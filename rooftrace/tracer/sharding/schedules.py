@@ -1,4 +1,4 @@
-"""The order of work of each process of a pipeline, as torch's own schedules plan it.
+"""The order of work of each process of a pipeline, as torch's schedules plan it.
 
 Schedules of several stages a process plan it when they are made, which needs no processes.  Those
 of one stage a process do it as they run; their order is written here: all forwards and then all
@@ -88,7 +88,7 @@ def _one_by_one(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 class _Stub:
-    """Stands for a stage of torch's pipelines: what schedules ask of it before they run."""
+    """Stands for a stage of torch's pipelines: the attributes that schedules read."""
 
     def __init__(self, index: int, count: int, rank: int, ranks: int) -> None:
         import torch

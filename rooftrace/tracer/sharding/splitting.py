@@ -1,6 +1,6 @@
 """A model cut into stages: each has some of the layers, the first the embedding, the last the head.
 
-Layers that are not of a stage become modules that return what they get, as in transformers' own
+Layers that are not of a stage become modules that return their input, as in transformers'
 pipelines, so that the paths of all others stay.
 """
 
@@ -158,7 +158,7 @@ def inputs_of(inputs: Any, model: Any, stage: Stage) -> Any:
 
 
 def with_stage(graph: OpGraph, stage: Stage, schedule: str, microbatches: int) -> OpGraph:
-    """The graph of a stage, which says of which stages it is and what it hands to the next."""
+    """The graph of a stage, which says of which stages it is and its outputs to the next."""
     hidden = [value for value in map(graph.values.__getitem__, graph.outputs) if value.shape]
     handed = max((v.nbytes for v in hidden if v.role == "activations"), default=0)
     facts = {

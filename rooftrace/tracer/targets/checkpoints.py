@@ -1,4 +1,4 @@
-"""Reads tensors of torch.save files slice by slice, and records what such a file holds."""
+"""Reads tensors of torch.save files slice by slice, and records the contents of such a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rooftrace.tracer.targets.filenames import ENDS, INDEX, MODEL, SAFETENSORS, 
 from rooftrace.tracer.values import dtype_name, trees
 
 # -- slices ----------------------------------------------------------------------------------------
-# A few elements of a tensor at a time, whatever its strides: what is copied has a bound.
+# A few elements of a tensor at a time, whatever its strides: a copy has a bound.
 
 SLICE = 1 << 18
 """Elements that are read at once: 2 MiB as doubles, which a cache holds."""
@@ -75,11 +75,11 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 # -- stored ----------------------------------------------------------------------------------------
-# Records of what a file of weights holds: tensors that are read slice by slice.
+# Records of the contents of a file of weights: tensors that are read slice by slice.
 
 
 class CheckpointError(ValueError):
-    """A file of weights that cannot be read: names the file, the tensor, and what is wrong."""
+    """A file of weights that cannot be read: names the file, the tensor, and the fault."""
 
 
 KIND = FileKind("checkpoint", CheckpointError)
@@ -89,12 +89,12 @@ KIND = FileKind("checkpoint", CheckpointError)
 class Stored:
     """A tensor in a file.  Nothing of it is in memory before `read`.
 
-    A cell is an element.  Of a format that has no dtype of whole bytes in torch it is a byte, and
-    `decoded` is false: then only the bytes are known, not the values.
+    A cell is an element.  Of a format without a byte-sized dtype in torch it is a byte, and
+    `decoded` is false: then only the bytes are read, not the values.
     """
 
     name: str
-    dtype: str  # our name of it ("bf16"); the file's own where it is not decoded
+    dtype: str  # our name of it ("bf16"); the file's where it is not decoded
     shape: tuple[int, ...]  # of elements
     elements: int
     bytes: int
@@ -123,8 +123,8 @@ class Checkpoint:
     kind: str  # "safetensors" or "torch"
     tensors: Mapping[str, Stored]
     files: int
-    notes: tuple[str, ...] = ()  # what in the files is not among the tensors
-    config: str | None = None  # the path of the config.json beside it
+    notes: tuple[str, ...] = ()  # other contents of the files
+    config: str | None = None  # the path of the config.json next to it
 
     @property
     def params(self) -> int:
@@ -138,11 +138,11 @@ class Checkpoint:
 
 
 # -- torchfile -------------------------------------------------------------------------------------
-# Reads what torch.save wrote: mapped into memory, with weights_only, so that no code runs.
+# Reads a file of torch.save: mapped into memory, with weights_only, so that no code runs.
 #
 # A file is a zip whose entries are the bytes of storages, and a pickle that says which tensor lies
 # where.  torch reads that pickle with an unpickler that knows tensors and containers alone.  Older
-# files, which are a pickle as a whole, are refused.
+# files, each one pickle, are refused.
 
 _MOST_PICKLE = 1 << 28
 """Bytes of the pickle in a file, which says where the tensors are: 256 MiB."""
@@ -155,7 +155,7 @@ _BELOW_A_BYTE = (torch.float4_e2m1fn_x2,)
 
 
 def read_torch(path: Path) -> tuple[list[Stored], int]:
-    """The tensors of a file of torch.save, and how many other values stand beside them.
+    """The tensors of a file of torch.save, and how many other values it holds.
 
     Raises OSError, and CheckpointError for another file and for one that holds more than tensors,
     containers, numbers and text.
@@ -232,7 +232,7 @@ def _tensors(
 
 
 def _stored(name: str, tensor: Tensor, path: Path) -> Iterator[Stored]:
-    """A tensor as what is read of it: a wrapper or a sparse tensor as the tensors inside."""
+    """The plain tensors of a tensor: those inside a wrapper or a sparse tensor."""
     for part, suffix in trees.parts_of(tensor):
         yield _plain(name + suffix, part, path)
 
@@ -279,7 +279,7 @@ def _forget(tensor: Tensor, start: int, stop: int) -> None:
         return
     low = tensor.data_ptr() + start * tensor.itemsize
     high = low + (stop - start) * tensor.itemsize
-    low += -low % mmap.PAGESIZE  # whole pages inside: beside them other memory may lie
+    low += -low % mmap.PAGESIZE  # full pages inside: other memory may adjoin them
     high -= high % mmap.PAGESIZE
     if high > low:
         with suppress(OSError, AttributeError):
@@ -407,8 +407,8 @@ def _checkpoint(
 # Reads safetensors files: the header strictly, the tensors slice by slice.
 #
 # The format: 8 bytes with the length of the header, a JSON table of dtype, shape and place of each
-# tensor, then their bytes, without gaps.  The library `safetensors` maps whole files into memory;
-# here a slice is read when it is asked for.
+# tensor, then their bytes, without gaps.  The library `safetensors` maps full files into memory;
+# here a slice is read on demand.
 
 
 _LENGTH = 8
@@ -438,7 +438,7 @@ _TORCH = {
 }
 """The format's names of dtypes, and torch's."""
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""Dtypes of less than a byte: their sizes are known, their values are not decoded."""
+"""Dtypes of less than a byte: their sizes are read, their values are not decoded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,8 @@ class ComputeDtype(NamedTuple):
 def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
     """The precision in which the model of a config computes.
 
-    A dtype of the whole config decides, else that of a config inside (of the language model first),
-    else what most numbers of the checkpoint in `folder` are stored in, else bfloat16, which is
+    A dtype of the outer config decides, else that of an inner config (the language model's first),
+    else that of most numbers of the checkpoint in `folder`, else bfloat16, which is
     assumed.  Raises TargetError for a dtype that torch does not have.
     """
     fields = list(_fields(data, ""))
@@ -84,7 +84,7 @@ def precision_of(data: Mapping[str, Any], folder: Path | None) -> ComputeDtype:
 
 
 def in_fp32(error: RequestError) -> ComputeDtype:
-    """fp32 for a model of which nothing says what it computes in, and that bf16 does not do for."""
+    """fp32 for a model that names no precision and does not run in bf16."""
     text = (
         "nothing says what the model computes in: fp32 is taken (--dtype), as it does not run in "
         f"{dtype_name(DEFAULT)} ({error!s:.160})"
@@ -154,8 +154,8 @@ def unbuilt(data: Mapping[str, Any], module: nn.Module, declared: Sequence[Decla
 
     Each is taken to be as large as the largest layer of the longest stack, with a projection of two
     hidden states to one, in the formats that `declared` gives a module of its name: checkpoints
-    call it the next layer of the stack, or mtp.layers.0.  Some hold tables of embeddings of its own
-    beside it, which no config says: a second number has them.
+    call it the next layer of the stack, or mtp.layers.0.  Some hold further tables of embeddings
+    with it, which no config says: a second number has them.
     """
     counted = next(_counted(data, ""), None)
     if counted is None or any(_BUILT.search(path) for path, _ in module.named_modules()):
@@ -219,7 +219,7 @@ def _size(layer: nn.Module, forms: Mapping[int, str]) -> tuple[int, int]:
 # lists them.
 
 ATTENTION = ("eager", "sdpa", "flex_attention")
-"""Implementations of attention that are torch's or transformers' own.  transformers takes a name
+"""Implementations of attention in torch or transformers.  transformers takes a name
 with a slash for a repository of kernels.  flash_attention_2 and its like are taken out."""
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 """Implementations of a mixture of experts without kernels from the hub."""
@@ -258,7 +258,7 @@ def without_code(data: Mapping[str, Any]) -> dict[str, Any]:
 def with_own_attention(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The config without names of flash attention, at any depth, and those names.
 
-    They say what the model was saved with, and ask for a package; torch's attention runs the same
+    They say how the model was saved, and need a package; torch's attention runs the same
     kernel.
     """
     flash: dict[str, None] = {}
@@ -279,7 +279,7 @@ def with_own_attention(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def _field(key: Any) -> str:
-    """A field without what marks it as private."""
+    """A field without its mark of privacy."""
     return str(key).lstrip("_").removesuffix("_internal")
 
 

@@ -1,4 +1,4 @@
-"""Where a config, and the files beside it, declare how the weights of a checkpoint are stored."""
+"""Where a config, and the files next to it, declare how the weights of a checkpoint are stored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rooftrace.tracer.targets.quantized_modules import (
 )
 
 BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files beside a config that declare it: of modelopt, of AutoGPTQ, of AutoAWQ."""
+"""Files next to a config that declare it: of modelopt, of AutoGPTQ, of AutoAWQ."""
 _PLACES = ("quantization_config", "compression_config", "quantization")
 _NAMED = re.compile(
     r"(?<![a-z0-9])(nvfp4|mxfp[468]|fp8|fp4|int[248]|w\d{1,2}a\d{1,2}|awq|gptq|gguf|bnb|[248]-?bit)"
@@ -35,12 +35,12 @@ _NAMED = re.compile(
 )
 
 Read = Callable[[str], Any]
-"""The contents of a JSON file beside a config, by its name; None where there is none."""
+"""The contents of a JSON file next to a config, by its name; None where there is none."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """One declaration: where it stands, the config whose modules it is about, what it says.
+    """One declaration: where it stands, the config whose modules it is about, its scheme.
 
     part: the name of the config inside of the config, "" for the whole.  scheme: None where it is
     not understood; problem says why.
@@ -53,7 +53,7 @@ class Declared:
 
 
 def declared_in(data: Mapping[str, Any], read: Read, name: str) -> tuple[Declared, ...]:
-    """The declarations of a config, outermost first; the files beside it where it has none.
+    """The declarations of a config, outermost first; the files next to it where it has none.
 
     data: of a config.json.  name: of the model, which may promise what no file declares.  Raises
     TargetError for a field of the wrong type.
@@ -108,7 +108,7 @@ Method = Callable[[Fields], Scheme]
 
 
 def scheme_of(settings: Fields) -> Scheme:
-    """The scheme of a record.  Raises Unread for a method that is not known."""
+    """The scheme of a record.  Raises Unread for an unknown method."""
     name = settings.word("quant_method")
     if not name:
         producer = settings.record("producer")
@@ -132,7 +132,7 @@ def scheme_of(settings: Fields) -> Scheme:
     return replace(scheme, method=name, kv=kv)
 
 
-# -- whole checkpoints in one format ---------------------------------------------------------------
+# -- checkpoints in one format ---------------------------------------------------------------
 
 
 def _gptq(settings: Fields) -> Scheme:
@@ -323,7 +323,7 @@ def _bitnet(settings: Fields) -> Scheme:
 
 
 def _aqlm(settings: Fields) -> Scheme:
-    """Codes of whole groups; codebooks and the scale of a row are small beside them."""
+    """Codes of groups; codebooks and the scale of a row are small against them."""
     codes = settings.integer("num_codebooks", default=1)
     bits = Fraction(
         codes * settings.integer("nbits_per_codebook", default=16),

@@ -15,7 +15,7 @@ ENDS = (f"{SAFETENSORS}{INDEX}", SAFETENSORS, *(f"{suffix}{INDEX}" for suffix in
 MODEL = ("model", "pytorch_model")
 """Stems of the file that is meant where a folder has several of one kind."""
 _STATES = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
-"""How names of files begin that a trainer writes beside the weights."""
+"""Prefixes of files that a trainer writes next to the weights."""
 
 
 def is_checkpoint(source: Any) -> bool:

@@ -52,7 +52,7 @@ class _Config(TypedDict, total=False):
 
 
 class Described(NamedTuple):
-    """A config, what its model computes in, and how the files beside it say that it is stored."""
+    """A config, the precision of its model, and the storage that files next to it declare."""
 
     config: Any
     name: str
@@ -119,7 +119,7 @@ def _config_of(data: Mapping[str, Any], target: str) -> Any:
         )
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(without_quantization(data))
-    except Exception as error:  # its validation raises errors of its own
+    except Exception as error:  # its validation raises custom errors
         reason = " ".join(str(error).split())
         raise TargetError(f"target {target!r}: transformers refuses it: {reason}") from None
 
@@ -270,7 +270,7 @@ def _model_class(config: Any, target: str) -> Any:
 def from_config(described: Described, request: Request) -> Loaded:
     """The model of a config, built on meta, and inputs for it.
 
-    Where nothing says what it computes in, and its call or its loss refuses what is taken, it is
+    Where nothing names its precision, and its call or its loss refuses the default, it is
     built in fp32.  Raises TargetError, and RequestError for inputs that cannot be guessed.
     """
     built = built_from(described)
@@ -294,7 +294,7 @@ def from_config(described: Described, request: Request) -> Loaded:
 
 
 class Built(NamedTuple):
-    """The model of a config on meta, the precision of its cache, and what is assumed of it."""
+    """The model of a config on meta, the precision of its cache, and assumptions on it."""
 
     module: Any
     kv: str | None
@@ -350,7 +350,7 @@ def built_from(described: Described) -> Built:
 
 
 def module_of(config: Any, dtype: torch.dtype, target: str) -> Any:
-    """The model of a config object, on meta; its whole numbers are known.  Raises TargetError."""
+    """The model of a config object, on meta; its integers have values.  Raises TargetError."""
     kind = _model_class(config, target)
     config = _part_for(kind, config)
     recorder = Recorder(Values(draws=True), record=False)
@@ -366,13 +366,13 @@ def module_of(config: Any, dtype: torch.dtype, target: str) -> Any:
     finally:
         recorder.values.close(keep=True)
     for tensor in (t for part in module.modules() for t in own_tensors(part)):
-        if tensor.is_floating_point():  # it seldom decides anything, and what it makes is larger
+        if tensor.is_floating_point():  # it seldom decides anything, and its results are larger
             tensor.__dict__.pop(REAL_VALUE, None)
     return module
 
 
 def _part_for(kind: Any, config: Any) -> Any:
-    """The config that a model class takes: the whole, or the config of one part."""
+    """The config that a model class takes: the outer one, or the config of one part."""
     wanted = getattr(kind, "config_class", None) or type(config)
     parts = [part for part in vars(config).values() if type(part) is wanted]
     return parts[0] if parts and type(config) is not wanted else config

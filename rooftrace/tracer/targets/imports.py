@@ -77,7 +77,7 @@ def _above_package(path: Path, levels: int = 0) -> tuple[Path, str]:
 
 
 def _roots(path: Path) -> list[str]:
-    """Folders of a file's own checkout with packages that the file, or one beside it, imports.
+    """Folders of a file's checkout with packages that the file, or one next to it, imports.
 
     These folders come first, because the same package may be installed from another checkout.  They
     are the folder above the file's package and, up to the root of the project, each folder or its

@@ -85,12 +85,12 @@ class _Seen:
 
 
 _SEEN: dict[str, _Seen] = {}
-"""Modules of the user that are no target's own, and may still be edited, by name."""
+"""Modules of the user outside any target, which may still be edited, by name."""
 
 
 @contextlib.contextmanager
 def own_imports(leave: bool = False) -> Iterator[None]:
-    """Targets loaded inside get modules of their own; their later imports belong inside too.
+    """Targets loaded inside get fresh modules; their later imports belong inside too.
 
     One thread at a time.  Contexts may be nested: the outer one counts.  leave: imports stay until
     the next target is loaded.
@@ -130,7 +130,7 @@ def prepare(key: str, first: Sequence[str], more: Sequence[str] = ()) -> ModuleT
     """Make ready to import a target; requires `own_imports`.
 
     key: tells this target from others.  first: folders (real paths) that come first in `sys.path`.
-    more: further folders whose modules are the target's own.  Modules of another target, or of
+    more: further folders whose modules belong to the target.  Modules of another target, or of
     an older file, are set aside.  Returns the target's module where `keeping` has it.
     """
     (imports,) = _ACTIVE
@@ -140,7 +140,7 @@ def prepare(key: str, first: Sequence[str], more: Sequence[str] = ()) -> ModuleT
     linecache.checkcache()
     _set_aside(imports, _in_the_way(first, more))
     if any(seen.edited() for seen in _SEEN.values()):
-        _set_aside(imports, set(_SEEN))  # who imports what is edited is not known
+        _set_aside(imports, set(_SEEN))  # the importers of an edited module are unknown
     for name, module in list(sys.modules.items()):
         _see(name, module)
     for folder in reversed(first):
@@ -208,7 +208,7 @@ def _put_back(imports: _Imports, path: Sequence[str]) -> None:
         sys.path[:] = [entry for entry in sys.path if entry not in added]
     new = _new(imports)
     _IMPORTED.update(new)
-    # A package and what is inside it stay or go together.
+    # A package and its modules stay or go together.
     tops = {name.partition(".")[0] for name in new}
     dropped = {top for top in tops if not _stays(top, imports)}
     dropped |= {name.partition(".")[0] for name in imports.aside}
@@ -219,7 +219,7 @@ def _put_back(imports: _Imports, path: Sequence[str]) -> None:
         else:
             _see(name, module)
     sys.modules.update(imports.aside)
-    _SEEN.update(imports.seen)  # what the user imported is still of the file as it was
+    _SEEN.update(imports.seen)  # modules of the user are still of the earlier file
     importlib.invalidate_caches()
 
 
@@ -281,7 +281,7 @@ def _provides(folder: str, top: str) -> bool:
 
 
 def _see(name: str, module: Any) -> None:
-    """Remember the content of a user's module file, unless an older state is known."""
+    """Remember the content of a user's module file, unless there is an older state."""
     if name not in _SEEN and _users_module(name, module) and (file := _file(module)):
         _SEEN[name] = _Seen(file, digest(file), _stamp(file))
 
@@ -300,7 +300,7 @@ def _set_aside(imports: _Imports, names: set[str]) -> None:
         seen = _SEEN.pop(name, None)
         module = sys.modules.get(name)
         if module is None or _is_extension(module):
-            continue  # what is compiled cannot be imported twice
+            continue  # compiled modules cannot be imported twice
         if imports.before.get(name) is module:
             imports.aside[name] = module
             if seen is not None:
@@ -381,7 +381,7 @@ class _FromSource(SourceFileLoader):
 class _Finder:
     """Returns the specs of the finders after it, but reads the user's Python files from source.
 
-    Finders before it are not asked: they may be asking it, which would not end.
+    Finders before it are skipped: they may be calling it, which would not end.
     """
 
     def find_spec(

@@ -1,7 +1,7 @@
-"""Reads a model in ONNX as data: its graph and the sizes of its weights; a file beside it is never
+"""Reads a model in ONNX as data: its graph and the sizes of its weights; an external file is never
 opened.
 
-`onnx` parses the file.  Weights become parameters on meta; small whole numbers, which shapes are
+`onnx` parses the file.  Weights become parameters on meta; small integers, which shapes are
 computed from, keep their values.
 """
 
@@ -25,7 +25,7 @@ from rooftrace.tracer.targets.ptfile import Dimensions, ProgramInput
 
 KIND = FileKind("ONNX model", TargetError)
 _MOST_BYTES = 1 << 31
-"""Bytes of a file: what the format itself allows."""
+"""Bytes of a file: the limit of the format."""
 _MOST_KNOWN = 1 << 22
 """Whole numbers whose values are read."""
 _MOST_FLOATS = 1

@@ -1,4 +1,4 @@
-"""Steps of ONNX on known numbers, in numpy: what computes the sizes of later steps."""
+"""Steps of ONNX on constants, in numpy: they compute the sizes of later steps."""
 
 from __future__ import annotations
 

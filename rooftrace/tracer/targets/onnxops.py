@@ -16,7 +16,7 @@ Attributes = Mapping[str, Any]
 
 
 def tensor(item: Any, like: Tensor | None = None) -> Any:
-    """A known number as torch takes it: one alone as a number, several as a tensor."""
+    """A constant as torch takes it: one alone as a number, several as a tensor."""
     if not isinstance(item, numpy.ndarray | numpy.generic):
         return item
     if item.size == 1 and like is not None:
@@ -41,7 +41,7 @@ def _axes(attributes: Attributes, said: Any) -> list[int]:
 
 
 def _both(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors, of which some may be known numbers."""
+    """A function of tensors, of which some may be constants."""
 
     def call(attributes: Attributes, *items: Any) -> Any:
         first = next(item for item in items if isinstance(item, Tensor))
@@ -73,7 +73,7 @@ def _one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _padded(attributes: Attributes, item: Tensor, value: float = 0.0) -> tuple[Tensor, list[int]]:
-    """The input with what a convolution's padding cannot do, and the padding that it can."""
+    """The input, padded where a convolution cannot, and the rest of the padding."""
     rank = item.dim() - 2
     pads = list(attributes.get("pads") or [0] * (2 * rank))
     auto = attributes.get("auto_pad", "NOTSET")

@@ -1,4 +1,4 @@
-"""A program in a file as a module on meta, with inputs of the sizes that are asked for.
+"""A program in a file as a module on meta, with inputs of the requested sizes.
 
 Which sizes may change is in the file: a dimension is fixed, or it has a name and a range there.
 """

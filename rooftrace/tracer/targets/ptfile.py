@@ -47,17 +47,17 @@ class Dimensions:
 
 
 # -- ptfile ----------------------------------------------------------------------------------------
-# Reads what torch.export.save wrote, as data: its graph is checked, and no pickle is opened.
+# Reads a file of torch.export.save as data: its graph is checked, and no pickle is opened.
 #
-# torch.export.load would run what a file asks for: pickles of weights, constants and sample
+# torch.export.load would run code of the file: pickles of weights, constants and sample
 # inputs, expressions that Python evaluates, guards that are compiled, compiled libraries.  Here
 # the graph is parsed as JSON; ops have to be ops of torch that are there, sizes arithmetic;
-# weights are their shapes alone.  torch then builds the program of what was checked.
+# weights are their shapes alone.  torch then builds the checked program.
 
 KIND = FileKind("exported program", TargetError)
 _MOST_ENTRIES = 1_000_000
 _MOST_CONSTANT = 1 << 25
-"""Bytes of a buffer or constant whose values are read; of a larger one only the sizes are known."""
+"""Bytes of a buffer or constant whose values are read; of a larger one only the sizes are read."""
 _TARGET = re.compile(
     r"torch\.ops(?!\.(?:load_library|import_module|loaded_libraries)\b)(?:\.(?!__)\w+){2,3}"
     r"|_operator\.(?!__)\w+|math\.(?!__)\w+|torch\.sym_\w+"
@@ -70,7 +70,7 @@ def read_program(path: Path) -> Any:
     """The torch.export.ExportedProgram of a file, its weights on meta.
 
     Raises OSError, and TargetError for another file, one that is damaged or too large, one that
-    holds more than a graph of known ops, and one of another version of the format.
+    holds more than a graph of ops, and one of another version of the format.
     """
     where = str(path)
     if not zipfile.is_zipfile(path):
@@ -135,7 +135,7 @@ def _most(file: IO[bytes]) -> bytes:
     return file.read(MOST_BYTES + 1)
 
 
-# -- what may stand in a graph ---------------------------------------------------------------------
+# -- allowed parts of a graph ----------------------------------------------------------------------
 
 
 def _tables(item: Any) -> Iterator[dict[str, Any]]:
@@ -151,7 +151,7 @@ def _tables(item: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check(document: Any, where: str) -> None:
-    """Raise TargetError for a graph that holds what is not read."""
+    """Raise TargetError for a graph with parts that are not read."""
     unknown: Counter[str] = Counter()
     for table in _tables(document):
         if isinstance(target := table.get("target"), str) and "inputs" in table:
@@ -195,7 +195,7 @@ def _is_there(target: str) -> bool:
 
 
 def _strip(document: dict[str, Any]) -> None:
-    """Take out what would be compiled or imported, and where tensors were when it was saved."""
+    """Take out code to compile or import, and the devices of saved tensors."""
     document["guards_code"] = []
     document["verifiers"] = ["TRAINING"]
     for table in _tables(document):
@@ -424,7 +424,7 @@ def _is_number(text: str) -> bool:
 
 
 def _is_small(power: ast.expr) -> bool:
-    """Whether a power is a whole number that makes no giant."""
+    """Whether a power is an integer that makes no giant."""
     if isinstance(power, ast.Call) and len(power.args) == 1:
         power = power.args[0]
     if isinstance(power, ast.UnaryOp):
@@ -443,7 +443,7 @@ def _symbol(tree: ast.expr) -> str | None:
 
 
 def evaluated(text: str, sizes: Mapping[str, int]) -> int:
-    """The value of an expression.  Raises ExpressionError where it has no whole number."""
+    """The value of an expression.  Raises ExpressionError where it is no integer."""
     try:
         return _value(checked(text), sizes)
     except (KeyError, TypeError, ZeroDivisionError, OverflowError):

@@ -12,7 +12,7 @@ from rooftrace.errors import TargetError
 from rooftrace.hardware.precisions import PRECISIONS
 
 ROW = -1
-"""A group that is a whole row: one scale for each output feature."""
+"""A group that is a row: one scale for each output feature."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class WeightFormat:
 
     element: the precision of a number.  group: how many numbers of a row share a scale, and rows:
     of how many rows; 0: one scale for all, which is not counted.  scale, zero: bits of a scale and
-    of a zero point.  computes: what products compute in, "" where they widen the weight.
+    of a zero point.  computes: the precision of products, "" where they widen the weight.
     """
 
     element: str
@@ -59,7 +59,7 @@ def weight_format(
 ) -> WeightFormat:
     """The form of numbers of this kind ("int", "float" or "nf") and width.
 
-    The micro-scaled formats have names of their own: 4-bit floats with 8-bit scales for 16 or 32
+    The micro-scaled formats have their own names: 4-bit floats with 8-bit scales for 16 or 32
     are nvfp4 and mxfp4.  Raises TargetError for a width that nothing stores.
     """
     if kind == "float" and scale == 8 and (bits, group) in _MICROSCALED:
@@ -224,7 +224,7 @@ class Fields:
         return next((self.data[n] for n in names if self.data.get(n) is not None), None)
 
     def integer(self, *names: str, default: int = 0) -> int:
-        """A whole number."""
+        """An integer."""
         value = self.of(*names)
         if value is None:
             return default

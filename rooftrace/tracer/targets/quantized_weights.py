@@ -62,14 +62,14 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         }
     except TargetError:
         raise
-    except Exception as error:  # its reader raises what NumPy does
+    except Exception as error:  # its reader raises NumPy's errors
         reason = " ".join(str(error).split())
         raise TargetError(f"{where}: it cannot be read as a GGUF file: {reason:.200}") from None
     return data, tensors
 
 
 def _precision(kind: Any) -> str:
-    """The precision of a GGML type: bits of a number, and what else stands in a block."""
+    """The precision of a GGML type: bits of a number, and of the rest of a block."""
     from gguf import GGML_QUANT_SIZES
 
     if kind.name in _WHOLE:
@@ -204,7 +204,7 @@ def _mark(module: nn.Module, said: Declared, scheme: Scheme) -> str:
 
 
 def _plain(form: WeightFormat) -> str:
-    """A form in words: bits, group and what products compute in."""
+    """A form in words: bits, group and the precision of products."""
     group = f" in groups of {form.group}" if form.group > 0 and form.rows == 1 else ""
     block = f" in blocks of {form.rows} x {form.group}" if form.rows > 1 else ""
     engine = f", products in {form.computes}" if form.computes else ", widened for products"

@@ -49,8 +49,8 @@ def load_module(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Build the module that `target` names without any inputs for it, on meta.
 
-    Beside it stand sentences on what its files leave open, and on how they say that it is stored.
-    real: with its weights, as its own code makes them; a config has none.  Raises TargetError for a
+    With it come sentences on gaps of its files, and on their storage.
+    real: with its weights, as its code makes them; a config has none.  Raises TargetError for a
     target that does not exist or is no module, and RequestError for weights that there are not.
     """
     request = request or Request()
@@ -77,7 +77,7 @@ class _Module(NamedTuple):
 
 
 def _built(target: str, request: Request, real: bool = False) -> huggingface.Described | _Module:
-    """The module that a target names, or what a config of transformers describes.
+    """The module that a target names, or that a config of transformers describes.
 
     real: with weights.
     """
@@ -250,10 +250,10 @@ def _required(function: Callable[..., Any]) -> list[str]:
 
 
 # -- otherconfigs ----------------------------------------------------------------------------------
-# JSON files of models that are no configs of transformers: what they are, and what to do.
+# JSON files of models that are no configs of transformers: their kinds, and ways out.
 #
 # timm and diffusers build a module from theirs where they are installed; each other kind gets one
-# error that says what the file is.
+# error that names the kind of the file.
 
 
 _PLAIN = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
