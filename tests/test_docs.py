@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from rooftrace.costmodels.fusion.executions import ExecutionModel
 from rooftrace.costmodels.fusion.joins import JOINS
 from rooftrace.costmodels.kernels.knobs import Knobs
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))

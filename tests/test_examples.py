@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 from tests.conftest import pinned
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))

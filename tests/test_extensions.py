@@ -10,7 +10,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace import _extensions
-from rooftrace.costmodels.ops.rulebook import find_rule, own_rules
+from rooftrace.costmodels.ops.opview import find_rule, own_rules
 from rooftrace.graph.records import Ref
 from rooftrace.hardware.chipfile import reading
 from rooftrace.reporting.views.results import as_markdown

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.ops.rulebook import RULES
+from rooftrace.costmodels.ops.opview import RULES
 from rooftrace.hardware.chipfile import available_chips
 
 pytestmark = pytest.mark.quick

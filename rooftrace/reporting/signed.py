@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from rooftrace.reporting.commands.scripts import run as run
     from rooftrace.reporting.commands.sensitivity import sensitivity as sensitivity
     from rooftrace.reporting.commands.solving import solve as solve
-    from rooftrace.reporting.commands.stepforms import form as form
-    from rooftrace.reporting.commands.sweeps import sweep as sweep
+    from rooftrace.reporting.commands.sweeps import form as form, sweep as sweep
     from rooftrace.tracer import trace as trace
 
 WHERE = {

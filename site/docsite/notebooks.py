@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._writing import write_bytes
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

@@ -13,8 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rooftrace.costmodels.ops.cost import Cost
-from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView
-from rooftrace.costmodels.ops.rulebook import find_rule
+from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView, find_rule
 from rooftrace.hardware.precisions import precision
 
 

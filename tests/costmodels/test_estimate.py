@@ -12,7 +12,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, Utilization
 from rooftrace.costmodels.ops.cost import Cost
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 from rooftrace.graph.file import load_graphs, save_graphs
 from rooftrace.graph.graph import OpGraph
 from rooftrace.graph.records import Op, Ref, Tensor

@@ -99,12 +99,12 @@ def test_nothing_is_left_of_the_difference(
 
 def test_a_wrong_count_is_seen(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second run is one of its own: it does not repeat what our rules say."""
-    from rooftrace.costmodels.ops import rulebook
+    from rooftrace.costmodels.ops import opview
     from rooftrace.costmodels.ops.cost import Cost
 
-    rulebook.find_rule("aten.mm.default")  # loads the rules
-    half = rulebook.Rule(name="aten.addmm", price=lambda op: Cost.of(matmul=7), fusion="opaque")
-    monkeypatch.setitem(rulebook.RULES, "aten.addmm", half)
+    opview.find_rule("aten.mm.default")  # loads the rules
+    half = opview.Rule(name="aten.addmm", price=lambda op: Cost.of(matmul=7), fusion="opaque")
+    monkeypatch.setitem(opview.RULES, "aten.addmm", half)
     module = nn.Linear(8, 4)
     inputs = call_inputs(module, (torch.ones(2, 8),), {})
     found = tool("counted").compared(module, inputs, "forward")

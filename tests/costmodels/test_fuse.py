@@ -25,7 +25,7 @@ from rooftrace.costmodels.fusion.index_space import (
 from rooftrace.costmodels.fusion.kernels import MAX_GROUP, SMALL
 from rooftrace.costmodels.fusion.partition import FusionGroup
 from rooftrace.costmodels.fusion.plans import plan
-from rooftrace.costmodels.ops.rulebook import find_rule
+from rooftrace.costmodels.ops.opview import find_rule
 from rooftrace.costmodels.rewrites.rewrites import rewrite
 from rooftrace.graph.graph import OpGraph
 from rooftrace.graph.records import Op, Ref

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import rooftrace as rt
-from rooftrace.costmodels.ops.rulebook import RULES
+from rooftrace.costmodels.ops.opview import RULES
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.joins import JOINS, DuplicateJoinError
 from rooftrace.costmodels.fusion.partition import FusionGroup, Merge
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 from tests.costmodels.test_fuse import check

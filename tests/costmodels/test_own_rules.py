@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.ops.rulebook import RuleError, own_rules
+from rooftrace.costmodels.ops.opview import RuleError, own_rules
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rooftrace.costmodels.fusion.plans import plan
-from rooftrace.costmodels.ops import rulebook
+from rooftrace.costmodels.ops import opview
 from rooftrace.costmodels.ops.cost import Access, Cost, Work
 from rooftrace.costmodels.ops.opview import OpView
 from rooftrace.costmodels.ops.price import price_ops
@@ -57,8 +57,8 @@ def test_arguments_that_are_equal_but_of_other_types_are_kept_apart(monkeypatch)
         seen.append(op.attribute("exponent"))
         return Cost()
 
-    rule = rulebook.Rule(name="tests.power", price=record, fusion="opaque")
-    monkeypatch.setitem(rulebook.RULES, "tests.power", rule)
+    rule = opview.Rule(name="tests.power", price=record, fusion="opaque")
+    monkeypatch.setitem(opview.RULES, "tests.power", rule)
     price_ops(b.graph(*outs))
     assert [type(value) for value in seen] == [int, float, bool]
 

@@ -360,8 +360,7 @@ def ring(n: int, parts: list[int], add: bool) -> tuple[int, int]:
     ],
 )
 def test_collectives_send_what_a_ring_sends(name, arguments, rounds, n):
-    from rooftrace.costmodels.ops.opview import OpView, Slot
-    from rooftrace.costmodels.ops.rulebook import find_rule
+    from rooftrace.costmodels.ops.opview import OpView, Slot, find_rule
 
     whole = view(lambda: meta(8 * 1024) + 1).inputs[0]
     args = tuple((word, Slot(i)) for i, word in enumerate(arguments))
@@ -375,7 +374,7 @@ def test_collectives_send_what_a_ring_sends(name, arguments, rounds, n):
 
 
 def test_every_collective_of_torch_has_a_rule_or_moves_nothing():
-    from rooftrace.costmodels.ops.rulebook import find_rule
+    from rooftrace.costmodels.ops.opview import find_rule
 
     spaces = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
     names = getattr(torch._C, "_dispatch_get_all_op_names", list)()

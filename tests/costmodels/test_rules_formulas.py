@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from rooftrace.costmodels.rules import elementwise, loss
+from rooftrace.costmodels.rules import elementwise, reduction
 from rooftrace.costmodels.rules.elementwise import (
     FORMULAS,
     GELU,
@@ -82,7 +82,7 @@ SPECIAL = {
 FAKE_QUANTISED = {n for n in FORMULAS if "fake_quantize" in n}
 LOSSES = [
     n
-    for n in (*loss.FORWARD, *loss.BACKWARD)
+    for n in (*reduction.FORWARD, *reduction.BACKWARD)
     if n
     not in {
         "kl_div",
@@ -174,7 +174,7 @@ def call(name, x, y, g, w):
 def test_a_formula_computes_what_the_op_computes(name, values):
     if name.startswith("binary_cross_entropy") and "logits" not in name:
         values = (0.1 + 0.8 * abs(math.sin(values[0])), *values[1:])
-    formula = FORMULAS.get(name) or loss.FORWARD.get(name) or loss.BACKWARD[name]
+    formula = FORMULAS.get(name) or reduction.FORWARD.get(name) or reduction.BACKWARD[name]
     expected, names = call(name, *values)
     found = evaluate(formula, names)
     if found is None or any(map(math.isnan, expected)):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
-from rooftrace.costmodels.ops.rulebook import find_rule
+from rooftrace.costmodels.ops.opview import find_rule
 
 
 def net(x, a, b, gain):

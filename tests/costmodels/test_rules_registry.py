@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rooftrace.costmodels.ops.rulebook import DuplicateRuleError, all_rules, builtin, find_rule
+from rooftrace.costmodels.ops.opview import DuplicateRuleError, all_rules, builtin, find_rule
 from tests.costmodels.rules_support import index, meta, price, views
 from tests.releases import TORCH
 

@@ -9,7 +9,7 @@ from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.kernels.engines import op_class
 from rooftrace.costmodels.kernels.knobs import load_knobs
 from rooftrace.costmodels.ops.cost import AttentionSizes
-from rooftrace.costmodels.ops.rulebook import RULES, find_rule
+from rooftrace.costmodels.ops.opview import RULES, find_rule
 from rooftrace.graph.records import Ref
 from tests.costmodels.graph_support import Builder
 

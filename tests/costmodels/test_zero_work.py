@@ -13,8 +13,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView
-from rooftrace.costmodels.ops.rulebook import all_rules, find_rule
+from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView, all_rules, find_rule
 from tests.conftest import mostly_heavy
 from tests.costmodels.rules_support import views
 

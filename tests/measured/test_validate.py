@@ -15,7 +15,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels.knobs import Knobs
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 from rooftrace.errors import ProfileError
 from rooftrace.measured.alignment.keys import base_name, written_out
 from rooftrace.measured.alignment.pairing import MeasuredRequestError

@@ -231,7 +231,7 @@ def build():
 
 
 def test_each_side_is_priced_by_the_rules_that_it_brings(tmp_path: Path) -> None:
-    from rooftrace.costmodels.ops.rulebook import find_rule
+    from rooftrace.costmodels.ops.opview import find_rule
 
     for name, flop in (("old", 7), ("new", 9)):
         (tmp_path / name).mkdir()

@@ -696,7 +696,7 @@ def everything(ran: Ran, folder: Path) -> tuple[str, dict[str, bytes]]:
 def test_an_option_is_felt_or_refused(
     base: tuple[str, ...], way: tuple[str, ...], here: Path, run: Run
 ) -> None:
-    from rooftrace.costmodels.ops.rulebook import own_rules
+    from rooftrace.costmodels.ops.opview import own_rules
 
     with own_rules():
         before = PLAIN.get(base)

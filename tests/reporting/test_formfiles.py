@@ -182,7 +182,7 @@ def test_numbers_that_disagree_are_refused_whatever_the_digest_says(
     data = json.loads(saved.read_bytes())
     change(next(r for r in data["regimes"] if r["formulas"]))
     monkeypatch.setattr(
-        "rooftrace.studies.sweeps.form_files._digest", lambda *parts: data["digest"]
+        "rooftrace.studies.sweeps.evaluating._digest", lambda *parts: data["digest"]
     )
     (tmp_path / "wrong.json").write_text(json.dumps(data))
     with pytest.raises(GraphFileError, match=r"wrong\.json: regimes"):

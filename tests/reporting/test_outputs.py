@@ -12,7 +12,7 @@ import pytest
 import rooftrace as rt
 from rooftrace._outputs import OutputError
 from rooftrace.reporting.cli import cli
-from rooftrace.reporting.cli.output import OutputPath
+from rooftrace.reporting.cli.options import OutputPath
 from tests.reporting.conftest import Run
 
 NET = """\

@@ -21,7 +21,7 @@ from rooftrace.reporting.commands.reportfolder import (
     build_report,
     check_folder,
 )
-from rooftrace.reporting.sections.step_json import Times
+from rooftrace.reporting.sections.results import Times
 from rooftrace.reporting.views.results import as_markdown, as_text
 from tests.costmodels.graph_support import Builder
 from tests.reporting.report_support import ROPE, made_plan, made_report, sized_memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 from tests.reporting.conftest import Run
 
 ADDS = """

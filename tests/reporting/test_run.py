@@ -374,7 +374,7 @@ def test_every_option_is_felt(here: Path, run: Run) -> None:
         "--assume": ("--assume", "value=3"),
         "--rules": ("--rules", "rules.py"),
     }
-    from rooftrace.costmodels.ops.rulebook import own_rules
+    from rooftrace.costmodels.ops.opview import own_rules
 
     for way in ways.values():
         with own_rules():

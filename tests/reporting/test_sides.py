@@ -15,7 +15,7 @@ import rooftrace as rt
 from rooftrace.costmodels.rewrites.rewrites import REWRITES
 from rooftrace.errors import RequestError
 from rooftrace.reporting.cli.diff_command import _targets
-from rooftrace.reporting.commands.sides import sides_of
+from rooftrace.reporting.commands.requests import sides_of
 from tests.reporting.conftest import Run
 
 WIDTH = 64

@@ -12,7 +12,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.commands import stepforms, sweeps
+from rooftrace.reporting.commands import sweeps
 
 pytestmark = pytest.mark.quick
 
@@ -140,7 +140,7 @@ def test_another_kind_of_file_is_refused(form: rt.types.Form, tmp_path: Path) ->
     ],
 )
 def test_values_of_a_size(values: Any, levels: list[int]) -> None:
-    assert list(stepforms.level_values("batch", values)) == levels
+    assert list(sweeps.level_values("batch", values)) == levels
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_values_of_a_size(values: Any, levels: list[int]) -> None:
 )
 def test_values_that_are_none(values: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        stepforms.level_values("batch", values)
+        sweeps.level_values("batch", values)
 
 
 def test_a_size_that_stands_twice_is_refused() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace._plain import Plain
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 from rooftrace.reporting.renderers import as_page, units, view
 from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
 from rooftrace.reporting.sections.builders import SectionError

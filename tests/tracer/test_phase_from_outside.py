@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.costmodels.ops.rulebook import own_rules
+from rooftrace.costmodels.ops.opview import own_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = ROOT / "examples" / "configs" / "gpt2.json"

@@ -11,7 +11,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.commands.stepforms import level_values, levels_of
+from rooftrace.reporting.commands.sweeps import level_values, levels_of
 from rooftrace.tracer import Job
 from rooftrace.tracer.phases import SizedSource
 

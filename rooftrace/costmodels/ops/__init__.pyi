@@ -17,16 +17,17 @@ from rooftrace.costmodels.ops.cost import (
     Work as Work,
 )
 from rooftrace.costmodels.ops.families import with_families as with_families
-from rooftrace.costmodels.ops.opview import OpView as OpView, TensorView as TensorView
-from rooftrace.costmodels.ops.price import (
-    op_cost as op_cost,
-    price_ops as price_ops,
-    unknown_bytes as unknown_bytes,
-)
-from rooftrace.costmodels.ops.rulebook import (
+from rooftrace.costmodels.ops.opview import (
+    OpView as OpView,
+    TensorView as TensorView,
     builtin as builtin,
     find_rule as find_rule,
     own_rules as own_rules,
     rule as rule,
     users_rules as users_rules,
+)
+from rooftrace.costmodels.ops.price import (
+    op_cost as op_cost,
+    price_ops as price_ops,
+    unknown_bytes as unknown_bytes,
 )

@@ -17,7 +17,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops.cost import Cost
-from rooftrace.costmodels.ops.rulebook import find_rule
+from rooftrace.costmodels.ops.opview import find_rule
 from rooftrace.graph import Op, OpGraph
 
 UNDECIDED = "other"

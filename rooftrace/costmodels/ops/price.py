@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.ops.cost import Access, Cost, Work
-from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView
-from rooftrace.costmodels.ops.rulebook import find_rule
+from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView, find_rule
 from rooftrace.errors import is_ours
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, references, refs
 from rooftrace.hardware.precisions import precision, storage_bytes

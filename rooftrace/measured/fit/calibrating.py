@@ -27,7 +27,7 @@ from rooftrace.measured.alignment import (
     steps_of,
 )
 from rooftrace.measured.bench import Run
-from rooftrace.measured.fit.byfactors import MeasuredFactors, byte_factors
+from rooftrace.measured.fit.byfactors import MeasuredFactors, StepBytes, byte_factors
 from rooftrace.measured.fit.cases import (
     ByteSources,
     Case,
@@ -58,7 +58,6 @@ from rooftrace.measured.fit.fitting import (
     fitted,
     group_of,
 )
-from rooftrace.measured.fit.kernelbytes import StepBytes
 from rooftrace.measured.profiles import StepTime, Trace
 
 ONE = ("pace",)

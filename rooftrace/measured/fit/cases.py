@@ -29,7 +29,7 @@ from rooftrace.measured.alignment import (
     keys,
 )
 from rooftrace.measured.bench import ModelRow, OpTime, Run
-from rooftrace.measured.fit.kernelbytes import SHORTEST, Measured, StepBytes, step_bytes
+from rooftrace.measured.fit.byfactors import SHORTEST, Measured, StepBytes, step_bytes
 from rooftrace.measured.profiles import KernelCounters, MemoryCount, counts_of, source_of
 
 if TYPE_CHECKING:

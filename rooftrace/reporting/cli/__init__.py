@@ -23,7 +23,7 @@ from rooftrace.reporting.cli.device_commands import calibrate, chips, measure, s
 from rooftrace.reporting.cli.diff_command import diff, inventory
 from rooftrace.reporting.cli.gate_commands import check, lock
 from rooftrace.reporting.cli.model_commands import compare, report, run_script, trace
-from rooftrace.reporting.cli.output import StdoutError, checked_stdout, complain
+from rooftrace.reporting.cli.options import StdoutError, checked_stdout, complain
 from rooftrace.reporting.cli.step_commands import (
     breaks,
     explain,

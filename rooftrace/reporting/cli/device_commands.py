@@ -16,8 +16,13 @@ from rooftrace._formats import FIGURES, names
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import form_option, other_options, timeline_option
-from rooftrace.reporting.cli.output import OutputPath, say
+from rooftrace.reporting.cli.options import (
+    OutputPath,
+    form_option,
+    other_options,
+    say,
+    timeline_option,
+)
 from rooftrace.reporting.cli.shared import (
     Command,
     CommandOutput,

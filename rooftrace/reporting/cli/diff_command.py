@@ -11,8 +11,13 @@ import click
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, click_option, other_options, typed
-from rooftrace.reporting.cli.output import complain
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    click_option,
+    complain,
+    other_options,
+    typed,
+)
 from rooftrace.reporting.cli.shared import CommandOutput, command, once, progress, results
 from rooftrace.reporting.commands import options
 from rooftrace.reporting.commands.calls import CALLS

@@ -15,8 +15,7 @@ from rooftrace._escapes import visible
 from rooftrace._formats import names
 from rooftrace._outputs import check_output
 from rooftrace.errors import UnusedError
-from rooftrace.reporting.cli.options import form_option, load_rules, out_option
-from rooftrace.reporting.cli.output import OutputPath, say
+from rooftrace.reporting.cli.options import OutputPath, form_option, load_rules, out_option, say
 from rooftrace.reporting.cli.shared import CommandOutput, command, progress
 from rooftrace.reporting.commands.pricing import PricingOptions
 

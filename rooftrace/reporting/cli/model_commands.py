@@ -16,8 +16,7 @@ from rooftrace._formats import FIGURES, TEXTS, USUAL
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, hint
-from rooftrace.reporting.cli.options import style_option, timeline_option
-from rooftrace.reporting.cli.output import OutputPath, complain, say
+from rooftrace.reporting.cli.options import OutputPath, complain, say, style_option, timeline_option
 from rooftrace.reporting.cli.shared import (
     CommandOutput,
     command,

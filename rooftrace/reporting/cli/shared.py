@@ -27,23 +27,21 @@ from rooftrace.reporting.cli.options import (
     SECTIONS,
     TARGET_HELP,
     TRACEBACK,
+    OutputPath,
     call_options,
+    checked_outputs,
     click_option,
+    complain,
+    form_by_ending,
     form_option,
     load_rules,
     out_option,
     plot_option,
+    say,
     section_of,
     style_option,
     timeline_option,
     typed,
-)
-from rooftrace.reporting.cli.output import (
-    OutputPath,
-    checked_outputs,
-    complain,
-    form_by_ending,
-    say,
 )
 
 

@@ -13,8 +13,15 @@ import click
 import rooftrace as rt
 from rooftrace._formats import TEXTS
 from rooftrace.errors import RequestError
-from rooftrace.reporting.cli.options import TARGET_HELP, form_option, plot_option, timeline_option
-from rooftrace.reporting.cli.output import OutputPath, complain, say
+from rooftrace.reporting.cli.options import (
+    TARGET_HELP,
+    OutputPath,
+    complain,
+    form_option,
+    plot_option,
+    say,
+    timeline_option,
+)
 from rooftrace.reporting.cli.shared import CommandOutput, command, progress, results
 
 _BREAKS = f"""{TARGET_HELP}

@@ -15,7 +15,6 @@ from rooftrace.reporting.commands import (
     scripts as scripts,
     sensitivity as sensitivity,
     solving as solving,
-    stepforms as stepforms,
     sweeps as sweeps,
 )
 from rooftrace.reporting.commands.differences import diff as diff

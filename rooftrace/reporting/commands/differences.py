@@ -22,7 +22,7 @@ from rooftrace.graph import OpGraph
 from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import CHANGES, PLAIN, PricingOptions
-from rooftrace.reporting.commands.requests import in_precisions, priced
+from rooftrace.reporting.commands.requests import FILES, DiffSide, in_precisions, priced, sides_of
 from rooftrace.reporting.commands.revisions import (
     EAGER,
     Failed,
@@ -35,7 +35,6 @@ from rooftrace.reporting.commands.revisions import (
     run_at,
     run_sides,
 )
-from rooftrace.reporting.commands.sides import FILES, DiffSide, sides_of
 from rooftrace.tracer import Job
 from rooftrace.tracer.names import configs
 from rooftrace.tracer.phases.apart import trace_each_apart

@@ -18,7 +18,7 @@ from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.pricing import PLAIN, PricingOptions, check_groups
 from rooftrace.reporting.commands.requests import StepRequest, in_precisions
-from rooftrace.reporting.commands.stepforms import decoding_first, form_of, known_form, level_values
+from rooftrace.reporting.commands.sweeps import decoding_first, form_of, known_form, level_values
 from rooftrace.studies.explaining import Explanation, critical_of, decode_forms, explained, steps
 from rooftrace.studies.forms import Conditions
 from rooftrace.studies.sweeps import Form

@@ -24,8 +24,14 @@ from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.fleet_tasks import FleetResult, Task
 from rooftrace.reporting.commands.fleets import run_fleet
 from rooftrace.reporting.commands.pricing import PricingOptions
-from rooftrace.reporting.commands.stepforms import level_values, levels_of
-from rooftrace.reporting.commands.sweeps import FORMATS, sweep, sweep_request, variants_of
+from rooftrace.reporting.commands.sweeps import (
+    FORMATS,
+    level_values,
+    levels_of,
+    sweep,
+    sweep_request,
+    variants_of,
+)
 from rooftrace.studies.sweeps import lines_of
 from rooftrace.tracer.names import config_file, names_code
 

@@ -15,7 +15,7 @@ from rooftrace.hardware.systems import System
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.commands import questions
 from rooftrace.reporting.commands.requests import StepRequest
-from rooftrace.reporting.commands.stepforms import level_values
+from rooftrace.reporting.commands.sweeps import level_values
 from rooftrace.studies.solving import (
     MeshAnswer,
     MeshRow,

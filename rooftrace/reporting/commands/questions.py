@@ -13,7 +13,7 @@ from rooftrace.hardware import Chip, available_chips, load_chip, units
 from rooftrace.hardware.chip import Fact
 from rooftrace.reporting.commands.pricing import check_groups
 from rooftrace.reporting.commands.requests import StepRequest
-from rooftrace.reporting.commands.stepforms import USUAL
+from rooftrace.reporting.commands.sweeps import USUAL
 from rooftrace.studies.solving import candidates, serving, workloads
 from rooftrace.studies.sweeps import Form
 

@@ -26,8 +26,7 @@ from rooftrace.errors import RequestError, TargetError, is_ours, naming
 from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import few, format_time
 from rooftrace.reporting.commands.pricing import check_groups
-from rooftrace.reporting.commands.requests import in_precisions, priced
-from rooftrace.reporting.commands.sides import BASE, FILES, DiffSide
+from rooftrace.reporting.commands.requests import BASE, FILES, DiffSide, in_precisions, priced
 from rooftrace.tracer import Job, names
 from rooftrace.tracer.phases.apart import (
     Outcome,

@@ -21,7 +21,7 @@ from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.explaining import first_graph, sizes_of
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
 from rooftrace.reporting.commands.requests import StepRequest
-from rooftrace.reporting.commands.stepforms import form_of, known_form, level_values
+from rooftrace.reporting.commands.sweeps import form_of, known_form, level_values
 from rooftrace.studies.advice import NamedNumbers, UnknownNumberError
 from rooftrace.studies.forms import Conditions
 from rooftrace.studies.sensitivity import Elasticities, elasticities

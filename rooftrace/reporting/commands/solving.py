@@ -16,7 +16,7 @@ from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.questions import Question, grounds_of
 from rooftrace.reporting.commands.requests import StepRequest
-from rooftrace.reporting.commands.stepforms import (
+from rooftrace.reporting.commands.sweeps import (
     MOST_TRACES,
     decoding_first,
     form_of,

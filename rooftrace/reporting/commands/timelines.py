@@ -16,7 +16,7 @@ from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import estimate as estimate_source, priced_graphs
 from rooftrace.reporting.commands.pricing import PricingOptions
 from rooftrace.reporting.commands.rooflinesteps import SIZES, Reports, Rooflines
-from rooftrace.reporting.commands.stepforms import known_form
+from rooftrace.reporting.commands.sweeps import known_form
 from rooftrace.reporting.sections import Results
 
 if TYPE_CHECKING:

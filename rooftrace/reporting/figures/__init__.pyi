@@ -8,10 +8,8 @@ from rooftrace.reporting.figures.chakra import save_chakra as save_chakra
 from rooftrace.reporting.figures.folder import draw_answer as draw_answer, draw_sweep as draw_sweep
 from rooftrace.reporting.figures.notebooks import figure_of as figure_of
 from rooftrace.reporting.figures.sweepplot import (
-    sweep_roofline as sweep_roofline,
-)
-from rooftrace.reporting.figures.tornadoes import (
     elasticity_plot as elasticity_plot,
     exploration_plot as exploration_plot,
+    sweep_roofline as sweep_roofline,
     tornado as tornado,
 )

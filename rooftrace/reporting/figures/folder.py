@@ -73,8 +73,7 @@ def draw_sweep(result: Sweep, path: Path, size: str | None = None) -> None:
 
 def draw_answer(answer: object, path: Path) -> None:
     """Draw an answer about deployments or about scaling.  Raises RequestError for other answers."""
-    from rooftrace.reporting.figures.sweepplot import scaling_plot
-    from rooftrace.reporting.figures.tornadoes import front_plot
+    from rooftrace.reporting.figures.sweepplot import front_plot, scaling_plot
     from rooftrace.studies.solving import ScalingAnswer
     from rooftrace.studies.solving.serving import ServingAnswer
 

@@ -31,8 +31,7 @@ from rooftrace.reporting.sections.memory import (
     meshed,
     reached,
 )
-from rooftrace.reporting.sections.results import Results
-from rooftrace.reporting.sections.step_json import Costs, PhaseMemory, PhaseStep, Savings
+from rooftrace.reporting.sections.results import Costs, PhaseMemory, PhaseStep, Results, Savings
 from rooftrace.reporting.sections.trust import Routed, routed
 from rooftrace.studies.advice import Guidance
 

@@ -16,7 +16,7 @@ from rooftrace.tracer import source
 from rooftrace.tracer.phases.apart import job_from_json
 from rooftrace.tracer.phases.tracing import traced
 
-_COST_MODELS = "rooftrace.costmodels.ops.rulebook"
+_COST_MODELS = "rooftrace.costmodels.ops.opview"
 
 
 def work(message: Mapping[str, Any], read: Iterable[str]) -> None:
