@@ -17,7 +17,7 @@ from rooftrace.tracer.torch_private import bindings, unpickler, utils
 # -- files -----------------------------------------------------------------------------------------
 # Files of `torch.save`: tensors of the device are written without numbers, and read as such.
 #
-# What is on the host is written and read as it is.
+# Host tensors are written and read as they are.
 
 _META = "meta"
 _NOTES = "_rooftrace"

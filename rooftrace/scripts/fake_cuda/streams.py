@@ -31,8 +31,8 @@ from rooftrace.tracer.values import trees
 # Streams and events of torch.cuda: queues that a recording tells apart, and times of its clock.
 #
 # Work on a stream is recorded under its name, and an event that one stream waits for keeps the
-# order (see `sharded.streams`).  The classes stay those of torch, with other methods, so that what
-# user code imported earlier stays valid.
+# order (see `sharded.streams`).  The classes stay those of torch, with other methods, so that names
+# that user code imported earlier stay valid.
 
 _CUDA = 1
 """torch's number for the type of the device."""
@@ -277,7 +277,7 @@ class _Noted:
     kwargs: Any
     origin: taperecords.Origin | None = None
     last: list[int] = field(default_factory=list)
-    results: dict[int, Any] = field(default_factory=dict)  # weakly, what the capture made, by place
+    results: dict[int, Any] = field(default_factory=dict)  # weakly, what it made, by place
 
 
 class _Capture(TorchDispatchMode):

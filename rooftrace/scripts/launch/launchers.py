@@ -73,7 +73,7 @@ def _environment(launch: Any, args: Any, words: Sequence[str]) -> dict[str, str]
             f"accelerate launch {' '.join(words)}: launches on TPUs and on SageMaker are not "
             "understood; name the script and --ranks"
         )
-    port, args.main_process_port = args.main_process_port, 0  # no port is opened, none is asked
+    port, args.main_process_port = args.main_process_port, 0  # no port is opened
     if args.use_deepspeed and not args.cpu:
         fields = [*(defaults.deepspeed_config if defaults else ())]
         fields += ["mixed_precision"] if from_config else []

@@ -26,7 +26,7 @@ from rooftrace.tracer.torch_private import disable_current_modes
 # The time that a script sees: that of this machine, or that of the chip and its system.
 #
 # Simulated time passes as on this machine before the first turn.  From then on what recording
-# takes, and the time of the script's Python, is left out.  Time passes by what turns are
+# and of the script's Python is left out.  Time passes by what turns are
 # expected to take on the device, data loaders where they take longer than the turn that runs
 # meanwhile, and by sleeps of the script.
 
@@ -98,7 +98,7 @@ class SimulatedClock(HostClock):
         self._waited = 0.0  # since then, apart from recorded work
         self._loading = 0.0  # of data loaders since then: the device works meanwhile
         self._now = 0.0  # as last read
-        self._ran, self._reads = -1.0, 0  # what had run then, and how many reads found that
+        self._ran, self._reads = -1.0, 0  # the seconds run then, and how many reads found that
         self._real = 0.0  # seconds of this machine that count
 
     def loaded(self, seconds: float) -> None:

@@ -162,7 +162,7 @@ class BoundaryFinder(Finder):
     def _turn_of(self, look: Look, made: ModuleCall) -> OpenTurn:
         turn = super()._turn_of(look, made)
         if self._boundary.at != "auto" and not turn.calls and turn.recorded:
-            if self._unnamed:  # the first module that is called was not known when it began
+            if self._unnamed:  # the first called module was unknown when it began
                 self._name()
             turn.kind, turn.shape = self._kinds.of(made.module), made.shape
             turn.recorded = not self._is_known(turn, look)

@@ -227,7 +227,7 @@ class Result:
 
     @property
     def leaves(self) -> tuple[Any, ...] | None:
-        """Its leaves; None if it depends on weights, or holds a known value."""
+        """Its leaves; None if it depends on weights, or holds a tensor with a value."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
         bare = self.reusable and not any(leaf.grad or leaf.value is not None for leaf in tensors)
         return tuple(self._leaves) if bare else None

@@ -264,7 +264,7 @@ class Optimizers:
             with DisableTorchFunction():
                 before()
                 stepping.enter_states(recorder, optimizer)
-                if (now := learnt()) is not None:  # the script may drop what it is about to read
+                if (now := learnt()) is not None:  # the script may drop the gradients next
                     for weight in (w for group in optimizer.param_groups for w in group["params"]):
                         now.gradients.update(stepping.gradients_of(recorder, weight))
             self._made.add(optimizer)
@@ -296,7 +296,7 @@ _ALIKE = 2
 class TurnKeeper:
     """The open turn, and those before it.
 
-    recorder: of the whole run.
+    recorder: of the script's run.
     """
 
     def __init__(self, recorder: ScriptRecorder, optimizers: Optimizers) -> None:

@@ -470,7 +470,7 @@ def show_devices(shown: torch.device, shapes: Shapes) -> None:
 
 
 def show_saved() -> None:
-    """Hooks on what forward saves see the device: torch calls them in the middle of an op, where no
+    """Hooks on saved tensors see the device: torch calls them in the middle of an op, where no
     function mode is on."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     original = original_of(hooks, "__init__")

@@ -36,7 +36,7 @@ _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
-    """Records what a script runs on the device that is not there.
+    """Records the ops of a script on the emulated device.
 
     values: of the whole run.  shown: the device that the script sees.  While the script is setting
     up, nothing is recorded.  `differentiated` is called when a backward of the script has run.

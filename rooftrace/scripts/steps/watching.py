@@ -365,7 +365,7 @@ class OpenTurn:
     modules: set[int] = field(default_factory=set)  # that were called
     methods: frozenset[int] = frozenset()  # of modules, that made the first of these calls
     had: int = 0  # bytes that the host had brought when the last call began
-    reached: dict[Any, float] = field(default_factory=dict)  # seconds up to where time was told
+    reached: dict[Any, float] = field(default_factory=dict)  # seconds up to the last time read
 
     @property
     def is_accumulated(self) -> bool:
@@ -433,7 +433,7 @@ class Watcher(Protocol):
         """A module is called from outside of any, and of any backward."""
 
     def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
-        """Whether calls of the running thread, as one of `module`, are told; inside of it no other
+        """Whether calls of the running thread, as one of `module`, are seen; inside of it no other
         thread's are."""
 
     def loaded(self, seconds: float) -> None:

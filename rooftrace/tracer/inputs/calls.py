@@ -418,7 +418,7 @@ def call_inputs(
     batch: int | None = None,
 ) -> Inputs:
     """`Inputs` of a plain call; for decode the arguments are the prompt, and its last token the
-    step's own input.
+    step's input.
 
     batch: another batch size than that of the arguments.  Raises RequestError where no argument has
     a first dimension to change.

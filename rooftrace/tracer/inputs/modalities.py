@@ -151,7 +151,7 @@ def _waves(sizes: Sizes, name: str) -> Layouts:
     bands = sizes.number("num_mel_bins", default=80)
     frames = sizes.number("max_length", default=1024)
     batch = sizes.batch
-    samples -= samples % 1920  # a whole number of frames, for most
+    samples -= samples % 1920  # full frames, for most
     return [
         {name: _floats(*shape)}
         for shape in ((batch, samples), (batch, 1, samples), (batch, frames, bands))

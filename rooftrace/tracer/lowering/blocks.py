@@ -248,7 +248,7 @@ class Blocks:
         return then and (then.repeat, then.shift, self._value_seen(then.value, label, seen))
 
     def _value_seen(self, value: int, label: int, seen: _Iteration) -> Any:
-        """A value as an iteration sees it: made by it or beside it, its own, or shared by all."""
+        """A value as an iteration sees it: made by it or a neighbour, external, or shared."""
         place = self.place.get(value)
         if place is not None:
             run, made_in, offset = place
@@ -320,7 +320,7 @@ def _trim(run: Mapping[int, Block]) -> None:
 # Writes one iteration for all of a repeat, once the corresponding values are found.
 #
 # Nothing is rolled that `expand` would not restore, value for value and op for op; values held
-# is that of the iteration that stands.
+# are those of the kept iteration.
 
 
 class Collapse:

@@ -116,8 +116,8 @@ def _span(text: str) -> tuple[str, int, int]:
 # -- lowering --------------------------------------------------------------------------------------
 # From the recorded fx graph to plain records.
 #
-# `lower` is where fx's `node.meta` ends: its input is a graph made by `capture`, what comes
-# out is an OpGraph that verifies.
+# `lower` is where fx's `node.meta` ends: it takes a graph made by `capture`, and returns
+# an OpGraph that verifies.
 
 _ENTRY_ROLES = {
     "parameter": "weights",

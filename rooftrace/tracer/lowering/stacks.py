@@ -99,7 +99,7 @@ def _number(path: str, container: str) -> int | None:
 
 
 def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int]:
-    """How many modules make one iteration, and the number of the first: by what ops they run."""
+    """How many modules make one iteration, and the number of the first: by their ops."""
     content: dict[int, list[Any]] = {}
     for op, label in zip(graph.ops, labels, strict=True):
         if label is not None:
@@ -438,7 +438,7 @@ class _Turns(Collapse):
         return self._write(repeats)
 
     def _match_spread(self) -> None:
-        """Outputs of an op outside, one for each turn: what each turn reads stands side by side."""
+        """Outputs of an op outside, one for each turn: the inputs of turns side by side."""
         made = {
             value: (op, place)
             for op in self.source.ops

@@ -313,7 +313,7 @@ def attempted(
     A check of arguments stands in one line and may run many times, so all conditions of a line are
     flipped together first, and one by one if that fails too.  If neither helps and a number was
     unknown, the last attempt takes that number as zero.
-    what, root: a name for the code, and the class of its module, for the message of the TraceError.
+    name, root: a name for the code, and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
     repeats = options.repeats

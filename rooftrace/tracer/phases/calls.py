@@ -198,7 +198,7 @@ class ModuleCalls:
         return output, state or self._unnamed_state(output)
 
     def places(self, cached: int | None, count: int) -> dict[str, Tensor]:
-        """Where in the sequence `count` tokens after a cache stand, for a module that must be told.
+        """Positions of `count` tokens after a cache, for a module that takes them.
 
         That is Mamba in transformers 4; other modules with `cache_position` count by themselves.
         """

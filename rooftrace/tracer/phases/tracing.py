@@ -73,7 +73,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
 
 
 def _said(graph: OpGraph, command: names.ScriptCommand) -> OpGraph:
-    """The graph, which says what its script saw where nobody chose it."""
+    """The graph, with the assumed chip of its script where nobody chose one."""
     if command.chip or command.system:
         return graph
     text = f"the script saw an {USUAL}, whatever chip is priced; run:--chip NAME shows it another"

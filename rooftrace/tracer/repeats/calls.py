@@ -327,7 +327,7 @@ class CallReplay:
 
 
 def _paths(tape: Tape, module: nn.Module) -> list[str]:
-    """The paths of the modules inside, as seen from the module; whole where they are elsewhere."""
+    """The paths of the modules inside, as seen from the module; full where they are elsewhere."""
     path = tape.paths.of(module)
     paths = [tape.paths.of(part) for part in module.modules()]
     return [inner[len(path) :] if inner.startswith(f"{path}.") else inner for inner in paths[1:]]

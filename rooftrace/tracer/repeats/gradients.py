@@ -390,7 +390,7 @@ def _twin(
     there: Mapping[fx.Node | None, fx.Node | None],
     assumed: Mapping[int, int],
 ) -> Twin:
-    """The twin of a block.  call: whose path and source it has.  there, assumed: what stands there
+    """The twin of a block.  call: whose path and source it has.  there, assumed: counterparts
     for nodes and assumptions of the block."""
 
     def result(node: fx.Node, index: int | None = None) -> tuple[fx.Node, int | None]:

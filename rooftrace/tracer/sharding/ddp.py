@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its exchange of gradients, in buckets, beside the backward pass.
+"""DistributedDataParallel: its exchange of gradients, in buckets, during the backward pass.
 
 Its reducer is C++ that writes into real memory.  What it does is done here by ops that a recording
 sees: a gradient that is ready is scaled into its place in a bucket; a bucket whose gradients are

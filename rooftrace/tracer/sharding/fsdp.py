@@ -341,7 +341,7 @@ def begin_group(init: Callable[..., Any], world: int, rank: int, **options: Any)
 
     shown = sys.excepthook
     init(_BACKENDS, store=torch_private.FakeStore(), rank=rank, world_size=world, **options)
-    sys.excepthook = shown  # torch's own names a rank before every error, to the end of the process
+    sys.excepthook = shown  # torch's names a rank before every error, to the end of the process
     # A group finds its backend where hooks are read; else torch warns at the end.
     kind = dist.ProcessGroup.BackendType.CUSTOM
     torch_private.get_default_group()._set_default_backend(kind)

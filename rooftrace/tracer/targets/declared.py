@@ -42,7 +42,7 @@ Read = Callable[[str], Any]
 class Declared:
     """One declaration: where it stands, the config whose modules it is about, its scheme.
 
-    part: the name of the config inside of the config, "" for the whole.  scheme: None where it is
+    part: the name of the config inside of the config, "" for the outer.  scheme: None where it is
     not understood; problem says why.
     """
 

@@ -31,7 +31,7 @@ def is_checkpoint(source: Any) -> bool:
 def are_weights(before: Any, after: Any) -> bool:
     """Whether two sources are compared by their weights: they have no step that could be run.
 
-    A folder with a config.json is a checkpoint where the other side is one too; beside a target it
+    A folder with a config.json is a checkpoint where the other side is one too; next to a target it
     is the target of its config.
     """
     sides = before, after

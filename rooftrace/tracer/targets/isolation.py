@@ -1,4 +1,4 @@
-"""A target is built from its own files, as they are now, whatever this process imported before.
+"""A target is built from its files as they are now, whatever this process imported before.
 
 Python imports a module once by its name.  Two checkouts with a neighbour of one name, or one file
 before and after an edit, would share what was imported first.  Inside `own_imports` the modules of

@@ -169,8 +169,8 @@ def _attribute(attribute: Any, where: str) -> Any:
 # -- onnxmodule ------------------------------------------------------------------------------------
 # A graph of ONNX as a module: each step a call of torch.
 #
-# What shapes are computed from stays in numpy, as a runtime that folds constants has it: it is
-# known while the module runs, and is no work of the step.
+# Inputs of shape computations stay in numpy, as a runtime that folds constants has them: they are
+# constants while the module runs, and no work of the step.
 
 
 @dataclass(frozen=True, slots=True)
