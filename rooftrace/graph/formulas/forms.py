@@ -178,7 +178,7 @@ class _Fit:
         self.fitter = Fitter(self.samples)
         self.formulas: dict[Formula, int] = {}
         self.candidates: dict[tuple[float, ...], Draw] = {}
-        self.known_draws: dict[Draw, None] = {}
+        self.every_draw: dict[Draw, None] = {}
         self.quiet: list[Varying] = []  # numbers that are equal at all samples, and not elsewhere
         self.draws: dict[Draw, int] = {}
         self.differences = list(differences(self.records))
@@ -230,7 +230,7 @@ class _Fit:
                 return
 
     def _learn(self, draw: Draw) -> None:
-        self.known_draws[draw] = None
+        self.every_draw[draw] = None
         values = tuple(float(draw.at(sample)) for sample in self.samples)
         self.candidates.setdefault(values, draw)
 
@@ -282,7 +282,7 @@ class _Fit:
     def _named_draw(self, path: Path, values: Sequence[float]) -> Draw | None:
         """The draw that gives these values, among the candidates for a fact of this name."""
         wanted = _FACTS.get(path[-1], ())
-        for draw in self.known_draws:
+        for draw in self.every_draw:
             if draw.function in wanted and all(
                 draw.at(sample) == value for sample, value in zip(self.samples, values, strict=True)
             ):

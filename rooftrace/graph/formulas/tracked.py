@@ -1,4 +1,4 @@
-"""Whole numbers that remember how they follow from sizes, and which comparisons they decided.
+"""Integers that remember how they follow from sizes, and the comparisons that they decided.
 
 Code that prices a graph branches on sizes: a tensor is small, two kernels go over equally many
 elements.  Run on tracked numbers, it leaves behind the conditions under which it would go the same
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,42 +21,25 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class Quotient(NamedTuple):
-    """The floor of a quotient, or its rest: no polynomial."""
-
-    kind: str  # "//" or "%"
-    above: Expression
-    below: Expression
-
-    def over(self, columns: Sequence[Array]) -> Array:
-        """The numbers at many points."""
-        above, below = self.above.over(columns), self.below.over(columns)
-        result: Array = above // below if self.kind == "//" else above % below
-        return result
-
-    @property
-    def symbols(self) -> frozenset[int]:
-        """The indices of the symbols that it depends on."""
-        return self.above.symbols | self.below.symbols
+_OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
 
 
-class Combination(NamedTuple):
-    """A sum or product with an operand that is no polynomial."""
+class Operation(NamedTuple):
+    """An expression that is no polynomial: the floor of a quotient, its rest, or made of such."""
 
-    kind: str  # "+", "-" or "*"
+    kind: str  # a key of _OPERATORS
     first: Expression
     second: Expression
 
     def over(self, columns: Sequence[Array]) -> Array:
         """The numbers at many points."""
-        first, second = self.first.over(columns), self.second.over(columns)
-        result: Array = (
-            first + second
-            if self.kind == "+"
-            else first - second
-            if self.kind == "-"
-            else first * second
-        )
+        result: Array = _OPERATORS[self.kind](self.first.over(columns), self.second.over(columns))
         return result
 
     @property
@@ -65,7 +48,7 @@ class Combination(NamedTuple):
         return self.first.symbols | self.second.symbols
 
 
-Expression = Formula | Quotient | Combination
+Expression = Formula | Operation
 
 
 class Guard(NamedTuple):
@@ -142,7 +125,7 @@ def _combined(kind: str, first: Expression, second: Expression) -> Expression:
         if kind == "*":
             return first * second
         return Formula.total([(1, first), (1 if kind == "+" else -1, second)])
-    return Combination(kind, first, second)
+    return Operation(kind, first, second)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -161,7 +144,7 @@ def _divided(kind: str, above: Expression, below: Expression) -> Expression:
         quotient = _by_term(above, below)
         if quotient is not None:
             return Formula() if kind == "%" else quotient
-    return Quotient(kind, above, below)
+    return Operation(kind, above, below)
 
 
 def _by_term(above: Formula, below: Formula) -> Formula | None:
@@ -182,8 +165,9 @@ def _by_term(above: Formula, below: Formula) -> Formula | None:
     return Formula.of(parts)
 
 
-def _arithmetic(name: str, plain: Callable[[int, int], Any], kind: str) -> None:
+def _arithmetic(name: str, kind: str) -> None:
     """Give `Tracked` an operator and its reflection."""
+    plain = _OPERATORS[kind]
     rule = _divided if kind in ("//", "%") else _combined
 
     def operate(self: Tracked, other: Any, turned: bool = False) -> Any:
@@ -230,14 +214,8 @@ def _equality(name: str, negated: bool) -> None:
     setattr(Tracked, f"__{name}__", compare)
 
 
-for _name, _plain, _kind in (
-    ("add", int.__add__, "+"),
-    ("sub", int.__sub__, "-"),
-    ("mul", int.__mul__, "*"),
-    ("floordiv", int.__floordiv__, "//"),
-    ("mod", int.__mod__, "%"),
-):
-    _arithmetic(_name, _plain, _kind)
+for _kind, _plain in _OPERATORS.items():
+    _arithmetic(_plain.__name__, _kind)
 _comparison("lt", operator.lt, swapped=False, negated=False)
 _comparison("gt", operator.gt, swapped=True, negated=False)
 _comparison("ge", operator.ge, swapped=False, negated=True)

@@ -111,7 +111,7 @@ class Implicit:
         return self.changed(shape, lambda leaf: _squeezed(view(leaf.expand(self.shape))))
 
     def reshaped(self, shape: Sequence[int]) -> Implicit:
-        """The same elements in another shape."""
+        """The elements in another shape."""
         groups = list(_groups(self.shape, tuple(shape)))
 
         def change(leaf: Tensor) -> Tensor:
