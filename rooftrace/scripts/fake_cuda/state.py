@@ -262,7 +262,6 @@ def _architecture_by_rates(chip: Chip) -> str:
 
 
 # -- state -----------------------------------------------------------------------------------------
-# The state of one emulation: its device, its meter and clock, its assumptions.
 
 Assume = Callable[[str, str], None]
 """Takes the kind and the text of an assumption."""

@@ -245,12 +245,10 @@ def _key(stream: Any) -> tuple[int, int]:
 # -- graphs ----------------------------------------------------------------------------------------
 # CUDA graphs: a capture notes the ops that run, a replay runs them again.
 #
-# A real capture runs nothing; here it runs once, as everything does, and that is said.  A replay
-# puts
-# the noted ops through the dispatcher again, so a recording that is on counts each of them, and
-# frees
-# each result when a real one would.  The host time that a graph launch saves is unknown
-# here: the ops are dispatched one by one.
+# A real capture runs nothing; here it runs once, which an assumption says.  A replay puts the noted
+# ops through the dispatcher again, so an active recording counts each of them, and frees each
+# result when a real one would.  The host time that a graph launch saves is unknown here: the ops
+# are dispatched one by one.
 
 _pools = itertools.count(1)
 _NO_GRAPH = "there is no graph of the driver's"

@@ -105,8 +105,6 @@ def _quiet() -> Iterator[None]:
 
 
 # -- launchers -------------------------------------------------------------------------------------
-# Launchers of many processes, and the arguments of each.
-#
 # Each takes the words after its name and gives a CommandLine whose program is as it was written.
 # The launcher's parser reads them where it is installed.
 

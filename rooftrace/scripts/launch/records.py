@@ -77,7 +77,6 @@ def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
 
 
 # -- records ---------------------------------------------------------------------------------------
-# The records of a launch: its program, its rank and its end.
 
 
 class Stopped(BaseException):

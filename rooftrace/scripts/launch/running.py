@@ -145,7 +145,6 @@ def _found(name: str) -> ModuleSpec | None:
 
 
 # -- ending ----------------------------------------------------------------------------------------
-# How a program ends: its exit functions, its threads, and being stopped.
 
 GENTLE = 3
 """How often a program that goes on is asked to stop, before its process ends where it stands."""

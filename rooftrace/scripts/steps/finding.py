@@ -351,7 +351,7 @@ class Finder(TurnsOfThreads):
         done = self.trained if kind == TRAINING else self.called
         return done >= self._wanted and (kind == TRAINING or not self._kinds.train)
 
-    # -- gradient accumulation -------------------------------------------------------------------
+    # -- gradient accumulation ---------------------------------------------------------------------
 
     def _accumulates(self, turn: OpenTurn, look: Look) -> bool:
         """Whether a call begins one more of several equal forward and backward passes of a step.

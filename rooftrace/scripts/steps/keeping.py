@@ -137,7 +137,6 @@ def weighs(module: nn.Module) -> bool:
 
 
 # -- optimizers ------------------------------------------------------------------------------------
-# The optimizers of a script: which there are, and which have stepped.
 
 _WAITS_FOR_OTHERS = 8
 """An optimizer may step so often in one training step while another has not stepped at all."""

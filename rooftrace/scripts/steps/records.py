@@ -205,7 +205,6 @@ class Script(Struct, frozen=True):
 
 
 # -- joining ---------------------------------------------------------------------------------------
-# One graph of a turn, from the graphs of its pieces.
 
 
 _LASTING = ("weights", "gradients", "optimizer", "kv", "constants")

@@ -34,7 +34,6 @@ from rooftrace.tracer.recording import META_KEY, Recorded
 from rooftrace.tracer.values import Values
 
 # -- failures --------------------------------------------------------------------------------------
-# The error of a script that failed, and the way to it: through the script and its calls.
 
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = sysconfig.get_path("stdlib")
@@ -181,7 +180,6 @@ def _line(frame: FailedCall) -> str:
 
 
 # -- running ---------------------------------------------------------------------------------------
-# Running a script to the end of its wanted steps, and its graphs.
 
 FORKED = "a process that the script forked computes on the device: what it runs is not counted"
 

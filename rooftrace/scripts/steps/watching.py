@@ -323,7 +323,6 @@ def _at(form: RecordForm, length: int) -> Any:
 
 
 # -- turns -----------------------------------------------------------------------------------------
-# The turn of a script that is open, and the last turns that were equal.
 
 
 @dataclass
@@ -417,7 +416,6 @@ class Variety:
 
 
 # -- watching --------------------------------------------------------------------------------------
-# Events of a script, passed to the finder of its steps.
 
 STEP = "step"
 """The mark that a profiler's `step()` is."""

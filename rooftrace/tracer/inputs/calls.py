@@ -211,7 +211,6 @@ def _same(container: Any, content: Any) -> bool:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-# Arguments by the parameters of a module's forward: their names, their values, a cache.
 
 
 def cache_arguments(module: nn.Module) -> set[str]:
@@ -331,7 +330,6 @@ def made_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 # -- calls -----------------------------------------------------------------------------------------
-# Arguments of a call on meta: those of a user, of another batch size, or described in text.
 
 _PROMPTS = ("decoder_input_ids", "input_ids")
 """Names of arguments that hold token ids.  A decode step continues the first of them that the call

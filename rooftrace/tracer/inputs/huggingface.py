@@ -35,7 +35,6 @@ from rooftrace.tracer.inputs.modalities import (
 from rooftrace.tracer.values import REAL_VALUE, dtype_name, inputs_on_meta, parameters_of, twin
 
 # -- hugging face models ---------------------------------------------------------------------------
-# Inputs of Hugging Face models, by the names of their parameters and their configs.
 
 DEFAULT_LENGTH = 2048
 """Default sequence length, where the model allows it."""

@@ -407,7 +407,7 @@ def _unrecorded(
         recorder.close()
 
 
-# -- companions of a given input ----------------------------------------------------------------
+# -- companions of a given input -------------------------------------------------------------------
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 

@@ -114,8 +114,6 @@ def _span(text: str) -> tuple[str, int, int]:
 
 
 # -- lowering --------------------------------------------------------------------------------------
-# From the recorded fx graph to plain records.
-#
 # `lower` is where fx's `node.meta` ends: it takes a graph made by `capture`, and returns
 # an OpGraph that verifies.
 

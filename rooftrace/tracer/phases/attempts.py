@@ -34,7 +34,6 @@ from rooftrace.tracer.values import (
 )
 
 # -- refusals --------------------------------------------------------------------------------------
-# Modules that cannot be traced, each refused with its reason and a way out.
 
 _DEEP = 64
 """A tree of modules of this depth may be why Python's stack of calls was too short."""
@@ -103,7 +102,6 @@ def _depth(root: nn.Module) -> int:
 
 
 # -- results ---------------------------------------------------------------------------------------
-# The results of one run of a phase, and the graph of that run.
 
 
 @dataclass

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rooftrace.tracer.inputs import Inputs, Loaded
 
 # -- scripts ---------------------------------------------------------------------------------------
-# The graphs of a target that is a script: its steps, found while it runs.
 
 
 def script_graphs(job: Job) -> dict[str, OpGraph]:
@@ -83,7 +82,6 @@ def _said(graph: OpGraph, command: names.ScriptCommand) -> OpGraph:
 
 
 # -- modules ---------------------------------------------------------------------------------------
-# Sources that are objects of the user's: a module that is called, and a step.
 
 AS_CALLED: Mapping[str, int] = MappingProxyType({})
 """Sizes of a call: those of its arguments."""
@@ -360,7 +358,6 @@ class TargetSource:
 
 
 # -- tracing ---------------------------------------------------------------------------------------
-# The graphs of a job, by phase, whatever its source is.
 
 
 def source_of(job: Job) -> GraphSource | ScriptSource | TargetSource | StepSource | ModuleSource:

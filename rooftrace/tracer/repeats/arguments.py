@@ -173,7 +173,6 @@ def same_state(before: list[Any], after: list[Any]) -> bool:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-# The arguments of a module's call, and where the recording stood when it began.
 
 
 class Arguments:

@@ -326,7 +326,6 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 
 
 # -- meshes ----------------------------------------------------------------------------------------
-# The device mesh of a module, from its sharded weights.
 
 _BACKENDS = "cpu:fake,cuda:fake,meta:fake"
 """Collectives of these devices return at once, with local data."""

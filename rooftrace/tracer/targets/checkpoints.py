@@ -75,7 +75,6 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 # -- stored ----------------------------------------------------------------------------------------
-# Records of the contents of a file of weights: tensors that are read slice by slice.
 
 
 class CheckpointError(ValueError):

@@ -132,7 +132,7 @@ def scheme_of(settings: Fields) -> Scheme:
     return replace(scheme, method=name, kv=kv)
 
 
-# -- checkpoints in one format ---------------------------------------------------------------
+# -- checkpoints in one format ---------------------------------------------------------------------
 
 
 def _gptq(settings: Fields) -> Scheme:
