@@ -89,8 +89,8 @@ def _is_for_host(map_location: Any, saved: str) -> bool:
         map_location = map_location.get(saved)
     elif callable(map_location):
         kind: Any = torch.UntypedStorage
-        place = map_location(kind(0), saved)
-        map_location = None if place is None else place.device
+        restored = map_location(kind(0), saved)
+        map_location = None if restored is None else restored.device
     return map_location is not None and torch.device(map_location).type == "cpu"
 
 
@@ -227,10 +227,10 @@ def generator_answers(here: Emulation) -> Iterator[Answers]:
 
     class Generator(metaclass=_Kind):
         def __new__(cls, device: Any = "cpu") -> Any:
-            place = torch.device(device)
-            if place.type != "cuda":
+            target = torch.device(device)
+            if target.type != "cuda":
                 return _Original(device)
-            return made(here.current if place.index is None else place.index, _SEED)
+            return made(here.current if target.index is None else target.index, _SEED)
 
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     yield torch, {"Generator": Generator}

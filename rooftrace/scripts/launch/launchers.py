@@ -407,19 +407,19 @@ def _understood(words: Sequence[str]) -> CommandLine:
 
 def _python(words: Sequence[str]) -> CommandLine:
     """The program of `python ...`."""
-    place = 1
-    while place < len(words):
-        word = words[place]
+    at = 1
+    while at < len(words):
+        word = words[at]
         if word == "-m" or (word.startswith("-m") and not word.startswith("--")):
-            return _module(words[place + 1 :] if word == "-m" else [word[2:], *words[place + 1 :]])
+            return _module(words[at + 1 :] if word == "-m" else [word[2:], *words[at + 1 :]])
         if word in ("-W", "-X", "--check-hash-based-pycs"):
-            place += 2
+            at += 2
         elif word.startswith(("-W", "-X")) or (
             word[:1] == "-" and set(word[1:]) <= _FLAGS != set()
         ):
             if word == "-":
                 break
-            place += 1
+            at += 1
         elif word.startswith("-"):
             raise RequestError(
                 f"{words[0]} {word}: expected a script or -m with a module; write code of -c "
@@ -428,7 +428,7 @@ def _python(words: Sequence[str]) -> CommandLine:
                 else f"{words[0]} {word}: not an option of Python that is understood here"
             )
         else:
-            return _understood_script(words[place:])
+            return _understood_script(words[at:])
     raise RequestError(f"{' '.join(words)}: expected a script, or -m with a module, after Python")
 
 

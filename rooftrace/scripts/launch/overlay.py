@@ -160,10 +160,10 @@ class Layer:
         absolute = self.absolute(path, dir_fd, follow)
         if absolute is None:
             return path
-        place = self.place(absolute)
-        if not self._working and place == os.path.abspath(os.fsdecode(path)):
+        location = self.place(absolute)
+        if not self._working and location == os.path.abspath(os.fsdecode(path)):
             return path
-        return os.fsencode(place) if isinstance(path, bytes) else place
+        return os.fsencode(location) if isinstance(path, bytes) else location
 
     def exists(self, path: str) -> bool:
         """Whether a program sees something at an absolute path."""
@@ -368,9 +368,9 @@ class Overlay(Layer):
             self._working = None
             return
         real = not self.hidden(absolute) and self._is(absolute)
-        place = absolute if real else self.place(absolute)
-        self._os["chdir"](place)
-        self._working = None if place == absolute else absolute
+        location = absolute if real else self.place(absolute)
+        self._os["chdir"](location)
+        self._working = None if location == absolute else absolute
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """`os.listdir`: the names that a program sees."""

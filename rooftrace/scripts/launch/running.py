@@ -135,9 +135,9 @@ def _found(name: str) -> ModuleSpec | None:
             return None
         inner = f"{spec.name}.{part}"
         loaded = sys.modules.get(spec.name)
-        places = getattr(loaded, "__path__", spec.submodule_search_locations)
+        folders = getattr(loaded, "__path__", spec.submodule_search_locations)
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-        specs = (find(inner, places) for find in finders if find is not None)
+        specs = (find(inner, folders) for find in finders if find is not None)
         spec = next((where for where in specs if where is not None), None)
         if spec is None:  # a package may say when it is imported where its modules are
             return importlib.util.find_spec(name)

@@ -114,16 +114,16 @@ def _of_guard(error: BaseException) -> bool:
         return True
     if not isinstance(error, OSError) or error.errno is None:
         return any(text in str(error).lower() for text in _REFUSED)
-    place = os.fsdecode(error.filename or "")
-    if os.path.isabs(place):
-        existing = place if os.path.exists(place) else os.path.dirname(place)
+    path = os.fsdecode(error.filename or "")
+    if os.path.isabs(path):
+        existing = path if os.path.exists(path) else os.path.dirname(path)
         if not os.access(existing, os.W_OK):
             return False  # to this user it is closed anyway
     return error.errno in (errno.EACCES, errno.EXDEV)
 
 
-def _allow(ruleset: int, rights: int, place: str | os.PathLike[str]) -> None:
-    there = os.open(place, os.O_PATH)
+def _allow(ruleset: int, rights: int, path: str | os.PathLike[str]) -> None:
+    there = os.open(path, os.O_PATH)
     try:
         rule = struct.pack("=Qi", rights, there)
         _done(_system_call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))

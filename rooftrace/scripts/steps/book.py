@@ -223,16 +223,16 @@ class Book:
         """The place of the graph of a recorder's recording, which ends here."""
         recorder.settle(learnt.gradients)
         print_ = _print_of(recorder.graph)
-        place = self._places.setdefault(print_, len(self.graphs))
+        number = self._places.setdefault(print_, len(self.graphs))
         kept = _kept_bytes(recorder.graph)
-        if place == len(self.graphs):
+        if number == len(self.graphs):
             self.graphs.append(_lowered(recorder, root, learnt))
             self._kept.append(kept)
         # The first step has less from before than those after it.
-        elif kept > self._kept[place] and not self._is_sample(place):
-            self.graphs[place] = _lowered(recorder, root, learnt)
-            self._kept[place] = kept
-        return place
+        elif kept > self._kept[number] and not self._is_sample(number):
+            self.graphs[number] = _lowered(recorder, root, learnt)
+            self._kept[number] = kept
+        return number
 
     def derive(self, graph: OpGraph) -> int:
         """The place of a graph that follows from others."""
@@ -240,8 +240,8 @@ class Book:
         self._kept.append(0)
         return len(self.graphs) - 1
 
-    def _is_sample(self, place: int) -> bool:
-        return any(place in each.samples.values() for each in self.derived)
+    def _is_sample(self, number: int) -> bool:
+        return any(number in each.samples.values() for each in self.derived)
 
     def part(self, recorder: ScriptRecorder, root: Any, learnt: Any, prices: Prices) -> float:
         """Expected seconds of a recorder's recording so far; it goes on."""
@@ -306,11 +306,11 @@ def _print_of(graph: fx.Graph) -> int:
         if isinstance(noted, Recorded):
             origin = noted.origin
             compiled = noted.facts.get(marks.COMPILED), marks.ENTERS in noted.facts
-            place = origin.module, origin.part, origin.function, compiled
+            origin_key = origin.module, origin.part, origin.function, compiled
             specs = [
                 (*_look(s), storages.setdefault(s.storage, len(storages))) for s in noted.specs
             ]
-            look = tuple(specs), place, noted.stream, repr(noted.collective)
+            look = tuple(specs), origin_key, noted.stream, repr(noted.collective)
         elif isinstance(noted, Entry):
             storage = storages.setdefault(noted.spec.storage, len(storages))
             look = noted.kind, noted.name, *_look(noted.spec), storage

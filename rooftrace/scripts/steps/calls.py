@@ -267,8 +267,8 @@ class Result:
 
 
 def _leaf(tensor: Tensor, values: Values) -> _Leaf:
-    place = tuple(tensor.shape), tensor.stride()
-    return _Leaf(*place, tensor.dtype, tensor.requires_grad, values.known(tensor))
+    layout = tuple(tensor.shape), tensor.stride()
+    return _Leaf(*layout, tensor.dtype, tensor.requires_grad, values.known(tensor))
 
 
 def _empty(leaf: _Leaf) -> Tensor:

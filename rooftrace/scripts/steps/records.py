@@ -242,8 +242,8 @@ def _rolled_alike(graphs: Sequence[OpGraph]) -> bool:
             names = [tensor.name]
             for stack in stacks:
                 names = [stack.path(name, turn) for name in names for turn in range(stack.count)]
-            place = tensor.name, tuple(map(_stack, stacks))
-            if any(shown.setdefault((tensor.role, name), place) != place for name in names):
+            key = tensor.name, tuple(map(_stack, stacks))
+            if any(shown.setdefault((tensor.role, name), key) != key for name in names):
                 return False
     return True
 
@@ -300,12 +300,12 @@ class _Turn:
 
     def place_of(self, repeat: Repeat, renamed: Callable[[Repeat, int], Repeat]) -> int:
         """The id of a repeat of a piece; layers of several pieces are one repeat."""
-        place = len(self.repeats)
+        number = len(self.repeats)
         if repeat.container is not None:
-            place = self._stacks.setdefault(_stack(repeat), place)
-        if place == len(self.repeats):
-            self.repeats.append(renamed(repeat, place))
-        return place
+            number = self._stacks.setdefault(_stack(repeat), number)
+        if number == len(self.repeats):
+            self.repeats.append(renamed(repeat, number))
+        return number
 
     def assumption(self, item: Assumption) -> int:
         """The number of an assumption; those that say the same are one."""

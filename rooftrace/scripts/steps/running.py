@@ -62,9 +62,9 @@ class ScriptError(TraceError):
         rank = f", in rank {script.rank} of {script.world}" if script.world > 1 else ""
         failure = script.failure or Failure("SystemExit", str(script.code))
         thread = f", in thread {failure.thread}" if failure.thread else ""
-        place = f", at {failure.where}" if failure.where else ""
+        at = f", at {failure.where}" if failure.where else ""
         refused = f"; {script.said['refused']}" if "refused" in script.said else ""
-        first = f"{script.name} failed {after}{rank}{thread}{place}: {failure}{refused}"
+        first = f"{script.name} failed {after}{rank}{thread}{at}: {failure}{refused}"
         fault = [_FAULT] if failure.below_device else []
         super().__init__("\n".join((first, *_way(failure), *failure.choices, *fault)))
         self.script = script

@@ -278,10 +278,10 @@ class LengthForms:
             if len(lengths_known) < len(lengths) or lost.ops != _at(form.ops, lengths_known[0]):
                 continue
             for old, length in zip(lost.sizes, lengths_known, strict=True):
-                place = lost.form.derived.places.pop(old, None)
-                if place is not None:
-                    form.derived.places[length] = place
-                    self._book.graphs[place] = form.graphs.at((length,))
+                number = lost.form.derived.places.pop(old, None)
+                if number is not None:
+                    form.derived.places[length] = number
+                    self._book.graphs[number] = form.graphs.at((length,))
             form.widen(list(form.derived.places))
             self._lost.remove(lost)
 
@@ -389,10 +389,10 @@ class SteadyTurns:
     stretch: Turns | None = None
     reached: dict[Any, float] = field(default_factory=dict)  # as of an open turn
 
-    def answer(self, place: int, look: Look) -> Result | None:
+    def answer(self, number: int, look: Look) -> Result | None:
         """The result of the call at this place of a turn; None if that call looked different."""
-        if place < len(self.calls) and self.calls[place] == look.key:
-            return self.results[place]
+        if number < len(self.calls) and self.calls[number] == look.key:
+            return self.results[number]
         return None
 
 

@@ -407,9 +407,9 @@ def _explained(error: Exception, recorder: Recorder, name: str, root: str) -> Tr
     ]
     decided = [a for a in recorder.values.assumptions if a.kind in _DECIDED]
     for item in list({(a.kind, a.where): a for a in decided}.values())[-3:]:
-        place = f"{item.kind}@{item.where}" if item.where else item.kind
+        choice = f"{item.kind}@{item.where}" if item.where else item.kind
         other = str(not item.value).lower() if item.kind == "branch" else "NUMBER"
-        lines.append(f"{item.text}; --assume {place}={other} takes it otherwise.")
+        lines.append(f"{item.text}; --assume {choice}={other} takes it otherwise.")
     if isinstance(error, UnknownValueError):
         lines.append(
             "Its code needs a value that only real weights give; pass inputs that avoid that path."

@@ -206,9 +206,9 @@ class ModuleCalls:
             *parameters_of(self.module)
         }:
             return {}
-        place = torch.empty(count, dtype=torch.long, device=META)
-        place.__dict__[REAL_VALUE] = torch.arange(cached, cached + count, device="cpu")
-        return {"cache_position": place}
+        positions = torch.empty(count, dtype=torch.long, device=META)
+        positions.__dict__[REAL_VALUE] = torch.arange(cached, cached + count, device="cpu")
+        return {"cache_position": positions}
 
     def _unused(self, passed: Mapping[str, Any]) -> list[str]:
         """The arguments that could take a cache, in the order of forward."""

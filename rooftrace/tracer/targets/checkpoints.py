@@ -49,15 +49,15 @@ def flat_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     index = torch.arange(start, stop, device=tensor.device)
-    places = torch.zeros_like(index)
+    offsets = torch.zeros_like(index)
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        places += index % size * stride
+        offsets += index % size * stride
         index = torch.div(index, size, rounding_mode="floor")
     extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     row = tensor.as_strided((extent,), (1,))
     if row.element_size() == 1:  # indexing knows bytes, and not every format of 8 bits
-        return row.view(torch.uint8)[places].view(tensor.dtype)
-    return row[places]
+        return row.view(torch.uint8)[offsets].view(tensor.dtype)
+    return row[offsets]
 
 
 def as_doubles(values: Tensor) -> Tensor:

@@ -92,19 +92,19 @@ def in_fp32(error: RequestError) -> ComputeDtype:
     return ComputeDtype(torch.float32, text)
 
 
-def _fields(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, torch.dtype]]:
+def _fields(data: Mapping[str, Any], path: str) -> Iterator[tuple[str, torch.dtype]]:
     """Dtypes of a config and of those inside, outermost and language models first."""
     for name in _FIELDS:
         value = data.get(name)
         if value is not None and value != "auto":
-            where = f"{place}{name}"
+            where = f"{path}{name}"
             yield where, _dtype(value, where)
             break
     inside = [k for k, v in data.items() if isinstance(v, Mapping) and k.endswith("config")]
     inside += [k for k in ("decoder", "encoder") if isinstance(data.get(k), Mapping)]
     for name in sorted(inside, key=lambda k: (k not in _FIRST, inside.index(k))):
         if "quant" not in name:
-            yield from _fields(data[name], f"{place}{name}.")
+            yield from _fields(data[name], f"{path}{name}.")
 
 
 def _dtype(value: Any, where: str) -> torch.dtype:
@@ -187,12 +187,12 @@ def unbuilt(data: Mapping[str, Any], module: nn.Module, declared: Sequence[Decla
     )
 
 
-def _counted(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, int]]:
+def _counted(data: Mapping[str, Any], path: str) -> Iterator[tuple[str, int]]:
     for name, value in data.items():
         if isinstance(value, Mapping):
-            yield from _counted(value, f"{place}{name}.")
+            yield from _counted(value, f"{path}{name}.")
         elif _PREDICTORS.fullmatch(name) and type(value) is int and value > 0:
-            yield f"{place}{name}", value
+            yield f"{path}{name}", value
 
 
 def _table(module: nn.Module, getter: str) -> nn.Parameter | None:

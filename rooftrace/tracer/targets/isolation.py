@@ -225,14 +225,14 @@ def _put_back(imports: _Imports, path: Sequence[str]) -> None:
 
 def _stays(top: str, imports: _Imports) -> bool:
     """Whether a top-level module is found without the target too: then it is not the target's."""
-    places = _places(top)
-    if not places or places & imports.folders:
+    folders = _places(top)
+    if not folders or folders & imports.folders:
         return False
     try:
         spec = _spec_now(top)
     except (ImportError, ValueError, AttributeError):
         return False
-    return spec is not None and bool(_spec_places(spec) & places)
+    return spec is not None and bool(_spec_places(spec) & folders)
 
 
 def _spec_now(top: str) -> ModuleSpec | None:
@@ -248,8 +248,8 @@ def _spec_now(top: str) -> ModuleSpec | None:
 def place_of(top: str) -> str | None:
     """The user's folder in which a top-level name is found now; None for any other place."""
     spec = _spec_now(top)
-    places = () if spec is None else _spec_places(spec)
-    return next((place for place in places if _users(os.path.join(place, top))), None)
+    folders = () if spec is None else _spec_places(spec)
+    return next((place for place in folders if _users(os.path.join(place, top))), None)
 
 
 def _in_the_way(first: Sequence[str], more: Sequence[str]) -> set[str]:
@@ -258,10 +258,10 @@ def _in_the_way(first: Sequence[str], more: Sequence[str]) -> set[str]:
     tops -= {"__main__", "__mp_main__", *_OWN, *sys.stdlib_module_names}
     ours, hiding = set(), set()
     for top in tops:
-        places = _places(top)
-        if places & {*first, *more}:
+        folders = _places(top)
+        if folders & {*first, *more}:
             ours.add(top)
-        elif places and any(_provides(folder, top) for folder in first):
+        elif folders and any(_provides(folder, top) for folder in first):
             hiding.add(top)
     return {
         name
@@ -362,12 +362,12 @@ def _users(path: str) -> bool:
 @cache
 def _installed() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    places = [sysconfig.get_paths()[name] for name in names]
-    places += [*site.getsitepackages(), site.getusersitepackages()]
-    places.append(str(Path(__file__).resolve().parents[2]))
+    folders = [sysconfig.get_paths()[name] for name in names]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    folders.append(str(Path(__file__).resolve().parents[2]))
     torch = importlib.util.find_spec("torch")
-    places += list(torch.submodule_search_locations or ()) if torch is not None else []
-    return tuple(_real(place) + os.sep for place in places)
+    folders += list(torch.submodule_search_locations or ()) if torch is not None else []
+    return tuple(_real(place) + os.sep for place in folders)
 
 
 class _FromSource(SourceFileLoader):

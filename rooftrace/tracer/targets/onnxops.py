@@ -173,10 +173,10 @@ def _global(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _reduced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor:
-        places = _axes(attributes, axes) or list(range(item.dim()))
+        dims = _axes(attributes, axes) or list(range(item.dim()))
         if attributes.get("noop_with_empty_axes") and not _axes(attributes, axes):
             return item
-        return function(item, places, keepdim=bool(attributes.get("keepdims", 1)))
+        return function(item, dims, keepdim=bool(attributes.get("keepdims", 1)))
 
     return call
 
@@ -239,14 +239,14 @@ def _gather(attributes: Attributes, item: Any, index: Any) -> Tensor:
 
 
 def _squeeze(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor:
-    places = _axes(attributes, axes)
-    return item.squeeze(places) if places else item.squeeze()
+    dims = _axes(attributes, axes)
+    return item.squeeze(dims) if dims else item.squeeze()
 
 
 def _unsqueeze(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor:
-    places = _axes(attributes, axes)
-    rank = item.dim() + len(places)
-    for axis in sorted(place % rank for place in places):
+    dims = _axes(attributes, axes)
+    rank = item.dim() + len(dims)
+    for axis in sorted(place % rank for place in dims):
         item = item.unsqueeze(axis)
     return item
 
