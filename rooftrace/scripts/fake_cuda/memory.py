@@ -68,10 +68,10 @@ def _functions(here: Emulation) -> dict[str, Any]:
 def _placing() -> Any:
     """The function that moves a storage that was read to its device."""
     home: Any = serialization
-    place = original_of(home, "default_restore_location")
+    restore = original_of(home, "default_restore_location")
 
     def default_restore_location(storage: Any, location: Any) -> Any:
-        return place(storage, _META if _is_device(str(location)) else location)
+        return restore(storage, _META if _is_device(str(location)) else location)
 
     return default_restore_location
 

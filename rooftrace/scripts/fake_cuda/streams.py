@@ -315,10 +315,10 @@ class _Capture(TorchDispatchMode):
         noted.origin = _origin()
         number = len(self.ops)
         self.ops.append(noted)
-        for place, item in enumerate(tree_leaves(result)):
+        for position, item in enumerate(tree_leaves(result)):
             if isinstance(item, Tensor) and id(item) not in before:
-                noted.results[place] = weakref.ref(item)
-                self._made[id(item)] = noted.results[place], _Made(number, place)
+                noted.results[position] = weakref.ref(item)
+                self._made[id(item)] = noted.results[position], _Made(number, position)
         return result
 
     def _noted(self, item: Any) -> Any:
@@ -389,10 +389,10 @@ def _written(static: Mapping[int, Any], results: Sequence[Any]) -> None:
     recording = _recording()
     if recording is None:
         return
-    for place, reference in static.items():
+    for position, reference in static.items():
         kept = reference()
         if kept is not None:
-            recording.stands_for(kept, results[place])
+            recording.stands_for(kept, results[position])
 
 
 class _CUDAGraph:

@@ -46,9 +46,9 @@ def accelerate(words: Sequence[str]) -> CommandLine:
     if args.no_python:
         raise RequestError("accelerate launch --no_python: only programs of Python can be run here")
     machines = int(args.num_machines or 1)
-    many = args.multi_gpu or args.use_fsdp or args.use_deepspeed or args.use_megatron_lm
+    parallel = args.multi_gpu or args.use_fsdp or args.use_deepspeed or args.use_megatron_lm
     total = args.num_processes if requested or args.config_file or args.num_processes else None
-    total = total if many or total != 0 else None
+    total = total if parallel or total != 0 else None
     return CommandLine(
         program=args.training_script,
         module=bool(args.module),
@@ -455,11 +455,11 @@ def _script(word: str, folder: str) -> str:
     path = Path(folder, os.path.expanduser(word))
     if path.is_file() or (path / "__main__.py").is_file():
         return str(path)
-    there = shutil.which(word) if os.sep not in word else None
-    if there and _is_python(there):
-        return there
-    if there:
-        raise RequestError(f"{word}: {there} is no program of Python, so it cannot be run here")
+    program = shutil.which(word) if os.sep not in word else None
+    if program and _is_python(program):
+        return program
+    if program:
+        raise RequestError(f"{word}: {program} is no program of Python, so it cannot be run here")
     if path.is_dir():
         raise RequestError(f"{word}: a folder without __main__.py; name a script in it")
     near = path.parent if path.parent.is_dir() else Path(folder)

@@ -323,9 +323,9 @@ class Overlay(Layer):
             with self.plainly():
                 shutil.move(src, dst)
         self._folders.clear()
-        for place in (old, new):
-            if place is not None and self._is(place):
-                self._gone.add(place)
+        for side in (old, new):
+            if side is not None and self._is(side):
+                self._gone.add(side)
 
     def _copy_below(self, folder: str) -> None:
         """Copy a folder as the program sees it, except files written before."""
@@ -391,9 +391,9 @@ class Overlay(Layer):
         entries: dict[str, Any] = {}
         twin = self.twin(absolute)
         real = not self.hidden(absolute) and self._is(absolute)
-        for place, there in ((absolute, real or not self._is(twin)), (twin, self._is(twin))):
-            if there:
-                with self._os["scandir"](place) as listed:
+        for folder, exists in ((absolute, real or not self._is(twin)), (twin, self._is(twin))):
+            if exists:
+                with self._os["scandir"](folder) as listed:
                     entries |= {os.fsdecode(entry.name): entry for entry in listed}
         written = {name for name in entries if self._is(os.path.join(twin, name))}
         return [

@@ -173,8 +173,8 @@ def raise_exits() -> None:
 
         return refuse
 
-    there = [name for name in _REPLACING if hasattr(os, name)]
-    put(os, {"_exit": leave} | {name: become(name) for name in there})
+    names = [name for name in _REPLACING if hasattr(os, name)]
+    put(os, {"_exit": leave} | {name: become(name) for name in names})
 
 
 class Stopping:

@@ -293,14 +293,14 @@ def _look(spec: taperecords.Spec) -> tuple[Any, ...]:
 
 def _print_of(graph: fx.Graph) -> int:
     """A number that two recordings share if the same ops ran on the same sizes, in one order."""
-    places: dict[fx.Node, int] = {}
+    positions: dict[fx.Node, int] = {}
     seen: list[Any] = []
     storages: dict[int, int] = {}
     for node in graph.nodes:
         if _is_kept(node) or _frees(node):
             continue
-        places[node] = len(places)
-        inputs = tuple(places.get(item, -1) for item in node.all_input_nodes)
+        positions[node] = len(positions)
+        inputs = tuple(positions.get(item, -1) for item in node.all_input_nodes)
         noted = node.meta.get(META_KEY)
         look: Any = None
         if isinstance(noted, Recorded):

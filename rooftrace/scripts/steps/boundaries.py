@@ -133,11 +133,11 @@ class BoundaryFinder(Finder):
     def check(self) -> None:
         """Raises RequestError if the script never came to the wanted mark."""
         if self._boundary.at == "mark" and self._boundary.name not in self._marks:
-            there = sorted(self._marks, key=lambda name: -self._marks[name])
-            which = f"its marks are {listed(there[:_SHOWN])}" if there else "it has no marks"
+            marks = sorted(self._marks, key=lambda name: -self._marks[name])
+            which = f"its marks are {listed(marks[:_SHOWN])}" if marks else "it has no marks"
             raise RequestError(
                 f"--boundary mark={self._boundary.name}: the script never came to it; {which}"
-                f"{hint(self._boundary.name, there)}"
+                f"{hint(self._boundary.name, marks)}"
             )
 
     def _next(self, label: str) -> None:

@@ -17,12 +17,12 @@ from rooftrace.tracer.phases import steps
 from rooftrace.tracer.values import META, Values, tensors_in, trees
 
 
-def runs_where(there: Callable[[Tensor], bool], module: nn.Module, arguments: Any) -> bool:
+def runs_where(on_device: Callable[[Tensor], bool], module: nn.Module, arguments: Any) -> bool:
     """Whether the first weight of a module is there, or one of its inputs where it has none."""
     weight = next(trees.weights_in(module), None)
     if weight is not None:
-        return there(weight)
-    return any(there(tensor) for tensor in tensors_in(arguments))
+        return on_device(weight)
+    return any(on_device(tensor) for tensor in tensors_in(arguments))
 
 
 class Roots:

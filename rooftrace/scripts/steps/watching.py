@@ -150,11 +150,11 @@ class LengthForm:
         ops: Ops | None = None
         while first < last:
             middle = (first + last) // 2
-            there = probe(self.pending[near[middle]])
-            if there is not None and there == _at(self.ops, near[middle]):
+            seen = probe(self.pending[near[middle]])
+            if seen is not None and seen == _at(self.ops, near[middle]):
                 first = middle + 1
             else:
-                last, ops = middle, there
+                last, ops = middle, seen
         self.ends.append([*near, length][first])
         if first:
             self.widen(near[:first])
@@ -287,13 +287,13 @@ class LengthForms:
 
     def said(self) -> dict[str, str]:
         """Remarks on inexact parts."""
-        said = {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
+        reports = {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
         if self._otherwise:
-            said["after lengths"] = (
+            reports["after lengths"] = (
                 f"after the call of {plural(self._otherwise, 'turn')} that formulas of a length "
                 "stand for, other ops ran than after recorded ones: counted are the latter"
             )
-        return said
+        return reports
 
 
 def _fitted(seen: Sequence[Seen]) -> LengthForm | None:

@@ -117,8 +117,8 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         for piece in trees.pieces_of(part):
             if not piece.is_meta:
                 once = piece.data
-                for place, stride in enumerate(piece.stride()):
-                    once = once if stride else once.narrow(place, 0, min(1, once.shape[place]))
+                for axis, stride in enumerate(piece.stride()):
+                    once = once if stride else once.narrow(axis, 0, min(1, once.shape[axis]))
                 yield once
 
 

@@ -87,8 +87,8 @@ def _prompted(calls: ModuleCalls, length: int) -> dict[str, Any]:
 def _length_dimension(module: nn.Module, short: Tensor, other: Tensor) -> int:
     """The dimension of a cache that grows with its length by one row for each token."""
     differing = [
-        place
-        for place, (a, b) in enumerate(zip(short.shape, other.shape, strict=True))
+        axis
+        for axis, (a, b) in enumerate(zip(short.shape, other.shape, strict=True))
         if b - a == _PROBES[1] - _PROBES[0] and a == _PROBES[0]
     ]
     if len(differing) != 1 or short.shape[0] != 1:

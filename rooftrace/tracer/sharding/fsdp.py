@@ -363,7 +363,7 @@ def mesh_of(roots: Iterable[nn.Module]) -> dict[str, int]:
         return {}
     largest = max(meshes, key=lambda mesh: int(mesh.mesh.numel()))
     sizes = list(largest.mesh.shape)
-    names = largest.mesh_dim_names or [f"axis {place}" for place in range(len(sizes))]
+    names = largest.mesh_dim_names or [f"axis {number}" for number in range(len(sizes))]
     return dict(zip(names, map(int, sizes), strict=True))
 
 

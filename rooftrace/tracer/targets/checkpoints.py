@@ -355,18 +355,18 @@ def _sharded(path: Path, source: str) -> Checkpoint:
     for file, names in sorted(by_file.items()):
         shard = _shard(path, file)
         stored, unread = _read_file(shard)
-        there = {tensor.name: tensor for tensor in stored}
-        missing = [name for name in names if name not in there]
+        by_name = {tensor.name: tensor for tensor in stored}
+        missing = [name for name in names if name not in by_name]
         if missing:
             raise KIND.refused(
                 where,
                 f"{file!r:.200} lacks {missing[0]!r:.200}"
                 + (f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""),
             )
-        tensors |= {name: there[name] for name in names}
+        tensors |= {name: by_name[name] for name in names}
         notes += unread
-        if len(there) > len(names):
-            more = plural(len(there) - len(names), "tensor")
+        if len(by_name) > len(names):
+            more = plural(len(by_name) - len(names), "tensor")
             notes.append(f"{file}: {more} that the index leaves out: not read")
     return _checkpoint(path, source, tensors, files=len(by_file), notes=tuple(notes))
 

@@ -237,11 +237,11 @@ _PLAIN = re.compile(r"[\w.-]+")
 
 def check_config(data: Mapping[str, Any], target: str) -> None:
     """Raise TargetError for a field of a config, at any depth, that would load code."""
-    for place, table in _tables(with_own_attention(data)[0]):
+    for path, table in _tables(with_own_attention(data)[0]):
         for key, value in table.items():
             reason = _reason(key, value, table)
             if reason:
-                where = f"{place}.{key}" if place else str(key)
+                where = f"{path}.{key}" if path else str(key)
                 raise TargetError(
                     f"target {target!r}: {where} is {value!r:.60}: {reason}; take it out of the "
                     "config, or pass --trust-remote-code (in Python trust_remote_code=True)"
@@ -293,12 +293,12 @@ def _tables(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every table of a config with the path of its keys."""
     left: list[tuple[str, Any]] = [("", data)]
     while left:
-        place, value = left.pop()
+        path, value = left.pop()
         if isinstance(value, Mapping):
-            yield place, value
-            left += [(f"{place}.{key}" if place else str(key), v) for key, v in value.items()]
+            yield path, value
+            left += [(f"{path}.{key}" if path else str(key), v) for key, v in value.items()]
         elif isinstance(value, list):
-            left += [(f"{place}[{number}]", item) for number, item in enumerate(value)]
+            left += [(f"{path}[{number}]", item) for number, item in enumerate(value)]
 
 
 def _reason(key: str, value: Any, table: Mapping[str, Any]) -> str:

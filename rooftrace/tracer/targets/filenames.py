@@ -52,6 +52,6 @@ def in_folder(folder: Path) -> Iterator[list[Path]]:
         if path.name.endswith(ENDS) and not path.name.startswith(_STATES) and path.is_file()
     )
     for end in ENDS:
-        ours = [path for path in names if path.name.endswith(end)]
-        if ours:
-            yield ours
+        matching = [path for path in names if path.name.endswith(end)]
+        if matching:
+            yield matching

@@ -249,7 +249,7 @@ def place_of(top: str) -> str | None:
     """The user's folder in which a top-level name is found now; None for any other place."""
     spec = _spec_now(top)
     folders = () if spec is None else _spec_places(spec)
-    return next((place for place in folders if _users(os.path.join(place, top))), None)
+    return next((folder for folder in folders if _users(os.path.join(folder, top))), None)
 
 
 def _in_the_way(first: Sequence[str], more: Sequence[str]) -> set[str]:
@@ -276,8 +276,8 @@ def _provides(folder: str, top: str) -> bool:
     where = os.path.join(folder, top)
     if os.path.isfile(f"{where}.py") or os.path.isfile(os.path.join(where, "__init__.py")):
         return True
-    there = vars(sys.modules[top]) if top in sys.modules else {}
-    return "__path__" in there and there.get("__file__") is None and os.path.isdir(where)
+    names = vars(sys.modules[top]) if top in sys.modules else {}
+    return "__path__" in names and names.get("__file__") is None and os.path.isdir(where)
 
 
 def _see(name: str, module: Any) -> None:
@@ -320,7 +320,7 @@ def _places(top: str) -> set[str]:
 
 def _spec_places(spec: ModuleSpec) -> set[str]:
     if spec.submodule_search_locations is not None:
-        return {os.path.dirname(_real(place)) for place in spec.submodule_search_locations}
+        return {os.path.dirname(_real(folder)) for folder in spec.submodule_search_locations}
     return {os.path.dirname(_real(spec.origin))} if spec.origin and spec.has_location else set()
 
 
@@ -331,7 +331,7 @@ def _users_module(name: str, module: Any) -> bool:
     file = _file(module)
     if file:
         return not _is_extension(module) and _users(file)
-    paths = [str(place) for place in getattr(module, "__dict__", {}).get("__path__", ())]
+    paths = [str(folder) for folder in getattr(module, "__dict__", {}).get("__path__", ())]
     return bool(paths) and all(map(_users, paths))
 
 
@@ -356,7 +356,7 @@ def _users(path: str) -> bool:
     if _PACKAGES & set(parts) or path.startswith("<"):
         return False
     real = _real(path)
-    return not any(real.startswith(place) for place in _installed())
+    return not any(real.startswith(folder) for folder in _installed())
 
 
 @cache
@@ -367,7 +367,7 @@ def _installed() -> tuple[str, ...]:
     folders.append(str(Path(__file__).resolve().parents[2]))
     torch = importlib.util.find_spec("torch")
     folders += list(torch.submodule_search_locations or ()) if torch is not None else []
-    return tuple(_real(place) + os.sep for place in folders)
+    return tuple(_real(folder) + os.sep for folder in folders)
 
 
 class _FromSource(SourceFileLoader):

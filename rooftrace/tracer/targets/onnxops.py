@@ -96,8 +96,8 @@ def _padded(attributes: Attributes, item: Tensor, value: float = 0.0) -> tuple[T
 def _conv(attributes: Attributes, item: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
     rank = item.dim() - 2
     weight, bias = tensor(weight), tensor(bias)
-    said = {"kernel_shape": list(weight.shape[2:]), **attributes}
-    item, padding = _padded(said, item)
+    settings = {"kernel_shape": list(weight.shape[2:]), **attributes}
+    item, padding = _padded(settings, item)
     function = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
     return function(
         item, weight, bias, attributes.get("strides") or [1] * rank, padding,
@@ -208,10 +208,10 @@ def _flatten(attributes: Attributes, item: Tensor) -> Tensor:
 
 def _split(attributes: Attributes, item: Tensor, sizes: Any = None) -> Sequence[Tensor]:
     axis = attributes.get("axis", 0)
-    said = attributes.get("split") if sizes is None else _numbers(sizes)
-    if said is None:
-        said = -(-item.shape[axis] // attributes["outputs"])
-    return torch.split(item, said, axis)
+    parts = attributes.get("split") if sizes is None else _numbers(sizes)
+    if parts is None:
+        parts = -(-item.shape[axis] // attributes["outputs"])
+    return torch.split(item, parts, axis)
 
 
 def _slice(
