@@ -1,1 +1,1 @@
-"""Unmodified programs: launched in a process of their own, on a fake CUDA device, step by step."""
+"""Unmodified programs: launched in a separate process, on a fake CUDA device, step by step."""

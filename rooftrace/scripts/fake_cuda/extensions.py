@@ -205,7 +205,7 @@ class Constant:
 class Word:
     """A name of Triton that a kernel's text may use: it can be written, and has no value.
 
-    It stands in annotations, in tables and as a decorator; whoever asks for its value is told that
+    It stands in annotations, in tables and as a decorator; reading its value says that
     there is none.
     """
 

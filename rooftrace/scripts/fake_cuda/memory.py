@@ -17,7 +17,7 @@ from rooftrace.tracer.torch_private import bindings, unpickler, utils
 # -- files -----------------------------------------------------------------------------------------
 # Files of `torch.save`: tensors of the device are written without numbers, and read as such.
 #
-# What is on the host is written and read as it is.
+# Host tensors are written and read as they are.
 
 _META = "meta"
 _NOTES = "_rooftrace"
@@ -68,10 +68,10 @@ def _functions(here: Emulation) -> dict[str, Any]:
 def _placing() -> Any:
     """The function that moves a storage that was read to its device."""
     home: Any = serialization
-    place = original_of(home, "default_restore_location")
+    restore = original_of(home, "default_restore_location")
 
     def default_restore_location(storage: Any, location: Any) -> Any:
-        return place(storage, _META if _is_device(str(location)) else location)
+        return restore(storage, _META if _is_device(str(location)) else location)
 
     return default_restore_location
 
@@ -89,8 +89,8 @@ def _is_for_host(map_location: Any, saved: str) -> bool:
         map_location = map_location.get(saved)
     elif callable(map_location):
         kind: Any = torch.UntypedStorage
-        place = map_location(kind(0), saved)
-        map_location = None if place is None else place.device
+        restored = map_location(kind(0), saved)
+        map_location = None if restored is None else restored.device
     return map_location is not None and torch.device(map_location).type == "cpu"
 
 
@@ -227,10 +227,10 @@ def generator_answers(here: Emulation) -> Iterator[Answers]:
 
     class Generator(metaclass=_Kind):
         def __new__(cls, device: Any = "cpu") -> Any:
-            place = torch.device(device)
-            if place.type != "cuda":
+            target = torch.device(device)
+            if target.type != "cuda":
                 return _Original(device)
-            return made(here.current if place.index is None else place.index, _SEED)
+            return made(here.current if target.index is None else target.index, _SEED)
 
     Generator.__module__, Generator.__qualname__ = "torch", "Generator"
     yield torch, {"Generator": Generator}

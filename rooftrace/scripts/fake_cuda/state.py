@@ -61,11 +61,11 @@ def kernel_refused(call: str, kind: type[DeviceError] = DeviceError) -> DeviceEr
 
 
 # -- facts -----------------------------------------------------------------------------------------
-# What torch.cuda says of a device: its name, capability, memory and properties, from a chip.
+# Facts of torch.cuda on a device: its name, capability, memory and properties, from a chip.
 #
 # Chip files know architecture, memory, units, L2, clock and bus.  What they do not know (the name
 # that the driver gives) stands in a table here; facts of a GPU in a slot (its number on the
-# bus) is made up.
+# bus) are made up.
 
 _NAMED: dict[str, str] = {
     "a10": "NVIDIA A10",
@@ -262,12 +262,11 @@ def _architecture_by_rates(chip: Chip) -> str:
 
 
 # -- state -----------------------------------------------------------------------------------------
-# The state of one emulation: its device, its meter and clock, its assumptions.
 
 Assume = Callable[[str, str], None]
 """Takes the kind and the text of an assumption."""
 Tell = Callable[[Literal["capture", "captured", "replay", "replayed"]], None]
-"""Takes what happens to a CUDA graph: its capture or a replay of it begins, or has ended."""
+"""Takes events of a CUDA graph: its capture or a replay of it begins, or has ended."""
 Answers = tuple[Any, dict[str, Any]]
 """A module or a class of torch, and its attributes that the emulated device answers, by name."""
 

@@ -31,8 +31,8 @@ from rooftrace.tracer.values import trees
 # Streams and events of torch.cuda: queues that a recording tells apart, and times of its clock.
 #
 # Work on a stream is recorded under its name, and an event that one stream waits for keeps the
-# order (see `sharded.streams`).  The classes stay those of torch, with other methods, so that what
-# user code imported earlier stays valid.
+# order (see `sharded.streams`).  The classes stay those of torch, with other methods, so that names
+# that user code imported earlier stay valid.
 
 _CUDA = 1
 """torch's number for the type of the device."""
@@ -245,12 +245,10 @@ def _key(stream: Any) -> tuple[int, int]:
 # -- graphs ----------------------------------------------------------------------------------------
 # CUDA graphs: a capture notes the ops that run, a replay runs them again.
 #
-# A real capture runs nothing; here it runs once, as everything does, and that is said.  A replay
-# puts
-# the noted ops through the dispatcher again, so a recording that is on counts each of them, and
-# frees
-# each result when a real one would.  The host time that a graph launch saves is unknown
-# here: the ops are dispatched one by one.
+# A real capture runs nothing; here it runs once, which an assumption says.  A replay puts the noted
+# ops through the dispatcher again, so an active recording counts each of them, and frees each
+# result when a real one would.  The host time that a graph launch saves is unknown here: the ops
+# are dispatched one by one.
 
 _pools = itertools.count(1)
 _NO_GRAPH = "there is no graph of the driver's"
@@ -277,7 +275,7 @@ class _Noted:
     kwargs: Any
     origin: taperecords.Origin | None = None
     last: list[int] = field(default_factory=list)
-    results: dict[int, Any] = field(default_factory=dict)  # weakly, what the capture made, by place
+    results: dict[int, Any] = field(default_factory=dict)  # weakly, what it made, by place
 
 
 class _Capture(TorchDispatchMode):
@@ -317,10 +315,10 @@ class _Capture(TorchDispatchMode):
         noted.origin = _origin()
         number = len(self.ops)
         self.ops.append(noted)
-        for place, item in enumerate(tree_leaves(result)):
+        for position, item in enumerate(tree_leaves(result)):
             if isinstance(item, Tensor) and id(item) not in before:
-                noted.results[place] = weakref.ref(item)
-                self._made[id(item)] = noted.results[place], _Made(number, place)
+                noted.results[position] = weakref.ref(item)
+                self._made[id(item)] = noted.results[position], _Made(number, position)
         return result
 
     def _noted(self, item: Any) -> Any:
@@ -391,10 +389,10 @@ def _written(static: Mapping[int, Any], results: Sequence[Any]) -> None:
     recording = _recording()
     if recording is None:
         return
-    for place, reference in static.items():
+    for position, reference in static.items():
         kept = reference()
         if kept is not None:
-            recording.stands_for(kept, results[place])
+            recording.stands_for(kept, results[position])
 
 
 class _CUDAGraph:

@@ -58,7 +58,7 @@ class Processes:
 
     def stand_alone(self) -> None:
         """From here on the process groups of the program are fake ones."""
-        ours: dict[str, Any] = {
+        replaced: dict[str, Any] = {
             "init_process_group": self.init,
             "get_backend": self.backend,
             "new_group": self._new_group,
@@ -82,7 +82,8 @@ class Processes:
         stores = dict.fromkeys(("TCPStore", "FileStore"), _store)
         meshed = {"init_device_mesh": self._init_device_mesh}
         for home in homes:
-            put(home, {name: new for name, new in (ours | stores).items() if hasattr(home, name)})
+            stand_ins = (replaced | stores).items()
+            put(home, {name: new for name, new in stand_ins if hasattr(home, name)})
         put(device_mesh, meshed)
         put(dist, meshed)
         ddp.replicas_of_program(lambda *pair: self.say(pair))
@@ -201,8 +202,8 @@ class Processes:
 
     def _all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
         self.say(OBJECTS)
-        for place in range(len(object_list)):
-            object_list[place] = _copied(obj)
+        for position in range(len(object_list)):
+            object_list[position] = _copied(obj)
 
     def _gather_object(
         self, obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any
@@ -224,8 +225,8 @@ class Processes:
     ) -> None:
         self.say(OBJECTS)
         if scatter_object_input_list:
-            place = max(dist.get_rank(group), 0) % len(scatter_object_input_list)
-            scatter_object_output_list[0] = _copied(scatter_object_input_list[place])
+            position = max(dist.get_rank(group), 0) % len(scatter_object_input_list)
+            scatter_object_output_list[0] = _copied(scatter_object_input_list[position])
 
     def _no_objects(self, object_list: Sequence[Any], *args: Any, **kwargs: Any) -> int:
         self.say(OBJECTS)
@@ -260,9 +261,9 @@ def _stated(init_method: str | None, world: int, rank: int) -> tuple[int | None,
     parts = parse_qs(urlsplit(init_method or "").query)
     numbers: list[int | None] = []
     for value, name in ((world, "world_size"), (rank, "rank")):
-        said = [str(value)] if value >= 0 else parts.get(name, [])
-        said = said or [os.environ.get(name.upper(), "")]
-        numbers.append(int(said[0]) if said[0].lstrip("-").isdigit() else None)
+        texts = [str(value)] if value >= 0 else parts.get(name, [])
+        texts = texts or [os.environ.get(name.upper(), "")]
+        numbers.append(int(texts[0]) if texts[0].lstrip("-").isdigit() else None)
     return numbers[0], numbers[1]
 
 

@@ -46,9 +46,9 @@ def accelerate(words: Sequence[str]) -> CommandLine:
     if args.no_python:
         raise RequestError("accelerate launch --no_python: only programs of Python can be run here")
     machines = int(args.num_machines or 1)
-    many = args.multi_gpu or args.use_fsdp or args.use_deepspeed or args.use_megatron_lm
+    parallel = args.multi_gpu or args.use_fsdp or args.use_deepspeed or args.use_megatron_lm
     total = args.num_processes if requested or args.config_file or args.num_processes else None
-    total = total if many or total != 0 else None
+    total = total if parallel or total != 0 else None
     return CommandLine(
         program=args.training_script,
         module=bool(args.module),
@@ -73,7 +73,7 @@ def _environment(launch: Any, args: Any, words: Sequence[str]) -> dict[str, str]
             f"accelerate launch {' '.join(words)}: launches on TPUs and on SageMaker are not "
             "understood; name the script and --ranks"
         )
-    port, args.main_process_port = args.main_process_port, 0  # no port is opened, none is asked
+    port, args.main_process_port = args.main_process_port, 0  # no port is opened
     if args.use_deepspeed and not args.cpu:
         fields = [*(defaults.deepspeed_config if defaults else ())]
         fields += ["mixed_precision"] if from_config else []
@@ -105,8 +105,6 @@ def _quiet() -> Iterator[None]:
 
 
 # -- launchers -------------------------------------------------------------------------------------
-# Launchers of many processes, and the arguments of each.
-#
 # Each takes the words after its name and gives a CommandLine whose program is as it was written.
 # The launcher's parser reads them where it is installed.
 
@@ -409,19 +407,19 @@ def _understood(words: Sequence[str]) -> CommandLine:
 
 def _python(words: Sequence[str]) -> CommandLine:
     """The program of `python ...`."""
-    place = 1
-    while place < len(words):
-        word = words[place]
+    at = 1
+    while at < len(words):
+        word = words[at]
         if word == "-m" or (word.startswith("-m") and not word.startswith("--")):
-            return _module(words[place + 1 :] if word == "-m" else [word[2:], *words[place + 1 :]])
+            return _module(words[at + 1 :] if word == "-m" else [word[2:], *words[at + 1 :]])
         if word in ("-W", "-X", "--check-hash-based-pycs"):
-            place += 2
+            at += 2
         elif word.startswith(("-W", "-X")) or (
             word[:1] == "-" and set(word[1:]) <= _FLAGS != set()
         ):
             if word == "-":
                 break
-            place += 1
+            at += 1
         elif word.startswith("-"):
             raise RequestError(
                 f"{words[0]} {word}: expected a script or -m with a module; write code of -c "
@@ -430,7 +428,7 @@ def _python(words: Sequence[str]) -> CommandLine:
                 else f"{words[0]} {word}: not an option of Python that is understood here"
             )
         else:
-            return _understood_script(words[place:])
+            return _understood_script(words[at:])
     raise RequestError(f"{' '.join(words)}: expected a script, or -m with a module, after Python")
 
 
@@ -457,11 +455,11 @@ def _script(word: str, folder: str) -> str:
     path = Path(folder, os.path.expanduser(word))
     if path.is_file() or (path / "__main__.py").is_file():
         return str(path)
-    there = shutil.which(word) if os.sep not in word else None
-    if there and _is_python(there):
-        return there
-    if there:
-        raise RequestError(f"{word}: {there} is no program of Python, so it cannot be run here")
+    program = shutil.which(word) if os.sep not in word else None
+    if program and _is_python(program):
+        return program
+    if program:
+        raise RequestError(f"{word}: {program} is no program of Python, so it cannot be run here")
     if path.is_dir():
         raise RequestError(f"{word}: a folder without __main__.py; name a script in it")
     near = path.parent if path.parent.is_dir() else Path(folder)

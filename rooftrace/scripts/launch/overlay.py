@@ -160,10 +160,10 @@ class Layer:
         absolute = self.absolute(path, dir_fd, follow)
         if absolute is None:
             return path
-        place = self.place(absolute)
-        if not self._working and place == os.path.abspath(os.fsdecode(path)):
+        location = self.place(absolute)
+        if not self._working and location == os.path.abspath(os.fsdecode(path)):
             return path
-        return os.fsencode(place) if isinstance(path, bytes) else place
+        return os.fsencode(location) if isinstance(path, bytes) else location
 
     def exists(self, path: str) -> bool:
         """Whether a program sees something at an absolute path."""
@@ -323,9 +323,9 @@ class Overlay(Layer):
             with self.plainly():
                 shutil.move(src, dst)
         self._folders.clear()
-        for place in (old, new):
-            if place is not None and self._is(place):
-                self._gone.add(place)
+        for side in (old, new):
+            if side is not None and self._is(side):
+                self._gone.add(side)
 
     def _copy_below(self, folder: str) -> None:
         """Copy a folder as the program sees it, except files written before."""
@@ -368,9 +368,9 @@ class Overlay(Layer):
             self._working = None
             return
         real = not self.hidden(absolute) and self._is(absolute)
-        place = absolute if real else self.place(absolute)
-        self._os["chdir"](place)
-        self._working = None if place == absolute else absolute
+        location = absolute if real else self.place(absolute)
+        self._os["chdir"](location)
+        self._working = None if location == absolute else absolute
 
     def listdir(self, path: Any = ".") -> list[Any]:
         """`os.listdir`: the names that a program sees."""
@@ -391,9 +391,9 @@ class Overlay(Layer):
         entries: dict[str, Any] = {}
         twin = self.twin(absolute)
         real = not self.hidden(absolute) and self._is(absolute)
-        for place, there in ((absolute, real or not self._is(twin)), (twin, self._is(twin))):
-            if there:
-                with self._os["scandir"](place) as listed:
+        for folder, exists in ((absolute, real or not self._is(twin)), (twin, self._is(twin))):
+            if exists:
+                with self._os["scandir"](folder) as listed:
                     entries |= {os.fsdecode(entry.name): entry for entry in listed}
         written = {name for name in entries if self._is(os.path.join(twin, name))}
         return [

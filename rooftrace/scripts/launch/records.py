@@ -77,7 +77,6 @@ def of_ranks(launch: CommandLine, ranks: Ranks) -> dict[str, str]:
 
 
 # -- records ---------------------------------------------------------------------------------------
-# The records of a launch: its program, its rank and its end.
 
 
 class Stopped(BaseException):
@@ -269,7 +268,7 @@ class NotebookCells:
 
     def _plain(self, lines: list[str]) -> Iterator[str]:
         """The lines of a cell, with `pass` or None where a magic or a line for the shell stood."""
-        for place, line in enumerate(lines):
+        for number, line in enumerate(lines):
             matched = _MAGIC.fullmatch(line)
             if matched is None:
                 help_ = _HELP.fullmatch(line)
@@ -284,7 +283,7 @@ class NotebookCells:
                 self.left_out.append(f"{magic}{'' if magic[0] == '%' else rest.partition(' ')[0]}")
             yield f"{matched['indent']}{matched['name'] + ' None' if matched['name'] else 'pass'}"
             if magic.startswith("%%") and not runs:  # the cell is in another language
-                yield from [""] * (len(lines) - place - 1)
+                yield from [""] * (len(lines) - number - 1)
                 return
 
 

@@ -46,7 +46,7 @@ def prepared(
 ) -> tuple[Callable[[], None], Sequence[str]]:
     """Make `__main__`, `sys.argv` and `sys.path` of this process those of a program.
 
-    Gives the function that runs it, and what of a notebook does not run.  Raises RequestError for a
+    Returns the function that runs it, and a notebook's skipped lines.  Raises RequestError for a
     module that is not there, and for a file that is no program of Python.
     """
     program = Path(launch.program)
@@ -135,9 +135,9 @@ def _found(name: str) -> ModuleSpec | None:
             return None
         inner = f"{spec.name}.{part}"
         loaded = sys.modules.get(spec.name)
-        places = getattr(loaded, "__path__", spec.submodule_search_locations)
+        folders = getattr(loaded, "__path__", spec.submodule_search_locations)
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-        specs = (find(inner, places) for find in finders if find is not None)
+        specs = (find(inner, folders) for find in finders if find is not None)
         spec = next((where for where in specs if where is not None), None)
         if spec is None:  # a package may say when it is imported where its modules are
             return importlib.util.find_spec(name)
@@ -145,10 +145,9 @@ def _found(name: str) -> ModuleSpec | None:
 
 
 # -- ending ----------------------------------------------------------------------------------------
-# How a program ends: its exit functions, its threads, and being stopped.
 
 GENTLE = 3
-"""How often a program that goes on is told to stop, before its process ends where it stands."""
+"""How often a program that goes on is asked to stop, before its process ends where it stands."""
 _PATIENCE = 5.0
 """Seconds in which threads of a program may end after it."""
 _REPLACING = ("execv", "execve", "execl", "execle", "execlp", "execlpe", "execvp", "execvpe")
@@ -174,8 +173,8 @@ def raise_exits() -> None:
 
         return refuse
 
-    there = [name for name in _REPLACING if hasattr(os, name)]
-    put(os, {"_exit": leave} | {name: become(name) for name in there})
+    names = [name for name in _REPLACING if hasattr(os, name)]
+    put(os, {"_exit": leave} | {name: become(name) for name in names})
 
 
 class Stopping:
@@ -257,7 +256,7 @@ class LostErrors:
 
 
 def shut_down(before: set[threading.Thread], waiting: bool) -> None:
-    """Do what Python does at the end of a program: end its pools, wait for its threads, call its
+    """End a program as Python does: end its pools, wait for its threads, call its
     exit functions.
 
     before: threads that are not the program's.  waiting: False, where the program was stopped:
@@ -337,7 +336,7 @@ class ProgramRun:
     def stop(self) -> None:
         """End the program: raises Stopped, in a call that the program makes.
 
-        A program that catches it and goes on is told again at the next call.  After three times its
+        A program that catches it and goes on gets it again at the next call.  After three times its
         process ends there.
         """
         self._stopping.stop()

@@ -83,10 +83,10 @@ def guard(folder: str | os.PathLike[str]) -> str:
     ruleset = _done(_system_call(_CREATE_RULESET, struct.pack("Q", rights), 8, 0))
     try:
         _allow(ruleset, rights, folder)
-        for place in (*(f"/dev/{name}" for name in _DEVICES), "/dev/stdout", "/dev/stderr"):
+        for path in (*(f"/dev/{name}" for name in _DEVICES), "/dev/stdout", "/dev/stderr"):
             with contextlib.suppress(OSError):  # it is not there, or a pipe, which has no rules
-                here = rights if os.path.isdir(place) else rights & (_WRITE_FILE | _TRUNCATE)
-                _allow(ruleset, here, place)
+                here = rights if os.path.isdir(path) else rights & (_WRITE_FILE | _TRUNCATE)
+                _allow(ruleset, here, path)
         _done(_libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
         _done(_system_call(_RESTRICT_SELF, ruleset, 0))
     finally:
@@ -114,21 +114,21 @@ def _of_guard(error: BaseException) -> bool:
         return True
     if not isinstance(error, OSError) or error.errno is None:
         return any(text in str(error).lower() for text in _REFUSED)
-    place = os.fsdecode(error.filename or "")
-    if os.path.isabs(place):
-        existing = place if os.path.exists(place) else os.path.dirname(place)
+    path = os.fsdecode(error.filename or "")
+    if os.path.isabs(path):
+        existing = path if os.path.exists(path) else os.path.dirname(path)
         if not os.access(existing, os.W_OK):
             return False  # to this user it is closed anyway
     return error.errno in (errno.EACCES, errno.EXDEV)
 
 
-def _allow(ruleset: int, rights: int, place: str | os.PathLike[str]) -> None:
-    there = os.open(place, os.O_PATH)
+def _allow(ruleset: int, rights: int, path: str | os.PathLike[str]) -> None:
+    descriptor = os.open(path, os.O_PATH)
     try:
-        rule = struct.pack("=Qi", rights, there)
+        rule = struct.pack("=Qi", rights, descriptor)
         _done(_system_call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
     finally:
-        os.close(there)
+        os.close(descriptor)
 
 
 def _libc() -> Any:
@@ -197,15 +197,15 @@ def redirect(scratch: str | os.PathLike[str]) -> None:
     sys.dont_write_bytecode = True
 
 
-def _tell_others(ours: dict[Any, Any]) -> None:
+def _tell_others(replaced: dict[Any, Any]) -> None:
     """Replace the originals in the sets of `os`, and where `tempfile` keeps them."""
     for name in dir(os):
         if name.startswith("supports_") and isinstance(vars(os)[name], set):
-            vars(os)[name].update({ours[each] for each in vars(os)[name] if each in ours})
+            vars(os)[name].update({replaced[each] for each in vars(os)[name] if each in replaced})
     for function in vars(getattr(tempfile, "_TemporaryFileCloser", object)).values():
         before = getattr(function, "__defaults__", None)
         if before:
-            function.__defaults__ = tuple(ours.get(each, each) for each in before)
+            function.__defaults__ = tuple(replaced.get(each, each) for each in before)
 
 
 def _of_os(overlay: Overlay) -> dict[str, Any]:

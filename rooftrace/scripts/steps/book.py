@@ -26,7 +26,7 @@ from rooftrace.tracer.torch_private import disable_current_modes
 # The time that a script sees: that of this machine, or that of the chip and its system.
 #
 # Simulated time passes as on this machine before the first turn.  From then on what recording
-# takes, and the time of the script's Python, is left out.  Time passes by what turns are
+# and of the script's Python is left out.  Time passes by what turns are
 # expected to take on the device, data loaders where they take longer than the turn that runs
 # meanwhile, and by sleeps of the script.
 
@@ -98,7 +98,7 @@ class SimulatedClock(HostClock):
         self._waited = 0.0  # since then, apart from recorded work
         self._loading = 0.0  # of data loaders since then: the device works meanwhile
         self._now = 0.0  # as last read
-        self._ran, self._reads = -1.0, 0  # what had run then, and how many reads found that
+        self._ran, self._reads = -1.0, 0  # the seconds run then, and how many reads found that
         self._real = 0.0  # seconds of this machine that count
 
     def loaded(self, seconds: float) -> None:
@@ -223,16 +223,16 @@ class Book:
         """The place of the graph of a recorder's recording, which ends here."""
         recorder.settle(learnt.gradients)
         print_ = _print_of(recorder.graph)
-        place = self._places.setdefault(print_, len(self.graphs))
+        number = self._places.setdefault(print_, len(self.graphs))
         kept = _kept_bytes(recorder.graph)
-        if place == len(self.graphs):
+        if number == len(self.graphs):
             self.graphs.append(_lowered(recorder, root, learnt))
             self._kept.append(kept)
         # The first step has less from before than those after it.
-        elif kept > self._kept[place] and not self._is_sample(place):
-            self.graphs[place] = _lowered(recorder, root, learnt)
-            self._kept[place] = kept
-        return place
+        elif kept > self._kept[number] and not self._is_sample(number):
+            self.graphs[number] = _lowered(recorder, root, learnt)
+            self._kept[number] = kept
+        return number
 
     def derive(self, graph: OpGraph) -> int:
         """The place of a graph that follows from others."""
@@ -240,8 +240,8 @@ class Book:
         self._kept.append(0)
         return len(self.graphs) - 1
 
-    def _is_sample(self, place: int) -> bool:
-        return any(place in each.samples.values() for each in self.derived)
+    def _is_sample(self, number: int) -> bool:
+        return any(number in each.samples.values() for each in self.derived)
 
     def part(self, recorder: ScriptRecorder, root: Any, learnt: Any, prices: Prices) -> float:
         """Expected seconds of a recorder's recording so far; it goes on."""
@@ -293,24 +293,24 @@ def _look(spec: taperecords.Spec) -> tuple[Any, ...]:
 
 def _print_of(graph: fx.Graph) -> int:
     """A number that two recordings share if the same ops ran on the same sizes, in one order."""
-    places: dict[fx.Node, int] = {}
+    positions: dict[fx.Node, int] = {}
     seen: list[Any] = []
     storages: dict[int, int] = {}
     for node in graph.nodes:
         if _is_kept(node) or _frees(node):
             continue
-        places[node] = len(places)
-        inputs = tuple(places.get(item, -1) for item in node.all_input_nodes)
+        positions[node] = len(positions)
+        inputs = tuple(positions.get(item, -1) for item in node.all_input_nodes)
         noted = node.meta.get(META_KEY)
         look: Any = None
         if isinstance(noted, Recorded):
             origin = noted.origin
             compiled = noted.facts.get(marks.COMPILED), marks.ENTERS in noted.facts
-            place = origin.module, origin.part, origin.function, compiled
+            origin_key = origin.module, origin.part, origin.function, compiled
             specs = [
                 (*_look(s), storages.setdefault(s.storage, len(storages))) for s in noted.specs
             ]
-            look = tuple(specs), place, noted.stream, repr(noted.collective)
+            look = tuple(specs), origin_key, noted.stream, repr(noted.collective)
         elif isinstance(noted, Entry):
             storage = storages.setdefault(noted.spec.storage, len(storages))
             look = noted.kind, noted.name, *_look(noted.spec), storage

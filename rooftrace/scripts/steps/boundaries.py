@@ -133,11 +133,11 @@ class BoundaryFinder(Finder):
     def check(self) -> None:
         """Raises RequestError if the script never came to the wanted mark."""
         if self._boundary.at == "mark" and self._boundary.name not in self._marks:
-            there = sorted(self._marks, key=lambda name: -self._marks[name])
-            which = f"its marks are {listed(there[:_SHOWN])}" if there else "it has no marks"
+            marks = sorted(self._marks, key=lambda name: -self._marks[name])
+            which = f"its marks are {listed(marks[:_SHOWN])}" if marks else "it has no marks"
             raise RequestError(
                 f"--boundary mark={self._boundary.name}: the script never came to it; {which}"
-                f"{hint(self._boundary.name, there)}"
+                f"{hint(self._boundary.name, marks)}"
             )
 
     def _next(self, label: str) -> None:
@@ -162,7 +162,7 @@ class BoundaryFinder(Finder):
     def _turn_of(self, look: Look, made: ModuleCall) -> OpenTurn:
         turn = super()._turn_of(look, made)
         if self._boundary.at != "auto" and not turn.calls and turn.recorded:
-            if self._unnamed:  # the first module that is called was not known when it began
+            if self._unnamed:  # the first called module was unknown when it began
                 self._name()
             turn.kind, turn.shape = self._kinds.of(made.module), made.shape
             turn.recorded = not self._is_known(turn, look)

@@ -17,12 +17,12 @@ from rooftrace.tracer.phases import steps
 from rooftrace.tracer.values import META, Values, tensors_in, trees
 
 
-def runs_where(there: Callable[[Tensor], bool], module: nn.Module, arguments: Any) -> bool:
+def runs_where(on_device: Callable[[Tensor], bool], module: nn.Module, arguments: Any) -> bool:
     """Whether the first weight of a module is there, or one of its inputs where it has none."""
     weight = next(trees.weights_in(module), None)
     if weight is not None:
-        return there(weight)
-    return any(there(tensor) for tensor in tensors_in(arguments))
+        return on_device(weight)
+    return any(on_device(tensor) for tensor in tensors_in(arguments))
 
 
 class Roots:
@@ -227,7 +227,7 @@ class Result:
 
     @property
     def leaves(self) -> tuple[Any, ...] | None:
-        """Its leaves; None if it depends on weights, or holds a known value."""
+        """Its leaves; None if it depends on weights, or holds a tensor with a value."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, _Leaf)]
         bare = self.reusable and not any(leaf.grad or leaf.value is not None for leaf in tensors)
         return tuple(self._leaves) if bare else None
@@ -267,8 +267,8 @@ class Result:
 
 
 def _leaf(tensor: Tensor, values: Values) -> _Leaf:
-    place = tuple(tensor.shape), tensor.stride()
-    return _Leaf(*place, tensor.dtype, tensor.requires_grad, values.known(tensor))
+    layout = tuple(tensor.shape), tensor.stride()
+    return _Leaf(*layout, tensor.dtype, tensor.requires_grad, values.known(tensor))
 
 
 def _empty(leaf: _Leaf) -> Tensor:

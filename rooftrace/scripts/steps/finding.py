@@ -289,21 +289,21 @@ class Finder(TurnsOfThreads):
             return None
         with DisableTorchFunction():
             complete = self._is_whole(turn)
-            place = len(turn.calls), turn.followed, sum(self._optimizers.steps.values())
+            state = len(turn.calls), turn.followed, sum(self._optimizers.steps.values())
             if turn.recorded:
                 seconds = prices.total(turn.pieces)
                 recorder = self._recorder
-                before = turn.reached.get((place[0] - 1, place[1] - 1, place[2]))
+                before = turn.reached.get((state[0] - 1, state[1] - 1, state[2]))
                 if turn.repeating and before is not None:  # a pass is where the last one was
                     last = turn.pieces[-1].graph
                     seconds = before + prices.total([TurnPiece(last)])
                 elif not turn.repeating and recorder.has_ops:
                     seconds += self.book.part(recorder, self._roots.container, turn.learnt, prices)
-                turn.reached[place] = seconds
+                turn.reached[state] = seconds
                 return seconds
         steady = self._steady[self._key(turn, turn.calls[0] if turn.calls else None)]
         part = 1.0 if complete else min(len(turn.calls) / max(len(steady.calls), 1), 1.0)
-        return steady.reached.get(place, prices.total(steady.pieces) * part)
+        return steady.reached.get(state, prices.total(steady.pieces) * part)
 
     @property
     def learnt(self) -> stepping.Learnt | None:
@@ -351,7 +351,7 @@ class Finder(TurnsOfThreads):
         done = self.trained if kind == TRAINING else self.called
         return done >= self._wanted and (kind == TRAINING or not self._kinds.train)
 
-    # -- gradient accumulation -------------------------------------------------------------------
+    # -- gradient accumulation ---------------------------------------------------------------------
 
     def _accumulates(self, turn: OpenTurn, look: Look) -> bool:
         """Whether a call begins one more of several equal forward and backward passes of a step.

@@ -137,7 +137,6 @@ def weighs(module: nn.Module) -> bool:
 
 
 # -- optimizers ------------------------------------------------------------------------------------
-# The optimizers of a script: which there are, and which have stepped.
 
 _WAITS_FOR_OTHERS = 8
 """An optimizer may step so often in one training step while another has not stepped at all."""
@@ -152,8 +151,8 @@ class Optimizers:
     one stepped for the first time that was made after it had: another model is trained now.
     """
 
-    def __init__(self, there: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
-        self._there = there
+    def __init__(self, on_device: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
+        self._there = on_device
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -175,14 +174,14 @@ class Optimizers:
         """Whether all that the open turn waits for have stepped in it."""
         if not self.steps:
             return False
-        there = [(o, key) for o in list(self._made) if (key := self._key(o)) is not None]
-        threads = {None, *(self._threads.get(o) for o, key in there if key in self.steps)}
-        awake = [key for o, key in there if o not in self._idle and self._threads.get(o) in threads]
+        keyed = [(o, key) for o in list(self._made) if (key := self._key(o)) is not None]
+        threads = {None, *(self._threads.get(o) for o, key in keyed if key in self.steps)}
+        awake = [key for o, key in keyed if o not in self._idle and self._threads.get(o) in threads]
         if self.steps.keys() >= set(awake):
             return True
         if max(self.steps.values()) < _WAITS_FOR_OTHERS:
             return False
-        self._idle.update(o for o, key in there if key not in self.steps)
+        self._idle.update(o for o, key in keyed if key not in self.steps)
         return True
 
     def names(self) -> dict[int, str]:
@@ -241,8 +240,8 @@ class Optimizers:
         One that has weights only while it steps counts by its last.
         """
         weights = [weight for group in _groups(optimizer) for weight in group["params"]]
-        there = (w for w in weights if self._there(w) and w.requires_grad)
-        first = next(there, None)
+        trained = (w for w in weights if self._there(w) and w.requires_grad)
+        first = next(trained, None)
         if first is not None:
             return id(first)
         return None if weights else self._last.get(optimizer)
@@ -264,7 +263,7 @@ class Optimizers:
             with DisableTorchFunction():
                 before()
                 stepping.enter_states(recorder, optimizer)
-                if (now := learnt()) is not None:  # the script may drop what it is about to read
+                if (now := learnt()) is not None:  # the script may drop the gradients next
                     for weight in (w for group in optimizer.param_groups for w in group["params"]):
                         now.gradients.update(stepping.gradients_of(recorder, weight))
             self._made.add(optimizer)
@@ -296,7 +295,7 @@ _ALIKE = 2
 class TurnKeeper:
     """The open turn, and those before it.
 
-    recorder: of the whole run.
+    recorder: of the script's run.
     """
 
     def __init__(self, recorder: ScriptRecorder, optimizers: Optimizers) -> None:

@@ -84,14 +84,14 @@ class DeviceTensors:
 
     def there(self) -> list[tuple[Any, taperecords.Spec]]:
         """The storages that are alive, in the order in which they were made."""
-        there = []
+        alive = []
         for key, (reference, spec) in list(self._alive.items()):
             storage = reference()
             if storage is None or storage._cdata != key:
                 del self._alive[key]
             elif not self.shapes.has(key):
-                there.append((storage, spec))
-        return there
+                alive.append((storage, spec))
+        return alive
 
     def stand_in(self, tape: Tape) -> None:
         """Declare live tensors that a recording does not know as older than it."""
@@ -108,8 +108,8 @@ class DeviceTensors:
 def knows(tape: Tape, storage: Any) -> bool:
     """Whether bytes are those of a weight, of an input, or of an earlier tensor."""
     _, reference = tape.entries.storages.get(storage._cdata, (0, None))
-    there = None if reference is None else reference()
-    return there is not None or tape.entries.standing.has(storage)
+    storage_now = None if reference is None else reference()
+    return storage_now is not None or tape.entries.standing.has(storage)
 
 
 # -- hostcopies ------------------------------------------------------------------------------------
@@ -448,10 +448,10 @@ def move_in_place() -> None:
 
 def show_devices(shown: torch.device, shapes: Shapes) -> None:
     """Show devices that torch's C half reports as meta as the fake device, as tensors are shown."""
-    place = torch.UntypedStorage.device.__get__
+    device_of = torch.UntypedStorage.device.__get__
 
     def device(storage: Any) -> torch.device:
-        there: torch.device = place(storage)
+        there: torch.device = device_of(storage)
         on_meta = there.type == "meta" and not shapes.has(storage._cdata)
         return shown if on_meta and get_current_function_mode_stack() else there
 
@@ -461,8 +461,8 @@ def show_devices(shown: torch.device, shapes: Shapes) -> None:
     def grouped(*args: Any) -> Any:
         """Tensors by device: optimizers move scalars to this device."""
         return {
-            (shown if place.type == "meta" and parts[0][0][0] not in shapes else place, kind): parts
-            for (place, kind), parts in group(*args).items()
+            (shown if at.type == "meta" and parts[0][0][0] not in shapes else at, kind): parts
+            for (at, kind), parts in group(*args).items()
         }
 
     put(torch.UntypedStorage, {"device": property(device)})
@@ -470,7 +470,7 @@ def show_devices(shown: torch.device, shapes: Shapes) -> None:
 
 
 def show_saved() -> None:
-    """Hooks on what forward saves see the device: torch calls them in the middle of an op, where no
+    """Hooks on saved tensors see the device: torch calls them in the middle of an op, where no
     function mode is on."""
     hooks: Any = torch.autograd.graph.saved_tensors_hooks
     original = original_of(hooks, "__init__")

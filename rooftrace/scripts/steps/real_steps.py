@@ -71,7 +71,7 @@ def real_turns(
     return msgspec.msgpack.decode(made, type=RealScript)
 
 
-def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds: float) -> bytes:
+def time_here(ask: Any, command: tuple[str, ...], device: str, most: int, seconds: float) -> bytes:
     """Run a script in this process, which it has for itself, as `real_turns` does."""
     line = understood(command)
     if (line.world or 1) > 1:
@@ -88,7 +88,7 @@ def time_here(ask: Any, command: tuple[str, ...], place: str, most: int, seconds
 
     compiled: list[Any] = []
     run = launched(line, Ranks(), real=True)
-    timer = TurnTimer(torch.device(place), enough, run.stop)
+    timer = TurnTimer(torch.device(device), enough, run.stop)
 
     def made(ended: Ended) -> bytes:
         timer.end()

@@ -36,7 +36,7 @@ _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
 
 
 class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, when it is made
-    """Records what a script runs on the device that is not there.
+    """Records the ops of a script on the emulated device.
 
     values: of the whole run.  shown: the device that the script sees.  While the script is setting
     up, nothing is recorded.  `differentiated` is called when a backward of the script has run.
@@ -150,15 +150,15 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
     def _for_host(self, func: Any, args: Any) -> Any:
         """The arguments of an op that writes a host tensor: it takes single values of the device,
         where torch does."""
-        theirs = [tensor for tensor in tensors_in(args[1:]) if tensor.is_meta]
-        if not theirs or func._overloadpacket in _ELSEWHERE:
+        others = [tensor for tensor in tensors_in(args[1:]) if tensor.is_meta]
+        if not others or func._overloadpacket in _ELSEWHERE:
             return args
-        if func._overloadpacket not in _TAKES_VALUES or any(tensor.dim() for tensor in theirs):
+        if func._overloadpacket not in _TAKES_VALUES or any(tensor.dim() for tensor in others):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{self.shown} and cpu! (in {func._opname})"
             )
-        values = {id(tensor): self._value(tensor) for tensor in theirs}
+        values = {id(tensor): self._value(tensor) for tensor in others}
         return tree_map(lambda item: values.get(id(item), item), args)
 
     def _count(self, to: Tensor, source: Tensor) -> None:
@@ -171,14 +171,14 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
 
     def _moved(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """The copy of a tensor that goes from the host to the device, or back; None for others."""
-        here, there = tensor.device.type, torch.device(kwargs["device"]).type
-        if {here, there} != {"cpu", "meta"} or type(tensor) not in (Tensor, torch.nn.Parameter):
+        here, target = tensor.device.type, torch.device(kwargs["device"]).type
+        if {here, target} != {"cpu", "meta"} or type(tensor) not in (Tensor, torch.nn.Parameter):
             return None
         if trees.is_sparse(tensor):
             return None  # its pieces are moved one by one
         dtype = kwargs.get("dtype") or tensor.dtype
         size = tensor.numel() * tensor.element_size()
-        if there == "cpu":
+        if target == "cpu":
             self.taken_bytes += size
             return self._value(tensor).to(dtype)
         self.brought_bytes += size

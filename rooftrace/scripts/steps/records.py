@@ -205,7 +205,6 @@ class Script(Struct, frozen=True):
 
 
 # -- joining ---------------------------------------------------------------------------------------
-# One graph of a turn, from the graphs of its pieces.
 
 
 _LASTING = ("weights", "gradients", "optimizer", "kv", "constants")
@@ -243,8 +242,8 @@ def _rolled_alike(graphs: Sequence[OpGraph]) -> bool:
             names = [tensor.name]
             for stack in stacks:
                 names = [stack.path(name, turn) for name in names for turn in range(stack.count)]
-            place = tensor.name, tuple(map(_stack, stacks))
-            if any(shown.setdefault((tensor.role, name), place) != place for name in names):
+            key = tensor.name, tuple(map(_stack, stacks))
+            if any(shown.setdefault((tensor.role, name), key) != key for name in names):
                 return False
     return True
 
@@ -291,8 +290,8 @@ class _Turn:
         value = self._lasting.get((tensor.role, tensor.name))
         if value is None:
             return None
-        there = self.values[value]
-        same = (there.shape, there.dtype, there.stride) == (
+        joined = self.values[value]
+        same = (joined.shape, joined.dtype, joined.stride) == (
             tensor.shape,
             tensor.dtype,
             tensor.stride,
@@ -301,12 +300,12 @@ class _Turn:
 
     def place_of(self, repeat: Repeat, renamed: Callable[[Repeat, int], Repeat]) -> int:
         """The id of a repeat of a piece; layers of several pieces are one repeat."""
-        place = len(self.repeats)
+        number = len(self.repeats)
         if repeat.container is not None:
-            place = self._stacks.setdefault(_stack(repeat), place)
-        if place == len(self.repeats):
-            self.repeats.append(renamed(repeat, place))
-        return place
+            number = self._stacks.setdefault(_stack(repeat), number)
+        if number == len(self.repeats):
+            self.repeats.append(renamed(repeat, number))
+        return number
 
     def assumption(self, item: Assumption) -> int:
         """The number of an assumption; those that say the same are one."""
@@ -409,7 +408,7 @@ class _Piece:
 
     def ops(self, first: int) -> list[Op]:
         """The ops of the piece, numbered from `first` on."""
-        return [self._op(op, first + place) for place, op in enumerate(self._graph.ops)]
+        return [self._op(op, first + position) for position, op in enumerate(self._graph.ops)]
 
     def _op(self, op: Op, place: int) -> Op:
         arguments = {name: self._argument(item) for name, item in op.arguments.items()}
@@ -438,7 +437,7 @@ _FROM = "the process of the script"
 
 def script_bytes(script: Script, derived: Sequence[Derived] = ()) -> bytes:
     """A script as bytes, for `script_of`.  derived: how graphs follow that are not sent."""
-    left = {place for each in derived for place in each.places.values()}
+    left = {number for each in derived for number in each.places.values()}
     graphs = {str(i): graph for i, graph in enumerate(script.graphs) if i not in left}
     content = graphs_bytes(graphs), list(derived), replace(script, graphs=())
     return msgspec.msgpack.encode(content)
@@ -454,8 +453,8 @@ def script_of(content: bytes) -> Script:
         raise GraphFileError(f"{_FROM}: no record of it: {error}") from error
     graphs = {int(name): graph for name, graph in _graphs(sent)}
     for each in derived:
-        form = graph_form({length: graphs[place] for length, place in each.samples.items()})
-        graphs.update({place: form.at((length,)) for length, place in each.places.items()})
+        form = graph_form({length: graphs[number] for length, number in each.samples.items()})
+        graphs.update({number: form.at((length,)) for length, number in each.places.items()})
     return replace(script, graphs=tuple(graph for _, graph in sorted(graphs.items())))
 
 

@@ -34,7 +34,6 @@ from rooftrace.tracer.recording import META_KEY, Recorded
 from rooftrace.tracer.values import Values
 
 # -- failures --------------------------------------------------------------------------------------
-# The error of a script that failed, and the way to it: through the script and its calls.
 
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = sysconfig.get_path("stdlib")
@@ -63,9 +62,9 @@ class ScriptError(TraceError):
         rank = f", in rank {script.rank} of {script.world}" if script.world > 1 else ""
         failure = script.failure or Failure("SystemExit", str(script.code))
         thread = f", in thread {failure.thread}" if failure.thread else ""
-        place = f", at {failure.where}" if failure.where else ""
+        at = f", at {failure.where}" if failure.where else ""
         refused = f"; {script.said['refused']}" if "refused" in script.said else ""
-        first = f"{script.name} failed {after}{rank}{thread}{place}: {failure}{refused}"
+        first = f"{script.name} failed {after}{rank}{thread}{at}: {failure}{refused}"
         fault = [_FAULT] if failure.below_device else []
         super().__init__("\n".join((first, *_way(failure), *failure.choices, *fault)))
         self.script = script
@@ -158,7 +157,7 @@ def _way(failure: Failure) -> list[str]:
     """Lines for the calls from the script's innermost one on; neighbours that are in torch, Python
     or here are one line, but for the last call."""
     script_frames = [at for at, frame in enumerate(failure.frames) if frame.whose == "script"]
-    way: list[str] = []
+    lines: list[str] = []
     calls = failure.frames[script_frames[-1] if script_frames else 0 :]
     for of_users, group in itertools.groupby(calls, lambda frame: frame.whose in _USERS):
         shown = list(group)
@@ -166,13 +165,13 @@ def _way(failure: Failure) -> list[str]:
             last = shown.pop() if shown[-1] is calls[-1] else None
             counts = Counter(frame.whose for frame in shown)
             left_out = ", ".join(f"{plural(n, 'call')} in {whose}" for whose, n in counts.items())
-            way += [f"  ... {left_out}"] if left_out else []
+            lines += [f"  ... {left_out}"] if left_out else []
             shown = [last] if last else []
-        way += map(_line, shown)
-    if len(way) > _MOST:
+        lines += map(_line, shown)
+    if len(lines) > _MOST:
         half = _MOST // 2
-        way[half : 1 - half] = [f"  ... {plural(len(way) - 2 * half + 1, 'line')} more"]
-    return way + [f"  {cause}" for cause in failure.causes]
+        lines[half : 1 - half] = [f"  ... {plural(len(lines) - 2 * half + 1, 'line')} more"]
+    return lines + [f"  {cause}" for cause in failure.causes]
 
 
 def _line(frame: FailedCall) -> str:
@@ -181,7 +180,6 @@ def _line(frame: FailedCall) -> str:
 
 
 # -- running ---------------------------------------------------------------------------------------
-# Running a script to the end of its wanted steps, and its graphs.
 
 FORKED = "a process that the script forked computes on the device: what it runs is not counted"
 
@@ -236,10 +234,10 @@ def run_here(ask: Callable[[bytes], bytes], request: ScriptRequest, simulated: b
     where = Ranks.of(line, request.ranks, request.rank, request.per_node)
     began = perf_counter()
     begins = Boundary.of(request.boundary)
-    said: dict[str, str] = {}
+    reports: dict[str, str] = {}
 
     def say(kind: str, text: str) -> None:
-        said.setdefault(kind, text)
+        reports.setdefault(kind, text)
 
     def seconds(graph: OpGraph) -> float:
         return float(ask(graphs_bytes({"": graph})))
@@ -265,14 +263,14 @@ def run_here(ask: Callable[[bytes], bytes], request: ScriptRequest, simulated: b
         with torch_private.DisableTorchFunction():
             finder.end()
         if isinstance(finder.clock, SimulatedClock):
-            said["simulated clock"] = finder.clock.said
+            reports["simulated clock"] = finder.clock.said
         if ended.exception is None:
             finder.check()
-        said.update(ended.assumed)
-        said.update(finder.variety.said)
-        said.update(finder.lengths.said())
+        reports.update(ended.assumed)
+        reports.update(finder.variety.said)
+        reports.update(finder.lengths.said())
         name = " ".join((line.program, *line.arguments))
-        script = _script(name, perf_counter() - began, finder.book, recorder, ended, said)
+        script = _script(name, perf_counter() - began, finder.book, recorder, ended, reports)
         return records.script_bytes(script, finder.book.derived)
 
     finder.begin()
@@ -285,12 +283,12 @@ def _script(
     book: Book,
     recorder: ScriptRecorder,
     ended: Ended,
-    said: Mapping[str, str],
+    reports: Mapping[str, str],
 ) -> Script:
     """The record of a run."""
     graphs = tuple(map(_of_script, book.graphs))
     chosen = recorder.values.otherwise()
-    said = {**said, "choices": " ".join(chosen)} if ended.code and chosen else said
+    reports = {**reports, "choices": " ".join(chosen)} if ended.code and chosen else reports
     return Script(
         name=name,
         graphs=tuple(map(_short, graphs)) if recorder.device_tensors.forked else graphs,
@@ -298,7 +296,7 @@ def _script(
         ended=ended.reason,
         code=ended.code,
         seconds=seconds,
-        said=dict(said),
+        said=dict(reports),
         outside=recorder.unrecorded,
         rank=ended.ranks.rank,
         world=ended.ranks.world,
@@ -431,9 +429,9 @@ class GraphFinder(BoundaryFinder):
     def _replayed_steps(self) -> set[str]:
         """The classes of the optimizers whose ops were replayed."""
         names = set()
-        for place, node in enumerate(self._recorder.graph.nodes):
+        for position, node in enumerate(self._recorder.graph.nodes):
             noted = node.meta.get(META_KEY)
-            if place < self._seen or not isinstance(noted, Recorded):
+            if position < self._seen or not isinstance(noted, Recorded):
                 continue
             if noted.origin.part == "optimizer":
                 names.add(noted.origin.function)

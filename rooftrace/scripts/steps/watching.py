@@ -150,11 +150,11 @@ class LengthForm:
         ops: Ops | None = None
         while first < last:
             middle = (first + last) // 2
-            there = probe(self.pending[near[middle]])
-            if there is not None and there == _at(self.ops, near[middle]):
+            seen = probe(self.pending[near[middle]])
+            if seen is not None and seen == _at(self.ops, near[middle]):
                 first = middle + 1
             else:
-                last, ops = middle, there
+                last, ops = middle, seen
         self.ends.append([*near, length][first])
         if first:
             self.widen(near[:first])
@@ -278,22 +278,22 @@ class LengthForms:
             if len(lengths_known) < len(lengths) or lost.ops != _at(form.ops, lengths_known[0]):
                 continue
             for old, length in zip(lost.sizes, lengths_known, strict=True):
-                place = lost.form.derived.places.pop(old, None)
-                if place is not None:
-                    form.derived.places[length] = place
-                    self._book.graphs[place] = form.graphs.at((length,))
+                number = lost.form.derived.places.pop(old, None)
+                if number is not None:
+                    form.derived.places[length] = number
+                    self._book.graphs[number] = form.graphs.at((length,))
             form.widen(list(form.derived.places))
             self._lost.remove(lost)
 
     def said(self) -> dict[str, str]:
         """Remarks on inexact parts."""
-        said = {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
+        reports = {f"lengths {number}": lost.said() for number, lost in enumerate(self._lost)}
         if self._otherwise:
-            said["after lengths"] = (
+            reports["after lengths"] = (
                 f"after the call of {plural(self._otherwise, 'turn')} that formulas of a length "
                 "stand for, other ops ran than after recorded ones: counted are the latter"
             )
-        return said
+        return reports
 
 
 def _fitted(seen: Sequence[Seen]) -> LengthForm | None:
@@ -323,7 +323,6 @@ def _at(form: RecordForm, length: int) -> Any:
 
 
 # -- turns -----------------------------------------------------------------------------------------
-# The turn of a script that is open, and the last turns that were equal.
 
 
 @dataclass
@@ -365,7 +364,7 @@ class OpenTurn:
     modules: set[int] = field(default_factory=set)  # that were called
     methods: frozenset[int] = frozenset()  # of modules, that made the first of these calls
     had: int = 0  # bytes that the host had brought when the last call began
-    reached: dict[Any, float] = field(default_factory=dict)  # seconds up to where time was told
+    reached: dict[Any, float] = field(default_factory=dict)  # seconds up to the last time read
 
     @property
     def is_accumulated(self) -> bool:
@@ -390,10 +389,10 @@ class SteadyTurns:
     stretch: Turns | None = None
     reached: dict[Any, float] = field(default_factory=dict)  # as of an open turn
 
-    def answer(self, place: int, look: Look) -> Result | None:
+    def answer(self, number: int, look: Look) -> Result | None:
         """The result of the call at this place of a turn; None if that call looked different."""
-        if place < len(self.calls) and self.calls[place] == look.key:
-            return self.results[place]
+        if number < len(self.calls) and self.calls[number] == look.key:
+            return self.results[number]
         return None
 
 
@@ -417,7 +416,6 @@ class Variety:
 
 
 # -- watching --------------------------------------------------------------------------------------
-# Events of a script, passed to the finder of its steps.
 
 STEP = "step"
 """The mark that a profiler's `step()` is."""
@@ -433,7 +431,7 @@ class Watcher(Protocol):
         """A module is called from outside of any, and of any backward."""
 
     def leading(self, module: nn.Module | None = None) -> AbstractContextManager[bool]:
-        """Whether calls of the running thread, as one of `module`, are told; inside of it no other
+        """Whether calls of the running thread, as one of `module`, are seen; inside of it no other
         thread's are."""
 
     def loaded(self, seconds: float) -> None:

@@ -117,8 +117,8 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         for piece in trees.pieces_of(part):
             if not piece.is_meta:
                 once = piece.data
-                for place, stride in enumerate(piece.stride()):
-                    once = once if stride else once.narrow(place, 0, min(1, once.shape[place]))
+                for axis, stride in enumerate(piece.stride()):
+                    once = once if stride else once.narrow(axis, 0, min(1, once.shape[axis]))
                 yield once
 
 
@@ -211,7 +211,6 @@ def _same(container: Any, content: Any) -> bool:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-# Arguments by the parameters of a module's forward: their names, their values, a cache.
 
 
 def cache_arguments(module: nn.Module) -> set[str]:
@@ -331,7 +330,6 @@ def made_input(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 # -- calls -----------------------------------------------------------------------------------------
-# Arguments of a call on meta: those of a user, of another batch size, or described in text.
 
 _PROMPTS = ("decoder_input_ids", "input_ids")
 """Names of arguments that hold token ids.  A decode step continues the first of them that the call
@@ -418,7 +416,7 @@ def call_inputs(
     batch: int | None = None,
 ) -> Inputs:
     """`Inputs` of a plain call; for decode the arguments are the prompt, and its last token the
-    step's own input.
+    step's input.
 
     batch: another batch size than that of the arguments.  Raises RequestError where no argument has
     a first dimension to change.

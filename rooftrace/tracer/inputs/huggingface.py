@@ -35,7 +35,6 @@ from rooftrace.tracer.inputs.modalities import (
 from rooftrace.tracer.values import REAL_VALUE, dtype_name, inputs_on_meta, parameters_of, twin
 
 # -- hugging face models ---------------------------------------------------------------------------
-# Inputs of Hugging Face models, by the names of their parameters and their configs.
 
 DEFAULT_LENGTH = 2048
 """Default sequence length, where the model allows it."""
@@ -126,9 +125,9 @@ def _chosen(
     if guess is None:
         unknown = [n for n in needed if n not in {*possible, *other_than_text(module)}]
         missing = next((n for n in (*unknown, *needed) if n not in TOKENS), main)
-        said = f" (to a guess it says {complaint})" if complaint else ""
+        detail = f" (to a guess it says {complaint})" if complaint else ""
         raise RequestError(
-            f"{type(module).__name__}: its input {missing!r} cannot be guessed{said}; "
+            f"{type(module).__name__}: its input {missing!r} cannot be guessed{detail}; "
             f"pass --input {missing}=SHAPE:DTYPE, for example --input {missing}=1,80,3000:fp32, "
             f"or what else its forward takes ({', '.join(parameters)})"
         )
@@ -247,8 +246,8 @@ class _Text:
 
         If forward takes the type of each token, that is added.
         """
-        places = placeholders(self.module, self.config, passed) if passed else []
-        if not places:
+        holders = placeholders(self.module, self.config, passed) if passed else []
+        if not holders:
             return {"input_ids": tokens}
         if REAL_VALUE not in tokens.__dict__:
             raise RequestError(
@@ -258,7 +257,7 @@ class _Text:
         ids: Tensor = tokens.__dict__[REAL_VALUE].clone()
         types = torch.zeros_like(ids)
         start = 1
-        for type_id, token, count in places:
+        for type_id, token, count in holders:
             ids[ids == token] = 0
             each = count // self.batch
             if start + each > ids.shape[1]:
@@ -337,8 +336,8 @@ def _limit(module: nn.Module, config: Any) -> int | None:
 def _unused_rows(module: nn.Module, limit: int) -> int:
     """Rows of a table of positions up to that of padding, which no token has."""
     for path, part in module.named_modules():
-        places = "position" in path.rpartition(".")[2] and isinstance(part, nn.Embedding)
-        if places and part.padding_idx is not None and part.num_embeddings == limit:
+        positional = "position" in path.rpartition(".")[2] and isinstance(part, nn.Embedding)
+        if positional and part.padding_idx is not None and part.num_embeddings == limit:
             return int(part.padding_idx) + 1
     return 0
 

@@ -308,7 +308,7 @@ def labels_of(module: Any, inputs: Mapping[str, Any], batch: int) -> Labels:
     plain = {**inputs, **({"use_cache": False} if "use_cache" in parameters else {})}
     names = [name for name in _MADE if name in takes_labels(module) and name not in inputs]
     output, refused = outcome(module, plain, turned=TURNED)
-    lossless, said = "", ""
+    lossless, complaint = "", ""
     guesses = _candidates(module, plain, output, names, batch)
     for arguments, notes in itertools.islice(guesses, MAX_TRIALS):
         output, error = outcome(module, {**plain, **arguments}, turned=TURNED)
@@ -318,8 +318,8 @@ def labels_of(module: Any, inputs: Mapping[str, Any], batch: int) -> Labels:
             raise RequestError(f"training of {kind}: its loss says {_said(error)}") from error
         if error is None and arguments.keys() >= {*names}:
             lossless = lossless or "it returns none"
-        elif error is not None and not said:
-            said = f"to {_described(arguments)} it says {_said(error)}"
+        elif error is not None and not complaint:
+            complaint = f"to {_described(arguments)} it says {_said(error)}"
             if _refuses_all(module, plain, arguments, error):
                 lossless = f"it says {_said(error)}"
                 break
@@ -333,7 +333,7 @@ def labels_of(module: Any, inputs: Mapping[str, Any], batch: int) -> Labels:
         text = f"{kind} has no loss for {', '.join(names)}: {lossless}"
         return {}, (("loss", text),) if names else ()
     raise RequestError(
-        f"training of {kind}: its {', '.join(names)} cannot be guessed ({said}); pass "
+        f"training of {kind}: its {', '.join(names)} cannot be guessed ({complaint}); pass "
         f"--input {names[0]}=SHAPE:DTYPE, for example --input {names[0]}={batch}:int64, or what "
         f"else its forward takes ({', '.join(parameters)})"
     )

@@ -151,7 +151,7 @@ def _waves(sizes: Sizes, name: str) -> Layouts:
     bands = sizes.number("num_mel_bins", default=80)
     frames = sizes.number("max_length", default=1024)
     batch = sizes.batch
-    samples -= samples % 1920  # a whole number of frames, for most
+    samples -= samples % 1920  # full frames, for most
     return [
         {name: _floats(*shape)}
         for shape in ((batch, samples), (batch, 1, samples), (batch, frames, bands))
@@ -171,8 +171,8 @@ def _features(sizes: Sizes, name: str) -> Layouts:
     )
     frames = 2 * sizes.number("max_source_positions", default=1500)
     batch = sizes.batch
-    many = tuple(dict.fromkeys((bands, 80, 128, 160, 320)))
-    shapes = [(batch, n, frames) for n in many] + [(batch, 1504, n) for n in many]
+    bins = tuple(dict.fromkeys((bands, 80, 128, 160, 320)))
+    shapes = [(batch, n, frames) for n in bins] + [(batch, 1504, n) for n in bins]
     return [
         {
             name: _floats(*shape),
@@ -407,7 +407,7 @@ def _unrecorded(
         recorder.close()
 
 
-# -- companions of a given input ----------------------------------------------------------------
+# -- companions of a given input -------------------------------------------------------------------
 
 _GRIDS = {"pixel_values": "image_grid_thw", "pixel_values_videos": "video_grid_thw"}
 
@@ -445,7 +445,7 @@ def placeholders(
     The model computes the features of its inputs; it accepts only as many tokens as features.
     Raises RequestError where it makes none.
     """
-    places = []
+    kinds = []
     for type_id, kind in enumerate(("image", "video", "audio"), start=1):
         make = getattr(module, f"get_{kind}_features", None)
         token = getattr(config, f"{kind}_token_id", getattr(config, f"{kind}_token_index", None))
@@ -466,5 +466,5 @@ def placeholders(
             ) from error
         features = tensors_in(getattr(features, "pooler_output", features))
         count = sum(t.numel() // t.shape[-1] for t in features if t.dim() > 1)
-        places.append((type_id, int(token), count))
-    return places
+        kinds.append((type_id, int(token), count))
+    return kinds

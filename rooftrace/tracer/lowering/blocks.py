@@ -248,7 +248,7 @@ class Blocks:
         return then and (then.repeat, then.shift, self._value_seen(then.value, label, seen))
 
     def _value_seen(self, value: int, label: int, seen: _Iteration) -> Any:
-        """A value as an iteration sees it: made by it or beside it, its own, or shared by all."""
+        """A value as an iteration sees it: made by it or a neighbour, external, or shared."""
         place = self.place.get(value)
         if place is not None:
             run, made_in, offset = place
@@ -268,9 +268,9 @@ class Blocks:
         assumption = self.graph.assumptions[number]
         if self.label_of(assumption.where) is None:
             return number
-        place = seen.assumed.setdefault(number, len(seen.assumed))
+        position = seen.assumed.setdefault(number, len(seen.assumed))
         return (
-            place,
+            position,
             assumption.kind,
             self.relative(assumption.where, label),
             repr(assumption.value),
@@ -320,7 +320,7 @@ def _trim(run: Mapping[int, Block]) -> None:
 # Writes one iteration for all of a repeat, once the corresponding values are found.
 #
 # Nothing is rolled that `expand` would not restore, value for value and op for op; values held
-# is that of the iteration that stands.
+# are those of the kept iteration.
 
 
 class Collapse:
@@ -460,8 +460,8 @@ class Collapse:
     def _kept(self) -> frozenset[int]:
         """Storages that stay to the end of the step."""
         values = self.source.values
-        there = {values[i].storage for i in self.source.external if values[i].role != "kv"}
-        return frozenset(there | {values[i].storage for i in self.source.outputs})
+        storages = {values[i].storage for i in self.source.external if values[i].role != "kv"}
+        return frozenset(storages | {values[i].storage for i in self.source.outputs})
 
     @cached_property
     def _last_use(self) -> dict[int, int]:
@@ -566,7 +566,8 @@ class Collapse:
         size, rest = divmod(len(values), count)
         mine = [self.copy[v] for v in values[:size]]
         if rest or any(
-            self.copy[v] != (mine[place % size][0], place // size) for place, v in enumerate(values)
+            self.copy[v] != (mine[position % size][0], position // size)
+            for position, v in enumerate(values)
         ):
             raise NotAlikeError
         return list(values[:size])

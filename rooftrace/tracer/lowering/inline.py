@@ -170,11 +170,11 @@ def fold(
     inside: dict[int, tuple[int, Template]] = {}
     owners: dict[int, int] = {}
     for number, block in (*reversed(list(enumerate(templates))), *twins):  # an inner one ends first
-        place = range(block.first, block.first + len(block.ops))
-        if inside.keys().isdisjoint(place):
-            hidden = _hidden(graph, block, place)
+        span = range(block.first, block.first + len(block.ops))
+        if inside.keys().isdisjoint(span):
+            hidden = _hidden(graph, block, span)
             if hidden is not None:
-                inside.update(dict.fromkeys(place, (number, block)))
+                inside.update(dict.fromkeys(span, (number, block)))
                 owners |= hidden
     kept = [value for value in range(len(graph.values)) if value not in owners]
     ids = {value: index for index, value in enumerate(kept)}
@@ -232,7 +232,7 @@ def _known_to(block: Template) -> list[int]:
     return [*(value for pair in block.inputs for value in pair), *block.values]
 
 
-def _hidden(graph: OpGraph, block: Template, place: range) -> dict[int, int] | None:
+def _hidden(graph: OpGraph, block: Template, span: range) -> dict[int, int] | None:
     """The values that only the block uses, each with the result that shares its bytes, or itself.
 
     None where something outside uses one.
@@ -244,7 +244,7 @@ def _hidden(graph: OpGraph, block: Template, place: range) -> dict[int, int] | N
         if owner in hidden:
             hidden[owner] = value
     for op in graph.ops:
-        if op.id not in place and any(value in hidden for value in op.inputs):
+        if op.id not in span and any(value in hidden for value in op.inputs):
             return None
     if any(value in hidden for value in graph.outputs):
         return None
@@ -426,7 +426,7 @@ class _Instance:
 
     def write(self, values: list[Tensor | None], first: int) -> list[Op]:
         """Put the block's results into `values`; its ops, numbered from `first` on."""
-        ops = [self._op(op, first + place) for place, op in enumerate(self._block.ops)]
+        ops = [self._op(op, first + position) for position, op in enumerate(self._block.ops)]
         ops[-1] = replace(ops[-1], holds=in_order((*ops[-1].holds, *self._call.holds)))
         for old, op in zip(self._block.ops, ops, strict=True):
             roles = {tensor.role for v in op.inputs if (tensor := values[v]) is not None}

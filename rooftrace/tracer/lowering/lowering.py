@@ -114,10 +114,8 @@ def _span(text: str) -> tuple[str, int, int]:
 
 
 # -- lowering --------------------------------------------------------------------------------------
-# From the recorded fx graph to plain records.
-#
-# `lower` is where fx's `node.meta` ends: its input is a graph made by `capture`, what comes
-# out is an OpGraph that verifies.
+# `lower` is where fx's `node.meta` ends: it takes a graph made by `capture`, and returns
+# an OpGraph that verifies.
 
 _ENTRY_ROLES = {
     "parameter": "weights",
@@ -336,9 +334,9 @@ class _Builder:
         """The ops that were recorded again as a block, each with the number of the block."""
         for twin in twins:
             numbers = [self._numbers[node] for node in twin.nodes if node in self._numbers]
-            place = range(numbers[0], numbers[-1] + 1)
+            span = range(numbers[0], numbers[-1] + 1)
             block = self._blocks.get(id(twin.block))
-            if block is not None and len(place) == len(numbers):
+            if block is not None and len(span) == len(numbers):
                 yield (
                     block,
                     template(
@@ -346,7 +344,7 @@ class _Builder:
                         twin.path,
                         twin.call,
                         twin.source,
-                        place,
+                        span,
                         [ids[self._result(*item)] for item in twin.inputs],
                         [ids[self._result(*item)] for item in twin.results],
                         twin.assumptions,

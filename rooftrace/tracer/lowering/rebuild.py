@@ -26,7 +26,7 @@ def to_fx(graph: OpGraph, state: Mapping[str, TorchTensor] | None = None) -> fx.
 
     Its inputs are the graph's inputs in order; repeats are written out, and the node of an op has
     the op's id in `graph.expand()` under meta["op"].  state: tensors by name
-    for what no op makes (parameters, buffers); constants that the graph knows are filled in, what
+    for external values (parameters, buffers); constants that the graph knows are filled in, what
     is missing stays on meta.  Exchanges with other processes run in groups of this process, as
     inside `fake_mesh`.  Raises GraphError for an op that is not registered, a precision that torch
     has not, and for an exchange that cannot run.

@@ -99,7 +99,7 @@ def _number(path: str, container: str) -> int | None:
 
 
 def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int]:
-    """How many modules make one iteration, and the number of the first: by what ops they run."""
+    """How many modules make one iteration, and the number of the first: by their ops."""
     content: dict[int, list[Any]] = {}
     for op, label in zip(graph.ops, labels, strict=True):
         if label is not None:
@@ -192,9 +192,9 @@ class _Modules(Collapse):
         """Results of the step that no op touched, next to others of the same iteration."""
         outputs, values = self.source.outputs, self.source.values
         starts: dict[int, int] = {}
-        for place, value in enumerate(outputs):
+        for position, value in enumerate(outputs):
             if value in self.copy:
-                starts.setdefault(self.copy[value][1], place)
+                starts.setdefault(self.copy[value][1], position)
         if len(starts) != self.count:
             return
         sizes = {starts[q + 1] - starts[q] for q in range(self.count - 1)}
@@ -213,13 +213,13 @@ class _Modules(Collapse):
                 continue
             for argument in op.arguments.values():
                 if type(argument) is tuple and len(argument) == len(op.outputs):
-                    places = {item.id: i for i, item in enumerate(argument) if type(item) is Ref}
+                    positions = {item.id: i for i, item in enumerate(argument) if type(item) is Ref}
                     for item, output in zip(argument, op.outputs, strict=True):
                         if type(item) is Ref and item.id in self.copy and output not in self.copy:
                             mine, q = self.copy[item.id]
-                            if mine not in places:
+                            if mine not in positions:
                                 raise NotAlikeError
-                            self.copy[output] = (op.outputs[places[mine]], q)
+                            self.copy[output] = (op.outputs[positions[mine]], q)
 
     def _complete(self) -> None:
         """Every value has a copy in every iteration."""
@@ -281,11 +281,11 @@ class _Modules(Collapse):
                 ]  # one op in each iteration
                 if not any(op.holds for op in row):
                     continue
-                said = [self._seen(ref) for ref in row[0].holds]
+                seen = [self._seen(ref) for ref in row[0].holds]
                 for q, op in enumerate(row):
-                    mine = {self._at(ref, q) for ref in said if ref is not None}
-                    theirs = {ref.id for ref in op.holds}
-                    if any(not self._lives_on(value, op.id) for value in mine ^ theirs):
+                    mine = {self._at(ref, q) for ref in seen if ref is not None}
+                    held = {ref.id for ref in op.holds}
+                    if any(not self._lives_on(value, op.id) for value in mine ^ held):
                         raise NotAlikeError
         for op in ops:
             if op.holds and self.blocks.label_of_op.get(op.id) not in self._inside:
@@ -438,25 +438,28 @@ class _Turns(Collapse):
         return self._write(repeats)
 
     def _match_spread(self) -> None:
-        """Outputs of an op outside, one for each turn: what each turn reads stands side by side."""
+        """Outputs of an op outside, one for each turn: the inputs of turns side by side."""
         made = {
-            value: (op, place)
+            value: (op, position)
             for op in self.source.ops
             if op.id not in self.blocks.label_of_op and len(op.outputs) > _TURN
-            for place, value in enumerate(op.outputs)
+            for position, value in enumerate(op.outputs)
         }
         for label, repeat in self.repeats.items():
             owned = (self.blocks.externals(turn) for turn in (label - 1, label, label + 1))
             for before, value, after in zip(*owned, strict=True):
                 if not {before, value, after} <= made.keys():
                     raise NotAlikeError
-                op, place = made[value]
-                ends = made[before] == (op, place - 1), made[after] == (op, place + repeat.count)
+                op, position = made[value]
+                ends = (
+                    made[before] == (op, position - 1),
+                    made[after] == (op, position + repeat.count),
+                )
                 if not all(ends):
                     raise NotAlikeError
                 self.home[value] = label
                 for q in range(repeat.count):
-                    self.copy[op.outputs[place + q]] = (value, q)
+                    self.copy[op.outputs[position + q]] = (value, q)
 
     def _measure_steps(self) -> None:
         for label, repeat in self.repeats.items():

@@ -252,8 +252,8 @@ def _forked(message: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         )
     except ownprocess.ProcessEndedError as error:
         return {}, error.code
-    said: dict[str, Any] = json.loads(answer)
-    return said, 0
+    reply: dict[str, Any] = json.loads(answer)
+    return reply, 0
 
 
 def _answers(message: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str, Any], int]:
@@ -279,10 +279,10 @@ def _answers(message: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str,
             child.stdin.write(json.dumps(message))
             child.stdin.close()
         for line in child.stdout:
-            said = _said(line, place.python)
-            if "progress" in said:
-                tell(said["progress"])
-            answers |= said
+            reply = _said(line, place.python)
+            if "progress" in reply:
+                tell(reply["progress"])
+            answers |= reply
         return answers, child.wait()
     finally:
         if child.poll() is None:
@@ -294,12 +294,12 @@ def _answers(message: Mapping[str, Any], place: ProcessPlace) -> tuple[dict[str,
 def _said(line: str, python: str) -> dict[str, Any]:
     """One line of the other process, parsed.  Raises RequestError for no interpreter of ours."""
     try:
-        said = json.loads(line)
+        reply = json.loads(line)
     except ValueError:
-        said = None
-    if not isinstance(said, dict):
+        reply = None
+    if not isinstance(reply, dict):
         raise RequestError(f"python {python!r}: it is no Python; it said {line.strip()!r:.60}")
-    return said
+    return reply
 
 
 def _named(error: Exception, name: str) -> Exception:
@@ -326,7 +326,7 @@ def _json_of(job: Job, place: ProcessPlace) -> dict[str, Any]:
 
 def job_from_json(message: Mapping[str, Any]) -> Job:
     """The job that `_json_of` wrote as JSON."""
-    branches = {int(number): bool(way) for number, way in message["options"]["branches"]}
+    branches = {int(number): bool(taken) for number, taken in message["options"]["branches"]}
     return Job(
         source=message["source"],
         phases=None if message["phases"] is None else tuple(message["phases"]),

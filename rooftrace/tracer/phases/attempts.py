@@ -34,7 +34,6 @@ from rooftrace.tracer.values import (
 )
 
 # -- refusals --------------------------------------------------------------------------------------
-# Modules that cannot be traced, each refused with its reason and a way out.
 
 _DEEP = 64
 """A tree of modules of this depth may be why Python's stack of calls was too short."""
@@ -103,7 +102,6 @@ def _depth(root: nn.Module) -> int:
 
 
 # -- results ---------------------------------------------------------------------------------------
-# The results of one run of a phase, and the graph of that run.
 
 
 @dataclass
@@ -313,7 +311,7 @@ def attempted(
     A check of arguments stands in one line and may run many times, so all conditions of a line are
     flipped together first, and one by one if that fails too.  If neither helps and a number was
     unknown, the last attempt takes that number as zero.
-    what, root: a name for the code, and the class of its module, for the message of the TraceError.
+    name, root: a name for the code, and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
     repeats = options.repeats
@@ -409,9 +407,9 @@ def _explained(error: Exception, recorder: Recorder, name: str, root: str) -> Tr
     ]
     decided = [a for a in recorder.values.assumptions if a.kind in _DECIDED]
     for item in list({(a.kind, a.where): a for a in decided}.values())[-3:]:
-        place = f"{item.kind}@{item.where}" if item.where else item.kind
+        choice = f"{item.kind}@{item.where}" if item.where else item.kind
         other = str(not item.value).lower() if item.kind == "branch" else "NUMBER"
-        lines.append(f"{item.text}; --assume {place}={other} takes it otherwise.")
+        lines.append(f"{item.text}; --assume {choice}={other} takes it otherwise.")
     if isinstance(error, UnknownValueError):
         lines.append(
             "Its code needs a value that only real weights give; pass inputs that avoid that path."

@@ -198,7 +198,7 @@ class ModuleCalls:
         return output, state or self._unnamed_state(output)
 
     def places(self, cached: int | None, count: int) -> dict[str, Tensor]:
-        """Where in the sequence `count` tokens after a cache stand, for a module that must be told.
+        """Positions of `count` tokens after a cache, for a module that takes them.
 
         That is Mamba in transformers 4; other modules with `cache_position` count by themselves.
         """
@@ -206,9 +206,9 @@ class ModuleCalls:
             *parameters_of(self.module)
         }:
             return {}
-        place = torch.empty(count, dtype=torch.long, device=META)
-        place.__dict__[REAL_VALUE] = torch.arange(cached, cached + count, device="cpu")
-        return {"cache_position": place}
+        positions = torch.empty(count, dtype=torch.long, device=META)
+        positions.__dict__[REAL_VALUE] = torch.arange(cached, cached + count, device="cpu")
+        return {"cache_position": positions}
 
     def _unused(self, passed: Mapping[str, Any]) -> list[str]:
         """The arguments that could take a cache, in the order of forward."""

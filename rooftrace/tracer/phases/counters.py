@@ -240,7 +240,7 @@ def _named(analysis: Any, path: str) -> nn.Module:
 
 
 # -- counting --------------------------------------------------------------------------------------
-# What other counters say of the same call of the same module.
+# Counts of other counters for the same call of the same module.
 #
 # They see the module as it is: nothing of ours is active while they run.  A peer that cannot run
 # on meta tensors gets a copy with real ones of any value, if the module is small.

@@ -175,11 +175,11 @@ class _Started:
 
     def ending(self) -> ProcessEndedError:
         """How it has ended.  Raises KeyboardInterrupt where Ctrl-C ended it."""
-        said = self._status.read(4)
-        if len(said) < 4:
+        status = self._status.read(4)
+        if len(status) < 4:
             text = "the process of the script was killed, with the one that started it"
             return ProcessEndedError(text, -signal.SIGKILL)
-        code = int.from_bytes(said, "big", signed=True)
+        code = int.from_bytes(status, "big", signed=True)
         if code in (_STOPPED, -signal.SIGINT):
             raise KeyboardInterrupt
         text = f"the process of the script ended with code {code} before its result was there"
@@ -386,8 +386,8 @@ def _work(descriptor: int, streams: list[int]) -> NoReturn:
     """Be the process of a request."""
     code = 1
     try:
-        for place, each in enumerate(streams):
-            os.dup2(each, place)
+        for number, each in enumerate(streams):
+            os.dup2(each, number)
             os.close(each)
         channel = Channel(socket.socket(fileno=descriptor))
         _CHANNELS.append(channel)
@@ -451,12 +451,12 @@ def _be_there(request: _Request) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # as Python's random numbers, seeded anew after a fork
-    for name, place in (("stdout", 1), ("stderr", 2)):
+    for name, number in (("stdout", 1), ("stderr", 2)):
         before = getattr(sys, name)
         stream = open(  # noqa: SIM115  # it lives as long as the process
-            place,
+            number,
             "w",
-            buffering=1 if name == "stderr" or os.isatty(place) else -1,
+            buffering=1 if name == "stderr" or os.isatty(number) else -1,
             encoding=before.encoding,
             errors=before.errors,
             closefd=False,

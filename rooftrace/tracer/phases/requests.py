@@ -65,12 +65,12 @@ def joined_state(calls: ModuleCalls, lengths: RequestLengths) -> dict[str, Any]:
         if not long.dim():  # a scalar of the cache, as the width of a window
             joined[id(long)] = long
             continue
-        place = _length_dimension(calls.module, short, other)
-        held = long.shape[place]
+        dimension = _length_dimension(calls.module, short, other)
+        held = long.shape[dimension]
         if held > longest:
             raise _refused(calls.module, "its cache has more rows than positions")
         rows = sum(lengths.rows(0 if held == longest else held + 1))
-        shape = (*long.shape[:place], rows, *long.shape[place + 1 :])
+        shape = (*long.shape[:dimension], rows, *long.shape[dimension + 1 :])
         joined[id(long)] = torch.empty(shape, dtype=long.dtype, device=long.device)
     return with_tensors(states[-1], lambda tensor: joined[id(tensor)])  # type: ignore[no-any-return]
 
@@ -87,8 +87,8 @@ def _prompted(calls: ModuleCalls, length: int) -> dict[str, Any]:
 def _length_dimension(module: nn.Module, short: Tensor, other: Tensor) -> int:
     """The dimension of a cache that grows with its length by one row for each token."""
     differing = [
-        place
-        for place, (a, b) in enumerate(zip(short.shape, other.shape, strict=True))
+        axis
+        for axis, (a, b) in enumerate(zip(short.shape, other.shape, strict=True))
         if b - a == _PROBES[1] - _PROBES[0] and a == _PROBES[0]
     ]
     if len(differing) != 1 or short.shape[0] != 1:

@@ -378,7 +378,7 @@ def _optimized(
     learnt: stepping.Learnt,
     options: Options,
 ) -> tuple[dict[int, str], str | None]:
-    """Gradients by storage, and the optimizers that stepped: those of hooks, and the asked one."""
+    """Gradients by storage, and the optimizers that stepped: of hooks, and the requested one."""
     trained = [p for p in parameters if p.grad is not None]
     gradients, stepped = learnt.gradients, "+".join(dict.fromkeys(learnt.optimizers)) or None
     for parameter in trained:

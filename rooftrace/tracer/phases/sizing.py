@@ -45,11 +45,11 @@ class TraceCache:
     @staticmethod
     def usual() -> TraceCache:
         """That of the environment."""
-        place = os.environ.get(VARIABLE, "")
-        if place == "off":
+        folder = os.environ.get(VARIABLE, "")
+        if folder == "off":
             return TraceCache(None)
-        if place:
-            return TraceCache(Path(place))
+        if folder:
+            return TraceCache(Path(folder))
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
         if not os.path.isabs(base):  # nobody's home: it would be a folder of the working one
             return TraceCache(None)
@@ -69,32 +69,32 @@ class TraceCache:
 
     def get(self, job: Job) -> Mapping[str, OpGraph] | None:
         """The graphs of a job on a target, if they were kept and still hold."""
-        place = self._place(job)
-        if place is None:
+        file = self._place(job)
+        if file is None:
             return None
         try:
-            files = json.loads(place.with_suffix(".files").read_bytes())
-            listed = str(place) in files  # else they are of another trace
+            files = json.loads(file.with_suffix(".files").read_bytes())
+            listed = str(file) in files  # else they are of another trace
             if not listed or any(_digest(path) != digest for path, digest in files.items()):
                 return None
-            graphs = load_graphs(place)
-            os.utime(place)
+            graphs = load_graphs(file)
+            os.utime(file)
         except (OSError, ValueError, AttributeError, TypeError, RecursionError):
             return None  # damaged: it is traced again
         return graphs
 
     def put(self, job: Job, made: apart.Traced) -> None:
         """Keep the graphs of a job, unless its rules or a folder speak against it."""
-        place = self._place(job)
-        if place is None or made.rules or (job.is_code and not made.files):
+        file = self._place(job)
+        if file is None or made.rules or (job.is_code and not made.files):
             return
         with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
-            for path in (place, place.with_suffix(".files")):
+            for path in (file, file.with_suffix(".files")):
                 if path.is_symlink():
                     path.unlink()  # it leads to a file that is no trace
-            put_bytes(place, packed(place, graphs_bytes(made.graphs)))
-            files = {**made.files, str(place): _digest(str(place))}  # of this trace, not another's
-            put_bytes(place.with_suffix(".files"), json.dumps(files).encode())
+            put_bytes(file, packed(file, graphs_bytes(made.graphs)))
+            files = {**made.files, str(file): _digest(str(file))}  # of this trace, not another's
+            put_bytes(file.with_suffix(".files"), json.dumps(files).encode())
             self._shrink()
 
     def _place(self, job: Job) -> Path | None:

@@ -81,11 +81,11 @@ class MovedFinder:
         return spec if below and self._moves.is_ignored(below) else None
 
     def _moved(self, spec: Any) -> Any:
-        places = spec.submodule_search_locations
-        moved = None if places is None else self._moves.path(map(str, places))
+        folders = spec.submodule_search_locations
+        moved = None if folders is None else self._moves.path(map(str, folders))
         new = self._moves.new(spec.origin) if spec.has_location and spec.origin else None
         if new is None:
-            if moved is not None and moved != list(places):
+            if moved is not None and moved != list(folders):
                 spec.submodule_search_locations = moved
             return spec
         if not os.path.isfile(new):

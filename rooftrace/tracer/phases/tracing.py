@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rooftrace.tracer.inputs import Inputs, Loaded
 
 # -- scripts ---------------------------------------------------------------------------------------
-# The graphs of a target that is a script: its steps, found while it runs.
 
 
 def script_graphs(job: Job) -> dict[str, OpGraph]:
@@ -73,7 +72,7 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
 
 
 def _said(graph: OpGraph, command: names.ScriptCommand) -> OpGraph:
-    """The graph, which says what its script saw where nobody chose it."""
+    """The graph, with the assumed chip of its script where nobody chose one."""
     if command.chip or command.system:
         return graph
     text = f"the script saw an {USUAL}, whatever chip is priced; run:--chip NAME shows it another"
@@ -83,7 +82,6 @@ def _said(graph: OpGraph, command: names.ScriptCommand) -> OpGraph:
 
 
 # -- modules ---------------------------------------------------------------------------------------
-# Sources that are objects of the user's: a module that is called, and a step.
 
 AS_CALLED: Mapping[str, int] = MappingProxyType({})
 """Sizes of a call: those of its arguments."""
@@ -154,10 +152,10 @@ class ModuleSource:
 
     def has_size(self, name: str) -> bool:
         """Whether the call has a size of this name: batch, or a dimension of an argument."""
-        place = _DIMENSION.fullmatch(name)
-        if place is None:
+        match = _DIMENSION.fullmatch(name)
+        if match is None:
             return name == "batch"
-        args, argument = self.job.args, place[1]
+        args, argument = self.job.args, match[1]
         if argument.isdigit():
             return int(argument) < len(args) and args[int(argument)] is not None
         return self.job.kwargs.get(argument) is not None
@@ -224,16 +222,16 @@ def _resized(
     args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """The arguments of a call with these sizes of their dimensions."""
-    wanted = {place: size for name, size in sizes.items() if (place := _DIMENSION.fullmatch(name))}
+    wanted = {match: size for name, size in sizes.items() if (match := _DIMENSION.fullmatch(name))}
     if not wanted:
         return args, kwargs
     from rooftrace.tracer.values import inputs_on_meta
 
     moved, named = inputs_on_meta((list(args), dict(kwargs)))
-    for place, size in wanted.items():
-        name, dimension = place[1], int(place[2])
+    for match, size in wanted.items():
+        name, dimension = match[1], int(match[2])
         held, key = (moved, int(name)) if name.isdigit() else (named, name)
-        held[key] = _with_size(held[key], dimension, size, place[0])
+        held[key] = _with_size(held[key], dimension, size, match[0])
     return moved, named
 
 
@@ -360,7 +358,6 @@ class TargetSource:
 
 
 # -- tracing ---------------------------------------------------------------------------------------
-# The graphs of a job, by phase, whatever its source is.
 
 
 def source_of(job: Job) -> GraphSource | ScriptSource | TargetSource | StepSource | ModuleSource:

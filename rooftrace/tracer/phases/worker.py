@@ -27,8 +27,8 @@ def work(message: Mapping[str, Any], read: Iterable[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # prints of the target are no answers
 
-    def answer(**said: Any) -> None:
-        answers.write(json.dumps(said) + "\n")
+    def answer(**fields: Any) -> None:
+        answers.write(json.dumps(fields) + "\n")
         answers.flush()
 
     source.shown_below(message["root"])
@@ -77,7 +77,7 @@ def _reads(read: Sequence[str], message: Mapping[str, Any]) -> list[Any]:
 def _below(paths: Sequence[str], root: str) -> list[str]:
     """Those of the paths that are below a root and in no environment, relative to it."""
     environments = {os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix)}
-    environments = {place for place in environments if not (root + os.sep).startswith(place)}
+    environments = {folder for folder in environments if not (root + os.sep).startswith(folder)}
     inside = (p for p in paths if p.startswith(root + os.sep))
     below = {
         os.path.relpath(path, root): None

@@ -78,7 +78,7 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
     parts, twins = modules_below(module), modules_below(other)
     if [(path, first) for path, _, first in parts] != [(path, first) for path, _, first in twins]:
         return None
-    places = set()
+    paths = set()
     for (path, mine, _), (_, theirs, _) in zip(parts, twins, strict=True):
         fields, others = vars(mine), vars(theirs)
         if type(mine) is not type(theirs) or fields.keys() != others.keys():
@@ -88,8 +88,8 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
                 continue
             both = isinstance(value, Tensor) and isinstance(others[name], Tensor)
             if not (_look(value) == _look(others[name]) if both else _same(value, others[name])):
-                places.add((path, name))
-    return frozenset(places)
+                paths.add((path, name))
+    return frozenset(paths)
 
 
 def modules_below(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
@@ -173,7 +173,6 @@ def same_state(before: list[Any], after: list[Any]) -> bool:
 
 
 # -- arguments -------------------------------------------------------------------------------------
-# The arguments of a module's call, and where the recording stood when it began.
 
 
 class Arguments:
@@ -338,7 +337,7 @@ class Beginning:
     ) -> tuple[list[int | None], list[tuple[fx.Node, int | None, taperecords.Spec]]] | None:
         """`passed` and `results` of a RecordedCall; None for leaves that cannot be made again."""
         tape = self._tape
-        positions = {id(tensor): place for place, tensor in enumerate(self.call.tensors)}
+        positions = {id(tensor): position for position, tensor in enumerate(self.call.tensors)}
         passed: list[int | None] = []
         results: list[tuple[fx.Node, int | None, taperecords.Spec]] = []
         seen: set[int] = set()

@@ -309,10 +309,10 @@ class CallReplay:
         tape, values = self._tape, self._tape.values
         leaves, contents = _copies(recording.returned, None, recording.values)
         made: set[int] = set()
-        for place, (leaf, content) in enumerate(zip(leaves, contents, strict=True)):
-            argument = recording.block.passed[place]
+        for position, (leaf, content) in enumerate(zip(leaves, contents, strict=True)):
+            argument = recording.block.passed[position]
             if argument is not None:
-                leaves[place] = tensors[argument]
+                leaves[position] = tensors[argument]
             elif isinstance(leaf, Tensor) and id(leaf) not in made:
                 if node is not None:
                     index = len(made)
@@ -322,12 +322,12 @@ class CallReplay:
                 made.add(id(leaf))
                 if content is not None:
                     taint = frozenset(call.assumptions.get(a, a) for a in content[1])
-                    values.learn_shared(leaf, recording.values, content[0], place, taint)
+                    values.learn_shared(leaf, recording.values, content[0], position, taint)
         return torch_private.tree_unflatten(leaves, recording.structure), leaves
 
 
 def _paths(tape: Tape, module: nn.Module) -> list[str]:
-    """The paths of the modules inside, as seen from the module; whole where they are elsewhere."""
+    """The paths of the modules inside, as seen from the module; full where they are elsewhere."""
     path = tape.paths.of(module)
     paths = [tape.paths.of(part) for part in module.modules()]
     return [inner[len(path) :] if inner.startswith(f"{path}.") else inner for inner in paths[1:]]
@@ -377,8 +377,8 @@ def _copies(
                     size = tensor.untyped_storage().nbytes()
                     bare = torch.empty(size, dtype=torch.uint8, device=device)
                     memory[key] = bare.untyped_storage()
-                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                layout = tensor.storage_offset(), tensor.shape, tensor.stride()
                 empty = torch.empty(0, dtype=tensor.dtype, device=device)
-                made[id(tensor)] = empty.set_(memory[key], *place)
+                made[id(tensor)] = empty.set_(memory[key], *layout)
         copied = copy.deepcopy(list(contents), {})
     return [made.get(id(leaf), leaf) for leaf in leaves], copied

@@ -273,10 +273,10 @@ class Layers:
         """The backward of the first layer, which has to be that of the last one op by op."""
         first, theirs = self._first.block, ops_of(backward.nodes)
         after = ops_of(blocks.nodes_since(self._tape.graph, self._latest))
-        for place in range(len(after) - len(theirs) + 1):
-            recorded = after[place].meta[META_KEY]
+        for start in range(len(after) - len(theirs) + 1):
+            recorded = after[start].meta[META_KEY]
             if isinstance(recorded, Recorded) and is_below(recorded.origin.module, self.path):
-                nodes = after[place : place + len(theirs)]
+                nodes = after[start : start + len(theirs)]
                 likeness = Likeness(first, backward, closing.likeness.nodes)
                 if not likeness.alike(nodes, theirs, set(closing.arrived.values())):
                     return None
@@ -329,7 +329,7 @@ class Layers:
         tape, closing = self._tape, self._closing
         if closing is None or self._unlike is not None or node in self._done:
             raise UnlikeLayersError(self.path, "backward does not begin with the last layer")
-        looks = {place: trees.look_of(gradient) for place, gradient in arrived.items()}
+        looks = {position: trees.look_of(gradient) for position, gradient in arrived.items()}
         if looks != closing.looks:
             raise UnlikeLayersError(self.path, "other gradients come to it than to the last layer")
         self._done.add(node)
@@ -390,7 +390,7 @@ def _twin(
     there: Mapping[fx.Node | None, fx.Node | None],
     assumed: Mapping[int, int],
 ) -> Twin:
-    """The twin of a block.  call: whose path and source it has.  there, assumed: what stands there
+    """The twin of a block.  call: whose path and source it has.  there, assumed: counterparts
     for nodes and assumptions of the block."""
 
     def result(node: fx.Node, index: int | None = None) -> tuple[fx.Node, int | None]:

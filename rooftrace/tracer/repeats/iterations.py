@@ -112,7 +112,7 @@ class Turn:
     views: dict[int, Tensor] = field(default_factory=dict)  # of known tensors
 
     def saw(self, call: Call, outputs: Sequence[Tensor], with_values: list[Tensor]) -> None:
-        """Record an op; with_values: those of its outputs whose value is known."""
+        """Record an op; with_values: those of its outputs with a value."""
         args, kwargs = call.args, call.kwargs
         if call.info.view:
             self.views.update({id(tensor): tensor for tensor in with_values})

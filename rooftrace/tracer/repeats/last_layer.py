@@ -67,13 +67,13 @@ class LastLayer:
         """Note the gradients of the call's arguments and results when they come."""
         seen: set[int] = set()
         for noted, tensors in ((self._left, call.tensors), (self._came, returned)):
-            for place, tensor in enumerate(tensors):
+            for position, tensor in enumerate(tensors):
                 new = isinstance(tensor, Tensor) and id(tensor) not in seen
                 if new and tensor.requires_grad:
                     seen.add(id(tensor))
-                    tensor.register_hook(Noted(noted, place))
+                    tensor.register_hook(Noted(noted, position))
                     if noted == self._left:
-                        self._awaited.add(place)
+                        self._awaited.add(position)
 
     # -- while backward runs -----------------------------------------------------------------------
 
@@ -166,12 +166,12 @@ class LastLayer:
     def _gradients(self) -> dict[int, _Gradient]:
         """The gradients of the arguments and of the weights, by place."""
         got = dict(self._got)
-        for place, tensor in self._module_tensors.items():
+        for position, tensor in self._module_tensors.items():
             if tensor.grad is not None:
-                got[place] = self._gradient(tensor.grad)
+                got[position] = self._gradient(tensor.grad)
         made = {
-            place: gradient
-            for place, gradient in got.items()
+            position: gradient
+            for position, gradient in got.items()
             if gradient is not None and gradient.spec.storage > self._storages
         }
         if not made or made.keys() != got.keys():
@@ -195,9 +195,11 @@ class LastLayer:
 
     def sources(self, block: RecordedCall, first: Recording) -> list[tuple[str, Any]]:
         """The source of each input of the backward block, in a layer that repeats `first`."""
-        arguments = {node: place for place, node in enumerate(self._nodes) if node is not None}
-        arrived = {node: place for place, node in self.arrived.items()}
-        positions = {node: place for place, node in enumerate(self.forward.nodes)}
+        arguments = {
+            node: position for position, node in enumerate(self._nodes) if node is not None
+        }
+        arrived = {node: position for position, node in self.arrived.items()}
+        positions = {node: position for position, node in enumerate(self.forward.nodes)}
         sources: list[tuple[str, Any]] = []
         for node in block.inputs:
             base, index = taperecords.picked(node)
@@ -218,7 +220,7 @@ class LastLayer:
         tags = self._tape.tags
         tensors: dict[int, Tensor] = {}
         memory: dict[int, Any] = {}
-        for index, (place, gradient) in enumerate(self._made.items()):
+        for index, (position, gradient) in enumerate(self._made.items()):
             spec = gradient.spec
             storage = call.storage(call.block.results[index][2])
             with disable_current_modes():
@@ -231,13 +233,13 @@ class LastLayer:
             tags.mark(tensor, tag)
             tags.watch(tensor, storage)
             tags.remember(tensor, tag)
-            tensors[place] = tensor
+            tensors[position] = tensor
         return tensors
 
     def verify(self) -> None:
         """Raise UnlikeLayersError if a weight has another gradient than it had."""
-        for place, tensor in self._module_tensors.items():
-            before = self._made.get(place)
+        for position, tensor in self._module_tensors.items():
+            before = self._made.get(position)
             now = None if tensor.grad is None else self._gradient(tensor.grad)
             if now != before:
                 raise UnlikeLayersError(self.path, "a weight has got another gradient")

@@ -282,8 +282,8 @@ class _Reader:
             self.value(node.slice)
         elif isinstance(node.value, ast.Name):
             self.indexed.add(node.value.id)
-            places = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            for place in places:
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            for place in parts:
                 self.place(place)
         else:
             raise Refused

@@ -190,7 +190,7 @@ class _Shortened:
 
     def _like(self, tensor: Tensor, count: int, joined: bool) -> list[Tensor]:
         """Stand-ins for a tensor: one object repeated, or one for each turn if each needs a
-        gradient of its own."""
+        separate gradient."""
         if not tensor.requires_grad:
             return [tensor] * count
         if joined:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: its exchange of gradients, in buckets, beside the backward pass.
+"""DistributedDataParallel: its exchange of gradients, in buckets, during the backward pass.
 
 Its reducer is C++ that writes into real memory.  What it does is done here by ops that a recording
 sees: a gradient that is ready is scaled into its place in a bucket; a bucket whose gradients are
@@ -99,10 +99,10 @@ def buckets_of(parameters: Sequence[nn.Parameter], limits: Sequence[int]) -> lis
     sizes: dict[torch.dtype, int] = {}
     closed: dict[torch.dtype, int] = {}
     buckets: list[list[int]] = []
-    for place in reversed(range(len(parameters))):
-        parameter = parameters[place]
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
         kind = parameter.dtype
-        filling.setdefault(kind, []).append(place)
+        filling.setdefault(kind, []).append(index)
         sizes[kind] = sizes.get(kind, 0) + parameter.numel() * parameter.element_size()
         if sizes[kind] >= limits[min(closed.get(kind, 0), len(limits) - 1)]:
             buckets.append(filling.pop(kind))

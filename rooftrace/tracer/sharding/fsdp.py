@@ -326,7 +326,6 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 
 
 # -- meshes ----------------------------------------------------------------------------------------
-# The device mesh of a module, from its sharded weights.
 
 _BACKENDS = "cpu:fake,cuda:fake,meta:fake"
 """Collectives of these devices return at once, with local data."""
@@ -341,7 +340,7 @@ def begin_group(init: Callable[..., Any], world: int, rank: int, **options: Any)
 
     shown = sys.excepthook
     init(_BACKENDS, store=torch_private.FakeStore(), rank=rank, world_size=world, **options)
-    sys.excepthook = shown  # torch's own names a rank before every error, to the end of the process
+    sys.excepthook = shown  # torch's names a rank before every error, to the end of the process
     # A group finds its backend where hooks are read; else torch warns at the end.
     kind = dist.ProcessGroup.BackendType.CUSTOM
     torch_private.get_default_group()._set_default_backend(kind)
@@ -364,7 +363,7 @@ def mesh_of(roots: Iterable[nn.Module]) -> dict[str, int]:
         return {}
     largest = max(meshes, key=lambda mesh: int(mesh.mesh.numel()))
     sizes = list(largest.mesh.shape)
-    names = largest.mesh_dim_names or [f"axis {place}" for place in range(len(sizes))]
+    names = largest.mesh_dim_names or [f"axis {number}" for number in range(len(sizes))]
     return dict(zip(names, map(int, sizes), strict=True))
 
 

@@ -126,10 +126,10 @@ def _actions(order: Any) -> Iterator[Action]:
         if item is None:
             continue
         parts = item.sub_actions or (item,)
-        for place, part in enumerate(parts):
+        for position, part in enumerate(parts):
             kind = _KINDS.get(part.computation_type.value)
             if kind is not None:
-                more = place + 1 < len(parts)
+                more = position + 1 < len(parts)
                 yield Action(part.stage_index, kind, part.microbatch_index, together=more)
 
 

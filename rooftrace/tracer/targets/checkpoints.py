@@ -49,15 +49,15 @@ def flat_slice(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     index = torch.arange(start, stop, device=tensor.device)
-    places = torch.zeros_like(index)
+    offsets = torch.zeros_like(index)
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        places += index % size * stride
+        offsets += index % size * stride
         index = torch.div(index, size, rounding_mode="floor")
     extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     row = tensor.as_strided((extent,), (1,))
     if row.element_size() == 1:  # indexing knows bytes, and not every format of 8 bits
-        return row.view(torch.uint8)[places].view(tensor.dtype)
-    return row[places]
+        return row.view(torch.uint8)[offsets].view(tensor.dtype)
+    return row[offsets]
 
 
 def as_doubles(values: Tensor) -> Tensor:
@@ -75,7 +75,6 @@ def as_bytes(values: Tensor) -> Tensor:
 
 
 # -- stored ----------------------------------------------------------------------------------------
-# Records of the contents of a file of weights: tensors that are read slice by slice.
 
 
 class CheckpointError(ValueError):
@@ -356,18 +355,18 @@ def _sharded(path: Path, source: str) -> Checkpoint:
     for file, names in sorted(by_file.items()):
         shard = _shard(path, file)
         stored, unread = _read_file(shard)
-        there = {tensor.name: tensor for tensor in stored}
-        missing = [name for name in names if name not in there]
+        by_name = {tensor.name: tensor for tensor in stored}
+        missing = [name for name in names if name not in by_name]
         if missing:
             raise KIND.refused(
                 where,
                 f"{file!r:.200} lacks {missing[0]!r:.200}"
                 + (f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""),
             )
-        tensors |= {name: there[name] for name in names}
+        tensors |= {name: by_name[name] for name in names}
         notes += unread
-        if len(there) > len(names):
-            more = plural(len(there) - len(names), "tensor")
+        if len(by_name) > len(names):
+            more = plural(len(by_name) - len(names), "tensor")
             notes.append(f"{file}: {more} that the index leaves out: not read")
     return _checkpoint(path, source, tensors, files=len(by_file), notes=tuple(notes))
 

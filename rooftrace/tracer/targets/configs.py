@@ -92,19 +92,19 @@ def in_fp32(error: RequestError) -> ComputeDtype:
     return ComputeDtype(torch.float32, text)
 
 
-def _fields(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, torch.dtype]]:
+def _fields(data: Mapping[str, Any], path: str) -> Iterator[tuple[str, torch.dtype]]:
     """Dtypes of a config and of those inside, outermost and language models first."""
     for name in _FIELDS:
         value = data.get(name)
         if value is not None and value != "auto":
-            where = f"{place}{name}"
+            where = f"{path}{name}"
             yield where, _dtype(value, where)
             break
     inside = [k for k, v in data.items() if isinstance(v, Mapping) and k.endswith("config")]
     inside += [k for k in ("decoder", "encoder") if isinstance(data.get(k), Mapping)]
     for name in sorted(inside, key=lambda k: (k not in _FIRST, inside.index(k))):
         if "quant" not in name:
-            yield from _fields(data[name], f"{place}{name}.")
+            yield from _fields(data[name], f"{path}{name}.")
 
 
 def _dtype(value: Any, where: str) -> torch.dtype:
@@ -187,12 +187,12 @@ def unbuilt(data: Mapping[str, Any], module: nn.Module, declared: Sequence[Decla
     )
 
 
-def _counted(data: Mapping[str, Any], place: str) -> Iterator[tuple[str, int]]:
+def _counted(data: Mapping[str, Any], path: str) -> Iterator[tuple[str, int]]:
     for name, value in data.items():
         if isinstance(value, Mapping):
-            yield from _counted(value, f"{place}{name}.")
+            yield from _counted(value, f"{path}{name}.")
         elif _PREDICTORS.fullmatch(name) and type(value) is int and value > 0:
-            yield f"{place}{name}", value
+            yield f"{path}{name}", value
 
 
 def _table(module: nn.Module, getter: str) -> nn.Parameter | None:
@@ -237,11 +237,11 @@ _PLAIN = re.compile(r"[\w.-]+")
 
 def check_config(data: Mapping[str, Any], target: str) -> None:
     """Raise TargetError for a field of a config, at any depth, that would load code."""
-    for place, table in _tables(with_own_attention(data)[0]):
+    for path, table in _tables(with_own_attention(data)[0]):
         for key, value in table.items():
             reason = _reason(key, value, table)
             if reason:
-                where = f"{place}.{key}" if place else str(key)
+                where = f"{path}.{key}" if path else str(key)
                 raise TargetError(
                     f"target {target!r}: {where} is {value!r:.60}: {reason}; take it out of the "
                     "config, or pass --trust-remote-code (in Python trust_remote_code=True)"
@@ -293,12 +293,12 @@ def _tables(data: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Every table of a config with the path of its keys."""
     left: list[tuple[str, Any]] = [("", data)]
     while left:
-        place, value = left.pop()
+        path, value = left.pop()
         if isinstance(value, Mapping):
-            yield place, value
-            left += [(f"{place}.{key}" if place else str(key), v) for key, v in value.items()]
+            yield path, value
+            left += [(f"{path}.{key}" if path else str(key), v) for key, v in value.items()]
         elif isinstance(value, list):
-            left += [(f"{place}[{number}]", item) for number, item in enumerate(value)]
+            left += [(f"{path}[{number}]", item) for number, item in enumerate(value)]
 
 
 def _reason(key: str, value: Any, table: Mapping[str, Any]) -> str:

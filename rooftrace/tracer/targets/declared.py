@@ -42,7 +42,7 @@ Read = Callable[[str], Any]
 class Declared:
     """One declaration: where it stands, the config whose modules it is about, its scheme.
 
-    part: the name of the config inside of the config, "" for the whole.  scheme: None where it is
+    part: the name of the config inside of the config, "" for the outer.  scheme: None where it is
     not understood; problem says why.
     """
 
@@ -132,7 +132,7 @@ def scheme_of(settings: Fields) -> Scheme:
     return replace(scheme, method=name, kv=kv)
 
 
-# -- checkpoints in one format ---------------------------------------------------------------
+# -- checkpoints in one format ---------------------------------------------------------------------
 
 
 def _gptq(settings: Fields) -> Scheme:

@@ -31,7 +31,7 @@ def is_checkpoint(source: Any) -> bool:
 def are_weights(before: Any, after: Any) -> bool:
     """Whether two sources are compared by their weights: they have no step that could be run.
 
-    A folder with a config.json is a checkpoint where the other side is one too; beside a target it
+    A folder with a config.json is a checkpoint where the other side is one too; next to a target it
     is the target of its config.
     """
     sides = before, after
@@ -52,6 +52,6 @@ def in_folder(folder: Path) -> Iterator[list[Path]]:
         if path.name.endswith(ENDS) and not path.name.startswith(_STATES) and path.is_file()
     )
     for end in ENDS:
-        ours = [path for path in names if path.name.endswith(end)]
-        if ours:
-            yield ours
+        matching = [path for path in names if path.name.endswith(end)]
+        if matching:
+            yield matching

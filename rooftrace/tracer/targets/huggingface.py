@@ -229,8 +229,8 @@ def config_on_hub(target: str, request: Request) -> Described:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TargetError(f"target {target!r}: {reason}") from None
     find = _in_repository(name)
-    place = find("config.json")
-    return _described(data, name, None if place is None else place.parent, target, find, config)
+    path = find("config.json")
+    return _described(data, name, None if path is None else path.parent, target, find, config)
 
 
 def _transformers() -> Any:

@@ -131,8 +131,8 @@ def import_module(where: str, target: str) -> ModuleType:
     if here in sys.path:
         sys.path.remove(here)
     sys.path.insert(0, here)
-    place = place_of(top) if top not in sys.stdlib_module_names else None
-    kept = prepare(f"{where} in {place or here}", [here], [place] if place else [])
+    origin = place_of(top) if top not in sys.stdlib_module_names else None
+    kept = prepare(f"{where} in {origin or here}", [here], [origin] if origin else [])
     if kept is not None:
         return kept
     try:

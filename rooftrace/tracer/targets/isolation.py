@@ -1,4 +1,4 @@
-"""A target is built from its own files, as they are now, whatever this process imported before.
+"""A target is built from its files as they are now, whatever this process imported before.
 
 Python imports a module once by its name.  Two checkouts with a neighbour of one name, or one file
 before and after an edit, would share what was imported first.  Inside `own_imports` the modules of
@@ -225,14 +225,14 @@ def _put_back(imports: _Imports, path: Sequence[str]) -> None:
 
 def _stays(top: str, imports: _Imports) -> bool:
     """Whether a top-level module is found without the target too: then it is not the target's."""
-    places = _places(top)
-    if not places or places & imports.folders:
+    folders = _places(top)
+    if not folders or folders & imports.folders:
         return False
     try:
         spec = _spec_now(top)
     except (ImportError, ValueError, AttributeError):
         return False
-    return spec is not None and bool(_spec_places(spec) & places)
+    return spec is not None and bool(_spec_places(spec) & folders)
 
 
 def _spec_now(top: str) -> ModuleSpec | None:
@@ -248,8 +248,8 @@ def _spec_now(top: str) -> ModuleSpec | None:
 def place_of(top: str) -> str | None:
     """The user's folder in which a top-level name is found now; None for any other place."""
     spec = _spec_now(top)
-    places = () if spec is None else _spec_places(spec)
-    return next((place for place in places if _users(os.path.join(place, top))), None)
+    folders = () if spec is None else _spec_places(spec)
+    return next((folder for folder in folders if _users(os.path.join(folder, top))), None)
 
 
 def _in_the_way(first: Sequence[str], more: Sequence[str]) -> set[str]:
@@ -258,10 +258,10 @@ def _in_the_way(first: Sequence[str], more: Sequence[str]) -> set[str]:
     tops -= {"__main__", "__mp_main__", *_OWN, *sys.stdlib_module_names}
     ours, hiding = set(), set()
     for top in tops:
-        places = _places(top)
-        if places & {*first, *more}:
+        folders = _places(top)
+        if folders & {*first, *more}:
             ours.add(top)
-        elif places and any(_provides(folder, top) for folder in first):
+        elif folders and any(_provides(folder, top) for folder in first):
             hiding.add(top)
     return {
         name
@@ -276,8 +276,8 @@ def _provides(folder: str, top: str) -> bool:
     where = os.path.join(folder, top)
     if os.path.isfile(f"{where}.py") or os.path.isfile(os.path.join(where, "__init__.py")):
         return True
-    there = vars(sys.modules[top]) if top in sys.modules else {}
-    return "__path__" in there and there.get("__file__") is None and os.path.isdir(where)
+    names = vars(sys.modules[top]) if top in sys.modules else {}
+    return "__path__" in names and names.get("__file__") is None and os.path.isdir(where)
 
 
 def _see(name: str, module: Any) -> None:
@@ -320,7 +320,7 @@ def _places(top: str) -> set[str]:
 
 def _spec_places(spec: ModuleSpec) -> set[str]:
     if spec.submodule_search_locations is not None:
-        return {os.path.dirname(_real(place)) for place in spec.submodule_search_locations}
+        return {os.path.dirname(_real(folder)) for folder in spec.submodule_search_locations}
     return {os.path.dirname(_real(spec.origin))} if spec.origin and spec.has_location else set()
 
 
@@ -331,7 +331,7 @@ def _users_module(name: str, module: Any) -> bool:
     file = _file(module)
     if file:
         return not _is_extension(module) and _users(file)
-    paths = [str(place) for place in getattr(module, "__dict__", {}).get("__path__", ())]
+    paths = [str(folder) for folder in getattr(module, "__dict__", {}).get("__path__", ())]
     return bool(paths) and all(map(_users, paths))
 
 
@@ -356,18 +356,18 @@ def _users(path: str) -> bool:
     if _PACKAGES & set(parts) or path.startswith("<"):
         return False
     real = _real(path)
-    return not any(real.startswith(place) for place in _installed())
+    return not any(real.startswith(folder) for folder in _installed())
 
 
 @cache
 def _installed() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
-    places = [sysconfig.get_paths()[name] for name in names]
-    places += [*site.getsitepackages(), site.getusersitepackages()]
-    places.append(str(Path(__file__).resolve().parents[2]))
+    folders = [sysconfig.get_paths()[name] for name in names]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    folders.append(str(Path(__file__).resolve().parents[2]))
     torch = importlib.util.find_spec("torch")
-    places += list(torch.submodule_search_locations or ()) if torch is not None else []
-    return tuple(_real(place) + os.sep for place in places)
+    folders += list(torch.submodule_search_locations or ()) if torch is not None else []
+    return tuple(_real(folder) + os.sep for folder in folders)
 
 
 class _FromSource(SourceFileLoader):

@@ -143,11 +143,11 @@ def _entry(value: Any, usual: dict[str, int | None], where: str) -> ProgramInput
     if value.type.WhichOneof("value") != "tensor_type":
         raise KIND.refused(where, f"the input {value.name!r:.80} is no tensor")
     sizes: list[int | str] = []
-    for place, size in enumerate(kind.shape.dim):
+    for axis, size in enumerate(kind.shape.dim):
         if size.WhichOneof("value") == "dim_value":
             sizes.append(int(size.dim_value))
         else:
-            name = size.dim_param or f"{value.name}_{place}"
+            name = size.dim_param or f"{value.name}_{axis}"
             usual[name] = None
             sizes.append(name)
     return ProgramInput(value.name, tuple(sizes), _dtype(kind.elem_type, where))
@@ -169,8 +169,8 @@ def _attribute(attribute: Any, where: str) -> Any:
 # -- onnxmodule ------------------------------------------------------------------------------------
 # A graph of ONNX as a module: each step a call of torch.
 #
-# What shapes are computed from stays in numpy, as a runtime that folds constants has it: it is
-# known while the module runs, and is no work of the step.
+# Inputs of shape computations stay in numpy, as a runtime that folds constants has them: they are
+# constants while the module runs, and no work of the step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,14 +246,14 @@ class OnnxModule(nn.Module):
         values: dict[str, Any] = {"": None, **self.constants}
         values |= {name: getattr(self, held) for name, held in self.weights.items()}
         values |= dict(zip(self.inputs, args, strict=True))
-        for place, step in enumerate(self.steps):
+        for number, step in enumerate(self.steps):
             if step.op == "Constant":
                 continue
             made = self._run(step, [values[name] for name in step.inputs])
             made = made if isinstance(made, (tuple, list)) else (made,)
             values |= dict(zip(step.outputs, made, strict=False))
             for name in step.inputs:
-                if self.last.get(name) == place:
+                if self.last.get(name) == number:
                     values[name] = None
         results = tuple(values[name] for name in self.outputs)
         return results[0] if len(results) == 1 else results

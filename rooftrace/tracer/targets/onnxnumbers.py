@@ -46,10 +46,10 @@ def slices(
     """The parts that a Slice takes of each dimension."""
     starts = numpy.atleast_1d(attributes["starts"] if starts is None else starts)
     ends = numpy.atleast_1d(attributes["ends"] if ends is None else ends)
-    places = _axes(attributes, axes) or range(len(starts))
+    dims = _axes(attributes, axes) or range(len(starts))
     strides = [1] * len(starts) if steps is None else [int(step) for step in steps]
     cut = [slice(None)] * rank
-    for axis, start, end, stride in zip(places, starts, ends, strides, strict=True):
+    for axis, start, end, stride in zip(dims, starts, ends, strides, strict=True):
         stop = None if stride < 0 and int(end) < -_FARTHEST else int(end)
         cut[axis] = slice(int(start), stop, stride)
     return tuple(cut)

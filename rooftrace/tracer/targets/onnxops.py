@@ -96,8 +96,8 @@ def _padded(attributes: Attributes, item: Tensor, value: float = 0.0) -> tuple[T
 def _conv(attributes: Attributes, item: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
     rank = item.dim() - 2
     weight, bias = tensor(weight), tensor(bias)
-    said = {"kernel_shape": list(weight.shape[2:]), **attributes}
-    item, padding = _padded(said, item)
+    settings = {"kernel_shape": list(weight.shape[2:]), **attributes}
+    item, padding = _padded(settings, item)
     function = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
     return function(
         item, weight, bias, attributes.get("strides") or [1] * rank, padding,
@@ -173,10 +173,10 @@ def _global(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _reduced(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor:
-        places = _axes(attributes, axes) or list(range(item.dim()))
+        dims = _axes(attributes, axes) or list(range(item.dim()))
         if attributes.get("noop_with_empty_axes") and not _axes(attributes, axes):
             return item
-        return function(item, places, keepdim=bool(attributes.get("keepdims", 1)))
+        return function(item, dims, keepdim=bool(attributes.get("keepdims", 1)))
 
     return call
 
@@ -208,10 +208,10 @@ def _flatten(attributes: Attributes, item: Tensor) -> Tensor:
 
 def _split(attributes: Attributes, item: Tensor, sizes: Any = None) -> Sequence[Tensor]:
     axis = attributes.get("axis", 0)
-    said = attributes.get("split") if sizes is None else _numbers(sizes)
-    if said is None:
-        said = -(-item.shape[axis] // attributes["outputs"])
-    return torch.split(item, said, axis)
+    parts = attributes.get("split") if sizes is None else _numbers(sizes)
+    if parts is None:
+        parts = -(-item.shape[axis] // attributes["outputs"])
+    return torch.split(item, parts, axis)
 
 
 def _slice(
@@ -239,14 +239,14 @@ def _gather(attributes: Attributes, item: Any, index: Any) -> Tensor:
 
 
 def _squeeze(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor:
-    places = _axes(attributes, axes)
-    return item.squeeze(places) if places else item.squeeze()
+    dims = _axes(attributes, axes)
+    return item.squeeze(dims) if dims else item.squeeze()
 
 
 def _unsqueeze(attributes: Attributes, item: Tensor, axes: Any = None) -> Tensor:
-    places = _axes(attributes, axes)
-    rank = item.dim() + len(places)
-    for axis in sorted(place % rank for place in places):
+    dims = _axes(attributes, axes)
+    rank = item.dim() + len(dims)
+    for axis in sorted(place % rank for place in dims):
         item = item.unsqueeze(axis)
     return item
 

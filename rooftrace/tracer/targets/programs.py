@@ -162,19 +162,19 @@ def _resize(
     target: str,
     entries: Sequence[ProgramInput],
     option: str,
-    place: int,
+    position: int,
     size: int,
     chosen: dict[str, int],
 ) -> None:
     """Set the size of the first inputs' dimension in a place."""
-    entry = next((entry for entry in entries if len(entry.sizes) > place), None)
-    old = entry.sizes[place] if entry is not None else None
+    entry = next((entry for entry in entries if len(entry.sizes) > position), None)
+    old = entry.sizes[position] if entry is not None else None
     if isinstance(old, str):
         if chosen.setdefault(old, size) != size:
             raise RequestError(f"--{option} {size}: an --input makes it {chosen[old]}")
     elif old != size:
         shown = ", ".join(map(str, entries)) or "no tensors"
         raise RequestError(
-            f"--{option} {size}: {target} takes {shown}, in which dimension {place} is fixed; "
+            f"--{option} {size}: {target} takes {shown}, in which dimension {position} is fixed; "
             "export it with a dynamic dimension"
         )

@@ -197,7 +197,6 @@ def patterns(items: Any, where: str) -> tuple[NamePattern, ...]:
 
 
 # -- fields ----------------------------------------------------------------------------------------
-# One record of a file on quantisation, with its fields read by type.
 
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore", "exclude")
 """Fields with the modules that stay as they are."""

@@ -89,12 +89,12 @@ def mark_gguf(module: nn.Module, tensors: Mapping[str, GgufTensor]) -> str:
 
     config: Any = module.config
     processor = theirs.TENSOR_PROCESSORS.get(config.model_type, theirs.TensorProcessor)(config={})
-    places = theirs.get_gguf_hf_weights_map(module, processor)
+    names = theirs.get_gguf_hf_weights_map(module, processor)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     counts: Counter[str] = Counter()
     left = []
     for name, tensor in tensors.items():
-        place = places.get(name, "")
+        place = names.get(name, "")
         if place not in parameters:
             left.append(tensor)
             continue

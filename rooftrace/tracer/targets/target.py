@@ -190,7 +190,7 @@ def built(
     """Call a user's factory on meta.  real: where it stands, with weights.
 
     settings: keyword arguments for it.  Raises RequestError for those that it does not take.
-    Small values are known on meta meanwhile, so that `linspace(...).item()` works in a constructor.
+    Small tensors have values meanwhile, so that `linspace(...).item()` works in a constructor.
     """
     keywords = dict(settings)
     _check_keywords(function, keywords, target)
