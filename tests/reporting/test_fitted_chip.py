@@ -93,7 +93,7 @@ def test_every_command_takes_it(fit: str, command: list[str], run: Any) -> None:
     other = run(*words, "--knobs", fit, "--chip", "l4")
     assert own.code == asked.code == other.code == 0, own.err
     assert own.out == asked.out != other.out
-    assert "fitted on" not in own.out + own.err
+    assert "was fitted on" not in own.out + own.err
     assert BORROWED in " ".join((other.out + other.err).split())
 
 
