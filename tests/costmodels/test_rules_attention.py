@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-import rooftrace.tracer.recording.entry_points  # noqa: F401  defines torch.ops.rooftrace
+import rooftrace.tracer.recording.recurrent  # noqa: F401  defines torch.ops.rooftrace
 from tests.costmodels.rules_support import cost, meta
 
 pytestmark = pytest.mark.quick

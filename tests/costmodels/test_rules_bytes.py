@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import rooftrace.tracer.recording.entry_points  # noqa: F401  defines torch.ops.rooftrace
+import rooftrace.tracer.recording.recurrent  # noqa: F401  defines torch.ops.rooftrace
 from rooftrace.costmodels.rules.images import adaptive_cells
 from tests.costmodels.rules_support import cost, index, meta, price, view, views
 

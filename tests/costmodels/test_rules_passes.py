@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rooftrace as rt
-import rooftrace.tracer.recording.entry_points
+import rooftrace.tracer.recording.recurrent
 from rooftrace.costmodels.estimates import estimate
 from rooftrace.costmodels.fusion import plan
 from rooftrace.costmodels.ops import Cost

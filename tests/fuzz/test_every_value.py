@@ -52,7 +52,7 @@ from rooftrace.tracer import Job
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.phases.sizing import TraceCache
 from rooftrace.tracer.targets import open_checkpoint
-from rooftrace.tracer.targets.onnxfile import read_onnx
+from rooftrace.tracer.targets.programs import read_onnx
 from rooftrace.tracer.targets.ptfile import read_program
 from tests.fuzz.test_fuzz_files import GOOD, spots
 from tests.tracer.test_onnx import cnn

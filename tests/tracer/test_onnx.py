@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.tracer.targets.onnxfile import read_onnx
+from rooftrace.tracer.targets.programs import read_onnx
 from tests.tracer.test_programs import Net
 
 pytestmark = pytest.mark.quick

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
 from rooftrace.tracer.lowering.rebuild import to_fx
-from rooftrace.tracer.recording.entry_points import RMS_NORM_IS_ONE_KERNEL
+from rooftrace.tracer.recording.recurrent import RMS_NORM_IS_ONE_KERNEL
 
 pytestmark = [
     pytest.mark.skipif(not RMS_NORM_IS_ONE_KERNEL, reason="before torch 2.9"),

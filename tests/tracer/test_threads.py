@@ -26,7 +26,7 @@ import rooftrace as rt
 from rooftrace import _processes
 from rooftrace.errors import RequestError
 from rooftrace.tracer.phases.counters import _ForwardTracker
-from rooftrace.tracer.recording import entry_points, kept_whole
+from rooftrace.tracer.recording import kept_whole, recurrent
 from rooftrace.tracer.recording.recorder import Recorder
 
 from .. import process_state
@@ -296,7 +296,7 @@ def test_a_kernel_that_cannot_be_held_stays_while_others_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Older releases of torch have nothing to hold a kernel with."""
-    monkeypatch.setattr(entry_points, "_kernel_of", None)
+    monkeypatch.setattr(recurrent, "_kernel_of", None)
     for others in (False, True, True, False):
         monkeypatch.setattr(_processes, "alone", lambda others=others: not others)
         with kept_whole():

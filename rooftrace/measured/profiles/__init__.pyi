@@ -8,12 +8,12 @@ from rooftrace.measured.profiles.kinds import (
     Measured as Measured,
     Records as Records,
     counts_of as counts_of,
+    read_perf_stat as read_perf_stat,
     records_of as records_of,
     source as source,
     source_of as source_of,
 )
 from rooftrace.measured.profiles.kineto import read_trace as read_trace
-from rooftrace.measured.profiles.perfstat import read_perf_stat as read_perf_stat
 from rooftrace.measured.profiles.records import Trace as Trace, TraceStep as TraceStep
 from rooftrace.measured.profiles.tables import (
     KernelCounters as KernelCounters,

@@ -7,7 +7,6 @@ from rooftrace.tracer.recording import (
     taperecords as taperecords,
 )
 from rooftrace.tracer.recording.autocast import followed as followed
-from rooftrace.tracer.recording.entry_points import kept_whole as kept_whole
 from rooftrace.tracer.recording.ops import (
     Call as Call,
     info_of as info_of,
@@ -23,6 +22,7 @@ from rooftrace.tracer.recording.recorder import (
     Recorder as Recorder,
     check_not_inside as check_not_inside,
 )
+from rooftrace.tracer.recording.recurrent import kept_whole as kept_whole
 from rooftrace.tracer.recording.releases import (
     Release as Release,
     installed_release as installed_release,

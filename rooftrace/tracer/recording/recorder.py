@@ -24,7 +24,6 @@ from rooftrace.graph import assumptions
 from rooftrace.tracer import source
 from rooftrace.tracer.recording import library, overrides, realdata, taperecords, threads
 from rooftrace.tracer.recording.autocast import followed
-from rooftrace.tracer.recording.entry_points import kept_whole
 from rooftrace.tracer.recording.functions import Functions, backward_kept, calls_watched, uncompiled
 from rooftrace.tracer.recording.higher_order import (
     flex_whole,
@@ -34,6 +33,7 @@ from rooftrace.tracer.recording.higher_order import (
 from rooftrace.tracer.recording.ops import info_of
 from rooftrace.tracer.recording.overrides import Scope, original_of, replaced
 from rooftrace.tracer.recording.realdata import RealData
+from rooftrace.tracer.recording.recurrent import kept_whole
 from rooftrace.tracer.recording.releases import Release
 from rooftrace.tracer.recording.running import Runner
 from rooftrace.tracer.recording.substitutes import draws_repeated

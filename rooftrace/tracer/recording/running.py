@@ -18,7 +18,6 @@ from rooftrace.graph import assumptions
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import groups, ops, taperecords
 from rooftrace.tracer.recording.by_value import by_value
-from rooftrace.tracer.recording.entry_points import whole_entry
 from rooftrace.tracer.recording.exchanged import (
     after_exchange,
     before_exchange,
@@ -29,6 +28,7 @@ from rooftrace.tracer.recording.exchanged import (
 from rooftrace.tracer.recording.facts import learn_facts, learn_mask_facts
 from rooftrace.tracer.recording.kernel_checks import check_kernel
 from rooftrace.tracer.recording.ops import Call, info_of
+from rooftrace.tracer.recording.recurrent import whole_entry
 from rooftrace.tracer.recording.sparse import run_sparse
 from rooftrace.tracer.recording.substitutes import off_host, without_meta_kernel
 from rooftrace.tracer.recording.tape import Tape

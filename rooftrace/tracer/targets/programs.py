@@ -5,15 +5,21 @@ Which sizes may change is in the file: a dimension is fixed, or it has a name an
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
+from rooftrace._reading import FileKind
 from rooftrace.errors import RequestError, TargetError, hint
 from rooftrace.tracer.callables import named_class, program_module
+from rooftrace.tracer.targets import onnxops
 from rooftrace.tracer.targets.ptfile import Dimensions, ProgramInput
 from rooftrace.tracer.torch_private import tree_unflatten
 
@@ -42,8 +48,6 @@ def load_program(
     if not path.is_file():
         raise TargetError(f"target {target!r}: there is no such file")
     if path.suffix == ".onnx":
-        from rooftrace.tracer.targets.onnxfile import read_onnx
-
         module, entries, dimensions = read_onnx(path)
         module.__class__ = named_class(type(module), path.stem)
         return module, tuple(tensors_of(target, entries, dimensions, request)), {}
@@ -178,3 +182,253 @@ def _resize(
             f"--{option} {size}: {target} takes {shown}, in which dimension {position} is fixed; "
             "export it with a dynamic dimension"
         )
+
+
+# -- ONNX ------------------------------------------------------------------------------------------
+# A model in ONNX as data: its graph and the sizes of its weights; no file beside it is opened.
+
+KIND = FileKind("ONNX model", TargetError)
+_MOST_BYTES = 1 << 31
+"""Bytes of a file: the limit of the format."""
+_MOST_KNOWN = 1 << 22
+"""Whole numbers whose values are read."""
+_MOST_FLOATS = 1
+"""Floating-point numbers whose values are read: a constant of a formula, no weights."""
+_DTYPES: Mapping[str, torch.dtype] = {
+    "FLOAT": torch.float32, "DOUBLE": torch.float64, "FLOAT16": torch.float16,
+    "BFLOAT16": torch.bfloat16, "INT64": torch.int64, "INT32": torch.int32, "INT16": torch.int16,
+    "INT8": torch.int8, "UINT8": torch.uint8, "BOOL": torch.bool,
+    "FLOAT8E4M3FN": torch.float8_e4m3fn, "FLOAT8E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+def read_onnx(path: Path) -> tuple[nn.Module, list[ProgramInput], Dimensions]:
+    """The module of an ONNX file, its inputs, and which of their dimensions may change.
+
+    Raises OSError, and TargetError where `onnx` is not installed, for another or a damaged file,
+    and for ops that are not read, which it names.
+    """
+    try:
+        import onnx
+    except ImportError:
+        raise TargetError(
+            f"{path}: ONNX needs the package onnx: pip install 'rooftrace[onnx]'"
+        ) from None
+    where = str(path)
+    if path.stat().st_size > _MOST_BYTES:
+        raise KIND.unreadable(where, f"it has more than {_MOST_BYTES >> 30} GiB")
+    try:
+        model = onnx.load_model_from_string(path.read_bytes())
+    except Exception as problem:  # whatever the parser says of another file
+        raise KIND.unreadable(where, problem) from None
+    if not model.graph.node:
+        raise KIND.unreadable(where, "it has no graph")
+    _check(model, where)
+    try:
+        return _module(model, where)
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as problem:
+        if isinstance(problem, TargetError):
+            raise
+        raise KIND.unreadable(where, f"its graph does not hold together: {problem!r}") from None
+
+
+def _check(model: Any, where: str) -> None:
+    """Raise TargetError for ops that are not read."""
+    functions = {function.name for function in model.functions}
+    unknown = Counter(
+        f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
+        for node in model.graph.node
+        if node.op_type not in known_ops()
+        or node.domain not in ("", "ai.onnx")
+        or node.op_type in functions
+    )
+    if unknown:
+        named = ", ".join(f"{name} x{count}" for name, count in sorted(unknown.items())[:12])
+        raise KIND.refused(where, f"ops that are not read: {named}; export it as .pt2 instead")
+
+
+def _module(model: Any, where: str) -> tuple[nn.Module, list[ProgramInput], Dimensions]:
+    graph = model.graph
+    held = {tensor.name: _initializer(tensor, where) for tensor in graph.initializer}
+    usual: dict[str, int | None] = {}
+    entries = [_entry(value, usual, where) for value in graph.input if value.name not in held]
+    steps = tuple(
+        OnnxStep(
+            op=node.op_type,
+            inputs=tuple(node.input),
+            outputs=tuple(node.output),
+            attributes={item.name: _attribute(item, where) for item in node.attribute},
+        )
+        for node in graph.node
+    )
+    opset = max((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), default=1)
+    module = OnnxModule(
+        steps, held, [e.name for e in entries], [o.name for o in graph.output], opset
+    )
+    ranges = {name: (1, 1 << 62) for name in usual}
+    return module, entries, Dimensions(usual, ranges)
+
+
+def _dtype(number: int, where: str) -> torch.dtype:
+    import onnx
+
+    names = {value: name for name, value in onnx.TensorProto.DataType.items()}
+    name = names.get(number, str(number))
+    if name not in _DTYPES:
+        raise KIND.refused(where, f"tensors of {name} are not read")
+    return _DTYPES[name]
+
+
+def _initializer(tensor: Any, where: str) -> Initializer:
+    """A tensor of the file: its sizes, and its values where it is small and in the file itself."""
+    shape = tuple(int(size) for size in tensor.dims)
+    if any(size < 0 for size in shape) or math.prod(shape) >= 1 << 62:
+        raise KIND.unreadable(where, f"{tensor.name!r:.80} has the sizes {shape}")
+    dtype = _dtype(tensor.data_type, where)
+    most = _MOST_FLOATS if dtype.is_floating_point else _MOST_KNOWN
+    values = None
+    if math.prod(shape) <= most and not tensor.external_data:
+        values = _values(tensor, where)
+    return Initializer(shape, dtype, values)
+
+
+def _values(tensor: Any, where: str) -> numpy.ndarray[Any, Any] | None:
+    from onnx import numpy_helper
+
+    try:
+        array = numpy_helper.to_array(tensor)
+    except (ValueError, TypeError) as problem:
+        raise KIND.unreadable(where, f"{tensor.name!r:.80}: {problem}") from None
+    return array if array.dtype.kind in "fiub" else array.astype(numpy.float32)
+
+
+def _entry(value: Any, usual: dict[str, int | None], where: str) -> ProgramInput:
+    kind = value.type.tensor_type
+    if value.type.WhichOneof("value") != "tensor_type":
+        raise KIND.refused(where, f"the input {value.name!r:.80} is no tensor")
+    sizes: list[int | str] = []
+    for axis, size in enumerate(kind.shape.dim):
+        if size.WhichOneof("value") == "dim_value":
+            sizes.append(int(size.dim_value))
+        else:
+            name = size.dim_param or f"{value.name}_{axis}"
+            usual[name] = None
+            sizes.append(name)
+    return ProgramInput(value.name, tuple(sizes), _dtype(kind.elem_type, where))
+
+
+def _attribute(attribute: Any, where: str) -> Any:
+    import onnx
+
+    kinds = onnx.AttributeProto
+    if attribute.type in (kinds.GRAPH, kinds.GRAPHS):
+        raise KIND.refused(where, f"a graph inside of a node ({attribute.name}) is not read")
+    if attribute.type == kinds.TENSOR:
+        made = _initializer(attribute.t, where)
+        return made
+    value = onnx.helper.get_attribute_value(attribute)
+    return value.decode() if isinstance(value, bytes) else value
+
+
+# -- onnxmodule ------------------------------------------------------------------------------------
+# A graph of ONNX as a module: each step a call of torch.
+#
+# Inputs of shape computations stay in numpy, as a runtime that folds constants has them: they are
+# constants while the module runs, and no work of the step.
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """A tensor of the file.  values: of a small one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: numpy.ndarray[Any, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxStep:
+    """A node of the graph; names of values, "" for an input that is left out."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, Any]
+
+
+def known_ops() -> frozenset[str]:
+    """The ops that are read."""
+    return frozenset({*onnxops.OPS, *onnxops.NUMBER_OPS, "Constant"})
+
+
+class OnnxModule(nn.Module):
+    """Runs the steps of an ONNX graph in their order."""
+
+    def __init__(
+        self,
+        steps: Sequence[OnnxStep],
+        held: Mapping[str, Initializer],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        opset: int,
+    ) -> None:
+        super().__init__()
+        self.steps, self.inputs, self.outputs, self.opset = steps, inputs, outputs, opset
+        self.constants: dict[str, Any] = {}
+        self.weights: dict[str, str] = {}
+        for number, (name, item) in enumerate(held.items()):
+            if item.values is not None:
+                self.constants[name] = item.values
+                continue
+            self.weights[name] = self._hold(f"weight_{number}", item)
+        for step in steps:
+            if step.op == "Constant":
+                self._constant(step)
+        last = {name: place for place, step in enumerate(steps) for name in step.inputs}
+        self.last = {name: place for name, place in last.items() if name not in outputs}
+
+    def _hold(self, name: str, item: Initializer) -> str:
+        made = torch.empty(item.shape, dtype=item.dtype, device="meta")
+        if item.dtype.is_floating_point:
+            setattr(self, name, nn.Parameter(made))
+        else:
+            self.register_buffer(name, made)
+        return name
+
+    def _constant(self, step: OnnxStep) -> None:
+        (value,) = step.attributes.values()
+        if isinstance(value, Initializer):
+            if value.values is None:
+                held = self._hold(f"constant_{len(self.weights)}", value)
+                self.weights[step.outputs[0]] = held
+                return
+            value = value.values
+        self.constants[step.outputs[0]] = numpy.asarray(value)
+
+    def forward(self, *args: Any) -> Any:
+        """The outputs of the graph; one alone is no tuple."""
+        values: dict[str, Any] = {"": None, **self.constants}
+        values |= {name: getattr(self, held) for name, held in self.weights.items()}
+        values |= dict(zip(self.inputs, args, strict=True))
+        for number, step in enumerate(self.steps):
+            if step.op == "Constant":
+                continue
+            made = self._run(step, [values[name] for name in step.inputs])
+            made = made if isinstance(made, (tuple, list)) else (made,)
+            values |= dict(zip(step.outputs, made, strict=False))
+            for name in step.inputs:
+                if self.last.get(name) == number:
+                    values[name] = None
+        results = tuple(values[name] for name in self.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def _run(self, step: OnnxStep, inputs: list[Any]) -> Any:
+        attributes = {"outputs": len(step.outputs), "opset": self.opset, **step.attributes}
+        tensors = any(isinstance(item, Tensor) for item in inputs)
+        if step.op in onnxops.NUMBER_OPS and (not tensors or step.op in ("Shape", "Size")):
+            small = onnxops.NUMBER_OPS[step.op](attributes, *inputs)
+            if small is not None:
+                return small
+        if not tensors and step.op not in ("ConstantOfShape", "Range"):
+            inputs = [onnxops.tensor(item) for item in inputs]
+        return onnxops.OPS[step.op](attributes, *inputs)
