@@ -490,11 +490,10 @@ def test_a_record_of_many_fields_is_made_by_keyword() -> None:
     assert not calls
 
 
-def test_no_two_public_classes_have_one_name() -> None:
+def test_no_two_classes_have_one_name() -> None:
     places: dict[str, list[str]] = {}
     for module, node in classes():
-        if not node.name.startswith("_"):
-            places.setdefault(node.name, []).append(module)
+        places.setdefault(node.name, []).append(module)
     shared = {name: modules for name, modules in places.items() if len(modules) > 1}
     assert not shared
 

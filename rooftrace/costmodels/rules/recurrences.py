@@ -337,7 +337,7 @@ ops, each with a launch (about 5.6 us in all by `engines.WAIT`; a guess for cuDN
 algorithm, whose persistent ones may take less)."""
 
 
-def _sizes_of_rnn(op: OpView, mode: str) -> tuple[int, int]:
+def _rnn_sizes(op: OpView, mode: str) -> tuple[int, int]:
     """(rows over all time steps, rows of one time step)."""
     x = op.needed("input", "data")
     state = op.tensor("hx") or op.tensors("hx")[0]
@@ -364,7 +364,7 @@ def _products(op: OpView, params: tuple[TensorView, ...], group: int, steps: int
 
 def _network(op: OpView, mode: str, backward: bool) -> Cost:
     params, group = _weights(op)
-    steps, batch = _sizes_of_rnn(op, mode)
+    steps, batch = _rnn_sizes(op, mode)
     matrices = [w for w in params if w.dim == 2]
     hidden = sum(w.shape[0] for i, w in enumerate(params) if i % group == 0) // GATES[mode]
     biases = 2 * GATES[mode] if len(matrices) < len(params) else 0

@@ -49,7 +49,7 @@ _Kernels: TypeAlias = tuple[tuple[str, str], ...]
 """The name and the kind of each kernel of a call."""
 
 
-class _Instance(NamedTuple):
+class _StepCall(NamedTuple):
     """One call in one step."""
 
     call: MeasuredCall  # without its kernels
@@ -175,11 +175,11 @@ class _StepReader:
             self._roots[op] = outermost
         return self._roots[op]
 
-    def instances(self, step: TraceStep) -> list[_Instance]:
+    def instances(self, step: TraceStep) -> list[_StepCall]:
         """The calls of a step with their kernels, in order; on a host every call."""
         return self._on_device(step) if self.trace.on_device else self._on_host(step)
 
-    def _on_device(self, step: TraceStep) -> list[_Instance]:
+    def _on_device(self, step: TraceStep) -> list[_StepCall]:
         kernels = self.trace.kernels
         grouped: dict[int, list[int]] = {}
         # Kernels of a CUDA graph have one launch: they are in the order of their streams.
@@ -195,7 +195,7 @@ class _StepReader:
                 for i in launched
             )
             call = self._call(group, launched, named[0])
-            instances.append(_Instance(call, named, [kernels.duration[i] for i in launched]))
+            instances.append(_StepCall(call, named, [kernels.duration[i] for i in launched]))
         return instances
 
     def _launch(self, kernel: int) -> tuple[float, int, float]:
@@ -203,7 +203,7 @@ class _StepReader:
         start, launched = kernels.start[kernel], kernels.launched[kernel]
         return (launched if launched >= 0 else start), kernels.stream[kernel], start
 
-    def _on_host(self, step: TraceStep) -> list[_Instance]:
+    def _on_host(self, step: TraceStep) -> list[_StepCall]:
         ops = self.trace.ops
         instances = []
         for op in step.ops:
@@ -213,7 +213,7 @@ class _StepReader:
             # Ranges around calls of the dispatcher count without them.
             seconds = ops.duration[op] if _CALL.fullmatch(name) else ops.self_duration[op]
             call = self._call(op, (), (name, "op"))
-            instances.append(_Instance(call, ((name, "op"),), [seconds]))
+            instances.append(_StepCall(call, ((name, "op"),), [seconds]))
         return instances
 
     def spans(self, step: TraceStep) -> list[tuple[float, float]]:
@@ -294,7 +294,7 @@ def _sized(shape: Sequence[object]) -> str:
 # -- steps into one --------------------------------------------------------------------------------
 
 
-def folded(steps: Sequence[Sequence[_Instance]]) -> tuple[MeasuredCall, ...]:
+def folded(steps: Sequence[Sequence[_StepCall]]) -> tuple[MeasuredCall, ...]:
     """The calls of all steps as one sequence; every second of every step is in it."""
     identities = [tuple((each.call, each.kernels) for each in step) for step in steps]
     reference, _ = Counter(identities).most_common(1)[0]

@@ -249,7 +249,7 @@ class Word:
         return f"<{self._path}: a stand-in>"
 
 
-class _Module(ModuleType):
+class _StandInModule(ModuleType):
     """A module of the stand-in: every name is there, as a word where we know no better."""
 
     def __getattr__(self, name: str) -> Any:
@@ -261,11 +261,11 @@ class _Module(ModuleType):
         setattr(self, name, value)
         return value
 
-    def part(self, name: str) -> _Module:
+    def part(self, name: str) -> _StandInModule:
         """The module of this one with that name."""
         inner = vars(self).get(name)
-        if not isinstance(inner, _Module):
-            inner = _Module(f"{self.__name__}.{name}")
+        if not isinstance(inner, _StandInModule):
+            inner = _StandInModule(f"{self.__name__}.{name}")
             setattr(self, name, inner)
         return inner
 
@@ -311,8 +311,8 @@ def _values() -> dict[str, Any]:
     }
 
 
-def _package() -> _Module:
-    top = _Module(NAME)
+def _package() -> _StandInModule:
+    top = _StandInModule(NAME)
     vars(top).update(__version__=VERSION, __path__=[])
     for name in ("language", "runtime", "compiler", "testing", "tools", "backends"):
         top.part(name)
@@ -323,7 +323,7 @@ def _package() -> _Module:
 
 
 def _importer(
-    top: _Module, report: Callable[[], None], original: Callable[..., Any]
+    top: _StandInModule, report: Callable[[], None], original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """`__import__` with a package of that name."""
 
@@ -440,7 +440,7 @@ def _of_module(module: ModuleType) -> tuple[Any, dict[str, Any]]:
     return module, _compilers(module)
 
 
-class _Finder:
+class _RefusingFinder:
     """Finds the modules that refuse to make code for a GPU, from when they have run on."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -460,7 +460,7 @@ class _Finder:
 
 def watch_imports() -> None:
     """Modules that compile or launch code for a GPU refuse it from when they are imported on."""
-    finder: Any = _Finder()
+    finder: Any = _RefusingFinder()
     sys.meta_path.insert(0, finder)
 
 

@@ -294,7 +294,7 @@ class Clock(Protocol):
         """When the device will have done all that was launched so far; seconds."""
 
 
-class _Thread(threading.local):
+class _ThreadDevice(threading.local):
     index: int | None = None  # the device that the thread chose
 
 
@@ -320,7 +320,7 @@ class Emulation:
         self.settings: dict[str, object] = {}
         self._assume = assume
         self._assumed: set[str] = set()
-        self._thread = _Thread()
+        self._thread = _ThreadDevice()
         self._visible = os.environ.get(_VISIBLE)
 
     def assume(self, kind: str, text: str) -> None:

@@ -30,7 +30,7 @@ _LINKS = 40
 """Links in one path, of which Linux follows as many."""
 
 
-class _Here(threading.local):
+class _PlainThread(threading.local):
     plain = False  # this thread's calls are not ours to redirect
 
 
@@ -48,7 +48,7 @@ class Layer:
         self._gone: set[str] = set()
         self._folders: set[str] = set()  # that are no links, until the program changes one
         self._working: str | None = None  # the program's folder, where it is not this process's
-        self.here = _Here()
+        self.here = _PlainThread()
 
     # -- paths -------------------------------------------------------------------------------------
 
@@ -403,7 +403,7 @@ class Overlay(Layer):
         ]
 
 
-class _Entry:
+class _FolderEntry:
     """An entry of a folder, under the path that the program knows."""
 
     def __init__(self, entry: os.DirEntry[str], folder: str) -> None:
@@ -442,12 +442,12 @@ class _Entries:
     """The result of `os.scandir`: an iterator that can be closed."""
 
     def __init__(self, entries: list[os.DirEntry[str]], folder: str) -> None:
-        self._entries = iter([_Entry(entry, folder) for entry in entries])
+        self._entries = iter([_FolderEntry(entry, folder) for entry in entries])
 
-    def __iter__(self) -> Iterator[_Entry]:
+    def __iter__(self) -> Iterator[_FolderEntry]:
         return self._entries
 
-    def __next__(self) -> _Entry:
+    def __next__(self) -> _FolderEntry:
         return next(self._entries)
 
     def __enter__(self) -> _Entries:

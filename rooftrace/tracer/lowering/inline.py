@@ -309,7 +309,7 @@ class _Inlined:
                     for v in reversed(op.outputs)
                     if values[v].role in _KEPT
                 }
-                instance = _Instance(self._template(op), call, self._inner[op.id], kept)
+                instance = _WrittenCall(self._template(op), call, self._inner[op.id], kept)
                 self.ops += instance.write(made, len(self.ops))
             else:
                 self.ops.append(replace(_renumbered(op, self.ids), id=len(self.ops)))
@@ -403,7 +403,7 @@ def _owner(values: Sequence[Tensor | None], value: int) -> int:
     return value
 
 
-class _Instance:
+class _WrittenCall:
     """One block in place of one call.  ids: new ids of the values that the block makes.
 
     kept: role and name of those of the call's results that outlive the step, as a cache.

@@ -376,7 +376,7 @@ def roll_loops(
         _SPREAD * turn[0] + turn[1] if turn is not None and turn[0] in loops else None
         for turn in turns
     ]
-    rolled = _Turns(Blocks(graph, labels), repeats)
+    rolled = _LoopStacks(Blocks(graph, labels), repeats)
     return rolled.graph(tuple(distinct.values())), rolled.short
 
 
@@ -413,7 +413,7 @@ def _views_beside_readers(
     return graph.with_ops(op for op, _ in order), [turn for _, turn in order]
 
 
-class _Turns(Collapse):
+class _LoopStacks(Collapse):
     """Loops of which turns 0 to 3 and the last ones were recorded: turn 2 stands for `count` turns.
 
     loops: by their serial number; a label is the turn plus `_SPREAD` times that.  In a list, a

@@ -317,7 +317,7 @@ def attempted(
     repeats = options.repeats
     apart: set[str] = set()  # paths of layers of which each is run, also under gradients
     for number in UNKNOWN_NUMBERS:
-        turns = _Turns(options.branches)
+        turns = _Flips(options.branches)
         while True:
             values = Values(
                 branches=turns.branches,
@@ -364,7 +364,7 @@ def attempted(
     raise first from first.__cause__
 
 
-class _Turns:
+class _Flips:
     """The unknown conditions to flip, learnt from attempts that failed.
 
     lines: source lines, all conditions of each.  branches: single conditions, by their number.

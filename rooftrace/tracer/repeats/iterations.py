@@ -91,7 +91,7 @@ def unchanged(before: LoopState, after: LoopState) -> bool:
 # -- the ops of a turn -----------------------------------------------------------------------------
 
 
-class _Seen(NamedTuple):
+class _OpLook(NamedTuple):
     """One op: its arguments with tensors as their sizes, and the sizes of its results."""
 
     func: Any
@@ -107,7 +107,7 @@ class Turn:
     label: tuple[int, int]  # the serial number of the loop, and which of its turns this is
     node: fx.Node  # the last one before it
     storage: int  # how many storages there were before it
-    ops: list[_Seen] = field(default_factory=list)
+    ops: list[_OpLook] = field(default_factory=list)
     plain: bool = True  # nothing in it depends on a value
     views: dict[int, Tensor] = field(default_factory=dict)  # of known tensors
 
@@ -121,7 +121,7 @@ class Turn:
             read = {id(tensor) for tensor in trees.listed([*args, *kwargs.values()])} - written
             self.plain &= not with_values and read.isdisjoint(self.views)
         self.ops.append(
-            _Seen(
+            _OpLook(
                 call.func,
                 tuple([_shown(item) for item in args]),
                 tuple([(name, _shown(item)) for name, item in kwargs.items()]),
@@ -139,7 +139,7 @@ def _shown(item: Any) -> Any:
     return type(item), item
 
 
-def same_op(first: _Seen, second: _Seen, turns: int) -> bool:
+def same_op(first: _OpLook, second: _OpLook, turns: int) -> bool:
     """Whether an op of turns 1 and 2 makes the same sizes in all turns up to the last but one."""
     if first == second:
         return True

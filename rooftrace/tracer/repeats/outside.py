@@ -29,11 +29,11 @@ _ABSENT = trees.ABSENT
 _LOCK = threading.RLock()
 
 
-class _Thread(threading.local):
+class _ThreadWatches(threading.local):
     watches: tuple[Watch, ...] = ()  # that are entered; a read counts for all of them
 
 
-_thread = _Thread()
+_thread = _ThreadWatches()
 
 
 def note(module: nn.Module, name: str) -> None:

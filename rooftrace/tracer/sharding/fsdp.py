@@ -113,14 +113,14 @@ class Stream:
 MAIN = Stream(name="")
 
 
-class _Here(threading.local):
+class _ThreadStream(threading.local):
     """The stream of one thread."""
 
     def __init__(self) -> None:
         self.stream = MAIN
 
 
-_here = _Here()
+_here = _ThreadStream()
 
 
 class _On:

@@ -441,7 +441,7 @@ _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _HeaderEntry:
     """A tensor in the header."""
 
     dtype: str
@@ -471,14 +471,14 @@ def read_header(path: Path) -> list[Stored]:
     if not isinstance(table, dict):
         raise KIND.unreadable(where, "its header is no table")
     record_of(dict[str, str], table.pop("__metadata__", {}), where, KIND, "__metadata__")
-    entries = record_of(dict[str, _Entry], table, where, KIND)
+    entries = record_of(dict[str, _HeaderEntry], table, where, KIND)
     begin = _LENGTH + length
     ordered = sorted(entries.items(), key=lambda entry: entry[1].data_offsets)
     _check_places(ordered, size - begin, where)
-    return [_stored_of_opening(name, entry, begin, path) for name, entry in ordered]
+    return [_stored_in_header(name, entry, begin, path) for name, entry in ordered]
 
 
-def _check_places(ordered: list[tuple[str, _Entry]], size: int, where: str) -> None:
+def _check_places(ordered: list[tuple[str, _HeaderEntry]], size: int, where: str) -> None:
     """Every byte behind the header belongs to exactly one tensor."""
     for name, entry in ordered:
         low, high = entry.data_offsets
@@ -503,7 +503,7 @@ def _check_places(ordered: list[tuple[str, _Entry]], size: int, where: str) -> N
             raise KIND.refused(where, f"{before!r:.200} and {after!r:.200} {fault}")
 
 
-def _bits(name: str, entry: _Entry, where: str) -> int:
+def _bits(name: str, entry: _HeaderEntry, where: str) -> int:
     if entry.dtype in _BITS:
         return _BITS[entry.dtype]
     if entry.dtype not in _TORCH:
@@ -522,7 +522,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _stored_of_opening(name: str, entry: _Entry, begin: int, path: Path) -> Stored:
+def _stored_in_header(name: str, entry: _HeaderEntry, begin: int, path: Path) -> Stored:
     low, high = entry.data_offsets
     decoded = entry.dtype in _TORCH
     dtype = _dtype(entry.dtype) if decoded else torch.uint8
@@ -534,11 +534,11 @@ def _stored_of_opening(name: str, entry: _Entry, begin: int, path: Path) -> Stor
         bytes=high - low,
         cells=(high - low) // dtype.itemsize,
         decoded=decoded,
-        read=partial(_read_of_opening, path, begin + low, dtype),
+        read=partial(_read_slice, path, begin + low, dtype),
     )
 
 
-def _read_of_opening(path: Path, begin: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+def _read_slice(path: Path, begin: int, dtype: torch.dtype, start: int, stop: int) -> Tensor:
     """The elements from `start` to `stop` of the tensor whose bytes begin at `begin`."""
     buffer = bytearray((stop - start) * dtype.itemsize)
     if not buffer:

@@ -61,7 +61,7 @@ class _Imports:
     before: Modules
     folders: set[str] = field(default_factory=set)
     aside: Modules = field(default_factory=dict)
-    seen: dict[str, _Seen] = field(default_factory=dict)
+    seen: dict[str, _SeenFile] = field(default_factory=dict)
     key: str = ""
 
 
@@ -73,7 +73,7 @@ _IMPORTED: set[str] = set()
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SeenFile:
     """A file as it was when its module was first seen; the stamp is there to save reading it."""
 
     file: str
@@ -84,7 +84,7 @@ class _Seen:
         return _stamp(self.file) != self.stamp and digest(self.file) != self.digest
 
 
-_SEEN: dict[str, _Seen] = {}
+_SEEN: dict[str, _SeenFile] = {}
 """Modules of the user outside any target, which may still be edited, by name."""
 
 
@@ -102,7 +102,7 @@ def own_imports(leave: bool = False) -> Iterator[None]:
         while _LEFT:
             _put_back(*_LEFT.pop())
         imports = _Imports(list(sys.path), dict(sys.modules))
-        finder = _Finder()
+        finder = _SourceFinder()
         _ACTIVE.append(imports)
         sys.meta_path.insert(0, finder)
         try:
@@ -283,7 +283,7 @@ def _provides(folder: str, top: str) -> bool:
 def _see(name: str, module: Any) -> None:
     """Remember the content of a user's module file, unless there is an older state."""
     if name not in _SEEN and _users_module(name, module) and (file := _file(module)):
-        _SEEN[name] = _Seen(file, digest(file), _stamp(file))
+        _SEEN[name] = _SeenFile(file, digest(file), _stamp(file))
 
 
 def _stamp(file: str) -> tuple[int, ...]:
@@ -378,7 +378,7 @@ class _FromSource(SourceFileLoader):
         return self.source_to_code(self.get_data(path), path)
 
 
-class _Finder:
+class _SourceFinder:
     """Returns the specs of the finders after it, but reads the user's Python files from source.
 
     Finders before it are skipped: they may be calling it, which would not end.

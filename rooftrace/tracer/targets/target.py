@@ -72,7 +72,7 @@ def load_module(
         return described.module, tuple(text for _, text in described.assumptions)
 
 
-class _Module(NamedTuple):
+class _TargetModule(NamedTuple):
     """A module that a target is or makes, and how its inputs are made."""
 
     module: nn.Module
@@ -80,7 +80,9 @@ class _Module(NamedTuple):
     inputs: Callable[[], Inputs]
 
 
-def _built(target: str, request: Request, real: bool = False) -> huggingface.Described | _Module:
+def _built(
+    target: str, request: Request, real: bool = False
+) -> huggingface.Described | _TargetModule:
     """The module that a target names, or that a config of transformers describes.
 
     real: with weights.
@@ -89,7 +91,7 @@ def _built(target: str, request: Request, real: bool = False) -> huggingface.Des
         return huggingface.config_on_hub(target, request)
     if names.is_program(target):
         program, args, kwargs = load_program(target, request)
-        return _Module(program, target, partial(call_inputs, program, args, kwargs))
+        return _TargetModule(program, target, partial(call_inputs, program, args, kwargs))
     config = names.config_file(target)
     if config is None:
         return _code_of(target, request, real)
@@ -100,10 +102,10 @@ def _built(target: str, request: Request, real: bool = False) -> huggingface.Des
         return huggingface.config_in(config, data, request)
     module, inputs = other_model(data, str(config))
     made = partial(module_inputs, module, request, inputs, target)
-    return _Module(module, config.resolve().parent.name, made)
+    return _TargetModule(module, config.resolve().parent.name, made)
 
 
-def _code_of(target: str, request: Request, real: bool) -> _Module:
+def _code_of(target: str, request: Request, real: bool) -> _TargetModule:
     """The module of a target that is code."""
     if ":" in target:
         where, _, attribute = target.rpartition(":")
@@ -112,7 +114,7 @@ def _code_of(target: str, request: Request, real: bool) -> _Module:
         settings = _settings(function, target, request)
         module, inputs = _module_and_inputs(function, target, settings, real)
         made = partial(module_inputs, module, request, inputs, target, attribute)
-        return _Module(module, attribute if where.endswith(".py") else target, made)
+        return _TargetModule(module, attribute if where.endswith(".py") else target, made)
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
         "config.json, hf:ORG/NAME, an exported program (.pt2, .onnx), a saved graph (.json.gz), or "
