@@ -498,6 +498,21 @@ def test_no_two_classes_have_one_name() -> None:
     assert not shared
 
 
+def test_every_private_method_is_called() -> None:
+    """A method that overrides one which its base class no longer calls is dead, and unseen."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources())
+    words = Counter(re.findall(r"\w+", text))
+    made = Counter(re.findall(r"def (_[a-z]\w*)", text))
+    methods = {
+        method.name
+        for _, node in classes()
+        for method in getattr(node, "body", ())
+        if isinstance(method, ast.FunctionDef) and re.match(r"_[a-z]", method.name)
+    }
+    dead = {name for name in methods if words[name] == made[name]}
+    assert dead == {"_get_ddp_logging_data", "_rebuild_buckets", "_should_skip_dynamo"}  # of torch
+
+
 def test_every_exception_to_the_direction_is_used_and_deferred() -> None:
     deferred = {(one.importer, one.target) for one in all_imports()}
     assert set(AGAINST_THE_DIRECTION) <= deferred

@@ -290,10 +290,14 @@ class Functions(TorchFunctionMode):
             tape.backward_ran()
 
     def _fill(self, tensor: Tensor, data: Tensor) -> None:
-        """`tensor.data = data`: a weight on meta stays there."""
-        data = self.tape.brought(data) if tensor.is_meta else data
+        """`tensor.data = data`."""
+        data = self._filling(tensor, data)
         _set_data(tensor, data)
         self.tape.stands_for(tensor, data)
+
+    def _filling(self, tensor: Tensor, data: Tensor) -> Tensor:
+        """The data of `tensor.data = data`: a weight on meta stays there."""
+        return self.tape.brought(data) if tensor.is_meta else data
 
     def _indexed(self, index: Any) -> Any:
         """An index with known tensors in place of lists: torch would make the tensors unseen."""

@@ -237,6 +237,10 @@ class Recorder(TorchDispatchMode, Tape):
         """Call a module, or give the result of an equal call."""
         return self._module_calls.answer(module, *args, **kwargs)
 
+    def _settle(self) -> None:
+        """Wait for threads of the code that it did not join."""
+        self._followers.settle()
+
     def functions(self, device: torch.device | None = None) -> Functions:
         """The function mode of one thread; device: where it makes tensors, if no mode decides."""
         return Functions(self, device)
@@ -299,7 +303,7 @@ class Recorder(TorchDispatchMode, Tape):
 
     def __exit__(self, *exception: Any) -> Any:
         try:
-            self._followers.settle()  # threads that the code did not join
+            self._settle()
         finally:
             with self.lock:
                 self.live = False
