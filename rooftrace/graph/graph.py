@@ -1,4 +1,4 @@
-"""The operator graph: plain records of the ops of a step, with sizes; no torch, no costs, no chips.
+"""The operator graph, flat or with repeats: plain records of a step; no torch, no costs, no chips.
 
 A captured step is an `OpGraph`: values (tensors) by id, and ops in execution order that
 read and write them.  Everything later (costs, fusion, memory, reports) is a pure function of these

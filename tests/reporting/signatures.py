@@ -15,7 +15,7 @@ from rooftrace.reporting.commands import arguments, options, pricing
 
 STUB = Path(signed.__file__).with_suffix(".pyi")
 _NOTE = '"""Made by `python -m tests.reporting.signatures`; see signed.py."""\n\n'
-_RECORDS = (pricing, pricing, options, arguments)
+_RECORDS = (pricing, options, arguments)
 
 
 def stub() -> str:

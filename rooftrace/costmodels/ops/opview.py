@@ -1,4 +1,4 @@
-"""An op as a rule sees it: sizes, precisions and arguments of one call, and the bytes it moves.
+"""An op as a rule sees it (sizes, precisions, arguments, bytes), and the registry of rules.
 
 A rule adds up the costs of these methods: `op.read(tensor)`, `op.write(tensor)`, or `op.streamed()`
 for an op that reads each operand once and writes each result once.

@@ -1,8 +1,9 @@
-"""Reading and writing by index: embeddings, gathers, scatters.  Only the rows touched move.
+"""Rules of ops that move data: reads and writes by index, copies, caches that grow in place.
 
-Their number depends on values.  The tracer may know it (`rows_touched`, distinct rows of the
-table), or that all rows are equally likely (`uniform_over` so many): then it is the expected one.
-Otherwise it is the number of indices, or of rows if that is less.
+By index only the rows touched move.  Their number depends on values.  The tracer may know it
+(`rows_touched`, distinct rows of the table), or that all rows are equally likely (`uniform_over` so
+many): then it is the expected one.  Otherwise it is the number of indices, or of rows if that is
+less.
 """
 
 from __future__ import annotations

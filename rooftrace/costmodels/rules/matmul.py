@@ -1,4 +1,4 @@
-"""Matrix products: the dense ones of aten, the quantised ones, and matrix-vector products.
+"""Matrix products: dense, quantised, grouped by expert, and matrix-vector products.
 
 Matrix FLOPs equal torch.utils.flop_counter: one multiply-add is 2, adding a bias is vector work.
 """

@@ -1,4 +1,4 @@
-"""Rules of recurrent kernels: state-space models, causal convolutions, and delta rules."""
+"""Rules of recurrent kernels: state-space models, causal convolutions, delta rules, RNNs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of reductions, running sums, sorting, and searching."""
+"""Rules of reductions, running sums, sorting, searching, softmax and losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bytes that kernels of a measured step move, and why fewer bytes of weights are read than used."""
+"""Bytes that kernels of a measured step move, and factors by kind of bytes fitted to them.
+
+`Causes` says why fewer bytes of weights are read than used.
+"""
 
 from __future__ import annotations
 

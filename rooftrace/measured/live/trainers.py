@@ -1,4 +1,4 @@
-"""The callback for the Trainer of transformers, and the base class of all callbacks."""
+"""Callbacks for the Trainers of transformers and of Lightning, and the base class of all."""
 
 from __future__ import annotations
 

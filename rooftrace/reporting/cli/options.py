@@ -1,4 +1,4 @@
-"""Options of commands: those of public functions, and those that several commands share."""
+"""Options and outputs of commands: shared declarations, checked paths, a stdout that can fail."""
 
 from __future__ import annotations
 

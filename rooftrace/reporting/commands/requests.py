@@ -1,4 +1,4 @@
-"""The checked request of a step: the job to trace, and the options to price it with."""
+"""Checked requests: of a step (its job, the options of its prices), and of both sides of a diff."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forms of a source: graphs with formulas, traced at a few sizes, valid at any."""
+"""Forms of a source, valid at any size, and sweeps: their values over ranges of sizes."""
 
 from __future__ import annotations
 

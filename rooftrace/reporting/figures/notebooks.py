@@ -1,4 +1,4 @@
-"""The figure that a notebook shows below the table of a result, by the type of the result."""
+"""The figure that a notebook shows below the table of a result, and small figures in HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tornado charts of effects and elasticities, and charts of device counts and of Pareto fronts."""
+"""Figures of sweeps, scaling and sensitivities: lines, tornado charts, Pareto fronts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a report: estimates by phase, execution and chip, and sums over kernels."""
+"""Results of a report: estimates by phase, execution and chip, sums over kernels, JSON of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which compiled graph each op of a traced step runs in, by the lines and the order of both runs.
+"""Compiled graphs of a step under Dynamo: which op runs in which, and why graphs end.
 
 A trace and a run under Dynamo run the same code on the same sizes.  So ops of one line and one name
 follow each other in the same order; where a line has other ops in one of the two (attention stands

@@ -1,4 +1,4 @@
-"""The best deployment of a step within limits: every candidate is evaluated, none is guessed."""
+"""The best deployment of a step within limits, and prefill and decode on separate chips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that a service receives, limits that it must hold, and the fewest chips by memory."""
+"""Requests and limits of a service, the fewest chips by memory, rates that bound a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step for any sizes, and a table of its totals and times at many points on many chips."""
+"""A step for any sizes: tables of its totals and times at many points; files of forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the phases of a module under a recorder, one by one: a graph each."""
+"""Runs the phases of a module under a recorder, and a step of a server: a graph each."""
 
 from __future__ import annotations
 

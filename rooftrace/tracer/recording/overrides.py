@@ -1,4 +1,4 @@
-"""Changes of torch's modes, random state and functions, seen by one thread or some threads."""
+"""Scopes of threads: changes of torch's modes, random state and functions that only they see."""
 
 from __future__ import annotations
 

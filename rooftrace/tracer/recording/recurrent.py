@@ -1,4 +1,4 @@
-"""Recurrent networks and RMS norm as single operators with a backward."""
+"""Recurrent networks and RMS norm as one op with a backward; entry points recorded as one op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads tensors of torch.save files slice by slice, and records the contents of such a file."""
+"""Reads checkpoints slice by slice: files of torch.save, safetensors, shards, folders."""
 
 from __future__ import annotations
 

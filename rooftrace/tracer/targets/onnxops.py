@@ -1,4 +1,4 @@
-"""Steps of ONNX on tensors: for each op, the call of torch that does the same."""
+"""Steps of ONNX: on tensors by calls of torch, on constants in numpy."""
 
 from __future__ import annotations
 
