@@ -370,15 +370,12 @@ def _cells(
 
 def _exchanges(step: StepAmounts, chip: Chip) -> dict[int, ExchangeSeconds]:
     """One call of each part that exchanges with other processes."""
-    talking = [(number, part) for number, part in enumerate(step.parts) if part.exchange]
+    talking = [(number, part.exchange) for number, part in enumerate(step.parts) if part.exchange]
     if not talking:
         return {}
     system, how = chip.system or System.of_chip(chip), step.execution.exchange
     factor = step.execution.disturbances.expert_imbalance
-    calls = {
-        number: part.exchange.seconds(system, how) for number, part in talking if part.exchange
-    }
-    return {number: call.unevenly(factor) for number, call in calls.items()}
+    return {number: each.seconds(system, how).unevenly(factor) for number, each in talking}
 
 
 def _at_peaks(
