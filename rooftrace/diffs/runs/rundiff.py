@@ -51,9 +51,12 @@ _COMMUNICATION = re.compile(
 _FAMILIES = tuple(
     (re.compile(pattern, re.IGNORECASE), family)
     for pattern, family in (
-        (r"flash|fmha|attention|\battn", "attention"),
-        (r"conv|implicit_gemm|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw", "convolution"),
-        (r"gemm|gemv|cutlass|xmma|cublas|Cijk_|nvjet|matmul|splitK", "dense"),
+        (r"flash|fmha|attention|\b_?attn|\bpa_(fwd|decode)|mla_(a8w8|decode|fwd)", "attention"),
+        (
+            r"conv|implicit_gemm|igemm_|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw|miopen",
+            "convolution",
+        ),
+        (r"gemm|gemv|cutlass|xmma|cublas|Cijk_|nvjet|matmul|flatmm|splitK", "dense"),
         (r"lstm|gru_cell|rnn", "rnn"),
         (r"adam|sgd|multi_tensor_apply|optimizer", "optimizer"),
         (r"norm(?!al)", "norm"),
