@@ -137,7 +137,7 @@ def test_numbers_that_json_lacks(tmp_path: Path, bare: str) -> None:
         "3.5", bare
     )
     assert len(read(tmp_path, damaged, json.dumps(KERNEL)).kernels) == 2
-    with pytest.raises(ProfileError, match="dur=(None|nan|-?inf)"):
+    with pytest.raises(ProfileError, match=r"dur=(None|nan|-?inf)"):
         read(tmp_path, json.dumps(KERNEL).replace('"dur": 30.0', f'"dur": {bare}'))
 
 

@@ -87,7 +87,7 @@ def test_kernels_that_inductor_wrote_are_told_by_their_names(name: str, generate
         ("attn_fwd", "attention"),
         ("bwd_kernel_dk_dv", "attention_backward"),
         ("void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<...> >", "attention"),
-        ("ck_tile::FmhaBwdDQDKDVKernel", "attention_backward"),
+        ("void ck_tile::FmhaBwdDQDKDVKernel<int>", "attention_backward"),
         ("void paged_attention_ll4mi_QKV_mfma16_kernel<0, __hip_bfloat16>(...)", "attention"),
         ("Cijk_Alik_Bljk_B_BS_BH_Bias_HA_S_SAV_UserArgs_MT256x128x64_MI16x16x1", "product"),
         ("void ck::kernel_gemm_xdl_cshuffle_v3<...>", "product"),
