@@ -87,10 +87,11 @@ FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=Fa
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
 AOTRITON = AttentionKernel(rows=128, keys=64, packs=1, splits=False, alone=False, vector=25)
-ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=True, alone=False, vector=25)
-"""On AMD's GPUs: the kernel of `scaled_dot_product_attention` (attn_fwd of AOTriton), and that of
-vLLM and SGLang on a paged cache (paged_attention_ll4mi, which cuts keys into parts of 256)."""
-LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton")
+CK_FLASH = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
+ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=True, alone=False, vector=8)
+"""On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; of inference engines, Composable Kernel's
+flash attention, and paged_attention_ll4mi on a paged cache, which cuts keys into parts of 256."""
+LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton", "aotriton", "rocm")
 """Whose kernels these are; a case's `library` is a place here."""
 IDEAL = AttentionKnobs()
 
@@ -106,7 +107,6 @@ class AttentionEngine:
     memory: float  # bytes
     warp_groups: bool = False  # runs FlashAttention 3, or the kernels of later chips
     wide: bool = False  # matrix engines as wide as those of data-center GPUs
-    rocm: bool = False  # runs kernels of AMD's libraries
 
 
 def attention_engine(chip: Chip) -> AttentionEngine | None:
@@ -123,7 +123,6 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
         chip.peak("vector", "fp32") / 2,
         engine.memory,
         warp_groups=of == "hopper",
-        rocm=chip.vendor == "AMD",
         wide=of is not None or rate / clocks >= _WIDE_ENGINE,
     )
 
@@ -321,8 +320,12 @@ def _kernels(
         FLASHINFER: ~masked & (library == LIBRARIES.index("flashinfer")),
         TRITON: ~masked & (library == LIBRARIES.index("triton")),
     }
-    if on.rocm:
-        chosen = {ROCM_PAGED: paged, AOTRITON: ~paged}
+    engines = library == LIBRARIES.index("rocm")
+    chosen |= {
+        AOTRITON: library == LIBRARIES.index("aotriton"),
+        CK_FLASH: engines & (sizes["queries"] > 1),
+        ROCM_PAGED: engines & (sizes["queries"] <= 1),
+    }
     yield from ((kernel, rows) for kernel, rows in chosen.items() if rows.any())
 
 
@@ -416,7 +419,6 @@ OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, com
 """FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking", 2024).  The rest is that of the same chips."""
-CDNA = AttentionKnobs(products=1.0, stream=0.65, start=15e-6, combine=5e-6)
 FLASHINFER_RATES = replace(GEFORCE, products=0.76, stream=0.82, combine=3e-6, prepare=1.7e-6)
 TRITON_RATES = replace(
     GEFORCE, products=0.28, stream=0.86, start=5.9e-7, combine=7.2e-7, prepare=0.0
@@ -424,11 +426,21 @@ TRITON_RATES = replace(
 """Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: from the same
 source, over the 0.74 that L40S sustains of its matrix rate."""
 
+ROCM_RATES = AttentionKnobs(stream=0.65, start=1.5e-6, combine=5e-6)
+"""Paged attention on MI300X: 36 calls in a step of decode of Qwen3-8B under SGLang (32 requests,
+32,785 keys; trace of TraceLens, MIT).  `start` is a guess near that of other GPUs, and no prompt
+was measured."""
+AOTRITON_RATES = replace(ROCM_RATES, start=1.5e-5)
+"""attn_fwd on MI300X: 40 calls in steps of ViT, BERT and Qwen1.5 (traces of TraceLens, MIT), with
+141, 197 and 559 keys and heads of 64.  So is the number of its instructions (`vector`)."""
+
 
 def library_on(name: str, chip: Chip) -> str:
     """The library, one of LIBRARIES, that a name stands for on a chip."""
     on = attention_engine(chip)
     hopper = on is not None and on.warp_groups
+    if chip.vendor == "AMD":
+        return "aotriton" if name in (SDPA, "aotriton") else "rocm"
     if name == "vllm":
         name = "flash3"
     if name == SDPA or (name in ("flash3", "cudnn") and not hopper):
@@ -446,8 +458,8 @@ def attention_knobs(
     if isinstance(numbers, AttentionKnobs):
         return numbers
     on, library = attention_engine(chip), library_on(library, chip)
-    if on is not None and on.rocm:
-        return CDNA
+    if library in ("aotriton", "rocm"):
+        return AOTRITON_RATES if library == "aotriton" else ROCM_RATES
     if library in ("flashinfer", "triton"):
         return FLASHINFER_RATES if library == "flashinfer" else TRITON_RATES
     if on is not None and on.warp_groups:
