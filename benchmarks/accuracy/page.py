@@ -141,7 +141,7 @@ several nodes take longer, and so do rows that fill the memory (30 B and 13 B on
     ),
     Part(
         "Kernels of other people's traces",
-        "h100_traces.py",
+        "traces.py",
         "traces/*.json.gz",
         "traces.png",
         """\

@@ -87,10 +87,10 @@ FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=Fa
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
 AOTRITON = AttentionKernel(rows=128, keys=64, packs=1, splits=False, alone=False, vector=25)
-CK_FLASH = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
 ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=True, alone=False, vector=8)
-"""On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; of inference engines, Composable Kernel's
-flash attention, and paged_attention_ll4mi on a paged cache, which cuts keys into parts of 256."""
+"""On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; and paged_attention_ll4mi of inference
+engines, which cuts keys into parts of 256.  Their prompts take FlashAttention 2 (Composable
+Kernel), with the tiles of FLASH2."""
 LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton", "aotriton", "rocm")
 """Whose kernels these are; a case's `library` is a place here."""
 IDEAL = AttentionKnobs()
@@ -308,6 +308,8 @@ def _kernels(
     newest = np.full(len(masked), LIBRARIES.index("flash3" if on.warp_groups else "flash2"))
     library = sizes.get("library", newest)
     flash2 = ~masked & (library == LIBRARIES.index("flash2"))
+    rocm = library == LIBRARIES.index("rocm")
+    masked = masked & (library < LIBRARIES.index("aotriton"))
     blocks = attention_blocks(sizes, on.units, PAGED2)
     few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
     third = (library == LIBRARIES.index("flash3")) | (library == LIBRARIES.index("cudnn"))
@@ -316,15 +318,11 @@ def _kernels(
         FLASH3: ~masked & third,
         PAGED2: flash2 & paged,
         SPLIT2: flash2 & ~paged & few,
-        FLASH2: flash2 & ~paged,
+        FLASH2: (flash2 & ~paged) | (rocm & (sizes["queries"] > 1)),
         FLASHINFER: ~masked & (library == LIBRARIES.index("flashinfer")),
         TRITON: ~masked & (library == LIBRARIES.index("triton")),
-    }
-    engines = library == LIBRARIES.index("rocm")
-    chosen |= {
         AOTRITON: library == LIBRARIES.index("aotriton"),
-        CK_FLASH: engines & (sizes["queries"] > 1),
-        ROCM_PAGED: engines & (sizes["queries"] <= 1),
+        ROCM_PAGED: rocm & (sizes["queries"] <= 1),
     }
     yield from ((kernel, rows) for kernel, rows in chosen.items() if rows.any())
 

@@ -1,0 +1,379 @@
+"""Kernel times of steps that others traced with torch.profiler, on any chip, predicted.
+
+    python benchmarks/accuracy/traces.py FOLDER [--points FILE.csv]
+
+FOLDER/traces has the traces (*.json.gz, of TraceLens, MIT), and targets.py, whose functions build
+modules: a trace is of the function whose name is in its file's name.  The chip is that of the
+trace, the sizes of inputs are those of its first op.  What the traces show of their own ops is
+built here: ViT and Qwen without a head, Qwen with heads copied apart before attention and without a
+cache, as transformers did then.  Steps of inference engines are of published models, with the
+requests that the engine wrote into the name of the step.  Each trace is predicted without a fit;
+those with a module also with numbers fitted to the kernels of each other one on that chip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from points import Point, write_points
+
+import rooftrace as rt
+from rooftrace.costmodels.fusion import ExecutionModel
+from rooftrace.hardware.chipfile.reading import chips_called
+from rooftrace.measured.fit.fitting import FEW
+from rooftrace.measured.profiles import Trace, read_trace
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+def _vit(targets: Any) -> Any:
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(ViTConfig()).bfloat16().eval(), targets.vit()[1]
+
+
+def _qwen(targets: Any) -> Any:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def copied(module: Any, q: Any, k: Any, v: Any, *given: Any, **named: Any) -> Any:
+        apart = (each.contiguous() for each in (q, k, v))
+        return sdpa_attention_forward(module, *apart, *given, **named)
+
+    AttentionInterface.register("copied_heads", copied)
+    AttentionMaskInterface.register("copied_heads", sdpa_mask)
+    model, inputs = targets.qwen()
+    model.config.use_cache, model.config._attn_implementation = False, "copied_heads"
+    return model.model, inputs
+
+
+AS_THEY_RAN = {"vit": _vit, "qwen": _qwen}
+ALSO_CALLED = {"nsfw_image_detection": "vit"}
+FIRST = {"aten::embedding": 1, "aten::conv2d": 0}
+"""The argument of the first op that is the input of the model."""
+
+
+def module_of(path: Path, trace: Trace, targets: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    """The module that ran, with inputs of the sizes that it had; None for an unknown model."""
+    words = next((name for word, name in ALSO_CALLED.items() if word in path.name), path.name)
+    made = (name for name, value in vars(targets).items() if callable(value) and name[:1].islower())
+    name = next((name for name in made if name in words.lower()), None)
+    if name is None:
+        return None
+    build: Callable[[Any], Any] = AS_THEY_RAN.get(name, lambda all_: getattr(all_, name)())
+    model, inputs = build(targets)
+    for op in sorted(trace.ops, key=lambda op: op.start):
+        if op.name in FIRST and op.inputs is not None:
+            sizes = op.inputs.shapes[FIRST[op.name]]
+            if len(inputs) == 1 and len(sizes) == inputs[0].dim():
+                inputs = (torch.zeros(sizes, dtype=inputs[0].dtype),)
+            break
+    return model, inputs
+
+
+# -- steps of inference engines --------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    name: {
+        **family, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+        "vocab_size": vocabulary, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "max_position_embeddings": 40960, "hidden_act": "silu",
+    }
+    for name, family, layers, hidden, inner, heads, vocabulary in (
+        ("qwen3-8b", QWEN3, 36, 4096, 12288, 32, 151936),
+        ("qwen3-14b", QWEN3, 40, 5120, 17408, 40, 151936),
+        ("qwen3-32b", QWEN3, 64, 5120, 25600, 64, 151936),
+        ("llama-3.1-8b", LLAMA, 32, 4096, 14336, 32, 128256),
+        ("llama-3-8b", LLAMA, 32, 4096, 14336, 32, 128256),
+        ("llama-3.1-70b", LLAMA, 80, 8192, 28672, 64, 128256),
+        ("llama-3.3-70b", LLAMA, 80, 8192, 28672, 64, 128256),
+    )
+}  # fmt: skip
+"""Sizes in the published config.json of dense models that engines serve."""
+_PART = r"{}_(?P<{}>\d+)\(sq(?P<{}q>\d+)sk(?P<{}k>\d+)\w*\)"
+REQUESTS = re.compile(
+    r"execute_\w*?" + _PART.format(*["context"] * 4) + "_" + _PART.format(*["generation"] * 4)
+)
+"""How many requests are prefilled and decoded; of each kind, all queries and all keys."""
+
+
+def config_of(path: Path, folder: Path) -> Mapping[str, Any] | None:
+    """The config.json of the model in the name of a trace; None for an unknown model."""
+    name = path.name.lower()
+    for known, config in sorted(PUBLISHED.items(), key=lambda item: -len(item[0])):
+        if known in name:
+            return config
+    for file in sorted(folder.glob("configs/*/config.json")):
+        if file.parent.name.lower().rpartition("--")[2] in name:
+            config: Mapping[str, Any] = json.loads(file.read_text())
+            return config
+    return None
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """The requests of one step of an engine, and the seconds of its kernels."""
+
+    prefilled: int
+    decoded: int
+    queries: int  # of the prefilled requests
+    past: int  # keys of those before the step
+    keys: int  # of the decoded requests
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """What runs: the tokens of prompts, and the requests and mean keys of decode."""
+        prompts = f"prefill {self.queries} tokens" if self.prefilled else ""
+        decoding = f"decode {self.decoded} x {self.keys // max(self.decoded, 1)}"
+        return " + ".join(filter(None, (prompts, decoding if self.decoded else "")))
+
+
+def engine_step(trace: Trace) -> EngineStep | None:
+    """The step of median seconds that names its requests; None without any."""
+    steps = []
+    for mark in trace.annotations:
+        found = REQUESTS.match(mark.name)
+        if found is None or trace.cut is None:
+            continue
+        step = trace.cut(mark.name, mark.start, mark.end)
+        seconds = sum(trace.kernels.duration[index] for index in step.kernels)
+        of = {name: int(number) for name, number in found.groupdict().items()}
+        if seconds:
+            past = of["contextk"] - of["contextq"]
+            numbers = of["context"], of["generation"], of["contextq"], past, of["generationk"]
+            steps.append(EngineStep(*numbers, seconds))
+    return sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2] if steps else None
+
+
+def engine_of(path: Path) -> str:
+    """The engine in the name of a trace."""
+    return next((name for name in ("vllm", "sglang", "trtllm") if name in path.name), "vllm")
+
+
+def served(step: EngineStep, config: Mapping[str, Any], chip: str, path: Path) -> tuple[float, Any]:
+    """Seconds of the kernels of such a step, and the estimate of the most of it.
+
+    Requests that decode beside prompts join their products: they count as tokens of the prompts,
+    and their attention is that of a step of decode.
+    """
+    how = replace(rt.tools.execution_model("serving"), library=engine_of(path))
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "config.json"
+        file.write_text(json.dumps(config))
+        shared: dict[str, Any] = {"chip": chip, "execution": how}
+        seconds, main = 0.0, None
+        if step.prefilled:
+            tokens = (step.queries + step.decoded) // step.prefilled
+            main = rt.estimate(
+                str(file), phase="prefill", batch=step.prefilled, seq=tokens, **shared
+            )
+            seconds += sum(row.timing.t_device for row in main.rows)
+        if step.decoded:
+            mean = step.keys // step.decoded
+            decode = rt.estimate(str(file), phase="decode", batch=step.decoded, kv=mean, **shared)
+            rows = [r for r in decode.rows if main is None or r.family == "attention"]
+            seconds += sum(row.timing.t_device for row in rows)
+            main = main or decode
+    return seconds, main
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A trace and the graph of what ran."""
+
+    name: str
+    path: Path
+    chip: str
+    graph: rt.types.OpGraph
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernel times of a step.  seconds: of all kernels, measured and predicted; each: of the
+    groups of equal kernels that are on both sides, by module pattern."""
+
+    measured: float
+    predicted: float
+    each: list[Point]
+    estimate: Any = None
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+IN_KERNELS = (("ISA942", "mi300x"), ("ISA950", "mi355x"), ("sm90", "h100-sxm"))
+"""Instructions in the names of kernels, and the usual chip that has them."""
+
+
+def chip_of(path: Path, trace: Trace) -> str | None:
+    """The chip of a trace: as its driver names it, as its file does, by its kernels; or None."""
+    devices = [name.removesuffix(" VF") for name in trace.devices.values()]
+    named = [chips_called(name) for name in devices] + [
+        chips_called(part) for part in re.split(r"[-_.]", path.name)
+    ]
+    kernels = " ".join(trace.kernels.names.items)
+    by_kernel = ((chip,) for word, chip in IN_KERNELS if word in kernels)
+    return next((chips[0] for chips in (*named, *by_kernel) if chips), None)
+
+
+def kernels(one: Traced, how: ExecutionModel) -> Kernels:
+    """Its kernels as they were measured and as `how` predicts them."""
+    made = rt.validate(one.path, chip=one.chip, target=one.graph, execution=how)
+    step = made.steps[0]
+    if step.device is None or step.device_predicted is None:
+        raise SystemExit(f"{one.path.name}: no kernels in it")
+    each = [
+        Point(f"{one.name}: {_label(check)}", check.node.predicted, seconds, one.name)
+        for check in made.nodes
+        if (seconds := check.node.measured)
+    ]
+    estimate = rt.estimate(one.graph, chip=one.chip, execution=how)
+    return Kernels(step.device, step.device_predicted, each, estimate)
+
+
+def _label(check: Any) -> str:
+    row = check.node.row
+    return f"{row.name} of {row.module}"
+
+
+def total(name: str, of: Kernels) -> Point:
+    """The step as a point: where it is, and the trace that it is from."""
+    return Point(name, of.predicted, of.measured, "steps").of(name, of.estimate)
+
+
+def line(name: str, chip: str, fitted: str, found: Kernels) -> str:
+    numbers = (
+        f"| {name} | {chip} | {fitted} | {found.measured * 1e3:.3g} | {found.predicted * 1e3:.3g} "
+        f"| {found.error:+.1%} | {len(found.each)} |"
+    )
+    if not found.each:
+        return f"{numbers} | | | |"
+    off = [abs(p.predicted / p.measured - 1) for p in found.each]
+    worst = max(found.each, key=lambda p: abs(p.predicted - p.measured))
+    return (
+        f"{numbers} {statistics.fmean(off):.1%} "
+        f"| {statistics.median(off):.1%} | {np.quantile(off, 0.9):.1%} "
+        f"| {worst.label.partition(': ')[2]} {worst.predicted / worst.measured - 1:+.0%} |"
+    )
+
+
+HEAD = (
+    "| trace | chip | fitted to | measured [ms] | predicted [ms] | error | kernels | mean | median "
+    "| p90 | most seconds off |\n|---|---|---|---:|---:|---:|---:|---:|---:|---:|---|"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--points", type=Path, help="write the kernels of no fit there, as CSV")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    folder = given.folder / "traces"
+    if not (folder / "targets.py").exists():
+        raise SystemExit(f"{folder}: no targets.py in it")
+    place = importlib.util.spec_from_file_location("targets", folder / "targets.py")
+    assert place is not None and place.loader is not None
+    targets = importlib.util.module_from_spec(place)
+    place.loader.exec_module(targets)
+    points: list[Point] = []
+    sums: dict[str, list[float]] = {}
+    left_out: list[str] = []
+    found: list[tuple[Traced, Kernels]] = []
+    typical = rt.tools.execution_model("eager")
+    print(HEAD)
+    for path in sorted(folder.glob("*.json.gz")) + sorted(folder.glob("*.json")):
+        short = path.name.partition(".json")[0]
+        try:
+            trace = read_trace(path)
+        except rt.errors.ProfileError as error:
+            left_out.append(f"{short}: {error}")
+            continue
+        chip, step = chip_of(path, trace), engine_step(trace)
+        if chip is None:
+            left_out.append(f"{short}: its chip is unknown ({', '.join(trace.devices.values())})")
+            continue
+        if step is not None:
+            config = config_of(path, given.folder)
+            if config is None:
+                left_out.append(f"{short}: no published config of its model")
+                continue
+            seconds, estimate = served(step, config, chip, path)
+            name, here = f"{short}: {step.name}", Kernels(step.seconds, seconds, [], estimate)
+        else:
+            built = module_of(path, trace, targets)
+            if built is None:
+                left_out.append(f"{short}: no function of targets.py is of its model")
+                continue
+            name = short
+            one = Traced(name, path, chip, rt.trace(built[0], *built[1]))
+            try:
+                here = kernels(one, typical)
+            except (rt.errors.RooftraceError, ValueError) as error:
+                left_out.append(f"{short}: {str(error)[:200]}")
+                continue
+            found.append((one, here))
+        print(line(name, chip, "nothing", here), flush=True)
+        sums.setdefault(f"nothing, {chip}", []).append(here.error)
+        points += [total(name, here), *here.each]
+    for kind, error, row in fits(found):
+        sums.setdefault(kind, []).append(error)
+        if row:
+            print(row, flush=True)
+    print("\n| chip, and what is fitted to another trace | totals | mean | median | worst | bias |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for kind, off in sums.items():
+        sizes = [abs(e) for e in off]
+        print(
+            f"| {kind} | {len(off)} | {statistics.fmean(sizes):.1%} "
+            f"| {statistics.median(sizes):.1%} | {max(sizes):.1%} | {statistics.fmean(off):+.1%} |"
+        )
+    if left_out:
+        print("\nLeft out:\n" + "\n".join(f"- {words}" for words in left_out))
+    if given.points:
+        write_points(given.points, points)
+
+
+def fits(found: list[tuple[Traced, Kernels]]) -> Iterator[tuple[str, float, str]]:
+    """For pairs of traces on one chip: how a fit to one predicts the other; with a line."""
+    for seen, before in found:
+        others = [(one, was) for one, was in found if one is not seen and one.chip == seen.chip]
+        if not others:
+            continue
+        print(f"two numbers from {seen.name}", file=sys.stderr)
+        fitted = rt.calibrate(seen.path, seen.chip, "eager", seen.graph, free=FEW, factors=False)
+        how = rt.tools.execution_model("eager", knobs=fitted.knobs)
+        for one, was in others:
+            after = kernels(one, how)
+            row = line(one.name, one.chip, f"two numbers, {seen.name}", after)
+            yield f"two numbers, {one.chip}", after.error, row
+            factor = before.measured / before.predicted
+            yield f"one factor, {one.chip}", was.predicted * factor / was.measured - 1, ""
+
+
+if __name__ == "__main__":
+    main()
