@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from points import Point, write_points
 import rooftrace as rt
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.hardware.chipfile.reading import chips_called
+from rooftrace.measured.alignment.compiled import kernel_family
 from rooftrace.measured.fit.fitting import FEW
 from rooftrace.measured.profiles import Trace, read_trace
 
@@ -87,44 +89,81 @@ def module_of(path: Path, trace: Trace, targets: Any) -> tuple[Any, tuple[Any, .
 
 # -- steps of inference engines --------------------------------------------------------------------
 
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5}
-QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rms_norm_eps": 1e-6}
-PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    name: {
-        **family, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
-        "vocab_size": vocabulary, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "max_position_embeddings": 40960, "hidden_act": "silu",
-    }
-    for name, family, layers, hidden, inner, heads, vocabulary in (
-        ("qwen3-8b", QWEN3, 36, 4096, 12288, 32, 151936),
-        ("qwen3-14b", QWEN3, 40, 5120, 17408, 40, 151936),
-        ("qwen3-32b", QWEN3, 64, 5120, 25600, 64, 151936),
-        ("llama-3.1-8b", LLAMA, 32, 4096, 14336, 32, 128256),
-        ("llama-3-8b", LLAMA, 32, 4096, 14336, 32, 128256),
-        ("llama-3.1-70b", LLAMA, 80, 8192, 28672, 64, 128256),
-        ("llama-3.3-70b", LLAMA, 80, 8192, 28672, 64, 128256),
-    )
-}  # fmt: skip
-"""Sizes in the published config.json of dense models that engines serve."""
-_PART = r"{}_(?P<{}>\d+)\(sq(?P<{}q>\d+)sk(?P<{}k>\d+)\w*\)"
-REQUESTS = re.compile(
-    r"execute_\w*?" + _PART.format(*["context"] * 4) + "_" + _PART.format(*["generation"] * 4)
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256},
+    "mistral": {"architectures": ["MistralForCausalLM"], "vocab_size": 32768},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936},
+}
+SIZES = (
+    ("qwen3", "qwen3-0.6b", 28, 1024, 3072, 16, 8, 128),
+    ("qwen3", "qwen3-1.7b", 28, 2048, 6144, 16, 8, 128),
+    ("qwen3", "qwen3-4b", 36, 2560, 9728, 32, 8, 128),
+    ("qwen3", "qwen3-8b", 36, 4096, 12288, 32, 8, 128),
+    ("qwen3", "qwen3-14b", 40, 5120, 17408, 40, 8, 128),
+    ("qwen3", "qwen3-32b", 64, 5120, 25600, 64, 8, 128),
+    ("qwen2", "qwen2.5-7b", 28, 3584, 18944, 28, 4, 128),
+    ("qwen2", "qwen2.5-32b", 64, 5120, 27648, 40, 8, 128),
+    ("qwen2", "qwen2.5-72b", 80, 8192, 29568, 64, 8, 128),
+    ("llama", "llama-3.2-1b", 16, 2048, 8192, 32, 8, 64),
+    ("llama", "llama-3.2-3b", 28, 3072, 8192, 24, 8, 128),
+    ("llama", "llama-3.1-8b", 32, 4096, 14336, 32, 8, 128),
+    ("llama", "llama-3.1-70b", 80, 8192, 28672, 64, 8, 128),
+    ("mistral", "mistral-7b", 32, 4096, 14336, 32, 8, 128),
 )
-"""How many requests are prefilled and decoded; of each kind, all queries and all keys."""
+"""Family, name, layers, hidden, inner, heads, key and value heads, and width of dense models that
+engines serve, as in their published config.json."""
+_WORD = r"[-_. ]?"
 
 
-def config_of(path: Path, folder: Path) -> Mapping[str, Any] | None:
-    """The config.json of the model in the name of a trace; None for an unknown model."""
+def published(
+    family: str, layers: int, hidden: int, inner: int, heads: int, groups: int, width: int
+) -> dict[str, Any]:
+    """The config.json of a model of such sizes."""
+    return {
+        **FAMILIES[family], "model_type": family, "hidden_size": hidden, "head_dim": width,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": groups, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    }  # fmt: skip
+
+
+def config_of(path: Path, trace: Trace, folder: Path) -> Mapping[str, Any] | None:
+    """The config.json of a model: by the name of its trace, else by its vocabulary and layers; None
+    for an unknown model, or one of several."""
     name = path.name.lower()
-    for known, config in sorted(PUBLISHED.items(), key=lambda item: -len(item[0])):
-        if known in name:
-            return config
+    for family, known, *sizes in SIZES:
+        if re.search(known.replace("-", _WORD).replace(".1", r"(\.[13])?"), name):
+            return published(family, *sizes)
     for file in sorted(folder.glob("configs/*/config.json")):
         if file.parent.name.lower().rpartition("--")[2] in name:
             config: Mapping[str, Any] = json.loads(file.read_text())
             return config
-    return None
+    named = Counter(
+        kernel.name for kernel in trace.kernels if kernel_family(kernel.name) == "attention"
+    )
+    layers = max(named.values(), default=0)
+    seen = {size for inputs in trace.ops.call_inputs.items for size in _numbers(inputs.shapes)}
+    fits_ = [
+        (family, *sizes)
+        for family, _, *sizes in SIZES
+        if {FAMILIES[family]["vocab_size"], sizes[1]} <= seen and layers and not layers % sizes[0]
+    ]
+    return published(*fits_[0]) if len(fits_) == 1 else None
+
+
+def _numbers(shapes: Any) -> Iterator[int]:
+    for item in shapes:
+        if isinstance(item, tuple):
+            yield from _numbers(item)
+        else:
+            yield item
+
+
+_PART = r"{0}_(?P<{0}>\d+)\((?:sq(?P<{0}q>\d+)sk(?P<{0}k>\d+)\w*|(?P<{0}t>\d+))\)"
+REQUESTS = re.compile(rf"execute_\w*?{_PART.format('context')}_{_PART.format('generation')}")
+"""How many requests are prefilled and decoded; of each kind, all queries and all keys, or only the
+queries."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +194,11 @@ def engine_step(trace: Trace) -> EngineStep | None:
             continue
         step = trace.cut(mark.name, mark.start, mark.end)
         seconds = sum(trace.kernels.duration[index] for index in step.kernels)
-        of = {name: int(number) for name, number in found.groupdict().items()}
+        of = {name: int(number or 0) for name, number in found.groupdict().items()}
+        queries = of["contextq"] or of["contextt"]
+        past = max(of["contextk"] - queries, 0)
         if seconds:
-            past = of["contextk"] - of["contextq"]
-            numbers = of["context"], of["generation"], of["contextq"], past, of["generationk"]
+            numbers = of["context"], of["generation"], queries, past, of["generationk"]
             steps.append(EngineStep(*numbers, seconds))
     return sorted(steps, key=lambda step: step.seconds)[(len(steps) - 1) // 2] if steps else None
 
@@ -318,9 +358,10 @@ def main() -> None:
             left_out.append(f"{short}: its chip is unknown ({', '.join(trace.devices.values())})")
             continue
         if step is not None:
-            config = config_of(path, given.folder)
-            if config is None:
-                left_out.append(f"{short}: no published config of its model")
+            config = config_of(path, trace, given.folder)
+            if config is None or (step.decoded and not step.keys):
+                lacks = "keys of its requests are" if config else "model is"
+                left_out.append(f"{short}: the {lacks} unknown ({step.name})")
                 continue
             seconds, estimate = served(step, config, chip, path)
             name, here = f"{short}: {step.name}", Kernels(step.seconds, seconds, [], estimate)
