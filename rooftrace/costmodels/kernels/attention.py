@@ -437,10 +437,10 @@ def library_on(name: str, chip: Chip) -> str:
     """The library, one of LIBRARIES, that a name stands for on a chip."""
     on = attention_engine(chip)
     hopper = on is not None and on.warp_groups
-    if chip.vendor == "AMD":
-        return "aotriton" if name in (SDPA, "aotriton") else "rocm"
     if name == "vllm":
         name = "flash3"
+    if chip.vendor == "AMD":
+        name = {SDPA: "aotriton", "flash3": "rocm", "cudnn": "rocm"}.get(name, name)
     if name == SDPA or (name in ("flash3", "cudnn") and not hopper):
         return "flash2"
     return name
