@@ -141,6 +141,10 @@ def test_numbers_that_json_lacks(tmp_path: Path, bare: str) -> None:
         read(tmp_path, json.dumps(KERNEL).replace('"dur": 30.0', f'"dur": {bare}'))
 
 
+def test_a_comma_behind_the_last_event(tmp_path: Path) -> None:
+    assert len(read(tmp_path, json.dumps(KERNEL), json.dumps(KERNEL) + ",").kernels) == 2
+
+
 def test_an_event_beyond_repair_is_named_if_a_step_needs_it(tmp_path: Path) -> None:
     broken = '"ts": 1.0, "dur": }'
     spare = f'{{"ph": "X", "cat": "python_function", {broken}'

@@ -142,7 +142,9 @@ def _event(raw: bytes, last: bool) -> dict[str, Any] | LostEventError:
         except (ValueError, RecursionError):
             continue
         behind = tried[end:].strip()
-        if last and not behind.strip(","):
+        if last:
+            behind = behind.lstrip(", \t\r\n")  # a comma may follow the last event
+        if last and not behind:
             raise EOFError
         if not (behind.startswith("]") if last else behind == ","):
             raise ValueError(behind[:60])
