@@ -33,6 +33,7 @@ from points import Point, write_points
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import ExecutionModel
+from rooftrace.diffs.runs.rundiff import is_communication
 from rooftrace.hardware.chipfile.reading import chips_called
 from rooftrace.measured.alignment.compiled import kernel_family
 from rooftrace.measured.fit.fitting import FEW
@@ -208,31 +209,21 @@ def engine_of(path: Path) -> str:
     return next((name for name in ("vllm", "sglang", "trtllm") if name in path.name), "vllm")
 
 
-def served(step: EngineStep, config: Mapping[str, Any], chip: str, path: Path) -> tuple[float, Any]:
-    """Seconds of the kernels of such a step, and the estimate of the most of it.
-
-    Requests that decode beside prompts join their products: they count as tokens of the prompts,
-    and their attention is that of a step of decode.
-    """
+def served(step: EngineStep, config: Mapping[str, Any], chip: str, path: Path) -> Any:
+    """The estimate of such a step: its requests are alike, as the engine says but their sums."""
     how = replace(rt.tools.execution_model("serving"), library=engine_of(path))
+    prompts, decoded = step.prefilled, step.decoded
+    requests: dict[str, Any] = {"phase": "decode", "batch": decoded}
+    if prompts:
+        cached = [step.past // prompts] * prompts + [step.keys // max(decoded, 1) - 1] * decoded
+        new = [step.queries // prompts] * prompts + [1] * decoded
+        requests = {"cached": cached, "new": new}
+    else:
+        requests["kv"] = step.keys // decoded
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "config.json"
         file.write_text(json.dumps(config))
-        shared: dict[str, Any] = {"chip": chip, "execution": how}
-        seconds, main = 0.0, None
-        if step.prefilled:
-            tokens = (step.queries + step.decoded) // step.prefilled
-            main = rt.estimate(
-                str(file), phase="prefill", batch=step.prefilled, seq=tokens, **shared
-            )
-            seconds += sum(row.timing.t_device for row in main.rows)
-        if step.decoded:
-            mean = step.keys // step.decoded
-            decode = rt.estimate(str(file), phase="decode", batch=step.decoded, kv=mean, **shared)
-            rows = [r for r in decode.rows if main is None or r.family == "attention"]
-            seconds += sum(row.timing.t_device for row in rows)
-            main = main or decode
-    return seconds, main
+        return rt.estimate(str(file), chip=chip, execution=how, **requests)
 
 
 # -- traces ----------------------------------------------------------------------------------------
@@ -363,7 +354,11 @@ def main() -> None:
                 lacks = "keys of its requests are" if config else "model is"
                 left_out.append(f"{short}: the {lacks} unknown ({step.name})")
                 continue
-            seconds, estimate = served(step, config, chip, path)
+            if any(map(is_communication, trace.kernels.names.items)):
+                left_out.append(f"{short}: it runs on several GPUs, of which the trace is one")
+                continue
+            estimate = served(step, config, chip, path)
+            seconds = sum(row.timing.t_device for row in estimate.rows)
             name, here = f"{short}: {step.name}", Kernels(step.seconds, seconds, [], estimate)
         else:
             built = module_of(path, trace, targets)
