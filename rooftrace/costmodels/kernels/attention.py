@@ -508,6 +508,21 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
     return {f"attention {name}": column for name, column in columns.items()}
 
 
+def backward_shares(data: Mapping[str, Array], chip: Chip) -> Amount:
+    """Shares of the rate of the class, by row, that backward kernels reach: those of instructions.
+
+    FlashAttention 2 uses the matrix instructions of sm_80 in backward as in forward.
+    """
+    on = attention_engine(chip)
+    if on is None or not on.warp_groups:
+        return 1.0
+    import numpy as np
+
+    flash2 = data["attention library"] == LIBRARIES.index("flash2")
+    old = (data["attention backward"] > 0) & flash2
+    return np.where(old, OLD_INSTRUCTIONS.products / HOPPER.products, 1.0)
+
+
 def attention_seconds_of(
     data: Mapping[str, Array], bytes_: Array, chip: Chip, knobs: Knobs
 ) -> tuple[Array, AttentionSeconds] | None:

@@ -278,7 +278,7 @@ _SHIPPED = Path(__file__).parent / "fitted"
 _KIND = FileKind("knob file", KnobsError)
 MOST_OVERLAP = 20.0
 """An exponent from which on a soft maximum is a maximum."""
-_LEFT_OUT = (("cache", 1.0), ("pace", 1.0))
+_LEFT_OUT = (("cache", 1.0), ("pace", 1.0), ("power", 1.0))
 """Values of numbers that a file leaves out."""
 USUAL = "usual"
 """The usual numbers of the chip's generation."""
@@ -295,6 +295,9 @@ class Knobs(Plain):
     overlap: float = knob(
         math.inf, least=1.0, endless=True, prior=0.4, start=MOST_OVERLAP, fitted=MOST_OVERLAP
     )
+    # Share of its clock that a chip holds with its matrix engines at full rate, by its limit on
+    # power; see `seconds.held`.
+    power: float = knob(1.0, least=LEAST_SHARE, most=1.0)
     # Of a kernel on the device; None: the chip's.
     launch: float | None = knob(None, unit="second", prior=0.7, of_chip="kernel_gap", start=3e-6)
     # Of a kernel on the host, eager; None: the chip's.
@@ -370,7 +373,8 @@ class Knobs(Plain):
 
         The shares of its kind of chip, or of its generation where its matrix engines are as wide
         as those of A100 or of H100; then its sustained rates (`Chip.sustained_compute` and
-        `sustained_memory`).  sustained: False: without the latter, as a kernel alone runs.
+        `sustained_memory`).  A share of compute below 1 is a limit on power: it becomes `power`.
+        sustained: False: without sustained rates, as a kernel alone runs.
         """
         facts = (chip.sustained_compute, chip.sustained_memory) if sustained else (None, None)
         rates = [1.0 if fact is None else fact.value for fact in facts]
@@ -508,7 +512,8 @@ _OF_ARCHITECTURE = {
 def _sustained(kind: str, compiled: bool, of: str, compute: float, memory: float) -> Knobs:
     """Typical numbers of a chip that sustains these shares of its rates."""
     knobs = _typical(kind, compiled, of)
-    return replace(knobs, compute=knobs.compute * compute, memory=knobs.memory * memory)
+    clocks = {"compute": knobs.compute * max(1.0, compute), "power": min(1.0, compute)}
+    return replace(knobs, memory=knobs.memory * memory, **clocks)
 
 
 @functools.cache
