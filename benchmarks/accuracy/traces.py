@@ -134,7 +134,7 @@ def config_of(path: Path, trace: Trace, folder: Path) -> Mapping[str, Any] | Non
     for an unknown model, or one of several."""
     name = path.name.lower()
     for family, known, *sizes in SIZES:
-        if re.search(known.replace("-", _WORD).replace(".1", r"(\.[13])?"), name):
+        if re.search(known.replace("-", _WORD).replace(".1", r"([._][13])?"), name):
             return published(family, *sizes)
     for file in sorted(folder.glob("configs/*/config.json")):
         if file.parent.name.lower().rpartition("--")[2] in name:
