@@ -86,7 +86,7 @@ Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
-AOTRITON = AttentionKernel(rows=128, keys=64, packs=1, splits=False, alone=False, vector=25)
+AOTRITON = AttentionKernel(rows=128, keys=64, packs=0, splits=False, alone=False, vector=25)
 ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=True, alone=False, vector=8)
 """On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; and paged_attention_ll4mi of inference
 engines, which cuts keys into parts of 256.  Their prompts take FlashAttention 2 (Composable
