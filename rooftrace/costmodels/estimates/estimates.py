@@ -286,6 +286,15 @@ class Estimate(Shown, Together, Breakdowns, Itemised):
         """
         return self.times.within(self.knobs, level)
 
+    def chance(self, seconds: float) -> float | None:
+        """The chance that a measured step takes at most so long; None without knobs."""
+        return self.times.chance(self.knobs, seconds)
+
+    @property
+    def interval_grounds(self) -> str:
+        """A sentence on the measured steps that the interval rests on; "" without knobs."""
+        return self.times.grounds(self.knobs)
+
     @property
     def totals(self) -> dict[str, float]:
         """Totals by the names that diffs, budgets and locks limit: second, FLOP, byte through HBM,

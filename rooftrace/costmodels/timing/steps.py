@@ -312,6 +312,7 @@ def times_of(
     regimes = {name: _main(step, part) for name, part in every.by_regime.items()}
     regimes["network"] = exposed + regimes["network"]
     regimes["launch"] = regimes["launch"] + (t_est - t_serial)
+    squares = step.total(np.square(every.device) / np.maximum(step.times, 1.0))
     return TimesOverPoints(
         knobs=knobs,
         t_comp=_main(step, every.compute),
@@ -325,6 +326,7 @@ def times_of(
         variance=_variance(step, every, t_serial, knobs),
         heads=heads,
         cells=_cells(step, every.device, regimes, heads, cell or StepCell()),
+        alone=np.minimum(1.0, np.sqrt(squares) / np.maximum(t_est, 1e-30)),
     )
 
 
