@@ -3,9 +3,10 @@
     python benchmarks/accuracy/coverage.py POINTS [--write FILE]
 
 POINTS is a folder of files that scripts write by --points (page.py --points makes them all); rows
-without a source say nothing here.  Printed is a line for each group of steps: how many are inside
-of their 90 % interval when nothing of their source made it, and the upper end over the lower one.
---write makes the table that comes along, rooftrace/costmodels/kernels/fitted/intervals.toml.
+without a source say nothing here.  Printed is a line for each group of steps: the errors without a
+fit, how many are inside of their 90 % interval when nothing of their source made it and when it is
+among the others (`source seen`), and the upper end over the lower one, the median.  --write makes
+the table that comes along, rooftrace/costmodels/kernels/fitted/intervals.toml.
 
 Cells are a hierarchy: steps that agree in the first fields of `ORDER`.  The mean of a cell is drawn
 to that of the cells around it, as if these were `DRAWN` sources, and so is the scale: the 90th
@@ -24,7 +25,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ from pathlib import Path
 import numpy as np
 from points import Point, read_points
 
+from rooftrace.costmodels import kernels
 from rooftrace.costmodels.kernels.intervals import (
     FITTED,
     LEVEL,
@@ -45,7 +47,7 @@ from rooftrace.costmodels.kernels.intervals import (
 )
 from rooftrace.hardware.chipfile import toml_sections
 
-ORDER = ("phase", "generation", "work", "precision", "execution", "limit")
+ORDER = ("kind", "phase", "generation", "work", "precision", "execution", "limit")
 DRAWN = 1.0
 """Sources that the mean of the cells around counts for."""
 WIDTHS_DRAWN = 2.0
@@ -57,7 +59,7 @@ SHARE = 0.9
 FEWEST = 6
 """Families of a source on which a fit is tried."""
 
-_LLM, _IMAGE = ("attention", "product", "moe", "mla", "other"), ("convolution",)
+SHIPPED = Path(kernels.__file__).parent / "fitted" / "intervals.toml"
 
 
 def _is(**wanted: str | Sequence[str]) -> Callable[[Point], bool]:
@@ -355,79 +357,60 @@ def uses_of(points: Sequence[Point], hierarchy: Hierarchy) -> dict[str, Residual
 # -- coverage --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Steps inside of their interval, and its upper end over its lower one."""
+class LeftOut:
+    """Intervals of points by a hierarchy of all, without their sources or with them."""
 
-    steps: int
-    sources: int
-    inside: float
-    seen: float  # inside, where their sources are among those that made the interval
-    ratio: float  # median
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.hierarchy = Hierarchy(points)
+        low, high = self.hierarchy.ends()
+        self.ends = low[LEVELS.index(LEVEL)], high[LEVELS.index(LEVEL)]
+        self._kept: dict[tuple[Path_, str | None], tuple[float, float]] = {}
 
+    def interval(self, point: Point, without: str | None) -> tuple[float, float]:
+        """The ends of log(measured / predicted) where a point is."""
+        key = self.hierarchy.path(point.cell), without
+        if key not in self._kept:
+            self._kept[key] = self.hierarchy.interval(*key, self.ends)
+        return self._kept[key]
 
-def counted(points: Sequence[Point]) -> dict[str, Counted]:
-    """By group: steps with nothing of their source in the interval, and with it."""
-    hierarchy = Hierarchy(points)
-    low, high = (ends[LEVELS.index(LEVEL)] for ends in hierarchy.ends())
-    rows: dict[str, list[tuple[str, bool, bool, float]]] = defaultdict(list)
-    kept: dict[tuple[Path_, str | None], tuple[float, float]] = {}
-
-    def interval(path: Path_, without: str | None) -> tuple[float, float]:
-        if (path, without) not in kept:
-            kept[path, without] = hierarchy.interval(path, without, (low, high))
-        return kept[path, without]
-
-    for point in points:
-        path, off = hierarchy.path(point.cell), error(point)
-        ends, seen = interval(path, point.source), interval(path, None)
-        row = (point.source, ends[0] <= off <= ends[1], seen[0] <= off <= seen[1],
-               math.exp(ends[1] - ends[0]))  # fmt: skip
-        rows[group_of(point)].append(row)
-    return {
-        name: Counted(
-            len(rows[name]),
-            len({row[0] for row in rows[name]}),
-            statistics.fmean(row[1] for row in rows[name]),
-            statistics.fmean(row[2] for row in rows[name]),
-            statistics.median(row[3] for row in rows[name]),
+    def line(self, name: str, points: Sequence[Point]) -> str:
+        """A line of a table with `HEAD`."""
+        off = np.array([point.predicted / point.measured - 1 for point in points])
+        ends = [self.interval(point, point.source) for point in points]
+        seen = [self.interval(point, None) for point in points]
+        errors = [error(point) for point in points]
+        inside, inside_seen = (
+            statistics.fmean(low <= e <= high for (low, high), e in zip(by, errors, strict=True))
+            for by in (ends, seen)
         )
-        for name in GROUPS
-        if rows[name]
-    }
+        ratio = statistics.median(math.exp(high - low) for low, high in ends)
+        size = np.abs(off)
+        return (
+            f"| {name} | {len(points):,} | {len({p.source for p in points})} | {size.mean():.1%} "
+            f"| {np.median(size):.1%} | {np.quantile(size, 0.9):.1%} | {off.mean():+.1%} "
+            f"| {inside:.0%} | {inside_seen:.0%} | {ratio:.2f} |"
+        )
+
+    def table(self, points: Sequence[Point], group: Callable[[Point], str]) -> str:
+        """A line for each group of these points, in their order, and for all."""
+        by_group: dict[str, list[Point]] = defaultdict(list)
+        for point in points:
+            by_group[group(point)].append(point)
+        names = [name for name in GROUPS if name in by_group]
+        names += [name for name in by_group if name not in GROUPS]
+        lines = [self.line(name, by_group[name]) for name in names]
+        return "\n".join([HEAD, *lines, *([self.line("all", points)] if len(names) > 1 else [])])
+
+
+HEAD = (
+    "| no fit | n | sources | mean | median | p90 | bias | inside | source seen | high/low |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+)
 
 
 def group_of(point: Point) -> str:
+    """The group of `GROUPS` that a point is in."""
     return next(name for name, holds in GROUPS.items() if holds(point))
-
-
-def inside(points: Sequence[Point], others: Sequence[Point]) -> float | None:
-    """The share of points inside of their 90 % interval by `others`, with no source of theirs."""
-    sourced = [point for point in points if point.source]
-    names = {point.source for point in sourced}
-    left = Hierarchy([point for point in others if point.source and point.source not in names])
-    if not sourced or not left.held:
-        return None
-    low, high = (ends[LEVELS.index(LEVEL)] for ends in left.ends())
-    held = 0
-    for point in sourced:
-        ends = left.interval(left.path(point.cell), None, (low, high))
-        held += ends[0] <= error(point) <= ends[1]
-    return held / len(sourced)
-
-
-def lines(points: Sequence[Point]) -> Iterator[str]:
-    yield "| steps | n | sources | inside | inside, source seen | high/low |"
-    yield "|---|---:|---:|---:|---:|---:|"
-    found = counted(points)
-    for name, one in found.items():
-        yield (
-            f"| {name} | {one.steps:,} | {one.sources} | {one.inside:.0%} | {one.seen:.0%} "
-            f"| {one.ratio:.2f} |"
-        )
-    mean = [statistics.fmean(getattr(c, n) for c in found.values())
-            for n in ("inside", "seen", "ratio")]  # fmt: skip
-    yield f"| mean of the groups | | | {mean[0]:.0%} | {mean[1]:.0%} | {mean[2]:.2f} |"
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -457,6 +440,13 @@ def sourced(folder: Path) -> list[Point]:
     ]
 
 
+def write(points: Sequence[Point], path: Path) -> None:
+    """Write the table of these points."""
+    hierarchy = Hierarchy(points)
+    text = text_of(hierarchy.table(uses_of(points, hierarchy)))
+    path.write_text(f"# Written by benchmarks/accuracy/coverage.py, never by hand.\n{text}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -467,10 +457,9 @@ def main() -> None:
     points = sourced(given.points)
     if not points:
         raise SystemExit(f"{given.points}: no points with a source in *.csv")
-    print("\n".join(lines(points)))
+    print(LeftOut(points).table(points, group_of))
     if given.write:
-        hierarchy = Hierarchy(points)
-        given.write.write_text(text_of(hierarchy.table(uses_of(points, hierarchy))))
+        write(points, given.write)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ class StepCell(Plain):
         return StepCell(**dict(zip(names, words, strict=True)))
 
     @property
+    def kind(self) -> str:
+        """The kind of chip: what a CPU does says little of a GPU."""
+        return "cpu" if self.generation == "cpu" else "gpu"
+
+    @property
     def of_kernel(self) -> StepCell:
         """The cell of the kernels that it has most of, each by itself."""
         return replace(self, phase="kernel", execution="")
@@ -366,7 +371,7 @@ class StepErrors:
         """
         lowest, first = self.levels[0], (self.low[0], self.high[0])
         if first[0] <= most <= first[1] and first[0] < first[1]:
-            return 0.5 + lowest * ((most - first[0]) / (first[1] - first[0]) - 0.5)
+            return float(0.5 + lowest * ((most - first[0]) / (first[1] - first[0]) - 0.5))
         above = most > first[1]
         ends = [abs(end - first[above]) for end in (self.high if above else self.low)]
         far = _share_between(abs(most - first[above]), self.levels, ends)
@@ -387,7 +392,7 @@ def _share_between(end: float, levels: Sequence[float], ends: Sequence[float]) -
 
 @dataclass(frozen=True, slots=True)
 class CellSteps:
-    """What was measured in a cell, or in all that agree in some of its fields."""
+    """The residuals of a cell, or of all cells that agree in some fields."""
 
     mean: float  # of log(measured / predicted), drawn to that of the cells around
     scale: float  # the 90th percentile of how far sources that are left out are from it
@@ -493,8 +498,10 @@ class IntervalTable:
             return ([*same, False].index(False), sum(same))
 
         every = [words for key in self.cells if len(words := key.split(", ")) == len(values)]
-        words = [word.replace(UNKNOWN, "") for word in max(every, key=shared)]
-        return StepCell(**dict(zip(self.order, words, strict=True)))
+        words = dict(zip(self.order, max(every, key=shared), strict=True))
+        return StepCell(**{
+            name: word.replace(UNKNOWN, "") for name, word in words.items() if name != "kind"
+        })  # fmt: skip
 
 
 _TABLE = Path(__file__).parent / "fitted" / "intervals.toml"

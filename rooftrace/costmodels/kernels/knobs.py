@@ -241,8 +241,9 @@ class Knobs(Plain):
 
     def residuals_of(self, use: str) -> Residuals | None:
         """The residuals of a use."""
-        usual = self.residuals == USUAL
-        return (IntervalTable.shipped().uses if usual else self.residuals).get(use)
+        if isinstance(self.residuals, str):
+            return IntervalTable.shipped().uses.get(use)
+        return self.residuals.get(use)
 
     def ends(self, level: float = LEVEL) -> tuple[float, float]:
         """Ends of the interval that holds this share of steps, in standard deviations of a step.

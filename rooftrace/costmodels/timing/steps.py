@@ -360,11 +360,11 @@ def _cells(
     """Where each point is among measured steps; device: seconds of all kernels of each entry."""
     latent, kinds = step.kernels.latent[step.row], np.empty(len(step.row), dtype=object)
     for part in step.parts:
-        kind = part.spread_kind, part.of_experts, bool(latent[part.where.start])
-        kinds[part.where] = StepCell.work_of(*kind)
+        at_latents = bool(latent[part.where.start])
+        kinds[part.where] = StepCell.work_of(part.spread_kind, part.of_experts, at_latents)
     works = [step.total(device * (kinds == work)) for work in WORKS]
-    narrow, all_ = (step.total(flop[step.row] * step.times) for flop in step.kernels.products)
-    return Cells.of(cell, works, narrow > all_ / 2, [regimes[name] for name in REGIMES], heads)
+    narrow, flops = (step.total(flop[step.row] * step.times) for flop in step.kernels.products)
+    return Cells.of(cell, works, narrow > flops / 2, [regimes[name] for name in REGIMES], heads)
 
 
 # -- one kernel of each entry ----------------------------------------------------------------------
@@ -480,8 +480,7 @@ def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, device: Array) -> Wa
         return _on_streams(step, chip, durations)
     host = host_seconds(step.execution, chip)
     before = leading_seconds(step.launches, host, chip.host_waits)
-    starts: list[float] = []
-    ends = []
+    starts, ends = list[float](), []
     for points in () if before is not None and step.points > 1 else step.cuts(_QUEUED):
         seconds, counts = step.launched(durations, points), step.counted(points)
         starts, end = schedule(seconds, step.launches, host, counts, chip.host_waits)

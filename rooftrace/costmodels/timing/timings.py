@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 
 from rooftrace._amounts import larger
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.intervals import WORKS, StepCell, StepErrors
-from rooftrace.costmodels.kernels.knobs import LEVEL
+from rooftrace.costmodels.kernels.intervals import LEVEL, WORKS, StepCell, StepErrors
 
 if TYPE_CHECKING:
+    from typing import Any
+
+    import numpy as np
+
     from rooftrace._amounts import Array, Places
+
+    Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 REGIMES = ("compute", "hbm", "network", "launch")
 
@@ -225,7 +230,7 @@ class Cells:
     def of(
         step: StepCell,
         works: Sequence[Array],
-        narrow: Array,
+        narrow: Flags,
         seconds: Sequence[Array],
         heads: Headline,
     ) -> Cells:

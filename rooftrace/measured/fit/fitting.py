@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace.costmodels.kernels import Knobs, attention_knobs, numbers
-from rooftrace.costmodels.kernels.knobs import CLASSES, FITTED, NO_FIT, ONE_FACTOR, Residuals
+from rooftrace.costmodels.kernels.intervals import FITTED, NO_FIT, ONE_FACTOR, Residuals
+from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.hardware import Chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors, predict
 
