@@ -278,11 +278,11 @@ class Knobs(Plain):
             tuple(high * deviation for _, high in ends),
         )
 
-    def grounds_of(self, cell: StepCell) -> str:
+    def grounds_of(self, cell: StepCell, alone: float) -> str:
         """A sentence on the steps that an interval at a cell rests on; "" where there are none."""
         table, residuals = IntervalTable.shipped(), self.of_use
         if self.residuals == USUAL:
-            return table.grounds(cell)
+            return table.grounds(cell.of_kernel if alone > 0.5 else cell)
         if residuals is None:
             return ""
         other = table.apart(residuals.cells, cell) > 0

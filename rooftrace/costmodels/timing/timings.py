@@ -120,9 +120,7 @@ class StepTimes:
 
     def grounds(self, knobs: Knobs | None) -> str:
         """A sentence on the measured steps that the interval rests on; "" where there are none."""
-        if knobs is None:
-            return ""
-        return knobs.grounds_of(self.cell.of_kernel if self.alone > 0.5 else self.cell)
+        return "" if knobs is None else knobs.grounds_of(self.cell, self.alone)
 
     @property
     def regime(self) -> str:
