@@ -59,10 +59,10 @@ class Case:
     seconds: float  # s, of a step, or of these kernels alone
     dispatches: int = 0  # that the host enqueued; 0 where the host does not matter
     layouts: bool = False  # whether hidden layout copies count; see `KernelTable.seconds`
+    cell: StepCell = field(default_factory=StepCell)  # where it is among measured steps
     group: str = ""  # cases of one group are left out together when a fit is checked
     dispatch: float | None = None  # s of each dispatch; None: the knob of this name
     host: float = 0.0  # other s of the host: views, calls of modules
-    cell: StepCell = field(default_factory=StepCell)  # where it is among measured steps
 
 
 @dataclass(frozen=True, kw_only=True)
