@@ -493,15 +493,15 @@ class IntervalTable:
         """The measured cell that shares most fields, the first ones first."""
         values = cell.values(self.order)
 
-        def shared(words: Sequence[str]) -> tuple[int, int]:
+        def shared(words: list[str]) -> tuple[int, int]:
             same = [word == value for word, value in zip(words, values, strict=True)]
             return ([*same, False].index(False), sum(same))
 
-        every = [words for key in self.cells if len(words := key.split(", ")) == len(values)]
-        words = dict(zip(self.order, max(every, key=shared), strict=True))
-        return StepCell(**{
-            name: word.replace(UNKNOWN, "") for name, word in words.items() if name != "kind"
-        })  # fmt: skip
+        every = [key.split(", ") for key in self.cells if key.count(", ") + 1 == len(values)]
+        nearest = max(every, key=shared)
+        named = zip(self.order, nearest, strict=True)
+        kept = {name: word.replace(UNKNOWN, "") for name, word in named if name != "kind"}
+        return StepCell(**kept)
 
 
 _TABLE = Path(__file__).parent / "fitted" / "intervals.toml"
