@@ -14,7 +14,7 @@ from pathlib import Path
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.fusion import TYPICAL, ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs, dump_knobs, load_knobs
-from rooftrace.costmodels.kernels.knobs import student
+from rooftrace.costmodels.kernels.intervals import student
 from rooftrace.errors import UnusedError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
