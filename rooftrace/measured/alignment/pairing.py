@@ -145,7 +145,12 @@ class MeasuredStep:
         """A step of this graph, of unknown time."""
         name = str(graph.model.get("name") or "model")
         return MeasuredStep(
-            f"{name} {graph.phase}", graph.phase, name, math.nan, lambda: graph, graph.phase
+            label=f"{name} {graph.phase}",
+            place=graph.phase,
+            group=name,
+            seconds=math.nan,
+            graph=lambda: graph,
+            phase=graph.phase,
         )
 
     def why_not(self, error: Exception) -> str:
