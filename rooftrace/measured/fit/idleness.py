@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from rooftrace._plain import Plain
 from rooftrace.hardware.units import format_share, format_time, listed
 from rooftrace.measured.profiles import Trace, TraceStep
-from rooftrace.measured.profiles.linking import Cutter
 
 LATE, WAITED, LOADED, QUEUED = (
     "the host launches too late",
@@ -85,7 +84,7 @@ def idleness_of(trace: Trace) -> Idleness | None:
     steps = [step for step in trace.steps if step.busy]
     if not trace.on_device or not steps:
         return None
-    waits = sorted(trace.cut.waits) if isinstance(trace.cut, Cutter) else []
+    waits = sorted(trace.cut.waits) if trace.cut is not None else []
     loads = _loads(trace)
     reasons: dict[str, float] = defaultdict(float)
     filled: dict[str, float] = defaultdict(float)
