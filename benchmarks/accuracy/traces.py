@@ -398,13 +398,17 @@ def fits(found: list[tuple[Traced, Kernels]]) -> Iterator[tuple[str, float, str]
         others = [(one, was) for one, was in found if one is not seen and one.chip == seen.chip]
         if not others:
             continue
-        print(f"two numbers from {seen.name}", file=sys.stderr)
-        fitted = rt.calibrate(seen.path, seen.chip, "eager", seen.graph, free=FEW, factors=False)
-        how = rt.tools.execution_model("eager", knobs=fitted.knobs)
+        for kind, free in (("two numbers", FEW), ("as chosen", None)):
+            print(f"{kind} from {seen.name}", file=sys.stderr)
+            fitted = rt.calibrate(
+                seen.path, seen.chip, "eager", seen.graph, free=free, factors=False
+            )
+            how = rt.tools.execution_model("eager", knobs=fitted.knobs)
+            for one, _ in others:
+                after = kernels(one, how)
+                row = line(one.name, one.chip, f"{kind}, {seen.name}", after)
+                yield f"{kind}, {one.chip}", after.error, row
         for one, was in others:
-            after = kernels(one, how)
-            row = line(one.name, one.chip, f"two numbers, {seen.name}", after)
-            yield f"two numbers, {one.chip}", after.error, row
             factor = before.measured / before.predicted
             yield f"one factor, {one.chip}", was.predicted * factor / was.measured - 1, ""
 

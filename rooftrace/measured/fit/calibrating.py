@@ -123,7 +123,7 @@ def choose(
         label, alone = ", ".join(free), len(shares.kernels)
         tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
         none, new = (judged(errors, cases) for errors in (tried[NOTHING], attempt.left_out))
-        if new <= none * (1 - _GAIN) and (
+        if new < none * (1 - _GAIN) and (
             is_one_step(cases) or is_better(cases, attempt.outside, best.outside)
         ):
             best = attempt

@@ -278,6 +278,8 @@ class OpSum:
 class Cut(Protocol):
     """Makes steps from parts of a trace."""
 
+    waits: Sequence[tuple[float, float]]  # (start, end) [s] of calls that wait for the device
+
     def __call__(self, name: str, start: float, end: float) -> TraceStep:
         """The step with all calls and launches of the host from `start` until `end`."""
 

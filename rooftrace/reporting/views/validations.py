@@ -448,6 +448,9 @@ def validation_view(result: Validation, output: view.Output) -> view.View:
 
 def _head(result: Validation) -> view.Section:
     parts: list[view.Part] = [*sentence(headline(result), label="validation  ")]
+    if result.idle_words:
+        parts.append(view.Note(f"  {result.idle_words}", on="screen"))
+        parts.append(view.Note(f"{result.idle_words}.", on="page", bullet=1))
     failures = [f"{place}: {why}" for place, why in result.failures.items()]
     for failure in failures[:_LEFT_OUT]:
         parts.append(view.Note(f"  left out, {failure}", "warn", on="screen"))
