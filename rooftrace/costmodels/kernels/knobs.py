@@ -105,9 +105,6 @@ class Knobs(Plain):
     overlap: float = knob(
         math.inf, least=1.0, endless=True, prior=0.4, start=MOST_OVERLAP, fitted=MOST_OVERLAP
     )
-    # Share of its clock that a chip holds with its matrix engines at full rate, by its limit on
-    # power; see `seconds.held`.
-    power: float = knob(1.0, least=LEAST_SHARE, most=1.0)
     # Of a kernel on the device; None: the chip's.
     launch: float | None = knob(None, unit="second", prior=0.7, of_chip="kernel_gap", start=3e-6)
     # Of a kernel on the host, eager; None: the chip's.
@@ -133,6 +130,9 @@ class Knobs(Plain):
     traffic: ByteFactors | None = None
     # Speed of all kernels, launches and the host over that by the other numbers.
     pace: float = knob(1.0, least=LEAST_SHARE, prior=0.2, on_cpu=0.4)
+    # Share of its clock that a chip holds with its matrix engines at full rate, by its limit on
+    # power; see `seconds.held`.
+    power: float = knob(1.0, least=LEAST_SHARE, most=1.0)
     use: str = NO_FIT  # one of `USES`
     # Ends of intervals by `use`, or "usual"; not in the hash: they change no time.
     residuals: Mapping[str, Residuals] | str = field(default_factory=dict, hash=False)
@@ -371,8 +371,12 @@ _OF_ARCHITECTURE = {
 def _sustained(kind: str, compiled: bool, of: str, compute: float, memory: float) -> Knobs:
     """Typical numbers of a chip that sustains these shares of its rates."""
     knobs = _typical(kind, compiled, of)
-    clocks = {"compute": knobs.compute * max(1.0, compute), "power": min(1.0, compute)}
-    return replace(knobs, memory=knobs.memory * memory, **clocks)
+    return replace(
+        knobs,
+        compute=knobs.compute * max(1.0, compute),
+        memory=knobs.memory * memory,
+        power=min(1.0, compute),
+    )
 
 
 @functools.cache
