@@ -480,8 +480,8 @@ class IntervalTable:
     def grounds(self, cell: StepCell) -> str:
         """A sentence on the measured steps that an interval at a cell rests on."""
         depth, steps = self.measured(cell)
-        kind = "kernels" if cell.phase == "kernel" else "steps"
-        of = f"{steps.steps:,} measured {kind} of {plural(steps.sources, 'source')}"
+        kind = "kernel" if cell.phase == "kernel" else "step"
+        of = f"{plural(steps.steps, f'measured {kind}')} of {plural(steps.sources, 'source')}"
         if depth == len(self.order):
             return f"interval by {of} like it ({cell})"
         nearest = self._nearest(cell)
