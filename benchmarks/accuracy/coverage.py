@@ -39,6 +39,7 @@ from rooftrace.costmodels.kernels.intervals import (
     LEVEL,
     LEVELS,
     NO_FIT,
+    OF_SCALE,
     ONE_FACTOR,
     CellSteps,
     IntervalTable,
@@ -85,8 +86,11 @@ GROUPS: Mapping[str, Callable[[Point], bool]] = {
     "LLM training, H100": lambda point: point.phase == "training" and point.generation == "hopper",
     "LLM training, A100": lambda point: point.phase == "training" and point.generation == "ampere",
     "LLM inference": lambda point: (
-        point.phase in ("forward", "decode") and point.source.startswith(("NeuSight", "serving"))
+        point.phase in ("forward", "decode")
+        and point.source.startswith(("NeuSight", "serving", "NVIDIA/FasterTransformer"))
     ),
+    "other published steps": lambda point: "/" in point.source,
+    "CPU": _is(generation="cpu"),
     "other kernels": _is(phase="kernel"),
     "other steps": lambda point: True,
 }
@@ -226,12 +230,15 @@ class Hierarchy:
 
     def wide(self, path: Path_, known: int, without: str | None = None) -> float:
         """The scale at a cell of which some fields are not measured."""
-        steps = CellSteps(0.0, self.scale(path, without), 0, 0)
-        apart = sum(scatter**2 for scatter in self.scatter[known:])
-        return math.sqrt(steps.scale**2 + (1.6449**2) * apart)
+        scale = self.scale(path, without)
+        return math.hypot(scale, OF_SCALE * max(self.scatter[known:], default=0.0))
 
     def ends(self) -> tuple[list[float], list[float]]:
-        """Ends of each level in scales: order statistics of left-out sources of equal weight."""
+        """Ends of each level in scales: order statistics of left-out sources of equal weight.
+
+        Without the usual correction for how many there are: each was predicted from fewer sources
+        than the table has, which makes its errors larger already.
+        """
         values, weights = [], []
         for source in self.sources:
             keys = [key for key in self.held if key[0] == source]
@@ -242,10 +249,9 @@ class Hierarchy:
                 each = self.held[key].count / total / len(values[-1])
                 weights.append(np.full(len(values[-1]), each))
         off, share = np.concatenate(values), np.concatenate(weights)
-        count = len(self.sources)
         low, high = [], []
         for level in LEVELS:
-            side = min(1.0, (1 + min(1.0, level * (count + 1) / count)) / 2)
+            side = (1 + level) / 2
             low.append(min(0.0, quantile(off, share, 1 - side)))
             high.append(max(0.0, quantile(off, share, side)))
         return low, high
@@ -340,9 +346,9 @@ def uses_of(points: Sequence[Point], hierarchy: Hierarchy) -> dict[str, Residual
     found = {
         NO_FIT: Residuals(
             levels=LEVELS,
-            low=tuple(float(f"{1.6449 * end:.4g}") for end in low),
-            high=tuple(float(f"{1.6449 * end:.4g}") for end in high),
-            spread=float(f"{hierarchy.scale(()) / 1.6449:.4g}"),
+            low=tuple(float(f"{OF_SCALE * end:.4g}") for end in low),
+            high=tuple(float(f"{OF_SCALE * end:.4g}") for end in high),
+            spread=float(f"{hierarchy.scale(()) / OF_SCALE:.4g}"),
             count=sum(h.count for h in hierarchy.held.values()),
             groups=len(hierarchy.sources),
             of="steps and kernels of all sources",

@@ -450,8 +450,8 @@ class IntervalTable:
     def steps_at(self, cell: StepCell) -> CellSteps:
         """The residuals at a cell: measured there, or of the cells around it and wider."""
         depth, steps = self.measured(cell)
-        apart = sum(scatter**2 for scatter in self.scatter[depth:])
-        return replace(steps, scale=math.sqrt(steps.scale**2 + _WIDE**2 * apart))
+        apart = max(self.scatter[depth:], default=0.0)  # of fields inside, a scale has the scatter
+        return replace(steps, scale=math.hypot(steps.scale, OF_SCALE * apart))
 
     def errors(self, cell: StepCell, alone: Any) -> StepErrors:
         """Where errors of a step lie.
@@ -480,8 +480,8 @@ class IntervalTable:
     def grounds(self, cell: StepCell) -> str:
         """A sentence on the measured steps that an interval at a cell rests on."""
         depth, steps = self.measured(cell)
-        kind = "kernels" if cell.phase == "kernel" else "steps"
-        of = f"{steps.steps:,} measured {kind} of {plural(steps.sources, 'source')}"
+        kind = "kernel" if cell.phase == "kernel" else "step"
+        of = f"{plural(steps.steps, f'measured {kind}')} of {plural(steps.sources, 'source')}"
         if depth == len(self.order):
             return f"interval by {of} like it ({cell})"
         nearest = self._nearest(cell)
@@ -506,5 +506,5 @@ class IntervalTable:
 
 _TABLE = Path(__file__).parent / "fitted" / "intervals.toml"
 _KIND = FileKind("interval table", ResidualsError)
-_WIDE = NormalDist().inv_cdf(0.95)
+OF_SCALE = NormalDist().inv_cdf(0.95)
 """A scale over a standard deviation."""

@@ -283,7 +283,8 @@ class Times(Plain):
         "peak=step.peak ridge=step.ridge flops_realizable=step.flops_realizable "
         "t_comp=step.times.t_comp t_hbm=step.times.t_hbm t_net=step.times.t_net "
         "t_launch=step.times.t_launch t_bound=step.t_bound t_serial=step.times.t_serial "
-        "t_est=step.t_est t_is knobs t_interval=step.t_interval regime "
+        "t_est=step.t_est t_is knobs t_interval=step.t_interval "
+        "interval_grounds=step.interval_grounds regime "
         "regime_shares regime_next regime_margin mfu=step.mfu "
         "hfu=step.hfu items_per_s=step.items_per_s"
     )
