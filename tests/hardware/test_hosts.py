@@ -38,7 +38,7 @@ def test_a_host_has_many_names(own):
         load_host("typicl")
     with pytest.raises(UnknownHostError, match="host 3: expected a name, path or Host"):
         load_host(3)
-    with pytest.raises(HostFileError, match='host "none.toml": no such file'):
+    with pytest.raises(HostFileError, match=r'host "none\.toml": no such file'):
         load_host("none.toml")
 
 
