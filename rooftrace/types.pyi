@@ -22,7 +22,7 @@ from rooftrace.errors import (
     TargetError as TargetError,
 )
 from rooftrace.graph import GraphFileError as GraphFileError, OpGraph as OpGraph
-from rooftrace.hardware import Chip as Chip
+from rooftrace.hardware import Chip as Chip, Host as Host
 from rooftrace.hardware.chip import (
     MissingPeakError as MissingPeakError,
 )

@@ -1,6 +1,6 @@
 """Steps that others published with their recipe, predicted without a fit.
 
-    python benchmarks/accuracy/public.py FOLDER [--cache DIR] [--points FILE.csv]
+    python benchmarks/accuracy/public.py FOLDER [--host NAME|FILE] [--cache DIR] [--points FILE.csv]
 
 FOLDER/steps has files of rows: what,source,chip,execution,measured_ms.  `what` names a model, its
 precision and its sizes in words ("HF ViT fp32 b4 A100 eager", "BERT-base encoder fp16 8x384"); the
@@ -43,15 +43,16 @@ _LENGTH = re.compile(r"(?:s|seq|len)=?(\d+)")
 @dataclass(frozen=True)
 class Recipe:
     """How a source ran its models.  attention: None: as the installed transformers chooses; torch:
-    the release."""
+    the release; host: None: the typical one."""
 
     attention: str | None = None
     torch: str | None = None
+    host: str | None = None
 
 
 RECIPES = {
     "perf_torch_compile": Recipe("eager", "2.0"),
-    "bert_guide": Recipe("eager", "2.0"),
+    "bert_guide": Recipe("eager", "2.0", "torchscript"),
 }
 """By a part of the source's name."""
 
@@ -355,7 +356,7 @@ class Predicted:
 
 
 def predicted(
-    rows: Sequence[Row], cache: Path, tell: Callable[[str], None], **options: Any
+    rows: Sequence[Row], cache: Path, tell: Callable[[str], None], host: str | None = None
 ) -> tuple[list[Predicted], list[str]]:
     """Each row by the typical shares, and what is left out with its reason."""
     made, left = [], []
@@ -373,7 +374,8 @@ def predicted(
         tell(row.what)
         tf32 = PRECISIONS[row.precision][1]
         execution = EXECUTIONS[row.execution]
-        found = rt.estimate(graph, chip=chip, execution=execution, tf32=tf32 or None, **options)
+        how = {"tf32": tf32 or None, "host": host or recipe_of(row.source).host}
+        found = rt.estimate(graph, chip=chip, execution=execution, **how)
         made.append(Predicted(row, found))
     return made, left
 
@@ -410,6 +412,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cache", type=Path, default=Path("out/accuracy"), help="for traces")
+    parser.add_argument("--host", help="of all rows, in place of what their sources say")
     parser.add_argument("--rows", action="store_true", help="print each row")
     parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
     given = parser.parse_args()
@@ -418,7 +421,7 @@ def main() -> None:
         raise SystemExit(f"{given.folder}: no steps/*.csv in it")
     warnings.filterwarnings("ignore")
     tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    made, left = predicted(rows, given.cache, tell)
+    made, left = predicted(rows, given.cache, tell, given.host)
     print(table(made))
     if given.rows:
         for each in made:
@@ -431,7 +434,9 @@ def main() -> None:
         print("\nLeft out:\n" + "\n".join(f"- {text}" for text in left))
     if given.points:
         points = [
-            Point(each.row.what, each.estimate.t_est, each.row.seconds, each.row.source)
+            Point(each.row.what, each.estimate.t_est, each.row.seconds, each.row.source).of(
+                each.row.source, each.estimate
+            )
             for each in made
         ]
         write_points(given.points, points)

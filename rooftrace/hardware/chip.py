@@ -68,18 +68,6 @@ class Link:
     latency: Fact | None = None  # second
 
 
-_HOST_GUESS = "tiny models, eager PyTorch 2.13, one core of a server CPU"
-VIEW = Fact.of("1 us", "second", _HOST_GUESS, "guess", "of a host, not of the chip: 0.8 us there")
-MODULE_CALL = Fact.of(
-    "3 us", "second", _HOST_GUESS, "guess", "of a host, not of the chip: 1.5 us for a plain module"
-)
-GRAPH_ENTRY = Fact.of(
-    "25 us",
-    "second",
-    "tiny model cut into eight graphs, torch.compile of PyTorch 2.13, one core of a server CPU",
-    "guess",
-    "of a host, not of the chip: 26 us there for guards and wrappers, 66 us under gradients",
-)
 BLAS_WORKSPACE = Fact.of(
     "8320 KiB",
     "byte",
@@ -119,6 +107,11 @@ FACT_UNITS: Mapping[str, str] = {
     "blas_workspace": "byte",
     "context": "byte",
 }
+HOST_FACTS = (
+    "dispatch_eager", "dispatch_view", "module_call", "dispatch_compiled", "graph_launch",
+    "graph_entry",
+)  # fmt: skip
+"""The facts that are of a chip's host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +126,13 @@ class Chip(Plain, Shown):
     memory_capacity: Fact  # byte
     memory_bandwidth: Fact  # byte/s
     kernel_gap: Fact  # device seconds that a kernel costs in addition to its work, in one stream
-    dispatch_eager: Fact  # host seconds per kernel in eager PyTorch
-    dispatch_compiled: Fact  # host seconds per kernel launched from compiled code
-    graph_launch: Fact  # host seconds to launch one captured graph, whatever its number of kernels
-    dispatch_view: Fact = VIEW  # host seconds per view in eager PyTorch, which launches nothing
-    module_call: Fact = MODULE_CALL  # host seconds of Python per call of a module, its ops aside
-    graph_entry: Fact = GRAPH_ENTRY  # host seconds from one compiled graph into another: guards
+    # Of its host, in seconds; a chip file without them has those of the typical host.
+    dispatch_eager: Fact  # a plain op in eager PyTorch
+    dispatch_compiled: Fact  # a kernel launched by compiled code
+    graph_launch: Fact  # one captured graph, whatever its kernels
+    dispatch_view: Fact  # a view in eager PyTorch: launches nothing
+    module_call: Fact  # Python per call of a module, its ops aside
+    graph_entry: Fact  # from one compiled graph into another: guards
     blas_workspace: Fact = BLAS_WORKSPACE  # byte, of each thread and stream with products
     context: Fact = CONTEXT  # byte of a process outside of the allocator: context, loaded kernels
     aliases: tuple[str, ...] = ()

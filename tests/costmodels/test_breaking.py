@@ -15,7 +15,8 @@ from rooftrace.costmodels.timing.queue import HostSeconds
 from rooftrace.graph import marks
 from rooftrace.graph.graph import OpGraph
 from rooftrace.graph.records import Op
-from rooftrace.hardware.chip import GRAPH_ENTRY, Fact
+from rooftrace.hardware import load_host
+from rooftrace.hardware.chip import Fact
 from rooftrace.hardware.chipfile.reading import load_chip
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
@@ -161,8 +162,9 @@ def test_the_seconds_of_an_entry_are_a_fact_of_the_chip() -> None:
     assert HostSeconds(2.0, chip=H200).of(Launch(4, on_device=True)) == 8.0
     whole, broken = step(), cut(step(), {3: False})
     less, more = (estimate(graph, H200, "compiled").t_est for graph in (whole, broken))
-    assert more - less >= GRAPH_ENTRY.value
-    assert H200.graph_entry is GRAPH_ENTRY
+    entry = load_host("typical").facts["graph_entry"]
+    assert more - less >= entry.value
+    assert H200.graph_entry is entry
 
 
 def test_eager_steps_know_no_breaks() -> None:

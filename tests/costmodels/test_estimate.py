@@ -11,6 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, Utilization
+from rooftrace.costmodels.fusion.plans import THROUGH_LIBRARIES
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.opview import own_rules
 from rooftrace.graph.file import load_graphs, save_graphs
@@ -74,7 +75,8 @@ def test_real_models(traced, step, chip):
     # A graph is launched at once, which takes longer than the first of many launches.
     launched = found["efficient"].chip.graph_launch.value
     assert found["efficient"].t_est <= found["compiled"].t_est + launched
-    assert found["compiled"].t_est <= found["eager"].t_est
+    # The wrapper of compiled code takes longer for a kernel than a plain op does: tiny steps wait.
+    assert found["compiled"].times.t_serial <= found["eager"].times.t_serial
     assert found["efficient"].flops_matrix == found["naive"].flops_matrix
 
 
@@ -144,7 +146,8 @@ def test_dispatch_of_kernels_and_of_one_graph():
     graph = b.graph(x)
     compiled, efficient = (rt.estimate(graph, H200, name) for name in ("compiled", "efficient"))
     last = compiled.rows[-1].timing.t_device
-    assert compiled.t_est == pytest.approx(10 * H200.dispatch_compiled.value + last)
+    host = H200.dispatch_compiled.value + THROUGH_LIBRARIES["mm"] * H200.dispatch_eager.value
+    assert compiled.t_est == pytest.approx(10 * host + last)
     assert efficient.t_est == pytest.approx(H200.graph_launch.value + efficient.times.t_serial)
 
 

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from rooftrace.hardware import load_host
 from rooftrace.hardware.chip import Chip, Fact, Link, MissingPeakError, Peak
 from rooftrace.hardware.chipfile import load_chip
 
@@ -27,9 +28,7 @@ def make_chip(**changes):
         memory_capacity=fact("16 GiB", "byte"),
         memory_bandwidth=fact("1 TB/s", "byte/s"),
         kernel_gap=fact("1 us", "second"),
-        dispatch_eager=fact("8 us", "second"),
-        dispatch_compiled=fact("4 us", "second"),
-        graph_launch=fact("8 us", "second"),
+        **load_host("typical").facts,
         links=(Link("intra", fact("50 GB/s", "byte/s"), fact("2 us", "second")),),
     )
     return dataclasses.replace(chip, **changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from rooftrace.costmodels.ops import COMPUTED, MATRIX
 from rooftrace.costmodels.timing.queue import Communication
 from rooftrace.costmodels.timing.timings import StepTimes
 from rooftrace.graph import Assumption, OpGraph, assumptions
-from rooftrace.hardware import Chip
+from rooftrace.hardware import Chip, Host, load_host
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic
 
@@ -346,13 +347,15 @@ def estimate(
     chip: str | Chip | None = None,
     execution: str | ExecutionModel | None = None,
     system: str | System | None = None,
+    host: str | os.PathLike[str] | Host | None = None,
 ) -> Estimate:
     """The cost of the captured step on `chip` under `execution` (a Plan has its execution).
 
     chip: default the one that the knobs of the execution were fitted on, else h200-sxm.
 
     system: how chips are joined, for a step of several processes: a name (`rooftrace systems
-    list`), a file, or a System.  Its chip then takes the place of `chip`.  Raises UnknownChipError,
+    list`), a file, or a System.  Its chip then takes the place of `chip`.  host: whose facts take
+    the place of the chip's: a name, a file, or a Host.  Raises UnknownChipError, UnknownHostError,
     ExecutionError, and MissingPeakError where the chip has no rate for a precision that the step
     computes in.
     """
@@ -362,6 +365,8 @@ def estimate(
     if system is not None:
         chip = load_system(system).joined_chip
     target = ExecutionModel.chip_of(chip, [planned.execution])
+    if host is not None:
+        target = load_host(host).under(target)
     times = time_plan(planned, target)
     return Estimate(
         plan=planned,

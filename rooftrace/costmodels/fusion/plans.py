@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, takewhile
@@ -28,7 +28,14 @@ from rooftrace.costmodels.fusion.grouping import fuse
 from rooftrace.costmodels.fusion.partition import FusionGroup
 from rooftrace.costmodels.fusion.traffic import bytes_by_role
 from rooftrace.costmodels.memory import Memory, memory
-from rooftrace.costmodels.ops import MATRIX, Cost, price_ops, unknown_bytes, with_families
+from rooftrace.costmodels.ops import (
+    MATRIX,
+    Cost,
+    find_rule,
+    price_ops,
+    unknown_bytes,
+    with_families,
+)
 from rooftrace.costmodels.rewrites import reprice, rewrite
 from rooftrace.graph import PARTS, ROLES, Op, OpGraph, marks, pattern_of
 from rooftrace.hardware.units import format_flops, format_traffic
@@ -46,26 +53,52 @@ class Launch:
     calls: int = 0  # of modules by Python
     singles: int = 0  # ops between compiled graphs, which Python enqueues one by one
     entries: int = 0  # compiled graphs that the host enters behind another one
+    # Host time of ops through CUDA libraries beyond that of a plain op, in plain ops.
+    library: int = 0
+
+
+THROUGH_LIBRARIES: Mapping[str, int] = {
+    "conv": 6,
+    "attention": 4,
+    "mm": 2,
+    "bmm": 2,
+    "grouped mm": 2,
+    "batch norm": 1,
+    "layer norm": 1,
+}
+"""Host time of ops beyond that of a plain op, in plain ops, by kind.
+
+A plain op is one dispatch, one allocation and one launch.  cuBLAS also looks up a kernel and sets
+its attributes; cuDNN describes every tensor and looks up a plan; norms allocate two more results;
+attention chooses a backend, and calls into each.  From median host times of ops in torch.profiler
+traces of TraceLens (MIT, ViT and BERT on H100 and MI300X), without what the profiler takes for each
+nested op: 8 us an elementwise op, 24 a product, 19 a norm, 45 attention, 60 a convolution.
+"""
+_GENERATED = frozenset({"batch norm", "layer norm"})
+"""Kinds that a compiler writes itself."""
 
 
 def launches_of(
-    graph: OpGraph, groups: Sequence[FusionGroup], execution: ExecutionModel
+    graph: OpGraph,
+    groups: Sequence[FusionGroup],
+    execution: ExecutionModel,
+    costs: Sequence[Cost] = (),
 ) -> tuple[Launch, ...]:
     """The launches of a step in order: the host enqueues groups, and waits at syncs.
 
     Under eager dispatch the host enqueues every kernel of the graph, makes every view and calls
     every module; under compiled it enqueues every group; under graph everything up to the next
     wait or graph break at once.  A wait or a break stands before the first group with an op that
-    comes after it.
+    comes after it.  costs: of the ops; without them no op goes through a library.
     """
-    return _Host(graph, execution).launches_of(groups)
+    return _Host(graph, execution, costs).launches_of(groups)
 
 
 class _Host:
     """Collects the launches of the host, group after group."""
 
-    def __init__(self, graph: OpGraph, execution: ExecutionModel) -> None:
-        self.graph, self.dispatch = graph, execution.dispatch
+    def __init__(self, graph: OpGraph, execution: ExecutionModel, costs: Sequence[Cost]) -> None:
+        self.graph, self.dispatch, self.costs = graph, execution.dispatch, costs
         eager = self.dispatch == "eager"
         self.alone = range(len(graph.ops)) if eager else marks.eager_ops(graph.ops)
         # Ops that are enqueued one by one, and were not yet.
@@ -84,7 +117,7 @@ class _Host:
         for group in groups:
             while self.stops and self.stops[0].id < group.ops[-1]:
                 self._stop()
-            before = self._enqueue(group.ops[-1], group.repeats)
+            before = self._enqueue(group.ops, group.repeats)
             self.launches.append(replace(before, on_device=True, repeats=group.repeats))
         while self.stops:
             self._stop()
@@ -92,12 +125,12 @@ class _Host:
             self._one_by_one(len(self.graph.ops) - 1, None)
         return tuple(self.launches)
 
-    def _enqueue(self, last: int, repeats: tuple[int, ...]) -> Launch:
+    def _enqueue(self, ops: Sequence[int], repeats: tuple[int, ...]) -> Launch:
         """The launch for the next group; ops in other repeats get separate launches."""
-        if last in self.alone:
-            return self._one_by_one(last, repeats)
+        if ops[-1] in self.alone:
+            return self._one_by_one(ops[-1], repeats)
         if self.dispatch in ("compiled", "mixed"):
-            return Launch(1, on_device=False)
+            return Launch(1, on_device=False, library=self._library(ops, _GENERATED))
         launches = self.launches
         if repeats and not launches:
             launches.append(Launch(1, on_device=False))
@@ -108,13 +141,26 @@ class _Host:
         while self.singles and self.singles[0].id <= last:
             ops.append(self.singles.popleft())
         for inside, members in groupby(ops, lambda op: op.repeats):
-            launch = _eager(list(members), self.calls, inside)
+            launch = _eager(each := list(members), self.calls, inside)
+            launch = replace(launch, library=self._library([op.id for op in each]))
             if self.dispatch != "eager":
                 launch = replace(launch, dispatches=0, singles=launch.dispatches)
             self.launches.append(launch)
         if ops and ops[-1].repeats == repeats:
             return self.launches.pop()
         return Launch(0, on_device=False)
+
+    def _library(self, ops: Sequence[int], generated: Collection[str] = ()) -> int:
+        """Plain ops that these take in addition; a backward of a convolution is two of them."""
+        total = 0
+        for place in ops if self.costs else ():
+            op = self.graph.ops[place]
+            rule = find_rule(op.target) if op.kind == "kernel" else None
+            kind = rule.kind_of(self.costs[place]) if rule else ""
+            if kind not in generated:
+                twice = kind == "conv" and "grad_output" in op.arguments
+                total += THROUGH_LIBRARIES.get(kind, 0) * (2 if twice else 1)
+        return total
 
     def _stop(self) -> None:
         """Wait for the device, or go on with another compiled graph or with code in Python."""
@@ -435,7 +481,7 @@ class Plan:
             self,
             groups=groups,
             costs=traffic.group_costs(self.graph, groups, self.op_costs, costing),
-            launches=launches_of(self.graph, groups, self.execution),
+            launches=launches_of(self.graph, groups, self.execution, self.op_costs),
         )
 
 
@@ -485,7 +531,7 @@ def _planned(
         op_costs=op_costs,
         groups=groups,
         costs=costs,
-        launches=launches_of(rewritten, groups, model),
+        launches=launches_of(rewritten, groups, model, op_costs),
         coverage=coverage_of(rewritten, op_costs, has_rule),
         compulsory=traffic.compulsory_bytes(rewritten, op_costs),
         notes=(

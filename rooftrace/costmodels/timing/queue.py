@@ -76,11 +76,15 @@ class HostSeconds:
     view: float = 0.0  # to make a view
     call: float = 0.0  # to call a module, its ops aside
     chip: Chip | None = None  # of compiled code: for seconds at its breaks
+    library: float = 0.0  # of a plain op's worth of work in CUDA's libraries
 
     def of(self, launch: Launch) -> float:
         """Seconds of a launch."""
         seconds = (
-            launch.dispatches * self.dispatch + launch.views * self.view + launch.calls * self.call
+            launch.dispatches * self.dispatch
+            + launch.views * self.view
+            + launch.calls * self.call
+            + launch.library * self.library
         )
         if self.chip is not None and (launch.entries or launch.singles or launch.views):
             seconds += self._between(launch, self.chip)
@@ -231,19 +235,25 @@ def _chosen(odd: Any, then: Any, before: Any) -> Any:
 
 
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
-    """Host seconds per dispatch, view and module call: from the knobs, else from the chip."""
+    """Host seconds per dispatch, view and module call: from the knobs, else from the chip.
+
+    Ops on a CPU go through no library of CUDA.
+    """
     knobs = execution.knobs_on(chip)
     pace = 1.0 if knobs is None else knobs.pace
+    plain = chip.dispatch_eager.value
+    if execution.dispatch == "eager" and knobs is not None and knobs.dispatch is not None:
+        plain = knobs.dispatch
+    library = 0.0 if chip.host_waits else plain / pace
     if execution.dispatch in ("compiled", "mixed"):
-        return HostSeconds(chip.dispatch_compiled.value / pace, chip=chip)
+        return HostSeconds(chip.dispatch_compiled.value / pace, chip=chip, library=library)
     if execution.dispatch == "graph":
-        return HostSeconds(chip.graph_launch.value / pace, chip=chip)
-    seconds = chip.dispatch_eager.value, chip.dispatch_view.value, chip.module_call.value
-    if knobs is None:
-        return HostSeconds(*seconds)
-    pairs = zip((knobs.dispatch, knobs.view, knobs.call), seconds, strict=True)
-    dispatch, view, call = ((usual if knob is None else knob) / pace for knob, usual in pairs)
-    return HostSeconds(dispatch, view, call)
+        return HostSeconds(chip.graph_launch.value / pace, chip=chip, library=library)
+    view, call = chip.dispatch_view.value, chip.module_call.value
+    if knobs is not None:
+        view = view if knobs.view is None else knobs.view
+        call = call if knobs.call is None else knobs.call
+    return HostSeconds(plain / pace, view / pace, call / pace, library=library)
 
 
 def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[int] = ()) -> float:

@@ -9,12 +9,12 @@ from rooftrace.hardware.chipfile.reading import (
     chips_called as chips_called,
     dump_chip as dump_chip,
     load_chip as load_chip,
-    spelling as spelling,
 )
 from rooftrace.hardware.chipfile.tables import (
     FactFileError as FactFileError,
     FactTable as FactTable,
     Problems as Problems,
     fact_rows as fact_rows,
+    spelling as spelling,
     toml_sections as toml_sections,
 )

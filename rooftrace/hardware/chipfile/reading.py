@@ -37,6 +37,7 @@ from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
     FACT_UNITS,
+    HOST_FACTS,
     Chip,
     ChipKind,
     Engine,
@@ -45,11 +46,13 @@ from rooftrace.hardware.chip import (
     LinkName,
     Peak,
 )
+from rooftrace.hardware.chipfile.hosts import host_facts
 from rooftrace.hardware.chipfile.tables import (
     FactFileError,
     FactTable,
     Problems,
     fact_rows,
+    spelling,
     toml_sections,
 )
 from rooftrace.hardware.precisions import PrecisionError, compute_family
@@ -91,11 +94,6 @@ def load_chip(name_or_path: str | os.PathLike[str] | Chip) -> Chip:
         f'chip "{name:.60}": {meant}expected a path ending in .toml or one of '
         f"{', '.join(available_chips())}{skipped}"
     )
-
-
-def spelling(name: str) -> str:
-    """A name as it is looked up: in lower case, with hyphens for blanks and underscores."""
-    return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
 _MAKERS = ("nvidia-", "amd-", "geforce-", "instinct-", "tesla-")
@@ -223,7 +221,9 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
 PEAK_KEYS = ("engine", "precision", "rate", "quoted", "source", "kind", "note")
 LINK_KEYS = ("name", "bandwidth", "latency", "source", "kind", "note")
 SPARSE = "with 2:4 sparsity"
-REQUIRED = frozenset(item.name for item in fields(Chip) if item.default is MISSING)
+REQUIRED = frozenset(
+    item.name for item in fields(Chip) if item.default is MISSING and item.name not in HOST_FACTS
+)
 CHIP_KEYS = (
     "name", "title", "vendor", "kind", "architecture", "aliases", "sources", "peak", "link",
     "measured",
@@ -249,6 +249,7 @@ def _read(root: FactTable) -> Chip:
     _no_duplicates(root.file, "peak", [f"({peak.engine}, {peak.precision})" for peak in peaks])
     _no_duplicates(root.file, "link", [link.name for link in links])
     build = cast(Callable[..., Chip], Chip)
+    stated = {name: fact for name, fact in facts.items() if fact is not None}
     return build(
         name=name,
         title=title,
@@ -259,7 +260,7 @@ def _read(root: FactTable) -> Chip:
         peaks=peaks,
         links=links,
         measured=measured,
-        **{name: fact for name, fact in facts.items() if fact is not None},
+        **{**stated, **host_facts({name: stated[name] for name in HOST_FACTS if name in stated})},
     )
 
 

@@ -27,6 +27,11 @@ WIDEST = 190
 """Characters of each where there are several."""
 
 
+def spelling(name: str) -> str:
+    """A name as it is looked up: in lower case, with hyphens for blanks and underscores."""
+    return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
 class FactFileError(ValueError):
     """A file of facts that cannot be read.  `problems` has each of its mistakes."""
 

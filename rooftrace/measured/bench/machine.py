@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rooftrace._processes import processors
-from rooftrace.hardware import Chip
+from rooftrace.hardware import Chip, load_host
 from rooftrace.hardware.chip import Engine, Fact, Peak
 from rooftrace.measured.bench.clock import (
     OPS,
@@ -187,6 +187,7 @@ def _measure_cpu(bench: Bench) -> Chip:
         dispatch_view=eager["dispatch_view"],
         module_call=eager["module_call"],
         dispatch_compiled=compiled,
+        graph_entry=load_host("typical").facts["graph_entry"],
         graph_launch=replace(
             compiled, kind="derived", note="a CPU has no graphs: one call of compiled code"
         ),
@@ -251,6 +252,7 @@ def _measure_cuda(bench: Bench) -> Chip:
         dispatch_view=eager["dispatch_view"],
         module_call=eager["module_call"],
         dispatch_compiled=_dispatch_compiled(bench, 0.05),
+        graph_entry=load_host("typical").facts["graph_entry"],
         graph_launch=launch,
         measured={"read_bandwidth": bandwidths["read"]},
     )

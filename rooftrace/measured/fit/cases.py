@@ -99,6 +99,10 @@ def step_case(
         times = math.prod(planned.graph.repeats[r].count for r in launch.repeats)
         dispatches += times * launch.dispatches
         other += times * (launch.views * each.view + launch.calls * each.call)
+        if model.dispatch == "eager" and each.library:
+            dispatches += times * launch.library
+        else:
+            other += times * launch.library * each.library
     return Case(
         name=name,
         table=table,

@@ -46,11 +46,11 @@ def estimate(source: Source, *args: Any, phase: str | None = None, **kwargs: Any
             "chip= for the chip"
         )
     if planned:
-        chip, system = kwargs.pop("chip", None), kwargs.pop("system", None)
+        chip, system, host = (kwargs.pop(name, None) for name in ("chip", "system", "host"))
         if kwargs or phase is not None:
             name = next(iter({**kwargs, "phase": phase}))
             raise RequestError(f"{name}=: a Plan is priced already; estimate its graph anew")
-        return estimate_graph(source, chip, system=system)
+        return estimate_graph(source, chip, system=system, host=host)
     return estimated(StepRequest.of(estimate, source, args, {**kwargs, "phase": phase}))
 
 

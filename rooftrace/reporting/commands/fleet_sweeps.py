@@ -125,7 +125,8 @@ def sweep_fleet(
         )
     _, chips = conditions_of(sweep, PricingOptions.parted(options)[0], *names)
     options = {**options, "chip": chips}
-    options.pop("system", None)  # its chip is among them
+    for name in ("system", "host"):  # the chips have them
+        options.pop(name, None)
     _check(names, {**options, "over": over, "vary": vary})
     options["over"] = {name: _plain(name, values) for name, values in _named(over).items()}
     texts = {str(path): _text_of(path) for path in rules}

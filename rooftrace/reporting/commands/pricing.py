@@ -18,7 +18,7 @@ from rooftrace.costmodels.fusion import (
 )
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.errors import RequestError
-from rooftrace.hardware import Chip, load_chip
+from rooftrace.hardware import Chip, Host, load_chip, load_host
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.reporting.commands import options
 from rooftrace.reporting.commands.options import option
@@ -149,6 +149,11 @@ class ExecutionOptions:
         "(rooftrace systems list).",
         metavar="LIST", read=options.several,
     )  # fmt: skip
+    host: str | os.PathLike[str] | Host | None = option(
+        help="Host of the chips by name or TOML path (typical, desktop, torchscript): what Python, "
+        "dispatch and launches take.  Default: what a chip's file says, else typical.",
+        metavar="HOST", shown="typical",
+    )  # fmt: skip
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = option(
         help="Execution models: naive, eager, compiled, mixed, efficient, serving, seed-naive, "
         "seed-efficient.",
@@ -243,6 +248,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
         """The named chips, or those of the systems.
 
         Without either, the chip that the knobs of these models were fitted on, else h200-sxm.
+        Each with the facts of `host`, where that is named.
         Tells where knobs were fitted on another one.  Raises RequestError for none.
         """
         if self.system is not None:
@@ -258,7 +264,7 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
             named = each_of("chip", self.chip, (str, Chip, os.PathLike))
             chips = [load_chip(each) for each in named]
         tell_borrowed(models, chips)
-        return chips
+        return chips if self.host is None else list(map(load_host(self.host).under, chips))
 
     def conditions(self, models: Sequence[ExecutionModel]) -> tuple[Conditions, ...]:
         """Every combination of executions and precisions, of which there may be several each.

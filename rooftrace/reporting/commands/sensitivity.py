@@ -445,15 +445,18 @@ def _levels(name: str, size: int, most: int) -> Sequence[int]:
 
 
 def _with_executions(grid: Any, pricing: PricingOptions) -> Any:
-    """The grid with the changes of the pricing options in the executions that it names."""
+    """The grid with the changes of the pricing options in the executions and chips of it."""
     if not isinstance(grid, Mapping):
         return grid  # its reader raises
-    levels = grid.get("execution")
-    if isinstance(levels, str):
-        levels = options.words(levels)
-    return (
-        {**grid, "execution": replace(pricing, execution=levels).executions()} if levels else grid
-    )
+    made = dict(grid)
+    for name in ("execution", "chip"):
+        levels = grid.get(name)
+        levels = options.words(levels) if isinstance(levels, str) else levels
+        if levels and name == "execution":
+            made[name] = replace(pricing, execution=levels).executions()
+        elif levels and pricing.host is not None:
+            made[name] = replace(pricing, chip=levels, system=None).chips(())
+    return made
 
 
 def _grid(
