@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 #   keys     are padded to steps; a causal block ends at its last row, so that blocks differ,
 #   a step   takes its two products and its exponentials; a block takes a start and its steps,
 #   blocks   fill the SMs, and the last ones to end leave some idle; few blocks are split along
-#            their keys where that is faster, and the partial results combined by one more kernel,
+#            their keys where that is faster, and the partial results combined by one more kernel;
+#            a plan made before (FlashAttention 3's scheduler metadata, FlashInfer, FlashMLA,
+#            TensorRT-LLM) cuts keys where all SMs have equal shares, so that no wave is half empty,
 #   memory   streams key and value while blocks compute; query and output of the first and the last
 #            blocks go through it apart, those of all where a block has its SM to itself.
 # Sizes of tiles are those of FlashAttention 2 and 3 (Dao, "FlashAttention-2", 2023; Shah et al.,
@@ -38,15 +40,24 @@ if TYPE_CHECKING:
 # memory-efficient kernel that PyTorch has for masks of numbers (Rabe and Staats, 2021;
 # mem_eff_attention in ATen).
 #
-# Not here: backward, steps that shrink for wide heads in bf16, tiles of 192 rows for prompts with
-# heads of 64, sorting of requests, power.
+# Latent attention (MLA) on the cache has one key and value head, whose value is part of the key; of
+# decode that is the absorbed form: heads share tiles of 64 rows (fewer are padded).
+#
+# Not here: backward, sorting of requests, power.
 
 EXPONENTIALS = 16
 """Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
-MOST_SPLITS = 32
-"""Parts of one row's keys: vLLM's default for CUDA graphs."""
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Into how many parts the keys of a row may be split at most: 128 in `num_splits_heuristic` of
+FlashAttention's flash_api.cpp."""
+MOST_SPLITS = SPLITS[-1]
+BLACKWELL = {"sm_100": EXPONENTIALS, "sm_103": 2 * EXPONENTIALS}
+"""Data-center GPUs with trtllm-gen's kernels, and their exponentials (B300's are twice as many:
+NVIDIA, "Inside NVIDIA Blackwell Ultra", 2025)."""
 _WIDE = 2
 """Bytes of an element of query and output."""
+_WIDEST_HEAD = 256
+"""Heads that are no latents have at most so many elements in flash kernels."""
 _WIDTHS = 32
 """Heads are padded to a multiple of this."""
 _WIDE_ENGINE = 1500
@@ -67,26 +78,58 @@ class AttentionKernel:
     computes while another loads.
     """
 
-    rows: int  # of a block: queries, times heads that share a tile
-    keys: int  # of a step
+    # (Widest head, rows of a block, keys of a step), by width; rows are queries, times heads that
+    # share a tile.
+    tiles: tuple[tuple[float, int, int], ...]
     packs: float  # up to how many queries the heads of a group share tiles
     splits: bool  # whether keys of any block may be split, else only where heads share a tile
     alone: bool  # whether one block fills an SM, stays there and takes the longest work first
     vector: float  # instructions of a lane per score that do not hide behind exponential, products
+    balanced: bool = False  # a plan gives every SM an equal share of all keys
+    few: int = 0  # rows of a block where those of a query fill at most two such; 0: as else
+    feed: float = inf  # bytes of key and value that an SM takes per clock
+
+    def tile(self, sizes: Mapping[str, Array]) -> tuple[Array, Array]:
+        """Rows of a block and keys of a step, by case."""
+        import numpy as np
+
+        place = np.searchsorted([widest for widest, _, _ in self.tiles], sizes["width"])
+        rows, keys = (np.array([tile[n] for tile in self.tiles])[place] for n in (1, 2))
+        packed = sizes["queries"] * _packed(sizes, self)
+        return np.where(packed <= 2 * self.few, self.few, rows), keys
 
 
-FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
-SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=True, alone=False, vector=8)
-PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=False, alone=False, vector=8)
-FLASH3 = AttentionKernel(rows=128, keys=128, packs=inf, splits=True, alone=True, vector=0)
-EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
+_PLAIN = ((inf, 128, 128),)
+_PAGED = ((64, 64, 256), (128, 64, 128), (inf, 64, 64))
+_HOPPER = ((96, 192, 128), (128, 128, 128), (192, 128, 96), (inf, 128, 80))
+_LATENT = ((inf, 64, 64),)
+"""Tiles of FlashAttention 2 (flash_fwd_launch_template.h), of 3 with pages that are no multiple of
+a step (hopper/tile_size.h), and of FlashMLA and FlashAttention 3 on latents."""
+FLASH2 = AttentionKernel(_PLAIN, packs=1, splits=False, alone=False, vector=8)
+SPLIT2 = AttentionKernel(_PAGED, packs=1, splits=True, alone=False, vector=8)
+PAGED2 = AttentionKernel(_PAGED, packs=1, splits=False, alone=False, vector=8)
+FLASH3 = AttentionKernel(_HOPPER, packs=inf, splits=True, alone=True, vector=0, balanced=True)
+EFFICIENT = AttentionKernel(((inf, 64, 64),), packs=0, splits=False, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
 Sources of `vector`: see AMPERE and GEFORCE."""
-FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
-TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
+FLASHINFER = AttentionKernel(
+    ((inf, 64, 128),), packs=inf, splits=True, alone=False, vector=8, balanced=True
+)
+TRITON = AttentionKernel(((inf, 16, 32),), packs=inf, splits=True, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
-LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton")
+TRTLLM = AttentionKernel(_PLAIN, packs=1, splits=True, alone=True, vector=0, balanced=True, few=32)
+FLASHMLA = AttentionKernel(_LATENT, packs=inf, splits=True, alone=True, vector=0, balanced=True)
+TRTLLM_MLA = AttentionKernel(
+    _PLAIN, packs=inf, splits=True, alone=True, vector=0, balanced=True, few=16, feed=28
+)
+"""TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
+trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in
+place of the rows, so that tiles are small; `feed`: of 32 heads, which are two of them, on B200."""
+LIBRARIES = (
+    "flash2", "flash3", "cudnn", "flashinfer", "triton",
+    "trtllm", "flashmla", "flash3-mla", "trtllm-mla",
+)  # fmt: skip
 """Whose kernels these are; a case's `library` is a place here."""
 IDEAL = AttentionKnobs()
 
@@ -100,8 +143,9 @@ class AttentionEngine:
     clocks: float  # of all SMs together
     lanes: float  # fp32 instructions of all SMs together
     memory: float  # bytes
-    warp_groups: bool = False  # runs FlashAttention 3, or the kernels of later chips
+    family: str = ""  # of GPUs that run the same kernels: "hopper", "blackwell"
     wide: bool = False  # matrix engines as wide as those of data-center GPUs
+    exponentials: float = EXPONENTIALS  # per SM and clock
 
 
 def attention_engine(chip: Chip) -> AttentionEngine | None:
@@ -111,14 +155,16 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
         return None
     rate, clocks = chip.peak("matrix", "bf16"), engine.units * chip.clock.value
     of = Knobs.generation(chip)
+    family = "blackwell" if chip.architecture in BLACKWELL else of if of == "hopper" else ""
     return AttentionEngine(
         engine.units,
         rate,
         clocks,
         chip.peak("vector", "fp32") / 2,
         engine.memory,
-        warp_groups=of == "hopper",
+        family=family,
         wide=of is not None or rate / clocks >= _WIDE_ENGINE,
+        exponentials=BLACKWELL.get(chip.architecture or "", EXPONENTIALS),
     )
 
 
@@ -151,8 +197,9 @@ def attention_blocks(
     mean = np.where(uneven, (short.count * short.mean + long.count * long.mean) / count, short.mean)
     steps = np.where(uneven, np.maximum(short.steps, long.steps), short.steps)
     can = (np.maximum(short.packed, long.packed) > 1) | kernel.splits
-    split = np.where(can, np.clip(np.minimum(units // count, steps), 1, most), 1.0)
-    longest = np.ceil(steps / split) * kernel.keys
+    free = units / count if kernel.balanced else np.where(count < _FEW * units, MOST_SPLITS, 1)
+    split = np.where(can, np.clip(np.minimum(free, steps), 1, most), 1.0)
+    longest = np.ceil(steps / split - 1e-9) * kernel.tile(sizes)[1]
     tiles = np.where(uneven, np.maximum(short.tiles, long.tiles), short.tiles)
     return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
 
@@ -188,17 +235,18 @@ def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
     import numpy as np
 
     queries, packed = sizes["queries"], _packed(sizes, kernel)
-    tiles = np.ceil(queries * packed / kernel.rows)
+    rows, step = kernel.tile(sizes)
+    tiles = np.ceil(queries * packed / rows)
     count = sizes["batch"] * sizes["heads"] / packed * tiles
-    span = kernel.rows / packed
+    span = rows / packed
     # A block ends at its last row: it walks over a row's keys, half its rows more, half a step.
     # Of a window it begins at its first row: half its rows more for all that have left keys behind.
-    padded, most = np.ceil(sizes["keys"] / kernel.keys) * kernel.keys, _most_seen(sizes)
+    padded, most = np.ceil(sizes["keys"] / step) * step, _most_seen(sizes)
     leaving = np.clip((sizes["keys"] - most) / queries, 0.0, 1.0)
     ends = (tiles * span - queries) / 2 + (span - 1) / 2 * (1 + leaving)
-    more = ends + np.maximum(kernel.keys - span, 0) / 2
-    mean = np.clip(sizes["visible"] / queries + more, kernel.keys, padded)
-    steps = np.ceil(np.minimum(most + span - 1, sizes["keys"]) / kernel.keys)
+    more = ends + np.maximum(step - span, 0) / 2
+    mean = np.clip(sizes["visible"] / queries + more, step, padded)
+    steps = np.ceil(np.minimum(most + span - 1, sizes["keys"]) / step)
     return _Walked(sizes["batch"], packed, tiles, count, mean, steps)
 
 
@@ -214,7 +262,7 @@ def _tiles_by_rows(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array
     import numpy as np
 
     packed = _packed(sizes, kernel)
-    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.rows)
+    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.tile(sizes)[0])
     return tiles * sizes["batch"] * sizes["heads"] / packed
 
 
@@ -271,7 +319,8 @@ def attention_seconds(
     for kernel, may in _kernels(sizes, on):
         cases = {name: values[may] for name, values in sizes.items()}
         most = attention_blocks(cases, on.units, kernel).split.max()
-        blocks = attention_blocks(cases, on.units, kernel, np.arange(1, most + 1)[:, None])
+        parts = np.array([part for part in SPLITS if part < 2 * most])[:, None]
+        blocks = attention_blocks(cases, on.units, kernel, parts)
         step = _step(cases, on, kernel, knobs) / compute
         walk = _walk(blocks, step, on.units, kernel, knobs.start)
         bandwidth = on.memory * memory * knobs.stream
@@ -300,22 +349,26 @@ def _kernels(
     import numpy as np
 
     masked, paged = sizes["masked"] > 0, sizes["paged"] > 0
-    newest = np.full(len(masked), LIBRARIES.index("flash3" if on.warp_groups else "flash2"))
-    library = sizes.get("library", newest)
-    flash2 = ~masked & (library == LIBRARIES.index("flash2"))
+    newest = "flash3" if on.family == "hopper" else "trtllm" if on.family else "flash2"
+    library = sizes.get("library", np.full(len(masked), LIBRARIES.index(newest)))
+    by = {name: ~masked & (library == place) for place, name in enumerate(LIBRARIES)}
     blocks = attention_blocks(sizes, on.units, PAGED2)
     few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
-    third = (library == LIBRARIES.index("flash3")) | (library == LIBRARIES.index("cudnn"))
-    chosen = {
-        EFFICIENT: masked,
-        FLASH3: ~masked & third,
-        PAGED2: flash2 & paged,
-        SPLIT2: flash2 & ~paged & few,
-        FLASH2: flash2 & ~paged,
-        FLASHINFER: ~masked & (library == LIBRARIES.index("flashinfer")),
-        TRITON: ~masked & (library == LIBRARIES.index("triton")),
-    }
-    yield from ((kernel, rows) for kernel, rows in chosen.items() if rows.any())
+    cudnn = FLASH3 if on.family == "hopper" else TRTLLM
+    chosen = [
+        (EFFICIENT, masked),
+        (FLASH3, by["flash3"]),
+        (cudnn, by["cudnn"]),
+        (PAGED2, by["flash2"] & paged),
+        (SPLIT2, by["flash2"] & ~paged & few),
+        (FLASH2, by["flash2"] & ~paged),
+        (FLASHINFER, by["flashinfer"]),
+        (TRITON, by["triton"]),
+        (TRTLLM, by["trtllm"]),
+        (FLASHMLA, by["flashmla"] | by["flash3-mla"]),
+        (TRTLLM_MLA, by["trtllm-mla"]),
+    ]
+    yield from ((kernel, rows) for kernel, rows in chosen if rows.any())
 
 
 def _step(
@@ -325,11 +378,14 @@ def _step(
     import numpy as np
 
     width = sum(np.ceil(sizes[name] / _WIDTHS) * _WIDTHS for name in ("width", "value_width"))
-    flop = 2 * kernel.rows * width * on.units
+    rows, _ = kernel.tile(sizes)
+    flop = 2 * rows * width * on.units
     convert = np.where(sizes["size"] < _WIDE, knobs.convert * width / (2 * 128) / on.rate, 0.0)
-    scores = kernel.rows * on.units * (1 / (EXPONENTIALS * on.clocks) + kernel.vector / on.lanes)
-    step: Array = flop * (1 / sizes["rate"] + convert) / knobs.products + scores
-    return step
+    scores = 1 / (on.exponentials * on.clocks) + kernel.vector / on.lanes
+    step = flop * (1 / sizes["rate"] + convert) / knobs.products + rows * on.units * scores
+    each = _cache_bytes(sizes) / (sizes["batch"] * sizes["keys"] * sizes["kv_heads"])
+    fed: Array = np.maximum(step, each * on.units / (kernel.feed * on.clocks))
+    return fed
 
 
 def _walk(
@@ -345,9 +401,17 @@ def _walk(
 
 
 def _cache_bytes(sizes: Mapping[str, Array]) -> Array:
-    """Bytes of key and value, which stream while blocks compute."""
-    width = sizes["width"] + sizes["value_width"]
+    """Bytes of key and value, which stream while blocks compute; a latent is both."""
+    import numpy as np
+
+    width = sizes["width"] + np.where(is_latent(sizes), 0, sizes["value_width"])
     return sizes["batch"] * sizes["keys"] * sizes["kv_heads"] * width * sizes["kv_size"]
+
+
+def is_latent(sizes: Mapping[str, Array]) -> Flags:
+    """Whether values are parts of the keys, of one head: 512 of 576 in DeepSeek's models."""
+    wide: Flags = (sizes["value_width"] < sizes["width"]) & (sizes["value_width"] > _WIDEST_HEAD)
+    return wide & (sizes["kv_heads"] == 1)
 
 
 def _partial_bytes(sizes: Mapping[str, Array], blocks: AttentionBlocks) -> Array:
