@@ -67,6 +67,7 @@ def sweep_fleet(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **options: Any,
@@ -146,6 +147,7 @@ def summary(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -234,6 +236,7 @@ def diff(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -290,6 +293,7 @@ def estimate(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -301,7 +305,7 @@ def estimate(
     anything that `trace` takes, at a `phase`.  A graph's chip and execution may also stand second
     and third.  dtype, weights_dtype, kv_dtype: storage precisions to price in.
     system: how chips are joined, for a step of several processes; its chip is `chip` then.  knobs,
-    rewrites, tf32, exchange, what_if, settings: changes of the execution.
+    rewrites, tf32, library, exchange, what_if, settings: changes of the execution.
 
     Raises UnknownChipError, ExecutionError, and MissingPeakError where the chip has no rate for a
     precision that the step computes in; and the errors of `trace`.
@@ -365,6 +369,7 @@ def explain(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -412,6 +417,7 @@ def explore(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -455,6 +461,7 @@ def graph_breaks(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -554,6 +561,7 @@ def validate(
     system: str | System | Sequence[str | System] | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -610,6 +618,7 @@ def best_mesh(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -658,6 +667,7 @@ def scaling(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -698,6 +708,7 @@ def largest_batch(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -745,6 +756,7 @@ def report(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -762,8 +774,8 @@ def report(
     by default) and trace.  max_batch: also look for the largest batch that fits each chip
     (`largest_batch`).  execution: one or several, default naive and efficient, and for a script
     naive and mixed.  knobs: calibrated constants of every execution, by name or path or as
-    `calibrate` returns them; None for the datasheet's peaks.  rewrites, tf32, exchange, what_if,
-    settings: other changes to every execution.  progress: a function that is called
+    `calibrate` returns them; None for the datasheet's peaks.  rewrites, tf32, library, exchange,
+    what_if, settings: other changes to every execution.  progress: a function that is called
     with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither
@@ -802,6 +814,7 @@ def reports(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **asked: Any,
@@ -844,6 +857,7 @@ def roofline(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -876,6 +890,7 @@ def run(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -965,6 +980,7 @@ def solve(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,
@@ -1058,6 +1074,7 @@ def sweep(
     knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
     rewrites: Sequence[str] = ...,
     tf32: bool | None = ...,
+    library: str | None = ...,
     exchange: str | None = ...,
     what_if: Mapping[str, float] | None = ...,
     **kwargs: Any,

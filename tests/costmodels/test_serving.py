@@ -416,8 +416,10 @@ def test_a_static_cache_is_what_kv_append_in_place_is() -> None:
 
 def test_serving_is_efficient_with_all_rewrites() -> None:
     serving, efficient = execution_model("serving"), execution_model("efficient")
-    same = replace(efficient, name="serving", rewrites=NAMES, attention_library="vllm")
+    same = replace(efficient, name="serving", rewrites=NAMES, library="vllm")
     assert same == serving
+    assert (serving.attention_kernels, efficient.attention_kernels) == ("vllm", "sdpa")
+    assert replace(serving, attention_library="flashinfer").attention_kernels == "flashinfer"
     assert efficient.rewrites == KERNELS
     for name in ("naive", "eager", "compiled"):
         assert execution_model(name).rewrites == ()

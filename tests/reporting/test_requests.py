@@ -86,7 +86,8 @@ TYPED: dict[str, Any] = {
     "schedule": "gpipe", "microbatches": 2, "optimizer": "adamw", "assume": ["branch=true"],
     "repeats": False, "torch": "2.8", "trust_remote_code": True, "dtype": "bf16",
     "weights_dtype": "fp8", "kv_dtype": "fp8", "system": "dgx-h100,dgx-a100", "knobs": "none",
-    "rewrites": "last-logits", "tf32": True, "exchange": "deepep", "what_if": "stragglers=1",
+    "rewrites": "last-logits", "tf32": True, "library": "vllm", "exchange": "deepep",
+    "what_if": "stragglers=1",
 }  # fmt: skip
 """Each option of a lock as it is typed, where it changes something."""
 
@@ -111,13 +112,14 @@ def test_a_lock_keeps_every_option_as_it_was_typed(tmp_path: Path) -> None:
 def test_what_is_asked_of_prices_changes_every_execution() -> None:
     asked = {
         "execution": ("eager", "naive"), "tf32": True, "exchange": "deepep", "knobs": None,
-        "what_if": {"stragglers": 0.1}, "rewrites": ("last-logits",),
+        "what_if": {"stragglers": 0.1}, "rewrites": ("last-logits",), "library": "trtllm",
         "settings": {"kv-append": "in-place", "config.n_layer": 2},
     }  # fmt: skip
     pricing, others = PricingOptions.parted(asked)
     assert others == {"settings": {"config.n_layer": 2}}
     for model in pricing.executions():
         assert (model.tf32, model.exchange, model.knobs) == (True, "deepep", None)
+        assert (model.library, model.attention_kernels) == ("trtllm", "vllm")
         assert (model.disturbances.stragglers, model.kv_append) == (0.1, "in-place")
         assert model.rewrites == ("last-logits",)
     assert PricingOptions().executions("eager") == [execution_model("eager")]

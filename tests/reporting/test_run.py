@@ -380,7 +380,8 @@ def test_every_option_is_felt(here: Path, run: Run) -> None:
         with own_rules():
             assert told(document(run, *way, "train.py")) != plain, way
     elsewhere = {"--rank", "--clock", "--scratch", "--save", "--timeline", "--format", "--out"}
-    elsewhere |= {"--force", "--traceback", "--rewrite", "--exchange", "--what-if"}
+    elsewhere |= {"--force", "--traceback", "--rewrite", "--library"}
+    elsewhere |= {"--exchange", "--what-if"}
     command = cli.commands["run"]
     assert isinstance(command, click.Command)
     options = {option.opts[-1] for option in command.params if isinstance(option, click.Option)}

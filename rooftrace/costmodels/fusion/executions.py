@@ -46,6 +46,9 @@ REWRITES = (
 # -- executions ------------------------------------------------------------------------------------
 
 ATTENTION = ("flash", "materialised")
+LIBRARIES: Mapping[str, str] = {"torch": "sdpa", "vllm": "vllm", "sglang": "vllm", "trtllm": "vllm"}
+"""Whose kernels run: PyTorch's, or those of an inference engine.  The values say whose attention
+that is, among ATTENTION_LIBRARIES."""
 SDPA = "sdpa"
 ATTENTION_LIBRARIES = (SDPA, "vllm", "flash2", "flash3", "cudnn", "flashinfer", "triton")
 """Whose attention kernels run.  The first two depend on the chip: those of PyTorch's
@@ -127,7 +130,8 @@ class ExecutionModel(Plain):
 
     name: str = "custom"
     attention: str = "flash"  # one kernel; or "materialised": the score matrix goes through HBM
-    attention_library: str = SDPA  # whose kernel that is, one of ATTENTION_LIBRARIES
+    library: str = "torch"  # whose products, kernels of experts and attention run: of LIBRARIES
+    attention_library: str | None = None  # whose attention: of ATTENTION_LIBRARIES; None: library's
     fusion: str = "none"  # "detected": groups of the graph; "factor": by the two factors below
     # The host enqueues every op; "compiled": every group; "graph": all; "mixed": groups of the
     # script's compiled code, and ops outside of it.
@@ -149,7 +153,8 @@ class ExecutionModel(Plain):
     def __post_init__(self) -> None:
         for name, allowed in (
             ("attention", ATTENTION),
-            ("attention_library", ATTENTION_LIBRARIES),
+            ("library", LIBRARIES),
+            ("attention_library", (*ATTENTION_LIBRARIES, None)),
             ("fusion", FUSION),
             ("dispatch", DISPATCH),
             ("kv_append", KV_APPEND),
@@ -157,7 +162,8 @@ class ExecutionModel(Plain):
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ExecutionError(f"{name}={value!r}: expected one of {', '.join(allowed)}")
+                names = ", ".join(filter(None, allowed))
+                raise ExecutionError(f"{name}={value!r}: expected one of {names}")
         if isinstance(self.knobs, str) and self.knobs != TYPICAL:
             raise ExecutionError(
                 f"knobs={self.knobs!r:.60}: expected Knobs, None, or {TYPICAL!r}; "
@@ -200,6 +206,11 @@ class ExecutionModel(Plain):
             return None
         holds = self.knobs.traffic.fusion == self.fusion and self.attention == "flash"
         return self.knobs.traffic if holds else None
+
+    @property
+    def attention_kernels(self) -> str:
+        """Whose attention kernels run: `attention_library`, else those of `library`."""
+        return self.attention_library or LIBRARIES[self.library]
 
     @property
     def untimed(self) -> ExecutionModel:
@@ -257,7 +268,7 @@ class ExecutionModel(Plain):
         preset = PRESETS.get(self.name)
         if preset is None:
             return {}
-        named = ("attention", "attention_library", "fusion", "dispatch", "kv_append",
+        named = ("attention", "attention_library", "library", "fusion", "dispatch", "kv_append",
                  "activation_fusion", "elementwise")  # fmt: skip
         changed = {
             name: getattr(self, name)
@@ -402,7 +413,7 @@ PRESETS: Mapping[str, ExecutionModel] = {
         ),
         ExecutionModel(
             "serving",
-            attention_library="vllm",
+            library="vllm",
             fusion="detected",
             dispatch="graph",
             kv_append="in-place",

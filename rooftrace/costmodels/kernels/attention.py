@@ -439,7 +439,7 @@ def _copies(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Flags:
 # of `attention_seconds`; backward and all else keep the shares of their class.
 
 # -- which library's kernel runs -------------------------------------------------------------------
-# An execution names the library (`ExecutionModel.attention_library`).  Two names depend on the
+# An execution names the library (`ExecutionModel.attention_kernels`).  Two names depend on the
 # chip: "sdpa" is the flash kernel of `scaled_dot_product_attention`, FlashAttention 2 on every GPU;
 # "vllm" is FlashAttention 3 where the chip has the instructions for it (FlashAttention 2
 # elsewhere).
@@ -539,7 +539,7 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
         assert work.attention is not None
         sizes, at = work.attention, work.row
         engine = engine_of(work.key, chip, execution)
-        size, rate, library = products_of(*engine, chip, execution.attention_library)
+        size, rate, library = products_of(*engine, chip, execution.attention_kernels)
         each: Any = AttentionSizes(**sizes).flop  # type: ignore[arg-type]
         count = np.maximum(1.0, np.rint(work.flop / np.maximum(each, 1)))
         equal = (work.flop == most[at]) & (sizes["keys"] > columns["keys"][at]) & (work.flop > 0)

@@ -32,7 +32,7 @@ def estimate(source: Source, *args: Any, phase: str | None = None, **kwargs: Any
     anything that `trace` takes, at a `phase`.  A graph's chip and execution may also stand second
     and third.  dtype, weights_dtype, kv_dtype: storage precisions to price in.
     system: how chips are joined, for a step of several processes; its chip is `chip` then.  knobs,
-    rewrites, tf32, exchange, what_if, settings: changes of the execution.
+    rewrites, tf32, library, exchange, what_if, settings: changes of the execution.
 
     Raises UnknownChipError, ExecutionError, and MissingPeakError where the chip has no rate for a
     precision that the step computes in; and the errors of `trace`.

@@ -132,7 +132,7 @@ USUAL_CHIP = "that of --knobs, else h200-sxm"
 _FIELDS = frozenset(each.name for each in fields(ExecutionModel)) - {"name"}
 
 
-CHANGES = ("knobs", "rewrites", "tf32", "exchange", "what_if", "factors")
+CHANGES = ("knobs", "rewrites", "tf32", "library", "exchange", "what_if", "factors")
 """Arguments that change an execution model."""
 
 
@@ -167,6 +167,10 @@ class ExecutionOptions:
         flag="--rewrite", metavar="LIST", read=options.words,
     )  # fmt: skip
     tf32: bool | None = option(help="Run fp32 matrix products on the matrix engine.", kind=bool)
+    library: str | None = option(
+        help="Whose kernels run: torch, or those of an inference engine: vllm, sglang, trtllm.",
+        shown="vllm for serving, else torch",
+    )
     exchange: str | None = option(
         help="Exchange of rows with the experts of other processes (--mesh ep=...): as-run, or the "
         "measured kernels of DeepEP: deepep, deepep-low-latency.",
@@ -218,7 +222,8 @@ class PricingOptions(ExecutionOptions, PrecisionOptions):
         if self.knobs is None or self.knobs != TYPICAL:
             changes["knobs"] = self.knobs
         for name, value in (
-            ("tf32", self.tf32), ("exchange", self.exchange), ("disturbances", self.what_if)
+            ("tf32", self.tf32), ("library", self.library), ("exchange", self.exchange),
+            ("disturbances", self.what_if),
         ):  # fmt: skip
             if value:
                 changes[name] = value

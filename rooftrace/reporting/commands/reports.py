@@ -55,8 +55,8 @@ def report(
     by default) and trace.  max_batch: also look for the largest batch that fits each chip
     (`largest_batch`).  execution: one or several, default naive and efficient, and for a script
     naive and mixed.  knobs: calibrated constants of every execution, by name or path or as
-    `calibrate` returns them; None for the datasheet's peaks.  rewrites, tf32, exchange, what_if,
-    settings: other changes to every execution.  progress: a function that is called
+    `calibrate` returns them; None for the datasheet's peaks.  rewrites, tf32, library, exchange,
+    what_if, settings: other changes to every execution.  progress: a function that is called
     with a few words on each thing that is being done.
 
     Returns the Report; print it for one screen.  Raises RequestError for an argument that neither

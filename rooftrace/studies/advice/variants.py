@@ -52,7 +52,7 @@ class NamedNumbers:
             execution = replace(execution, knobs=execution.knobs_on(chip))
         knobs = execution.knobs
         if isinstance(knobs, Knobs) and isinstance(knobs.attention, str):
-            attention = attention_knobs(knobs.attention, chip, execution.attention_library)
+            attention = attention_knobs(knobs.attention, chip, execution.attention_kernels)
             execution = replace(execution, knobs=replace(knobs, attention=attention))
         return NamedNumbers(chip, execution)
 

@@ -265,13 +265,16 @@ class StepChange:
 def _preset(model: ExecutionModel, fields: Mapping[str, Any]) -> str:
     """The preset that runs a step as `model` with these fields does; empty where none does.
 
-    What other options of the command line say (--knobs, --tf32, --rewrite) is as in `model`.
+    What other options of the command line say (--knobs, --tf32, --rewrite, --library) is as in
+    `model`.
     """
     wanted = replace(model, **fields)
     for name in SUMMARIES:
         preset = execution_model(name)
         said: dict[str, Any] = {"name": model.name, "knobs": model.knobs, "tf32": model.tf32}
         said |= {"disturbances": model.disturbances, "exchange": model.exchange}
+        if model.name in SUMMARIES and model.library != execution_model(model.name).library:
+            said["library"] = model.library
         if not preset.rewrites:
             said["rewrites"] = model.rewrites
         if wanted == replace(preset, **said):
