@@ -45,12 +45,17 @@ if TYPE_CHECKING:
 #
 # Not here: backward, sorting of requests, power.
 
+ENDS = 30
+"""Bytes of query and output of a block that an SM takes per clock.  H100 and H200 (aiconfigurator,
+vLLM); it is half of what a port of the cache gives."""
+UNSORTED = 0.25
+"""Share of the time of a request where its plan does not sort them: FlashAttention 3 sorts up to
+992 (PREPARE_VARLEN_MAX_BATCHES_1CTA in its flash_api.cpp).  Steps of decode on H100, as above."""
 EXPONENTIALS = 16
 """Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Into how many parts the keys of a row may be split at most: 128 in `num_splits_heuristic` of
 FlashAttention's flash_api.cpp."""
-MOST_SPLITS = SPLITS[-1]
 BLACKWELL = {"sm_100": EXPONENTIALS, "sm_103": 2 * EXPONENTIALS}
 """Data-center GPUs with trtllm-gen's kernels, and their exponentials (B300's are twice as many:
 NVIDIA, "Inside NVIDIA Blackwell Ultra", 2025)."""
@@ -78,50 +83,58 @@ class AttentionKernel:
     computes while another loads.
     """
 
-    # (Widest head, rows of a block, keys of a step), by width; rows are queries, times heads that
-    # share a tile.
-    tiles: tuple[tuple[float, int, int], ...]
+    rows: int  # of a block: queries, times heads that share a tile
+    keys: int  # of a step
     packs: float  # up to how many queries the heads of a group share tiles
     splits: bool  # whether keys of any block may be split, else only where heads share a tile
     alone: bool  # whether one block fills an SM, stays there and takes the longest work first
     vector: float  # instructions of a lane per score that do not hide behind exponential, products
     balanced: bool = False  # a plan gives every SM an equal share of all keys
+    most: int = SPLITS[-1]  # parts of a row's keys
+    sorts: float = inf  # requests that the plan sorts
     few: int = 0  # rows of a block where those of a query fill at most two such; 0: as else
     feed: float = inf  # bytes of key and value that an SM takes per clock
 
-    def tile(self, sizes: Mapping[str, Array]) -> tuple[Array, Array]:
-        """Rows of a block and keys of a step, by case."""
+    def height(self, sizes: Mapping[str, Array]) -> Array:
+        """Rows of a block, by case."""
         import numpy as np
 
-        place = np.searchsorted([widest for widest, _, _ in self.tiles], sizes["width"])
-        rows, keys = (np.array([tile[n] for tile in self.tiles])[place] for n in (1, 2))
         packed = sizes["queries"] * _packed(sizes, self)
-        return np.where(packed <= 2 * self.few, self.few, rows), keys
+        return np.where(packed <= 2 * self.few, self.few, self.rows)
 
 
-_PLAIN = ((inf, 128, 128),)
-_PAGED = ((64, 64, 256), (128, 64, 128), (inf, 64, 64))
-_HOPPER = ((96, 192, 128), (128, 128, 128), (192, 128, 96), (inf, 128, 80))
-_LATENT = ((inf, 64, 64),)
-"""Tiles of FlashAttention 2 (flash_fwd_launch_template.h), of 3 with pages that are no multiple of
-a step (hopper/tile_size.h), and of FlashMLA and FlashAttention 3 on latents."""
-FLASH2 = AttentionKernel(_PLAIN, packs=1, splits=False, alone=False, vector=8)
-SPLIT2 = AttentionKernel(_PAGED, packs=1, splits=True, alone=False, vector=8)
-PAGED2 = AttentionKernel(_PAGED, packs=1, splits=False, alone=False, vector=8)
-FLASH3 = AttentionKernel(_HOPPER, packs=inf, splits=True, alone=True, vector=0, balanced=True)
-EFFICIENT = AttentionKernel(((inf, 64, 64),), packs=0, splits=False, alone=False, vector=75)
+FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
+SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=True, alone=False, vector=8)
+PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=False, alone=False, vector=8)
+FLASH3 = AttentionKernel(
+    rows=128, keys=128, packs=inf, splits=True, alone=True, vector=0, balanced=True,
+    most=32, sorts=992,
+)  # fmt: skip
+EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
 Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(
-    ((inf, 64, 128),), packs=inf, splits=True, alone=False, vector=8, balanced=True
+    rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8, balanced=True
 )
-TRITON = AttentionKernel(((inf, 16, 32),), packs=inf, splits=True, alone=False, vector=8)
+TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
-TRTLLM = AttentionKernel(_PLAIN, packs=1, splits=True, alone=True, vector=0, balanced=True, few=32)
-FLASHMLA = AttentionKernel(_LATENT, packs=inf, splits=True, alone=True, vector=0, balanced=True)
+TRTLLM = AttentionKernel(
+    rows=128, keys=128, packs=1, splits=True, alone=True, vector=0, balanced=True, few=16
+)
+FLASHMLA = AttentionKernel(
+    rows=64, keys=64, packs=inf, splits=True, alone=True, vector=0, balanced=True
+)
 TRTLLM_MLA = AttentionKernel(
-    _PLAIN, packs=inf, splits=True, alone=True, vector=0, balanced=True, few=16, feed=28
+    rows=128,
+    keys=128,
+    packs=inf,
+    splits=True,
+    alone=True,
+    vector=0,
+    balanced=True,
+    few=16,
+    feed=28,
 )
 """TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
 trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in
@@ -183,7 +196,7 @@ class AttentionBlocks:
 
 
 def attention_blocks(
-    sizes: Mapping[str, Array], units: int, kernel: AttentionKernel, most: Array | int = MOST_SPLITS
+    sizes: Mapping[str, Array], units: int, kernel: AttentionKernel, most: Array | int = SPLITS[-1]
 ) -> AttentionBlocks:
     """The blocks that `kernel` makes of each case (sizes as in `attention_seconds`).
 
@@ -197,9 +210,9 @@ def attention_blocks(
     mean = np.where(uneven, (short.count * short.mean + long.count * long.mean) / count, short.mean)
     steps = np.where(uneven, np.maximum(short.steps, long.steps), short.steps)
     can = (np.maximum(short.packed, long.packed) > 1) | kernel.splits
-    free = units / count if kernel.balanced else np.where(count < _FEW * units, MOST_SPLITS, 1)
-    split = np.where(can, np.clip(np.minimum(free, steps), 1, most), 1.0)
-    longest = np.ceil(steps / split - 1e-9) * kernel.tile(sizes)[1]
+    free = units / count if kernel.balanced else np.where(count < _FEW * units, SPLITS[-1], 1)
+    split = np.where(can, np.clip(np.minimum(free, steps), 1, np.minimum(most, kernel.most)), 1.0)
+    longest = np.ceil(steps / split - 1e-9) * kernel.keys
     tiles = np.where(uneven, np.maximum(short.tiles, long.tiles), short.tiles)
     return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
 
@@ -235,7 +248,7 @@ def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
     import numpy as np
 
     queries, packed = sizes["queries"], _packed(sizes, kernel)
-    rows, step = kernel.tile(sizes)
+    rows, step = kernel.height(sizes), kernel.keys
     tiles = np.ceil(queries * packed / rows)
     count = sizes["batch"] * sizes["heads"] / packed * tiles
     span = rows / packed
@@ -262,7 +275,7 @@ def _tiles_by_rows(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array
     import numpy as np
 
     packed = _packed(sizes, kernel)
-    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.tile(sizes)[0])
+    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.height(sizes))
     return tiles * sizes["batch"] * sizes["heads"] / packed
 
 
@@ -322,16 +335,19 @@ def attention_seconds(
         parts = np.array([part for part in SPLITS if part < 2 * most])[:, None]
         blocks = attention_blocks(cases, on.units, kernel, parts)
         step = _step(cases, on, kernel, knobs) / compute
-        walk = _walk(blocks, step, on.units, kernel, knobs.start)
+        stored = np.minimum(_cache_bytes(cases), cases["bytes"])
+        ends = (cases["bytes"] - stored) / _tiles_by_rows(cases, kernel) / ENDS
+        walk = _walk(blocks, step, on.units, kernel, knobs.start + ends * on.units / on.clocks)
         bandwidth = on.memory * memory * knobs.stream
-        stream = np.minimum(_cache_bytes(cases), cases["bytes"]) / bandwidth
+        stream = stored / bandwidth
         moved = (cases["bytes"] + _partial_bytes(cases, blocks)) / bandwidth
         blocks_by_rows = _tiles_by_rows(cases, kernel) * blocks.split
         waves = 1.0 if kernel.alone else np.maximum(1.0, blocks_by_rows / on.units)
         apart = (moved - stream) / waves
         inside = p_norm(overlap, walk, moved - apart)
         copies = _copies(cases, kernel) * knobs.prepare
-        paging = cases["paged"] * (cases["batch"] * knobs.request + copies)
+        each = np.where(cases["batch"] > kernel.sorts, UNSORTED, 1.0) * knobs.request
+        paging = cases["paged"] * (cases["batch"] * each + copies)
         combine = (blocks.split > 1) * knobs.combine
         device = inside + apart + paging + combine
         best = device.argmin(axis=0), np.arange(device.shape[1])
@@ -378,7 +394,7 @@ def _step(
     import numpy as np
 
     width = sum(np.ceil(sizes[name] / _WIDTHS) * _WIDTHS for name in ("width", "value_width"))
-    rows, _ = kernel.tile(sizes)
+    rows = kernel.height(sizes)
     flop = 2 * rows * width * on.units
     convert = np.where(sizes["size"] < _WIDE, knobs.convert * width / (2 * 128) / on.rate, 0.0)
     scores = 1 / (on.exponentials * on.clocks) + kernel.vector / on.lanes
@@ -439,35 +455,39 @@ def _copies(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Flags:
 # of `attention_seconds`; backward and all else keep the shares of their class.
 
 # -- which library's kernel runs -------------------------------------------------------------------
-# An execution names the library (`ExecutionModel.attention_kernels`).  Two names depend on the
-# chip: "sdpa" is the flash kernel of `scaled_dot_product_attention`, FlashAttention 2 on every GPU;
-# "vllm" is FlashAttention 3 where the chip has the instructions for it (FlashAttention 2
-# elsewhere).
+# An execution names the library (`ExecutionModel.attention_kernels`).  Names of `_CHOICES` are of
+# engines, and the kernel depends on the chip: "sdpa" is `scaled_dot_product_attention` of PyTorch,
+# FlashAttention 2, and cuDNN's on Blackwell (`check_prefer_cudnn_attention` in sdp_utils.cpp); the
+# engines choose FlashAttention 3 on Hopper, and trtllm-gen on Blackwell.  Attention on latents has
+# kernels of its kind.
 
 SDPA = "sdpa"
 """The library whose kernel PyTorch's `scaled_dot_product_attention` runs."""
 WIDE = ("flash2", "flashinfer", "triton")
 """Libraries that multiply in half precision: entries of an fp8 cache are converted first."""
 HOPPER = AttentionKnobs(
-    products=1.0, convert=0.65, stream=0.91,
-    start=1.6e-6, combine=1.5e-6, prepare=1.3e-6, request=1.3e-8,
+    products=1.1, convert=0.65, stream=1.05,
+    start=1.5e-6, combine=1.9e-6, prepare=1.2e-6, request=2.1e-8,
 )  # fmt: skip
 """FlashAttention 3 in vLLM 0.24 on H100 and H200, by benchmarks/accuracy/attention.py on published
 measurements (aiconfigurator's performance database, Apache-2.0).  The two GPUs' fits agree within
-an eighth, `request` and `combine` within a third.  `products` stays at the datasheet's rate; left
-free it is 1.1, with 0.78 for `convert`.  `stream` is over the 0.91 that copies reach there."""
+an eighth, `combine` and `convert` within a fifth.  `stream` is over the 0.91 that copies reach
+there: 0.95 of the datasheet's bandwidth is what caches of a gigabyte do."""
 AMPERE = AttentionKnobs(
-    products=0.9, stream=0.82, start=1.3e-6, combine=7.1e-6, prepare=6.9e-6, request=6e-9
+    products=0.9, stream=0.97, start=1.05e-6, combine=6.9e-6, prepare=6.9e-6, request=6.5e-9
 )
 """FlashAttention 2 in vLLM 0.14 on A100, from the same source; fp8 caches were not measured.
 `products` and the instructions of its kernel stand for each other there, since all heads are of one
 width.  Both are over the sustained rates of A100 in `Knobs.typical` (1.12 and 0.85): of the
-datasheet they are 1.0 and 0.7."""
-GEFORCE = replace(AMPERE, products=1.0, stream=0.7)
-"""FlashAttention 2 on other GPUs: with products at their full rate the growth of published step
-times of eva and eva02 (timm, RTX 3090 and 4090) over image sizes is met within 1 %.  What the
-kernel for masks of numbers takes (`EFFICIENT.vector`) is from that of tiny_vit: 60 on RTX 4090, 110
-on RTX 3090."""
+datasheet they are 1.0 and 0.82."""
+GEFORCE = AttentionKnobs(
+    products=1.0, stream=0.84, start=1.6e-6, combine=4e-6, prepare=4e-6, request=2e-9
+)
+"""FlashAttention 2 on other GPUs, in vLLM 0.24 on L40S, from the same source, over the 0.74 that
+L40S sustains of its matrix rate; `products` is 0.99 there, and with its full rate the growth of
+published step times of eva and eva02 (timm, RTX 3090 and 4090) over image sizes is met within 1 %.
+What the kernel for masks of numbers takes (`EFFICIENT.vector`) is from that of tiny_vit: 60 on RTX
+4090, 110 on RTX 3090."""
 OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, combine=3e-6)
 """FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
@@ -480,15 +500,43 @@ TRITON_RATES = replace(
 source, over the 0.74 that L40S sustains of its matrix rate."""
 
 
-def library_on(name: str, chip: Chip) -> str:
-    """The library, one of LIBRARIES, that a name stands for on a chip."""
+TRTLLM_HOPPER = replace(HOPPER, products=0.8, start=3e-6)
+TRTLLM_GEN = replace(HOPPER, products=1.0, start=3e-6)
+FLASHMLA_RATES = replace(HOPPER, products=0.9, start=4e-6)
+FLASH3_MLA = replace(HOPPER, products=0.9, start=4e-6)
+TRTLLM_MLA_RATES = replace(HOPPER, products=0.9, start=4e-6)
+_CHOICES: Mapping[str, tuple[str, str, str]] = {
+    SDPA: ("flash2", "flash2", "cudnn"),
+    "vllm": ("flash2", "flash3", "trtllm"),
+    "sglang": ("flashinfer", "flash3", "trtllm"),
+    "trtllm": ("trtllm", "trtllm", "trtllm"),
+    "flash3": ("flash2", "flash3", "trtllm"),
+    "cudnn": ("flash2", "cudnn", "cudnn"),
+}
+"""By name: the kernels on other GPUs, on Hopper, on Blackwell."""
+_LATENT_CHOICES = {
+    "vllm": ("triton", "flashmla", "trtllm-mla"),
+    "sglang": ("triton", "flash3-mla", "trtllm-mla"),
+    "trtllm": ("triton", "flashmla", "trtllm-mla"),
+    "flash3": ("triton", "flash3-mla", "trtllm-mla"),
+}
+_FAMILIES = ("", "hopper", "blackwell")
+
+
+RATES: Mapping[str, AttentionKnobs] = {
+    "flashinfer": FLASHINFER_RATES, "triton": TRITON_RATES,
+    "flashmla": FLASHMLA_RATES, "flash3-mla": FLASH3_MLA, "trtllm-mla": TRTLLM_MLA_RATES,
+}  # fmt: skip
+"""Of libraries that have the same numbers on every chip."""
+
+
+def library_on(name: str, chip: Chip, latent: bool = False) -> str:
+    """The library, one of LIBRARIES, that a name stands for on a chip; latent: for MLA's cache."""
     on = attention_engine(chip)
-    hopper = on is not None and on.warp_groups
-    if name == "vllm":
-        name = "flash3"
-    if name == SDPA or (name in ("flash3", "cudnn") and not hopper):
-        return "flash2"
-    return name
+    family = _FAMILIES.index("" if on is None else on.family)
+    if latent and name in _LATENT_CHOICES:
+        return _LATENT_CHOICES[name][family]
+    return _CHOICES[name][family] if name in _CHOICES else name
 
 
 def attention_knobs(
@@ -501,10 +549,14 @@ def attention_knobs(
     if isinstance(numbers, AttentionKnobs):
         return numbers
     on, library = attention_engine(chip), library_on(library, chip)
-    if library in ("flashinfer", "triton"):
-        return FLASHINFER_RATES if library == "flashinfer" else TRITON_RATES
-    if on is not None and on.warp_groups:
-        return OLD_INSTRUCTIONS if library == "flash2" else HOPPER
+    family = "" if on is None else on.family
+    if library in RATES:
+        return RATES[library]
+    if family == "hopper":
+        rates = {"flash2": OLD_INSTRUCTIONS, "trtllm": TRTLLM_HOPPER}
+        return rates.get(library, HOPPER)
+    if family == "blackwell" and library != "flash2":
+        return TRTLLM_GEN
     return AMPERE if on is not None and on.wide else GEFORCE
 
 
@@ -519,9 +571,11 @@ _WIDEST = 2
 """Bytes of the widest element that modelled kernels multiply."""
 
 
-def products_of(engine: str, name: str, chip: Chip, library: str) -> tuple[float, float, float]:
+def products_of(
+    engine: str, name: str, chip: Chip, library: str, latent: bool = False
+) -> tuple[float, float, float]:
     """The columns size, rate and library of products of this precision on this engine."""
-    library = library_on(library, chip)
+    library = library_on(library, chip, latent)
     size = float(precision(name).bits / 8)
     if library in WIDE and size < _WIDEST and chip.has_peak(engine, "bf16"):
         name, size = "bf16", float(_WIDEST)
@@ -539,7 +593,9 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
         assert work.attention is not None
         sizes, at = work.attention, work.row
         engine = engine_of(work.key, chip, execution)
-        size, rate, library = products_of(*engine, chip, execution.attention_kernels)
+        of = execution.attention_kernels
+        plain, latent = (products_of(*engine, chip, of, kind) for kind in (False, True))
+        size, rate, library = np.where(is_latent(sizes), np.array([latent]).T, np.array([plain]).T)
         each: Any = AttentionSizes(**sizes).flop  # type: ignore[arg-type]
         count = np.maximum(1.0, np.rint(work.flop / np.maximum(each, 1)))
         equal = (work.flop == most[at]) & (sizes["keys"] > columns["keys"][at]) & (work.flop > 0)
