@@ -1,21 +1,46 @@
-"""Predictions beside measurements as rows of a CSV, from which the page draws its figures."""
+"""Predictions beside measurements as rows of a CSV: for the figures of the page, and intervals."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
+
+from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.kernels.intervals import StepCell
 
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of one case.  group: what it is coloured by."""
+    """Seconds of one case.
+
+    predicted: without a fit, where `source` is not "".  group: what it is coloured by.  source:
+    what intervals leave out together (one file or publication).  The others say where it is, as
+    `StepCell` has them.
+    """
 
     label: str
     predicted: float
     measured: float
     group: str
+    source: str = ""
+    generation: str = ""
+    precision: str = ""
+    phase: str = ""
+    execution: str = ""
+    work: str = ""
+    limit: str = ""
+
+    @property
+    def cell(self) -> StepCell:
+        return StepCell(**{field.name: getattr(self, field.name) for field in fields(StepCell)})
+
+    def of(self, source: str, cell: StepCell | Estimate) -> Point:
+        """This point with its source and where it is: a cell, or that of a priced step."""
+        at = cell.times.cell if isinstance(cell, Estimate) else cell
+        here = {field.name: getattr(at, field.name) for field in fields(StepCell)}
+        return replace(self, source=source, **here)
 
 
 def write_points(path: Path, points: Iterable[Point]) -> None:
@@ -27,9 +52,11 @@ def write_points(path: Path, points: Iterable[Point]) -> None:
 
 
 def read_points(path: Path) -> list[Point]:
-    """What `write_points` wrote."""
+    """What `write_points` wrote, also before it had sources."""
     with path.open(newline="", encoding="utf-8") as file:
         return [
-            Point(row["label"], float(row["predicted"]), float(row["measured"]), row["group"])
+            Point(
+                **{**row, "predicted": float(row["predicted"]), "measured": float(row["measured"])}
+            )
             for row in csv.DictReader(file)
         ]

@@ -1,5 +1,6 @@
 from rooftrace.costmodels.kernels import (
     engines as engines,
+    intervals as intervals,
     knobs as knobs,
     numbers as numbers,
     seconds as seconds,

@@ -13,9 +13,10 @@ import numpy as np
 from rooftrace._amounts import larger, smaller
 from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.kernels.engines import group_class
+from rooftrace.costmodels.kernels.intervals import WIDE, StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
 from rooftrace.costmodels.memory import Visits
-from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
+from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -252,6 +253,27 @@ class KernelAmounts:
 
     def __len__(self) -> int:
         return len(self.kind)
+
+    @property
+    def latent(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether a row is attention on latents: keys wider than values."""
+        latent = np.zeros(len(self), dtype=bool)
+        for work in self.attention:
+            if work.attention is not None:
+                latent[work.row] |= work.attention["width"] != work.attention["value_width"]
+        return latent
+
+    @property
+    def products(self) -> tuple[Array, Array]:
+        """FLOP of the products of each row: of those whose weights alone are narrow, and of all."""
+        narrow, flops = np.zeros(len(self)), np.zeros(len(self))
+        for work in self.works:
+            if work.key.operation in MATRIX:
+                flops[work.row] += work.flop
+                widths, wide = work.key.widths, StepCell.precision_of(work.key.precision) in WIDE
+                if wide and widths is not None and widths[1] <= 1 < widths[0]:
+                    narrow[work.row] += work.flop
+        return narrow, flops
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import numpy as np
 
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan
 from rooftrace.costmodels.kernels import Knobs, engines, group_class
+from rooftrace.costmodels.kernels.intervals import WORKS, StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import peak_seconds, seconds_by_knobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, plan_kernels
@@ -38,6 +39,7 @@ from rooftrace.costmodels.timing.queue import (
 from rooftrace.costmodels.timing.streams import Walk, has_streams, wait_for_stragglers, walk
 from rooftrace.costmodels.timing.timings import (
     REGIMES,
+    Cells,
     EntrySeconds,
     Headline,
     StepTimes,
@@ -82,7 +84,7 @@ class StepAmounts:
     launch on the device, its index in `parts`.  counts: iterations of each repeat that launches
     name, at least 1: numbers, or arrays of length P.
     copies_layouts: see `Plan.copies_layouts`.  products: matrix FLOP by operation and precision.
-    structure: a plan of this structure, where it has streams; else None.
+    structure: a plan of this structure, where it has streams.  phase: of the graph.
     Raises ValueError where these contradict each other.
     """
 
@@ -98,6 +100,7 @@ class StepAmounts:
     copies_layouts: bool = False
     products: Mapping[tuple[str, str], Amount]
     structure: Callable[[], Plan] | None = None
+    phase: str = ""
 
     def __post_init__(self) -> None:
         placed = sum(launch.on_device for launch in self.launches)
@@ -237,6 +240,7 @@ def _joined(heads: Headline, parts: Sequence[tuple[Places, TimesOverPoints]]) ->
     changes["regime_seconds"] = {
         name: over([times.regime_seconds[name] for _, times in parts]) for name in REGIMES
     }
+    changes["cells"] = Cells.joined([(at, times.cells) for at, times in parts], len(heads.place))
     return replace(first, heads=heads, **changes)
 
 
@@ -280,7 +284,8 @@ def timed(
     factors = _expert_factors(step)
     real = real if factors is None else real.slowed(factors)
     run = _run(step, chip, real, _main(step, real.times(step.times).device))
-    times = times_of(step, (fast, real), exchanges, run, knobs, heads)
+    cell = StepCell.at(chip, step.phase, step.execution.fusion, step.execution.dispatch)
+    times = times_of(step, (fast, real), exchanges, run, knobs, heads, cell)
     return times, Detail(real.times(step.times), exchanges, run)
 
 
@@ -291,6 +296,7 @@ def times_of(
     run: Walk,
     knobs: Knobs | None,
     heads: Headline,
+    cell: StepCell | None = None,
 ) -> TimesOverPoints:
     """The totals of a step that ran.
 
@@ -318,6 +324,7 @@ def times_of(
         regime_seconds=regimes,
         variance=_variance(step, every, t_serial, knobs),
         heads=heads,
+        cells=_cells(step, every.device, regimes, heads, cell or StepCell()),
     )
 
 
@@ -345,21 +352,30 @@ def _variance(
         return step.total(every.device * spreads) / t_serial
 
 
+def _cells(
+    step: StepAmounts, device: Array, regimes: Mapping[str, Array], heads: Headline, cell: StepCell
+) -> Cells:
+    """Where each point is among measured steps; device: seconds of all kernels of each entry."""
+    latent, kinds = step.kernels.latent[step.row], np.empty(len(step.row), dtype=object)
+    for part in step.parts:
+        kind = part.spread_kind, part.of_experts, bool(latent[part.where.start])
+        kinds[part.where] = StepCell.work_of(*kind)
+    works = [step.total(device * (kinds == work)) for work in WORKS]
+    narrow, all_ = (step.total(flop[step.row] * step.times) for flop in step.kernels.products)
+    return Cells.of(cell, works, narrow > all_ / 2, [regimes[name] for name in REGIMES], heads)
+
+
 # -- one kernel of each entry ----------------------------------------------------------------------
 
 
 def _exchanges(step: StepAmounts, chip: Chip) -> dict[int, ExchangeSeconds]:
     """One call of each part that exchanges with other processes."""
-    talking = [(number, part) for number, part in enumerate(step.parts) if part.exchange]
+    talking = [(number, part.exchange) for number, part in enumerate(step.parts) if part.exchange]
     if not talking:
         return {}
     system, how = chip.system or System.of_chip(chip), step.execution.exchange
     factor = step.execution.disturbances.expert_imbalance
-    return {
-        number: part.exchange.seconds(system, how).unevenly(factor)
-        for number, part in talking
-        if part.exchange is not None
-    }
+    return {number: each.seconds(system, how).unevenly(factor) for number, each in talking}
 
 
 def _at_peaks(
@@ -561,6 +577,7 @@ def step_of(planned: Plan, chip: Chip | None) -> StepAmounts:
         copies_layouts=planned.copies_layouts,
         products=products,
         structure=(lambda: planned) if has_streams(planned) else None,
+        phase=planned.graph.phase,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import larger
 from rooftrace.costmodels.kernels import Knobs
+from rooftrace.costmodels.kernels.intervals import WORKS, StepCell
 from rooftrace.costmodels.kernels.knobs import LEVEL
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class StepTimes:
     t_exposed: float = 0.0  # for which computing waits for collectives
     regime_seconds: Mapping[str, float]  # by name in REGIMES; they add up to t_est
     variance: float | None = None  # of log(measured / predicted); None without knobs
+    cell: StepCell = field(default_factory=StepCell)  # where it is among measured steps
 
     @property
     def t_launch(self) -> float:
@@ -203,6 +205,54 @@ class Headline:
         return np.array(self.rates)[self.place]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """The cells that points are in."""
+
+    cells: tuple[StepCell, ...]
+    place: Places  # which of them at each point
+
+    @staticmethod
+    def of(
+        step: StepCell,
+        works: Sequence[Array],
+        narrow: Array,
+        seconds: Sequence[Array],
+        heads: Headline,
+    ) -> Cells:
+        """The cell of each point: the work, precision and regime that have most there.
+
+        step: the cell, as far as all points share it.  works: seconds [P] of each of WORKS; narrow:
+        whether most products have narrow weights alone; seconds: of each of REGIMES.
+        """
+        import numpy as np
+
+        precision = np.where(narrow, len(heads.precisions), heads.place)
+        keys = np.stack([np.argmax(works, axis=0), precision, np.argmax(seconds, axis=0)])
+        different, place = np.unique(keys, axis=1, return_inverse=True)
+        names = [*map(StepCell.precision_of, heads.precisions), "int4"]
+        cells = [
+            replace(
+                step, work=WORKS[work], precision=names[name],
+                limit=StepCell.limit_of(REGIMES[regime]),
+            )
+            for work, name, regime in different.T.tolist()
+        ]  # fmt: skip
+        return Cells(tuple(cells), np.ravel(place))
+
+    @staticmethod
+    def joined(parts: Sequence[tuple[Places, Cells]], points: int) -> Cells:
+        """The cells of all points from those of some and of others."""
+        import numpy as np
+
+        cells: dict[StepCell, int] = {}
+        place = np.zeros(points, dtype=np.int64)
+        for at, part in parts:
+            number = [cells.setdefault(cell, len(cells)) for cell in part.cells]
+            place[at] = np.array(number)[part.place]
+        return Cells(tuple(cells), place)
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TimesOverPoints:
     """Seconds of a step on a chip at P points: arrays of length P, as in `StepTimes`."""
@@ -218,6 +268,7 @@ class TimesOverPoints:
     regime_seconds: Mapping[str, Array]  # by name in REGIMES; they add up to t_est
     variance: Array | None  # relative, of steps; None without knobs, nan where nothing takes time
     heads: Headline
+    cells: Cells  # where each point is among measured steps
 
     def at(self, point: int) -> StepTimes:
         """The times at one point."""
@@ -226,6 +277,7 @@ class TimesOverPoints:
             **{name: float(getattr(self, name)[point]) for name in names},
             regime_seconds={n: float(s[point]) for n, s in self.regime_seconds.items()},
             variance=None if self.variance is None else float(self.variance[point]),
+            cell=self.cells.cells[self.cells.place[point]],
         )
 
     @property

@@ -134,6 +134,7 @@ class PlanNumbers(Struct, frozen=True):
     items: int
     copies_layouts: bool
     streamed: bool  # whether it works on several streams, or with other processes
+    phase: str
 
 
 def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
@@ -157,6 +158,7 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
         items=int(graph.workload.get("items") or 1),
         copies_layouts=planned.copies_layouts,
         streamed=streams.has_streams(planned),
+        phase=graph.phase,
     )
 
 

@@ -263,6 +263,7 @@ class PlanForm:
             copies_layouts=template.copies_layouts,
             products=products,
             structure=(lambda: self.planned) if template.streamed else None,
+            phase=template.phase,
         )
 
     @cached_property
