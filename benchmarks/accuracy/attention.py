@@ -7,8 +7,9 @@ query on a cache (generation); the GPU is in `device`.  A row has attention, and
 stores new entries in the cache, a row of class "gather" here.  Numbers come along
 (`attention_knobs`), and are the same for all GPUs of a generation; one factor, or two numbers
 (what the chip sustains of its arithmetic and its bandwidth), are fitted to one half of the rows of
-a library and predict the other, both ways.  A library that is not modelled is priced as the one
-that its engine usually runs on the chip.
+a library and predict the other, both ways.  FlashAttention 4, which is not
+modelled (on Hopper it serves heads of width 512), stands in lines of its kind, priced as vLLM's
+usual library; so is any unknown one.
 
 The cache of L40S and B200 is so large that it holds what most rows touch, over and over: such rows
 are warm there, at three times the memory's rate.
@@ -17,22 +18,19 @@ are warm there, at three times the memory's rate.
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
 from pathlib import Path
 
-from measured_kernels import HEAD, WIDE, Kernel, Measured, chip_of, files, rows_of, stored, study
-from points import Point, write_points
+from measured_kernels import WIDE, Kernel, Measured, stored, tables
 
 from rooftrace.costmodels.kernels.attention import attention_engine, library_on
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 
 SOURCES = (
-    ("fa2", "flash2"), ("fa3", "flash3"), ("fa4", "flash3"), ("trtllm", "trtllm"),
+    ("fa2", "flash2"), ("fa3", "flash3"), ("fa4", "flash4"), ("trtllm", "trtllm"),
     ("triton", "triton"), ("flashinfer", "flashinfer"), ("flash_attention", "flash3"),
 )  # fmt: skip
-"""Words in the name of a row's kernel, and the library; its successor stands for FlashAttention 4
-on Blackwell, and 3 for what it serves on Hopper (heads of width 512)."""
+"""Words in the name of a row's kernel, and the library."""
 
 
 def library_of(row: dict[str, str], chip: Chip) -> str:
@@ -44,7 +42,7 @@ def library_of(row: dict[str, str], chip: Chip) -> str:
         found = "trtllm"  # flashinfer runs trtllm-gen's kernels there
     engine = row["framework"].lower().replace("-", "")
     usual = engine if engine in ("vllm", "sglang", "trtllm") else "vllm"
-    return library_on(found or usual, chip)
+    return found if found == "flash4" else library_on(found or usual, chip)
 
 
 def measured(row: dict[str, str], chip: Chip, source: str) -> Measured:
@@ -64,9 +62,10 @@ def measured(row: dict[str, str], chip: Chip, source: str) -> Measured:
         batch, queries, keys, visible, heads, kv_heads, width, width, size, paged=True
     )
     library = library_of(row, chip)
+    priced = library_on("vllm", chip) if library == "flash4" else library
     read = 2 * batch * (queries * heads * width * WIDE + keys * kv_heads * width * size)
     kernels = (
-        Kernel("attention", read, sizes, precision, library),
+        Kernel("attention", read, sizes, precision, priced),
         stored(chip, batch * queries, 2 * kv_heads * width, size),
     )
     return Measured(
@@ -87,27 +86,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
     parser.add_argument("--no-fits", action="store_true", help="leave out the fitted columns")
-    given = parser.parse_args()
-    by_chip: dict[str, list[Measured]] = defaultdict(list)
-    chips: dict[str, Chip | None] = {}
-    for path in files(given.folder, "attention-*.csv.gz"):
-        for row in rows_of(path):
-            chip = chips.setdefault(row["device"], chip_of(row["device"]))
-            if chip is not None:
-                by_chip[chip.name].append(measured(row, chip, path.name.removesuffix(".csv.gz")))
-    if not chips:
-        raise SystemExit("no attention-*.csv.gz in that folder")
-    print(HEAD)
-    points: list[Point] = []
-    for name, rows in sorted(by_chip.items()):
-        chip = chip_of(name)
-        assert chip is not None
-        points += study(chip, rows, "attention", not given.no_fits)
-    unknown = [device for device, chip in chips.items() if chip is None]
-    if unknown:
-        print(f"\nNot priced, as no chip file has them: {', '.join(unknown)}")
-    if given.points:
-        write_points(given.points, points)
+    tables(parser.parse_args(), "attention-*.csv.gz", measured, "attention")
 
 
 if __name__ == "__main__":

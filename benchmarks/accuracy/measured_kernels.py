@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import gzip
 import random
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from points import Point
+from points import Point, write_points
 from rows import NO_ATTENTION, columns, table
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels.attention import products_of
+from rooftrace.costmodels.kernels.intervals import StepCell
 from rooftrace.costmodels.kernels.knobs import Knobs, Share
+from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.costmodels.ops.cost import AttentionSizes
-from rooftrace.errors import UnknownChipError
 from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.chipfile.reading import UnknownChipError
 from rooftrace.measured.fit.cases import Case, Errors, errors
 from rooftrace.measured.fit.fitting import fit
 
 HEAD = (
-    "| GPU | library | phase | cache | n | mean | median | p90 | bias | one factor | two numbers |\n"
-    "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
+    "| GPU | library | phase | cache | n | mean | median | p90 | bias | one factor "
+    "| two numbers |\n|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|"
 )
 LAUNCHES = {True: 4.25e-6, False: 2e-6}
 """Seconds of each launch of a row, on GPUs with HBM and on others: A100, H100, H200; L40S."""
@@ -38,7 +42,6 @@ LARGE = 64 * 2**20
 """Bytes of a last cache that holds what most of the rows touch, over and over."""
 FITTED = 200
 """Rows that two numbers are fitted to."""
-GENERATIONS = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "blackwell", "sm_103": "blackwell"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class Measured:
     library: str
     seconds: float
     kernels: tuple[Kernel, ...]
+
+
+Reader = Callable[[dict[str, str], Chip, str], Measured]
 
 
 def files(folder: Path, pattern: str) -> list[Path]:
@@ -106,8 +112,8 @@ def typical(chip: Chip) -> Knobs:
 def stored(chip: Chip, tokens: float, entries: float, size: float) -> Kernel:
     """The kernel that stores entries of this many elements for each token, from bf16.
 
-    A block stores one token; its threads, a multiple of 64, bound how many blocks an SM holds (vLLM,
-    reshape_and_cache_flash_kernel).  What they wait is told as bytes of that time.
+    A block stores one token; its threads bound how many blocks an SM holds (vLLM, up to 512
+    in reshape_and_cache_flash_kernel).  What they wait is told as bytes of that time.
     """
     knobs = typical(chip)
     units = 1.0 if chip.sm_count is None else chip.sm_count.value
@@ -127,7 +133,7 @@ class Measurements:
         self.table = self._table(rows)
         self.predicted, self.limits = self._predicted()
 
-    def _table(self, rows: Sequence[Measured]):  # noqa: ANN202 (KernelTable)
+    def _table(self, rows: Sequence[Measured]) -> KernelTable:
         held = 0.0 if self.chip.l2_capacity is None else self.chip.l2_capacity.value
         kinds, amounts, attention = [], [], []
         for row in rows:
@@ -181,7 +187,9 @@ class Measurements:
         """Predictions of these rows with compute and memory fitted to some of the other half."""
         found, half = self.predicted[chosen].copy(), _dealt(len(chosen))
         for side in (False, True):
-            others = chosen[half != side][:FITTED]
+            others = random.Random(0).sample(
+                list(chosen[half != side]), min(FITTED, sum(half != side))
+            )
             knobs = fit(self.cases(others), self.knobs, check=False).knobs
             again = self.table.seconds(knobs, False).device + knobs.launch_on(self.chip)
             all_rows = np.bincount(self.owner, again, len(self.rows))
@@ -196,7 +204,7 @@ def _dealt(count: int) -> np.ndarray:
 
 
 def study(chip: Chip, rows: Sequence[Measured], work: str, fits: bool = True) -> list[Point]:
-    """Print a line for each library, phase and cache of a chip's rows; the predictions, unfitted."""
+    """Print a line for each library, phase and cache of a chip's rows; its predictions."""
     all_rows, points = Measurements(chip, rows), []
     for library in sorted({row.library for row in rows}):
         chosen = np.array([i for i, row in enumerate(rows) if row.library == library])
@@ -227,6 +235,32 @@ def _errors(
     return errors([rows[i].name for i in at], [float(s) for s in found], list(seconds[at]))
 
 
+def tables(given: argparse.Namespace, pattern: str, measured: Reader, work: str) -> None:
+    """Print a table of the files of a pattern, chip by chip, and write its points.
+
+    given: folder, points, no_fits.  measured: reads one row, with its chip and source.
+    """
+    by_chip: dict[str, list[Measured]] = defaultdict(list)
+    chips: dict[str, Chip | None] = {}
+    for path in files(given.folder, pattern):
+        for row in rows_of(path):
+            chip = chips.setdefault(row["device"], chip_of(row["device"]))
+            if chip is not None:
+                source = row.get("file") or path.name.removesuffix(".csv.gz")
+                by_chip[chip.name].append(measured(row, chip, source))
+    if not chips:
+        raise SystemExit(f"{given.folder}: there is no {pattern} in it or in its kernels/")
+    print(HEAD)
+    points: list[Point] = []
+    for name, rows in sorted(by_chip.items()):
+        points += study(rt.load_chip(name), rows, work, not given.no_fits)
+    unknown = [device for device, chip in chips.items() if chip is None]
+    if unknown:
+        print(f"\nNot priced, as no chip file has them: {', '.join(unknown)}")
+    if given.points:
+        write_points(given.points, points)
+
+
 def point(all_rows: Measurements, place: int, work: str) -> Point:
     """The prediction of a row without a fit, and the cell of intervals that it is in."""
     row, chip = all_rows.rows[place], all_rows.chip
@@ -235,7 +269,7 @@ def point(all_rows: Measurements, place: int, work: str) -> Point:
         row.name, float(all_rows.predicted[place]), row.seconds,
         f"{chip.name} {row.library} {row.phase}",
         source=row.source,
-        generation=GENERATIONS.get(chip.architecture or "", "geforce"),
+        generation=StepCell.generation_of(chip),
         precision="fp8" if fp8 else "half",
         phase="kernel", execution="graph", work=work, limit=all_rows.limits[place],
     )  # fmt: skip

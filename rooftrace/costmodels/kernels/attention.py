@@ -86,56 +86,51 @@ class AttentionKernel:
     rows: int  # of a block: queries, times heads that share a tile
     keys: int  # of a step
     packs: float  # up to how many queries the heads of a group share tiles
-    splits: bool  # whether keys of any block may be split, else only where heads share a tile
+    splits: float  # up to how many queries keys are split; where heads share a tile in any case
     alone: bool  # whether one block fills an SM, stays there and takes the longest work first
     vector: float  # instructions of a lane per score that do not hide behind exponential, products
     balanced: bool = False  # a plan gives every SM an equal share of all keys
     most: int = SPLITS[-1]  # parts of a row's keys
     sorts: float = inf  # requests that the plan sorts
     few: int = 0  # rows of a block where those of a query fill at most two such; 0: as else
+    hides: bool = False  # query and output of a block move while the next one computes
     feed: float = inf  # bytes of key and value that an SM takes per clock
 
     def height(self, sizes: Mapping[str, Array]) -> Array:
         """Rows of a block, by case."""
         import numpy as np
 
-        packed = sizes["queries"] * _packed(sizes, self)
-        return np.where(packed <= 2 * self.few, self.few, self.rows)
+        few = (sizes["queries"] <= 1) & (_packed(sizes, self) <= 2 * self.few)
+        return np.where(few, self.few, self.rows)
 
 
-FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=False, alone=False, vector=8)
-SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=True, alone=False, vector=8)
-PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=False, alone=False, vector=8)
+FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=0, alone=False, vector=8)
+SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=inf, alone=False, vector=8)
+PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=0, alone=False, vector=8)
 FLASH3 = AttentionKernel(
-    rows=128, keys=128, packs=inf, splits=True, alone=True, vector=0, balanced=True,
+    rows=128, keys=128, packs=inf, splits=inf, alone=True, vector=0, balanced=True,
     most=32, sorts=992,
 )  # fmt: skip
-EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=False, alone=False, vector=75)
+EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=0, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
 Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(
-    rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8, balanced=True
+    rows=64, keys=128, packs=inf, splits=inf, alone=False, vector=8, balanced=True
 )
-TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
+TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=inf, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
 TRTLLM = AttentionKernel(
-    rows=128, keys=128, packs=1, splits=True, alone=True, vector=0, balanced=True, few=16
-)
+    rows=128, keys=128, packs=1, splits=1, alone=True, vector=0, balanced=True,
+    few=16, hides=True,
+)  # fmt: skip
 FLASHMLA = AttentionKernel(
-    rows=64, keys=64, packs=inf, splits=True, alone=True, vector=0, balanced=True
+    rows=64, keys=64, packs=inf, splits=inf, alone=True, vector=0, balanced=True, hides=True
 )
 TRTLLM_MLA = AttentionKernel(
-    rows=128,
-    keys=128,
-    packs=inf,
-    splits=True,
-    alone=True,
-    vector=0,
-    balanced=True,
-    few=16,
-    feed=28,
-)
+    rows=128, keys=128, packs=inf, splits=inf, alone=True, vector=0, balanced=True,
+    few=16, hides=True, feed=26,
+)  # fmt: skip
 """TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
 trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in
 place of the rows, so that tiles are small; `feed`: of 32 heads, which are two of them, on B200."""
@@ -209,7 +204,7 @@ def attention_blocks(
     count = short.count + long.count
     mean = np.where(uneven, (short.count * short.mean + long.count * long.mean) / count, short.mean)
     steps = np.where(uneven, np.maximum(short.steps, long.steps), short.steps)
-    can = (np.maximum(short.packed, long.packed) > 1) | kernel.splits
+    can = (np.maximum(short.packed, long.packed) > 1) | (sizes["queries"] <= kernel.splits)
     free = units / count if kernel.balanced else np.where(count < _FEW * units, SPLITS[-1], 1)
     split = np.where(can, np.clip(np.minimum(free, steps), 1, np.minimum(most, kernel.most)), 1.0)
     longest = np.ceil(steps / split - 1e-9) * kernel.keys
@@ -342,7 +337,8 @@ def attention_seconds(
         stream = stored / bandwidth
         moved = (cases["bytes"] + _partial_bytes(cases, blocks)) / bandwidth
         blocks_by_rows = _tiles_by_rows(cases, kernel) * blocks.split
-        waves = 1.0 if kernel.alone else np.maximum(1.0, blocks_by_rows / on.units)
+        first = kernel.alone and not kernel.hides
+        waves = 1.0 if first else np.maximum(1.0, blocks_by_rows / on.units)
         apart = (moved - stream) / waves
         inside = p_norm(overlap, walk, moved - apart)
         copies = _copies(cases, kernel) * knobs.prepare
@@ -500,11 +496,27 @@ TRITON_RATES = replace(
 source, over the 0.74 that L40S sustains of its matrix rate."""
 
 
-TRTLLM_HOPPER = replace(HOPPER, products=0.8, start=3e-6)
-TRTLLM_GEN = replace(HOPPER, products=1.0, start=3e-6)
-FLASHMLA_RATES = replace(HOPPER, products=0.9, start=4e-6)
-FLASH3_MLA = replace(HOPPER, products=0.9, start=4e-6)
-TRTLLM_MLA_RATES = replace(HOPPER, products=0.9, start=4e-6)
+TRTLLM_HOPPER = AttentionKnobs(
+    products=0.96, convert=0.29, stream=1.05, start=1.1e-6, combine=1.9e-6, request=1.5e-8
+)
+TRTLLM_GEN = AttentionKnobs(products=1.1, stream=1.05, start=2e-6, combine=1.4e-6, request=1.5e-8)
+"""TensorRT-LLM 1.3: prompts of MLA on H200 and on B200 (the same source, benchmarks/accuracy/
+mla.py), but for `combine` and `request`, which are those of HOPPER, and of decode below."""
+FLASHMLA_RATES = AttentionKnobs(
+    products=0.96, convert=0.12, stream=1.05, start=2e-6, combine=3.4e-6, request=1.6e-8
+)
+FLASH3_MLA = AttentionKnobs(
+    products=0.75, stream=1.05, start=2.2e-6, combine=4.6e-6, request=1.9e-8
+)
+TRTLLM_MLA_RATES = AttentionKnobs(products=1.1, stream=1.05, combine=1.4e-6, request=1.5e-8)
+"""Attention on latents: of FlashMLA in TensorRT-LLM on H200, of FlashAttention 3 in SGLang on H100
+(prompts, too), and of trtllm-gen on B200, from the same source.  trtllm-gen's `products` are those
+of its prompts: what feeds them (`TRTLLM_MLA.feed`) is slower."""
+RATES: Mapping[str, AttentionKnobs] = {
+    "flashinfer": FLASHINFER_RATES, "triton": TRITON_RATES,
+    "flashmla": FLASHMLA_RATES, "flash3-mla": FLASH3_MLA, "trtllm-mla": TRTLLM_MLA_RATES,
+}  # fmt: skip
+"""Of libraries that have the same numbers on every chip."""
 _CHOICES: Mapping[str, tuple[str, str, str]] = {
     SDPA: ("flash2", "flash2", "cudnn"),
     "vllm": ("flash2", "flash3", "trtllm"),
@@ -521,13 +533,6 @@ _LATENT_CHOICES = {
     "flash3": ("triton", "flash3-mla", "trtllm-mla"),
 }
 _FAMILIES = ("", "hopper", "blackwell")
-
-
-RATES: Mapping[str, AttentionKnobs] = {
-    "flashinfer": FLASHINFER_RATES, "triton": TRITON_RATES,
-    "flashmla": FLASHMLA_RATES, "flash3-mla": FLASH3_MLA, "trtllm-mla": TRTLLM_MLA_RATES,
-}  # fmt: skip
-"""Of libraries that have the same numbers on every chip."""
 
 
 def library_on(name: str, chip: Chip, latent: bool = False) -> str:
