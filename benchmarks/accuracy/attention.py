@@ -64,10 +64,12 @@ def measured(row: dict[str, str], chip: Chip, source: str) -> Measured:
     library = library_of(row, chip)
     priced = library_on("vllm", chip) if library == "flash4" else library
     read = 2 * batch * (queries * heads * width * WIDE + keys * kv_heads * width * size)
-    kernels = (
+    kernels: tuple[Kernel, ...] = (
         Kernel("attention", read, sizes, precision, priced),
         stored(chip, batch * queries, 2 * kv_heads * width, size),
     )
+    if queries == 1 and library in ("flashinfer", "triton"):  # adds up parts, however many
+        kernels = (*kernels, Kernel("gather", 0))
     return Measured(
         name=f"{batch}x{queries}x{keys} {heads}/{kv_heads} of {width} {precision}",
         source=source,

@@ -92,7 +92,7 @@ class AttentionKernel:
     balanced: bool = False  # a plan gives every SM an equal share of all keys
     most: int = SPLITS[-1]  # parts of a row's keys
     sorts: float = inf  # requests that the plan sorts
-    few: int = 0  # rows of a block where those of a query fill at most two such; 0: as else
+    few: tuple[int, int] = (0, 0)  # rows of a block for one query of at most so many heads
     hides: bool = False  # query and output of a block move while the next one computes
     feed: float = inf  # bytes of key and value that an SM takes per clock
 
@@ -100,8 +100,9 @@ class AttentionKernel:
         """Rows of a block, by case."""
         import numpy as np
 
-        few = (sizes["queries"] <= 1) & (_packed(sizes, self) <= 2 * self.few)
-        return np.where(few, self.few, self.rows)
+        rows, most = self.few
+        few = (sizes["queries"] <= 1) & (_packed(sizes, self) <= most)
+        return np.where(few, rows, self.rows)
 
 
 FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=0, alone=False, vector=8)
@@ -116,20 +117,20 @@ EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=0, alone=False, ve
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
 Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(
-    rows=64, keys=128, packs=inf, splits=inf, alone=False, vector=8, balanced=True
+    rows=64, keys=128, packs=inf, splits=inf, alone=False, vector=8, balanced=True, few=(16, 16)
 )
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=inf, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
 TRTLLM = AttentionKernel(
     rows=128, keys=128, packs=1, splits=1, alone=True, vector=0, balanced=True,
-    few=16, hides=True,
+    few=(16, 32), hides=True,
 )  # fmt: skip
 FLASHMLA = AttentionKernel(
     rows=64, keys=64, packs=inf, splits=inf, alone=True, vector=0, balanced=True, hides=True
 )
 TRTLLM_MLA = AttentionKernel(
     rows=128, keys=128, packs=inf, splits=inf, alone=True, vector=0, balanced=True,
-    few=16, hides=True, feed=26,
+    few=(16, 32), hides=True, feed=26,
 )  # fmt: skip
 """TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
 trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in
@@ -488,7 +489,9 @@ OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, com
 """FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking", 2024).  The rest is that of the same chips."""
-FLASHINFER_RATES = replace(GEFORCE, products=0.76, stream=0.82, combine=3e-6, prepare=1.7e-6)
+FLASHINFER_RATES = replace(
+    GEFORCE, products=0.74, stream=0.82, start=1.7e-6, combine=1.1e-6, prepare=0.9e-6
+)
 TRITON_RATES = replace(
     GEFORCE, products=0.28, stream=0.86, start=5.9e-7, combine=7.2e-7, prepare=0.0
 )
