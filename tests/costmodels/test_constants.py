@@ -1,0 +1,73 @@
+"""Constants of kernels, recomputed from the measurements in this repository.
+
+Each ratio is a measured time over the one that rooftrace expects for the same call; where a share
+limits that time, the share that the measurements ask for is the shipped one over the ratio.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rooftrace.costmodels.kernels import Knobs, load_knobs
+from rooftrace.hardware import load_chip
+
+KERNELS = Path(__file__).parents[2] / "benchmarks" / "kernels"
+FILE = "h100-2026-11-26.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def compare() -> Any:
+    """The module `compare` of the benchmark, which prices measured calls."""
+    before = list(sys.path)
+    sys.path.insert(0, str(KERNELS))
+    spec = importlib.util.spec_from_file_location("kernels_compare", KERNELS / "compare.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = before
+    del sys.modules[spec.name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("selective_scan", "scan"),
+        ("selective_state_update", "state update"),
+        ("mamba_chunk_scan_combined", "ssd"),
+    ],
+)
+@pytest.mark.parametrize("knobs", ["typical-eager", "typical-compiled"])
+def test_shares_of_recurrent_kernels_are_those_of_the_calls_on_h100(
+    compare: Any, kernel: str, kind: str, knobs: str
+) -> None:
+    _, *rows = compare.load(KERNELS / FILE)
+    calls = [row for row in rows if row["kernel"] == kernel and "ms" in row]
+    ratios = [compare.compared(row, "h100-sxm").ratio for row in calls]
+    assert len(ratios) >= 15
+    share = load_knobs(knobs).share(kind).compute
+    recomputed = share / statistics.median(ratios)
+    assert recomputed == pytest.approx(share, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("h100-sxm", FILE), ("h200-sxm", "h200-2026-11-26.jsonl.gz")]
+)
+def test_large_copies_move_the_share_of_the_bandwidth_that_hopper_sustains(
+    compare: Any, name: str, file: str
+) -> None:
+    _, *rows = compare.load(KERNELS / file)
+    copy = next(row for row in rows if row["kernel"] == "copy")
+    chip = load_chip(name)
+    [(_, _, microseconds)] = copy["kernels"]
+    measured = copy["bytes"] / (microseconds * 1e-6) / chip.memory_bandwidth.value
+    _, expected = Knobs.typical(chip, compiled=True).reached("elementwise")
+    assert expected == pytest.approx(measured, rel=0.05)
