@@ -22,7 +22,8 @@ from pathlib import Path
 
 from measured_kernels import WIDE, Kernel, Measured, stored, tables
 
-from rooftrace.costmodels.kernels.attention import attention_engine, library_on
+from rooftrace.costmodels.kernels.attention import attention_engine
+from rooftrace.costmodels.kernels.attention_rows import library_on
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 

@@ -31,7 +31,7 @@ from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.attention import attention_knobs
+from rooftrace.costmodels.kernels.attention_rows import attention_knobs
 from rooftrace.measured.fit.cases import Case, predict, step_case
 from rooftrace.measured.fit.fitting import FEW
 

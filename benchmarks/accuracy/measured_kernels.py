@@ -16,7 +16,7 @@ from points import Point, write_points
 from rows import NO_ATTENTION, columns, table
 
 import rooftrace as rt
-from rooftrace.costmodels.kernels.attention import products_of
+from rooftrace.costmodels.kernels.attention_rows import products_of
 from rooftrace.costmodels.kernels.intervals import StepCell
 from rooftrace.costmodels.kernels.knobs import Knobs, Share
 from rooftrace.costmodels.kernels.seconds import KernelTable

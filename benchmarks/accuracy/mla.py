@@ -26,7 +26,7 @@ from pathlib import Path
 
 from measured_kernels import WIDE, Kernel, Measured, tables
 
-from rooftrace.costmodels.kernels.attention import library_on
+from rooftrace.costmodels.kernels.attention_rows import library_on
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 

@@ -12,14 +12,16 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import ATTENTION_LIBRARIES, execution_model
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.attention import (
+    IDEAL,
+    LIBRARIES,
+    attention_engine,
+    attention_seconds,
+)
+from rooftrace.costmodels.kernels.attention_rows import (
     AMPERE,
     COLUMNS,
     HOPPER,
-    IDEAL,
-    LIBRARIES,
     OLD_INSTRUCTIONS,
-    attention_engine,
-    attention_seconds,
     library_on,
     products_of,
 )
@@ -314,10 +316,25 @@ def test_what_comes_along_goes_by_the_generation() -> None:
 def test_a_library_is_one_that_the_chip_can_run(chip: str, name: str) -> None:
     found = library_on(name, load_chip(chip))
     assert found in LIBRARIES
-    newest = chip in ("h100", "h200", "b200")
-    assert (found == "flash3") == (newest and name in ("vllm", "flash3"))
-    if name in ("flash2", "flashinfer", "triton"):
+    newest = {"h100": "flash3", "h200": "flash3", "b200": "trtllm"}.get(chip)
+    if name in ("vllm", "sglang", "flash3", "flashmla") and newest:
+        assert found == newest
+    if name in ("vllm", "sdpa", "flash3", "cudnn") and not newest:
+        assert found == "flash2"
+    if name in ("flash2", "flashinfer", "triton", "trtllm"):
         assert found == name
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "kernel"),
+    [
+        ("vllm", "h100", "flashmla"), ("trtllm", "h200", "flashmla"),
+        ("sglang", "h100", "flash3-mla"), ("sglang", "b200", "trtllm-mla"),
+        ("vllm", "a100", "triton"), ("triton", "h100", "triton"),
+    ],
+)  # fmt: skip
+def test_latents_have_kernels_of_their_kind(name: str, chip: str, kernel: str) -> None:
+    assert library_on(name, load_chip(chip), latent=True) == kernel
 
 
 def test_pytorch_runs_older_instructions_than_vllm_on_hopper() -> None:

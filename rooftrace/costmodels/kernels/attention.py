@@ -1,25 +1,21 @@
-"""Seconds of fused attention kernels, the libraries that run them, and their rows in a table."""
+"""Seconds of fused attention kernels from the sizes of their blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.kernels.engines import PARTIAL, TILED, engine_of, matrix_engine, p_norm
+from rooftrace.costmodels.kernels.engines import PARTIAL, matrix_engine, p_norm
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.kernels.numbers import AttentionKnobs
-from rooftrace.costmodels.ops import AttentionSizes
 from rooftrace.hardware import Chip
-from rooftrace.hardware.precisions import precision
 
 if TYPE_CHECKING:
     import numpy as np
 
     from rooftrace._amounts import Array
-    from rooftrace.costmodels.kernels.works import KernelAmounts
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -53,9 +49,10 @@ UNSORTED = 0.25
 992 (PREPARE_VARLEN_MAX_BATCHES_1CTA in its flash_api.cpp).  Steps of decode on H100, as above."""
 EXPONENTIALS = 16
 """Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Into how many parts the keys of a row may be split at most: 128 in `num_splits_heuristic` of
-FlashAttention's flash_api.cpp."""
+MOST_SPLITS = 128
+"""Parts of one row's keys, as `num_splits_heuristic` of FlashAttention's flash_api.cpp has it."""
+WALKS = (*(n * 2**k for k in range(13) for n in (1, 1.5) if n * 2**k % 1 == 0), inf)
+"""Steps that a part of a row's keys walks over at least: the fastest is taken."""
 BLACKWELL = {"sm_100": EXPONENTIALS, "sm_103": 2 * EXPONENTIALS}
 """Data-center GPUs with trtllm-gen's kernels, and their exponentials (B300's are twice as many:
 NVIDIA, "Inside NVIDIA Blackwell Ultra", 2025)."""
@@ -89,8 +86,8 @@ class AttentionKernel:
     splits: float  # up to how many queries keys are split; where heads share a tile in any case
     alone: bool  # whether one block fills an SM, stays there and takes the longest work first
     vector: float  # instructions of a lane per score that do not hide behind exponential, products
-    balanced: bool = False  # a plan gives every SM an equal share of all keys
-    most: int = SPLITS[-1]  # parts of a row's keys
+    balanced: bool = False  # a plan gives every SM an equal share of all keys of decode
+    most: int = MOST_SPLITS  # parts of a row's keys
     sorts: float = inf  # requests that the plan sorts
     few: tuple[int, int] = (0, 0)  # rows of a block for one query of at most so many heads
     hides: bool = False  # query and output of a block move while the next one computes
@@ -192,23 +189,27 @@ class AttentionBlocks:
 
 
 def attention_blocks(
-    sizes: Mapping[str, Array], units: int, kernel: AttentionKernel, most: Array | int = SPLITS[-1]
+    sizes: Mapping[str, Array], units: int, kernel: AttentionKernel, walk: Array | float = 1.0
 ) -> AttentionBlocks:
     """The blocks that `kernel` makes of each case (sizes as in `attention_seconds`).
 
-    most: into how many parts it may split keys; [splits, 1] for arrays of [splits, cases].
+    walk: steps that a part of a row's keys walks over at least; [walks, 1] for arrays of [walks,
+    cases].
     """
     import numpy as np
 
+    queries = sizes["queries"]
     short, long = (_walked(part, kernel) for part in _alike(sizes))
     uneven = long.batch > 0
     count = short.count + long.count
     mean = np.where(uneven, (short.count * short.mean + long.count * long.mean) / count, short.mean)
     steps = np.where(uneven, np.maximum(short.steps, long.steps), short.steps)
-    can = (np.maximum(short.packed, long.packed) > 1) | (sizes["queries"] <= kernel.splits)
-    free = units / count if kernel.balanced else np.where(count < _FEW * units, SPLITS[-1], 1)
-    split = np.where(can, np.clip(np.minimum(free, steps), 1, np.minimum(most, kernel.most)), 1.0)
-    longest = np.ceil(steps / split - 1e-9) * kernel.keys
+    can = (np.maximum(short.packed, long.packed) > 1) | (queries <= kernel.splits)
+    few = np.where(count < _FEW * units, kernel.most, 1)
+    free = few if not kernel.balanced else np.where(queries > 1, units // count, units / count)
+    parts = np.where(can, np.clip(free, 1, kernel.most), 1.0)
+    walk = np.minimum(np.maximum(walk, np.ceil(steps / parts - 1e-9)), steps)
+    split, longest = steps / walk, walk * kernel.keys
     tiles = np.where(uneven, np.maximum(short.tiles, long.tiles), short.tiles)
     return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
 
@@ -328,18 +329,18 @@ def attention_seconds(
     for kernel, may in _kernels(sizes, on):
         cases = {name: values[may] for name, values in sizes.items()}
         most = attention_blocks(cases, on.units, kernel).split.max()
-        parts = np.array([part for part in SPLITS if part < 2 * most])[:, None]
-        blocks = attention_blocks(cases, on.units, kernel, parts)
+        least = WALKS if most > 1 else WALKS[-1:]
+        blocks = attention_blocks(cases, on.units, kernel, np.array(least)[:, None])
         step = _step(cases, on, kernel, knobs) / compute
         stored = np.minimum(_cache_bytes(cases), cases["bytes"])
-        ends = (cases["bytes"] - stored) / _tiles_by_rows(cases, kernel) / ENDS
-        walk = _walk(blocks, step, on.units, kernel, knobs.start + ends * on.units / on.clocks)
+        ends = (cases["bytes"] - stored) / _tiles_by_rows(cases, kernel)
+        ends *= on.units / (ENDS * on.clocks * compute)
+        walk = _walk(blocks, step, on.units, kernel, knobs.start + ends)
         bandwidth = on.memory * memory * knobs.stream
         stream = stored / bandwidth
         moved = (cases["bytes"] + _partial_bytes(cases, blocks)) / bandwidth
-        blocks_by_rows = _tiles_by_rows(cases, kernel) * blocks.split
         first = kernel.alone and not kernel.hides
-        waves = 1.0 if first else np.maximum(1.0, blocks_by_rows / on.units)
+        waves = 1.0 if first else np.maximum(1.0, _tiles_by_rows(cases, kernel) / on.units)
         apart = (moved - stream) / waves
         inside = p_norm(overlap, walk, moved - apart)
         copies = _copies(cases, kernel) * knobs.prepare
@@ -444,203 +445,3 @@ def _copies(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Flags:
         return narrow
     grouped = (_packed(sizes, kernel) > 1) & (sizes["kv_heads"] > 1) & (sizes["batch"] > 1)
     return narrow | grouped
-
-
-# -- attention rows --------------------------------------------------------------------------------
-# `AttentionSizes` of a kernel's work are columns of a table of kernels, zero in the rows of other
-# kernels.  Rows whose products run on the matrix engine of a chip with an SM count take the seconds
-# of `attention_seconds`; backward and all else keep the shares of their class.
-
-# -- which library's kernel runs -------------------------------------------------------------------
-# An execution names the library (`ExecutionModel.attention_kernels`).  Names of `_CHOICES` are of
-# engines, and the kernel depends on the chip: "sdpa" is `scaled_dot_product_attention` of PyTorch,
-# FlashAttention 2, and cuDNN's on Blackwell (`check_prefer_cudnn_attention` in sdp_utils.cpp); the
-# engines choose FlashAttention 3 on Hopper, and trtllm-gen on Blackwell.  Attention on latents has
-# kernels of its kind.
-
-SDPA = "sdpa"
-"""The library whose kernel PyTorch's `scaled_dot_product_attention` runs."""
-WIDE = ("flash2", "flashinfer", "triton")
-"""Libraries that multiply in half precision: entries of an fp8 cache are converted first."""
-HOPPER = AttentionKnobs(
-    products=1.1, convert=0.65, stream=1.05,
-    start=1.5e-6, combine=1.9e-6, prepare=1.2e-6, request=2.1e-8,
-)  # fmt: skip
-"""FlashAttention 3 in vLLM 0.24 on H100 and H200, by benchmarks/accuracy/attention.py on published
-measurements (aiconfigurator's performance database, Apache-2.0).  The two GPUs' fits agree within
-an eighth, `combine` and `convert` within a fifth.  `stream` is over the 0.91 that copies reach
-there: 0.95 of the datasheet's bandwidth is what caches of a gigabyte do."""
-AMPERE = AttentionKnobs(
-    products=0.9, stream=0.97, start=1.05e-6, combine=6.9e-6, prepare=6.9e-6, request=6.5e-9
-)
-"""FlashAttention 2 in vLLM 0.14 on A100, from the same source; fp8 caches were not measured.
-`products` and the instructions of its kernel stand for each other there, since all heads are of one
-width.  Both are over the sustained rates of A100 in `Knobs.typical` (1.12 and 0.85): of the
-datasheet they are 1.0 and 0.82."""
-GEFORCE = AttentionKnobs(
-    products=1.0, stream=0.84, start=1.6e-6, combine=4e-6, prepare=4e-6, request=2e-9
-)
-"""FlashAttention 2 on other GPUs, in vLLM 0.24 on L40S, from the same source, over the 0.74 that
-L40S sustains of its matrix rate; `products` is 0.99 there, and with its full rate the growth of
-published step times of eva and eva02 (timm, RTX 3090 and 4090) over image sizes is met within 1 %.
-What the kernel for masks of numbers takes (`EFFICIENT.vector`) is from that of tiny_vit: 60 on RTX
-4090, 110 on RTX 3090."""
-OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, combine=3e-6)
-"""FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
-rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
-Microbenchmarking", 2024).  The rest is that of the same chips."""
-FLASHINFER_RATES = replace(
-    GEFORCE, products=0.74, stream=0.82, start=1.7e-6, combine=1.1e-6, prepare=0.9e-6
-)
-TRITON_RATES = replace(
-    GEFORCE, products=0.28, stream=0.86, start=5.9e-7, combine=7.2e-7, prepare=0.0
-)
-"""Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: from the same
-source, over the 0.74 that L40S sustains of its matrix rate."""
-
-
-TRTLLM_HOPPER = AttentionKnobs(
-    products=0.96, convert=0.29, stream=1.05, start=1.1e-6, combine=1.9e-6, request=1.5e-8
-)
-TRTLLM_GEN = AttentionKnobs(products=1.1, stream=1.05, start=2e-6, combine=1.4e-6, request=1.5e-8)
-"""TensorRT-LLM 1.3: prompts of MLA on H200 and on B200 (the same source, benchmarks/accuracy/
-mla.py), but for `combine` and `request`, which are those of HOPPER, and of decode below."""
-FLASHMLA_RATES = AttentionKnobs(
-    products=0.96, convert=0.12, stream=1.05, start=2e-6, combine=3.4e-6, request=1.6e-8
-)
-FLASH3_MLA = AttentionKnobs(
-    products=0.75, stream=1.05, start=2.2e-6, combine=4.6e-6, request=1.9e-8
-)
-TRTLLM_MLA_RATES = AttentionKnobs(products=1.1, stream=1.05, combine=1.4e-6, request=1.5e-8)
-"""Attention on latents: of FlashMLA in TensorRT-LLM on H200, of FlashAttention 3 in SGLang on H100
-(prompts, too), and of trtllm-gen on B200, from the same source.  trtllm-gen's `products` are those
-of its prompts: what feeds them (`TRTLLM_MLA.feed`) is slower."""
-RATES: Mapping[str, AttentionKnobs] = {
-    "flashinfer": FLASHINFER_RATES, "triton": TRITON_RATES,
-    "flashmla": FLASHMLA_RATES, "flash3-mla": FLASH3_MLA, "trtllm-mla": TRTLLM_MLA_RATES,
-}  # fmt: skip
-"""Of libraries that have the same numbers on every chip."""
-_CHOICES: Mapping[str, tuple[str, str, str]] = {
-    SDPA: ("flash2", "flash2", "cudnn"),
-    "vllm": ("flash2", "flash3", "trtllm"),
-    "sglang": ("flashinfer", "flash3", "trtllm"),
-    "trtllm": ("trtllm", "trtllm", "trtllm"),
-    "flash3": ("flash2", "flash3", "trtllm"),
-    "cudnn": ("flash2", "cudnn", "cudnn"),
-}
-"""By name: the kernels on other GPUs, on Hopper, on Blackwell."""
-_LATENT_CHOICES = {
-    "vllm": ("triton", "flashmla", "trtllm-mla"),
-    "sglang": ("triton", "flash3-mla", "trtllm-mla"),
-    "trtllm": ("triton", "flashmla", "trtllm-mla"),
-    "flash3": ("triton", "flash3-mla", "trtllm-mla"),
-}
-_FAMILIES = ("", "hopper", "blackwell")
-
-
-def library_on(name: str, chip: Chip, latent: bool = False) -> str:
-    """The library, one of LIBRARIES, that a name stands for on a chip; latent: for MLA's cache."""
-    on = attention_engine(chip)
-    family = _FAMILIES.index("" if on is None else on.family)
-    if latent and name in _LATENT_CHOICES:
-        return _LATENT_CHOICES[name][family]
-    return _CHOICES[name][family] if name in _CHOICES else name
-
-
-def attention_knobs(
-    numbers: AttentionKnobs | str, chip: Chip, library: str = SDPA
-) -> AttentionKnobs:
-    """The numbers themselves; for "usual", those of the library's kernels on such chips.
-
-    library: one of ATTENTION_LIBRARIES.
-    """
-    if isinstance(numbers, AttentionKnobs):
-        return numbers
-    on, library = attention_engine(chip), library_on(library, chip)
-    family = "" if on is None else on.family
-    if library in RATES:
-        return RATES[library]
-    if family == "hopper":
-        rates = {"flash2": OLD_INSTRUCTIONS, "trtllm": TRTLLM_HOPPER}
-        return rates.get(library, HOPPER)
-    if family == "blackwell" and library != "flash2":
-        return TRTLLM_GEN
-    return AMPERE if on is not None and on.wide else GEFORCE
-
-
-# -- rows ------------------------------------------------------------------------------------------
-
-_SIZES = tuple(AttentionSizes.__struct_fields__)
-COLUMNS = ("kernels", *_SIZES, "size", "rate", "library")
-"""kernels: attention kernels in one of the row's (0: none).  size: bytes of an element that is
-multiplied.  rate: FLOP/s of the products, 0 where they do not run on the matrix engine in half
-precision or less.  library: the place in LIBRARIES of whose kernel it is."""
-_WIDEST = 2
-"""Bytes of the widest element that modelled kernels multiply."""
-
-
-def products_of(
-    engine: str, name: str, chip: Chip, library: str, latent: bool = False
-) -> tuple[float, float, float]:
-    """The columns size, rate and library of products of this precision on this engine."""
-    library = library_on(library, chip, latent)
-    size = float(precision(name).bits / 8)
-    if library in WIDE and size < _WIDEST and chip.has_peak(engine, "bf16"):
-        name, size = "bf16", float(_WIDEST)
-    rate = chip.peak(engine, name) if engine == "matrix" and size <= _WIDEST else 0.0
-    return size, rate, LIBRARIES.index(library)
-
-
-def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> dict[str, Array]:
-    """The columns of kernels: those of the largest attention of each row."""
-    import numpy as np
-
-    columns = {name: np.zeros(len(kernels)) for name in COLUMNS}
-    most = np.zeros(len(kernels))
-    for work in kernels.attention:
-        assert work.attention is not None
-        sizes, at = work.attention, work.row
-        engine = engine_of(work.key, chip, execution)
-        of = execution.attention_kernels
-        plain, latent = (products_of(*engine, chip, of, kind) for kind in (False, True))
-        size, rate, library = np.where(is_latent(sizes), np.array([latent]).T, np.array([plain]).T)
-        each: Any = AttentionSizes(**sizes).flop  # type: ignore[arg-type]
-        count = np.maximum(1.0, np.rint(work.flop / np.maximum(each, 1)))
-        equal = (work.flop == most[at]) & (sizes["keys"] > columns["keys"][at]) & (work.flop > 0)
-        larger = (work.flop > most[at]) | equal
-        numbers = {**sizes, "kernels": count, "size": size, "rate": rate, "library": library}
-        for name, column in columns.items():
-            column[at] = np.where(larger, numbers.get(name, 0.0), column[at])
-        most[at] = np.where(larger, work.flop, most[at])
-    return {f"attention {name}": column for name, column in columns.items()}
-
-
-def attention_seconds_of(
-    data: Mapping[str, Array], bytes_: Array, chip: Chip, knobs: Knobs
-) -> tuple[Array, AttentionSeconds] | None:
-    """The rows of a table that are priced by blocks, with their seconds; None without such rows.
-
-    bytes_: through HBM, by row.
-    """
-    import numpy as np
-
-    on = attention_engine(chip)
-    rows: Any = np.flatnonzero((data["attention rate"] > 0) & (data["attention backward"] == 0))
-    if on is None or not len(rows):
-        return None
-    sizes = {name: data[f"attention {name}"][rows] for name in COLUMNS}
-    kernels = sizes["kernels"]
-    sizes["bytes"] = bytes_[rows] / kernels
-    seconds = AttentionSeconds(*(np.zeros(len(rows)) for _ in range(3)))
-    for place, library in enumerate(LIBRARIES):
-        numbers = attention_knobs(knobs.attention, chip, library)
-        chosen = np.flatnonzero(sizes["library"] == place)
-        for part in np.split(chosen, range(TILED, len(chosen), TILED)):
-            cases = {name: column[part] for name, column in sizes.items()}
-            if len(part):
-                single = attention_seconds(
-                    cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap
-                )
-                for name in ("compute", "memory", "device"):
-                    getattr(seconds, name)[part] = kernels[part] * getattr(single, name)
-    return rows, seconds
