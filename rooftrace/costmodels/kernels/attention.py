@@ -403,13 +403,13 @@ def _step(
 
 
 def _walk(
-    blocks: AttentionBlocks, step: Array, units: int, kernel: AttentionKernel, start: float
+    blocks: AttentionBlocks, step: Array, units: int, kernel: AttentionKernel, start: Array
 ) -> Array:
     """Seconds until the last block ends: even shares, and a tail while some SMs are idle."""
     import numpy as np
 
     mean, longest = start + blocks.mean * step, start + blocks.longest * step
-    tail = longest - mean if kernel.alone else longest / 2
+    tail = longest - mean if kernel.alone or kernel.balanced else longest / 2
     even = blocks.count / units
     return np.maximum(even * mean + np.minimum(even, 1.0) * tail, longest)
 
@@ -422,10 +422,11 @@ def _cache_bytes(sizes: Mapping[str, Array]) -> Array:
     return sizes["batch"] * sizes["keys"] * sizes["kv_heads"] * width * sizes["kv_size"]
 
 
-def is_latent(sizes: Mapping[str, Array]) -> Flags:
+def is_latent(sizes: Mapping[str, Any]) -> Flags:
     """Whether values are parts of the keys, of one head: 512 of 576 in DeepSeek's models."""
-    wide: Flags = (sizes["value_width"] < sizes["width"]) & (sizes["value_width"] > _WIDEST_HEAD)
-    return wide & (sizes["kv_heads"] == 1)
+    value = sizes["value_width"]
+    latent: Flags = (value < sizes["width"]) & (value > _WIDEST_HEAD) & (sizes["kv_heads"] == 1)
+    return latent
 
 
 def _partial_bytes(sizes: Mapping[str, Array], blocks: AttentionBlocks) -> Array:
