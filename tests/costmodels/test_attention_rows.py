@@ -22,6 +22,7 @@ from rooftrace.costmodels.kernels.attention_rows import (
     COLUMNS,
     HOPPER,
     OLD_INSTRUCTIONS,
+    attention_knobs,
     library_on,
     products_of,
 )
@@ -38,6 +39,7 @@ from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case
 from rooftrace.measured.fit.fitting import fit
+from tests.costmodels.serving_support import LatentLayer
 
 pytestmark = pytest.mark.quick
 
@@ -356,3 +358,49 @@ def test_only_some_libraries_multiply_in_fp8() -> None:
         found, rate, place = products_of("matrix", "fp8", H100, name)
         assert (found, LIBRARIES[int(place)]) == (size, name)
         assert rate == H100.peak("matrix", "fp8" if size == 1 else "bf16")
+
+
+class LatentStep(LatentLayer):
+    """One query on cached latents, in the sizes of DeepSeek's models."""
+
+    heads, nope, rope, width, rank = 16, 128, 64, 128, 512
+
+    def forward(self, x, latent, turned):
+        return super().forward(x, (latent, turned))[0]
+
+
+@pytest.mark.parametrize(
+    ("chip", "library", "kernel"),
+    [
+        ("h100", "vllm", "flashmla"),
+        ("h100", "sglang", "flash3-mla"),
+        ("b200", "trtllm", "trtllm-mla"),
+    ],
+)
+def test_a_step_on_latents_takes_the_seconds_of_the_kernel_of_its_library(
+    chip: str, library: str, kernel: str
+) -> None:
+    """What the public way prices is what a table of measured rows is compared with."""
+    with torch.device("meta"):
+        model = LatentStep(256, by_head=False, own_turns=False).to(torch.bfloat16)
+        sizes = (64, 1, 256), (64, 1, 4095, 512), (64, 1, 4095, 64)
+        graph = rt.trace(model, *(torch.empty(size, dtype=torch.bfloat16) for size in sizes))
+    on, execution = load_chip(chip), execution_model("serving", library=library)
+    table, _ = kernel_table(plan(graph, execution), on)
+    (row,) = np.flatnonzero(table.data["attention kernels"])
+    assert LIBRARIES[int(table.data["attention library"][row])] == kernel
+    knobs = execution.knobs_on(on)
+    assert knobs is not None
+    case = {name: np.array([float(table.data[f"attention {name}"][row])]) for name in COLUMNS}
+    assert (case["heads"], case["kv_heads"], case["keys"]) == (16, 1, 4096)
+    assert (case["width"], case["value_width"]) == (576, 512)
+    case["bytes"] = table.data["bytes"][[row]] - table.data["warm"][[row]] * (1 - 1 / knobs.cache)
+    engine = attention_engine(on)
+    assert engine is not None
+    numbers = attention_knobs("usual", on, kernel)
+    alone = attention_seconds(
+        case, engine, numbers, knobs.compute, knobs.memory, knobs.overlap
+    ).device
+    assert table.seconds(knobs, False).device[row] == pytest.approx(alone[0])
+    streamed = 64 * 4096 * 576 * 2 / on.memory_bandwidth.value
+    assert streamed < alone[0] < 2 * streamed
