@@ -89,7 +89,10 @@ class AttentionKernel:
     balanced: bool = False  # a plan gives every SM an equal share of all keys of decode
     most: int = MOST_SPLITS  # parts of a row's keys
     sorts: float = inf  # requests that the plan sorts
-    few: tuple[int, int] = (0, 0)  # rows of a block for one query of at most so many heads
+    few: tuple[int, int] = (
+        0,
+        0,
+    )  # rows of a block where at most so many queries and heads share it
     hides: bool = False  # query and output of a block move while the next one computes
     feed: float = inf  # bytes of key and value that an SM takes per clock
 
@@ -98,7 +101,8 @@ class AttentionKernel:
         import numpy as np
 
         rows, most = self.few
-        few = (sizes["queries"] <= 1) & (_packed(sizes, self) <= most)
+        queries = sizes["queries"]
+        few = (queries <= self.packs) & (queries * _packed(sizes, self) <= most)
         return np.where(few, rows, self.rows)
 
 
