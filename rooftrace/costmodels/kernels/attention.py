@@ -102,7 +102,9 @@ class AttentionKernel:
 
         rows, most = self.few
         queries = sizes["queries"]
-        few = (queries <= self.packs) & (queries * _packed(sizes, self) <= most)
+        few = queries * _packed(sizes, self) <= most
+        if most > rows:  # several of them, for one query alone
+            few = few & (queries <= 1)
         return np.where(few, rows, self.rows)
 
 
