@@ -22,7 +22,7 @@ from rooftrace.costmodels.kernels.knobs import Knobs, Share
 from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
-from rooftrace.hardware.chipfile.reading import UnknownChipError
+from rooftrace.hardware.chipfile.reading import available_chips, chips_called
 from rooftrace.measured.fit.cases import Case, Errors, errors
 from rooftrace.measured.fit.fitting import fit
 
@@ -86,12 +86,14 @@ def rows_of(path: Path) -> Iterator[dict[str, str]]:
 
 def chip_of(device: str) -> Chip | None:
     """The chip that a device's name stands for; None for none."""
-    try:
-        return rt.load_chip(device)
-    except UnknownChipError:
-        words = device.lower().replace("-", " ").split()
-        fits = [name for name in rt.chips() if set(name.split("-")) <= set(words)]
-        return rt.load_chip(max(fits, key=len)) if fits else None
+    words = set(device.lower().replace("-", " ").split())
+    called = chips_called(device) or tuple(
+        sorted(
+            (name for name in available_chips() if set(name.split("-")) <= words),
+            key=len, reverse=True,
+        )
+    )  # fmt: skip
+    return rt.load_chip(called[0]) if called else None
 
 
 def is_wide(chip: Chip) -> bool:

@@ -57,7 +57,7 @@ AMPERE = AttentionKnobs(
 width.  Both are over the sustained rates of A100 in `Knobs.typical` (1.12 and 0.85): of the
 datasheet they are 1.0 and 0.82."""
 GEFORCE = AttentionKnobs(
-    products=1.0, stream=0.84, start=1.6e-6, combine=4e-6, prepare=4e-6, request=2e-9
+    products=1.0, stream=0.82, start=1.5e-6, combine=3.9e-6, prepare=3.8e-6, request=1e-9
 )
 """FlashAttention 2 on other GPUs, in vLLM 0.24 on L40S, from the same source, over the 0.74 that
 L40S sustains of its matrix rate; `products` is 0.99 there, and with its full rate the growth of
@@ -68,12 +68,10 @@ OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, com
 """FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking", 2024).  The rest is that of the same chips."""
-FLASHINFER_RATES = replace(
-    GEFORCE, products=0.74, stream=0.82, start=1.7e-6, combine=1.1e-6, prepare=0.9e-6
+FLASHINFER_RATES = AttentionKnobs(
+    products=0.73, stream=0.8, start=2.4e-6, combine=2.4e-6, request=5.7e-9
 )
-TRITON_RATES = replace(
-    GEFORCE, products=0.28, stream=0.86, start=5.9e-7, combine=7.2e-7, prepare=0.0
-)
+TRITON_RATES = AttentionKnobs(products=0.3, stream=0.86, start=8e-7, request=1e-9)
 """Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: from the same
 source, over the 0.74 that L40S sustains of its matrix rate."""
 
@@ -139,16 +137,21 @@ def attention_knobs(
         return numbers
     if library not in RATES:
         library = library_on(library, chip)
+    on = attention_engine(chip)
+    family, wide = ("", False) if on is None else (on.family, on.wide)
+    flash2 = OLD_INSTRUCTIONS if family else AMPERE if wide else GEFORCE
+    if library == "flash2":
+        return flash2
+    if wide and library in ("flashinfer", "triton"):
+        # Of memory whose copies are slower than its datasheet says, they reach what others do; and
+        # flashinfer's products in half precision are those of FlashAttention 2.
+        rates = replace(RATES[library], stream=flash2.stream)
+        return replace(rates, products=flash2.products) if library == "flashinfer" else rates
     if library in RATES:
         return RATES[library]
-    on = attention_engine(chip)
-    family = "" if on is None else on.family
-    if family == "hopper":
-        rates = {"flash2": OLD_INSTRUCTIONS, "trtllm": TRTLLM_HOPPER}
-        return rates.get(library, HOPPER)
-    if family == "blackwell" and library != "flash2":
-        return TRTLLM_GEN
-    return AMPERE if on is not None and on.wide else GEFORCE
+    if library == "trtllm" and family != "blackwell":
+        return TRTLLM_HOPPER if family else replace(flash2, prepare=0.0)
+    return TRTLLM_GEN if family == "blackwell" else HOPPER if family else flash2
 
 
 # -- rows ------------------------------------------------------------------------------------------
