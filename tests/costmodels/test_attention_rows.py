@@ -318,6 +318,9 @@ def test_what_comes_along_goes_by_the_generation() -> None:
 def test_a_library_is_one_that_the_chip_can_run(chip: str, name: str) -> None:
     found = library_on(name, load_chip(chip))
     assert found in LIBRARIES
+    if chip == "mi300x":
+        assert found in ("aotriton", "rocm", name)
+        return
     newest = {"h100": "flash3", "h200": "flash3", "b200": "trtllm"}.get(chip)
     if name in ("vllm", "sglang", "flash3", "flashmla") and newest:
         assert found == newest

@@ -138,8 +138,13 @@ TRTLLM_MLA = AttentionKernel(
 """TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
 trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in
 place of the rows, so that tiles are small; `feed`: of 32 heads, which are two of them, on B200."""
+AOTRITON = AttentionKernel(rows=128, keys=64, packs=1, splits=0, alone=False, vector=25)
+ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=inf, alone=False, vector=8)
+"""On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; and paged_attention_ll4mi of inference
+engines, which cuts keys into parts of 256.  Their prompts take FlashAttention 2 (Composable
+Kernel), with the tiles of FLASH2."""
 LIBRARIES = (
-    "flash2", "flash3", "cudnn", "flashinfer", "triton",
+    "flash2", "flash3", "cudnn", "flashinfer", "triton", "aotriton", "rocm",
     "trtllm", "flashmla", "flash3-mla", "trtllm-mla",
 )  # fmt: skip
 """Whose kernels these are; a case's `library` is a place here."""
@@ -155,7 +160,7 @@ class AttentionEngine:
     clocks: float  # of all SMs together
     lanes: float  # fp32 instructions of all SMs together
     memory: float  # bytes
-    family: str = ""  # of GPUs that run the same kernels: "hopper", "blackwell"
+    family: str = ""  # of GPUs that run the same kernels: "hopper", "blackwell", "rocm"
     wide: bool = False  # matrix engines as wide as those of data-center GPUs
     exponentials: float = EXPONENTIALS  # per SM and clock
 
@@ -168,6 +173,7 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
     rate, clocks = chip.peak("matrix", "bf16"), engine.units * chip.clock.value
     of = Knobs.generation(chip)
     family = "blackwell" if chip.architecture in BLACKWELL else of if of == "hopper" else ""
+    family = "rocm" if chip.vendor == "AMD" else family
     return AttentionEngine(
         engine.units,
         rate,
@@ -369,9 +375,12 @@ def _kernels(
     import numpy as np
 
     masked, paged = sizes["masked"] > 0, sizes["paged"] > 0
-    newest = "flash3" if on.family == "hopper" else "trtllm" if on.family else "flash2"
+    newest = {"hopper": "flash3", "blackwell": "trtllm", "rocm": "rocm"}.get(on.family, "flash2")
     library = sizes.get("library", np.full(len(masked), LIBRARIES.index(newest)))
+    amd = (library == LIBRARIES.index("aotriton")) | (library == LIBRARIES.index("rocm"))
+    masked = masked & ~amd
     by = {name: ~masked & (library == place) for place, name in enumerate(LIBRARIES)}
+    prompt = sizes["queries"] > 1
     blocks = attention_blocks(sizes, on.units, PAGED2)
     few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
     cudnn = FLASH3 if on.family == "hopper" else TRTLLM
@@ -381,9 +390,11 @@ def _kernels(
         (cudnn, by["cudnn"]),
         (PAGED2, by["flash2"] & paged),
         (SPLIT2, by["flash2"] & ~paged & few),
-        (FLASH2, by["flash2"] & ~paged),
+        (FLASH2, (by["flash2"] & ~paged) | (by["rocm"] & prompt)),
         (FLASHINFER, by["flashinfer"]),
         (TRITON, by["triton"]),
+        (AOTRITON, by["aotriton"]),
+        (ROCM_PAGED, by["rocm"] & ~prompt),
         (TRTLLM, by["trtllm"]),
         (FLASHMLA, by["flashmla"] | by["flash3-mla"]),
         (TRTLLM_MLA, by["trtllm-mla"]),

@@ -74,8 +74,13 @@ FLASHINFER_RATES = AttentionKnobs(
 TRITON_RATES = AttentionKnobs(products=0.3, stream=0.86, start=8e-7, request=1e-9)
 """Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: from the same
 source, over the 0.74 that L40S sustains of its matrix rate."""
-
-
+ROCM_RATES = AttentionKnobs(stream=0.65, start=1.5e-6, combine=5e-6)
+"""Paged attention on MI300X: 36 calls in a step of decode of Qwen3-8B under SGLang (32 requests,
+32,785 keys; trace of TraceLens, MIT).  `start` is a guess near that of other GPUs, and no prompt
+was measured."""
+AOTRITON_RATES = replace(ROCM_RATES, start=1.5e-5)
+"""attn_fwd on MI300X: 40 calls in steps of ViT, BERT and Qwen1.5 (traces of TraceLens, MIT), with
+141, 197 and 559 keys and heads of 64.  So is the number of its instructions (`vector`)."""
 TRTLLM_HOPPER = AttentionKnobs(
     products=0.96, convert=0.29, stream=1.05, start=1.1e-6, combine=1.9e-6, request=1.5e-8
 )
@@ -94,27 +99,28 @@ TRTLLM_MLA_RATES = AttentionKnobs(products=1.1, stream=1.05, combine=1.4e-6, req
 of its prompts: what feeds them (`TRTLLM_MLA.feed`) is slower."""
 RATES: Mapping[str, AttentionKnobs] = {
     "flashinfer": FLASHINFER_RATES, "triton": TRITON_RATES,
+    "aotriton": AOTRITON_RATES, "rocm": ROCM_RATES,
     "flashmla": FLASHMLA_RATES, "flash3-mla": FLASH3_MLA, "trtllm-mla": TRTLLM_MLA_RATES,
 }  # fmt: skip
 """Of libraries that have the same numbers on every chip."""
-_CHOICES: Mapping[str, tuple[str, str, str]] = {
-    SDPA: ("flash2", "flash2", "cudnn"),
-    "vllm": ("flash2", "flash3", "trtllm"),
-    "sglang": ("flashinfer", "flash3", "trtllm"),
-    "trtllm": ("trtllm", "trtllm", "trtllm"),
-    "flash3": ("flash2", "flash3", "trtllm"),
-    "flashmla": ("flash2", "flash3", "trtllm"),
-    "cudnn": ("flash2", "cudnn", "cudnn"),
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    SDPA: ("flash2", "flash2", "cudnn", "aotriton"),
+    "vllm": ("flash2", "flash3", "trtllm", "rocm"),
+    "sglang": ("flashinfer", "flash3", "trtllm", "rocm"),
+    "trtllm": ("trtllm", "trtllm", "trtllm", "rocm"),
+    "flash3": ("flash2", "flash3", "trtllm", "rocm"),
+    "flashmla": ("flash2", "flash3", "trtllm", "rocm"),
+    "cudnn": ("flash2", "cudnn", "cudnn", "rocm"),
 }
-"""By name: the kernels on other GPUs, on Hopper, on Blackwell."""
-_LATENT_CHOICES = {
-    "vllm": ("triton", "flashmla", "trtllm-mla"),
-    "sglang": ("triton", "flash3-mla", "trtllm-mla"),
-    "trtllm": ("flashmla", "flashmla", "trtllm-mla"),
-    "flashmla": ("triton", "flashmla", "trtllm-mla"),
-    "flash3": ("triton", "flash3-mla", "trtllm-mla"),
+"""By name: the kernels on other GPUs, on Hopper, on Blackwell, on AMD's."""
+_LATENT_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("triton", "flashmla", "trtllm-mla", "rocm"),
+    "sglang": ("triton", "flash3-mla", "trtllm-mla", "rocm"),
+    "trtllm": ("flashmla", "flashmla", "trtllm-mla", "rocm"),
+    "flashmla": ("triton", "flashmla", "trtllm-mla", "rocm"),
+    "flash3": ("triton", "flash3-mla", "trtllm-mla", "rocm"),
 }
-_FAMILIES = ("", "hopper", "blackwell")
+_FAMILIES = ("", "hopper", "blackwell", "rocm")
 
 
 def library_on(name: str, chip: Chip, latent: bool = False) -> str:
@@ -139,7 +145,8 @@ def attention_knobs(
         library = library_on(library, chip)
     on = attention_engine(chip)
     family, wide = ("", False) if on is None else (on.family, on.wide)
-    flash2 = OLD_INSTRUCTIONS if family else AMPERE if wide else GEFORCE
+    nvidia = family in ("hopper", "blackwell")
+    flash2 = OLD_INSTRUCTIONS if nvidia else AMPERE if wide else GEFORCE
     if library == "flash2":
         return flash2
     if wide and library in ("flashinfer", "triton"):
@@ -150,8 +157,8 @@ def attention_knobs(
     if library in RATES:
         return RATES[library]
     if library == "trtllm" and family != "blackwell":
-        return TRTLLM_HOPPER if family else replace(flash2, prepare=0.0)
-    return TRTLLM_GEN if family == "blackwell" else HOPPER if family else flash2
+        return TRTLLM_HOPPER if nvidia else replace(flash2, prepare=0.0)
+    return TRTLLM_GEN if family == "blackwell" else HOPPER if nvidia else flash2
 
 
 # -- rows ------------------------------------------------------------------------------------------
