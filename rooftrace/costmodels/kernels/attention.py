@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 # Not here: backward, sorting of requests, power.
 
 ENDS = 30
-"""Bytes of query and output of a block that an SM takes per clock.  H100 and H200 (aiconfigurator,
-vLLM); it is half of what a port of the cache gives."""
+"""Bytes of query and output of a block that an SM takes per clock, where no other block of the SM
+computes meanwhile.  H100 and H200 (aiconfigurator, vLLM); half of what a port of the cache
+gives."""
 UNSORTED = 0.25
 """Share of the time of a request where its plan does not sort them: FlashAttention 3 sorts up to
 992 (PREPARE_VARLEN_MAX_BATCHES_1CTA in its flash_api.cpp).  Steps of decode on H100, as above."""
@@ -346,7 +347,7 @@ def attention_seconds(
         step = _step(cases, on, kernel, knobs) / compute
         stored = np.minimum(_cache_bytes(cases), cases["bytes"])
         ends = (cases["bytes"] - stored) / _tiles_by_rows(cases, kernel)
-        ends *= on.units / (ENDS * on.clocks * compute)
+        ends *= kernel.alone * on.units / (ENDS * on.clocks * compute)
         walk = _walk(blocks, step, on.units, kernel, knobs.start + ends)
         bandwidth = on.memory * memory * knobs.stream
         stream = stored / bandwidth

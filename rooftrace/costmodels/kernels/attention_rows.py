@@ -50,7 +50,7 @@ measurements (aiconfigurator's performance database, Apache-2.0).  The two GPUs'
 an eighth, `combine` and `convert` within a fifth.  `stream` is over the 0.91 that copies reach
 there: 0.95 of the datasheet's bandwidth is what caches of a gigabyte do."""
 AMPERE = AttentionKnobs(
-    products=0.9, stream=0.97, start=1.05e-6, combine=6.9e-6, prepare=6.9e-6, request=6.5e-9
+    products=0.9, stream=0.97, start=1.2e-6, combine=6.9e-6, prepare=6.9e-6, request=6.5e-9
 )
 """FlashAttention 2 in vLLM 0.14 on A100, from the same source; fp8 caches were not measured.
 `products` and the instructions of its kernel stand for each other there, since all heads are of one
