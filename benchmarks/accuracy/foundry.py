@@ -40,7 +40,7 @@ from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.attention import attention_knobs
+from rooftrace.costmodels.kernels.attention_rows import attention_knobs
 from rooftrace.costmodels.kernels.intervals import StepCell
 from rooftrace.costmodels.timing.collectives import collective_seconds
 from rooftrace.hardware.systems import System, load_system

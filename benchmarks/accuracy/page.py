@@ -72,11 +72,23 @@ block takes was chosen with these rows in sight, and two numbers of that kernel 
         "attention.png",
         """\
 Latencies of attention in vLLM, from the same database, by library: prompts, and one query on a
-cache. Nine numbers a GPU and library for both phases are fitted to 200 rows of each: launch,
-bandwidth of the kernel that stores new entries, and seven about attention kernels; on L40S how fast
-its cache is, too. Steps take attention from the same formula wherever a library's kernel was called
-for. The last column is without a fit: the numbers that come along for the library, which are from
-these files, and one launch and one store for all GPUs.""",
+cache. Steps take attention from the same formula wherever a library's kernel was called for. Seven
+numbers come along for each library and generation, and are from these files: of FlashAttention 3
+from H100 and H200 together (from H100 alone H200 is as close), of FlashAttention 2 from A100 and
+from L40S, of flashinfer from L40S; a launch of GPUs with HBM and one of others, the kernel that
+stores entries, and the cache of L40S, too. One factor, and two numbers (compute and memory), are
+fitted to one half of the rows of a library and judged on the other, both ways. FlashAttention 4,
+which serves heads of 512 on Hopper, is not modelled.""",
+    ),
+    Part(
+        "Latent attention",
+        "mla.py",
+        "kernels/mla*.csv.gz",
+        "mla.png",
+        """\
+MLA of DeepSeek's sizes, from the same database: prompts and decode of SGLang (FlashAttention 3, on
+H100) and TensorRT-LLM (FlashMLA and its kernel of prompts on H200, trtllm-gen on B200). Numbers are
+from these files, one set for each kernel and both formats of the cache.""",
     ),
     Part(
         "Steps of image models",

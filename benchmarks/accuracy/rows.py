@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rooftrace.costmodels.kernels.attention import COLUMNS
+from rooftrace.costmodels.kernels.attention_rows import COLUMNS
 from rooftrace.costmodels.kernels.engines import SIZES
 from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import KernelTable

@@ -13,7 +13,7 @@ from typing import Any
 
 from cases import documents, pairs
 
-from rooftrace.costmodels.kernels.attention import products_of
+from rooftrace.costmodels.kernels.attention_rows import products_of
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip

@@ -12,14 +12,17 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import ATTENTION_LIBRARIES, execution_model
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.attention import (
+    IDEAL,
+    LIBRARIES,
+    attention_engine,
+    attention_seconds,
+)
+from rooftrace.costmodels.kernels.attention_rows import (
     AMPERE,
     COLUMNS,
     HOPPER,
-    IDEAL,
-    LIBRARIES,
     OLD_INSTRUCTIONS,
-    attention_engine,
-    attention_seconds,
+    attention_knobs,
     library_on,
     products_of,
 )
@@ -36,6 +39,7 @@ from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case
 from rooftrace.measured.fit.fitting import fit
+from tests.costmodels.serving_support import LatentLayer
 
 pytestmark = pytest.mark.quick
 
@@ -314,10 +318,28 @@ def test_what_comes_along_goes_by_the_generation() -> None:
 def test_a_library_is_one_that_the_chip_can_run(chip: str, name: str) -> None:
     found = library_on(name, load_chip(chip))
     assert found in LIBRARIES
-    newest = chip in ("h100", "h200", "b200")
-    assert (found == "flash3") == (newest and name in ("vllm", "flash3"))
-    if name in ("flash2", "flashinfer", "triton"):
+    if chip == "mi300x":
+        assert found in ("aotriton", "rocm", name)
+        return
+    newest = {"h100": "flash3", "h200": "flash3", "b200": "trtllm"}.get(chip)
+    if name in ("vllm", "sglang", "flash3", "flashmla") and newest:
+        assert found == newest
+    if name in ("vllm", "sdpa", "flash3", "cudnn") and not newest:
+        assert found == "flash2"
+    if name in ("flash2", "flashinfer", "triton", "trtllm"):
         assert found == name
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "kernel"),
+    [
+        ("vllm", "h100", "flashmla"), ("trtllm", "h200", "flashmla"),
+        ("sglang", "h100", "flash3-mla"), ("sglang", "b200", "trtllm-mla"),
+        ("vllm", "a100", "triton"), ("triton", "h100", "triton"),
+    ],
+)  # fmt: skip
+def test_latents_have_kernels_of_their_kind(name: str, chip: str, kernel: str) -> None:
+    assert library_on(name, load_chip(chip), latent=True) == kernel
 
 
 def test_pytorch_runs_older_instructions_than_vllm_on_hopper() -> None:
@@ -339,3 +361,49 @@ def test_only_some_libraries_multiply_in_fp8() -> None:
         found, rate, place = products_of("matrix", "fp8", H100, name)
         assert (found, LIBRARIES[int(place)]) == (size, name)
         assert rate == H100.peak("matrix", "fp8" if size == 1 else "bf16")
+
+
+class LatentStep(LatentLayer):
+    """One query on cached latents, in the sizes of DeepSeek's models."""
+
+    heads, nope, rope, width, rank = 16, 128, 64, 128, 512
+
+    def forward(self, x, latent, turned):
+        return super().forward(x, (latent, turned))[0]
+
+
+@pytest.mark.parametrize(
+    ("chip", "library", "kernel"),
+    [
+        ("h100", "vllm", "flashmla"),
+        ("h100", "sglang", "flash3-mla"),
+        ("b200", "trtllm", "trtllm-mla"),
+    ],
+)
+def test_a_step_on_latents_takes_the_seconds_of_the_kernel_of_its_library(
+    chip: str, library: str, kernel: str
+) -> None:
+    """What the public way prices is what a table of measured rows is compared with."""
+    with torch.device("meta"):
+        model = LatentStep(256, by_head=False, own_turns=False).to(torch.bfloat16)
+        sizes = (64, 1, 256), (64, 1, 4095, 512), (64, 1, 4095, 64)
+        graph = rt.trace(model, *(torch.empty(size, dtype=torch.bfloat16) for size in sizes))
+    on, execution = load_chip(chip), execution_model("serving", library=library)
+    table, _ = kernel_table(plan(graph, execution), on)
+    (row,) = np.flatnonzero(table.data["attention kernels"])
+    assert LIBRARIES[int(table.data["attention library"][row])] == kernel
+    knobs = execution.knobs_on(on)
+    assert knobs is not None
+    case = {name: np.array([float(table.data[f"attention {name}"][row])]) for name in COLUMNS}
+    assert (case["heads"], case["kv_heads"], case["keys"]) == (16, 1, 4096)
+    assert (case["width"], case["value_width"]) == (576, 512)
+    case["bytes"] = table.data["bytes"][[row]] - table.data["warm"][[row]] * (1 - 1 / knobs.cache)
+    engine = attention_engine(on)
+    assert engine is not None
+    numbers = attention_knobs("usual", on, kernel)
+    alone = attention_seconds(
+        case, engine, numbers, knobs.compute, knobs.memory, knobs.overlap
+    ).device
+    assert table.seconds(knobs, False).device[row] == pytest.approx(alone[0])
+    streamed = 64 * 4096 * 576 * 2 / on.memory_bandwidth.value
+    assert streamed < alone[0] < 2 * streamed

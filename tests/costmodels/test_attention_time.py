@@ -9,23 +9,27 @@ import pytest
 from hypothesis import given, strategies as st
 
 from rooftrace.costmodels.kernels.attention import (
-    AMPERE,
     EFFICIENT,
     EXPONENTIALS,
     FLASH3,
-    GEFORCE,
-    HOPPER,
+    FLASHMLA,
     IDEAL,
     LIBRARIES,
-    MOST_SPLITS,
     PAGED2,
     SPLIT2,
+    TRTLLM,
+    TRTLLM_MLA,
     AttentionEngine,
     AttentionKernel,
     attention_blocks,
     attention_engine,
-    attention_knobs,
     attention_seconds,
+)
+from rooftrace.costmodels.kernels.attention_rows import (
+    AMPERE,
+    GEFORCE,
+    HOPPER,
+    attention_knobs,
     library_on,
 )
 from rooftrace.costmodels.kernels.knobs import AttentionKnobs
@@ -138,8 +142,8 @@ def test_heads_of_a_group_share_a_tile() -> None:
 def test_splits_fill_the_sms_and_cover_the_keys(batch: int, keys: int) -> None:
     blocks = attention_blocks(case(batch=batch, queries=1, keys=keys, kv_heads=1), 132, FLASH3)
     split, longest = float(blocks.split[0]), float(blocks.longest[0])
-    assert 1 <= split <= MOST_SPLITS
-    assert split == 1 or split * batch <= 132
+    assert 1 <= split <= FLASH3.most
+    assert split == 1 or split * batch <= 132 + 1e-9
     assert split * longest >= keys
     assert longest < keys / split + 128
 
@@ -172,9 +176,10 @@ def test_the_tail_against_blocks_placed_one_by_one(queries: int, blocks: int) ->
     heads = blocks * 128 // queries + 1
     sizes = case(batch=heads, heads=1, kv_heads=1, queries=queries, keys=queries)
     assert attention_blocks(sizes, 132, FLASH3).split[0] == 1
-    on = AttentionEngine(132, 1e15, 2e11, 1.0, float("inf"), warp_groups=True, wide=True)
+    on = AttentionEngine(132, 1e15, 2e11, 1.0, float("inf"), family="hopper", wide=True)
     step = 4 * 128 * 128 * 132 / 1e15 + 128 * 132 / (EXPONENTIALS * 2e11)
-    keys = float(attention_seconds({**sizes, "rate": np.array([1e15])}, on).device[0]) / step
+    only_keys = {**sizes, "rate": np.array([1e15]), "bytes": np.array([0.0])}
+    keys = float(attention_seconds(only_keys, on).device[0]) / step
     exact = placed(queries, heads, 132, FLASH3)
     assert exact * (1 - 1e-9) <= keys <= exact * (1.02 if blocks > 5000 else 1.5)
 
@@ -338,7 +343,7 @@ def test_no_attention_takes_less_for_more(
     knobs = attention_knobs("usual", load_chip(chip), library_on_chip)
     grown = np.arange(1.0, 200.0)
     for name in ("batch", "queries", "past", "kv_heads", "width"):
-        first = name == "queries" and library_on_chip == "flash2"
+        first = name == "queries" and library_on_chip in ("flash2", "aotriton")
         chain = {**sizes, "past": past, name: grown + first}
         heads, keys = chain["kv_heads"] * group, chain["queries"] + chain.pop("past")
         cases = case(on, **chain, heads=heads, keys=keys)
@@ -346,3 +351,52 @@ def test_no_attention_takes_less_for_more(
         cases = {key: np.broadcast_to(value, grown.shape).copy() for key, value in cases.items()}
         device = attention_seconds(cases, on, knobs, overlap=3.0).device
         assert (np.diff(device) >= -1e-9 * device[1:]).all(), name
+
+
+@pytest.mark.parametrize("chip", ["h100-sxm", "h200-sxm", "b200-sxm", "l40s"])
+@pytest.mark.parametrize("library", ["vllm", "sglang", "trtllm", "flashinfer"])
+@pytest.mark.parametrize("heads", [(64, 8), (8, 1), (16, 2), (32, 32)])
+def test_one_more_request_of_decode_costs_its_share(
+    chip: str, library: str, heads: tuple[int, int]
+) -> None:
+    """Plans cut keys so that SMs have equal shares: no wave of blocks is a step of a batch."""
+    batch = np.arange(1.0, 301.0)
+    on, kernel = engine(chip), library_on(library, load_chip(chip))
+    one = case(on, batch=batch, queries=1, keys=4097, heads=heads[0], kv_heads=heads[1])
+    sizes = {name: np.broadcast_to(value, batch.shape).copy() for name, value in one.items()}
+    sizes["library"] = np.full(300, float(LIBRARIES.index(kernel)))
+    knobs = attention_knobs("usual", load_chip(chip), kernel)
+    device = attention_seconds(sizes, on, knobs, memory=0.91, overlap=3.0).device
+    grows, share = device[1:] / device[:-1], batch[1:] / batch[:-1]
+    assert (grows <= share + 0.08).all()
+    assert device[200] <= 1.7 * sizes["bytes"][200] / (0.91 * on.memory)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kernel", "tiles"),
+    [
+        (16, TRTLLM_MLA, 1), (32, TRTLLM_MLA, 2), (128, TRTLLM_MLA, 1),
+        (16, FLASHMLA, 1), (128, FLASHMLA, 2),
+    ],
+)  # fmt: skip
+def test_latents_are_read_once_for_each_tile_of_heads(
+    heads: int, kernel: AttentionKernel, tiles: int
+) -> None:
+    sizes = case(queries=1, keys=4096, heads=heads, kv_heads=1, width=576, value_width=512)
+    assert attention_blocks(sizes, 132, kernel).tiles == tiles
+
+
+def test_a_latent_streams_once_though_it_is_key_and_value() -> None:
+    on, bytes_ = engine("h200-sxm"), 64 * 32768 * 576 * 2
+    sizes = case(
+        on, batch=64, queries=1, keys=32768, heads=16, kv_heads=1, width=576, value_width=512,
+        bytes=bytes_, library=LIBRARIES.index("flashmla"),
+    )  # fmt: skip
+    found = float(attention_seconds(sizes, on, IDEAL).device[0])
+    assert found == pytest.approx(bytes_ / on.memory, rel=0.05)
+
+
+def test_a_prompt_of_tensorrt_llm_is_not_split() -> None:
+    prompt = case(batch=1, heads=1, kv_heads=1, queries=8192, keys=8192)
+    assert attention_blocks(prompt, 132, TRTLLM).split == 1
+    assert attention_blocks({**prompt, "queries": np.array([1.0])}, 132, TRTLLM).split > 1

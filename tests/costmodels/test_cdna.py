@@ -8,14 +8,12 @@ import pytest
 import torch
 
 import rooftrace as rt
-from rooftrace.costmodels.kernels.attention import (
+from rooftrace.costmodels.kernels.attention import LIBRARIES, attention_engine, attention_seconds
+from rooftrace.costmodels.kernels.attention_rows import (
     AOTRITON_RATES,
-    LIBRARIES,
     ROCM_RATES,
     SDPA,
-    attention_engine,
     attention_knobs,
-    attention_seconds,
     library_on,
 )
 from rooftrace.costmodels.kernels.knobs import Knobs

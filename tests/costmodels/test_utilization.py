@@ -12,7 +12,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import ExecutionError, ExecutionModel, Utilization
 from rooftrace.costmodels.kernels import engines
-from rooftrace.costmodels.kernels.attention import COLUMNS
+from rooftrace.costmodels.kernels.attention_rows import COLUMNS
 from rooftrace.costmodels.kernels.engines import (
     SPLITS,
     TILES,

@@ -46,13 +46,17 @@ REWRITES = (
 # -- executions ------------------------------------------------------------------------------------
 
 ATTENTION = ("flash", "materialised")
-LIBRARIES: Mapping[str, str] = {"torch": "sdpa", "vllm": "vllm", "sglang": "vllm", "trtllm": "vllm"}
+SDPA = "sdpa"
+LIBRARIES: Mapping[str, str] = {
+    "torch": SDPA, "vllm": "vllm", "sglang": "sglang", "trtllm": "trtllm",
+}  # fmt: skip
 """Whose kernels run: PyTorch's, or those of an inference engine.  The values say whose attention
 that is, among ATTENTION_LIBRARIES."""
-SDPA = "sdpa"
-ATTENTION_LIBRARIES = (SDPA, "vllm", "flash2", "flash3", "cudnn", "flashinfer", "triton")
-"""Whose attention kernels run.  The first two depend on the chip: those of PyTorch's
-`scaled_dot_product_attention`, and those of vLLM."""
+ATTENTION_LIBRARIES = (
+    *LIBRARIES.values(), "flash2", "flash3", "cudnn", "flashinfer", "triton", "flashmla",
+)  # fmt: skip
+"""Whose attention kernels run.  Those of PyTorch's `scaled_dot_product_attention` and of engines
+depend on the chip, and on whether attention is on latents."""
 FUSION = ("none", "detected", "factor")
 DISPATCH = ("eager", "compiled", "graph", "mixed")
 KV_APPEND = ("as-run", "in-place")

@@ -6,7 +6,7 @@ from rooftrace.costmodels.kernels import (
     seconds as seconds,
     works as works,
 )
-from rooftrace.costmodels.kernels.attention import attention_knobs as attention_knobs
+from rooftrace.costmodels.kernels.attention_rows import attention_knobs as attention_knobs
 from rooftrace.costmodels.kernels.engines import group_class as group_class
 from rooftrace.costmodels.kernels.knobs import (
     Knobs as Knobs,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.kernels import attention, engines
+from rooftrace.costmodels.kernels import attention_rows, engines
 from rooftrace.costmodels.kernels.attention import attention_engine
 from rooftrace.costmodels.kernels.engines import (
     SIZES,
@@ -153,7 +153,7 @@ class KernelSeconds:
 class KernelTable:
     """Kernels on one chip, a row each; equal ones stand once.
 
-    data has a column for each of these names, and those of `attention.COLUMNS`:
+    data has a column for each of these names, and those of `attention_rows.COLUMNS`:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
@@ -205,7 +205,7 @@ class KernelTable:
         """
         result = _shared_seconds(self, knobs, layouts, terms)
         sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
-        blocks = attention.attention_seconds_of(self.data, sent, self.chip, knobs)
+        blocks = attention_rows.attention_seconds_of(self.data, sent, self.chip, knobs)
         if blocks is not None:
             rows, by_blocks = blocks
             result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
@@ -223,7 +223,7 @@ def _shared_seconds(
     d, chip = table.data, table.chip
     shares = [knobs.share(name) for name in CLASSES]
     compute = knobs.compute * np.array([s.compute for s in shares])[table.kind]
-    compute = compute * attention.backward_shares(d, chip)
+    compute = compute * attention_rows.backward_shares(d, chip)
     memory = knobs.memory * np.array([s.memory for s in shares])[table.kind]
     layout = np.array([s.layout for s in shares])[table.kind] if layouts else 0.0
     aside = np.array([s.engine == "vector" for s in shares])[table.kind]
@@ -333,7 +333,7 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "moved": kernels.moved,
     }
     data |= _work_columns(kernels, chip, execution)
-    data |= attention.columns_of(kernels, chip, execution)
+    data |= attention_rows.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
 
 
