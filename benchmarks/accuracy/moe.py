@@ -131,6 +131,12 @@ class Layers:
         return FORMATS.get(self.format, FORMATS["bfloat16"])
 
     @property
+    def computes(self) -> str:
+        """The precision of its products; half precision where the chip lacks it."""
+        names = (self.stored.computes, "bf16", "fp16")
+        return next((name for name in names if self.chip.has_peak("matrix", name)), "")
+
+    @property
     def notes(self) -> list[str]:
         """What of it is not known, and what is taken instead."""
         taken = f"{self.file}: {self.source} in {self.format}"
@@ -139,19 +145,20 @@ class Layers:
             notes.append(f"{taken}: a kernel that is not listed, taken as {self.kernel}")
         if self.format not in FORMATS:
             notes.append(f"{taken}: a format that is not listed, taken as bf16")
-        if not self.chip.has_peak("matrix", self.stored.computes):
-            notes.append(f"{taken}: {self.chip.name} lacks its rate, taken in bf16")
+        if self.computes != self.stored.computes:
+            notes.append(f"{taken}: {self.chip.name} lacks its rate, taken in {self.computes}")
         return notes
 
 
 def _version(text: str) -> tuple[int, ...]:
     """Numbers that order versions: a candidate, as 1.3.0rc10, comes before its release."""
     numbers = [int(x) for x in re.findall(r"\d+", text)]
-    return (*numbers[:2], *numbers[2:3], *(numbers[3:4] if "rc" in text else [999]))
+    release = [*numbers, 0, 0, 0][:3]
+    return (*release, numbers[3] if "rc" in text and len(numbers) > 3 else 999)
 
 
-def layers(path: Path) -> Iterable[Layers]:
-    """The rows of a file, by what ran; of chips that are not known, a line says how many."""
+def layers(path: Path, notes: list[str]) -> Iterable[Layers]:
+    """The rows of a file, by what ran.  notes: gets a line for each chip that is not known."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         found: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
         for row in csv.DictReader(file):
@@ -160,8 +167,9 @@ def layers(path: Path) -> Iterable[Layers]:
             found[(key[0] or path.name.partition(".")[0], *key[1:])].append(row)
     for (name, device, *rest), rows in sorted(found.items()):
         chip = chip_of(name, device)
-        if chip is None:
-            print(f"{name}: {len(rows)} rows left out: no chip is named as {name} or {device!r}")
+        if chip is None or not (chip.has_peak("matrix", "bf16") or chip.has_peak("matrix", "fp16")):
+            notes.append(f"{name}: {len(rows)} rows left out: no chip with a matrix engine for "
+                         f"half precision is named so, or {device!r}")  # fmt: skip
             continue
         yield Layers(name, chip, *rest, tuple(rows))
 
@@ -169,12 +177,14 @@ def layers(path: Path) -> Iterable[Layers]:
 def chip_of(file: str, device: str) -> Chip | None:
     """The chip that a file is named after, else that of the device."""
     named = file.partition("_moe")[0].removeprefix("moe-").replace("_", "-")
-    brief = re.sub(r"^nvidia ", "", device.lower()).split()[:1]
-    for name in (named, f"{named}-80", *brief, *(f"{x}-sxm" for x in brief)):
-        try:
-            return rt.load_chip(name)
-        except (ValueError, LookupError):
-            continue
+    for words in (named.split("-"), re.sub(r"^nvidia ", "", device.lower()).split()):
+        for count in range(len(words), 0, -1):
+            name = "-".join(words[:count])
+            for known in (name, f"{name}-sxm", f"{name}-80"):
+                try:
+                    return rt.load_chip(known)
+                except (ValueError, LookupError):
+                    continue
     return None
 
 
@@ -233,7 +243,7 @@ def kernels_of(
 ) -> tuple[list[KernelTable], list[KernelTable]]:
     """The products of each row, and its other kernels.  z: its sizes."""
     chip, stored = layer.chip, layer.stored
-    computes = stored.computes if chip.has_peak("matrix", stored.computes) else "bf16"
+    computes = layer.computes
     narrow = {"fp8": 1.0, "fp4": 0.5625}.get(computes, float(WIDE))
     gate = 1 if layer.source.endswith("nongated") else 2
     weights = z["hit"] * z["hidden"] * z["inter"] * (gate + 1) * stored.weights
@@ -324,6 +334,11 @@ def left_out(layer: Layers, times: Timed, measured: np.ndarray, two: bool) -> np
     return result
 
 
+def _share(value: float) -> str:
+    """A share as text; nothing where a model alone leaves no rows to fit."""
+    return "" if np.isnan(value) else f"{value:.1%}"
+
+
 def numbers(predicted: np.ndarray, measured: np.ndarray) -> tuple[float, float, float, float]:
     """Mean, median and 90th percentile of the size of errors, and their mean with the sign."""
     off = predicted / measured - 1
@@ -346,17 +361,15 @@ def study(layer: Layers, points: list[Point]) -> tuple[np.ndarray, np.ndarray]:
     (mean, median, p90, bias), factor, two = columns
     print(
         f"| {layer.file} | {layer.source} | {layer.format} | {len(measured)} | {mean:.1%} "
-        f"| {median:.1%} | {p90:.1%} | {bias:+.1%} | {factor[0]:.1%} | {two[0]:.1%} |"
+        f"| {median:.1%} | {p90:.1%} | {bias:+.1%} | {_share(factor[0])} | {_share(two[0])} |"
     )
-    weights = [float(r["hidden_size"]) * float(r["inter_size"]) for r in layer.rows]
     label = "{num_tokens} tokens, {topk} of {num_experts} x {inter_size} / {moe_tp_size}"
-    few = _few(layer)
     points += [
         Point(
             label.format(**row), float(seconds), float(took), f"{layer.chip.name} {layer.kernel}"
         ).of(f"aiconfigurator {layer.file}", cell_of(layer, bool(memory)))
-        for row, seconds, took, memory, _ in zip(
-            layer.rows, times.total, measured, few, weights, strict=True
+        for row, seconds, took, memory in zip(
+            layer.rows, times.total, measured, _few(layer), strict=True
         )
     ]
     return times.total, measured
@@ -364,10 +377,9 @@ def study(layer: Layers, points: list[Point]) -> tuple[np.ndarray, np.ndarray]:
 
 def _few(layer: Layers) -> np.ndarray:
     """Whether the products of rows wait for their weights: fewer FLOP a byte than the chip."""
-    z, stored = sizes_of(layer), layer.stored
-    computes = stored.computes if layer.chip.has_peak("matrix", stored.computes) else "bf16"
-    balance = layer.chip.peak("matrix", computes) / layer.chip.memory_bandwidth.value
-    few: np.ndarray = 2 * z["rows"] / z["hit"] / stored.weights < balance
+    z = sizes_of(layer)
+    balance = layer.chip.peak("matrix", layer.computes) / layer.chip.memory_bandwidth.value
+    few: np.ndarray = 2 * z["rows"] / z["hit"] / layer.stored.weights < balance
     return few
 
 
@@ -382,12 +394,15 @@ def main() -> None:
     if not paths:
         raise SystemExit(f"{given.folder}: no moe*.csv.gz there or in kernels/")
     points: list[Point] = []
-    every, notes = [], []
+    every = []
+    notes: list[str] = []
     head = "file | kernel | format | rows | mean | median | p90 | bias | one factor | two numbers"
     print(f"| {head} |\n|---|---|---|{'---:|' * 7}")
-    for layer in (layer for path in paths for layer in layers(path)):
+    for layer in (layer for path in paths for layer in layers(path, notes)):
         notes += layer.notes
         every.append(study(layer, points))
+    if not every:
+        raise SystemExit("\n".join(notes))
     predicted, measured = (np.concatenate(column) for column in zip(*every, strict=True))
     mean, median, p90, bias = numbers(predicted, measured)
     print(

@@ -8,6 +8,7 @@ import numpy as np
 
 from rooftrace.costmodels.kernels.attention import COLUMNS
 from rooftrace.costmodels.kernels.engines import SIZES
+from rooftrace.costmodels.kernels.experts import COLUMNS as EXPERTS
 from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.costmodels.ops.cost import AttentionSizes
@@ -15,7 +16,6 @@ from rooftrace.hardware.chip import Chip
 
 AMOUNTS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", *SIZES)
 """The numbers of a row, in this order, and after them `unit` and `odd`."""
-EXPERTS = ("experts", "experts rate")
 NO_ATTENTION = (0.0,) * len(COLUMNS)
 
 

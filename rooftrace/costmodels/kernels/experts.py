@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels.engines import (
+    LEAST,
     MatrixEngine,
     engine_of,
     matrix_engine,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 # Not here: columns that fill no tile, split K, what imbalance does between processes (see
 # `Disturbances.expert_imbalance`), tables of sizes that lack a shape.
 
-LEAST_ROWS = 16
-"""Rows of the smallest tile: those of a matrix instruction."""
 TILE_COLUMNS = 128
 """Columns of such a tile: as many as the tables of sizes have most often."""
 _VECTOR = 16
@@ -76,7 +75,7 @@ class ExpertSeconds:
     device: Array  # of the kernel
 
 
-def expert_tiles(rows: Array, experts: Array, tile: float) -> Array:
+def expert_tiles(rows: Array, experts: Array, tile: Amount) -> Array:
     """Tiles of `tile` rows for experts that have `rows` each on average.
 
     Rows of routed experts differ about as widely as exponential numbers do, of which
@@ -112,7 +111,7 @@ def expert_seconds(
     weights = np.minimum(experts * columns * inner * sizes["width_b"], sizes["bytes"])
     stream = weights / (on.memory * memory * kernel.stream)
     passed = (sizes["bytes"] - weights) / (memory * min(on.cache * kernel.rows, on.memory))
-    tile = np.clip(kernel.fill * rows, LEAST_ROWS, kernel.most)
+    tile = np.clip(kernel.fill * rows, LEAST, kernel.most)
     blocks = expert_tiles(rows, experts, tile) * np.ceil(columns / TILE_COLUMNS)
     flop = (
         2
@@ -212,15 +211,18 @@ def kernel_on(chip: Chip, kernel: str, form: str) -> int:
     raise ValueError(f"kernel {kernel!r:.60}: expected one of {sorted({k for k, _, _ in _PLACES})}")
 
 
+COLUMNS = ("experts", "experts rate")
+"""The kernel (see `kernel_on`), 0 in rows that are no products of experts; FLOP/s of its engine."""
+
+
 def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> dict[str, Array]:
-    """The columns of products of experts: `experts` (see `kernel_on`), 0 in other rows, and the
-    FLOP/s of the engine that runs them."""
+    """The columns of kernels: those of the product of each row, where an engine runs experts."""
     import numpy as np
 
     place, rate = np.zeros(len(kernels)), np.zeros(len(kernels))
     grouped = kernels.kind == CLASSES.index("grouped mm")
     if execution.library == "torch" or matrix_engine(chip) is None or not grouped.any():
-        return {"experts": place, "experts rate": rate}
+        return dict(zip(COLUMNS, (place, rate), strict=True))
     for work in kernels.works:
         engine, name = engine_of(work.key, chip, execution)
         if work.key.operation != "matmul" or work.shape is None or engine != "matrix":
@@ -233,7 +235,7 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
             here = grouped[work.row]
             place[work.row] = np.where(here, kernel_on(chip, kernel, form), place[work.row])
             rate[work.row] = np.where(here, chip.peak(engine, name), rate[work.row])
-    return {"experts": place, "experts rate": rate}
+    return dict(zip(COLUMNS, (place, rate), strict=True))
 
 
 def expert_seconds_of(

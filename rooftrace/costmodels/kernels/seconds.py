@@ -149,7 +149,7 @@ class KernelTable:
     """Kernels on one chip, a row each; equal ones stand once.
 
     data has a column for each of these names, and those of `attention.COLUMNS` and
-    `experts.columns_of`:
+    `experts.COLUMNS`:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
