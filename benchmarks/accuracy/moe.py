@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 from points import Point, write_points
-from routed import drawn
+from routed import DRAWS, drawn
 from rows import stage
 
 import rooftrace as rt
@@ -228,7 +228,9 @@ def sizes_of(layer: Layers) -> dict[str, np.ndarray]:
         lines.append((int(row["hidden_size"]), inter, draw.rows, draw.hit, sees, passed,
                       experts, k, processes))  # fmt: skip
     names = ("hidden", "inter", "rows", "hit", "tokens", "passed", "experts", "k", "processes")
-    return dict(zip(names, np.array(lines, dtype=float).T, strict=True))
+    sizes = dict(zip(names, np.array(lines, dtype=float).T, strict=True))
+    least = 1 / DRAWS  # one row in one of the draws
+    return {n: np.maximum(x, least) if n in ("rows", "hit") else x for n, x in sizes.items()}
 
 
 def timed(layer: Layers, knobs: Knobs) -> Timed:

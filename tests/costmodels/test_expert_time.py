@@ -177,9 +177,11 @@ def test_traced_experts_take_the_seconds_of_their_sizes(library: str) -> None:
 
 
 @with_grouped_products
-def test_products_of_torch_keep_the_shares_of_their_class() -> None:
-    graph, execution = traced(), serving("torch")
-    table, _ = kernel_table(plan(graph, execution), H100)
+@pytest.mark.parametrize(("library", "name"), [("torch", "h100-sxm"), ("vllm", "mi300x")])
+def test_products_of_torch_and_on_amd_keep_the_shares_of_their_class(
+    library: str, name: str
+) -> None:
+    table, _ = kernel_table(plan(traced(), serving(library)), load_chip(name))
     assert not table.data["experts"].any()
 
 

@@ -127,8 +127,8 @@ def expert_seconds(
 
 
 # -- whose kernel runs -----------------------------------------------------------------------------
-# An execution names the library (`ExecutionModel.library`); "torch" has a class of its own, with
-# the shares of "grouped mm" in `Knobs`.
+# An execution names the library (`ExecutionModel.library`).  Products of "torch", and those on GPUs
+# of other vendors than NVIDIA, have the shares of their class, "grouped mm", in `Knobs`.
 
 _TABLE = (
     # kernel, format, generation: fill, most, products, half, prologue, stream, rows, start, odd
@@ -221,7 +221,8 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
 
     place, rate = np.zeros(len(kernels)), np.zeros(len(kernels))
     grouped = kernels.kind == CLASSES.index("grouped mm")
-    if execution.library == "torch" or matrix_engine(chip) is None or not grouped.any():
+    modelled = chip.vendor == "NVIDIA" and matrix_engine(chip) is not None
+    if execution.library == "torch" or not modelled or not grouped.any():
         return dict(zip(COLUMNS, (place, rate), strict=True))
     for work in kernels.works:
         engine, name = engine_of(work.key, chip, execution)

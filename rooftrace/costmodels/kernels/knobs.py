@@ -380,11 +380,11 @@ class Knobs(Plain):
     @staticmethod
     def generation(chip: Chip) -> str | None:
         """The generation of data-center GPUs whose kernels a chip runs; None for any other GPU."""
-        if chip.vendor != "NVIDIA" or not chip.has_peak("matrix", "bf16"):
+        if not chip.has_peak("matrix", "bf16"):
             return None
         if chip.architecture:
             return _OF_ARCHITECTURE.get(chip.architecture)
-        if chip.sm_count is None or chip.clock is None:
+        if chip.vendor != "NVIDIA" or chip.sm_count is None or chip.clock is None:
             return None
         width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
         return next((name for name, least in GENERATIONS if width >= least), None)
@@ -497,8 +497,11 @@ GENERATIONS = (("hopper", 2200.0), ("ampere", 1500.0))
 """Files of generations, and the least FLOP of bf16 per SM and clock of each, for chips that do not
 name their architecture: A100 has 2,048, H100 3,786 at its highest clock (less where a limit on
 power was measured along), GeForce cards 512."""
-_OF_ARCHITECTURE = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "sm_103": "hopper"}
-"""Later ones take the newest file there is."""
+_OF_ARCHITECTURE = {
+    "sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "sm_103": "hopper",
+    "gfx942": "cdna3", "gfx950": "cdna4",
+}  # fmt: skip
+"""Later ones of NVIDIA take the newest file there is."""
 
 
 @functools.lru_cache(maxsize=1024)
