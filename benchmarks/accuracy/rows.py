@@ -8,6 +8,7 @@ import numpy as np
 
 from rooftrace.costmodels.kernels.attention_rows import COLUMNS
 from rooftrace.costmodels.kernels.engines import SIZES
+from rooftrace.costmodels.kernels.experts import COLUMNS as EXPERTS
 from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.costmodels.ops.cost import AttentionSizes
@@ -38,4 +39,17 @@ def table(
     blocks = attention or [NO_ATTENTION] * len(kinds)
     for name, column in zip(COLUMNS, np.array(blocks, dtype=float).T, strict=True):
         data[f"attention {name}"] = column
+    data |= {name: np.zeros(len(kinds)) for name in EXPERTS}
     return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
+
+
+def stage(
+    chip: Chip, kind: str, moved: np.ndarray, warm: np.ndarray, **numbers: np.ndarray | float
+) -> KernelTable:
+    """Kernels of one class, a row each: bytes, the share of them that is warm, other columns."""
+    names = (*AMOUNTS, "unit", "odd", *EXPERTS, *(f"attention {name}" for name in COLUMNS))
+    data = {name: np.zeros(len(moved)) for name in names}
+    numbers = {"count": 1.0, "rate": 1.0, "padded": 1.0, **numbers}
+    for name, number in {**numbers, "bytes": moved, "warm": warm * moved}.items():
+        data[name] = np.broadcast_to(np.asarray(number, dtype=float), moved.shape)
+    return KernelTable(chip, np.full(len(moved), CLASSES.index(kind), dtype=np.int64), data)

@@ -11,7 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import ExecutionError, ExecutionModel, Utilization
-from rooftrace.costmodels.kernels import engines
+from rooftrace.costmodels.kernels import engines, experts
 from rooftrace.costmodels.kernels.attention_rows import COLUMNS
 from rooftrace.costmodels.kernels.engines import (
     SPLITS,
@@ -134,7 +134,7 @@ def test_no_product_takes_less_for_more(
     data = dict(zip(engines.SIZES, product, strict=True))
     data |= {"bytes": a + b + c, "warm": a * warm, "flop": flop, "rate": one * rate}
     data |= dict.fromkeys(("moved", "vector", "matrix", "unit", "odd"), zero)
-    data |= {f"attention {name}": zero for name in COLUMNS}
+    data |= {f"attention {name}": zero for name in COLUMNS} | dict.fromkeys(experts.COLUMNS, zero)
     kernels = KernelTable(chip, np.full(len(grown), CLASSES.index("mm")), data)
     device = kernels.seconds(Knobs.typical(chip, compiled=False), False).device
     engine = matrix_engine(chip)

@@ -136,7 +136,7 @@ class StepCell(Plain):
 
         of_experts: whether it computes experts; latent: whether attention runs on latents.
         """
-        if of_experts:
+        if of_experts or kind == "grouped mm":
             return "moe"
         if kind == "attention":
             return "mla" if latent else "attention"

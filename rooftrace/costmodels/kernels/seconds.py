@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.kernels import attention_rows, engines
+from rooftrace.costmodels.kernels import attention_rows, engines, experts as expert_kernels
 from rooftrace.costmodels.kernels.attention import attention_engine
 from rooftrace.costmodels.kernels.engines import (
     SIZES,
@@ -153,7 +153,8 @@ class KernelSeconds:
 class KernelTable:
     """Kernels on one chip, a row each; equal ones stand once.
 
-    data has a column for each of these names, and those of `attention_rows.COLUMNS`:
+    data has a column for each of these names, and those of `attention_rows.COLUMNS` and
+    `experts.COLUMNS`:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
@@ -199,18 +200,22 @@ class KernelTable:
     def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
         """Seconds of one kernel of each row, by the formula of `knobs`.
 
-        Attention takes the formula of `attention.py`, where its blocks are modelled.  layouts:
-        whether convolutions copy their activations into another layout.  terms: those of `tiles`,
-        to compute them once for many knobs.
+        Attention takes the formula of `attention.py`, where its blocks are modelled; products of
+        experts by an engine's kernel that of `experts.py`.  layouts: whether convolutions copy
+        their activations into another layout.  terms: those of `tiles`, to compute them once for
+        many knobs.
         """
         result = _shared_seconds(self, knobs, layouts, terms)
         sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
         blocks = attention_rows.attention_seconds_of(self.data, sent, self.chip, knobs)
-        if blocks is not None:
-            rows, by_blocks = blocks
-            result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
-            result.device[rows] = by_blocks.device
-            result.choice[rows], result.untiled[rows] = -1, by_blocks.device
+        experts = expert_kernels.expert_seconds_of(self.data, sent, self.chip, knobs)
+        for part in (blocks, experts):
+            if part is None:
+                continue
+            rows, own = part
+            result.compute[rows], result.memory[rows] = own.compute, own.memory
+            result.device[rows] = own.device
+            result.choice[rows], result.untiled[rows] = -1, own.device
         if knobs.power < 1:
             result = result.held(held(self, knobs, result.device))
         return result if knobs.pace == 1 else result.at_pace(knobs.pace)
@@ -334,6 +339,7 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
     }
     data |= _work_columns(kernels, chip, execution)
     data |= attention_rows.columns_of(kernels, chip, execution)
+    data |= expert_kernels.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
 
 
