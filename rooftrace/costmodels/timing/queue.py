@@ -241,14 +241,14 @@ def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     """
     knobs = execution.knobs_on(chip)
     pace = 1.0 if knobs is None else knobs.pace
+    if execution.dispatch == "graph":
+        return HostSeconds(chip.graph_launch.value / pace, chip=chip)
     plain = chip.dispatch_eager.value
     if execution.dispatch == "eager" and knobs is not None and knobs.dispatch is not None:
         plain = knobs.dispatch
     library = 0.0 if chip.host_waits else plain / pace
     if execution.dispatch in ("compiled", "mixed"):
         return HostSeconds(chip.dispatch_compiled.value / pace, chip=chip, library=library)
-    if execution.dispatch == "graph":
-        return HostSeconds(chip.graph_launch.value / pace, chip=chip, library=library)
     view, call = chip.dispatch_view.value, chip.module_call.value
     if knobs is not None:
         view = view if knobs.view is None else knobs.view

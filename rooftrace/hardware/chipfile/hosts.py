@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ class Host:
 
     def under(self, chip: Chip) -> Chip:
         """The chip in a machine with this host."""
-        return replace(chip, **self.facts)
+        return chip.with_facts(self.facts)
 
 
 def load_host(name_or_path: str | os.PathLike[str] | Host) -> Host:
