@@ -18,7 +18,7 @@ from rooftrace.hardware.precisions import precision
 if TYPE_CHECKING:
     import numpy as np
 
-    from rooftrace._amounts import Array
+    from rooftrace._amounts import Amount, Array
     from rooftrace.costmodels.kernels.works import KernelAmounts
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]

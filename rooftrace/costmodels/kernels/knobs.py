@@ -522,8 +522,11 @@ def _typical(kind: str, compiled: bool, of: str) -> Knobs:
         return load_knobs(name)
     base, path = load_knobs(name).to_dict(), _SHIPPED / "generations" / f"{of}.toml"
     changes = toml_of(text_of(path, _KIND), str(path), _KIND)
-    for table in ("source", "share"):
-        changes[table] = {**base[table], **changes.get(table, {})}
+    changes["source"] = base["source"] | changes.get("source", {})
+    shares = changes.get("share", {})
+    changes["share"] = base["share"] | {
+        kind: base["share"].get(kind, {}) | share for kind, share in shares.items()
+    }
     title = f"{changes['title']} ({how})"
     return Knobs.from_dict({**base, **changes, "title": title}, str(path))
 
