@@ -295,9 +295,6 @@ class Knobs(Plain):
     overlap: float = knob(
         math.inf, least=1.0, endless=True, prior=0.4, start=MOST_OVERLAP, fitted=MOST_OVERLAP
     )
-    # Share of its clock that a chip holds with its matrix engines at full rate, by its limit on
-    # power; see `seconds.held`.
-    power: float = knob(1.0, least=LEAST_SHARE, most=1.0)
     # Of a kernel on the device; None: the chip's.
     launch: float | None = knob(None, unit="second", prior=0.7, of_chip="kernel_gap", start=3e-6)
     # Of a kernel on the host, eager; None: the chip's.
@@ -326,6 +323,9 @@ class Knobs(Plain):
     use: str = NO_FIT  # one of `USES`
     # Ends of intervals by `use`; not in the hash: they change no time.
     residuals: Mapping[str, Residuals] = field(default_factory=dict, hash=False)
+    # Share of its clock that a chip holds with its matrix engines at full rate, by its limit on
+    # power; see `seconds.held`.
+    power: float = knob(1.0, least=LEAST_SHARE, most=1.0)
 
     def __repr__(self) -> str:
         return short(

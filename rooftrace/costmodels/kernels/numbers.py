@@ -84,12 +84,12 @@ class Share:
     memory: float = knob(1.0, least=LEAST_SHARE, prior=0.15)
     engine: str = "matrix"  # "vector", as for depthwise convolutions
     layout: float = knob(0.0)  # hidden copies into another layout, in multiples of activation bytes
-    # Those of activations in fp32, whose kernels of cuDNN read NCHW more often; None: the same.
-    layout_fp32: float | None = knob(None)
     # How often as long a kernel takes whose rows are not aligned to its loads.
     odd: float = knob(1.0, least=LEAST_SHARE)
     # Relative standard deviation of measured kernels around the prediction.
     spread: float = knob(0.0, most=WIDEST)
+    # `layout` of activations in fp32, whose kernels of cuDNN read NCHW more often; None: the same.
+    layout_fp32: float | None = knob(None)
 
     def __post_init__(self) -> None:
         check_knobs(self)
