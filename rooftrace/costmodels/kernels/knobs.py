@@ -509,8 +509,8 @@ _OF_ARCHITECTURE = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "s
 def _sustained(kind: str, compiled: bool, of: str, compute: float, memory: float) -> Knobs:
     """Typical numbers of a chip that sustains these shares of its rates."""
     knobs = _typical(kind, compiled, of)
-    clocks = {"compute": knobs.compute * max(1.0, compute), "power": min(1.0, compute)}
-    return replace(knobs, memory=knobs.memory * memory, **clocks)
+    at_clock, power = knobs.compute * max(1.0, compute), min(1.0, compute)
+    return replace(knobs, compute=at_clock, memory=knobs.memory * memory, power=power)
 
 
 @functools.cache
