@@ -159,7 +159,10 @@ def test_a_row_takes_the_seconds_of_its_blocks(chip: Chip) -> None:
 
 
 def test_what_is_not_known_keeps_the_share_of_its_class() -> None:
-    """An unknown SM count, fp32, backward, and attention that no kernel was called for."""
+    """An unknown SM count, fp32, and attention that no kernel was called for.
+
+    Backward keeps it, too, at the rate of the instructions of sm_80: H100 takes longer for it.
+    """
 
     class ByHand(torch.nn.Module):
         def forward(self, q, k):
@@ -180,7 +183,8 @@ def test_what_is_not_known_keeps_the_share_of_its_class() -> None:
     table, device = parts(traced((2, 4, 100, 64), phase="training"), USUAL)
     back = table.data["attention backward"] > 0
     plain = without_columns(table).seconds(USUAL, False).device
-    assert back.any() and (device[back] == plain[back]).all()
+    assert back.any() and (device[back] > plain[back]).all()
+    assert (device[back] < plain[back] / 0.62).all()
 
 
 SHAPES = st.tuples(

@@ -88,6 +88,8 @@ class Share:
     odd: float = knob(1.0, least=LEAST_SHARE)
     # Relative standard deviation of measured kernels around the prediction.
     spread: float = knob(0.0, most=WIDEST)
+    # `layout` of activations in fp32, whose kernels of cuDNN read NCHW more often; None: the same.
+    layout_fp32: float | None = knob(None)
 
     def __post_init__(self) -> None:
         check_knobs(self)

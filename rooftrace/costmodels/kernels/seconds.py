@@ -25,6 +25,7 @@ from rooftrace.costmodels.kernels.engines import (
     tile_terms,
 )
 from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs
+from rooftrace.costmodels.kernels.numbers import Share
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware import Chip
@@ -230,7 +231,7 @@ def _shared_seconds(
     compute = knobs.compute * np.array([s.compute for s in shares])[table.kind]
     compute = compute * attention_rows.backward_shares(d, chip)
     memory = knobs.memory * np.array([s.memory for s in shares])[table.kind]
-    layout = np.array([s.layout for s in shares])[table.kind] if layouts else 0.0
+    layout = _layouts(table, shares) if layouts else 0.0
     aside = np.array([s.engine == "vector" for s in shares])[table.kind]
     odd = np.where(d["odd"] > 0, np.array([s.odd for s in shares])[table.kind], 1.0)
     bandwidth = chip.memory_bandwidth.value
@@ -269,6 +270,14 @@ def _shared_seconds(
         t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
         device[rows] = total[best][on_matrix]
     return KernelSeconds(t_compute, t_memory, device, choice, untiled)
+
+
+def _layouts(table: KernelTable, shares: list[Share]) -> Array:
+    """Hidden copies of each row, in multiples of its activations."""
+    half = np.array([s.layout for s in shares])
+    fp32 = np.array([s.layout if s.layout_fp32 is None else s.layout_fp32 for s in shares])
+    copies: Array = np.where(table.data["width_a"] >= 4, fp32[table.kind], half[table.kind])
+    return copies
 
 
 def _product_shares(table: KernelTable, knobs: Knobs, by_class: Array, odd: Array) -> Array:
