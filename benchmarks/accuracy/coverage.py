@@ -44,8 +44,9 @@ from rooftrace.costmodels.kernels.knobs import (
     Residuals,
     dump_knobs,
 )
-from rooftrace.measured.fit.calibrating import ONE, usual_start
+from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, predict
+from rooftrace.measured.fit.choosing import ONE
 from rooftrace.measured.fit.fitting import FEW, Starts, deviations_of, fitted, group_of
 
 CHIP_WIDTH, CHIP_WEIGHT = 0.2, 4.0

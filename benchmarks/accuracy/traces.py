@@ -34,7 +34,7 @@ from points import Point, write_points
 import rooftrace as rt
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.diffs.runs.rundiff import is_communication
-from rooftrace.errors import ProfileError, RooftraceError
+from rooftrace.errors import ProfileError
 from rooftrace.hardware.chipfile.reading import chips_called
 from rooftrace.measured.alignment.compiled import kernel_family
 from rooftrace.measured.fit.fitting import FEW
@@ -370,7 +370,7 @@ def main() -> None:
             one = Traced(name, path, chip, rt.trace(built[0], *built[1]))
             try:
                 here = kernels(one, typical)
-            except (RooftraceError, ValueError) as error:
+            except (ValueError, LookupError, RuntimeError, OSError) as error:
                 left_out.append(f"{short}: {str(error)[:200]}")
                 continue
             found.append((one, here))

@@ -119,8 +119,8 @@ class Space:
         rooms = dict(zip(_SHARES, most_of(self.chip), strict=True))
         room = {name: most / (begin.pace * getattr(begin, name)) for name, most in rooms.items()}
         if path == "pace":
-            return max(start, begin.pace * min(room.values()))
-        return max(start, room[number] * (1.0 if kind else getattr(begin, number)))
+            return max(start, begin.pace * float(min(room.values())))
+        return max(start, float(room[number] * (1.0 if kind else getattr(begin, number))))
 
     def knobs(self, vector: Any) -> Knobs:
         """The knobs at a point."""

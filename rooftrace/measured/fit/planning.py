@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -83,7 +83,7 @@ def check_bound(cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
     return kept, told
 
 
-def beaten_words(told: dict[str, str], chip: Chip) -> str:
+def beaten_words(told: Mapping[str, str], chip: Chip) -> str:
     """The sentence on measured steps below a bound; told: what each took, by name."""
     shown = [f"{name}: {text}" for name, text in list(told.items())[:_SHOWN]]
     more = [f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else []
