@@ -14,7 +14,8 @@ from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels import numbers
 from rooftrace.costmodels.kernels.engines import group_class, op_class, p_norm
-from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs, Residuals, Share
+from rooftrace.costmodels.kernels.intervals import Residuals
+from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs, Share
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.knobs import student
+from rooftrace.costmodels.kernels.intervals import student
 from rooftrace.measured.fit.cases import Case, Errors, predict
 from rooftrace.measured.fit.fitting import (
     FEW,

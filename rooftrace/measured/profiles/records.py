@@ -304,6 +304,15 @@ class Trace:
     processes: int = 1  # of its ops: more than one where files of ranks were joined
 
     @property
+    def damage(self) -> str:
+        """A sentence on values that could not be read; "" without any."""
+        if not self.left_out:
+            return ""
+        count = sum(times for _, times in self.left_out)
+        values = f"{count:,} values" if count > 1 else "1 value"
+        return f"{values} of the trace could not be read and are left out: {self.left_out[0][0]}"
+
+    @property
     def on_device(self) -> bool:
         """Whether there are kernels; without them the host's self times stand for the work."""
         return len(self.kernels) > 0

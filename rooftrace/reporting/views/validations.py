@@ -157,7 +157,7 @@ def calibration_view(result: Calibration, output: view.Output) -> view.View:
 def _interval(knobs: Knobs) -> str:
     """The interval of steps by these knobs, and its source."""
     low, high = (math.exp(end * knobs.spread) for end in knobs.ends())
-    residuals = knobs.residuals.get(knobs.use)
+    residuals = knobs.of_use
     by = "the spread of single kernels" if residuals is None else residuals.basis
     wide = f"between {low:.2f} and {high:.2f} times"
     return f"90 % of steps are {wide} what is expected ({knobs.use}), by {by}"
