@@ -19,7 +19,7 @@ from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs, Share
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime
-from rooftrace.measured.fit.calibrating import choose, is_better, usual_start
+from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import (
     CalibrationError,
     Case,
@@ -32,6 +32,7 @@ from rooftrace.measured.fit.cases import (
     profiled_cases,
     step_case,
 )
+from rooftrace.measured.fit.choosing import choose, is_better
 from rooftrace.measured.fit.fitting import Space, deviations_of, fit, most_of
 from rooftrace.measured.fit.planning import beaten, bounds_of, check_bound, next_step, slopes_of
 
@@ -534,6 +535,14 @@ def test_kernels_of_one_step_free_one_factor_at_most() -> None:
     assert list(tried) == ["nothing", "pace"] and [p.name for p in found.parameters] == ["pace"]
     found, _ = choose(by_seconds([replace(c, group=c.name) for c in cases(start)]), start)
     assert not found.parameters
+
+
+def test_one_model_that_is_off_as_models_differ_tells_no_factor() -> None:
+    def chosen(pace: float) -> int:
+        of_one = by_seconds([replace(c, group=c.name) for c in cases(replace(START, pace=pace))])
+        return len(choose(of_one, START)[0].parameters)
+
+    assert [chosen(pace) for pace in (0.75, 0.95, 1.05)] == [1, 0, 0]
 
 
 def test_nothing_fitted_is_what_an_estimate_has_and_may_be_chosen() -> None:

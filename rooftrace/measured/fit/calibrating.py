@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +11,6 @@ from pathlib import Path
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.fusion import TYPICAL, ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs, dump_knobs, load_knobs
-from rooftrace.costmodels.kernels.intervals import student
 from rooftrace.errors import UnusedError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
@@ -51,15 +47,12 @@ from rooftrace.measured.fit.cases import (
     stepped,
     sustained,
 )
+from rooftrace.measured.fit.choosing import NOTHING, choose
 from rooftrace.measured.fit.fitting import (
-    FEW,
-    FEWEST_GROUPS,
     Fit,
     Starts,
-    check_one_chip,
     fit,
     fitted,
-    group_of,
 )
 from rooftrace.measured.fit.planning import (
     NextStep,
@@ -70,93 +63,6 @@ from rooftrace.measured.fit.planning import (
     other_steps,
 )
 from rooftrace.measured.profiles import StepTime, Trace
-
-ONE = ("pace",)
-"""One factor on the whole step."""
-_GAIN = 0.05
-"""The least gain that counts, as a share of the error."""
-NOTHING = "nothing"
-"""The name of the start among the tries."""
-
-
-def choose(
-    cases: Sequence[Case],
-    start: Knobs,
-    kernels: Sequence[Case] = (),
-    title: str = "",
-    usual: Knobs | None = None,
-) -> tuple[Fit, dict[str, Errors]]:
-    """The fit with as many free numbers as the measurements support, and the errors of all tries.
-
-    Tries, in order: nothing fitted, one factor on all of the start, compute and memory, these with
-    overheads; then the last two again after the shares of classes were fitted to single kernels.  A
-    later one is kept if it `is_better` on left-out groups than the best so far, and its mean error
-    there is not above that of nothing fitted.  Kernels of one step are of one model, whatever is
-    left out of them, and on other models more than one factor does worse: only that is tried, and
-    kept if it lowers the error of the sum by `_GAIN`.  The errors are by the names of the free
-    numbers.  usual: the knobs of estimates without a fit; default: the start.
-
-    With too few groups to leave some out, one factor is fitted, and the errors are empty.  Raises
-    CalibrationError for several chips.
-    """
-    check_one_chip((*cases, *kernels))
-    plain = Starts((), start)
-    best, tried = fitted(cases, Starts((), usual or start), (), title), {}
-    if best.left_out is None:
-        return fitted(cases, plain, ONE, title), {}
-    tried[NOTHING] = best.left_out
-    # Where the host waits, a launch is a part of the call.
-    overheads = ("dispatch",) if cases[0].table.chip.host_waits else ("launch", "dispatch")
-    many = (*FEW, *overheads)
-    sets = [(ONE, plain), (FEW, plain), (many, plain)]
-    if is_one_step(cases):
-        sets = sets[:1]
-    elif kernels:
-        shares = Starts(kernels, start)
-        sets += [(FEW, shares), (many, shares)]
-    for free, shares in sets:
-        if len(cases) < len(free) + FEWEST_GROUPS:
-            continue
-        attempt = fitted(cases, shares, free, title)
-        if attempt.left_out is None:
-            continue
-        label, alone = ", ".join(free), len(shares.kernels)
-        tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
-        none, new = (judged(errors, cases) for errors in (tried[NOTHING], attempt.left_out))
-        if new < none * (1 - _GAIN) and (
-            is_one_step(cases) or is_better(cases, attempt.outside, best.outside)
-        ):
-            best = attempt
-    return best, tried
-
-
-def is_one_step(cases: Sequence[Case]) -> bool:
-    """Whether cases are kernels of one step."""
-    return all(case.weight is not None for case in cases)
-
-
-def judged(of: Errors, cases: Sequence[Case]) -> float:
-    """The error that a fit is judged by: the mean one, or that of the sum of kernels of a step."""
-    return abs(of.bias) if is_one_step(cases) else of.mean
-
-
-def is_better(cases: Sequence[Case], new: Sequence[float], old: Sequence[float]) -> bool:
-    """Whether new predictions are nearer to the measurements than old ones by more than chance.
-
-    The gain is the mean over groups of the decrease of their mean error.  It must exceed the 90 %
-    quantile of chance by its standard error, and `_GAIN` of the error.
-    """
-    gains: dict[str, list[float]] = defaultdict(list)
-    for case, near, far in zip(cases, new, old, strict=True):
-        gain = abs(far / case.seconds - 1) - abs(near / case.seconds - 1)
-        gains[group_of(case)].append(gain)
-    means = [statistics.fmean(of_group) for of_group in gains.values()]
-    if len(means) < 2:
-        return False
-    gain, error = statistics.fmean(means), statistics.stdev(means) / math.sqrt(len(means))
-    before = statistics.fmean(abs(far / c.seconds - 1) for c, far in zip(cases, old, strict=True))
-    return gain > max(student(0.9, len(means) - 1) * error, _GAIN * before)
-
 
 # -- calibrating -----------------------------------------------------------------------------------
 
