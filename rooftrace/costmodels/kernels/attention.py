@@ -117,8 +117,8 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
         clocks,
         chip.peak("vector", "fp32") / 2,
         engine.memory,
-        warp_groups=of == "hopper",
-        wide=of is not None or rate / clocks >= _WIDE_ENGINE,
+        warp_groups=of in ("hopper", "blackwell"),
+        wide=of not in (None, "ada") or rate / clocks >= _WIDE_ENGINE,
     )
 
 

@@ -6,6 +6,7 @@ evaluates them hundreds of times.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from rooftrace.costmodels.kernels.engines import (
     tile_terms,
 )
 from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs
+from rooftrace.costmodels.kernels.numbers import ProductKnobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware import Chip
@@ -137,6 +139,13 @@ class KernelSeconds:
         pairs = ((getattr(self, f.name), getattr(others, f.name)) for f in fields(self))
         return KernelSeconds(*(np.where(chosen, theirs, ours) for ours, theirs in pairs))
 
+    def after(self, rounding: Array) -> KernelSeconds:
+        """The seconds with those of kernels that round activations before."""
+        memory, device, untiled = (
+            each + rounding for each in (self.memory, self.device, self.untiled)
+        )
+        return KernelSeconds(self.compute, memory, device, self.choice, untiled)
+
     def at_pace(self, pace: float) -> KernelSeconds:
         """The seconds of kernels that are all so many times as fast."""
         seconds = (self.compute, self.memory, self.device, self.untiled)
@@ -160,6 +169,8 @@ class KernelTable:
       padded              whether its tiles are computed in full (see `tile_terms`)
       unit                the index in `UNITS` of the engine and precision of that product
       odd                 whether rows of it, or else of vector work, are `misaligned`
+      kernel              the place in `engines.KERNELS` of the library's kernel that runs it
+      rounded             numbers of its activations that a kernel rounds before
     """
 
     chip: Chip
@@ -189,7 +200,17 @@ class KernelTable:
             return None
         tiled = self.data["flop"] > 0 if rows is None else rows
         columns = {name: self.data[name][tiled] for name in SIZES}
-        return tile_terms(columns, engine.units, knobs.tiling)
+        kernels = [(numbers, runs[tiled]) for numbers, runs in self.libraries()]
+        return tile_terms(columns, engine.units, knobs.tiling, kernels)
+
+    def libraries(self) -> Iterator[tuple[ProductKnobs, Flags]]:
+        """The kernels of libraries that run products, with flags of the rows of each."""
+        if "kernel" not in self.data:
+            return
+        numbers = Knobs.products(self.chip)
+        for place in np.unique(self.data["kernel"]).astype(int):
+            if place:
+                yield numbers[engines.KERNELS[place]], self.data["kernel"] == place
 
     def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
         """Seconds of one kernel of each row, by the formula of `knobs`.
@@ -199,6 +220,7 @@ class KernelTable:
         to compute them once for many knobs.
         """
         result = _shared_seconds(self, knobs, layouts, terms)
+        result = result.after(_rounding_seconds(self, knobs))
         sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
         blocks = attention.attention_seconds_of(self.data, sent, self.chip, knobs)
         if blocks is not None:
@@ -267,7 +289,28 @@ def _product_shares(table: KernelTable, knobs: Knobs, by_class: Array, odd: Arra
     shares = np.array([knobs.engines.get(unit, np.nan) for unit in UNITS])
     share = shares[table.data["unit"].astype(np.int64)]
     reached: Array = np.where(np.isnan(share), by_class, knobs.compute * share)
+    for kernel, runs in table.libraries():
+        reached[runs] = knobs.compute * kernel.compute
     return reached / odd
+
+
+def _rounding_seconds(table: KernelTable, knobs: Knobs) -> Array:
+    """Seconds of the kernels before a product that round its activations, by row."""
+    seconds, engine = np.zeros(len(table)), matrix_engine(table.chip)
+    if engine is None:
+        return seconds
+    for kernel, runs in table.libraries():
+        rows = np.flatnonzero(runs & (table.data["rounded"] > 0))
+        numbers = table.data["rounded"][rows]
+        high = numbers / table.data["inner"][rows]
+        moved = numbers * kernel.reads / (engine.memory * knobs.memory)
+        ragged = (table.data["rows"][rows] % _SCALES != 0) * kernel.ragged
+        seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units) + ragged
+    return seconds
+
+
+_SCALES = 4
+"""fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
 
 
 # -- rows of a table -------------------------------------------------------------------------------
@@ -306,7 +349,7 @@ def _work_columns(
     kernels: KernelAmounts, chip: Chip, execution: ExecutionModel
 ) -> dict[str, Array]:
     """The columns of `KernelTable` for computing: those of the largest product, and the rest."""
-    names = ("vector", "matrix", "flop", "rate", *SIZES, "unit", "odd")
+    names = ("vector", "matrix", "flop", "rate", *SIZES, "unit", "odd", "kernel", "rounded")
     columns = {name: np.zeros(len(kernels)) for name in names}
     columns["rate"][:] = 1.0
     most = np.zeros(len(kernels))  # seconds of the largest product so far
@@ -333,6 +376,8 @@ def _work_columns(
         numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
         numbers |= engines.product_sizes(key, work.shape, work.flop, on.padded)
         numbers["odd"] = misaligned(key, {"M": m, "N": n, "K": k})
+        numbers["kernel"], rounds = engines.library_kernel(key, chip, execution.library)
+        numbers["rounded"] = rounds * m * k * numbers["products"]
         for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
