@@ -172,9 +172,7 @@ def run(library: str) -> ExecutionModel:
     return execution_model("efficient", library=library)
 
 
-def kernel(
-    m: int, n: int, k: int, form: str, library: str, engine: str, chip: Chip
-) -> SizedKernel:
+def kernel(m: int, n: int, k: int, form: str, library: str, engine: str, chip: Chip) -> SizedKernel:
     """A linear layer as its rule prices it, with the bytes that the cache still holds."""
     stored = precision(FORMATS[form])
     computes = PRECISIONS[stored.computes].width / 8 if stored.computes else HALF
@@ -238,7 +236,9 @@ def points_of(of: Products, plain: np.ndarray, on_host: np.ndarray) -> list[Poin
     name = "int4" if narrow else StepCell.precision_of(widest("bf16", FORMATS[of.form]))
     found = []
     for number, row in enumerate(of.rows):
-        compute, memory, device = (float(p[row]) for p in (parts.compute, parts.memory, parts.device))
+        compute, memory, device = (
+            float(p[row]) for p in (parts.compute, parts.memory, parts.device)
+        )
         limit = "compute" if compute > memory else "memory"
         if on_host[number] or 2 * device < plain[number]:
             limit = "launch"
@@ -261,13 +261,17 @@ def main() -> None:
     parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
     given = parser.parse_args()
     points: list[Point] = []
-    print("| GPU | engine | format | rows | no fit | median | p90 | bias | one factor | two numbers |")
+    print(
+        "| GPU | engine | format | rows | no fit | median | p90 | bias | one factor | two numbers |"
+    )
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for of in products_in(given.folder):
         plain = of.predicted(typical(of.chip))
         on_host = plain < ABOVE * of.least
         plain = np.maximum(plain, of.least)
-        points += [p for p, host in zip(points_of(of, plain, on_host), on_host, strict=True) if not host]
+        points += [
+            p for p, host in zip(points_of(of, plain, on_host), on_host, strict=True) if not host
+        ]
         for what, chosen in (("", np.flatnonzero(~on_host)), (" (host)", np.flatnonzero(on_host))):
             if not len(chosen):
                 continue

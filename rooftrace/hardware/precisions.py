@@ -179,10 +179,12 @@ def _quantised(key: str) -> Precision | None:
         key,
         element.bits + scales / group,
         element.kind,
-        f"{element.name} with scales" if parts["group"] else element.note,
-        element.name,
-        parts["computes"] or "",
-        element.bits != int(element.bits) or "x" in (parts["group"] or "") or 1 < group <= _BLOCK,
+        note=f"{element.name} with scales" if parts["group"] else element.note,
+        element=element.name,
+        computes=parts["computes"] or "",
+        blocked=element.bits != int(element.bits)
+        or "x" in (parts["group"] or "")
+        or 1 < group <= _BLOCK,
     )
 
 

@@ -114,7 +114,7 @@ class Tiling:
         check_knobs(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProductKnobs:
     """Constants of a library's products in one format, and of the kernels that round activations.
 
