@@ -10,8 +10,9 @@ are fitted to 200 rows and predict the rest, for five seeds.
 How rows were measured is read off the collectors' sources (ai-dynamo/aiconfigurator,
 collector/{vllm,trtllm,sglang}/collect_gemm.py): layers in turn under a CUDA graph, on one input (of
 SGLang each on its own), six of them, or one of narrow formats (vLLM), or at most five, as many as
-fill the last cache (TensorRT-LLM).  A result is freed at once, so the next layer writes it where the
-last one did.  Activations come in bf16: rows of narrow formats hold the kernels that round them.
+fill the last cache (TensorRT-LLM).  A result is freed at once, so the next layer writes it where
+the last one did.  Activations come in bf16: rows of narrow formats hold the kernels that round
+them.
 vLLM's rows of block scales have no CUDA graph (since 0.24): small products take as long as the host
 needs to launch them, which says nothing of kernels.  They stand in rows of their own ("host").
 """
@@ -92,7 +93,8 @@ class Products:
     def predicted(self, knobs: Knobs) -> np.ndarray:
         """Seconds of each product."""
         device = self.table.seconds(knobs, layouts=False).device
-        return device[self.rows] + knobs.launch_on(self.chip)
+        seconds: np.ndarray = device[self.rows] + knobs.launch_on(self.chip)
+        return seconds
 
     def case(self, at: int) -> Case:
         """One product, to fit knobs to."""
@@ -130,12 +132,15 @@ def products_in(folder: Path) -> Iterator[Products]:
                 of = (row.get("device", ""), row.get("file") or path.name)
                 engine = f"{row.get('framework', '')} {row.get('version', '')}".strip()
                 groups[(*of, engine or path.name, row["gemm_dtype"])].append(row)
-    for (device, file, engine, form), rows in groups.items():
-        chip = chip_of(device, file)
+    for (device, name, engine, form), rows in groups.items():
+        chip = chip_of(device, name)
         if chip is None or form not in FORMATS:
-            print(f"left out: {len(rows)} rows of {device or file}, {engine}, {form}: unknown")
+            print(f"left out: {len(rows)} rows of {device or name}, {engine}, {form}: unknown")
             continue
-        library = next((lib for word, lib in LIBRARIES.items() if word in engine.lower()), "torch")
+        library = next((lib for word, lib in LIBRARIES.items() if word in engine.lower()), "")
+        if not library:
+            print(f"{engine}: an unknown engine, taken to run the kernels of PyTorch")
+            library = "torch"
         yield products(chip, engine, library, form, rows)
 
 
@@ -281,9 +286,9 @@ def main() -> None:
                 runs = [score(of, chosen, plain, seed) for seed in range(SEEDS)]
                 fits = " | ".join(f"{statistics.fmean(r):.1%}" for r in zip(*runs, strict=True))
             print(
-                f"| {of.chip.name} | {of.engine} | {of.form}{what} | {len(chosen)} | "
-                f"{no_fit.mean:.1%} | {no_fit.median:.1%} | {no_fit.p90:.1%} | {no_fit.bias:+.1%} | "
-                f"{fits or '- | -'} |"
+                f"| {of.chip.name} | {of.engine} | {of.form}{what} | {len(chosen)} "
+                f"| {no_fit.mean:.1%} | {no_fit.median:.1%} | {no_fit.p90:.1%} "
+                f"| {no_fit.bias:+.1%} | {fits or '- | -'} |"
             )
     if given.points:
         write_points(given.points, points)

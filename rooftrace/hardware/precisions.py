@@ -240,7 +240,7 @@ def widest(*names: str) -> str:
 
     Floats beat integers, whose width then does not matter: int4 weights with bf16 activations
     compute in bf16. bf16 with fp16 is fp32, since neither holds the other. If one operand names a
-    compute precision, that is kept for chips that have it: bf16 with fp8_afp8 is bf16_afp8, and with
+    compute precision, that is kept for chips that have it: bf16 with fp8_afp8 is bf16_afp8, with
     fp8_g128x128_afp8 bf16_g128_afp8.
     """
     if not names:

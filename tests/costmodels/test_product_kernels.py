@@ -1,5 +1,6 @@
 """Products in narrow formats by the kernels of inference engines, and the rounding before them."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_more_rows_never_cost_less_than_their_tiles_allow() -> None:
     """A row more may open a tile, whose cost stays: no size falls below the one before by a lot."""
     for library in ("vllm", "trtllm"):
         times = [by_hand("h100", "fp8", library, m, 4096, 4096) for m in range(1, 300, 3)]
-        assert all(b > 0.8 * a for a, b in zip(times, times[1:], strict=False))
+        assert all(b > 0.8 * a for a, b in pairwise(times))
 
 
 def test_kernels_of_generations_are_read_and_checked() -> None:
@@ -182,3 +183,18 @@ def test_rows_of_one_table_take_each_their_kernel() -> None:
     seconds = table.seconds(Knobs.typical(CHIPS["h100"], compiled=True), False).device[places]
     alone = [by_hand("h100", form, "vllm", *sizes) for form in ("fp8", "narrow")]
     np.testing.assert_allclose(seconds, alone)
+
+
+def test_a_sweep_takes_kernels_of_libraries_as_single_estimates_do() -> None:
+    rows = (1, 17, 126, 127, 128, 700)
+    layer = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16, device="meta")
+    x = torch.zeros(16, 1024, dtype=torch.bfloat16, device="meta")
+    how: dict[str, Any] = {
+        "chip": "b200",
+        "library": "trtllm",
+        "weights_dtype": STORED["fp8_block"],
+    }
+    swept = rt.sweep(layer, x, over={"0.0": rows}, **how)
+    alone = [estimated("b200", STORED["fp8_block"], "trtllm", m, 1024, 1024).t_est for m in rows]
+    assert swept.columns["t_est"] == pytest.approx(alone, rel=1e-9)
+    assert alone[3] > 1.3 * alone[4]

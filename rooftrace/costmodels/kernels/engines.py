@@ -227,7 +227,7 @@ def link_bandwidth(moved: float, chip: Chip) -> float:
     return max((link.bandwidth.value for link in chip.links), default=math.inf)
 
 
-# -- kernels of libraries ---------------------------------------------------------------------------
+# -- kernels of libraries --------------------------------------------------------------------------
 # Inference engines multiply narrow formats by kernels of their CUTLASS, DeepGEMM, TensorRT-LLM or
 # Marlin, not by those of cuBLAS, and round activations that come wider by a kernel before.
 
