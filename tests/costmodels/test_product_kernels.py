@@ -89,7 +89,9 @@ def test_an_engine_that_was_not_measured_takes_the_nearest() -> None:
     place, rounds = library_kernel(work, CHIPS["h100"], "sglang")
     assert (KERNELS[place], rounds) == ("fp8 vllm", True)
     block = Work("matmul", "bf16_g128_afp8", widths=(1.0, 1.0))
-    assert KERNELS[library_kernel(block, CHIPS["h100"], "sglang")[0]] == "fp8_block trtllm"
+    assert KERNELS[library_kernel(block, CHIPS["h100"], "sglang")[0]] == "fp8_block vllm"
+    assert KERNELS[library_kernel(block, CHIPS["b200"], "sglang")[0]] == "fp8_block sglang"
+    assert KERNELS[library_kernel(block, CHIPS["l40s"], "trtllm")[0]] == "fp8_block vllm"
     assert library_kernel(work, CHIPS["rtx-4090"], "vllm") == (0, False)
 
 

@@ -440,7 +440,7 @@ def _taken(kernel: ProductKnobs, a: Array, b: Array, is_split: Any, rows: Array)
 
     taken = np.ones((len(a), 1, len(rows)), dtype=bool)
     for number, (most, high, wide) in reversed(list(enumerate(kernel.tiles, 1))):
-        this = (a == high) & (b == wide)
+        this = (a == high) & ((b == wide) | (wide == 0))
         last = number == len(kernel.tiles)
         taken = np.broadcast_to(this, taken.shape) if last else np.where(rows <= most, this, taken)
     return taken & ~is_split if kernel.whole else taken & np.ones_like(is_split)

@@ -126,13 +126,13 @@ class ProductKnobs:
     prologue: float | None = knob(None)  # as in `Tiling`; None: that of the generation
     busy: float | None = knob(None, least=LEAST_SHARE)
     whole: bool = False  # whether K is never split
-    # Tiles by the rows of C: (the most rows, rows of the tile, its columns), rising; C with more
-    # rows has the last.  Empty: the tile that suits each product.
+    # Tiles by the rows of C: (the most rows, rows of the tile, its columns or 0 for any), rising; C
+    # with more rows has the last.  Empty: the tile that suits each product.
     tiles: tuple[tuple[int, int, int], ...] = ()
     start: float = knob(0.0, unit="second")  # launches and latency
     reads: float = knob(0.0)  # bytes for a number
     row: float = knob(0.0, unit="second")
-    # Where M is no multiple of 4: scales are copied to where the TMA can load them.
+    # Where M is no multiple of 4, and a row has several scales: they are copied for the TMA.
     ragged: float = knob(0.0, unit="second")
 
     def __post_init__(self) -> None:

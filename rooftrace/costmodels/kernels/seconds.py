@@ -304,13 +304,16 @@ def _rounding_seconds(table: KernelTable, knobs: Knobs) -> Array:
         numbers = table.data["rounded"][rows]
         high = numbers / table.data["inner"][rows]
         moved = numbers * kernel.reads / (engine.memory * knobs.memory)
-        ragged = (table.data["rows"][rows] % _SCALES != 0) * kernel.ragged
-        seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units) + ragged
+        ragged = (table.data["rows"][rows] % _SCALES != 0) & (table.data["inner"][rows] > _SCALED)
+        seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units)
+        seconds[rows] += ragged * kernel.ragged
     return seconds
 
 
 _SCALES = 4
 """fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
+_SCALED = 128
+"""Numbers of a row that share a scale.  A single column of scales lies as it has to."""
 
 
 # -- rows of a table -------------------------------------------------------------------------------
