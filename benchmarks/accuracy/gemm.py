@@ -52,6 +52,7 @@ CHIPS = {
     "h800": "h800-sxm", "gh200": "gh200-96", "a100": "a100-sxm-80", "a800": "a800-sxm-80",
     "l40s": "l40s", "l4": "l4", "a10": "a10", "rtx pro 6000": "rtx-pro-6000",
     "6000 ada": "rtx-6000-ada", "4090": "rtx-4090", "5090": "rtx-5090", "3090": "rtx-3090",
+    "mi300x": "mi300x", "mi325x": "mi325x", "mi350x": "mi350x", "mi355x": "mi355x",
 }  # fmt: skip
 """Chips by words of the device's name, or else of the file's."""
 LIBRARIES = {"vllm": "vllm", "trtllm": "trtllm", "tensorrt": "trtllm", "sglang": "sglang"}
@@ -120,8 +121,8 @@ def chip_of(device: str, file: str) -> Chip | None:
     return None
 
 
-def products_in(folder: Path) -> Iterator[Products]:
-    """All products of the files, by chip, engine and format; tells of rows that it leaves out."""
+def products_in(folder: Path, notes: list[str]) -> Iterator[Products]:
+    """All products of the files, by chip, engine and format; notes say what it does not know."""
     files = sorted(folder.glob("gemm-*.csv.gz")) + sorted(folder.glob("kernels/gemm-*.csv.gz"))
     if not files:
         raise SystemExit("no gemm-*.csv.gz in that folder")
@@ -135,11 +136,11 @@ def products_in(folder: Path) -> Iterator[Products]:
     for (device, name, engine, form), rows in groups.items():
         chip = chip_of(device, name)
         if chip is None or form not in FORMATS:
-            print(f"left out: {len(rows)} rows of {device or name}, {engine}, {form}: unknown")
+            notes.append(f"{device or name}, {engine}, {form}: unknown, {len(rows)} rows left out")
             continue
         library = next((lib for word, lib in LIBRARIES.items() if word in engine.lower()), "")
         if not library:
-            print(f"{engine}: an unknown engine, taken to run the kernels of PyTorch")
+            notes.append(f"{engine}, {form}: an unknown engine, taken to run PyTorch's kernels")
             library = "torch"
         yield products(chip, engine, library, form, rows)
 
@@ -218,7 +219,7 @@ def score(of: Products, chosen: np.ndarray, plain: np.ndarray, seed: int) -> lis
     order = random.Random(seed).sample(list(chosen), len(chosen))
     inside, outside = order[:FITTED], order[FITTED:]
     if not outside:
-        return [float("nan")] * 2
+        return []
     factor = np.exp(np.median(np.log(of.seconds[inside] / plain[inside])))
     cases = [of.case(at) for at in inside]
     knobs = fit(cases, typical(of.chip), ("compute", "memory"), check=False).knobs
@@ -237,7 +238,7 @@ def points_of(of: Products, plain: np.ndarray, on_host: np.ndarray) -> list[Poin
     """Every product with its prediction, and where it is."""
     knobs, stored = typical(of.chip), precision(FORMATS[of.form])
     parts = of.table.seconds(knobs, layouts=False)
-    narrow = stored.width <= 4 and not stored.computes
+    narrow = stored.width < 8 * HALF and not stored.computes
     name = "int4" if narrow else StepCell.precision_of(widest("bf16", FORMATS[of.form]))
     found = []
     for number, row in enumerate(of.rows):
@@ -266,11 +267,12 @@ def main() -> None:
     parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
     given = parser.parse_args()
     points: list[Point] = []
+    notes: list[str] = []
     print(
         "| GPU | engine | format | rows | no fit | median | p90 | bias | one factor | two numbers |"
     )
     print("|---|---|---|---:|---:|---:|---:|---:|---:|---:|")
-    for of in products_in(given.folder):
+    for of in products_in(given.folder, notes):
         plain = of.predicted(typical(of.chip))
         on_host = plain < ABOVE * of.least
         plain = np.maximum(plain, of.least)
@@ -290,6 +292,7 @@ def main() -> None:
                 f"| {no_fit.mean:.1%} | {no_fit.median:.1%} | {no_fit.p90:.1%} "
                 f"| {no_fit.bias:+.1%} | {fits or '- | -'} |"
             )
+    print("".join(f"\n{note}" for note in notes), end="\n" if notes else "")
     if given.points:
         write_points(given.points, points)
 

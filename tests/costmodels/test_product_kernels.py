@@ -187,6 +187,15 @@ def test_rows_of_one_table_take_each_their_kernel() -> None:
     np.testing.assert_allclose(seconds, alone)
 
 
+def test_products_of_experts_are_no_products_of_layers() -> None:
+    cost = Cost.of(matmul=2 * 64**3, precision="bf16_afp8", rows=64, columns=64, inner=64)
+    kernels = [SizedKernel(cost, kind) for kind in ("mm", "grouped mm")]
+    amounts, places = kernels_of(kernels)
+    table = table_of(amounts, CHIPS["h100"], execution_model("efficient", library="vllm"))
+    assert [bool(table.data["kernel"][place]) for place in places] == [True, False]
+    assert [bool(table.data["rounded"][place]) for place in places] == [True, False]
+
+
 def test_a_sweep_takes_kernels_of_libraries_as_single_estimates_do() -> None:
     rows = (1, 17, 126, 127, 128, 700)
     layer = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16, device="meta")

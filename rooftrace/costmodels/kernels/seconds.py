@@ -384,4 +384,7 @@ def _work_columns(
         for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
+    alone = kernels.kind != CLASSES.index("grouped mm")  # those of experts are other kernels
+    for name in ("kernel", "rounded"):
+        columns[name] *= alone
     return columns
