@@ -121,12 +121,13 @@ class Setting:
         # From 2.1 to 2.4 the forms of these models' ops are the same.
         if self.torch is None:
             return f"{how}-torch1"
-        return f"{how}-torch{self.torch}" if int(self.torch.partition(".")[2]) > 4 else how
+        later = tuple(map(int, self.torch.split("."))) > (2, 4)
+        return f"{how}-torch{self.torch}" if later else how
 
 
 _CHIPS = ("3090", "4090", "5090", "pro6000maxq", "pro6000")
-_TORCH = re.compile(r"pt2(\d+)0")
-"""In the name of a file: pt240 is torch 2.4.0, pt2100 is 2.10.0."""
+_TORCH = re.compile(r"pt(\d)(\d+?)(\d?)")
+"""In the name of a file: pt240 is torch 2.4.0, pt291 is 2.9.1, pt2100 is 2.10.0, pt113 is 1.13."""
 _PRECISIONS = {
     "amp": ("float16", "float32"),
     "amp_fp16": ("float16", "float32"),
@@ -148,12 +149,12 @@ def setting(path: Path) -> Setting | None:
     precision = next((_PRECISIONS[word] for word in words if word in _PRECISIONS), None)
     if chip is None or precision is None:
         return None
+    release = next((m for word in words if (m := _TORCH.fullmatch(word))), None)
+    torch = f"{release[1]}.{release[2]}" if release and int(release[1]) >= 2 else None
     eager = "naive" if any(word.startswith("pt1") for word in words) else "eager"
     execution = "compiled" if "dynamo" in words else eager
     name = chip if chip.startswith("pro") else f"rtx-{chip}"
     layout = "nhwc" if "nhwc" in words else "nchw"
-    release = next((found[1] for word in words if (found := _TORCH.fullmatch(word))), None)
-    torch = None if release is None else f"2.{int(release)}"
     return Setting(rt.load_chip(name), execution, *precision, layout, torch)
 
 

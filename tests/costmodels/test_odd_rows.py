@@ -157,7 +157,7 @@ def test_typical_numbers_go_by_the_generation_and_by_what_the_chip_sustains() ->
         fact = chip.sustained_compute
         assert eager.compute == pytest.approx(alone.compute * (fact.value if fact else 1))
         base = load_knobs("typical-eager")
-        same = name in ("rtx-4090", "mi300x")
+        same = name == "rtx-4090"
         assert (alone.tiling == base.tiling) == same
         assert alone.share("softmax") == base.share("softmax")
     assert execution_model("eager").knobs_on(A100).title == "typical A100 kernels (eager)"

@@ -123,7 +123,7 @@ def test_a_run_chooses_how_much_to_fit_by_what_was_left_out() -> None:
     assert found.fit.left_out is not None
     assert found.fit.left_out.mean <= found.tried["nothing"].mean
     shown = str(found)
-    assert "as few numbers as explain more than chance" in shown
+    assert "chosen: " in shown and "off on what was left out, against" in " ".join(shown.split())
     assert "families that no fit had seen: so few that it is made wider" in " ".join(shown.split())
 
 

@@ -111,17 +111,93 @@ def test_a_table_and_a_single_prediction_are_one_formula() -> None:
     assert errors([""] * len(single), ours, single).p90 == pytest.approx(0)
 
 
-def test_ranks_beyond_a_node_and_too_few_sizes_are_told(tmp_path: Path) -> None:
+def test_ranks_beyond_a_node_tell_the_network_and_too_few_sizes_are_told(tmp_path: Path) -> None:
     path = table(tmp_path, ranks=(8, 16))
     path.write_text(path.read_text() + "broadcast,half,2,8,1e-5\n")
     result = calibrate_collectives(path, load_system("dgx-h100"))
-    said = " ".join(result.notes)
-    assert "more ranks than a node of dgx-h100" in said
-    assert "broadcast: not fitted: expected 4 sizes or more" in said
+    assert [(each.fit.level, each.fit.ranks) for each in result.fitted] == [
+        ("nvlink", 8),
+        ("network", 16),
+    ]
+    assert "broadcast: not fitted: expected 4 sizes or more" in " ".join(result.notes)
+    for size in SIZES[::4]:  # the constants of the network are found again
+        ours = collective_seconds(result.system, "all_reduce", size, range(16)).seconds
+        theirs = collective_seconds(load_system("dgx-h100"), "all_reduce", size, range(16)).seconds
+        assert ours == pytest.approx(theirs, rel=0.08)
     lone = tmp_path / "lone.csv"
     lone.write_text("op,ranks,bytes,seconds\nall_reduce,2,8,1e-5\n")
     with pytest.raises(ProfileError, match="nothing can be fitted"):
         calibrate_collectives(lone, load_system("dgx-h100"))
+
+
+def log(hosts: list[str], each: int = 4, mark: str = "{}", rate: float = 60e9) -> str:
+    """What all_reduce_perf prints with `each` ranks on every host; mark: of the launcher."""
+    lines = ["# Collective test starting: all_reduce_perf", "# nThread 1 nGpus 1 minBytes 8"]
+    for rank in range(len(hosts) * each):
+        place = f"on {hosts[rank // each]:>10} device {rank % each:2d} [0009:01:00] NVIDIA H100"
+        lines.append(f"#  Rank {rank:2d} Group  0 Pid {9000 + rank} {place}")
+    for size in SIZES:
+        us = 30 + size / rate * 1e6
+        lines.append(f"{size:12d} {size // 4:12d} float sum -1 {us:.2f} 0 0 0 {us:.2f} 0 0 0")
+    return "".join(mark.format(line) + "\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["{}", "[1,0]<stdout>:{}", "[1,0]<stdout>: {}", "0: {}", "[default0]:{}", "[rank0]: {}",
+     "Thu Mar  7 10:00:00 2024[1,0]<stdout>:{}", "worker-0  | {}"],
+)  # fmt: skip
+def test_ranks_on_two_hosts_are_of_the_network_whatever_started_them(
+    mark: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(log(["hosta", "hostb"], mark=mark))
+    points = read_collectives(path)
+    assert [(p.ranks, p.hosts, p.nbytes) for p in points] == [
+        (8, ("hosta", "hostb"), size) for size in SIZES
+    ]
+    system = load_system("dgx-h100")
+    result = calibrate_collectives(path, system)
+    assert [each.fit.level for each in result.fitted] == ["network"]
+    kept = result.system.fit_of("nccl", "all_reduce", "nvlink")
+    assert kept == system.fit_of("nccl", "all_reduce", "nvlink") is not None
+
+
+def test_hosts_of_one_name_are_told_by_their_devices_and_of_a_rack_share_nvlink(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(log(["localhost", "localhost"]))
+    assert read_collectives(path)[0].hosts == ("localhost", "localhost (2)")
+    rack = load_system("gb200-nvl72")
+    assert {p.nodes(rack) for p in read_collectives(path)} == {1}
+
+
+def test_a_second_run_in_a_file_has_its_own_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(log(["hosta", "hostb"]) + log(["hosta"]))
+    assert [len(p.hosts) for p in read_collectives(path)] == [2] * len(SIZES) + [1] * len(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("system", "hosts", "rate", "said"),
+    [
+        ("l40s-pcie", ["hosta", "hostb"], 60e9, "ranks on hosta and hostb, and l40s-pcie joins"),
+        (
+            "dgx-h100",
+            ["hosta", "hostb"],
+            900e9,
+            "and hostb, .* as fast as the network of dgx",
+        ),
+    ],
+)
+def test_what_several_hosts_cannot_tell_is_refused_with_their_names(
+    system: str, hosts: list[str], rate: float, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(log(hosts, rate=rate))
+    with pytest.raises(ProfileError, match=said):
+        calibrate_collectives(path, load_system(system))
 
 
 def test_a_calibrated_system_is_a_file_that_loads(

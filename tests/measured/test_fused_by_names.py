@@ -81,6 +81,29 @@ def test_kernels_that_inductor_wrote_are_told_by_their_names(name: str, generate
     assert is_generated(name) == generated
 
 
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("attn_fwd", "attention"),
+        ("bwd_kernel_dk_dv", "attention_backward"),
+        ("void ck_tile::kentry<256, 2, ck_tile::FmhaFwdKernel<...> >", "attention"),
+        ("void ck_tile::FmhaBwdDQDKDVKernel<int>", "attention_backward"),
+        ("void paged_attention_ll4mi_QKV_mfma16_kernel<0, __hip_bfloat16>(...)", "attention"),
+        ("Cijk_Alik_Bljk_B_BS_BH_Bias_HA_S_SAV_UserArgs_MT256x128x64_MI16x16x1", "product"),
+        ("void ck::kernel_gemm_xdl_cshuffle_v3<...>", "product"),
+        ("void wvSplitK_hf_sml_<__hip_bfloat16, 64, 2>(...)", "product"),
+        ("_ZN5aiter24bf16gemm_bf16_tn_256x256E", "product"),
+        ("igemm_fwd_gtcx3_nhwc_bf16_bx0_ex1_bt64x64x16", "convolution"),
+        ("igemm_wrw_gtcx3_nhwc_bf16", "convolution_backward"),
+        ("batched_transpose_256x4_half", "convolution"),
+        ("_ZN5aiter24add_rmsnorm_quant_kernelIDF16bE", ""),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add>(int)", ""),
+    ],
+)
+def test_kernels_of_rocm_have_a_family(name: str, family: str) -> None:
+    assert kernel_family(name) == family
+
+
 def test_calls_of_a_library_are_told_apart_by_their_operands() -> None:
     sizes = ((64, 8), (8, 32))
     assert operands("aten::mm", sizes) == operands("aten::addmm", ((32,), *sizes))

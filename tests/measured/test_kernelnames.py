@@ -58,6 +58,15 @@ def test_other_kernels_stay_others(one_name: str, other: str) -> None:
         ("nvjet_hsh_128x256_64x4_2x1_v_bz_NNN", "dense"),
         ("void at::native::vectorized_layer_norm_kernel<float, float>(X)", "norm"),
         ("void at::native::tanh_kernel_cuda(X)", "other"),
+        ("void at::native::vectorized_elementwise_kernel<4, tanh_kernel_cuda>(X)", "elementwise"),
+        ("triton_tem_fused_addmm_3", "dense"),
+        ("triton_tem_fused__unsafe_view_bmm_12", "dense"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("triton_mm", "dense"),
+        ("_fwd_kernel", "attention"),
+        ("triton_poi_fused_convolution_relu_1", "elementwise"),
+        ("triton_per_fused_native_layer_norm_2", "norm"),
+        ("triton_red_fused_mm_sum_4", "other"),
     ],
 )  # fmt: skip
 def test_the_family_of_a_kernel_that_no_op_launched(name: str, family: str) -> None:

@@ -75,6 +75,36 @@ def test_other_tiles_are_the_same_kernel(tmp_path: Path) -> None:
     assert step.rows[0].status == "slower" and step.rows[0].places == 4
 
 
+GEMM = "volta_sgemm_128x64_tn"
+
+
+def test_kernels_of_a_call_without_a_rule_have_each_their_family(tmp_path: Path) -> None:
+    def eager(trace: LayeredTrace) -> None:
+        trace.op("aten::copy_", [(8, 64)], [(COPY, 10.0)], "aten::contiguous")
+        trace.op("aten::mm", [(8, 64), (64, 64)], [(GEMM, 50.0)])
+
+    def compiled(trace: LayeredTrace) -> None:
+        kernels = [(COPY, 10.0), (GEMM, 80.0), ("triton_poi_fused_add_0", 5.0)]
+        trace.op("CompiledFunction", [(8, 64)], kernels)
+        trace.op("CompiledFunction", [(8, 64)], [("triton_tem_fused_mm_3", 20.0)])
+
+    step = compared(tmp_path, eager, compiled)
+    times = {group.name: (group.time.before, group.time.after) for group in step.families}
+    assert times["dense"] == pytest.approx((50 * US, 100 * US))
+    assert times["elementwise"][1] == pytest.approx(15 * US)
+    assert sum(after for _, after in times.values()) == pytest.approx(115 * US)
+
+
+def test_a_kernel_in_place_of_one_of_another_family_leaves_that(tmp_path: Path) -> None:
+    def one(kernel: str) -> Step:
+        return lambda trace: trace.op("CompiledFunction", [(8, 64)], [(kernel, 30.0)])
+
+    step = compared(tmp_path, one(GEMM), one("triton_poi_fused_add_0"))
+    times = {group.name: (group.time.before, group.time.after) for group in step.families}
+    assert times["dense"] == pytest.approx((30 * US, 0))
+    assert times["elementwise"] == pytest.approx((0, 30 * US))
+
+
 def test_other_sizes_of_one_call_are_said(tmp_path: Path) -> None:
     step = compared(tmp_path, layered(), layered(shapes=[(16, 64), (64, 64)], gelu=9.0))
     row = next(row for row in step.rows if row.call[1] == "aten::gelu")

@@ -30,7 +30,7 @@ DETAILS = """\
 """
 
 
-def written(folder: Path, text: str) -> Path:
+def written_to(folder: Path, text: str) -> Path:
     path = folder / "table.csv"
     path.write_text(text, encoding="utf-8")
     return path
@@ -40,7 +40,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_the_raw_page(tmp_path: Path) -> None:
-    gemm, gelu = read_counters(written(tmp_path, RAW))
+    gemm, gelu = read_counters(written_to(tmp_path, RAW))
     assert gemm.name == "void gemm<128, 128>(float *)"
     assert gemm.duration == pytest.approx(310.4e-6)
     assert gemm.read == 1_050_500_000 and gemm.written == 4250
@@ -50,7 +50,7 @@ def test_the_raw_page(tmp_path: Path) -> None:
 
 
 def test_the_details_page(tmp_path: Path) -> None:
-    (kernel,) = read_counters(written(tmp_path, DETAILS))
+    (kernel,) = read_counters(written_to(tmp_path, DETAILS))
     assert kernel.duration == pytest.approx(1.5e-3)
     assert kernel.read == 2_000_000_000 and kernel.written == 64
 
@@ -59,7 +59,7 @@ def test_the_details_page(tmp_path: Path) -> None:
     ("unit", "seconds"), [("nsecond", 310.4e-9), ("ns", 310.4e-9), ("ms", 0.3104), ("s", 310.4)]
 )
 def test_units_of_time(tmp_path: Path, unit: str, seconds: float) -> None:
-    gemm, _ = read_counters(written(tmp_path, RAW.replace("usecond", unit)))
+    gemm, _ = read_counters(written_to(tmp_path, RAW.replace("usecond", unit)))
     assert gemm.duration == pytest.approx(seconds)
 
 
@@ -84,10 +84,68 @@ def test_units_of_time(tmp_path: Path, unit: str, seconds: float) -> None:
     ],
 )
 def test_what_is_wrong_with_counters(tmp_path: Path, text: str, words: str) -> None:
-    path = written(tmp_path, text)
+    path = written_to(tmp_path, text)
     with pytest.raises(ProfileError, match=words) as caught:
         read_counters(path)
     assert str(path) in str(caught.value)
+
+
+def numbers(read: str, written: str, time: str, units: str = '"Mbyte","Kbyte","us"') -> str:
+    """A raw page with one kernel of these numbers."""
+    head, *_ = RAW.splitlines()[2:3]
+    return (
+        f'{head}\n"","","","","","","","","",{units}\n'
+        f'"0","1","gemm","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0",'
+        f'"{read}","{written}","{time}"\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "written", "time", "values"),
+    [
+        ("1,50", "5,25", "3,14", (1_500_000, 5250, 3.14e-6)),
+        ("1.234,56", "0,5", "1.024", (1_234_560_000, 500, 1024e-6)),
+        ("1 234,56", "0,5", "2", (1_234_560_000, 500, 2e-6)),
+        ("1,234.56", "0.5", "1,024", (1_234_560_000, 500, 1024e-6)),
+        ("1'234.56", "0.5", "2", (1_234_560_000, 500, 2e-6)),
+        ("12", "5", "3", (12_000_000, 5000, 3e-6)),
+    ],
+)
+def test_numbers_are_of_the_locale_that_the_file_as_a_whole_tells(
+    tmp_path: Path, read: str, written: str, time: str, values: tuple[int, int, float]
+) -> None:
+    (kernel,) = read_counters(written_to(tmp_path, numbers(read, written, time)))
+    assert (kernel.read, kernel.written) == values[:2]
+    assert kernel.duration == pytest.approx(values[2])
+
+
+def test_a_sum_of_bytes_has_no_decimals_so_that_its_comma_is_of_thousands(tmp_path: Path) -> None:
+    text = numbers("1,234", "512", "2,336", '"byte","byte","nsecond"')
+    (kernel,) = read_counters(written_to(tmp_path, text))
+    assert (kernel.read, kernel.written) == (1234, 512)
+    assert kernel.duration == pytest.approx(2336e-9)
+
+
+@pytest.mark.parametrize(
+    ("read", "time", "words"),
+    [
+        ("1,234", "5", "'1,234': no other number of the file tells"),
+        ("1.234", "2,345", "'1.234': no other number of the file tells"),
+        ("1,50", "3.14", "'3.14', and '1,50' in line 3: a comma before decimals beside a dot"),
+    ],
+)
+def test_numbers_that_may_be_of_either_locale_are_refused(
+    tmp_path: Path, read: str, time: str, words: str
+) -> None:
+    with pytest.raises(ProfileError, match=words):
+        read_counters(written_to(tmp_path, numbers(read, "12", time)))
+
+
+def test_a_step_of_a_decimal_comma_is_refused_and_one_of_thousands_read(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"'1,50': .* with a dot before its decimals"):
+        read_steps(written_to(tmp_path, 'model,ms\nnet,"1,50"\n'))
+    (step,) = read_steps(written_to(tmp_path, 'model,ms\nnet,"1,234.5"\n'))
+    assert step.seconds == pytest.approx(1.2345)
 
 
 # -- step times ----------------------------------------------------------------------------------
@@ -97,7 +155,7 @@ def test_a_table_of_language_models(tmp_path: Path) -> None:
     text = (
         "Model,Batch Size,seq,KV,phase,dtype,mode,Step-ms\nllama,8,1,4096,decode,bf16,eager,12.5\n"
     )
-    assert read_steps(written(tmp_path, text)) == (
+    assert read_steps(written_to(tmp_path, text)) == (
         StepTime(
             target="llama",
             seconds=0.0125,
@@ -119,7 +177,7 @@ def test_a_table_as_timm_writes_it(tmp_path: Path) -> None:
         "model,infer_img_size,infer_samples_per_sec,infer_step_time,infer_batch_size,param_count\n"
         "resnet50,224,4000.0,64.0,256,25.56\n"
     )
-    (step,) = read_steps(written(tmp_path, text))
+    (step,) = read_steps(written_to(tmp_path, text))
     assert step.seconds == pytest.approx(0.064) and step.batch == 256 and step.image_size == 224
     assert step.phase == "forward"
     assert step.extra == {"infer_samples_per_sec": "4000.0", "param_count": "25.56"}
@@ -130,12 +188,12 @@ def test_a_table_as_timm_writes_it(tmp_path: Path) -> None:
     [("ms", 0.005), ("us", 5e-6), ("seconds", 5.0), ("latency_ms", 0.005), ("items_per_s", 8 / 5)],
 )
 def test_units_of_a_step(tmp_path: Path, column: str, seconds: float) -> None:
-    (step,) = read_steps(written(tmp_path, f"target,batch,{column}\nmodel.py:build,8,5\n"))
+    (step,) = read_steps(written_to(tmp_path, f"target,batch,{column}\nmodel.py:build,8,5\n"))
     assert step.seconds == pytest.approx(seconds)
 
 
 def test_runs_that_failed_can_be_left_out(tmp_path: Path) -> None:
-    path = written(tmp_path, "model,ms\na,1\nb,\nc,3\n")
+    path = written_to(tmp_path, "model,ms\na,1\nb,\nc,3\n")
     assert [step.target for step in read_steps(path, skip_empty=True)] == ["a", "c"]
     with pytest.raises(ProfileError, match=r"line 3, column 'ms': the cell is empty.*skip_empty"):
         read_steps(path)
@@ -166,7 +224,7 @@ def test_runs_that_failed_can_be_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_with_a_table(tmp_path: Path, text: str, words: str) -> None:
-    path = written(tmp_path, text)
+    path = written_to(tmp_path, text)
     with pytest.raises(ProfileError, match=words) as caught:
         read_steps(path)
     assert str(path) in str(caught.value)

@@ -139,13 +139,14 @@ def test_typical_knobs_of_other_chips_are_an_assumption_that_names_them(graph: A
         ("a30", "a100-sxm-80"),
         ("v100-sxm2-32", "rtx-3090, rtx-4090, rtx-5090"),
         ("t4", "rtx-3090, rtx-4090, rtx-5090"),
-        ("mi355x", "rtx-3090, rtx-4090, rtx-5090"),
+        ("mi325x", "mi300x"),
+        ("mi355x", "mi300x, mi355x (products)"),
     ):
         step = rt.estimate(graph, name)
         assert step.borrowed.endswith(f", not on {name}") and of in step.borrowed
         kinds = [each["kind"] for each in rt.report(graph, chip=name).to_dict()["assumptions"]]
         assert kinds.count("knobs") == 1
-    for name in ("h100-sxm", "h200-sxm", "a100-sxm-80", "rtx-4090"):
+    for name in ("h100-sxm", "h200-sxm", "a100-sxm-80", "rtx-4090", "mi300x"):
         assert rt.estimate(graph, name).borrowed == ""
     assert (
         rt.estimate(graph, "t4", rt.tools.execution_model("efficient", knobs=None)).borrowed == ""

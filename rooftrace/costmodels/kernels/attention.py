@@ -86,7 +86,12 @@ Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
-LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton")
+AOTRITON = AttentionKernel(rows=128, keys=64, packs=1, splits=False, alone=False, vector=25)
+ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=True, alone=False, vector=8)
+"""On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; and paged_attention_ll4mi of inference
+engines, which cuts keys into parts of 256.  Their prompts take FlashAttention 2 (Composable
+Kernel), with the tiles of FLASH2."""
+LIBRARIES = ("flash2", "flash3", "cudnn", "flashinfer", "triton", "aotriton", "rocm")
 """Whose kernels these are; a case's `library` is a place here."""
 IDEAL = AttentionKnobs()
 
@@ -303,6 +308,8 @@ def _kernels(
     newest = np.full(len(masked), LIBRARIES.index("flash3" if on.warp_groups else "flash2"))
     library = sizes.get("library", newest)
     flash2 = ~masked & (library == LIBRARIES.index("flash2"))
+    rocm = library == LIBRARIES.index("rocm")
+    masked = masked & (library < LIBRARIES.index("aotriton"))
     blocks = attention_blocks(sizes, on.units, PAGED2)
     few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
     third = (library == LIBRARIES.index("flash3")) | (library == LIBRARIES.index("cudnn"))
@@ -311,9 +318,11 @@ def _kernels(
         FLASH3: ~masked & third,
         PAGED2: flash2 & paged,
         SPLIT2: flash2 & ~paged & few,
-        FLASH2: flash2 & ~paged,
+        FLASH2: (flash2 & ~paged) | (rocm & (sizes["queries"] > 1)),
         FLASHINFER: ~masked & (library == LIBRARIES.index("flashinfer")),
         TRITON: ~masked & (library == LIBRARIES.index("triton")),
+        AOTRITON: library == LIBRARIES.index("aotriton"),
+        ROCM_PAGED: rocm & (sizes["queries"] <= 1),
     }
     yield from ((kernel, rows) for kernel, rows in chosen.items() if rows.any())
 
@@ -415,6 +424,14 @@ TRITON_RATES = replace(
 """Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: from the same
 source, over the 0.74 that L40S sustains of its matrix rate."""
 
+ROCM_RATES = AttentionKnobs(stream=0.65, start=1.5e-6, combine=5e-6)
+"""Paged attention on MI300X: 36 calls in a step of decode of Qwen3-8B under SGLang (32 requests,
+32,785 keys; trace of TraceLens, MIT).  `start` is a guess near that of other GPUs, and no prompt
+was measured."""
+AOTRITON_RATES = replace(ROCM_RATES, start=1.5e-5)
+"""attn_fwd on MI300X: 40 calls in steps of ViT, BERT and Qwen1.5 (traces of TraceLens, MIT), with
+141, 197 and 559 keys and heads of 64.  So is the number of its instructions (`vector`)."""
+
 
 def library_on(name: str, chip: Chip) -> str:
     """The library, one of LIBRARIES, that a name stands for on a chip."""
@@ -422,6 +439,8 @@ def library_on(name: str, chip: Chip) -> str:
     hopper = on is not None and on.warp_groups
     if name == "vllm":
         name = "flash3"
+    if chip.vendor == "AMD":
+        name = {SDPA: "aotriton", "flash3": "rocm", "cudnn": "rocm"}.get(name, name)
     if name == SDPA or (name in ("flash3", "cudnn") and not hopper):
         return "flash2"
     return name
@@ -437,6 +456,8 @@ def attention_knobs(
     if isinstance(numbers, AttentionKnobs):
         return numbers
     on, library = attention_engine(chip), library_on(library, chip)
+    if library in ("aotriton", "rocm"):
+        return AOTRITON_RATES if library == "aotriton" else ROCM_RATES
     if library in ("flashinfer", "triton"):
         return FLASHINFER_RATES if library == "flashinfer" else TRITON_RATES
     if on is not None and on.warp_groups:

@@ -381,11 +381,11 @@ class Knobs(Plain):
     @staticmethod
     def generation(chip: Chip) -> str | None:
         """The generation of data-center GPUs whose kernels a chip runs; None for any other GPU."""
-        if chip.vendor != "NVIDIA" or not chip.has_peak("matrix", "bf16"):
+        if not chip.has_peak("matrix", "bf16"):
             return None
         if chip.architecture and chip.architecture != "sm_89":
             return _OF_ARCHITECTURE.get(chip.architecture)
-        if chip.sm_count is None or chip.clock is None:
+        if chip.vendor != "NVIDIA" or chip.sm_count is None or chip.clock is None:
             return None
         width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
         if chip.architecture:
@@ -511,6 +511,7 @@ name their architecture: A100 has 2,048, H100 3,786 at its highest clock (less w
 power was measured along), B200 7,737, GeForce cards 512."""
 _OF_ARCHITECTURE = {
     "sm_80": "ampere", "sm_90": "hopper", "sm_100": "blackwell", "sm_103": "blackwell",
+    "gfx942": "cdna3", "gfx950": "cdna4",
 }  # fmt: skip
 _FULL_RATE = 900.0
 """FLOP of bf16 per SM and clock from which on a chip of sm_89 adds in fp32 at the full rate, as L4,

@@ -7,6 +7,7 @@ from rooftrace.costmodels.timing import (
 from rooftrace.costmodels.timing.collectives import (
     collective_seconds as collective_seconds,
     expert_exchange_seconds as expert_exchange_seconds,
+    level_bytes as level_bytes,
     link_seconds as link_seconds,
     per_rank_link_bytes as per_rank_link_bytes,
     steps_of as steps_of,

@@ -104,7 +104,7 @@ def compare_sides(before: MeasuredSide, after: MeasuredSide, label: str = "step"
         totals=_totals(before, after),
         rows=tuple(sorted((row for row, _ in rows), key=_importance)),
         modules=_groups(rows, steps, lambda row: row.module or NO_MODULE) if has_modules else (),
-        families=_groups(rows, steps, lambda row: row.family),
+        families=_families(rows, steps),
         notes=tuple(_notes(before, after)),
     )
 
@@ -166,7 +166,7 @@ def _row(pairs: Sequence[KernelPair], steps: tuple[int, int]) -> KernelChange:
         call=(was.name if was else "", now.name if now else ""),
         module=first.pattern,
         part=first.part,
-        family=first.family,
+        family=(*pair.now, *pair.was)[0].family,
         kind=(*pair.now, *pair.was)[0].kind,
         sizes=sizes,
         kernels=names,
@@ -218,6 +218,28 @@ def _groups(
     grouped: dict[str, list[KernelPair]] = defaultdict(list)
     for row, pairs in rows:
         grouped[name_of(row)] += pairs
+    return _changes(grouped, steps)
+
+
+def _families(
+    rows: Iterable[tuple[KernelChange, Sequence[KernelPair]]], steps: tuple[int, int]
+) -> tuple[GroupChange, ...]:
+    """Kernels by family; one in place of another may be of a different family than that."""
+    grouped: dict[str, list[KernelPair]] = defaultdict(list)
+    for pair in (pair for _, pairs in rows for pair in pairs):
+        for family in dict.fromkeys(kernel.family for kernel in (*pair.was, *pair.now)):
+            was, now = (
+                tuple(kernel for kernel in side if kernel.family == family)
+                for side in (pair.was, pair.now)
+            )
+            grouped[family].append(replace(pair, was=was, now=now))
+    return _changes(grouped, steps)
+
+
+def _changes(
+    grouped: Mapping[str, Sequence[KernelPair]], steps: tuple[int, int]
+) -> tuple[GroupChange, ...]:
+    """A change for each group, the largest first."""
     groups = [
         GroupChange(name=name, time=_time(pairs, steps), count=_count(pairs))
         for name, pairs in grouped.items()

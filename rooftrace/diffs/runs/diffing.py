@@ -376,5 +376,6 @@ def _kernel_calls(row: ModelRow) -> tuple[MeasuredCall, ...]:
 
 
 def _single(name: str, kind: str, count: float, seconds: float, family: str) -> MeasuredCall:
-    kernel = MeasuredKernel(name=name, kind=kind, count=count, seconds=(seconds,))
-    return MeasuredCall(name="", family=family or "other", kernels=(kernel,))
+    family = family or "other"
+    kernel = MeasuredKernel(name=name, kind=kind, count=count, seconds=(seconds,), family=family)
+    return MeasuredCall(name="", family=family, kernels=(kernel,))

@@ -51,14 +51,22 @@ _COMMUNICATION = re.compile(
 _FAMILIES = tuple(
     (re.compile(pattern, re.IGNORECASE), family)
     for pattern, family in (
-        (r"flash|fmha|attention|\battn", "attention"),
-        (r"conv|implicit_gemm|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw", "convolution"),
-        (r"gemm|gemv|cutlass|xmma|cublas|Cijk_|nvjet|matmul|splitK", "dense"),
+        (r"^triton_tem\w*_(add|badd|b|int_|scaled_)?(bmm|mm)(_|$)|^triton_(b?mm)\b", "dense"),
+        (r"^triton_tem\w*flex_attention|^_(attn_)?(fwd|bwd)(_kernel|_d\w+)?$", "attention"),
+        (r"^triton_(poi|for)_", "elementwise"),
+        (r"^triton_(per|red|mix)_(?!\w*(norm|loss|cross_entropy))", "other"),
+        (r"flash|fmha|attention|\b_?attn|\bpa_(fwd|decode)|mla_(a8w8|decode|fwd)", "attention"),
+        (
+            r"conv|implicit_gemm|igemm_|fprop|dgrad|wgrad|winograd|nchwToNhwc|nhwcToNchw|miopen",
+            "convolution",
+        ),
+        (r"gemm|gemv|cutlass|xmma|cublas|Cijk_|nvjet|matmul|flatmm|splitK", "dense"),
         (r"lstm|gru_cell|rnn", "rnn"),
         (r"adam|sgd|multi_tensor_apply|optimizer", "optimizer"),
         (r"norm(?!al)", "norm"),
         (r"embedding", "embedding"),
         (r"nll_loss|cross_entropy", "loss"),
+        (r"elementwise_kernel", "elementwise"),
     )
 )
 """Families of the tracer, for kernels that no op launched."""
@@ -151,6 +159,7 @@ class MeasuredKernel:
     kind: str  # kernel, memcpy, memset; op: a call on the host
     count: float  # launches in a step
     seconds: tuple[float, ...]  # s of all of them, in each measured step
+    family: str = "other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +171,7 @@ class MeasuredCall:
     module: str = ""  # path of the module; "": unknown
     pattern: str = ""  # that path with the numbers of repeated blocks starred
     part: str = ""  # "backward", or "" for other parts
-    family: str = "other"
+    family: str = "other"  # of all its kernels; "other" where these are of several
     kernels: tuple[MeasuredKernel, ...] = ()
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -45,8 +45,8 @@ _TYPES: Mapping[str, str] = {
 _OPERANDS = 4
 """Operands of a call of which the sizes are kept."""
 
-_Kernels: TypeAlias = tuple[tuple[str, str], ...]
-"""The name and the kind of each kernel of a call."""
+_Kernels: TypeAlias = tuple[tuple[str, str, str], ...]
+"""The name, the kind and the family of each kernel of a call."""
 
 
 class _StepCall(NamedTuple):
@@ -73,8 +73,14 @@ class _SequenceCall:
     def over(self, steps: int) -> MeasuredCall:
         """The call with the seconds of its kernels in each step; steps: their number."""
         kernels = (
-            MeasuredKernel(name=name, kind=kind, count=self.calls / steps, seconds=tuple(seconds))
-            for (name, kind), seconds in zip(self.kernels, self.seconds, strict=True)
+            MeasuredKernel(
+                name=name,
+                kind=kind,
+                count=self.calls / steps,
+                seconds=tuple(seconds),
+                family=family,
+            )
+            for (name, kind, family), seconds in zip(self.kernels, self.seconds, strict=True)
         )
         return replace(self.call, kernels=tuple(kernels))
 
@@ -161,7 +167,7 @@ class _StepReader:
             if earlier is None or earlier.family in ("elementwise", "other"):
                 self.places[self.root(op)] = place
         self._sizes: dict[int, str] = {}
-        self._families: dict[tuple[int, ...], str] = {}
+        self._families: dict[tuple[int, ...], str] = {}  # by ops and name of a kernel
 
     def root(self, op: int) -> int:
         """The outermost op of the dispatcher around an op; the op itself where none is."""
@@ -191,10 +197,14 @@ class _StepReader:
         instances = []
         for group, launched in grouped.items():
             named = tuple(
-                (kernels.names.items[kernels.name[i]], records.KINDS[kernels.kind[i]])
+                (
+                    kernels.names.items[kernels.name[i]],
+                    records.KINDS[kernels.kind[i]],
+                    self._family_of(group, i),
+                )
                 for i in launched
             )
-            call = self._call(group, launched, named[0])
+            call = self._call(group, {family for _, _, family in named})
             instances.append(_StepCall(call, named, [kernels.duration[i] for i in launched]))
         return instances
 
@@ -212,8 +222,9 @@ class _StepReader:
             name = self._name(op)
             # Ranges around calls of the dispatcher count without them.
             seconds = ops.duration[op] if _CALL.fullmatch(name) else ops.self_duration[op]
-            call = self._call(op, (), (name, "op"))
-            instances.append(_StepCall(call, ((name, "op"),), [seconds]))
+            family = self._family_of(op)
+            call = self._call(op, {family})
+            instances.append(_StepCall(call, ((name, "op", family),), [seconds]))
         return instances
 
     def spans(self, step: TraceStep) -> list[tuple[float, float]]:
@@ -222,17 +233,18 @@ class _StepReader:
         outermost = (op for op in step.ops if ops.parent[op] == records.NONE)
         return [(ops.start[op], ops.start[op] + ops.duration[op]) for op in outermost]
 
-    def _call(self, op: int, launched: Sequence[int], kernel: tuple[str, str]) -> MeasuredCall:
-        """A call without its kernels."""
+    def _call(self, op: int, families: Collection[str]) -> MeasuredCall:
+        """A call without its kernels; families: of these."""
+        family = next(iter(families)) if len(families) == 1 else "other"
         if op < 0:
-            return MeasuredCall(name="", family=family_of_kernel(*kernel))
+            return MeasuredCall(name="", family=family)
         ops = self.trace.ops
         place = self.places.get(op)
         if place is None:
             stack = ops.stacks.items[ops.modules[op]] if ops.modules[op] != records.NONE else ()
             # Paths of classes do not mix with paths of the graph.
             path, pattern = ("", "") if self.places else self.paths[stack]
-            place = GraphPlace(path, pattern, self._family(op, launched, kernel))
+            place = GraphPlace(path, pattern, family)
         return MeasuredCall(
             name=self._name(op),
             sizes=self._sizes_of(ops.inputs[op]),
@@ -268,20 +280,34 @@ class _StepReader:
             self._sizes[number] = " ".join(texts[:_OPERANDS])
         return self._sizes[number]
 
-    def _family(self, op: int, launched: Sequence[int], kernel: tuple[str, str]) -> str:
-        """The family of the rule of the call, or of an op in it; else by the kernel's name."""
+    def _family_of(self, op: int, kernel: int = records.NONE) -> str:
+        """The family of one kernel of a call: by the call's place in the graph or its rule.
+
+        Else by the op that launched the kernel, else by the name of the kernel.  Without a kernel
+        it is that of a call on the host.
+        """
         ops, kernels = self.trace.ops, self.trace.kernels
-        inside = [op, *(kernels.op[i] for i in launched)]
-        names = tuple(ops.name[i] for i in inside)
-        if names not in self._families:
-            ranked = [family_of_op(str(ops.names.items[name])) for name in names]
-            plain = next((f for f in ranked if f not in ("", "elementwise")), "")
-            if not plain:
-                by_name = family_of_kernel(*kernel)
-                plain = by_name if by_name in ("communication", "copies") else ""
-            fallback = "elementwise" if "elementwise" in ranked else ""
-            self._families[names] = plain or fallback or family_of_kernel(*kernel)
-        return self._families[names]
+        if op in self.places:
+            return self.places[op].family
+        inside = [] if op < 0 else [op]
+        name, kind, launcher = records.NONE, "op", records.NONE
+        if kernel != records.NONE:
+            name, kind = kernels.name[kernel], records.KINDS[kernels.kind[kernel]]
+            launcher = kernels.op[kernel]
+        while launcher not in (op, records.NONE):  # the innermost first
+            inside.append(launcher)
+            launcher = ops.parent[launcher]
+        key = (name, kernels.kind[kernel] if name >= 0 else name, *(ops.name[i] for i in inside))
+        if key not in self._families:
+            called = kernels.names.items[name] if name >= 0 else self._name(op)
+            by_op = [family_of_op(str(ops.names.items[ops.name[i]])) for i in inside]
+            plain = next((f for f in by_op if f not in ("", "elementwise")), "")
+            by_name = family_of_kernel(called, kind)
+            if not plain and by_name in ("communication", "copies"):
+                plain = by_name
+            fallback = "elementwise" if "elementwise" in by_op else by_name
+            self._families[key] = plain or fallback
+        return self._families[key]
 
 
 def _sized(shape: Sequence[object]) -> str:

@@ -17,6 +17,9 @@ from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.alignment.keys import Key, OpCall, base_name, common
 from rooftrace.measured.profiles import KernelCounters, Trace, TraceStep, records
 
+_LONGEST = 40
+"""Letters of the name of a kernel in a note."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stray:
@@ -114,7 +117,16 @@ class Alignment:
                 count = units.plural(placed.kernels, "kernel")
                 if placed.copies:
                     count += f" and {units.plural(placed.copies, 'memory operation')}"
-                notes.append(f"{count} of the trace ({format_time(placed.seconds)}) {placed.how}")
+                names = ", ".join(base_name(name)[:_LONGEST] for name in placed.names)
+                notes.append(
+                    f"{count} of the trace ({format_time(placed.seconds)}) {placed.how} ({names})"
+                )
+        if trace.left_out:
+            words, _ = trace.left_out[0]
+            count = units.plural(sum(times for _, times in trace.left_out), "value")
+            notes.append(
+                f"{count} of the trace could not be read and are left out, such as {words}"
+            )
         waited = [step.waited for step in trace.steps if step.waited]
         if waited:
             notes.append(

@@ -128,14 +128,30 @@ _FAMILIES = {
     "convolution_overrideable": "convolution",
     "convolution_backward_overrideable": "convolution_backward",
 }
-_KERNELS = (
-    ("attention_backward", re.compile(r"(flash|fmha|attention|sdp).*(bwd|backward)", re.I)),
-    ("attention", re.compile(r"flash|fmha|attention|_sdp", re.I)),
-    ("convolution_backward", re.compile(r"dgrad|wgrad|bwd_(data|weight)", re.I)),
-    ("convolution", re.compile(r"fprop|conv", re.I)),
-    ("product", re.compile(r"gemm|cutlass|cublas|cijk|nvjet|xmma|matmul|gemv", re.I)),
+_KERNELS = tuple(
+    (family, re.compile(pattern, re.IGNORECASE))
+    for family, pattern in (
+        ("attention_backward", r"(flash|fmha|attention|sdp|attn).*(bwd|backward)|bwd_kernel_d[kq]"),
+        (
+            "attention",
+            r"flash|fmha|attention|_sdp|attn_fwd|\bpa_(fwd|decode)|mla_(a8w8|decode|fwd)",
+        ),
+        ("convolution_backward", r"dgrad|wgrad|bwd_(data|weight)|igemm_(bwd|wrw)|conv.*bwd"),
+        (
+            "convolution",
+            r"fprop|conv|igemm_fwd|miopen|SubTensorOpWithScalar1d|batched_transpose_\d|winograd",
+        ),
+        (
+            "product",
+            r"gemm|cutlass|cublas|cijk|nvjet|xmma|matmul|gemv|flatmm|wvSplitK|Device\w*Gemm|_mm_",
+        ),
+    )
 )
-"""The family of a library kernel by its name, where no op of the host names it."""
+"""The family of a library kernel by its name, where no op of the host names it.
+
+Names of ROCm's libraries: attn_fwd and bwd_kernel_dk_dv of AOTriton, ck_tile::FmhaFwdKernel,
+AITER's fmha_fwd, pa_fwd and mla_decode, paged_attention_ll4mi of vLLM; Cijk_ of Tensile (rocBLAS,
+hipBLASLt), kernel_gemm_xdl of CK, flatmm and wvSplitK; igemm_fwd_gtcx3 and layouts of MIOpen."""
 
 
 def family(name: str) -> str:

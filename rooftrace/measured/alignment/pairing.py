@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -135,6 +136,22 @@ class MeasuredStep:
     graph: Callable[[], OpGraph]
     phase: str | None = None  # None: unknown, in a table
     row: ModelRow | None = None  # of a run
+    batch: int | None = None  # in a table
+    # The graph at another batch and in another phase; None: it cannot be made.
+    at: Callable[[int | None, str | None], OpGraph] | None = None
+
+    @staticmethod
+    def of_graph(graph: OpGraph) -> MeasuredStep:
+        """A step of this graph, of unknown time."""
+        name = str(graph.model.get("name") or "model")
+        return MeasuredStep(
+            label=f"{name} {graph.phase}",
+            place=graph.phase,
+            group=name,
+            seconds=math.nan,
+            graph=lambda: graph,
+            phase=graph.phase,
+        )
 
     def why_not(self, error: Exception) -> str:
         """One line on why the step could not be used."""
@@ -182,6 +199,8 @@ def steps_of_table(
             seconds=step.seconds,
             graph=partial(_graph_of_step, step, source),
             phase=step.phase,
+            batch=step.batch,
+            at=partial(_graph_at, step, source) if isinstance(source, TargetTemplate) else None,
         )
         for step in steps
     ]
@@ -248,6 +267,12 @@ def _graph_of_step(step: StepTime, source: TargetTemplate | Graphs | None) -> Op
     phases = [step.phase] if step.phase else None
     graph = next(iter(trace_target(name, phases, request, Options(dtype=step.dtype)).values()))
     return graph if step.dtype is None else reprice(graph, step.dtype)
+
+
+def _graph_at(
+    step: StepTime, source: TargetTemplate, batch: int | None, phase: str | None
+) -> OpGraph:
+    return _graph_of_step(replace(step, batch=batch, phase=phase), source)
 
 
 def _graph_of_row(row: ModelRow, source: TargetTemplate | Graphs | None, of_suite: bool) -> OpGraph:

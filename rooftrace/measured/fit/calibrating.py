@@ -6,8 +6,9 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from rooftrace._shown import Shown, short
@@ -17,6 +18,7 @@ from rooftrace.costmodels.kernels.knobs import student
 from rooftrace.errors import UnusedError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
+from rooftrace.hardware.units import listed
 from rooftrace.measured.alignment import (
     Graphs,
     MeasuredRequestError,
@@ -35,6 +37,7 @@ from rooftrace.measured.fit.cases import (
     Errors,
     SteppedPlan,
     alone_case,
+    by_seconds,
     errors,
     kernel_cases,
     of_alignment,
@@ -58,6 +61,14 @@ from rooftrace.measured.fit.fitting import (
     fitted,
     group_of,
 )
+from rooftrace.measured.fit.planning import (
+    NextStep,
+    beaten,
+    beaten_words,
+    check_bound,
+    next_step,
+    other_steps,
+)
 from rooftrace.measured.profiles import StepTime, Trace
 
 ONE = ("pace",)
@@ -69,21 +80,28 @@ NOTHING = "nothing"
 
 
 def choose(
-    cases: Sequence[Case], start: Knobs, kernels: Sequence[Case] = (), title: str = ""
+    cases: Sequence[Case],
+    start: Knobs,
+    kernels: Sequence[Case] = (),
+    title: str = "",
+    usual: Knobs | None = None,
 ) -> tuple[Fit, dict[str, Errors]]:
     """The fit with as many free numbers as the measurements support, and the errors of all tries.
 
-    Tries, in order: the start, one factor on all of it, compute and memory, these with overheads;
-    then the last two again after the shares of classes were fitted to single kernels.  A later one
-    is kept if it `is_better` on left-out groups than the best so far.  The errors are by the names
-    of the free numbers.
+    Tries, in order: nothing fitted, one factor on all of the start, compute and memory, these with
+    overheads; then the last two again after the shares of classes were fitted to single kernels.  A
+    later one is kept if it `is_better` on left-out groups than the best so far, and its mean error
+    there is not above that of nothing fitted.  Kernels of one step are of one model, whatever is
+    left out of them, and on other models more than one factor does worse: only that is tried, and
+    kept if it lowers the error of the sum by `_GAIN`.  The errors are by the names of the free
+    numbers.  usual: the knobs of estimates without a fit; default: the start.
 
     With too few groups to leave some out, one factor is fitted, and the errors are empty.  Raises
     CalibrationError for several chips.
     """
     check_one_chip((*cases, *kernels))
     plain = Starts((), start)
-    best, tried = fitted(cases, plain, (), title), {}
+    best, tried = fitted(cases, Starts((), usual or start), (), title), {}
     if best.left_out is None:
         return fitted(cases, plain, ONE, title), {}
     tried[NOTHING] = best.left_out
@@ -91,7 +109,9 @@ def choose(
     overheads = ("dispatch",) if cases[0].table.chip.host_waits else ("launch", "dispatch")
     many = (*FEW, *overheads)
     sets = [(ONE, plain), (FEW, plain), (many, plain)]
-    if kernels:
+    if is_one_step(cases):
+        sets = sets[:1]
+    elif kernels:
         shares = Starts(kernels, start)
         sets += [(FEW, shares), (many, shares)]
     for free, shares in sets:
@@ -102,9 +122,22 @@ def choose(
             continue
         label, alone = ", ".join(free), len(shares.kernels)
         tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
-        if is_better(cases, attempt.outside, best.outside):
+        none, new = (judged(errors, cases) for errors in (tried[NOTHING], attempt.left_out))
+        if new <= none * (1 - _GAIN) and (
+            is_one_step(cases) or is_better(cases, attempt.outside, best.outside)
+        ):
             best = attempt
     return best, tried
+
+
+def is_one_step(cases: Sequence[Case]) -> bool:
+    """Whether cases are kernels of one step."""
+    return all(case.weight is not None for case in cases)
+
+
+def judged(of: Errors, cases: Sequence[Case]) -> float:
+    """The error that a fit is judged by: the mean one, or that of the sum of kernels of a step."""
+    return abs(of.bias) if is_one_step(cases) else of.mean
 
 
 def is_better(cases: Sequence[Case], new: Sequence[float], old: Sequence[float]) -> bool:
@@ -155,11 +188,48 @@ class Calibration(Shown):
     tried: Mapping[str, Errors] = field(default_factory=dict)
     # Factors on bytes, which the knobs hold too; None where no single kernel was measured.
     traffic: MeasuredFactors | None = None
+    notes: tuple[str, ...] = ()  # warnings
+    # Makes the step to measure next.
+    others: Callable[[], NextStep | None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def knobs(self) -> Knobs:
         """The fitted knobs, for `knobs=` of an execution model."""
         return self.fit.knobs
+
+    @property
+    def next(self) -> NextStep | None:
+        """The step whose measurement would narrow the predictions most; None: none could be made.
+
+        Candidates are the measured models in other executions and phases, and at other batches.
+        """
+        return self.others()
+
+    @property
+    def choice(self) -> str:
+        """A sentence on the numbers that were fitted, and the errors on left-out groups."""
+        fit = self.fit
+        names = " and ".join(p.name for p in fit.parameters if p.identified) or NOTHING
+        if fit.left_out is None:
+            return f"chosen: {names}; too few different {self.what} to check it by some left out"
+        summed = " in sum" if self.what == "kernels" else ""
+        said = f"chosen: {names}, {self._judged(fit.left_out):.1%} off{summed} on what was left out"
+        others = [
+            f"{self._judged(errors):.1%} with {label}"
+            for label, errors in self.tried.items()
+            if errors != fit.left_out
+        ]
+        return f"{said}, against {listed(others)}" if others else said
+
+    @property
+    def harms(self) -> bool:
+        """Whether steps that were left out are predicted worse than by no fit."""
+        none = self.tried.get(NOTHING)
+        left = self.fit.left_out
+        return none is not None and left is not None and self._judged(left) > self._judged(none)
+
+    def _judged(self, of: Errors) -> float:
+        return abs(of.bias) if self.what == "kernels" else of.mean
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the knobs as TOML; nothing is left half-written."""
@@ -225,11 +295,13 @@ def calibrated(
         ground=ByteSources(chip, begin, sustained(run, chip, begin), counts),
         factors=factors,
         by_layer=by_layer,
+        usual=usual_knobs(chip, model) if start is None else None,
     )
     if isinstance(measured, Trace):
         return _of_trace(measured, graphs_of, wanted)
     target = template if graphs_of is None else graphs_of()
     steps = steps_of(measured, model, target, trust_targets)
+    wanted = replace(wanted, others=partial(other_steps, steps, chip, model))
     if isinstance(measured, Run):
         return _of_run(measured, steps, wanted)
     made, failures = _graphs(steps, wanted)
@@ -265,6 +337,9 @@ class _FitRequest:
     by_layer: bool = False
     traffic: MeasuredFactors | None = None
     plain: Sequence[Case] = ()  # the cases with bytes by rule, where the others have factors
+    usual: Knobs | None = None  # knobs of estimates without a fit; None: the start
+    # Makes cases of steps that were not measured (see `other_steps`).
+    others: Callable[[], Sequence[Case]] = tuple
 
     def with_traffic(self, steps: Sequence[StepBytes], label: str) -> _FitRequest:
         """The request with the factors of these steps in the start of the fit."""
@@ -414,14 +489,17 @@ def _of_trace(
         raise MeasuredRequestError(
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
-    return _of_kernels(cases, replace(wanted, plain=plain), len(planned.groups), {})
+    steps = [MeasuredStep.of_graph(graph) for graph in (graphs_of() if graphs_of else {}).values()]
+    others = partial(other_steps, steps, wanted.chip, wanted.model)
+    asked = replace(wanted, plain=plain, others=others)
+    return _of_kernels(cases, asked, len(planned.groups), {})
 
 
 def _of_kernels(
     cases: Sequence[Case], wanted: _FitRequest, measured: int, failures: Mapping[str, str]
 ) -> Calibration:
     """Knobs from single kernels; those of one op and one module pattern are left out together."""
-    apart = [replace(case, group=pattern_of(case.name)) for case in cases]
+    apart = by_seconds([replace(case, group=pattern_of(case.name)) for case in cases])
     return _calibration(apart, apart, wanted, measured, failures, "kernels")
 
 
@@ -435,11 +513,19 @@ def _calibration(
 ) -> Calibration:
     wanted.tell("fitting")
     start, free, title = wanted.start, wanted.free, wanted.title
+    below = beaten(alone)
+    alone = [case for index, case in enumerate(alone) if index not in below]
+    cases, told = check_bound(cases)
+    usual = None if wanted.usual is None else replace(wanted.usual, traffic=start.traffic)
     tried: Mapping[str, Errors] = {}
     if free is None:
-        result, tried = choose(cases, start, alone, title)
+        result, tried = choose(cases, start, alone, title, usual)
     else:
         result = fit(cases, start, free, title)
+        if result.left_out is not None:
+            none = fitted(cases, Starts((), usual or start), (), title).left_out
+            assert none is not None  # as it is of the same groups
+            tried = {NOTHING: none, ", ".join(free): result.left_out}
     source = {
         "chip": wanted.chip.name,
         "execution": wanted.model.name,
@@ -464,12 +550,24 @@ def _calibration(
         execution=wanted.model.name,
         what=what,
         measured=measured,
-        failures=failures,
+        failures={**failures, **told},
         before=before,
         kernels=len(alone),
         tried=tried,
         traffic=wanted.traffic,
+        notes=tuple(_notes(cases, told, wanted, result)),
+        others=lambda: next_step(cases, wanted.others(), result.knobs),
     )
+
+
+def _notes(
+    cases: Sequence[Case], told: Mapping[str, str], wanted: _FitRequest, result: Fit
+) -> Iterator[str]:
+    """Warnings about measurements below a bound, a borrowed start, and a fit that does harm."""
+    if told:
+        yield beaten_words(told, wanted.chip)
+    if wanted.start.is_fit and (borrowed := wanted.start.borrowed(wanted.chip)):
+        yield f"the start: {borrowed}"
 
 
 def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Knobs:
@@ -480,11 +578,17 @@ def start_of(start: Knobs | str | None, chip: Chip, model: ExecutionModel) -> Kn
 
 
 def usual_start(chip: Chip, model: ExecutionModel) -> Knobs:
-    """The knobs of estimates without a fit: typical of the chip and the execution.
+    """The start of a fit without another one: `usual_knobs` with the gain of a GPU's last cache.
 
-    Measured steps have the gain of a GPU's last cache (see `CACHE`), so a fit accounts for it.
+    Measured steps have that gain (see `CACHE`), so a fit accounts for it.
     """
-    usual = replace(model, knobs=TYPICAL, utilization=ExecutionModel().utilization).knobs_on(chip)
-    assert usual is not None  # as knobs are typical
+    usual = usual_knobs(chip, model)
     cached = chip.kind == "gpu" and chip.l2_capacity is not None and usual.cache == 1
     return replace(usual, cache=CACHE) if cached else usual
+
+
+def usual_knobs(chip: Chip, model: ExecutionModel) -> Knobs:
+    """The knobs of estimates without a fit: typical of the chip and the execution."""
+    usual = replace(model, knobs=TYPICAL, utilization=ExecutionModel().utilization).knobs_on(chip)
+    assert usual is not None  # as knobs are typical
+    return usual

@@ -60,6 +60,8 @@ class Case:
     group: str = ""  # cases of one group are left out together when a fit is checked
     dispatch: float | None = None  # s of each dispatch; None: the knob of this name
     host: float = 0.0  # other s of the host: views, calls of modules
+    # Of a kernel of one step: its share of the seconds times the kernels that count; None: 1.
+    weight: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,8 +222,16 @@ def predict(cases: Sequence[Case], knobs: Knobs) -> list[float]:
     return [float(t) for t in Stack(cases, knobs).predict(knobs)]
 
 
-def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[float]) -> Errors:
-    """The errors of predictions.  Raises CalibrationError without any."""
+def errors(
+    names: Sequence[str],
+    predicted: Sequence[float],
+    measured: Sequence[float],
+    weights: Sequence[float] | None = None,
+) -> Errors:
+    """The errors of predictions; weights: of these in the means.
+
+    Raises CalibrationError without any.
+    """
     if not names:
         raise CalibrationError("no predictions to compare with measurements")
     off = np.array(predicted) / np.array(measured) - 1
@@ -229,8 +239,8 @@ def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[
     worst = int(size.argmax())
     return Errors(
         count=len(names),
-        bias=float(off.mean()),
-        mean=float(size.mean()),
+        bias=float(np.average(off, weights=weights)),
+        mean=float(np.average(size, weights=weights)),
         median=float(np.median(size)),
         p90=float(np.quantile(size, 0.9)),
         worst=float(off[worst]),
@@ -238,11 +248,28 @@ def errors(names: Sequence[str], predicted: Sequence[float], measured: Sequence[
     )
 
 
+def by_seconds(cases: Sequence[Case]) -> list[Case]:
+    """Kernels of one step with weights by their seconds: a step is their sum.
+
+    The weights add up to (sum of seconds)^2 / (sum of squares), the kernels that count (Kish,
+    "Survey Sampling", 1965).
+    """
+    total = sum(case.seconds for case in cases)
+    squares = sum(case.seconds**2 for case in cases)
+    return [replace(case, weight=case.seconds * total / squares) for case in cases]
+
+
+def weights_of(cases: Sequence[Case]) -> list[float]:
+    """The weight of each case in a fit."""
+    return [1.0 if case.weight is None else case.weight for case in cases]
+
+
 class Stack:
     """Many cases as one table, so that a prediction of all is a few operations on arrays."""
 
     def __init__(self, cases: Sequence[Case], knobs: Knobs) -> None:
         self.measured = np.array([case.seconds for case in cases])
+        self.weights = np.array(weights_of(cases))
         self.dispatches = np.array([case.dispatches for case in cases], dtype=float)
         self.dispatch = np.array([math.nan if c.dispatch is None else c.dispatch for c in cases])
         self.host = np.array([case.host for case in cases])

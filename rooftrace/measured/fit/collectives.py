@@ -2,21 +2,27 @@
 
 Inputs: the text that nccl-tests print, or a CSV with a row for each point and the columns op,
 ranks, bytes, seconds and, if needed, dtype and library.  Bytes are of the buffer, like the size of
-nccl-tests.
+nccl-tests.  The hosts of the ranks tell the level of links: of several hosts it is the network.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rooftrace.costmodels.timing import per_rank_link_bytes, steps_of
+from rooftrace.costmodels.timing import (
+    collective_seconds,
+    level_bytes,
+    per_rank_link_bytes,
+    steps_of,
+)
 from rooftrace.errors import ProfileError, hint
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES, CollectiveFit
@@ -25,10 +31,14 @@ from rooftrace.measured.fit.cases import Errors, errors
 from rooftrace.measured.profiles import tables
 
 SPELLINGS = {text: kind.name for kind in COLLECTIVES.values() for text in kind.spellings}
-COLUMNS = ("op", "dtype", "ranks", "bytes", "seconds", "library")
+COLUMNS = ("op", "dtype", "ranks", "bytes", "seconds", "library", "hosts")
 NEEDED = ("op", "ranks", "bytes", "seconds")
 _PROGRAM = re.compile(r"\b(\w+)_perf(?:_mpi)?\b")
-_RANK = re.compile(r"^#\s+Rank\s+(\d+)\b")
+_RANK = re.compile(r"^#\s+Rank\s+(\d+)\b(?:\s+Group\s+(\d+))?(?:.*?\bon\s+(\S+)\s+device\s+(\d+))?")
+_PREFIX = re.compile(
+    r"^.{0,40}?(\[[\w,.:-]+\])<std\w+>:? ?|^\s*(\d+):\s|^(\[[\w-]*\d+\]):\s?|^([\w.-]+)\s*\|\s"
+)
+"""Marks of launchers: mpirun --tag-output, srun --label, torchrun, and containers."""
 _THREADS = re.compile(r"^#\s+nThread\s+(\d+)\s+nGpus\s+(\d+)")
 _ROW = re.compile(r"^\s*(\d+)\s+(\d+)\s+([a-z]\w*)\s+(\w+)\s+(.*)$")
 
@@ -85,6 +95,7 @@ def _csv_points(path: Path) -> Iterator[TimedCollective]:
             cells[name].text if name in cells else "" for name in ("dtype", "library")
         )
         library = library or "nccl"
+        hosts = (cells["hosts"].whole_number() if "hosts" in cells else None) or 0
         if library not in LIBRARIES:
             raise ProfileError(
                 f"{path}: line {line}: library {library!r:.60}: expected one of "
@@ -97,26 +108,63 @@ def _csv_points(path: Path) -> Iterator[TimedCollective]:
             seconds=cells["seconds"].number(),
             dtype=dtype,
             library=library,
+            hosts=tuple(f"host {number}" for number in range(hosts)),
         )
 
 
+@dataclass
+class _Output:
+    """The lines of one process, up to its table."""
+
+    op: str = ""
+    ranks: int = 0  # by the options of the command
+    # (rank, group, host, device) of each listed rank.
+    listed: list[tuple[int, str, str, str]] = field(default_factory=list)
+
+    def add(self, rank: re.Match[str]) -> None:
+        """A line of a rank; the list of a run begins with the lowest."""
+        number = int(rank[1])
+        if self.listed and number <= self.listed[0][0]:
+            self.listed = []
+        self.listed.append((number, rank[2] or "", rank[3] or "", rank[4] or ""))
+
+    def group(self) -> tuple[int, tuple[str, ...]]:
+        """The ranks of the first group, and their hosts: none where these are not told.
+
+        A device that is listed several times is of several hosts of one name.
+        """
+        if not self.listed:
+            return self.ranks, ()
+        places = [place for _, group, *place in self.listed if group == self.listed[0][1]]
+        if not all(host for host, _ in places):
+            return len(places), ()
+        times: dict[str, int] = {}
+        for (host, _), count in Counter(map(tuple, places)).items():
+            times[host] = max(times.get(host, 0), count)
+        hosts = (f"{h} ({n + 1})" if n else h for h, count in times.items() for n in range(count))
+        return len(places), tuple(hosts)
+
+
 def _printed_points(path: Path, rows: list[tuple[int, str]]) -> Iterator[TimedCollective]:
-    """The rows of tables that nccl-tests print; one file may hold several runs."""
-    op, ranks, listed = "", 0, 0
+    """The rows of tables that nccl-tests print; one file may hold several runs and processes."""
+    op, outputs = "", defaultdict[str, _Output](_Output)
     for line, text in rows:
+        mark = _PREFIX.match(text)
+        output = outputs[next(filter(None, mark.groups())) if mark else ""]
+        text = text[mark.end() :] if mark else text
         program, rank, threads = _PROGRAM.search(text), _RANK.match(text), _THREADS.match(text)
         if program is not None:
-            op = _op(path, line, program[1])
+            op = output.op = _op(path, line, program[1])
         if threads is not None:
-            ranks, listed = int(threads[1]) * int(threads[2]), 0
+            output.ranks, output.listed = int(threads[1]) * int(threads[2]), []
         if rank is not None:
-            listed += 1
+            output.add(rank)
         row = _ROW.match(text)
         if row is None or int(row[1]) == 0:  # sizes too small to be shared out
             continue
-        if not op:
-            op = _op_of_name(path, line)
-        yield _printed_point(path, line, op, listed or ranks, row)
+        yield _printed_point(
+            path, line, output.op or op or _op_of_name(path, line), output.group(), row
+        )
 
 
 def _op_of_name(path: Path, line: int) -> str:
@@ -131,9 +179,10 @@ def _op_of_name(path: Path, line: int) -> str:
 
 
 def _printed_point(
-    path: Path, line: int, op: str, ranks: int, row: re.Match[str]
+    path: Path, line: int, op: str, group: tuple[int, tuple[str, ...]], row: re.Match[str]
 ) -> TimedCollective:
     """One row: size, count, type, redop, perhaps root, then time, algbw, busbw out of place."""
+    ranks, hosts = group
     if ranks < 2:
         raise ProfileError(
             f"{path}: line {line}: {ranks} ranks: expected the lines '#  Rank  0 ...' or "
@@ -151,6 +200,7 @@ def _printed_point(
         seconds=tables.CsvCell(path, line, "time", numbers[0]).number(unit=1e-6),
         dtype=row[3],
         library="nccl",
+        hosts=hosts,
     )
 
 
@@ -168,7 +218,23 @@ class TimedCollective:
     seconds: float
     dtype: str = ""
     library: str = "nccl"
+    hosts: tuple[str, ...] = ()  # of its ranks; none: unknown
 
+    def nodes(self, system: System) -> int:
+        """The number of nodes of a system that its ranks fill or share evenly.
+
+        An innermost level of more chips than a host has joins several hosts.
+        """
+        if not system.per_node:
+            return 1
+        least = -(-self.ranks // system.per_node)
+        return max(least, len(self.hosts)) if system.per_node <= _MOST_OF_HOST else least
+
+
+_MOST_OF_HOST = 16
+"""GPUs of a host at most: NVLink within a rack joins hosts of 4 or 8."""
+_FASTER = 1.05
+"""Measured over possible rate from which on the points are of another network."""
 
 LOW = (-17.0, -19.0, -7.0, -1.0, -0.3, -5.0, -16.0)
 HIGH = (-5.0, -7.0, 0.0, 2.0, 3.0, 0.0, -7.0)
@@ -281,7 +347,8 @@ class FittedCollective:
         return (
             f"{fit.library} {fit.op}: alpha {fit.alpha * 1e6:.3g} us, step {fit.step * 1e6:.3g} "
             f"us, efficiency {fit.efficiency:.3g}, p {fit.p:.3g}, fall {fit.fall:.3g}, up to "
-            f"{fit.ranks} ranks; mean {off.mean:.1%}, p90 {off.p90:.1%} of {off.count}"
+            f"{fit.ranks} ranks over {fit.level}; mean {off.mean:.1%}, p90 {off.p90:.1%} of "
+            f"{off.count}"
         )
 
 
@@ -295,35 +362,128 @@ class CollectiveCalibration:
 
 
 def calibrate_collectives(path: str | os.PathLike[str], system: System) -> CollectiveCalibration:
-    """The system with constants fitted to a file of collectives measured within one node.
+    """The system with constants fitted to a file of collectives.
 
+    Those within a node tell its innermost level, and those of ranks on several hosts the next one.
     Raises OSError, or ProfileError for a file from which nothing can be fitted.
     """
     points = read_collectives(path)
     source = f"fitted by rooftrace calibrate to {os.path.basename(os.fspath(path))}"
-    groups: dict[tuple[str, str], list[TimedCollective]] = {}
-    notes = []
+    groups: dict[tuple[bool, str, str], list[TimedCollective]] = {}
     for point in points:
-        groups.setdefault((point.library, point.op), []).append(point)
-    fitted = []
-    for (library, op), measured in groups.items():
-        within = [p for p in measured if not system.per_node or p.ranks <= system.per_node]
-        if len(within) < len(measured):
-            left = plural(len(measured) - len(within), "point")
-            notes.append(
-                f"{library} {op}: {left} left out: more ranks than a node of {system.name}"
-            )
-        if len({p.nbytes for p in within}) < LEAST_POINTS:
-            notes.append(f"{library} {op}: not fitted: expected {LEAST_POINTS} sizes or more")
+        groups.setdefault((point.nodes(system) > 1, point.library, point.op), []).append(point)
+    fitted, notes = [], list[str]()
+    for (outside, library, op), measured in sorted(groups.items()):
+        why = _no_network(system, measured) if outside else ""
+        if not why and len({p.nbytes for p in measured}) < LEAST_POINTS:
+            why = f"not fitted: expected {LEAST_POINTS} sizes or more"
+        if why:
+            notes.append(f"{library} {op}: {why}")
             continue
-        fitted.append(_fitted(system, within, source))
+        each = (
+            _fitted_outside(system, measured, source)
+            if outside
+            else _fitted(system, measured, source)
+        )
+        fitted.append(each)
+        fit = each.fit
+        key = (fit.library, fit.op, fit.level)
+        kept = [f for f in system.collectives if (f.library, f.op, f.level) != key]
+        system = replace(system, collectives=(*kept, fit))
     if not fitted:
         raise ProfileError(f"{path}: nothing can be fitted: {listed(notes)}")
-    fits = [each.fit for each in fitted]
-    keys = {(fit.library, fit.op, fit.level) for fit in fits}
-    kept = [f for f in system.collectives if (f.library, f.op, f.level) not in keys]
-    calibrated = replace(system, collectives=(*kept, *fits))
-    return CollectiveCalibration(calibrated, tuple(fitted), tuple(notes))
+    return CollectiveCalibration(system, tuple(fitted), tuple(notes))
+
+
+def _no_network(system: System, points: Sequence[TimedCollective]) -> str:
+    """A sentence that points of several nodes cannot be fitted; "" where they can."""
+    hosts = next((p.hosts for p in points if len(p.hosts) > 1), ())
+    where = f"ranks on {listed(hosts)}" if hosts else "more ranks than a node"
+    out = f"{plural(len(points), 'point')} left out: {where}"
+    if len(system.levels) < 2:
+        return f"{out}, and {system.name} joins the chips of one node only"
+    nodes = max(p.nodes(system) for p in points)
+    if nodes > (system.levels[1].size or nodes):
+        return f"{out}, and {system.name} has {plural(system.levels[1].size, 'node')}"
+    if any(p.ranks % p.nodes(system) for p in points):
+        return f"{out}, not evenly; expected as many ranks on each host"
+    terms = [_outer_terms(system, p) for p in points]
+    fastest = max(t.wire / p.seconds for t, p in zip(terms, points, strict=True))
+    if fastest > _FASTER:
+        return (
+            f"{out}, {fastest:.2f} times as fast as the {system.levels[1].name} of {system.name} "
+            "can be; name the system that was measured"
+        )
+    return ""
+
+
+@dataclass(frozen=True)
+class _OuterTerms:
+    """Terms of the seconds of a collective between nodes; numbers, or arrays of many."""
+
+    within: Any  # s, of its part within a node
+    fixed: Any  # s of that, for a buffer without bytes
+    wire: Any  # s of its bytes between nodes, by datasheets
+    steps: Any  # messages between nodes that wait for each other
+
+    def seconds(self, alpha: float, step: float, efficiency: float, p: float) -> Any:
+        """max(within + more, ((fixed + more)^p + (wire / efficiency)^p)^(1/p)), as in
+        `collective_seconds`, with more = alpha + step * steps."""
+        more = alpha + step * self.steps
+        fixed, sent = self.fixed + more, self.wire / efficiency
+        high, low = np.maximum(fixed, sent), np.minimum(fixed, sent)
+        return np.maximum(self.within + more, high * (1 + (low / high) ** p) ** (1 / p))
+
+
+def _outer_terms(system: System, point: TimedCollective) -> _OuterTerms:
+    """The terms of one point: all chips of its hosts take part in it, or in others of its kind."""
+    op, level, nodes = point.op, system.levels[1], point.nodes(system)
+    inside = point.ranks // nodes
+    sent = level_bytes(op, point.nbytes, (point.ranks, nodes, 1), ring=True)[1]
+    within, fixed = (
+        collective_seconds(system, op, size, range(inside), point.library).seconds
+        for size in (point.nbytes, 1.0)
+    )
+    rate = level.rate_of(inside, max(inside, system.per_node)) / inside
+    return _OuterTerms(within, fixed, sent / rate, steps_of(op, nodes, outermost=True))
+
+
+def _fitted_outside(
+    system: System, points: Sequence[TimedCollective], source: str
+) -> FittedCollective:
+    """Constants of points of one op between nodes, with those within a node as they are."""
+    columns = [_outer_terms(system, p) for p in points]
+    terms = _OuterTerms(
+        *(np.array([getattr(t, f.name) for t in columns]) for f in fields(_OuterTerms))
+    )
+    seconds = np.array([p.seconds for p in points])
+    several = len(np.unique(terms.steps)) > 1
+
+    def read(q: Any) -> tuple[float, ...]:
+        alpha, step, efficiency, p = (float(x) for x in np.exp(q))
+        return alpha, step if several else 0.0, efficiency, p
+
+    def loss(q: Any) -> float:
+        off = np.abs(np.log(terms.seconds(*read(q)) / seconds)).mean()
+        return float(off + 0.002 * (q[3] - 0.4) ** 2)
+
+    constants = read(least(loss, [start[:4] for start in STARTS], LOW[:4], HIGH[:4]))
+    fit = as_fit(
+        (*constants, 0.0),
+        library=points[0].library,
+        op=points[0].op,
+        level=system.levels[1].name,
+        ranks=max(p.ranks for p in points),
+        nbytes=float(max(p.nbytes for p in points)),
+        kind="measured",
+        source=source,
+    )
+    return FittedCollective(fit, _errors_of(points, terms.seconds(*constants)))
+
+
+def _errors_of(points: Sequence[TimedCollective], predicted: Any) -> Errors:
+    names = [f"{p.ranks} ranks, {p.nbytes:g} bytes" for p in points]
+    return errors(names, predicted.tolist(), [p.seconds for p in points])
 
 
 def _fitted(system: System, points: Sequence[TimedCollective], source: str) -> FittedCollective:
@@ -345,6 +505,4 @@ def _fitted(system: System, points: Sequence[TimedCollective], source: str) -> F
         source=source,
     )
     constants = (fit.alpha, fit.step, fit.efficiency, fit.p, fit.fall)
-    names = [f"{p.ranks} ranks, {p.nbytes:g} bytes" for p in points]
-    predicted = seconds_of(constants, steps, wire, ranks).tolist()
-    return FittedCollective(fit, errors(names, predicted, [p.seconds for p in points]))
+    return FittedCollective(fit, _errors_of(points, seconds_of(constants, steps, wire, ranks)))

@@ -13,7 +13,15 @@ import numpy as np
 from rooftrace.costmodels.kernels import Knobs, attention_knobs, numbers
 from rooftrace.costmodels.kernels.knobs import CLASSES, FITTED, NO_FIT, ONE_FACTOR, Residuals
 from rooftrace.hardware import Chip
-from rooftrace.measured.fit.cases import CalibrationError, Case, Errors, Stack, errors, predict
+from rooftrace.measured.fit.cases import (
+    CalibrationError,
+    Case,
+    Errors,
+    Stack,
+    errors,
+    predict,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Array
@@ -42,7 +50,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
 _SHARES = tuple(item.name for item, facts in numbers.knobs_of(numbers.Share) if facts.prior)
 _ALONE = 0.8
 """The prior of a share or a number of tiles where single kernels were measured."""
-_NOISE = 0.1
+NOISE = 0.1
 """Standard deviation of the logarithm of a measurement over a good prediction: 0.08 to 0.12 for
 unseen steps of image models on three GPUs."""
 _LEAST_NOISE = 0.02
@@ -51,6 +59,21 @@ _NOISE_CASES = 2.0
 UNKNOWN = 0.5
 """A knob is not identified where the fit leaves more than this of its prior deviation."""
 _CLOSE = 1e-4  # relative: a smaller step of the solver is the last
+
+
+COMPUTE_MOST, BOOST_MOST, MEMORY_MOST = 1.1, 1.25, 1.15
+"""Shares of datasheet rates that no kernel exceeds.
+
+Peaks are those of a boost clock.  A GPU of a data center may run up to its highest clock (1.98 GHz
+where H100's peak is of 1.83); GeForce cards sustained 1.17 to 1.21 of theirs, and 1.0 to 1.08 of
+their bandwidth (image models, timm), to which caches add.  Peaks of a CPU are measured ones.
+"""
+
+
+def most_of(chip: Chip) -> tuple[float, float]:
+    """The shares of a chip's FLOP rates and of its bandwidth that no kernel exceeds."""
+    of_center = chip.kind == "gpu" and Knobs.generation(chip) is not None
+    return (COMPUTE_MOST if of_center else BOOST_MOST), MEMORY_MOST
 
 
 class Space:
@@ -65,6 +88,9 @@ class Space:
         self._facts = [_facts(start, path) for path in self._paths]
         self.starts = [
             self._start(path, facts) for path, facts in zip(self._paths, self._facts, strict=True)
+        ]
+        self.most = [
+            self._most(path, at) for path, at in zip(self._paths, self.starts, strict=True)
         ]
         cpu = chip.kind == "cpu"
         self.priors = [
@@ -82,11 +108,25 @@ class Space:
             value = of_chip or facts.start or facts.default
         return min(float(value), facts.fitted)
 
+    def _most(self, path: str, start: float) -> float:
+        """The largest number of a knob by which no kernel is above the chip's rates."""
+        kind, _, number = path.rpartition(".")
+        if path != "pace" and number not in _SHARES:
+            return math.inf
+        if kind and not kind.startswith("shares."):
+            return math.inf
+        begin = self._begin
+        rooms = dict(zip(_SHARES, most_of(self.chip), strict=True))
+        room = {name: most / (begin.pace * getattr(begin, name)) for name, most in rooms.items()}
+        if path == "pace":
+            return max(start, begin.pace * min(room.values()))
+        return max(start, room[number] * (1.0 if kind else getattr(begin, number)))
+
     def knobs(self, vector: Any) -> Knobs:
         """The knobs at a point."""
         values: dict[str, float] = {}
-        for path, facts, start, move in zip(
-            self._paths, self._facts, self.starts, vector, strict=True
+        for path, facts, start, most, move in zip(
+            self._paths, self._facts, self.starts, self.most, vector, strict=True
         ):
             factor = math.exp(min(max(float(move), -6.0), 6.0))
             if path == LAYOUT:
@@ -94,7 +134,7 @@ class Space:
                     if share.layout:
                         values[f"shares.{kind}.layout"] = share.layout * factor
             else:
-                values[path] = min(max(start * factor, facts.least), facts.fitted)
+                values[path] = min(max(start * factor, facts.least), facts.fitted, most)
         knobs: Knobs = numbers.with_numbers(self._begin, values, missing=numbers.PLAIN)
         return knobs
 
@@ -110,16 +150,17 @@ class Space:
             off = np.log(stack.predict(self.knobs(vector)) / stack.measured) / noise
             # Cases count by a robust loss, priors in full; of two neither is an outlier.
             robust = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1)) if len(off) > 2 else off
-            return np.concatenate([robust, vector / priors])
+            return np.concatenate([np.sqrt(stack.weights) * robust, vector / priors])
 
-        vector, noise = np.zeros(len(self.names)), _NOISE
+        vector, noise = np.zeros(len(self.names)), NOISE
+        above = np.maximum(np.log(np.array(self.most) / np.array(self.starts)), _CLOSE)
         for _ in range(3):  # the noise is known better each time
             solution = least_squares(
-                residuals, vector, method="lm", args=(noise,), xtol=_CLOSE, ftol=_CLOSE
+                residuals, vector, bounds=(-np.inf, above), args=(noise,), xtol=_CLOSE, ftol=_CLOSE
             )
             vector = solution.x
             off = np.log(stack.predict(self.knobs(vector)) / stack.measured)
-            noise = _noise(off, len(self.names))
+            noise = _noise(off, stack.weights, len(self.names))
         covariance = np.linalg.pinv(solution.jac.T @ solution.jac)
         return vector, np.sqrt(np.diag(covariance)), covariance
 
@@ -151,15 +192,17 @@ def _facts(knobs: Knobs, path: str) -> numbers.KnobFacts:
     return facts or numbers.KnobFacts(prior=LAYOUT_PRIOR)
 
 
-def _noise(off: Array, free: int) -> float:
+def _noise(off: Array, weights: Array, free: int) -> float:
     """The geometric mean of the standard deviation of residuals and of the first guess.
 
     Residuals weigh by their degrees of freedom: a fit of as many numbers as measurements has none.
     """
-    freedom = max(0, len(off) - free)
-    scatter = max(_LEAST_NOISE, 1.4826 * float(np.median(np.abs(off))))
+    freedom = max(0.0, float(weights.sum()) - free)
+    order = np.argsort(np.abs(off))
+    middle = order[np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)]
+    scatter = max(_LEAST_NOISE, 1.4826 * float(np.abs(off[middle])))
     weight = freedom / (_NOISE_CASES + freedom)
-    return math.exp(weight * math.log(scatter) + (1 - weight) * math.log(_NOISE))
+    return math.exp(weight * math.log(scatter) + (1 - weight) * math.log(NOISE))
 
 
 # -- fitting ---------------------------------------------------------------------------------------
@@ -181,6 +224,7 @@ class FittedNumber:
     value: float  # where it ended; the start, where not identified
     error: float  # relative standard error
     identified: bool  # whether the measurements tell it
+    limited: bool = False  # whether it is the most that kernels of the chip reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +291,7 @@ def fitted(
     kept = [parameter.name for parameter in parameters if parameter.identified]
     predicted = stack.predict(knobs).tolist()
     labels, measured = [case.name for case in cases], [case.seconds for case in cases]
+    weights = weights_of(cases)
     outside = left_out(cases, shares.begin, kept) if check else None
     use = FITTED if of_kernels else use_of(kept)
     if outside is None:
@@ -256,8 +301,8 @@ def fitted(
     return Fit(
         knobs=replace(knobs, title=title or start.title),
         parameters=(*parameters, *of_kernels),
-        errors=errors(labels, predicted, measured),
-        left_out=errors(labels, outside, measured) if outside is not None else None,
+        errors=errors(labels, predicted, measured, weights),
+        left_out=errors(labels, outside, measured, weights) if outside is not None else None,
         correlations=_correlations(kept, covariance),
         by_class=by_class(cases, knobs, predicted if outside is None else outside),
         outside=tuple(outside or ()),
@@ -320,10 +365,19 @@ def _solved(space: Space, stack: Stack) -> tuple[Knobs, tuple[FittedNumber, ...]
     vector, errors_kept, covariance = final.solve(stack)
     at = dict(zip(kept, zip(vector, errors_kept, strict=True), strict=True))
     parameters = tuple(
-        FittedNumber(name, start, start * math.exp(at[name][0]), float(at[name][1]), True)
+        FittedNumber(
+            name,
+            start,
+            start * math.exp(at[name][0]),
+            float(at[name][1]),
+            True,
+            start * math.exp(at[name][0]) >= most * (1 - _CLOSE),
+        )
         if name in at
         else FittedNumber(name, start, start, float(deviation), False)
-        for name, start, deviation in zip(space.names, space.starts, deviations, strict=True)
+        for name, start, most, deviation in zip(
+            space.names, space.starts, space.most, deviations, strict=True
+        )
     )
     return final.knobs(vector), parameters, covariance
 

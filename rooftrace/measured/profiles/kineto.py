@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import re
 import zlib
@@ -18,12 +17,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypedDict, cast
+from typing import IO, Any, TypeAlias
 
 from rooftrace._progress import tell
-from rooftrace._reading import GZIP, FileKind, JsonStream, opened, record_of
+from rooftrace._reading import (
+    GZIP,
+    MOST_AT_ONCE,
+    MOST_UNPACKED,
+    FileKind,
+    JsonStream,
+    opened,
+)
 from rooftrace.errors import ProfileError
 from rooftrace.measured.profiles.linking import STEP, Launches, ModuleSpans, link
+from rooftrace.measured.profiles.mending import (
+    LostEventError,
+    decimal,
+    mended_events,
+    text_of,
+    whole,
+    wholes,
+)
 from rooftrace.measured.profiles.records import (
     NONE,
     Annotation,
@@ -39,6 +53,9 @@ _KIND = FileKind("trace", ProfileError)
 _HOW = "make it with torch.profiler's export_chrome_trace(FILE)"
 _DEVICE_WORK = {"kernel": 0, "gpu_memcpy": 1, "memcpy": 1, "gpu_memset": 2, "memset": 2}
 _MODULE = "nn.Module: "
+_SPARE = ("python_function", "cuda_runtime", "cuda_driver", "runtime")
+"""Categories whose events only help to place others."""
+_MOST_DEVICES = 1 << 31
 _REPORTED = 1 << 16
 """Events between two reports of progress."""
 _BLOCK = 1 << 16
@@ -52,11 +69,29 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     no op and no kernel in it.
     """
     path = Path(path)
-    reader = _KinetoReader()
-    count = 0
+    try:
+        reader, count = _read(path, _events)
+    except _AlmostJsonError as almost:
+        reader, count = _read(path, partial(_mended, almost))
+    if not count:
+        raise ProfileError(f'{path}: no events (no list "traceEvents" with any); {_HOW}')
+    if not len(reader.ops) and not len(reader.kernels):
+        raise ProfileError(
+            f"{path}: none of its {count:,} events is a CPU op or a kernel; profile with "
+            "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], and with a schedule "
+            "call step() often enough to reach an active step"
+        )
+    return reader.profile(str(path))
+
+
+def _read(
+    path: Path, events: Callable[[Path, IO[bytes]], Iterator[Mapping[str, Any] | LostEventError]]
+) -> tuple[_KinetoReader, int]:
+    """The records of a file, and how many events it has."""
+    reader, count = _KinetoReader(), 0
     with _opened(path) as file:
         reader.devices = _devices(file)
-        for event in _events(path, file):
+        for event in events(path, file):
             count += 1
             if not count % _REPORTED:
                 tell(f"reading {path.name}, {count:,} events")
@@ -67,15 +102,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                     f"{path}: event {count:,} is not one of torch.profiler's "
                     f"({error}): {str(event)[:200]}"
                 ) from None
-    if not count:
-        raise ProfileError(f'{path}: no events (no list "traceEvents" with any); {_HOW}')
-    if not len(reader.ops) and not len(reader.kernels):
-        raise ProfileError(
-            f"{path}: none of its {count:,} events is a CPU op or a kernel; profile with "
-            "activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], and with a schedule "
-            "call step() often enough to reach an active step"
-        )
-    return reader.profile(str(path))
+    return reader, count
 
 
 @contextmanager
@@ -121,11 +148,38 @@ def _events(path: Path, file: IO[bytes]) -> Iterator[Mapping[str, Any]]:
     except (ijson.JSONError, ValueError, OverflowError) as error:
         text = " ".join(str(error).split())
         if "premature" in text or "Incomplete" in text:
-            raise ProfileError(
-                f"{path}: the trace is truncated: it ends after {count:,} events, inside of its "
-                "JSON; copy it again, or let the program that writes it end"
-            ) from None
-        raise ProfileError(f"{path}: not JSON, after {count:,} events: {text[:120]}") from None
+            raise _truncated(path, count) from None
+        raise _AlmostJsonError(f"{path}: not JSON, after {count:,} events: {text[:120]}") from None
+
+
+class _AlmostJsonError(ProfileError):
+    """A trace that is no JSON from some event on."""
+
+
+def _mended(
+    almost: ProfileError, path: Path, file: IO[bytes]
+) -> Iterator[Mapping[str, Any] | LostEventError]:
+    """The events of a trace that is almost JSON.  Raises `almost` where none can be told apart."""
+    count, most = 0, max(MOST_AT_ONCE, MOST_UNPACKED * path.stat().st_size)
+    try:
+        for event in mended_events(file, _first_byte(file) == b"[", MOST_AT_ONCE):
+            count += 1
+            if file.tell() > most:
+                raise almost
+            yield event
+    except EOFError:
+        raise _truncated(path, count) from None
+    except ProfileError:
+        raise
+    except ValueError:
+        raise almost from None
+
+
+def _truncated(path: Path, count: int) -> ProfileError:
+    return ProfileError(
+        f"{path}: the trace is truncated: it ends after {count:,} events, inside of its "
+        "JSON; copy it again, or let the program that writes it end"
+    )
 
 
 def _devices(file: IO[bytes]) -> dict[int, str]:
@@ -134,12 +188,16 @@ def _devices(file: IO[bytes]) -> dict[int, str]:
     file.seek(0)
     head = re.search(r'"deviceProperties"\s*:\s*', text)
     try:
-        listed = json.JSONDecoder().raw_decode(text, head.end())[0] if head else []
-        return {
-            device["id"]: device["name"] for device in record_of(list[_Device], listed, "", _KIND)
-        }
+        listed = json.JSONDecoder(strict=False).raw_decode(text, head.end())[0] if head else []
     except (ValueError, RecursionError):  # reading the events will refuse the file
         return {}
+    devices = listed if isinstance(listed, list) else []
+    named = (
+        (whole(device.get("id")), text_of(device.get("name")))
+        for device in devices
+        if isinstance(device, dict)
+    )
+    return {number: name for number, name in named if number is not None and name is not None}
 
 
 def _first_byte(file: IO[bytes]) -> bytes:
@@ -149,46 +207,9 @@ def _first_byte(file: IO[bytes]) -> bytes:
     return block.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
 
 
-class _Device(TypedDict):
-    id: int
-    name: str
-
-
-_Facts = TypedDict(
-    "_Facts",
-    {
-        "External id": Any,
-        "external id": Any,
-        "Sequence number": int,
-        "Fwd thread id": Any,
-        "Input Dims": list[Any],
-        "Input type": list[Any],
-        "Input Strides": list[Any],
-        "Module Hierarchy": str,
-        "device": Any,
-        "stream": Any,
-        "correlation": int,
-        "grid": list[int],
-        "block": list[int],
-        "bytes": int,
-    },
-    total=False,
-)
-"""Arguments of an event that are read; they depend on its category and the version."""
-
-
-class _Always(TypedDict):
-    name: str
-    ts: float | str
-
-
-class _KinetoEvent(_Always, total=False):
-    """Fields of an event that are read."""
-
-    dur: float | str
-    pid: int | str | None
-    tid: int | str | None
-    args: _Facts
+Facts: TypeAlias = Mapping[str, Any]
+"""An event, or its arguments, of which any value may be missing or of another kind."""
+Taker: TypeAlias = Callable[[Facts, Facts], None]
 
 
 class _KinetoReader:
@@ -202,126 +223,174 @@ class _KinetoReader:
         self.threads = Numbered()
         self.devices: dict[int, str] = {}
         self.origin: float | None = None
-        self._inputs: dict[tuple[str, str, str], int] = {}
-        self._takers: dict[str, Callable[[Mapping[str, Any]], None] | None] = {}
+        self._inputs: dict[str, int] = {}
+        self._takers: dict[str, Taker | None] = {}
+        self.left_out: dict[str, int] = {}  # values of another kind than expected, in words
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        """One event of the trace."""
+    def take(self, event: Mapping[str, Any] | LostEventError) -> None:
+        """One event of the trace.  Raises ValueError for a value that is needed, and is missing or
+        of another kind; other such values are left out, and counted."""
+        if isinstance(event, LostEventError):
+            if self._needs(event.category):
+                raise event
+            self._leave_out(f"a {event.category or 'nameless'} event that is not JSON")
+            return
         if event.get("ph") != "X":
             return
-        category = str(event.get("cat", ""))
+        taker = self._taker_of(str(event.get("cat", "")))
+        if taker is not None:
+            facts = event.get("args")
+            taker(event, facts if isinstance(facts, dict) else {})
+
+    def _needs(self, category: str) -> bool:
+        """Whether a step lacks something without an event of this category."""
+        return self._taker_of(category) is not None and category.lower() not in _SPARE
+
+    def _taker_of(self, category: str) -> Taker | None:
         if category not in self._takers:
             self._takers[category] = self._taker(category.lower())
-        taker = self._takers[category]
-        if taker is not None:
-            checked = record_of(_KinetoEvent, event, "its values", _KIND)
-            taker(cast(Mapping[str, Any], checked))
+        return self._takers[category]
 
-    def _taker(self, category: str) -> Callable[[Mapping[str, Any]], None] | None:
+    def _taker(self, category: str) -> Taker | None:
         """The handler for events of a category, None to skip them; old versions write capitals."""
         if category in _DEVICE_WORK:
             return partial(self._kernel, _DEVICE_WORK[category])
         if category.endswith(("_runtime", "_driver")) or category == "runtime":
             return self._launch
-        takers: dict[str, Callable[[Mapping[str, Any]], None]] = {
+        takers: dict[str, Taker] = {
             "cpu_op": self._op,
             "operator": self._op,
             "python_function": self._module,
             "user_annotation": partial(self._annotation, self.annotations),
-            "gpu_user_annotation": self._device_range,
+            "gpu_user_annotation": partial(self._annotation, self.device_steps),
         }
         return takers.get(category)
 
-    def _time(self, event: Mapping[str, Any]) -> tuple[float, float]:
-        """(start, duration) in seconds."""
-        stamp, duration = float(event["ts"]), float(event.get("dur", 0.0))
-        if not math.isfinite(stamp) or not math.isfinite(duration):
-            raise ValueError(f"ts={stamp}, dur={duration}: expected finite numbers")
+    def _leave_out(self, words: str) -> None:
+        self.left_out[words] = self.left_out.get(words, 0) + 1
+
+    def _fact(self, facts: Facts, name: str, read: Callable[[Any], Any] = whole) -> Any:
+        """An argument of an event, None without one; one that is of another kind is left out."""
+        value = facts.get(name)
+        if value is None:
+            return None
+        known = read(value)
+        if known is None:
+            self._leave_out(f"args.{name}={value!r:.40}")
+        return known
+
+    def _time(self, event: Facts) -> tuple[float, float]:
+        """(start, duration) in seconds.  Raises ValueError."""
+        stamp, duration = decimal(event.get("ts")), decimal(event.get("dur", 0.0))
+        if stamp is None or duration is None:
+            said = ", ".join(f"{key}={event.get(key)!r:.40}" for key in ("ts", "dur"))
+            raise ValueError(f"{said}: expected finite numbers")
         if self.origin is None:
             self.origin = stamp
         return (stamp - self.origin) * _MICROSECOND, duration * _MICROSECOND
 
-    def _thread(self, event: Mapping[str, Any]) -> int:
-        return self.threads.number((event.get("pid"), event.get("tid")))
+    def _thread(self, event: Facts) -> int:
+        return self.threads.number((str(event.get("pid")), str(event.get("tid"))))
 
-    def _op(self, event: Mapping[str, Any]) -> None:
-        ops, facts = self.ops, event.get("args", {})
+    def _op(self, event: Facts, facts: Facts) -> None:
+        ops, name = self.ops, _name(event)
         start, duration = self._time(event)
-        ops.name.append(ops.names.number(event["name"]))
+        ops.name.append(ops.names.number(name))
         ops.start.append(start)
         ops.duration.append(duration)
         ops.thread.append(self._thread(event))
-        ops.external.append(_external(facts))
-        ops.sequence.append(facts.get("Sequence number", NONE))
-        ops.backward.append(1 if facts.get("Fwd thread id") else 0)
+        ops.external.append(self._external(facts))
+        ops.sequence.append(_or_none(self._fact(facts, "Sequence number")))
+        ops.backward.append(1 if facts.get("Fwd thread id") not in (None, 0, "0", "") else 0)
         ops.inputs.append(self._inputs_of(facts))
-        hierarchy = facts.get("Module Hierarchy")
+        hierarchy = self._fact(facts, "Module Hierarchy", text_of)
         stack = tuple(part.split("::")[0] for part in hierarchy.split(".")) if hierarchy else None
         ops.modules.append(ops.stacks.number(stack) if stack else NONE)
 
-    def _inputs_of(self, facts: Mapping[str, Any]) -> int:
+    def _inputs_of(self, facts: Facts) -> int:
         """The number of these inputs; NONE where shapes were not recorded."""
-        shapes = facts.get("Input Dims")
-        if shapes is None:
+        if facts.get("Input Dims") is None:
             return NONE
-        types, strides = facts.get("Input type"), facts.get("Input Strides")
-        key = (repr(shapes), repr(types), repr(strides))
+        listed = tuple(facts.get(key) for key in ("Input Dims", "Input type", "Input Strides"))
+        key = repr(listed)
         number = self._inputs.get(key)
         if number is None:
-            record = CallInputs(
-                _shapes(shapes), tuple(map(str, types or ())), _shapes(strides or ())
-            )
+            shapes = self._fact(facts, "Input Dims", _shapes)
+            if shapes is None:
+                return NONE
+            types, strides = listed[1], self._fact(facts, "Input Strides", _shapes)
+            words = tuple(map(str, types)) if isinstance(types, list) else ()
+            record = CallInputs(shapes, words, strides or ())
             number = self._inputs[key] = self.ops.call_inputs.number(record)
         return number
 
-    def _kernel(self, kind: int, event: Mapping[str, Any]) -> None:
-        kernels, facts = self.kernels, event.get("args", {})
+    def _external(self, facts: Facts) -> int:
+        """The id that links a kernel to the op around its launch, by either of its keys."""
+        name = "External id" if "External id" in facts else "external id"
+        return _or_none(self._fact(facts, name))
+
+    def _correlation(self, facts: Facts) -> int:
+        """The number that a launch and its kernels share; CUPTI and ROCm count from 1."""
+        return _or_none(self._fact(facts, "correlation") or None)
+
+    def _kernel(self, kind: int, event: Facts, facts: Facts) -> None:
+        kernels, name = self.kernels, _name(event)
         start, duration = self._time(event)
-        kernels.name.append(kernels.names.number(event["name"]))
+        kernels.name.append(kernels.names.number(name))
         kernels.kind.append(kind)
         kernels.start.append(start)
         kernels.duration.append(duration)
-        device = facts.get("device", event.get("pid"))
-        kernels.device.append(device if isinstance(device, int) else NONE)
-        stream = facts.get("stream", event.get("tid"))
-        kernels.stream.append(stream if isinstance(stream, int) else NONE)
-        kernels.correlation.append(facts.get("correlation", NONE))
-        kernels.external.append(_external(facts))
-        shape = tuple(tuple(facts[key]) if key in facts else None for key in ("grid", "block"))
+        device = self._fact(facts, "device") if "device" in facts else whole(event.get("pid"))
+        kernels.device.append(_or_none(device if abs(device or 0) < _MOST_DEVICES else None))
+        stream = self._fact(facts, "stream") if "stream" in facts else whole(event.get("tid"))
+        kernels.stream.append(_or_none(stream))
+        kernels.correlation.append(self._correlation(facts))
+        kernels.external.append(self._external(facts))
+        shape = tuple(self._fact(facts, key, wholes) for key in ("grid", "block"))
         kernels.shape.append(kernels.shapes.number(shape))
-        kernels.bytes.append(facts.get("bytes", NONE))
+        kernels.bytes.append(_or_none(self._fact(facts, "bytes")))
 
-    def _launch(self, event: Mapping[str, Any]) -> None:
-        facts = event.get("args", {})
-        correlation = facts.get("correlation", NONE)
+    def _launch(self, event: Facts, facts: Facts) -> None:
+        correlation = self._correlation(facts)
         if correlation == NONE:
             return
-        start, duration = self._time(event)
-        if event["name"].endswith("Synchronize"):
-            self.launches.waits.append((start, start + duration))
-        self.launches.add(correlation, start, self._thread(event), _external(facts))
-
-    def _module(self, event: Mapping[str, Any]) -> None:
-        name = event["name"]
-        if name.startswith(_MODULE):  # of Python's own functions there are far too many
+        try:
             start, duration = self._time(event)
-            self.modules.add(name.removeprefix(_MODULE), start, duration, self._thread(event))
+        except ValueError as error:  # its kernels are then placed by their ops
+            self._leave_out(f"a launch with {error}")
+            return
+        if str(event.get("name")).endswith("Synchronize"):
+            self.launches.waits.append((start, start + duration))
+        self.launches.add(correlation, start, self._thread(event), self._external(facts))
 
-    def _device_range(self, event: Mapping[str, Any]) -> None:
-        if STEP.fullmatch(event["name"]):
-            self._annotation(self.device_steps, event)
+    def _module(self, event: Facts, facts: Facts) -> None:
+        name = event.get("name")
+        # Of Python's own functions there are far too many.
+        if isinstance(name, str) and name.startswith(_MODULE):
+            try:
+                start, duration = self._time(event)
+            except ValueError as error:
+                self._leave_out(f"a module call with {error}")
+                return
+            self.modules.add(_name(event)[len(_MODULE) :], start, duration, self._thread(event))
 
-    def _annotation(self, into: list[Annotation], event: Mapping[str, Any]) -> None:
-        start, duration = self._time(event)
-        external = _external(event.get("args", {}))
+    def _annotation(self, into: list[Annotation], event: Facts, facts: Facts) -> None:
+        """A range of the program, or of the device, where only steps count."""
+        name = text_of(event.get("name")) or ""
+        step = STEP.fullmatch(name) is not None
+        if into is self.device_steps and not step:
+            return
+        try:
+            start, duration = self._time(event)
+        except ValueError as error:
+            if step:
+                raise
+            self._leave_out(f"a range with {error}")
+            return
+        external = self._external(facts)
+        thread = self._thread(event)
         into.append(
-            Annotation(
-                event["name"],
-                start,
-                duration,
-                self._thread(event),
-                None if external == NONE else external,
-            )
+            Annotation(name, start, duration, thread, None if external == NONE else external)
         )
 
     def _begin_at_zero(self) -> None:
@@ -356,6 +425,7 @@ class _KinetoReader:
             marked_by=linked.marked_by,
             cut=linked.cut,
             placements=linked.placements,
+            left_out=tuple(sorted(self.left_out.items(), key=lambda item: -item[1])),
             processes=len({self.threads.items[thread][0] for thread in set(self.ops.thread)}),
         )
 
@@ -365,20 +435,29 @@ def _shift(starts: array[float], by: float) -> None:
         starts[index] = start - by
 
 
-def _external(facts: Mapping[str, Any]) -> int:
-    """The id that links a kernel to the op around its launch; its key depends on the version."""
-    number = facts.get("External id", facts.get("external id", NONE))
-    return number if isinstance(number, int) else NONE
+def _name(event: Facts) -> str:
+    name = text_of(event.get("name"))
+    if name is None:
+        raise ValueError(f"name={event.get('name')!r:.40}: expected a text")
+    return name
 
 
-def _shapes(item: Any) -> tuple[Any, ...]:
-    """Sizes of each operand, nested for a list of tensors.  Raises TypeError for other items."""
-    if not all(isinstance(x, list) for x in item):
-        raise TypeError(f"sizes {item!r:.60}: expected a list for each operand")
-    return tuple(map(_sizes, item))
+def _or_none(number: int | None) -> int:
+    return NONE if number is None else number
 
 
-def _sizes(item: list[Any]) -> tuple[Any, ...]:
-    if all(isinstance(x, int) for x in item):
-        return tuple(item)
-    return _shapes(item)
+def _shapes(item: Any) -> tuple[Any, ...] | None:
+    """Sizes of each operand, nested for a list of tensors; None for anything else."""
+    if isinstance(item, str):
+        try:
+            item = json.loads(item)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(item, list):
+        return None
+    shapes = tuple(wholes(x) if _is_flat(x) else _shapes(x) for x in item)
+    return None if None in shapes else shapes
+
+
+def _is_flat(item: Any) -> bool:
+    return isinstance(item, list) and not any(isinstance(x, list) for x in item)

@@ -5,8 +5,9 @@ else to the innermost op around the runtime call that has its correlation.
 
 A kernel belongs to the step in which the host launched it, on any thread, not to the step in which
 the device runs it: the device lags behind.  If the trace lacks the launch, its correlation tells
-between which two launches it was, because correlations rise.  Kernels that the host launched before
-the trace begins are in no step.
+between which two launches it was, because correlations rise.  Without a correlation (CUPTI and ROCm
+write 0, often for communication) it goes with the kernel of its device that began before it.
+Kernels that the host launched before the trace begins are in no step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy
 
 from rooftrace.errors import ProfileError
 from rooftrace.measured.profiles.records import (
+    BESIDE,
     DEVICE,
     EARLIER,
     LAUNCH,
@@ -275,7 +277,20 @@ def _moments(
             moment, rule = start, START
         moments.append(moment)
         how.append(rule)
+    if correlations:
+        _join_those_before(kernels, moments, how)
     return moments, how
+
+
+def _join_those_before(kernels: Kernels, moments: array[float], how: list[str]) -> None:
+    """Put kernels without a correlation to the one of their device that began before them."""
+    latest: dict[int, float] = {}
+    for index in by_time(kernels.start, kernels.duration):
+        device = kernels.device[index]
+        if how[index] != START or kernels.correlation[index] != NONE:
+            latest[device] = moments[index]
+        elif device in latest:
+            moments[index], how[index] = latest[device], BESIDE
 
 
 def _placements(
@@ -293,10 +308,25 @@ def _placements(
             sum(kernels.kind[i] == 0 for i in listed),
             sum(kernels.kind[i] != 0 for i in listed),
             sum(kernels.duration[i] for i in listed),
+            _most(kernels, listed) if rule not in (LAUNCH, OP) else (),
         )
         for rule, listed in by_rule.items()
     ]
     return tuple(sorted(rows, key=lambda row: (-row.seconds, row.how)))
+
+
+def _most(kernels: Kernels, listed: Sequence[int]) -> tuple[str, ...]:
+    """The names of those with most seconds."""
+    seconds: dict[int, float] = {}
+    for index in listed:
+        name = kernels.name[index]
+        seconds[name] = seconds.get(name, 0.0) + kernels.duration[index]
+    most = sorted(seconds, key=lambda name: -seconds[name])[:_SHOWN]
+    return tuple(kernels.names.items[name] for name in most)
+
+
+_SHOWN = 3
+"""Names of kernels that a placement lists."""
 
 
 class Cutter:

@@ -24,11 +24,12 @@ WHOLE = "the whole trace"
 """The name of the step of a trace without marks."""
 
 # Rules that put a kernel into a step.
-LAUNCH, OP, ORDER, DEVICE, START, EARLIER = (
+LAUNCH, OP, ORDER, DEVICE, BESIDE, START, EARLIER = (
     "are in the step of their launch",
     "are in the step of the op that launched them",
     "have no launch in the trace: put between the launches whose numbers are around theirs",
     "are put into the step in whose range on the device they begin: the trace has no launches",
+    "have no launch and no number in the trace: put into the step of the kernel that began before",
     "have no launch in the trace: put where they begin",
     "are in no step: launched before the trace begins",
 )
@@ -255,6 +256,7 @@ class Placement:
     kernels: int
     copies: int  # copies and fills
     seconds: float  # s, of all of them
+    names: tuple[str, ...] = ()  # of up to three of them, most seconds first
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +298,7 @@ class Trace:
     marked_by: str = ""  # name of the ranges around its steps; "" without such ranges
     cut: Cut | None = field(default=None, repr=False)  # makes other steps of the trace
     placements: tuple[Placement, ...] = ()  # of kernels in steps
+    left_out: tuple[tuple[str, int], ...] = ()  # values that could not be read: words, how often
     processes: int = 1  # of its ops: more than one where files of ranks were joined
 
     @property

@@ -25,6 +25,10 @@ _NAMED = 6
 """Names that an error shows of many."""
 
 
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))(?=[\d,]*(\.|$))")
+"""A comma with three digits after it, before any dot."""
+
+
 @dataclass(frozen=True, slots=True)
 class CsvCell:
     """A cell of a table, and where it stands."""
@@ -48,9 +52,10 @@ class CsvCell:
             raise self.refused(f"the cell is empty; {wanted}")
         shown = f"{self.text!r:.60}"
         try:
-            value = float(self.text.replace(",", "")) * unit
+            value = float(_THOUSANDS.sub("", self.text)) * unit
         except ValueError:
-            raise self.refused(f"{shown}: {wanted}") from None
+            comma = ", with a dot before its decimals" if "," in self.text else ""
+            raise self.refused(f"{shown}: {wanted}{comma}") from None
         if most < value and most != math.inf:
             raise self.refused(f"{shown}: expected a number of at most {most / unit:.3g}")
         if not math.isfinite(value) or value < 0 or (positive and value == 0):
@@ -370,12 +375,22 @@ def read_counters(path: str | os.PathLike[str]) -> tuple[KernelCounters, ...]:
     launches = tuple(read(path, line, header, rows))
     if not launches:
         raise ProfileError(f"{path}: no kernel after the header in line {line}")
-    return launches
+    mark = _decimal_mark([each for launch in launches for each in launch.metrics.values()])
+    return tuple(_kernel(index, launch, mark) for index, launch in enumerate(launches))
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """A launch: its cells, its metrics with their units, and the name of its time."""
+
+    cells: CsvRow
+    metrics: Mapping[str, tuple[CsvCell, str]]
+    time: str = TIME
 
 
 def _raw(
     path: Path, line: int, header: Sequence[str], rows: Iterator[tuple[int, list[str]]]
-) -> Iterator[KernelCounters]:
+) -> Iterator[_Launch]:
     """A line for each launch."""
     _check_metrics(path, set(header), (TIME, READ, WRITTEN))
     second = next(rows, None)
@@ -387,15 +402,15 @@ def _raw(
             f"{path}: line {second[0]}: expected the line of units that ncu writes under the "
             f"header, found a kernel ({units['Kernel Name'].text[:60]})"
         )
-    for index, (line, row) in enumerate(rows):
+    named = [name for name in header if units[name].text or name in (TIME, READ, WRITTEN)]
+    for line, row in rows:
         entry = cells(path, line, header, row)
-        metrics = {name: (entry[name], units[name].text) for name in (TIME, READ, WRITTEN)}
-        yield _kernel(index, entry, metrics, TIME)
+        yield _Launch(entry, {name: (entry[name], units[name].text) for name in named})
 
 
 def _details(
     path: Path, line: int, header: Sequence[str], rows: Iterator[tuple[int, list[str]]]
-) -> Iterator[KernelCounters]:
+) -> Iterator[_Launch]:
     """A line for each metric of each launch."""
     launches: dict[str, tuple[CsvRow, dict[str, tuple[CsvCell, str]]]] = {}
     for line, row in rows:
@@ -404,10 +419,10 @@ def _details(
         name = entry["Metric Name"].text
         value = replace(entry["Metric Value"], column=name)
         metrics.setdefault(name, (value, _text(entry, "Metric Unit")))
-    for index, (entry, metrics) in enumerate(launches.values()):
+    for entry, metrics in launches.values():
         time = TIME if TIME in metrics else _DURATION
         _check_metrics(path, set(metrics), (time, READ, WRITTEN))
-        yield _kernel(index, entry, metrics, time)
+        yield _Launch(entry, metrics, time)
 
 
 def _text(row: CsvRow, column: str) -> str:
@@ -420,18 +435,70 @@ def _check_metrics(path: Path, have: set[str], wanted: Sequence[str]) -> None:
         raise ProfileError(f"{path}: no metric {', '.join(missing)}; make it with `{COMMAND} ...`")
 
 
-def _kernel(
-    index: int, row: CsvRow, metrics: Mapping[str, tuple[CsvCell, str]], time: str
-) -> KernelCounters:
+# Numbers are written by the locale of the machine: "1,234.50", "1.234,50" or "1 234,50".  One file
+# has one way, which its numbers tell together.
+
+_STYLES = {
+    ".": re.compile(r"(\d+|\d{1,3}([,'\u2019 \u00a0\u202f]\d{3})+)(\.\d*)?([eE][+-]?\d+)?"),
+    ",": re.compile(r"(\d+|\d{1,3}([.'\u2019 \u00a0\u202f]\d{3})+)(,\d*)?([eE][+-]?\d+)?"),
+}
+"""Numbers by the mark before their decimals."""
+_WHOLE_UNITS = ("byte", "b", "nsecond", "ns")
+"""Units in which a sum has no decimals."""
+
+
+def _number(text: str, mark: str) -> float | None:
+    """The number that a text is with this mark before its decimals; None where it is none."""
+    if not _STYLES[mark].fullmatch(text):
+        return None
+    return float(re.sub(rf"[^\deE+\-{mark}]", "", text).replace(mark, "."))
+
+
+def _decimal_mark(values: Sequence[tuple[CsvCell, str]]) -> str:
+    """The mark before the decimals of all numbers of a file.
+
+    values: cells with their units.  Raises ProfileError where the numbers are of two ways, or may
+    be of either.
+    """
+    seen: dict[str, CsvCell] = {}  # a number that only this mark fits
+    either: CsvCell | None = None
+    for cell, unit in values:
+        whole = unit.lower() in _WHOLE_UNITS and cell.column.endswith(".sum")
+        read = {mark: _number(cell.text, mark) for mark in _STYLES}
+        fits = [m for m, value in read.items() if value is not None and not (whole and value % 1)]
+        if len(fits) == 1:
+            seen.setdefault(fits[0], cell)
+        elif fits and read["."] != read[","]:
+            either = either or cell
+    if len(seen) > 1:
+        first, second = seen.values()
+        raise second.refused(
+            f"{second.text!r:.60}, and {first.text!r:.60} in line {first.line}: a comma before "
+            "decimals beside a dot; make the file again with LC_ALL=C"
+        )
+    if either is not None and not seen:
+        raise either.refused(
+            f"{either.text!r:.60}: no other number of the file tells whether its comma or dot is "
+            "before decimals; make the file again with LC_ALL=C, or with --print-units base"
+        )
+    return next(iter(seen), ".")
+
+
+def _kernel(index: int, launch: _Launch, mark: str) -> KernelCounters:
+    """The counters of a launch; mark: before the decimals of its numbers."""
+    row, time = launch.cells, launch.time
+
     def value(name: str, units: Mapping[str, float], positive: bool = False) -> float:
-        cell, unit = metrics[name]
+        cell, unit = launch.metrics[name]
         factor = units.get(unit.lower())
         if factor is None:
             raise ProfileError(
                 f"{cell.path}: line {cell.line}, metric {name:.60}: unit {unit!r:.60}: expected "
                 f"one of {', '.join(units)}"
             )
-        return cell.number(positive=positive, unit=factor)
+        number = _number(cell.text, mark)
+        plain = cell if number is None else replace(cell, text=repr(number))
+        return plain.number(positive=positive, unit=factor)
 
     def size(*names: str) -> tuple[int, ...] | None:
         text = next(filter(None, (_text(row, name) for name in names)), "")

@@ -145,17 +145,12 @@ def calibration_view(result: Calibration, output: view.Output) -> view.View:
         parts.append(view.Note(text, "warn"))
     parts.append(view.Table(columns=_ERRORS, rows=_error_rows(result)))
     parts.append(view.Note(f"  {_interval(fit.knobs)}"))
-    if fit.left_out is None:
-        text = (
-            f"  too few different {result.what} to leave some out: the error is of the fit itself"
-        )
-        parts.append(view.Note(text))
-    if len(result.tried) > 1:
-        text = "  as few numbers as explain more than chance; mean error on what was left out:"
-        parts.append(view.Note(text))
-        for free, errors in result.tried.items():
-            chosen = "*" if errors == fit.left_out else " "
-            parts.append(view.Note(f"    {chosen} {errors.mean:6.1%}  {free}"))
+    parts += [view.Note(f"  {result.choice}"), *(view.Note(f"  {n}", "warn") for n in result.notes)]
+    if result.harms:
+        text = "  steps that were left out are predicted worse than with nothing fitted; free fewer"
+        parts.append(view.Note(text, "warn"))
+    if (following := result.next) is not None:
+        parts.append(view.Note(f"  {following}"))
     return view.View((view.Section(parts=parts),), "Calibration")
 
 
@@ -188,13 +183,15 @@ def _traffic(result: Calibration) -> list[view.Part]:
 
 def _knob(parameter: Any) -> dict[str, Any]:
     note = "not identified by these measurements; left at its start"
+    if parameter.limited:
+        note = "the most that kernels reach of this chip"
     timed = units.SECOND if parameter.name in ("launch", "dispatch") else None
     return {
         "name": parameter.name,
         "start": view.Cell(parameter.start, unit=timed),
         "value": view.Cell(parameter.value, unit=timed),
         "error": parameter.error,
-        "note": "" if parameter.identified else note,
+        "note": "" if parameter.identified and not parameter.limited else note,
     }
 
 
