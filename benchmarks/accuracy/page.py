@@ -56,14 +56,16 @@ PARTS = (
         "gemm-*.csv.gz",
         "products.png",
         """\
-Latencies of cuBLAS products under CUDA graphs, from the aiconfigurator performance
-database (Apache-2.0). *No fit* takes what comes along for the chip, for a product alone: that of
-A100, and one set for H100 and H200, were made from these files; nothing of L40S was. Then seven
-numbers a GPU and format are fitted to 200 rows, the rest is predicted, five seeds: sustained
-arithmetic, sustained bandwidth, launch, and four about tiles; on L40S how fast its cache is, too.
-The fp8 rows are of CUTLASS in vLLM, whose source says that tiles go by the number of rows and that
-K is not split. They hold the kernel that scales the activations, with a block for each row; what a
-block takes was chosen with these rows in sight, and two numbers of that kernel are fitted.""",
+Latencies of linear layers of vLLM, TensorRT-LLM and SGLang, from the aiconfigurator performance
+database (Apache-2.0). *No fit* takes what comes along for the chip and the library, for a product
+alone. The numbers of A100, of H100 and H200 together, of B200 and of L40S were made from files of
+these GPUs, a number of them for both engines where there are two; those of narrow formats, four a
+format and library, from the rows of that library. So these rows test the form of the formulas, and
+less the constants. Files of other engines, releases and GPUs test both. One factor, and two numbers
+(sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others, five seeds.
+Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of block scales
+were launched without a CUDA graph since 0.24: small ones take what its host needs to launch them.
+They stand apart (*host*), predicted as the least latency of their kernel; no interval has them.""",
     ),
     Part(
         "Attention kernels",

@@ -36,7 +36,8 @@ class Precision:
     """One number format. `bits`: of one element in memory, its share of the scales included.
 
     element: the format without scales and compute precision. computes: the precision that a
-    product rounds its other operand to, and computes in; "" where it widens this one.
+    product rounds its other operand to, and computes in; "" where it widens this one.  blocked:
+    whether a row has several scales.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Precision:
     note: str = ""
     element: str = ""
     computes: str = ""
+    blocked: bool = False
 
     @property
     def width(self) -> int:
@@ -134,6 +136,8 @@ _QUANTISED = re.compile(
     r"(_z(?P<zero>\d{1,3}(\.\d{1,9})?))?)?"
     r"(_a(?P<computes>fp4|fp8|int8|int4))?"
 )
+_BLOCK = 256
+"""Numbers from which on a group is a whole row."""
 _SCALE = "16"
 """Bits of a scale where a name does not say."""
 
@@ -175,9 +179,12 @@ def _quantised(key: str) -> Precision | None:
         key,
         element.bits + scales / group,
         element.kind,
-        f"{element.name} with scales" if parts["group"] else element.note,
-        element.name,
-        parts["computes"] or "",
+        note=f"{element.name} with scales" if parts["group"] else element.note,
+        element=element.name,
+        computes=parts["computes"] or "",
+        blocked=element.bits != int(element.bits)
+        or "x" in (parts["group"] or "")
+        or 1 < group <= _BLOCK,
     )
 
 
@@ -233,7 +240,8 @@ def widest(*names: str) -> str:
 
     Floats beat integers, whose width then does not matter: int4 weights with bf16 activations
     compute in bf16. bf16 with fp16 is fp32, since neither holds the other. If one operand names a
-    compute precision, that is kept for chips that have it: bf16 with fp8_g128_afp8 is bf16_afp8.
+    compute precision, that is kept for chips that have it: bf16 with fp8_afp8 is bf16_afp8, with
+    fp8_g128x128_afp8 bf16_g128_afp8.
     """
     if not names:
         raise PrecisionError("widest(): expected at least one precision")
@@ -242,7 +250,8 @@ def widest(*names: str) -> str:
     if computed:
         elements = {item.element for item in formats.values() if item.computes}
         others = [item.element for item in formats.values() if not item.computes] or elements
-        return f"{widest(*others)}_a{max(computed, key=_computed_order)}"
+        scales = "_g128" if any(item.blocked for item in formats.values() if item.computes) else ""
+        return f"{widest(*others)}{scales}_a{max(computed, key=_computed_order)}"
     if len(formats) == 1:
         return next(iter(formats.values())).element
     kinds = {item.kind for item in formats.values()}

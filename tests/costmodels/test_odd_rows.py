@@ -13,7 +13,8 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.engines import ACCESS, LONG, SPLITS, TILES, misaligned, tile_terms
-from rooftrace.costmodels.kernels.knobs import Knobs, KnobsError, Share, Tiling, load_knobs
+from rooftrace.costmodels.kernels.knobs import Knobs, KnobsError, Share, load_knobs
+from rooftrace.costmodels.kernels.numbers import ProductKnobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 
@@ -150,7 +151,7 @@ def test_an_engine_with_a_share_of_its_own_takes_that_of_no_class() -> None:
 
 
 def test_typical_numbers_go_by_the_generation_and_by_what_the_chip_sustains() -> None:
-    for name in ("a100", "h100", "h200", "l40s", "rtx-4090", "mi300x"):
+    for name in ("a100", "h100", "h200", "b200", "l40s", "rtx-4090", "mi300x"):
         chip = load_chip(name)
         eager, alone = (Knobs.typical(chip, False, sustained=s) for s in (True, False))
         fact = chip.sustained_compute
@@ -158,7 +159,7 @@ def test_typical_numbers_go_by_the_generation_and_by_what_the_chip_sustains() ->
         assert eager.compute == pytest.approx(alone.compute * max(1, share))
         assert (eager.power, alone.power) == (min(1, share), 1)
         base = load_knobs("typical-eager")
-        same = name in ("l40s", "rtx-4090")
+        same = name == "rtx-4090"
         assert (alone.tiling == base.tiling) == same
         assert alone.share("softmax") == base.share("softmax")
     assert execution_model("eager").knobs_on(A100).title == "typical A100 kernels (eager)"
@@ -187,17 +188,11 @@ def test_a_library_that_looks_at_rows_alone_takes_no_other_tile(m, n, k) -> None
     sizes = {"rows": m, "columns": n, "inner": k, "products": 1, "width_a": 1, "width_b": 1,
              "padded": 1}  # fmt: skip
     arrays = {name: np.array([float(value)]) for name, value in sizes.items()}
-    flop = tile_terms(arrays, 132, Tiling(pick="rows")).flop[0]
+    rows = ((64, 64, 64), (128, 64, 128), (256, 128, 128))
+    kernel = ProductKnobs(whole=True, tiles=rows), np.array([True])
+    flop = tile_terms(arrays, 132, kernels=[kernel]).flop[0]
     allowed = set()
     for place in np.flatnonzero(np.isfinite(flop)):
         tile, split = divmod(int(place), len(SPLITS))
         allowed.add((*TILES[tile], SPLITS[split]))
-    if m > 128:
-        assert allowed == {(128, 128, 1)}
-    elif m > 64:
-        assert allowed == {(64, 128, 1)}
-    else:
-        assert {(64, 64, 1), (16, 64, 1), (64, 16, 1)} <= allowed
-        assert all(max(a, b) == 64 and split == 1 for a, b, split in allowed)
-    with pytest.raises(KnobsError, match="pick='columns'"):
-        Tiling(pick="columns")
+    assert allowed == {(128, 128, 1) if m > 128 else (64, 128, 1) if m > 64 else (64, 64, 1)}

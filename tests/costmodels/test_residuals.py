@@ -217,7 +217,7 @@ def test_a_sweep_has_the_intervals_of_its_estimates() -> None:
 
 
 @pytest.mark.parametrize("execution", ["naive", "eager", "compiled", "efficient"])
-@pytest.mark.parametrize("chip", ["l4", "h100-sxm"])
+@pytest.mark.parametrize("chip", ["rtx-4090", "h100-sxm"])  # L4's last cache beats its memory
 def test_at_half_the_pace_all_of_a_step_takes_twice_as_long(graph, chip, execution) -> None:
     typical = rt.estimate(graph, chip, execution).knobs
     assert typical is not None

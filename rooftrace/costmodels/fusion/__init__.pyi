@@ -1,6 +1,7 @@
 from rooftrace.costmodels.fusion import runs as runs, traffic as traffic
 from rooftrace.costmodels.fusion.execution_advice import usual_execution as usual_execution
 from rooftrace.costmodels.fusion.executions import (
+    LIBRARIES as LIBRARIES,
     REWRITES as REWRITES,
     SUMMARIES as SUMMARIES,
     TYPICAL as TYPICAL,

@@ -182,7 +182,7 @@ def attention_engine(chip: Chip) -> AttentionEngine | None:
         chip.peak("vector", "fp32") / 2,
         engine.memory,
         family=family,
-        wide=of is not None or rate / clocks >= _WIDE_ENGINE,
+        wide=of not in (None, "ada") or rate / clocks >= _WIDE_ENGINE,
         exponentials=BLACKWELL.get(chip.architecture or "", EXPONENTIALS),
     )
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import smaller
-from rooftrace.costmodels.fusion import ExecutionModel, traffic
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS
-from rooftrace.costmodels.kernels.numbers import Tiling
+from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS, Knobs
+from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph
 from rooftrace.hardware import Chip
@@ -227,6 +227,50 @@ def link_bandwidth(moved: float, chip: Chip) -> float:
     return max((link.bandwidth.value for link in chip.links), default=math.inf)
 
 
+# -- kernels of libraries --------------------------------------------------------------------------
+# Inference engines multiply narrow formats by kernels of their CUTLASS, DeepGEMM, TensorRT-LLM or
+# Marlin, not by those of cuBLAS, and round activations that come wider by a kernel before.
+
+FORMATS = ("fp8", "fp8_block", "fp4", "narrow")
+"""fp8: a scale for each tensor, row or column (int8 too); fp8_block: scales along K; fp4: with
+block scales; narrow: weights alone, which are widened for the product."""
+KERNELS = ("", *(f"{name} {library}" for name in FORMATS for library in (*LIBRARIES,)[1:]))
+"""Names of `Knobs.products`; "" stands for the kernels of PyTorch."""
+_INSTEAD = {
+    "vllm": ("vllm", "trtllm"),
+    "sglang": ("sglang", "vllm", "trtllm"),
+    "trtllm": ("trtllm", "vllm"),
+}
+"""Libraries whose numbers stand for those of another that was not measured."""
+
+
+def product_format(work: Work, chip: Chip) -> str:
+    """The format of a product, one of FORMATS; "" where both operands are plain floats."""
+    if work.operation != "matmul" or chip.kind != "gpu":
+        return ""
+    stored = precision(work.precision)
+    family = compute_family(precision_on(chip, work.precision))
+    if family == "fp4":
+        return family
+    if family in ("fp8", "int8"):
+        return "fp8_block" if stored.blocked else "fp8"
+    return "narrow" if min(stored_widths(work)) <= 1 else ""
+
+
+def library_kernel(work: Work, chip: Chip, library: str) -> tuple[int, bool]:
+    """The place in KERNELS of what runs a product, and whether a kernel rounds activations first.
+
+    library: `ExecutionModel.library`.
+    """
+    form = product_format(work, chip) if library in _INSTEAD else ""
+    measured = Knobs.products(chip) if form else {}
+    names = [f"{form} {each}" for each in _INSTEAD.get(library, ())]
+    name = next((name for name in names if name in measured), "")
+    computes = precision(work.precision).computes
+    rounds = bool(name and computes and chip.has_peak("matrix", computes))
+    return KERNELS.index(name), rounds
+
+
 # -- how rows are loaded ---------------------------------------------------------------------------
 # A thread loads 16 bytes at once, where rows begin at multiples of that.  Elsewhere kernels load
 # smaller pieces: products cannot use the copies that feed a matrix engine best, and softmax over
@@ -286,6 +330,8 @@ have none: a split that suits a longer K is open to a shorter one, as if K were 
 VECTOR_STEPS = 1 / 16
 """Filling a tile takes a time: steps of the matrix engine, of which the vector engine of a
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
+_HALF = 2.0
+"""Bytes of a number of half precision."""
 PARTIAL = 4 + 4
 """Bytes of an fp32 partial result, written and read again."""
 
@@ -338,13 +384,20 @@ class TileTerms:
     split: np.ndarray[Any, np.dtype[np.bool_]]  # whether K is split
 
 
-def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -> TileTerms:
+def tile_terms(
+    sizes: Mapping[str, Array],
+    units: int,
+    tiling: Tiling = IDEAL,
+    kernels: Iterable[tuple[ProductKnobs, Any]] = (),
+) -> TileTerms:
     """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
 
     sizes: arrays of one length: rows, columns, inner, products (in one kernel), width_a and width_b
     (bytes of a stored element of A and of B), padded (1 where a tile is computed in full, as on a
     matrix engine; 0 where rows and columns that C lacks are skipped, as in matrix-vector kernels
-    of the vector engine).  Padding is never loaded.  units: SMs.
+    of the vector engine).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags
+    of the products that each runs.  Filling a tile's pipeline takes a time: twice as many steps of
+    fp8 as of bf16.
     """
     import numpy as np
 
@@ -356,14 +409,21 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
     loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
     done = np.where(padded > 0, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
-    walk = LEAST * (width_a + width_b) * depth * units / tiling.busy
+    busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
+    refused = []
+    for kernel, runs in kernels:
+        busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
+        prologue[runs] = tiling.prologue if kernel.prologue is None else kernel.prologue
+        refused.append((runs, ~_taken(kernel, a, b, is_split, rows[runs])))
+    prologue = prologue * _HALF / np.minimum(_HALF, np.maximum(width_a, width_b))
+    walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
     flop = np.ceil(tiles * split / units)
     flop *= 2 * units
     flop *= done
-    flop *= depth + tiling.prologue * np.where(padded > 0, 1.0, VECTOR_STEPS)
-    if tiling.pick == "rows":
-        np.copyto(flop, np.inf, where=is_split | ~_by_rows(a, b, rows))
+    flop *= depth + prologue * np.where(padded > 0, 1.0, VECTOR_STEPS)
+    for runs, others in refused:
+        flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
     feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
     spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
     return TileTerms(
@@ -374,21 +434,16 @@ def tile_terms(sizes: Mapping[str, Array], units: int, tiling: Tiling = IDEAL) -
     )
 
 
-def _by_rows(a: Array, b: Array, rows: Array) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Tiles of a library that looks at the rows of C alone: [tiles, 1, products].
-
-    So do the fp8 kernels of CUTLASS in vLLM (csrc/quantization/cutlass_w8a8): 128 x 128 above 128
-    rows, 64 x 128 above 64, 64 x 64 below, or as narrow as 16 with operands swapped.
-    """
+def _taken(kernel: ProductKnobs, a: Array, b: Array, is_split: Any, rows: Array) -> Any:
+    """Whether a library takes each tile and split: flags [tiles, splits, products]."""
     import numpy as np
 
-    small = np.minimum(a, b) <= 64
-    chosen: np.ndarray[Any, np.dtype[np.bool_]] = np.where(
-        rows > 128,
-        (a == 128) & (b == 128),
-        np.where(rows > 64, (a == 64) & (b == 128), small & (np.maximum(a, b) == 64)),
-    )
-    return chosen
+    taken = np.ones((len(a), 1, len(rows)), dtype=bool)
+    for number, (most, high, wide) in reversed(list(enumerate(kernel.tiles, 1))):
+        this = (a == high) & ((b == wide) | (wide == 0))
+        last = number == len(kernel.tiles)
+        taken = np.broadcast_to(this, taken.shape) if last else np.where(rows <= most, this, taken)
+    return taken & ~is_split if kernel.whole else taken & np.ones_like(is_split)
 
 
 @cache

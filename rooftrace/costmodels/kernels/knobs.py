@@ -31,6 +31,7 @@ from rooftrace.costmodels.kernels.numbers import (
     WIDEST,
     AttentionKnobs,
     KnobsError,
+    ProductKnobs,
     Share,
     Tiling,
     check_knobs,
@@ -199,12 +200,23 @@ class Knobs(Plain):
         """The generation of data-center GPUs whose kernels a chip runs; None for any other GPU."""
         if not chip.has_peak("matrix", "bf16"):
             return None
-        if chip.architecture:
+        if chip.architecture and chip.architecture != "sm_89":
             return _OF_ARCHITECTURE.get(chip.architecture)
         if chip.vendor != "NVIDIA" or chip.sm_count is None or chip.clock is None:
             return None
         width = chip.peak("matrix", "bf16") / (chip.sm_count.value * chip.clock.value)
+        if chip.architecture:
+            return "ada" if width >= _FULL_RATE else None
         return next((name for name, least in GENERATIONS if width >= least), None)
+
+    @staticmethod
+    def products(chip: Chip) -> Mapping[str, ProductKnobs]:
+        """Kernels of libraries for products in narrow formats, by "FORMAT LIBRARY", on a chip.
+
+        They go by the generation; of other GPUs nothing is measured.
+        """
+        of = chip.kind == "gpu" and Knobs.generation(chip)
+        return _products(of) if of else {}
 
     @property
     def fitted_on(self) -> tuple[str, ...]:
@@ -356,15 +368,17 @@ def _changed(record: Any, default: Any) -> dict[str, Any]:
 
 # -- typical ones ----------------------------------------------------------------------------------
 
-GENERATIONS = (("hopper", 2200.0), ("ampere", 1500.0))
+GENERATIONS = (("blackwell", 5000.0), ("hopper", 2200.0), ("ampere", 1500.0))
 """Files of generations, and the least FLOP of bf16 per SM and clock of each, for chips that do not
 name their architecture: A100 has 2,048, H100 3,786 at its highest clock (less where a limit on
-power was measured along), GeForce cards 512."""
+power was measured along), B200 7,737, GeForce cards 512."""
 _OF_ARCHITECTURE = {
-    "sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "sm_103": "hopper",
+    "sm_80": "ampere", "sm_90": "hopper", "sm_100": "blackwell", "sm_103": "blackwell",
     "gfx942": "cdna3", "gfx950": "cdna4",
 }  # fmt: skip
-"""Later ones of NVIDIA take the newest file there is."""
+_FULL_RATE = 900.0
+"""FLOP of bf16 per SM and clock from which on a chip of sm_89 adds in fp32 at the full rate, as L4,
+L40S and RTX 6000 Ada do, and GeForce cards do not: these have the file "ada"."""
 
 
 @functools.lru_cache(maxsize=1024)
@@ -388,10 +402,19 @@ def _typical(kind: str, compiled: bool, of: str) -> Knobs:
         return load_knobs(name)
     base, path = load_knobs(name).to_dict(), _SHIPPED / "generations" / f"{of}.toml"
     changes = toml_of(text_of(path, _KIND), str(path), _KIND)
+    changes.pop("products", None)
     for table in ("source", "share"):
         changes[table] = {**base[table], **changes.get(table, {})}
     title = f"{changes['title']} ({how})"
     return Knobs.from_dict({**base, **changes, "title": title}, str(path))
+
+
+@functools.cache
+def _products(of: str) -> Mapping[str, ProductKnobs]:
+    """The table [products] of a generation."""
+    path = _SHIPPED / "generations" / f"{of}.toml"
+    table = toml_of(text_of(path, _KIND), str(path), _KIND).get("products", {})
+    return record_of(dict[str, ProductKnobs], table, str(path), _KIND, "products")
 
 
 # -- files -----------------------------------------------------------------------------------------

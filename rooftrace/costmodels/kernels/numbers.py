@@ -111,12 +111,34 @@ class Tiling:
     feed: float = knob(1.0, least=LEAST_SHARE, prior=1.0)  # share of the L2 bandwidth of tiles
     # Share of HBM bandwidth that SMs with the smallest tile reach.
     busy: float = knob(math.inf, least=LEAST_SHARE, endless=True, prior=1.0, start=1.3)
-    pick: str = "best"  # the tile and split that suit each product; "rows": see `tile_terms`
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        if self.pick not in ("best", "rows"):
-            raise KnobsError(f"pick={self.pick!r:.60}: expected best or rows")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductKnobs:
+    """Constants of a library's products in one format, and of the kernels that round activations.
+
+    Rounding M rows of K numbers takes `start`, and the longer of `reads` M K bytes through HBM and
+    `row` M of a multiprocessor.
+    """
+
+    compute: float = knob(1.0, least=LEAST_SHARE)  # in place of the share of the class
+    prologue: float | None = knob(None)  # as in `Tiling`; None: that of the generation
+    busy: float | None = knob(None, least=LEAST_SHARE)
+    whole: bool = False  # whether K is never split
+    # Tiles by the rows of C: (the most rows, rows of the tile, its columns or 0 for any), rising; C
+    # with more rows has the last.  Empty: the tile that suits each product.
+    tiles: tuple[tuple[int, int, int], ...] = ()
+    start: float = knob(0.0, unit="second")  # launches and latency
+    reads: float = knob(0.0)  # bytes for a number
+    row: float = knob(0.0, unit="second")
+    # Where M is no multiple of 4, and a row has several scales: they are copied for the TMA.
+    ragged: float = knob(0.0, unit="second")
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
 
 
 @dataclass(frozen=True, slots=True)

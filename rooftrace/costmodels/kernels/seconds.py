@@ -6,6 +6,7 @@ evaluates them hundreds of times.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from rooftrace.costmodels.kernels.engines import (
 )
 from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs
 from rooftrace.costmodels.kernels.numbers import Share
+from rooftrace.costmodels.kernels.numbers import ProductKnobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware import Chip
@@ -142,6 +144,12 @@ class KernelSeconds:
         """The seconds at these shares of the clock; bytes of the memory take as long."""
         compute, device, untiled = (t / clock for t in (self.compute, self.device, self.untiled))
         return KernelSeconds(compute, self.memory, device, self.choice, untiled)
+    def after(self, rounding: Array) -> KernelSeconds:
+        """The seconds with those of kernels that round activations before."""
+        memory, device, untiled = (
+            each + rounding for each in (self.memory, self.device, self.untiled)
+        )
+        return KernelSeconds(self.compute, memory, device, self.choice, untiled)
 
     def at_pace(self, pace: float) -> KernelSeconds:
         """The seconds of kernels that are all so many times as fast."""
@@ -167,6 +175,8 @@ class KernelTable:
       padded              whether its tiles are computed in full (see `tile_terms`)
       unit                the index in `UNITS` of the engine and precision of that product
       odd                 whether rows of it, or else of vector work, are `misaligned`
+      kernel              the place in `engines.KERNELS` of the library's kernel that runs it
+      rounded             numbers of its activations that a kernel rounds before
     """
 
     chip: Chip
@@ -196,7 +206,17 @@ class KernelTable:
             return None
         tiled = self.data["flop"] > 0 if rows is None else rows
         columns = {name: self.data[name][tiled] for name in SIZES}
-        return tile_terms(columns, engine.units, knobs.tiling)
+        kernels = [(numbers, runs[tiled]) for numbers, runs in self.libraries()]
+        return tile_terms(columns, engine.units, knobs.tiling, kernels)
+
+    def libraries(self) -> Iterator[tuple[ProductKnobs, Flags]]:
+        """The kernels of libraries that run products, with flags of the rows of each."""
+        if "kernel" not in self.data:
+            return
+        numbers = Knobs.products(self.chip)
+        for place in np.unique(self.data["kernel"]).astype(int):
+            if place:
+                yield numbers[engines.KERNELS[place]], self.data["kernel"] == place
 
     def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
         """Seconds of one kernel of each row, by the formula of `knobs`.
@@ -207,6 +227,7 @@ class KernelTable:
         many knobs.
         """
         result = _shared_seconds(self, knobs, layouts, terms)
+        result = result.after(_rounding_seconds(self, knobs))
         sent = self.data["bytes"] - self.data["warm"] * (1 - 1 / knobs.cache)
         blocks = attention_rows.attention_seconds_of(self.data, sent, self.chip, knobs)
         experts = expert_kernels.expert_seconds_of(self.data, sent, self.chip, knobs)
@@ -289,6 +310,8 @@ def _product_shares(table: KernelTable, knobs: Knobs, by_class: Array, odd: Arra
     shares = np.array([knobs.engines.get(unit, np.nan) for unit in UNITS])
     share = shares[table.data["unit"].astype(np.int64)]
     reached: Array = np.where(np.isnan(share), by_class, knobs.compute * share)
+    for kernel, runs in table.libraries():
+        reached[runs] = knobs.compute * kernel.compute
     return reached / odd
 
 
@@ -317,6 +340,26 @@ def held(table: KernelTable, knobs: Knobs, device: Array) -> Array:
     busy = at_peak / (reached * np.where(device > 0, device, 1.0))
     shares: Array = knobs.power * np.maximum(busy, knobs.power**GROWTH) ** (-1 / GROWTH)
     return np.clip(shares, knobs.power, 1.0)
+def _rounding_seconds(table: KernelTable, knobs: Knobs) -> Array:
+    """Seconds of the kernels before a product that round its activations, by row."""
+    seconds, engine = np.zeros(len(table)), matrix_engine(table.chip)
+    if engine is None:
+        return seconds
+    for kernel, runs in table.libraries():
+        rows = np.flatnonzero(runs & (table.data["rounded"] > 0))
+        numbers = table.data["rounded"][rows]
+        high = numbers / table.data["inner"][rows]
+        moved = numbers * kernel.reads / (engine.memory * knobs.memory)
+        ragged = (table.data["rows"][rows] % _SCALES != 0) & (table.data["inner"][rows] > _SCALED)
+        seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units)
+        seconds[rows] += ragged * kernel.ragged
+    return seconds
+
+
+_SCALES = 4
+"""fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
+_SCALED = 128
+"""Numbers of a row that share a scale.  A single column of scales lies as it has to."""
 
 
 # -- rows of a table -------------------------------------------------------------------------------
@@ -356,7 +399,7 @@ def _work_columns(
     kernels: KernelAmounts, chip: Chip, execution: ExecutionModel
 ) -> dict[str, Array]:
     """The columns of `KernelTable` for computing: those of the largest product, and the rest."""
-    names = ("vector", "matrix", "flop", "rate", *SIZES, "unit", "odd")
+    names = ("vector", "matrix", "flop", "rate", *SIZES, "unit", "odd", "kernel", "rounded")
     columns = {name: np.zeros(len(kernels)) for name in names}
     columns["rate"][:] = 1.0
     most = np.zeros(len(kernels))  # seconds of the largest product so far
@@ -383,7 +426,12 @@ def _work_columns(
         numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
         numbers |= engines.product_sizes(key, work.shape, work.flop, on.padded)
         numbers["odd"] = misaligned(key, {"M": m, "N": n, "K": k})
+        numbers["kernel"], rounds = engines.library_kernel(key, chip, execution.library)
+        numbers["rounded"] = rounds * m * k * numbers["products"]
         for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
+    alone = kernels.kind != CLASSES.index("grouped mm")  # those of experts are other kernels
+    for name in ("kernel", "rounded"):
+        columns[name] *= alone
     return columns
