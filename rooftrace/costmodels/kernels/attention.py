@@ -139,7 +139,7 @@ TRTLLM_MLA = AttentionKernel(
 """TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
 trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in
 place of the rows, so that tiles are small; `feed`: of 32 heads, which are two of them, on B200."""
-AOTRITON = AttentionKernel(rows=128, keys=64, packs=1, splits=0, alone=False, vector=25)
+AOTRITON = AttentionKernel(rows=128, keys=64, packs=0, splits=0, alone=False, vector=25)
 ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=inf, alone=False, vector=8)
 """On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; and paged_attention_ll4mi of inference
 engines, which cuts keys into parts of 256.  Their prompts take FlashAttention 2 (Composable

@@ -22,7 +22,7 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import precision
 
 if TYPE_CHECKING:
-    from rooftrace._amounts import Array
+    from rooftrace._amounts import Amount, Array
     from rooftrace.costmodels.kernels.works import KernelAmounts
 
 # -- attention rows --------------------------------------------------------------------------------
@@ -206,6 +206,21 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
             column[at] = np.where(larger, numbers.get(name, 0.0), column[at])
         most[at] = np.where(larger, work.flop, most[at])
     return {f"attention {name}": column for name, column in columns.items()}
+
+
+def backward_shares(data: Mapping[str, Array], chip: Chip) -> Amount:
+    """Shares of the rate of the class, by row, that backward kernels reach: those of instructions.
+
+    FlashAttention 2 uses the matrix instructions of sm_80 in backward as in forward.
+    """
+    on = attention_engine(chip)
+    if on is None or on.family not in ("hopper", "blackwell"):
+        return 1.0
+    import numpy as np
+
+    flash2 = data["attention library"] == LIBRARIES.index("flash2")
+    old = (data["attention backward"] > 0) & flash2
+    return np.where(old, OLD_INSTRUCTIONS.products, 1.0)
 
 
 def attention_seconds_of(
