@@ -220,7 +220,7 @@ def backward_shares(data: Mapping[str, Array], chip: Chip) -> Amount:
 
     flash2 = data["attention library"] == LIBRARIES.index("flash2")
     old = (data["attention backward"] > 0) & flash2
-    return np.where(old, OLD_INSTRUCTIONS.products / HOPPER.products, 1.0)
+    return np.where(old, OLD_INSTRUCTIONS.products, 1.0)
 
 
 def attention_seconds_of(
