@@ -159,8 +159,8 @@ manychips: $(INSTALLED) ## published steps on many chips and ours (DATA=folder: 
 
 ##@ Pages of docs/ that a run writes
 
-accuracy: $(INSTALLED) ## docs/accuracy.md: predicted and measured times (DATA=folder of more measurements; N=8)
-	@mkdir -p out && $(BIN)/python benchmarks/accuracy/page.py $(DATA) $(if $(N),--every $(N)) > out/accuracy.md
+accuracy: $(INSTALLED) ## docs/accuracy.md: predicted and measured times (DATA=folder; N=8; REFIT=1: intervals)
+	@mkdir -p out && $(BIN)/python benchmarks/accuracy/page.py $(DATA) $(if $(N),--every $(N)) $(if $(REFIT),--refit) > out/accuracy.md
 	@mv out/accuracy.md docs/accuracy.md && echo "written to docs/accuracy.md"
 
 serving: $(INSTALLED) ## docs/serving-published.md: the preset `serving` and published figures

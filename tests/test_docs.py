@@ -115,7 +115,7 @@ def test_a_knob_acts_where_the_page_says() -> None:
         listed = {name for owner, name, _ in rows if owner == record}
         assert listed == {column.name for column in columns} - texts
     by_method = {"launch": r"\bknobs\.launch_on\("}
-    by_method |= dict.fromkeys(("residuals", "use"), r"\bknobs\.ends\(")
+    by_method |= dict.fromkeys(("residuals", "use"), r"\bknobs\.errors_of\(")
     for record, name, file in rows:
         source = (ROOT / "rooftrace" / "costmodels" / file).read_text()
         reads = by_method.get(name, rf"\b{record}\.{name}\b")

@@ -1,300 +1,465 @@
-"""Do intervals hold what they say?  Nominal 90 % ones are counted on models that were left out.
+"""Intervals by where a step is: made from points of all scripts, and counted on sources left out.
 
-    python benchmarks/accuracy/coverage.py FOLDER [--every N] [--cache TRACES] [--cases FILE]
-    python benchmarks/accuracy/coverage.py FOLDER --other "A100=points.csv" ... --write
+    python benchmarks/accuracy/coverage.py POINTS [--write FILE]
 
-FOLDER has files of timm (see timm_steps.py); our own runs are in benchmarks/measurements/.
-Three uses:
-  no fit       ends of intervals come from the data sets of other GPUs: none of this GPU is seen
-  one factor   families of models are dealt into two halves; knobs and ends come from one half, the
-               other is counted, both ways
-  fitted       the same with two numbers, compute and memory
---other NAME=FILE.csv: predictions without a fit that another script wrote by --points (the steps of
-language models): a data set of its own, for the use without a fit.  --cases FILE keeps the traced
-and priced steps from one run to the next.  --write prints, in place of the tables, the tables
-[residuals] of the typical knob files, from all data sets.
+POINTS is a folder of files that scripts write by --points (page.py --points makes them all); rows
+without a source say nothing here.  Printed is a line for each group of steps: the errors without a
+fit, how many are inside of their 90 % interval when nothing of their source made it and when it is
+among the others (`source seen`), and the upper end over the lower one, the median.  --write makes
+the table that comes along, rooftrace/costmodels/kernels/fitted/intervals.toml.
+
+Cells are a hierarchy: steps that agree in the first fields of `ORDER`.  The mean of a cell is drawn
+to that of the cells around it, as if these were `DRAWN` sources, and so is the scale: the 90th
+percentile of how far a source is from what all others say of its cell.  Every source counts the
+same in a cell, however many steps it has.  Ends are order statistics of left-out sources in scales.
+`ORDER` is that of the orders of fields which is best for left-out sources, but for noise, by the
+score of intervals (Gneiting and Raftery, "Strictly proper scoring rules", 2007).
+
+After a fit of one factor, errors are those within a source: each family against the others.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import pickle
+import re
 import statistics
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any
 
-import own
-import timm_steps
-from points import read_points
+import numpy as np
+from points import Point, read_points
 
-from rooftrace.costmodels.fusion.executions import execution_model
-from rooftrace.costmodels.kernels.knobs import (
+from rooftrace.costmodels import kernels
+from rooftrace.costmodels.kernels.intervals import (
     FITTED,
     LEVEL,
+    LEVELS,
     NO_FIT,
     ONE_FACTOR,
-    USES,
-    Knobs,
+    CellSteps,
+    IntervalTable,
     Residuals,
-    dump_knobs,
+    StepCell,
 )
-from rooftrace.measured.fit.calibrating import ONE, usual_start
-from rooftrace.measured.fit.cases import Case, predict
-from rooftrace.measured.fit.fitting import FEW, Starts, deviations_of, fitted, group_of
+from rooftrace.hardware.chipfile import toml_sections
 
-CHIP_WIDTH, CHIP_WEIGHT = 0.2, 4.0
-"""How far the pace of GPUs scatters around the typical one (the prior of a fit), and how many data
-sets that counts for beside those that are here."""
-_GRID = [NormalDist().inv_cdf((i + 0.5) / 21) for i in range(21)]
+ORDER = ("kind", "phase", "generation", "work", "precision", "execution", "limit")
+DRAWN = 1.0
+"""Sources that the mean of the cells around counts for."""
+WIDTHS_DRAWN = 2.0
+"""Sources that the scale of the cells around counts for."""
+MOST = 200
+"""Steps of a source in a cell that are kept: evenly spaced quantiles stand for more."""
+SHARE = 0.9
+"""The share of left-out steps that a scale holds."""
+FEWEST = 6
+"""Families of a source on which a fit is tried."""
+
+SHIPPED = Path(kernels.__file__).parent / "fitted" / "intervals.toml"
+
+
+def _is(**wanted: str | Sequence[str]) -> Callable[[Point], bool]:
+    def holds(point: Point) -> bool:
+        return all(
+            getattr(point, name) in ((value,) if isinstance(value, str) else value)
+            for name, value in wanted.items()
+        )
+
+    return holds
+
+
+AMD, STEPS = ("cdna3", "cdna4"), ("forward", "decode", "training")
+GROUPS: Mapping[str, Callable[[Point], bool]] = {
+    "AMD": _is(generation=AMD),
+    "host-bound steps": _is(limit="launch", phase=STEPS),
+    "MoE": _is(work="moe", phase="kernel"),
+    "MLA": _is(work="mla", phase="kernel"),
+    "attention": _is(work="attention", phase="kernel"),
+    "fp8 and fp4 products": _is(work="product", phase="kernel", precision=("fp8", "fp4", "int4")),
+    "bf16 products": _is(work="product", phase="kernel"),
+    "image steps": lambda point: point.source.startswith("timm "),
+    "LLM training, H100": lambda point: point.phase == "training" and point.generation == "hopper",
+    "LLM training, A100": lambda point: point.phase == "training" and point.generation == "ampere",
+    "LLM inference": lambda point: (
+        point.phase in ("forward", "decode") and point.source.startswith(("NeuSight", "serving"))
+    ),
+    "other kernels": _is(phase="kernel"),
+    "other steps": lambda point: True,
+}
+"""A step is in the first group that holds it."""
+
+
+# -- order statistics ------------------------------------------------------------------------------
+
+Array = np.ndarray
+
+
+def quantile(values: Array, weights: Array, share: float) -> float:
+    """A weighted quantile, between the middles of the two nearest values."""
+    order = np.argsort(values)
+    total = np.cumsum(weights[order])
+    return float(np.interp(share * total[-1], total - weights[order] / 2, values[order]))
 
 
 @dataclass(frozen=True)
-class DataSet:
-    """Steps of one device and one way to run.
+class Held:
+    """Errors of the steps of one source in one cell: some of them, and how many there are."""
 
-    off: log(measured / predicted) by the typical knobs; kind: gpu or cpu; cases: () where only
-    predictions are known.
-    """
+    off: Array  # log(measured / predicted), at most MOST of them
+    count: int
 
-    name: str
-    device: str
-    kind: str
-    groups: tuple[str, ...]
-    off: tuple[float, ...]
-    cases: tuple[Case, ...] = ()
-    start: Knobs | None = None
-
-    @staticmethod
-    def of_cases(name: str, device: str, execution: str, cases: Sequence[Case]) -> DataSet:
-        chip = cases[0].table.chip
-        start = usual_start(chip, execution_model(execution))
-        pairs = zip(cases, predict(cases, start), strict=True)
-        off = tuple(math.log(case.seconds / seconds) for case, seconds in pairs)
-        groups = tuple(group_of(case) for case in cases)
-        return DataSet(name, device, chip.kind, groups, off, tuple(cases), start)
+    @cached_property
+    def mean(self) -> float:
+        return float(self.off.mean())
 
 
-# -- data ------------------------------------------------------------------------------------------
+def _thinned(off: Sequence[float]) -> Held:
+    values = np.sort(np.array(off))
+    if len(values) > MOST:
+        values = np.quantile(values, (np.arange(MOST) + 0.5) / MOST)
+    return Held(values, len(off))
 
 
-def timm_sets(
-    folder: Path, cache: Path, every: int, kept: dict[tuple[str, str], Any], tell: Callable
-) -> Iterator[DataSet]:
-    for path in sorted(folder.glob("timm-*.csv")):
-        how = timm_steps.setting(path)
-        if how is None:
-            continue
-        cases = []
-        for row in timm_steps.read(path)[::every]:
-            key = (path.stem, row.name)
-            if key not in kept:
-                one = timm_steps.case_of(row, how, cache)
-                if one is None:
+# -- the hierarchy ---------------------------------------------------------------------------------
+
+Path_ = tuple[str, ...]
+Key = tuple[str, Path_]
+
+
+class Hierarchy:
+    """Errors by source and cell, and what they say of a cell without one of the sources."""
+
+    def __init__(self, points: Iterable[Point], order: Sequence[str] = ORDER) -> None:
+        self.order = tuple(order)
+        off: dict[Key, list[float]] = defaultdict(list)
+        for point in points:
+            off[point.source, self.path(point.cell)].append(error(point))
+        self.held = {key: _thinned(values) for key, values in off.items()}
+        self.inside: dict[Path_, dict[str, list[Path_]]] = defaultdict(lambda: defaultdict(list))
+        for source, path in self.held:
+            for depth in range(len(path) + 1):
+                self.inside[path[:depth]][source].append(path)
+        self._means = {
+            node: {source: self._mean_of(source, paths) for source, paths in sources.items()}
+            for node, sources in self.inside.items()
+        }
+        self._scales: dict[tuple[Path_, str | None], tuple[float, int]] = {}
+        self.left = {
+            (source, path): held.off - self.mean(path, source)[0]
+            for (source, path), held in self.held.items()
+        }
+
+    def path(self, cell: StepCell) -> Path_:
+        """The values of a cell in order."""
+        return cell.values(self.order)
+
+    def _mean_of(self, source: str, paths: Sequence[Path_]) -> float:
+        held = [self.held[source, path] for path in paths]
+        return float(np.average([h.mean for h in held], weights=[h.count for h in held]))
+
+    @property
+    def sources(self) -> list[str]:
+        return sorted({source for source, _ in self.held})
+
+    def mean(self, path: Path_, without: str | None = None) -> tuple[float, int]:
+        """The mean of a cell, and how many of its fields some other source shares."""
+        mean, known = 0.0, 0
+        for depth in range(len(path) + 1):
+            means = self._means.get(path[:depth], {})
+            others = [value for source, value in means.items() if source != without]
+            if not others:
+                break
+            mean = (sum(others) + DRAWN * mean) / (len(others) + DRAWN)
+            known = depth
+        return mean, known
+
+    def scale(self, path: Path_, without: str | None = None) -> float:
+        """The scale of a cell, as deep as sources share it."""
+        scale = 0.0
+        for depth in range(len(path) + 1):
+            alone, sources = self._scale_of(path[:depth], without)
+            if not sources:
+                break
+            drawn = WIDTHS_DRAWN if depth else 0.0
+            scale = (sources * math.log(alone) + drawn * scale) / (sources + drawn)
+        return math.exp(scale)
+
+    def _scale_of(self, node: Path_, without: str | None) -> tuple[float, int]:
+        sources = self.inside.get(node, {})
+        key = (node, without if without in sources else None)
+        if key not in self._scales:
+            values, weights = [], []
+            for source, paths in sources.items():
+                if source == without:
                     continue
-                kept[key] = one
-            cases.append(kept[key])
-        tell(f"{path.stem}: {len(cases)} steps")
-        if cases:
-            name = path.stem.removeprefix("timm-")
-            yield DataSet.of_cases(name, how.chip.name, how.execution, cases)
+                total = sum(self.held[source, path].count for path in paths)
+                for path in paths:
+                    left = self.left[source, path]
+                    values.append(np.abs(left))
+                    each = self.held[source, path].count / total / len(left)
+                    weights.append(np.full(len(left), each))
+            found = 1.0
+            if values:
+                found = quantile(np.concatenate(values), np.concatenate(weights), SHARE)
+            self._scales[key] = max(found, 1e-3), len(sources) - (key[1] is not None)
+        return self._scales[key]
+
+    @cached_property
+    def scatter(self) -> tuple[float, ...]:
+        """How far means of cells are from those around them, by depth: root mean squares."""
+        squares: dict[int, list[float]] = {depth: [0.0] for depth in range(len(self.order))}
+        children: dict[Path_, list[Path_]] = defaultdict(list)
+        for node in self._means:
+            if node:
+                children[node[:-1]].append(node)
+        for around, nodes in children.items():
+            if len(nodes) > 1:
+                middle = self.mean(around)[0]
+                squares[len(around)] += [(self.mean(node)[0] - middle) ** 2 for node in nodes]
+        return tuple(
+            math.sqrt(sum(values) / max(1, len(values) - 1)) for values in squares.values()
+        )
+
+    def wide(self, path: Path_, known: int, without: str | None = None) -> float:
+        """The scale at a cell of which some fields are not measured."""
+        steps = CellSteps(0.0, self.scale(path, without), 0, 0)
+        apart = sum(scatter**2 for scatter in self.scatter[known:])
+        return math.sqrt(steps.scale**2 + (1.6449**2) * apart)
+
+    def ends(self) -> tuple[list[float], list[float]]:
+        """Ends of each level in scales: order statistics of left-out sources of equal weight."""
+        values, weights = [], []
+        for source in self.sources:
+            keys = [key for key in self.held if key[0] == source]
+            total = sum(self.held[key].count for key in keys)
+            for key in keys:
+                scale = self.wide(key[1], self.mean(key[1], source)[1], source)
+                values.append(self.left[key] / scale)
+                each = self.held[key].count / total / len(values[-1])
+                weights.append(np.full(len(values[-1]), each))
+        off, share = np.concatenate(values), np.concatenate(weights)
+        count = len(self.sources)
+        low, high = [], []
+        for level in LEVELS:
+            side = min(1.0, (1 + min(1.0, level * (count + 1) / count)) / 2)
+            low.append(min(0.0, quantile(off, share, 1 - side)))
+            high.append(max(0.0, quantile(off, share, side)))
+        return low, high
+
+    def table(self, uses: Mapping[str, Residuals]) -> IntervalTable:
+        """All of it."""
+        low, high = self.ends()
+        cells = {}
+        for node in sorted(self.inside):
+            sources = self.inside[node]
+            steps = sum(self.held[s, path].count for s, paths in sources.items() for path in paths)
+            cells[", ".join(node)] = CellSteps(
+                round(self.mean(node)[0], 4), round(self.scale(node), 4), len(sources), steps
+            )
+        return IntervalTable(
+            title=f"{sum(h.count for h in self.held.values()):,} steps and kernels of "
+            f"{len(self.sources)} sources, without a fit",
+            order=self.order,
+            levels=LEVELS,
+            low=tuple(round(end, 4) for end in low),
+            high=tuple(round(end, 4) for end in high),
+            scatter=tuple(round(value, 4) for value in self.scatter),
+            cells=cells,
+            uses=uses,
+        )
+
+    def interval(
+        self, path: Path_, without: str | None, ends: tuple[float, float]
+    ) -> tuple[float, float]:
+        """The ends at a cell, of log(measured / predicted), by all sources but one."""
+        mean, known = self.mean(path, without)
+        scale = self.wide(path, known, without)
+        return min(0.0, mean + ends[0] * scale), max(0.0, mean + ends[1] * scale)
 
 
-def own_sets(kept: dict[tuple[str, str], Any], tell: Callable) -> Iterator[DataSet]:
-    for name, run, chip in own.runs(own.MEASUREMENTS):
-        for mode in own.MODES:
-            tell(f"{name}: {mode}")
-            if (name, mode) not in kept:
-                kept[name, mode] = own.cases_of(run, chip, mode)
-            cases = kept[name, mode]
-            if len({case.group for case in cases}) >= 4:
-                yield DataSet.of_cases(f"{name} {mode}", chip.name, mode, cases)
+def error(point: Point) -> float:
+    return math.log(point.measured / point.predicted)
 
 
-def other_set(given: str) -> DataSet:
-    """Predictions of another script; a model's name up to its first blank is its family."""
-    name, _, file = given.partition("=")
-    points = read_points(Path(file))
-    return DataSet(
-        name,
-        name,
-        "gpu",
-        tuple(point.label.split()[0] for point in points),
-        tuple(math.log(point.measured / point.predicted) for point in points),
-    )
+# -- after a fit -----------------------------------------------------------------------------------
 
 
-# -- ends of intervals -----------------------------------------------------------------------------
+def family(point: Point) -> str:
+    """Steps that are left out of a fit together: the first word of a label."""
+    return re.split(r"[ _]", point.label)[0]
 
 
-def no_fit(sets: Sequence[DataSet]) -> Residuals:
-    """Ends for a device that no set is of: residuals within sets, and how far sets are apart.
-
-    Each family of each set counts the same.  Devices are too few for ends that are their own order
-    statistics, so how far the next one is off is drawn from a normal distribution: the scatter of
-    the sets that are here, and of what is known of others.
-    """
-    centres = [statistics.median(one.off) for one in sets]
-    width = math.sqrt(
-        (CHIP_WEIGHT * CHIP_WIDTH**2 + sum(centre**2 for centre in centres))
-        / (CHIP_WEIGHT + len(sets))
-    )
-    values, groups = [], []
-    for one, centre in zip(sets, centres, strict=True):
-        for off, group in zip(one.off, one.groups, strict=True):
-            values += [off - centre + width * step for step in _GRID]
-            groups += [f"{one.name}: {group}"] * len(_GRID)
-    spread = 1.4826 * statistics.median(map(abs, values))
-    found = Residuals.of_steps([value / spread for value in values], groups)
-    families = len({group for one in sets for group in one.groups})
-    return replace(found, spread=spread, count=len(values) // len(_GRID), groups=families)
+def one_factor(points: Sequence[Point]) -> list[float]:
+    """The errors of the steps of a source after a fit of one factor to all other families."""
+    off, families = [error(p) for p in points], [family(p) for p in points]
+    sums: dict[str, list[float]] = defaultdict(list)
+    for value, name in zip(off, families, strict=True):
+        sums[name].append(value)
+    total, count = sum(off), len(off)
+    return [
+        value - (total - sum(sums[name])) / (count - len(sums[name]))
+        for value, name in zip(off, families, strict=True)
+    ]
 
 
-def after_fits(sets: Sequence[DataSet], use: str) -> Residuals | None:
-    """Ends after a fit of this use: what was left out of each set, in its own spread."""
+def by_source(points: Iterable[Point]) -> dict[str, list[Point]]:
+    found: dict[str, list[Point]] = defaultdict(list)
+    for point in points:
+        found[point.source].append(point)
+    return found
+
+
+def fitted_steps(points: Sequence[Point]) -> Residuals | None:
+    """Residuals after a fit of one factor, of the steps of sources with enough families."""
     values, groups, spreads = [], [], []
-    for one in sets:
-        knobs, outside = fit_of(one.cases, one.start, use)
-        if not outside:
+    for source, chosen in by_source(points).items():
+        steps = [p for p in chosen if p.phase != "kernel"]
+        if len({family(p) for p in steps}) < FEWEST:
             continue
-        spreads.append(knobs.spread)
-        deviations = deviations_of(one.cases, knobs)
-        for case, seconds, deviation in zip(one.cases, outside, deviations, strict=True):
-            values.append(math.log(case.seconds / seconds) / deviation)
-            groups.append(f"{one.name}: {group_of(case)}")
+        left = one_factor(steps)
+        spread = 1.4826 * statistics.median(map(abs, left))
+        values += [value / spread for value in left]
+        groups += [f"{source}: {family(p)}" for p in steps]
+        spreads.append(spread)
     if not values:
         return None
     spread = math.sqrt(statistics.fmean(each**2 for each in spreads))
-    families = len({group.partition(": ")[2] for group in groups})
-    return replace(Residuals.of_steps(values, groups), spread=spread, groups=families)
+    made = Residuals.of_steps(
+        values, groups, of=f"steps of {len(spreads)} sources, one factor each"
+    )
+    return replace(made, spread=float(f"{spread:.4g}"))
 
 
-def fit_of(cases: Sequence[Case], start: Knobs, use: str) -> tuple[Knobs, tuple[float, ...]]:
-    """Knobs by a fit of this use, and what it predicts of the cases that it had not seen."""
-    found = fitted(cases, Starts((), start), ONE if use == ONE_FACTOR else FEW, "")
-    return found.knobs, found.outside
+def uses_of(points: Sequence[Point], hierarchy: Hierarchy) -> dict[str, Residuals]:
+    """Residuals by use, wherever steps are."""
+    low, high = hierarchy.ends()
+    found = {
+        NO_FIT: Residuals(
+            levels=LEVELS,
+            low=tuple(float(f"{1.6449 * end:.4g}") for end in low),
+            high=tuple(float(f"{1.6449 * end:.4g}") for end in high),
+            spread=float(f"{hierarchy.scale(()) / 1.6449:.4g}"),
+            count=sum(h.count for h in hierarchy.held.values()),
+            groups=len(hierarchy.sources),
+            of="steps and kernels of all sources",
+        )
+    }
+    after = fitted_steps(points)
+    if after is not None:
+        found |= {ONE_FACTOR: after, FITTED: after}
+    return found
 
 
 # -- coverage --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Counted:
-    """How many steps were inside of their interval, and its upper end over its lower one."""
+class LeftOut:
+    """Intervals of points by a hierarchy of all, without their sources or with them."""
 
-    inside: int
-    of: int
-    ratio: float  # median
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.hierarchy = Hierarchy(points)
+        low, high = self.hierarchy.ends()
+        self.ends = low[LEVELS.index(LEVEL)], high[LEVELS.index(LEVEL)]
+        self._kept: dict[tuple[Path_, str | None], tuple[float, float]] = {}
 
-    @property
-    def words(self) -> str:
-        return f"{self.inside / self.of:.0%} | {self.ratio:.2f}" if self.of else " | "
+    def interval(self, point: Point, without: str | None) -> tuple[float, float]:
+        """The ends of log(measured / predicted) where a point is."""
+        key = self.hierarchy.path(point.cell), without
+        if key not in self._kept:
+            self._kept[key] = self.hierarchy.interval(*key, self.ends)
+        return self._kept[key]
+
+    def line(self, name: str, points: Sequence[Point]) -> str:
+        """A line of a table with `HEAD`."""
+        off = np.array([point.predicted / point.measured - 1 for point in points])
+        ends = [self.interval(point, point.source) for point in points]
+        seen = [self.interval(point, None) for point in points]
+        errors = [error(point) for point in points]
+        inside, inside_seen = (
+            statistics.fmean(low <= e <= high for (low, high), e in zip(by, errors, strict=True))
+            for by in (ends, seen)
+        )
+        ratio = statistics.median(math.exp(high - low) for low, high in ends)
+        size = np.abs(off)
+        return (
+            f"| {name} | {len(points):,} | {len({p.source for p in points})} | {size.mean():.1%} "
+            f"| {np.median(size):.1%} | {np.quantile(size, 0.9):.1%} | {off.mean():+.1%} "
+            f"| {inside:.0%} | {inside_seen:.0%} | {ratio:.2f} |"
+        )
+
+    def table(self, points: Sequence[Point], group: Callable[[Point], str]) -> str:
+        """A line for each group of these points, in their order, and for all."""
+        by_group: dict[str, list[Point]] = defaultdict(list)
+        for point in points:
+            by_group[group(point)].append(point)
+        names = [name for name in GROUPS if name in by_group]
+        names += [name for name in by_group if name not in GROUPS]
+        lines = [self.line(name, by_group[name]) for name in names]
+        return "\n".join([HEAD, *lines, *([self.line("all", points)] if len(names) > 1 else [])])
 
 
-def without_fit(one: DataSet, others: Sequence[DataSet]) -> Counted:
-    """Of a data set, by those of other devices of its kind."""
-    apart = [o for o in others if o.device != one.device and o.kind == one.kind]
-    if not apart:
-        return Counted(0, 0, 1.0)
-    ends = no_fit(apart)
-    low, high = (end * ends.spread for end in ends.ends(LEVEL))
-    inside = sum(low <= off <= high for off in one.off)
-    return Counted(inside, len(one.off), math.exp(high - low))
+HEAD = (
+    "| no fit | n | sources | mean | median | p90 | bias | inside | source seen | high/low |\n"
+    "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+)
 
 
-def with_fit(one: DataSet, use: str) -> Counted:
-    """Of both halves of the families of a data set, each by a fit to the other."""
-    families = sorted(set(one.groups))
-    inside, ratios = 0, []
-    for seen in (set(families[::2]), set(families[1::2])):
-        kept = [case for case in one.cases if group_of(case) in seen]
-        apart = [case for case in one.cases if group_of(case) not in seen]
-        knobs, _ = fit_of(kept, one.start, use)
-        low, high = knobs.ends(LEVEL)
-        rows = zip(apart, predict(apart, knobs), deviations_of(apart, knobs), strict=True)
-        for case, seconds, deviation in rows:
-            inside += low * deviation <= math.log(case.seconds / seconds) <= high * deviation
-            ratios.append(math.exp((high - low) * deviation))
-    return Counted(inside, len(one.cases), statistics.median(ratios))
+def group_of(point: Point) -> str:
+    """The group of `GROUPS` that a point is in."""
+    return next(name for name, holds in GROUPS.items() if holds(point))
 
 
-def table(sets: Sequence[DataSet], tell: Callable) -> str:
-    """A line a data set, and the mean of each use: every data set counts the same."""
-    lines = [
-        "| data set | steps | families | no fit | high/low | one factor | high/low | fitted "
-        "| high/low |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+# -- the file --------------------------------------------------------------------------------------
+
+
+def text_of(table: IntervalTable) -> str:
+    """The TOML text of a table."""
+    head = {name: getattr(table, name) for name in
+            ("title", "order", "levels", "low", "high", "scatter")}  # fmt: skip
+    head = {name: list(v) if isinstance(v, tuple) else v for name, v in head.items()}
+    cells = {
+        name: {f: getattr(steps, f) for f in ("mean", "scale", "sources", "steps")}
+        for name, steps in table.cells.items()
+    }
+    sections = [("", head)]
+    sections += [(f'[uses."{name}"]', ends.to_dict()) for name, ends in table.uses.items()]
+    return toml_sections([*sections, ("[cells]", cells)])
+
+
+def sourced(folder: Path) -> list[Point]:
+    """The points of all files in a folder that say where they are from."""
+    return [
+        point
+        for path in sorted(folder.glob("*.csv"))
+        for point in read_points(path)
+        if point.source and point.predicted > 0 and point.measured > 0
     ]
-    found: dict[str, list[Counted]] = {use: [] for use in USES}
-    for one in sets:
-        tell(f"coverage: {one.name}")
-        row = {NO_FIT: without_fit(one, sets)}
-        for use in (ONE_FACTOR, FITTED):
-            row[use] = with_fit(one, use) if one.cases else Counted(0, 0, 1.0)
-        for use, cover in row.items():
-            found[use] += [cover] if cover.of else []
-        cells = " | ".join(row[use].words for use in USES)
-        lines.append(f"| {one.name} | {len(one.off)} | {len(set(one.groups))} | {cells} |")
-    means = [
-        f"{statistics.fmean(c.inside / c.of for c in found[use]):.0%} | "
-        f"{statistics.fmean(c.ratio for c in found[use]):.2f}"
-        if found[use]
-        else " | "
-        for use in USES
-    ]
-    lines.append(f"| mean of the data sets | | | {' | '.join(means)} |")
-    return "\n".join(lines)
 
 
-def residuals_of(sets: Sequence[DataSet]) -> str:
-    """The tables for knob files, for each kind of device."""
-    parts = []
-    for kind in sorted({one.kind for one in sets}):
-        of_kind = [one for one in sets if one.kind == kind]
-        told = "; ".join(f"{one.name} ({len(one.off)})" for one in of_kind)
-        found = {NO_FIT: replace(no_fit(of_kind), of=told)}
-        with_cases = [one for one in of_kind if one.cases]
-        told = "; ".join(f"{one.name} ({len(one.off)})" for one in with_cases)
-        for use in (ONE_FACTOR, FITTED):
-            ends = after_fits(with_cases, use)
-            if ends is not None:
-                found[use] = replace(ends, of=told)
-        text = dump_knobs(Knobs("x", residuals=found))
-        parts += [f"# {kind}: spread = {found[NO_FIT].spread:.3g}", text[text.index("[resid") :]]
-    return "\n".join(parts)
+def write(points: Sequence[Point], path: Path) -> None:
+    """Write the table of these points."""
+    hierarchy = Hierarchy(points)
+    text = text_of(hierarchy.table(uses_of(points, hierarchy)))
+    path.write_text(f"# Written by benchmarks/accuracy/coverage.py, never by hand.\n{text}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path("out/accuracy"), help="of traces")
-    parser.add_argument("--every", type=int, default=1, help="every n-th row only")
-    parser.add_argument("--cases", type=Path, help="where priced steps are kept")
-    parser.add_argument("--other", action="append", default=[], metavar="NAME=FILE.csv")
-    parser.add_argument("--write", action="store_true", help="print tables of knob files")
+    parser.add_argument("points", type=Path, help="a folder of CSV files")
+    parser.add_argument("--write", type=Path, help="write the table there, as TOML")
     given = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    given.cache.mkdir(parents=True, exist_ok=True)
-    kept: dict[tuple[str, str], Any] = {}
-    if given.cases and given.cases.exists():
-        kept = pickle.loads(given.cases.read_bytes())
-    sets = list(timm_sets(given.folder, given.cache, given.every, kept, tell))
-    sets += [other_set(text) for text in given.other]
-    for one in own_sets(kept, tell):
-        sets.append(one)
-        if given.cases:
-            given.cases.write_bytes(pickle.dumps(kept))
-    if not sets:
-        raise SystemExit(f"{given.folder}: no timm-*.csv in it, and no runs of our own")
-    print(residuals_of(sets) if given.write else table(sets, tell))
+    points = sourced(given.points)
+    if not points:
+        raise SystemExit(f"{given.points}: no points with a source in *.csv")
+    print(LeftOut(points).table(points, group_of))
+    if given.write:
+        write(points, given.write)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,26 @@
-"""Training of MPT by llm-foundry on A100 with FSDP, predicted.
+"""Training of MPT by llm-foundry with FSDP, predicted.
 
     python benchmarks/accuracy/foundry.py FOLDER [--every N] [--cache DIR] [--points FILE.csv]
 
-FOLDER/llm has llm_foundry_a100.csv (throughput tables of llm-foundry, Apache-2.0).  What ran there:
-weights and gradients in bf16 while computing (both of its modes gather and reduce in bf16), layer
-norms in bf16, FlashAttention's cross entropy, and attention by a Triton kernel, the default of the
-script that made the tables.  That kernel is taken to be as much slower than FlashAttention 2 as the
-paper of the latter says (Dao, 2023: 1.3 to 1.5 times forward, twice backward).
+FOLDER/llm has llm_foundry_*.csv (throughput tables of llm-foundry, Apache-2.0), of any GPU.  What
+ran there, by the sources of llm-foundry and Composer of that year: weights and gradients in bf16
+while computing (both modes gather and reduce in bf16), layer norms in bf16, FlashAttention's cross
+entropy, two metrics of each microbatch, and attention by a Triton kernel, the default of the script
+that made the tables.  That kernel is taken to be as much slower than FlashAttention 2 as the paper
+of the latter says (Dao, 2023: 1.3 to 1.5 times forward, twice backward); like that one it uses the
+matrix instructions of sm_80.  Rows in fp8 ran the linear layers of TransformerEngine.
 
-A microbatch of one GPU is traced, without the optimizer, and without what GPUs exchange: that is
-taken to hide behind computing.  Two numbers, what the GPUs sustain of their arithmetic and of their
-bandwidth, are fitted to the rows on 8 GPUs of all other models.  The usual numbers, from which a
-fit begins, hold what an A100 sustains in such training, which was chosen with these rows in sight.
+A microbatch of one GPU is traced.  Added to its kernels are
+- what FSDP exchanges in backward: Composer's default is BACKWARD_POST, which gathers a layer's
+  weights when the layer before is done, after its gradients on the same stream of NCCL; gathering
+  in forward is taken to hide behind computing.  Times are those of the DGX system of the GPU;
+- copies of gradients into the flat parameter of each layer;
+- the optimizer, over the microbatches of a step.
+
+Two numbers, what the GPUs sustain of their arithmetic and of their bandwidth, and one factor, are
+fitted to rows on one node of all other models.  The usual numbers, from which a fit begins, hold
+what A100 and H100 sustain under their limit on power: that of A100 was chosen with the rows of 80
+GB in sight, that of H100 with steps of torchtitan.
 """
 
 from __future__ import annotations
@@ -32,19 +41,33 @@ from scores import HEAD, left_out, line, one_factor, with_numbers
 import rooftrace as rt
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.attention import attention_knobs
+from rooftrace.costmodels.kernels.intervals import StepCell
+from rooftrace.costmodels.timing.collectives import collective_seconds
+from rooftrace.hardware.systems import System, load_system
 from rooftrace.measured.fit.cases import Case, predict, step_case
 from rooftrace.measured.fit.fitting import FEW
 
 CHIPS = {"a100_80gb": "a100-sxm-80", "a100_40gb": "a100-sxm-40"}
+"""By the names of the tables; others are aliases of chips, with other dashes."""
+SYSTEMS = {"sm_80": "dgx-a100", "sm_90": "dgx-h100", "sm_100": "dgx-b200"}
+"""By architecture; a chip of another one is alone with its links."""
 NODE = 8
 """GPUs that share one switch."""
+UPDATE = 110
+"""Bytes that an update moves for each parameter of a GPU: the norm of gradients, and about nine
+kernels over fp32 numbers in Composer's DecoupledAdamW."""
+ATTENTION = 32768
+"""From sequences of so many tokens on attention takes most of the time."""
 SLOWER = {"forward": 1.4, "backward": 2.0}
 """Times that attention in Triton takes of FlashAttention 2."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published run.  seconds: of one microbatch, which every GPU computes at once."""
+    """One published run.  seconds: of one microbatch, which every GPU computes at once.
+
+    gathered: whether backward gathers weights again (FULL_SHARD).
+    """
 
     chip: str
     model: str
@@ -53,53 +76,98 @@ class Row:
     batch: int
     checkpoint: bool
     seconds: float
+    source: str
+    fp8: bool
+    gathered: bool
+    parameters: float
+    accumulated: int  # microbatches of a step
 
     @property
     def name(self) -> str:
         kept = ", checkpointed" if self.checkpoint else ""
+        kept += ", fp8" if self.fp8 else ""
         return f"{self.model} {self.batch}x{self.seq}{kept} on {self.gpus} {self.chip}"
 
     @property
     def trace(self) -> str:
         """The name of its trace."""
         kept = "-checkpoint" if self.checkpoint else ""
-        return f"mpt-{self.model}-{self.batch}x{self.seq}{kept}"
+        kept += "-fp8" if self.fp8 else ""
+        return f"mpt-metrics-{self.model}-{self.batch}x{self.seq}{kept}"
+
+
+def chip_named(name: str) -> str | None:
+    """The chip of a name in the tables; None for an unknown one."""
+    try:
+        return rt.load_chip(CHIPS.get(name, name.replace("_", "-"))).name
+    except rt.types.UnknownChipError:
+        return None
 
 
 def read(path: Path) -> list[Row]:
-    """Rows with their seconds: tokens of a microbatch by the tokens that a GPU does in a second."""
+    """Rows with their seconds: tokens of a microbatch by the tokens that a GPU does in a second.
+
+    Rows of unknown GPUs and models are listed on stderr and left out.
+    """
+    from mpt import SIZES
+
     rows = []
     with path.open(newline="", encoding="utf-8") as file:
         for told in csv.DictReader(file):
             seq, batch = int(told["SeqLen (T)"]), int(told["MicroBatchSize"])
-            gpus = int(told["# GPUs"])
+            gpus, chip = int(told["# GPUs"]), chip_named(told["GPU"])
+            if chip is None or told["Model"] not in SIZES:
+                print(f"{path.name}: left out {told['Model']} on {told['GPU']}", file=sys.stderr)
+                continue
             rows.append(
                 Row(
-                    chip=CHIPS[told["GPU"]],
+                    chip=chip,
                     model=told["Model"],
                     seq=seq,
                     gpus=gpus,
                     batch=batch,
                     checkpoint=told["Activation Checkpointing"] == "True",
                     seconds=batch * seq * gpus / float(told["Throughput (T/s)"]),
+                    source=path.stem,
+                    fp8="fp8" in told["Precision"],
+                    gathered=told["Sharding Strategy"] == "FULL_SHARD",
+                    parameters=float(told["NumParams"]),
+                    accumulated=int(told["GradAccum"]),
                 )
             )
     return rows
 
 
 def traced(row: Row, cache: Path) -> rt.types.OpGraph:
-    """The graph of a microbatch: forward, loss and backward."""
+    """The graph of a microbatch: forward, loss, backward and metrics."""
 
     def make() -> rt.types.OpGraph:
         import torch
         from mpt import Mpt, microbatch
 
         with torch.device("meta"):
-            model = Mpt(row.model, row.seq, row.checkpoint).train().bfloat16()
+            model = Mpt(row.model, row.seq, row.checkpoint, row.fp8).train().bfloat16()
         ids = torch.zeros(row.batch, row.seq, dtype=torch.long, device="meta")
         return rt.trace(microbatch, model, ids)
 
     return kept(cache / f"{row.trace}.json.gz", make)
+
+
+def beside(row: Row, on: rt.types.Chip, knobs: Knobs) -> float:
+    """Seconds of a microbatch beside its kernels: exchange, copies of gradients, the update."""
+    from mpt import SIZES
+
+    system = load_system(SYSTEMS[on.architecture]) if on.architecture in SYSTEMS else None
+    system = System.of_chip(on) if system is None else system.with_chip(on)
+    layers = SIZES[row.model][2]
+    kinds = ("all_gather", "reduce_scatter") if row.gathered else ("reduce_scatter",)
+    of_layer = 2 * row.parameters / layers
+    exchanged = sum(
+        layers * collective_seconds(system, kind, of_layer, range(row.gpus)).seconds
+        for kind in kinds
+    )
+    moved = 4 * row.parameters + UPDATE * row.parameters / row.gpus / row.accumulated
+    return float(exchanged + moved / (on.memory_bandwidth.value * knobs.memory))
 
 
 def start_on(chip: str) -> Knobs:
@@ -123,12 +191,17 @@ class Found:
 
 def predicted(rows: list[Row], cases: list[Case], chip: str) -> Found:
     start = start_on(chip)
-    inside = [case for row, case in zip(rows, cases, strict=True) if row.gpus == NODE]
+    others = [beside(row, rt.load_chip(chip), start) for row in rows]
+    inside = [
+        replace(case, seconds=max(row.seconds - other, row.seconds / 2))
+        for row, case, other in zip(rows, cases, others, strict=True)
+        if row.gpus == NODE
+    ]
     numbers = left_out(inside, start, (row.model for row in rows))
-    before = predict(cases, start)
+    before = [k + other for k, other in zip(predict(cases, start), others, strict=True)]
     after = [
-        predict([case], with_numbers(start, FEW, numbers[row.model]))[0]
-        for row, case in zip(rows, cases, strict=True)
+        predict([case], with_numbers(start, FEW, numbers[row.model]))[0] + other
+        for row, case, other in zip(rows, cases, others, strict=True)
     ]
     factor = one_factor(
         before,
@@ -152,8 +225,8 @@ def lines(found: Sequence[Found]) -> str:
         for i, row in enumerate(one.rows)
     ]
     kinds = [
-        (f"{chip}, {'8 GPUs' if small else '16 to 128 GPUs'}", chip, small)
-        for chip in CHIPS.values()
+        (f"{chip}, {'8 GPUs' if small else 'more GPUs'}", chip, small)
+        for chip in dict.fromkeys(row.chip for row, _ in everything)
         for small in (True, False)
     ]
     told = [HEAD]
@@ -190,34 +263,34 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="every n-th row only")
     parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
     given = parser.parse_args()
-    path = given.folder / "llm" / "llm_foundry_a100.csv"
-    if not path.exists():
-        raise SystemExit(f"{path}: there is no such file")
+    paths = sorted((given.folder / "llm").glob("llm_foundry_*.csv"))
+    if not paths:
+        raise SystemExit(f"{given.folder / 'llm'}: there is no file llm_foundry_*.csv")
     warnings.filterwarnings("ignore")
-    import mpt  # noqa: F401  (its ops have rules)
 
-    found = []
-    rows = read(path)[:: given.every]
-    for chip in CHIPS.values():
-        here = [row for row in rows if row.chip == chip]
-        cases = []
-        for number, row in enumerate(here):
-            if number % 10 == 0:
-                print(f"{chip}: {number} of {len(here)}", file=sys.stderr)
-            on = rt.load_chip(chip)
+    found, points = [], []
+    rows = [row for path in paths for row in read(path)[:: given.every]]
+    for chip in dict.fromkeys(row.chip for row in rows):
+        here, cases = [row for row in rows if row.chip == chip], []
+        print(f"{chip}: {len(here)} rows", file=sys.stderr)
+        on = rt.load_chip(chip)
+        for row in here:
             graph = traced(row, given.cache)
             cases.append(step_case(row.name, graph, on, "eager", row.seconds, row.model))
         found.append(predicted(here, cases, chip))
+        for row, seconds in zip(here, found[-1].by["nothing"], strict=True):
+            cell = StepCell(
+                generation=StepCell.generation_of(on),
+                precision="fp8" if row.fp8 else "half",
+                phase="training",
+                execution="eager",
+                work="attention" if row.seq >= ATTENTION else "product",
+                limit="compute",
+            )
+            points.append(Point(row.name, seconds, row.seconds, row.chip).of(row.source, cell))
     print(lines(found))
     if given.points:
-        write_points(
-            given.points,
-            [
-                Point(row.name, seconds, row.seconds, row.chip)
-                for one in found
-                for row, seconds in zip(one.rows, one.by["two numbers"], strict=True)
-            ],
-        )
+        write_points(given.points, points)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""MPT, a decoder of llm-foundry, by its dimensions on meta."""
+"""MPT, a decoder of llm-foundry, and a microbatch of its training, by its dimensions on meta."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ _library.impl(
     lambda logits, target: tuple(logits.new_empty(len(target), dtype=torch.float32) for _ in "ab"),
     "Meta",
 )
+_library.define("cast_transpose(Tensor x) -> (Tensor, Tensor)")
+_library.impl(
+    "cast_transpose",
+    lambda x: (
+        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
+        x.new_empty(x.shape[::-1], dtype=torch.float8_e4m3fn),
+    ),
+    "Meta",
+)
 _library.impl("cross_entropy_backward", lambda g, logits, sums: torch.empty_like(logits), "Meta")
 
 
@@ -62,15 +71,53 @@ def _cross_entropy_backward(op: rt.extend.OpView) -> rt.extend.Cost:
     return rt.extend.Cost.of(vector=3 * op.needed("logits").elements) + op.streamed()
 
 
+@rt.extend.rule("mpt::cast_transpose", kind="elementwise", family="elementwise")
+def _cast_transpose(op: rt.extend.OpView) -> rt.extend.Cost:
+    """An element is scaled and compared with the largest so far: 2 FLOP."""
+    return rt.extend.Cost.of(vector=2 * op.needed("x").elements) + op.streamed()
+
+
+class Fp8Product(torch.autograd.Function):
+    """A linear layer of TransformerEngine in fp8: one kernel casts an operand to both of its
+    orders, with a scale of earlier steps; products are summed to bf16."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        flat = x.reshape(-1, x.shape[-1])
+        (x8, x8_turned), (w8, w8_turned) = map(torch.ops.mpt.cast_transpose, (flat, weight))
+        ctx.save_for_backward(x8_turned, w8_turned)
+        return _multiplied(x8, w8).add_(bias).reshape(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, g):
+        x8_turned, w8_turned = ctx.saved_tensors
+        flat = g.reshape(-1, g.shape[-1])
+        g8, g8_turned = torch.ops.mpt.cast_transpose(flat)
+        to_input = _multiplied(g8, w8_turned).reshape(*g.shape[:-1], -1)
+        return to_input, _multiplied(g8_turned, x8_turned), flat.sum(0)
+
+
+def _multiplied(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a[M, K] times the transpose of b[N, K], both in fp8."""
+    scale = torch.empty((), device=a.device)
+    return torch._scaled_mm(a, b.t(), scale, scale, out_dtype=torch.bfloat16)
+
+
+class Fp8Linear(nn.Linear):
+    def forward(self, x):
+        return Fp8Product.apply(x, self.weight, self.bias)
+
+
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, fp8: bool) -> None:
         super().__init__()
+        linear = Fp8Linear if fp8 else nn.Linear
         self.heads = heads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        self.qkv = linear(width, 3 * width)
+        self.out = linear(width, width)
+        self.up = linear(width, 4 * width)
+        self.down = linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:2], self.heads, -1)
@@ -85,13 +132,13 @@ class Block(nn.Module):
 class Mpt(nn.Module):
     """Logits of ids [batch, sequence]; the output layer is the embedding."""
 
-    def __init__(self, size: str, places: int, checkpoint: bool = False) -> None:
+    def __init__(self, size: str, places: int, checkpoint: bool = False, fp8: bool = False) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         width, heads, layers = SIZES[size]
         self.tokens = nn.Parameter(torch.empty(VOCABULARY, width))
         self.places = nn.Parameter(torch.empty(places, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, fp8) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -103,6 +150,13 @@ class Mpt(nn.Module):
 
 
 def microbatch(model: Mpt, ids: torch.Tensor) -> None:
-    """Forward, loss and backward."""
-    logits = model(ids)
-    CrossEntropy.apply(logits.flatten(0, 1), ids.flatten()).mean().backward()
+    """Forward, loss, backward, and the metrics of Composer.
+
+    llm-foundry takes LanguageCrossEntropy and LanguagePerplexity of every microbatch in training
+    (`use_train_metrics`), each by a cross entropy of the logits, which autocast makes fp32.
+    """
+    logits = model(ids).flatten(0, 1)
+    CrossEntropy.apply(logits, ids.flatten()).mean().backward()
+    with torch.no_grad():
+        for _ in ("cross entropy", "perplexity"):
+            F.cross_entropy(logits.float(), ids.flatten(), reduction="sum")

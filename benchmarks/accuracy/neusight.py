@@ -39,6 +39,7 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion import Plan, plan
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
+from rooftrace.costmodels.timing.steps import time_plan
 from rooftrace.graph import OpGraph
 from rooftrace.measured.fit.cases import Case, predict
 from rooftrace.measured.fit.fitting import FEW
@@ -238,6 +239,7 @@ def part_case(name: str, planned: Plan, chip: str, seconds: float, group: str, p
         seconds=seconds,
         dispatches=int(data["count"].sum()),
         group=group,
+        cell=time_plan(planned, on).step.cell,
     )
 
 
@@ -380,8 +382,10 @@ def main() -> None:
     print(f"{table(made)}\n\n{numbers.told()}")
     if given.points:
         points = [
-            Point(one.row.name, sum(one.by["two numbers"]), sum(one.measured), one.row.phase)
-            for one in made
+            Point(one.row.name, sum(one.by["nothing"]), sum(one.measured), one.row.phase).of(
+                f"NeuSight {one.row.chip} {one.row.phase}", each.cases[0]
+            )
+            for one, each in zip(made, found, strict=True)
         ]
         write_points(given.points, points)
 

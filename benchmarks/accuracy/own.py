@@ -104,8 +104,10 @@ def halves(
                 )
             )
             points += [
-                Point(case.name, seconds, case.seconds, f"{mode} {_phase(case.name)}")
-                for case, seconds in zip(outside, after, strict=True)
+                Point(case.name, seconds, case.seconds, f"{mode} {_phase(case.name)}").of(
+                    f"rooftrace {name}", case
+                )
+                for case, seconds in zip(outside, predict(outside, start), strict=True)
             ]
     return found, points
 

@@ -1,10 +1,11 @@
 """docs/accuracy.md: what rooftrace's times were compared with, and how far off they are.
 
-    python benchmarks/accuracy/page.py FOLDER [--every N] > docs/accuracy.md
-    make accuracy DATA=FOLDER
+    python benchmarks/accuracy/page.py FOLDER [--every N] [--refit] > docs/accuracy.md
+    make accuracy DATA=FOLDER [REFIT=1]
 
 FOLDER holds measurements of others (gemm-*.csv.gz, attention-*.csv.gz, timm-*.csv, llm/, traces/);
-our own stand in benchmarks/measurements/.  What is not there is left out, and said.
+our own stand in benchmarks/measurements/.  What is not there is left out, and said.  --refit also
+makes the table of intervals anew (see coverage.py), from the points of all scripts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import coverage
 from points import Point, read_points
 
 HERE = Path(__file__).parent
@@ -171,14 +173,23 @@ def printed(script: str, arguments: Sequence[str]) -> str:
     return done.stdout.strip()
 
 
-def made(script: str, arguments: Sequence[str], title: str, figure: Path) -> str:
-    """The table that a script prints, and its predictions as a figure."""
-    with tempfile.TemporaryDirectory() as scratch:
-        points = Path(scratch) / "points.csv"
-        text = printed(script, [*arguments, "--points", str(points)])
-        draw(read_points(points), title, figure)
-    picture = f"![{title}: predicted against measured]({figure.parent.name}/{figure.name})"
-    return f"{text}\n\n{picture}"
+@dataclass(frozen=True)
+class Made:
+    """The table that a script prints, its predictions, and a figure of them."""
+
+    text: str
+    points: list[Point]
+    figure: str
+
+
+def made(script: str, arguments: Sequence[str], title: str, figure: Path, kept: Path) -> Made:
+    """Run a script; kept: a folder for its points."""
+    path = kept / f"{figure.stem}.csv"
+    text = printed(script, [*arguments, "--points", str(path)])
+    points = read_points(path)
+    draw(points, title, figure)
+    name = f"{figure.parent.name}/{figure.name}"
+    return Made(text, points, f"![{title}: predicted against measured]({name})")
 
 
 def draw(points: Sequence[Point], title: str, figure: Path) -> None:
@@ -195,14 +206,37 @@ def draw(points: Sequence[Point], title: str, figure: Path) -> None:
     style.save(lambda: parity_figure(shown, title, f"{some}; none was fitted to"), figure)
 
 
-def section(part: Part, folder: Path, every: int, figures: Path) -> str:
-    """What the script finds in the folder, or that there is nothing for it."""
-    if not any(folder.glob(part.pattern)):
+def part_made(part: Part, given: Asked) -> Made | str:
+    """The part of what the folder has for a script, or that there is nothing for it."""
+    if given.folder is None or not any(given.folder.glob(part.pattern)):
         return f"Not measured for this page: the folder has no `{part.pattern}`."
-    arguments = [str(folder)]
+    arguments = [str(given.folder)]
     if part.script == "timm_steps.py":
-        arguments += ["--every", str(every), "--files", part.pattern]
-    return made(part.script, arguments, part.title, figures / part.figure)
+        arguments += ["--every", str(given.every), "--files", part.pattern]
+    if given.cache and "--cache" in (HERE / part.script).read_text(encoding="utf-8"):
+        arguments += ["--cache", str(given.cache)]
+    return made(part.script, arguments, part.title, given.figures / part.figure, given.points)
+
+
+def told(one: Made | str, by: coverage.LeftOut) -> str:
+    """A part as text: its table, that of its intervals, its figure."""
+    if isinstance(one, str):
+        return one
+    sourced = [point for point in one.points if point.source]
+    intervals = [by.table(sourced, lambda point: point.group)] if sourced else []
+    return "\n\n".join([one.text, *intervals, one.figure])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a page is made of: measurements, every n-th of the steps, folders for what it makes."""
+
+    folder: Path | None
+    every: int
+    figures: Path
+    points: Path
+    cache: Path | None
+    refit: bool
 
 
 OWN = """\
@@ -218,10 +252,15 @@ arithmetic and of its bandwidth), and with as many as `rooftrace calibrate` chos
 COVERAGE = """\
 ## Do intervals hold what they say?
 
-Nominal 90 % intervals, counted on steps that nothing about them was made from. *No fit*: their ends
-come from the data sets of other GPUs. *One factor* and *fitted* (compute and memory): families of
-models are dealt into two halves, knobs and ends come from one, the other is counted, both ways.
-high/low is the upper end over the lower one, the median of the steps."""
+Nominal 90 % intervals of predictions without a fit, by what was measured. They depend on where a
+step is: its phase, the generation of the chip, the kind of its kernels, their precision, how it is
+run, and what limits it. A cell of these takes its mean and its width from the sources that measured
+it, drawn towards the cells around it; cells that nobody measured take them from there, and are
+wider by how far cells are apart. *Inside*: of the steps, with nothing of their source (one file, or
+one publication) in the interval. *Source seen*: with it, as for more rows of the same file.
+high/low: the upper end over the lower one, the median of the steps. The tables of the sections
+above have the same columns. The order in which fields are dropped was chosen with these sources in
+sight, and no other number of it was."""
 
 
 MEMORY = """\
@@ -247,22 +286,25 @@ keeping it, which is not modelled. The tables of PEFT are left out: their maximu
 reserved over a whole run, with rows of different lengths and generation in between."""
 
 
-def sections(
-    folder: Path | None, every: int, figures: Path, tell: Callable[[str], None]
-) -> Iterator[str]:
-    """The parts of docs/accuracy.md, each as soon as it is made; figures go into their folder."""
-    yield HEAD
-    if folder and every > 1:
-        yield f"Of the steps of image models this page has every {every}th row."
-    for part in PARTS if folder else ():
+def sections(given: Asked, tell: Callable[[str], None]) -> Iterator[str]:
+    """The parts of docs/accuracy.md; figures go into their folder."""
+    parts: list[tuple[Part, Made | str]] = []
+    for part in PARTS if given.folder else ():
         tell(part.title)
-        assert folder is not None
-        yield f"## {part.title}\n\n{part.text}\n\n{section(part, folder, every, figures)}"
-    if folder and any(folder.glob("timm-*.csv")):
-        tell("coverage")
-        yield f"{COVERAGE}\n\n{printed('coverage.py', [str(folder), '--every', str(every)])}"
+        parts.append((part, part_made(part, given)))
     tell("own runs")
-    yield f"{OWN}\n\n{made('own.py', [str(MEASUREMENTS)], 'Own runs', figures / 'own.png')}"
+    own = made("own.py", [str(MEASUREMENTS)], "Own runs", given.figures / "own.png", given.points)
+    points = coverage.sourced(given.points)
+    by = coverage.LeftOut(points)
+    if given.refit:
+        coverage.write(points, coverage.SHIPPED)
+    yield HEAD
+    if given.folder and given.every > 1:
+        yield f"Of the steps of image models this page has every {given.every}th row."
+    for part, one in parts:
+        yield f"## {part.title}\n\n{part.text}\n\n{told(one, by)}"
+    yield f"{OWN}\n\n{told(own, by)}"
+    yield f"{COVERAGE}\n\n{by.table(points, coverage.group_of)}"
     tell("memory")
     yield f"{MEMORY}\n\n{printed('memory.py', [])}"
 
@@ -274,13 +316,20 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="measurements of others")
     parser.add_argument("--every", type=int, default=1, help="of the steps every n-th row only")
     parser.add_argument("--figures", type=Path, default=DOCS / "accuracy", help="where they go")
+    parser.add_argument("--points", type=Path, help="a folder where all predictions are kept")
+    parser.add_argument("--cache", type=Path, help="a folder of traces")
+    parser.add_argument("--refit", action="store_true", help="write the table of intervals")
     given = parser.parse_args()
     if given.folder is not None and not given.folder.is_dir():
         raise SystemExit(f"{given.folder}: there is no such folder")
     given.figures.mkdir(parents=True, exist_ok=True)
     tell = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    for number, text in enumerate(sections(given.folder, given.every, given.figures, tell)):
-        print(f"\n{text}" if number else text, flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        points = given.points or Path(scratch)
+        points.mkdir(parents=True, exist_ok=True)
+        asked = Asked(given.folder, given.every, given.figures, points, given.cache, given.refit)
+        for number, text in enumerate(sections(asked, tell)):
+            print(f"\n{text}" if number else text, flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.kernels.intervals import StepCell
+from rooftrace.measured.fit.cases import Case
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,11 @@ class Point:
     def cell(self) -> StepCell:
         return StepCell(**{field.name: getattr(self, field.name) for field in fields(StepCell)})
 
-    def of(self, source: str, cell: StepCell | Estimate) -> Point:
+    def of(self, source: str, cell: StepCell | Estimate | Case) -> Point:
         """This point with its source and where it is: a cell, or that of a priced step."""
-        at = cell.times.cell if isinstance(cell, Estimate) else cell
+        if isinstance(cell, Estimate):
+            cell = cell.times
+        at = cell if isinstance(cell, StepCell) else cell.cell
         here = {field.name: getattr(at, field.name) for field in fields(StepCell)}
         return replace(self, source=source, **here)
 

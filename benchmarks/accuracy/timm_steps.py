@@ -239,7 +239,10 @@ def score(
     usual = ("infer", "train", "amp", "nchw")
     words = [w for w in result.file.split("-") if w not in usual and not w.startswith("cu1")]
     group = " ".join(words)
-    return result, list(map(Point, labels, predicted, measured, [group] * len(held)))
+    found = zip(labels, predict(held, start), measured, held, strict=True)
+    return result, [
+        Point(label, p, m, group).of(f"timm {result.file}", case) for label, p, m, case in found
+    ]
 
 
 def _both(counts: Counts) -> str:

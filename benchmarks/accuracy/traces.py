@@ -34,7 +34,7 @@ from points import Point, write_points
 import rooftrace as rt
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.diffs.runs.rundiff import is_communication
-from rooftrace.errors import ProfileError, RooftraceError
+from rooftrace.errors import ProfileError
 from rooftrace.hardware.chipfile.reading import chips_called
 from rooftrace.measured.alignment.compiled import kernel_family
 from rooftrace.measured.fit.fitting import FEW
@@ -97,7 +97,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936},
 }
-SIZES = (
+SIZES: tuple[tuple[Any, ...], ...] = (
     ("qwen3", "qwen3-0.6b", 28, 1024, 3072, 16, 8, 128),
     ("qwen3", "qwen3-1.7b", 28, 2048, 6144, 16, 8, 128),
     ("qwen3", "qwen3-4b", 36, 2560, 9728, 32, 8, 128),
@@ -135,16 +135,16 @@ def config_of(path: Path, trace: Trace, folder: Path) -> Mapping[str, Any] | Non
     for an unknown model, or one of several."""
     name = path.name.lower()
     for family, known, *sizes in SIZES:
-        if re.search(known.replace("-", _WORD).replace(".1", r"(\.[13])?"), name):
+        if re.search(known.replace("-", _WORD).replace(".1", r"([._][13])?"), name):
             return published(family, *sizes)
     for file in sorted(folder.glob("configs/*/config.json")):
         if file.parent.name.lower().rpartition("--")[2] in name:
             config: Mapping[str, Any] = json.loads(file.read_text())
             return config
-    named = Counter(
+    counted = Counter(
         kernel.name for kernel in trace.kernels if kernel_family(kernel.name) == "attention"
     )
-    layers = max(named.values(), default=0)
+    layers = max(counted.values(), default=0)
     seen = {size for inputs in trace.ops.call_inputs.items for size in _numbers(inputs.shapes)}
     fits_ = [
         (family, *sizes)
@@ -261,10 +261,7 @@ IN_KERNELS = (("ISA942", "mi300x"), ("ISA950", "mi355x"), ("sm90", "h100-sxm"))
 
 def chip_of(path: Path, trace: Trace) -> str | None:
     """The chip of a trace: as its driver names it, as its file does, by its kernels; or None."""
-    devices = [name.removesuffix(" VF") for name in trace.devices.values()]
-    named = [chips_called(name) for name in devices] + [
-        chips_called(part) for part in re.split(r"[-_.]", path.name)
-    ]
+    named = map(chips_called, (*trace.devices.values(), *re.split(r"[-_.]", path.name)))
     kernels = " ".join(trace.kernels.names.items)
     by_kernel = ((chip,) for word, chip in IN_KERNELS if word in kernels)
     return next((chips[0] for chips in (*named, *by_kernel) if chips), None)
@@ -342,8 +339,8 @@ def main() -> None:
         short = path.name.partition(".json")[0]
         try:
             trace = read_trace(path)
-        except ProfileError as error:
-            left_out.append(f"{short}: {error}")
+        except ProfileError as problem:
+            left_out.append(f"{short}: {problem}")
             continue
         chip, step = chip_of(path, trace), engine_step(trace)
         if chip is None:
@@ -370,8 +367,8 @@ def main() -> None:
             one = Traced(name, path, chip, rt.trace(built[0], *built[1]))
             try:
                 here = kernels(one, typical)
-            except (RooftraceError, ValueError) as error:
-                left_out.append(f"{short}: {str(error)[:200]}")
+            except ValueError as problem:
+                left_out.append(f"{short}: {str(problem)[:200]}")
                 continue
             found.append((one, here))
         print(line(name, chip, "nothing", here), flush=True)
@@ -401,13 +398,17 @@ def fits(found: list[tuple[Traced, Kernels]]) -> Iterator[tuple[str, float, str]
         others = [(one, was) for one, was in found if one is not seen and one.chip == seen.chip]
         if not others:
             continue
-        print(f"two numbers from {seen.name}", file=sys.stderr)
-        fitted = rt.calibrate(seen.path, seen.chip, "eager", seen.graph, free=FEW, factors=False)
-        how = rt.tools.execution_model("eager", knobs=fitted.knobs)
+        for kind, free in (("two numbers", FEW), ("as chosen", None)):
+            print(f"{kind} from {seen.name}", file=sys.stderr)
+            fitted = rt.calibrate(
+                seen.path, seen.chip, "eager", seen.graph, free=free, factors=False
+            )
+            how = rt.tools.execution_model("eager", knobs=fitted.knobs)
+            for one, _ in others:
+                after = kernels(one, how)
+                row = line(one.name, one.chip, f"{kind}, {seen.name}", after)
+                yield f"{kind}, {one.chip}", after.error, row
         for one, was in others:
-            after = kernels(one, how)
-            row = line(one.name, one.chip, f"two numbers, {seen.name}", after)
-            yield f"two numbers, {one.chip}", after.error, row
             factor = before.measured / before.predicted
             yield f"one factor, {one.chip}", was.predicted * factor / was.measured - 1, ""
 

@@ -91,6 +91,22 @@ def test_the_largest_batch_is_that_of_a_loop_over_estimates(target: str) -> None
     assert answer.breaks == ("tpot",)
 
 
+def test_a_limit_holds_with_a_chance_that_rises_with_it(target: str, form: rt.types.Form) -> None:
+    steps = [rt.estimate(step(target, batch, 2048), "a100-sxm-80", "serving") for batch in (8, 9)]
+    ends = steps[0].t_est, steps[1].t_est
+    chances = []
+    for part in (0.001, 0.5, 0.999):  # the answer is a batch of 8 for all of them
+        limit = ends[0] + part * (ends[1] - ends[0])
+        answer = rt.solve(form, find="batch", tpot=limit, kv=2048, chip="a100-sxm-80")
+        assert answer.best is not None and answer.best.sizes["batch"] == 8
+        chances.append(answer.chance)
+        assert answer.chances == {"tpot": answer.chance}
+        assert answer.chance == pytest.approx(steps[0].chance(limit))
+        assert answer.to_dict()["chance"] == answer.chance
+        assert f"holds with a chance of {answer.chance:.0%}" in str(answer)
+    assert chances == sorted(set(chances)) and chances[0] > 0.2 and chances[-1] < 0.8
+
+
 def test_memory_is_a_limit_as_any_other(target: str, form: rt.types.Form) -> None:
     peaks = {batch: decode(target, batch, 600).memory.peak for batch in (24, 25)}
     chip = slow("h200-sxm", memory_capacity=(peaks[24] + peaks[25]) / 2)

@@ -16,6 +16,7 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import PRESETS, execution_model
 from rooftrace.costmodels.fusion.plans import Launch, Plan
 from rooftrace.costmodels.kernels.engines import group_class
+from rooftrace.costmodels.kernels.intervals import IntervalTable
 from rooftrace.costmodels.kernels.knobs import Knobs, Share, Tiling
 from rooftrace.costmodels.kernels.works import Works
 from rooftrace.costmodels.ops.cost import Work
@@ -36,10 +37,18 @@ def steps(waits: bool = False, dtype: torch.dtype = torch.bfloat16) -> list[OpGr
 
 
 def interval_by_hand(plan: Plan, alone: PlanTimes) -> tuple[float, float] | None:
-    """The mean of the variances of kernels, each with its share of the time."""
+    """The mean of the variances of kernels, each with its share of the time; or by the table."""
     knobs, step = alone.knobs, alone.step
     if knobs is None:
         return None
+    if knobs.residuals == "usual":
+        counts = [group.times for group in plan.groups]
+        squares = sum(
+            timing.t_device**2 / n for timing, n in zip(alone.groups, counts, strict=True)
+        )
+        errors = IntervalTable.shipped().errors(step.cell, math.sqrt(squares) / step.t_est)
+        low, high = (step.t_est * math.exp(end) for end in errors.within())
+        return max(step.t_bound, low), high
     variance = 0.0
     for group, timing in zip(plan.groups, alone.groups, strict=True):
         spread = knobs.share(group_class(plan.graph, group.ops, costs=plan.op_costs)).spread
@@ -60,6 +69,7 @@ def assert_equal(times: TimesOverPoints, plans: list[Plan], chip: Chip) -> None:
             expected = pytest.approx(step.regime_seconds[name], rel=1e-11, abs=1e-12 * step.t_est)
             assert times.regime_seconds[name][point] == expected, (name, point)
         assert times.heads.peak[point] == alone.peak
+        assert times.at(point).cell == step.cell
         assert times.heads.precisions[times.heads.place[point]] == alone.peak_precision
         interval = interval_by_hand(plan, alone)
         if interval is None:

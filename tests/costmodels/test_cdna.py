@@ -20,6 +20,7 @@ from rooftrace.costmodels.kernels.attention import (
 )
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.hardware import load_chip
+from rooftrace.hardware.chipfile.reading import chips_called
 
 MI300X, MI355X = load_chip("mi300x"), load_chip("mi355x")
 
@@ -35,6 +36,11 @@ def test_a_generation_goes_by_the_architecture(name: str, generation: str) -> No
         assert f"CDNA {generation[-1]}" in Knobs.typical(chip, compiled).title
     assert Knobs.generation(replace(chip, architecture="gfx90a")) is None
     assert Knobs.generation(replace(chip, architecture="")) is None
+
+
+def test_gpus_in_virtual_machines_have_their_names() -> None:
+    for name in ("AMD Instinct MI300X", "AMD Instinct MI300X VF"):
+        assert chips_called(name) == ("mi300x",)
 
 
 def test_what_was_measured_on_another_chip_says_so() -> None:

@@ -99,10 +99,10 @@ def test_knobs_that_come_along_are_read_by_name(name: str) -> None:
     assert 0 < knobs.memory <= knobs.compute <= 1 and knobs.source["from"]
     low, high = (end * knobs.spread for end in knobs.ends())
     assert low < -0.25 and high > 0.25  # nothing was fitted to the chip that they are for
-    uses = {"no fit", "one factor", "fitted"}
-    assert knobs.use == "no fit" and set(knobs.residuals) == (set() if "cpu" in name else uses)
-    for ends in knobs.residuals.values():
-        assert not ends.few and ends.of
+    assert knobs.use == "no fit" and knobs.residuals == "usual"
+    for use in ("no fit", "one factor", "fitted"):
+        ends = knobs.residuals_of(use)
+        assert ends is not None and not ends.few and ends.of
     assert all(0 < share.compute <= 1 and 0 < share.memory < 1.2 for share in knobs.shares.values())
 
 

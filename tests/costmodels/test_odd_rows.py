@@ -155,12 +155,31 @@ def test_typical_numbers_go_by_the_generation_and_by_what_the_chip_sustains() ->
         chip = load_chip(name)
         eager, alone = (Knobs.typical(chip, False, sustained=s) for s in (True, False))
         fact = chip.sustained_compute
-        assert eager.compute == pytest.approx(alone.compute * (fact.value if fact else 1))
+        share = fact.value if fact else 1
+        assert eager.compute == pytest.approx(alone.compute * max(1, share))
+        assert (eager.power, alone.power) == (min(1, share), 1)
         base = load_knobs("typical-eager")
         same = name == "rtx-4090"
         assert (alone.tiling == base.tiling) == same
         assert alone.share("softmax") == base.share("softmax")
     assert execution_model("eager").knobs_on(A100).title == "typical A100 kernels (eager)"
+
+
+def test_a_limit_on_power_slows_what_keeps_matrix_engines_busy_and_nothing_else() -> None:
+    full = Knobs.typical(A100, compiled=False)
+    limited = replace(full, power=0.7)
+    unlimited = replace(full, power=1.0)
+
+    def slower(*args, dtype=torch.bfloat16, function=torch.mm) -> float:
+        graph = traced(function, *args, dtype=dtype)
+        return device(graph, limited) / device(graph, unlimited)
+
+    square = [slower((m, 4096), (4096, 4096)) for m in (1, 64, 256, 1024, 8192)]
+    assert square == sorted(square)
+    assert square[0] == 1
+    assert 1.15 < square[-1] < slower((32768, 16384), (16384, 16384)) <= 1 / 0.7
+    assert slower((8192, 4096), (4096, 4096), dtype=torch.float32) == 1
+    assert slower((8192, 4096), (8192, 4096), function=torch.add) == 1
 
 
 @settings(max_examples=30, deadline=None)

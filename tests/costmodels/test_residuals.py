@@ -10,16 +10,13 @@ from hypothesis import given, strategies as st
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
-from rooftrace.costmodels.kernels.knobs import (
+from rooftrace.costmodels.kernels.intervals import (
     LEVELS,
-    Knobs,
-    KnobsError,
     Residuals,
     ResidualsError,
-    dump_knobs,
-    load_knobs,
     normal_ends,
 )
+from rooftrace.costmodels.kernels.knobs import Knobs, KnobsError, dump_knobs, load_knobs
 from rooftrace.studies.sweeps.evaluating import SECONDS
 
 

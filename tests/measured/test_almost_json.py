@@ -71,6 +71,7 @@ def test_a_value_that_no_step_needs_never_loses_a_file(
     profile = read(tmp_path, with_fact(name, value))
     assert len(profile.kernels) == 1
     assert bool(profile.left_out) == (value is not None)
+    assert (f"args.{name}=" in profile.damage) == (value is not None)
 
 
 def test_rocm_writes_numbers_as_texts(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels import numbers
 from rooftrace.costmodels.kernels.engines import group_class, op_class, p_norm
-from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs, Residuals, Share
+from rooftrace.costmodels.kernels.intervals import Residuals
+from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs, Share
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime
@@ -22,14 +23,17 @@ from rooftrace.measured.fit.calibrating import choose, is_better, usual_start
 from rooftrace.measured.fit.cases import (
     CalibrationError,
     Case,
+    Stack,
     alone_case,
+    by_seconds,
     errors,
     kernel_cases,
     predict,
     profiled_cases,
     step_case,
 )
-from rooftrace.measured.fit.fitting import Space, deviations_of, fit
+from rooftrace.measured.fit.fitting import Space, deviations_of, fit, most_of
+from rooftrace.measured.fit.planning import beaten, bounds_of, check_bound, next_step, slopes_of
 
 CHIP = load_chip("rtx-4090")
 START = Knobs("start", overlap=3.0, launch=3e-6, shares={"layer norm": Share(memory=0.8)})
@@ -463,3 +467,105 @@ def test_on_a_cpu_too_a_number_that_nothing_tells_keeps_its_typical_value() -> N
     for name in found.unidentified:
         assert getattr(found.knobs, name) == getattr(typical, name)
     assert "compute" in found.unidentified
+
+
+# -- the chip's rates ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["compute", "memory", "pace", "mm.compute", "layer norm.memory"])
+def test_no_share_of_a_fit_is_above_the_rates_of_the_chip(name: str) -> None:
+    space = Space(START, [name], CHIP)
+    high = space.knobs([5.0])
+    compute, memory = most_of(CHIP)
+    for kind in CLASSES:
+        reached = high.reached(kind)
+        assert reached[0] <= compute * (1 + 1e-9) and reached[1] <= memory * (1 + 1e-9)
+    quick = replace(TRUTH, compute=6.99)
+    few = [replace(c, seconds=predict([c], quick)[0]) for c in cases(TRUTH)]
+    found = fit(few, START, [name], check=False)
+    assert all(found.knobs.reached(k)[0] <= compute * (1 + 1e-9) for k in CLASSES)
+
+
+def test_a_data_center_gpu_has_less_room_above_its_peak_than_a_card() -> None:
+    assert most_of(load_chip("h100-sxm"))[0] < most_of(CHIP)[0] <= 1.25
+
+
+def test_the_bound_of_a_step_is_its_flop_and_bytes_at_the_most_that_a_chip_reaches() -> None:
+    class Product(nn.Module):
+        def forward(self, x, y):
+            return x @ y
+
+    n = 4096
+    with torch.device("meta"):
+        a = torch.empty(n, n, dtype=torch.half)
+        graph = rt.trace(Product(), a, a)
+    case = step_case("product", graph, CHIP, "eager", 1.0)
+    compute, _ = most_of(CHIP)
+    assert bounds_of([case]) == pytest.approx([2 * n**3 / (compute * CHIP.peak("matrix", "fp16"))])
+
+
+def test_steps_below_the_bound_are_left_out_and_named() -> None:
+    fine = cases(TRUTH, sizes=(16384,))
+    assert not beaten(fine)
+    wrong = replace(fine[0], seconds=fine[0].seconds / 50)
+    kept, told = check_bound([wrong, *fine[1:]])
+    assert kept == fine[1:] and list(told) == [wrong.name]
+    assert "NVIDIA GeForce RTX 4090" in told[wrong.name] and "at least" in told[wrong.name]
+    with pytest.raises(CalibrationError, match="beat this chip's bound: measure it again"):
+        check_bound([wrong])
+
+
+# -- kernels of one step, and what to measure next -------------------------------------------------
+
+
+def test_kernels_of_a_step_weigh_by_their_seconds() -> None:
+    made = by_seconds(
+        [replace(c, seconds=s) for c, s in zip(cases(TRUTH), (1, 1, 8), strict=False)]
+    )
+    assert [case.weight for case in made] == pytest.approx([10 / 66, 10 / 66, 80 / 66])
+    of = errors(["a", "b"], [1.2, 8.0], [1.0, 10.0], [1.0, 10.0])
+    assert of.bias == pytest.approx(9.2 / 11 - 1)  # that of the sum
+
+
+def test_kernels_of_one_step_free_one_factor_at_most() -> None:
+    start = replace(START, pace=1.0)
+    apart = cases(replace(TRUTH, compute=1.0, memory=0.5), noise=0.02)
+    found, tried = choose(by_seconds([replace(c, group=c.name) for c in apart]), start)
+    assert list(tried) == ["nothing", "pace"] and [p.name for p in found.parameters] == ["pace"]
+    found, _ = choose(by_seconds([replace(c, group=c.name) for c in cases(start)]), start)
+    assert not found.parameters
+
+
+def test_nothing_fitted_is_what_an_estimate_has_and_may_be_chosen() -> None:
+    other = replace(START, memory=0.5)
+    found, tried = choose(cases(START, noise=0.02), other, usual=START)
+    assert tried["nothing"].mean < 0.05
+    assert not found.parameters and found.knobs.memory == START.memory
+
+
+def test_the_next_step_is_the_one_that_brute_force_finds() -> None:
+    import numpy as np
+
+    seen = cases(TRUTH, sizes=(16384, 65536))
+    others = [
+        *cases(TRUTH, sizes=(1, 8, 512)),
+        *cases(TRUTH, sizes=(1, 4096), execution="compiled"),
+    ]
+    others = [replace(c, name=f"{i} {c.name}") for i, c in enumerate(others)]
+    found = next_step(seen, others, TRUTH)
+    assert found is not None
+    space = Space(TRUTH, ("compute", "memory", "launch", "dispatch"), CHIP)
+    slopes = slopes_of(space, Stack([*seen, *others], TRUTH))
+
+    def spread(rows: list[int]) -> float:
+        """Root mean variance of all predictions by the cases of these rows."""
+        information = sum(np.outer(slopes[i], slopes[i]) / 0.1**2 for i in rows)
+        covariance = np.linalg.inv(information + np.diag(1 / np.array(space.priors) ** 2))
+        return math.sqrt(np.mean([g @ covariance @ g for g in slopes]))
+
+    base = list(range(len(seen)))
+    by_force = {other.name: spread([*base, len(seen) + i]) for i, other in enumerate(others)}
+    assert found.before == pytest.approx(spread(base))
+    assert found.after == pytest.approx(min(by_force.values()))
+    assert by_force[found.name] == pytest.approx(found.after) and found.after < found.before
+    assert next_step(seen, [], TRUTH) is None

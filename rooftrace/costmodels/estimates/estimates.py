@@ -22,7 +22,7 @@ from rooftrace.costmodels.fusion import (
     runs,
 )
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.knobs import LEVEL
+from rooftrace.costmodels.kernels.intervals import LEVEL
 from rooftrace.costmodels.memory import Memory, Reserved, reserve
 from rooftrace.costmodels.ops import COMPUTED, MATRIX
 from rooftrace.costmodels.timing.queue import Communication
@@ -54,6 +54,15 @@ class Itemised:
     def borrowed(self) -> str:
         """A sentence that these times have constants of other chips; "" where they do not."""
         return self.plan.execution.borrowed_on(self.chip)
+
+    @property
+    def interval_grounds(self) -> str:
+        """A sentence on the measured steps that the interval rests on; "" without knobs."""
+        return self.times.grounds(self.knobs)
+
+    def chance(self, seconds: float) -> float | None:
+        """The chance that a measured step takes at most so long; None without knobs."""
+        return self.times.chance(self.knobs, seconds)
 
     def by_node(self) -> NodeTable:
         """Every kernel with the bytes of weights, of other reads, and of writes.

@@ -18,7 +18,7 @@ from rooftrace.hardware.precisions import precision
 if TYPE_CHECKING:
     import numpy as np
 
-    from rooftrace._amounts import Array
+    from rooftrace._amounts import Amount, Array
     from rooftrace.costmodels.kernels.works import KernelAmounts
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -86,7 +86,7 @@ Sources of `vector`: see AMPERE and GEFORCE."""
 FLASHINFER = AttentionKernel(rows=64, keys=128, packs=inf, splits=True, alone=False, vector=8)
 TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=True, alone=False, vector=8)
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
-AOTRITON = AttentionKernel(rows=128, keys=64, packs=1, splits=False, alone=False, vector=25)
+AOTRITON = AttentionKernel(rows=128, keys=64, packs=0, splits=False, alone=False, vector=25)
 ROCM_PAGED = AttentionKernel(rows=16, keys=256, packs=inf, splits=True, alone=False, vector=8)
 """On AMD's GPUs: attn_fwd of AOTriton, which PyTorch has; and paged_attention_ll4mi of inference
 engines, which cuts keys into parts of 256.  Their prompts take FlashAttention 2 (Composable
@@ -506,6 +506,21 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
             column[at] = np.where(larger, numbers.get(name, 0.0), column[at])
         most[at] = np.where(larger, work.flop, most[at])
     return {f"attention {name}": column for name, column in columns.items()}
+
+
+def backward_shares(data: Mapping[str, Array], chip: Chip) -> Amount:
+    """Shares of the rate of the class, by row, that backward kernels reach: those of instructions.
+
+    FlashAttention 2 uses the matrix instructions of sm_80 in backward as in forward.
+    """
+    on = attention_engine(chip)
+    if on is None or not on.warp_groups:
+        return 1.0
+    import numpy as np
+
+    flash2 = data["attention library"] == LIBRARIES.index("flash2")
+    old = (data["attention backward"] > 0) & flash2
+    return np.where(old, OLD_INSTRUCTIONS.products / HOPPER.products, 1.0)
 
 
 def attention_seconds_of(

@@ -1,31 +1,30 @@
-"""Knobs of kernels, and intervals from how far measured steps were from their predictions.
-
-A residual is log(measured / predicted) of a step that no fit had seen, in standard deviations of
-that step (`Knobs.spread` and those of classes, by its time).  Intervals are conformal: their ends
-are order statistics of such residuals, with the correction for how many there are, so that they
-hold their share whatever the distribution is, as long as the next model is drawn like the others
-(Vovk, Gammerman and Shafer, "Algorithmic Learning in a Random World", 2005).  Models of one family
-are alike, so a family counts as one and its members share its weight (Lee, Barber and Willett,
-"Distribution-free inference with hierarchical data", 2023).
-"""
+"""Knobs of kernels: constants of a chip by which kernels take longer than their peaks say."""
 
 from __future__ import annotations
 
 import functools
 import math
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 from rooftrace._escapes import toml_key
 from rooftrace._plain import Plain
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace._shown import short
+from rooftrace.costmodels.kernels.intervals import (
+    LEVEL,
+    LEVELS,
+    NO_FIT,
+    USES,
+    IntervalTable,
+    Residuals,
+    StepCell,
+    StepErrors,
+    normal_ends,
+)
 from rooftrace.costmodels.kernels.numbers import (
     LEAST_SHARE,
     PLAIN,
@@ -45,195 +44,6 @@ from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import ENGINES
 from rooftrace.hardware.chipfile import toml_sections
 from rooftrace.hardware.precisions import PRECISIONS, compute_family
-
-LEVEL = 0.9
-"""The share of steps that an interval holds, by default."""
-LEVELS = (0.5, 0.8, 0.9, 0.95)
-"""The shares that files have ends for; between them ends are interpolated."""
-NO_FIT, ONE_FACTOR, FITTED = "no fit", "one factor", "fitted"
-USES = (NO_FIT, ONE_FACTOR, FITTED)
-"""Fitted to the chip of a step: nothing, one factor on all, or more than that."""
-FEW = 10
-"""Below so many families an interval is a guess made wider, and says so."""
-_PRIOR_WEIGHT = 4.0
-"""Families that the usual spread counts for, added to the measured ones."""
-
-
-class ResidualsError(ValueError):
-    """Ends of intervals that contradict each other, or a share of steps that has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Residuals:
-    """The ends of intervals at some levels, and the steps that they come from."""
-
-    levels: tuple[float, ...]  # shares of steps, rising
-    low: tuple[float, ...]  # of each level, in standard deviations; at most 0
-    high: tuple[float, ...]  # at least 0
-    spread: float = 0.0  # the standard deviation of a step: `Knobs.spread` in this use
-    count: int = 0  # steps
-    groups: int = 0  # families of models that were left out together
-    of: str = ""  # which steps
-
-    def __post_init__(self) -> None:
-        sizes = {len(self.levels), len(self.low), len(self.high)}
-        if sizes != {len(self.levels)} or not self.levels:
-            raise ResidualsError(
-                "levels, low and high: expected as many ends as levels, and one level"
-            )
-        for name, values, least, most in (
-            ("levels", self.levels, 0.0, 1.0),
-            ("low", self.low, -_FARTHEST, 0.0),
-            ("high", self.high, 0.0, _FARTHEST),
-        ):
-            if not all(least <= value <= most for value in values):
-                raise ResidualsError(
-                    f"{name}={values!r:.60}: expected numbers of {least:g} to {most:g}"
-                )
-            if list(values) != sorted(values, reverse=name == "low"):
-                raise ResidualsError(
-                    f"{name}={values!r:.60}: expected wider ends for higher levels"
-                )
-        if not 0 <= self.spread <= _FARTHEST or self.count < 0 or self.groups < 0:
-            raise ResidualsError(
-                f"spread={self.spread!r}, count={self.count!r}, groups={self.groups!r}: "
-                "expected numbers of at least 0"
-            )
-
-    @property
-    def few(self) -> bool:
-        """Whether they are too few for an interval that holds its stated share."""
-        return self.groups < FEW
-
-    @property
-    def basis(self) -> str:
-        """Number of steps and families, and whether few of them make an interval wider."""
-        steps = f"{self.count:,} steps of {self.groups:,} families that no fit had seen"
-        return f"{steps}: so few that it is made wider" if self.few else steps
-
-    def ends(self, level: float = LEVEL) -> tuple[float, float]:
-        """Ends of an interval for this share of steps, in standard deviations.
-
-        Raises ResidualsError outside of `levels`.
-        """
-        _check_level(level, self.levels)
-        return _between(level, self.levels, self.low), _between(level, self.levels, self.high)
-
-    @staticmethod
-    def of_steps(
-        values: Sequence[float], groups: Sequence[str], usual: float = 1.0, of: str = ""
-    ) -> Residuals:
-        """The residuals of left-out steps.
-
-        values: log(measured / predicted) over the standard deviation of each step.  groups: the
-        family of each.  usual: the prior standard deviation of such values, for few families.
-        """
-        sizes = Counter(groups)
-        weights = [1 / (len(sizes) * sizes[group]) for group in groups]
-        ends = [_ends(level, values, weights, len(sizes), usual) for level in LEVELS]
-        low, high = ([_rounded(end[side]) for end in ends] for side in (0, 1))
-        for number in range(1, len(LEVELS)):  # a rule for fewer families may be the narrower one
-            low[number] = min(low[number], low[number - 1])
-            high[number] = max(high[number], high[number - 1])
-        return Residuals(
-            levels=LEVELS, low=tuple(low), high=tuple(high), count=len(values),
-            groups=len(sizes), of=of,
-        )  # fmt: skip
-
-
-_FARTHEST = 1000.0
-"""The largest standard deviations, and ends in them, that are accepted."""
-
-
-def normal_ends(level: float = LEVEL) -> tuple[float, float]:
-    """Ends of a normal distribution in standard deviations, for knobs without residuals."""
-    _check_level(level, LEVELS)
-    end = NormalDist().inv_cdf((1 + level) / 2)
-    return -end, end
-
-
-def _check_level(level: float, levels: Sequence[float]) -> None:
-    number = isinstance(level, (int, float)) and not isinstance(level, bool)
-    if not number or not levels[0] <= level <= levels[-1]:
-        raise ResidualsError(
-            f"level={level!r:.60}: expected a share of steps from {levels[0]:g} to {levels[-1]:g}"
-        )
-
-
-def _between(level: float, levels: Sequence[float], ends: Sequence[float]) -> float:
-    """An end between those of two levels, by -log(1 - level), in which tails are about straight."""
-    for (before, first), (after, second) in pairwise(zip(levels, ends, strict=True)):
-        if before <= level <= after:
-            span = math.log((1 - before) / (1 - after))
-            return first + (second - first) * math.log((1 - before) / (1 - level)) / span
-    return ends[0]  # there is one level only
-
-
-# -- order statistics ------------------------------------------------------------------------------
-
-
-def _ends(
-    level: float, values: Sequence[float], weights: Sequence[float], groups: int, usual: float
-) -> tuple[float, float]:
-    """The ends of one level: a quantile at each side, where there are enough families.
-
-    With fewer the quantile of absolute residuals, with yet fewer that of a wide distribution.
-    """
-    correction = (groups + 1) / groups if groups else math.inf
-    side = (1 + level) / 2
-    if side * correction <= 1:
-        low = _quantile([-value for value in values], weights, side * correction)
-        return min(0.0, -low), max(0.0, _quantile(values, weights, side * correction))
-    if level * correction <= 1:
-        size = _quantile([abs(value) for value in values], weights, level * correction)
-        return -size, size
-    size = _wide(side, values, weights, groups, usual)
-    return -size, size
-
-
-def _quantile(values: Sequence[float], weights: Sequence[float], share: float) -> float:
-    """The weighted quantile at `share`, interpolated between two of `values`."""
-    total, before = 0.0, None
-    for value, weight in sorted(zip(values, weights, strict=True)):
-        if total + weight >= share - 1e-9:
-            part = min(1.0, max(0.0, (share - total) / weight))
-            return value if before is None else before + part * (value - before)
-        total, before = total + weight, value
-    return max(values)
-
-
-def _wide(
-    side: float, values: Sequence[float], weights: Sequence[float], groups: int, usual: float
-) -> float:
-    """Half of an interval from few residuals and the usual spread: a quantile of Student's t."""
-    squares = sum(weight * value**2 for value, weight in zip(values, weights, strict=True))
-    freedom = _PRIOR_WEIGHT + groups
-    scale = math.sqrt((_PRIOR_WEIGHT * usual**2 + groups * squares) / freedom)
-    # A prediction is off by its deviation, and by that of the mean of the measured ones.
-    return student(side, freedom) * scale * math.sqrt(1 + 1 / freedom)
-
-
-def student(share: float, freedom: float) -> float:
-    """The quantile of Student's t by Hill's expansion (Communications of the ACM 13, 1970)."""
-    z = NormalDist().inv_cdf(share)
-    return z * (
-        1
-        + (z**2 + 1) / (4 * freedom)
-        + (5 * z**4 + 16 * z**2 + 3) / (96 * freedom**2)
-        + (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / (384 * freedom**3)
-    )
-
-
-def _rounded(value: float) -> float:
-    """An end with four digits, rounded away from 0."""
-    if not value:
-        return 0.0
-    digits = 3 - math.floor(math.log10(abs(value)))
-    step = 10.0**-digits
-    return math.copysign(
-        min(_FARTHEST, round(math.ceil(abs(value) / step - 1e-9) * step, digits)), value
-    )
-
 
 # -- classes of kernels ----------------------------------------------------------------------------
 
@@ -279,10 +89,10 @@ _SHIPPED = Path(__file__).parent / "fitted"
 _KIND = FileKind("knob file", KnobsError)
 MOST_OVERLAP = 20.0
 """An exponent from which on a soft maximum is a maximum."""
-_LEFT_OUT = (("cache", 1.0), ("pace", 1.0))
+_LEFT_OUT = (("cache", 1.0), ("pace", 1.0), ("power", 1.0))
 """Values of numbers that a file leaves out."""
 USUAL = "usual"
-"""The usual numbers of the chip's generation."""
+"""The usual numbers: of attention, those of the chip's generation; of intervals, the table's."""
 
 
 @dataclass(frozen=True)
@@ -321,9 +131,12 @@ class Knobs(Plain):
     traffic: ByteFactors | None = None
     # Speed of all kernels, launches and the host over that by the other numbers.
     pace: float = knob(1.0, least=LEAST_SHARE, prior=0.2, on_cpu=0.4)
+    # Share of its clock that a chip holds with its matrix engines at full rate, by its limit on
+    # power; see `seconds.held`.
+    power: float = knob(1.0, least=LEAST_SHARE, most=1.0)
     use: str = NO_FIT  # one of `USES`
-    # Ends of intervals by `use`; not in the hash: they change no time.
-    residuals: Mapping[str, Residuals] = field(default_factory=dict, hash=False)
+    # Ends of intervals by `use`, or "usual"; not in the hash: they change no time.
+    residuals: Mapping[str, Residuals] | str = field(default_factory=dict, hash=False)
 
     def __repr__(self) -> str:
         return short(
@@ -334,7 +147,10 @@ class Knobs(Plain):
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        for name in (self.use, *self.residuals):
+        if isinstance(self.residuals, str) and self.residuals != USUAL:
+            raise KnobsError(f"residuals={self.residuals!r:.60}: expected tables, or {USUAL!r}")
+        named = () if isinstance(self.residuals, str) else self.residuals
+        for name in (self.use, *named):
             if name not in USES:
                 raise KnobsError(f"use {name!r:.60}: expected one of {', '.join(USES)}")
         for name in self.shares:
@@ -371,7 +187,8 @@ class Knobs(Plain):
 
         The shares of its kind of chip, or of its generation where its matrix engines are as wide
         as those of A100 or of H100; then its sustained rates (`Chip.sustained_compute` and
-        `sustained_memory`).  sustained: False: without the latter, as a kernel alone runs.
+        `sustained_memory`).  A share of compute below 1 is a limit on power: it becomes `power`.
+        sustained: False: without sustained rates, as a kernel alone runs.
         """
         facts = (chip.sustained_compute, chip.sustained_memory) if sustained else (None, None)
         rates = [1.0 if fact is None else fact.value for fact in facts]
@@ -391,15 +208,6 @@ class Knobs(Plain):
         if chip.architecture:
             return "ada" if width >= _FULL_RATE else None
         return next((name for name, least in GENERATIONS if width >= least), None)
-
-    @staticmethod
-    def products(chip: Chip) -> Mapping[str, ProductKnobs]:
-        """Kernels of libraries for products in narrow formats, by "FORMAT LIBRARY", on a chip.
-
-        They go by the generation; of other GPUs nothing is measured.
-        """
-        of = chip.kind == "gpu" and Knobs.generation(chip)
-        return _products(of) if of else {}
 
     @property
     def fitted_on(self) -> tuple[str, ...]:
@@ -433,13 +241,60 @@ class Knobs(Plain):
         """Seconds that a kernel takes on this chip on top of its work."""
         return (chip.kernel_gap.value if self.launch is None else self.launch) / self.pace
 
+    @property
+    def of_use(self) -> Residuals | None:
+        """The residuals of this use: of these knobs, or the usual ones; None without any."""
+        return self.residuals_of(self.use)
+
+    def residuals_of(self, use: str) -> Residuals | None:
+        """The residuals of a use."""
+        if isinstance(self.residuals, str):
+            return IntervalTable.shipped().uses.get(use)
+        return self.residuals.get(use)
+
     def ends(self, level: float = LEVEL) -> tuple[float, float]:
         """Ends of the interval that holds this share of steps, in standard deviations of a step.
 
-        By the residuals of this use; without any, those of a normal distribution.
+        By the residuals of this use, wherever a step is; without any, those of a normal
+        distribution.
         """
-        residuals = self.residuals.get(self.use)
+        residuals = self.of_use
         return normal_ends(level) if residuals is None else residuals.ends(level)
+
+    def errors_of(self, cell: StepCell, alone: Any, variance: Any) -> StepErrors:
+        """Where log(measured / predicted) of a step lies.
+
+        cell: where it is.  alone: how much it is one kernel (see `StepTimes.alone`).  variance: of
+        the step, by the spreads of its kernels.  Numbers, or arrays over points of one cell.
+
+        With "usual" residuals the table says it.  Those of a fit are of its left-out steps, in
+        standard deviations; a step in another cell than theirs varies by how far cells are apart.
+        """
+        table = IntervalTable.shipped()
+        if self.residuals == USUAL:
+            return table.errors(cell, alone)
+        residuals = self.of_use
+        if residuals is not None:
+            variance = variance + table.apart(residuals.cells, cell)
+        levels = LEVELS if residuals is None else residuals.levels
+        ends = [self.ends(level) for level in levels]
+        deviation = variance**0.5
+        return StepErrors(
+            levels,
+            tuple(low * deviation for low, _ in ends),
+            tuple(high * deviation for _, high in ends),
+        )
+
+    def grounds_of(self, cell: StepCell, alone: float) -> str:
+        """A sentence on the steps that an interval at a cell rests on; "" where there are none."""
+        table, residuals = IntervalTable.shipped(), self.of_use
+        if self.residuals == USUAL:
+            return table.grounds(cell.of_kernel if alone > 0.5 else cell)
+        if residuals is None:
+            return ""
+        other = table.apart(residuals.cells, cell) > 0
+        where = f"; widened, as none of them was {cell}" if other else ""
+        return f"interval by {residuals.basis}{where}" if residuals.few or other else ""
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict with the keys of a knob file."""
@@ -469,11 +324,10 @@ class Knobs(Plain):
                     for kind, factor in self.traffic.factors.items()
                 },
             }
-        if self.residuals:
-            result["residuals"] = {
-                name: {f.name: getattr(ends, f.name) for f in fields(ends)}
-                for name, ends in self.residuals.items()
-            }
+        if isinstance(self.residuals, str):
+            result["residuals"] = self.residuals
+        elif self.residuals:
+            result["residuals"] = {name: ends.to_dict() for name, ends in self.residuals.items()}
         result["share"] = {name: _changed(share, PLAIN) for name, share in self.shares.items()}
         return result
 
@@ -522,7 +376,12 @@ L40S and RTX 6000 Ada do, and GeForce cards do not: these have the file "ada".""
 def _sustained(kind: str, compiled: bool, of: str, compute: float, memory: float) -> Knobs:
     """Typical numbers of a chip that sustains these shares of its rates."""
     knobs = _typical(kind, compiled, of)
-    return replace(knobs, compute=knobs.compute * compute, memory=knobs.memory * memory)
+    return replace(
+        knobs,
+        compute=knobs.compute * max(1.0, compute),
+        memory=knobs.memory * memory,
+        power=min(1.0, compute),
+    )
 
 
 @functools.cache
@@ -539,6 +398,15 @@ def _typical(kind: str, compiled: bool, of: str) -> Knobs:
         changes[table] = {**base[table], **changes.get(table, {})}
     title = f"{changes['title']} ({how})"
     return Knobs.from_dict({**base, **changes, "title": title}, str(path))
+
+
+def library_products(chip: Chip) -> Mapping[str, ProductKnobs]:
+    """Kernels of libraries for products in narrow formats, by "FORMAT LIBRARY", on a chip.
+
+    They go by the generation; of other GPUs nothing is measured.
+    """
+    of = chip.kind == "gpu" and Knobs.generation(chip)
+    return _products(of) if of else {}
 
 
 @functools.cache
@@ -572,13 +440,15 @@ def load_knobs(name: str | os.PathLike[str]) -> Knobs:
 
 def shipped_knobs() -> tuple[str, ...]:
     """Names of the knob files that come with rooftrace."""
-    return tuple(sorted(path.stem for path in _SHIPPED.glob("*.toml")))
+    return tuple(sorted(path.stem for path in _SHIPPED.glob("typical-*.toml")))
 
 
 def dump_knobs(knobs: Knobs) -> str:
     """The TOML text of a knob file; `load_knobs` reads it back."""
     data = _six_digits(knobs.to_dict())
-    shares, residuals = data.pop("share"), data.pop("residuals", {})
+    shares, residuals = data.pop("share"), {}
+    if isinstance(data.get("residuals"), Mapping):
+        residuals = data.pop("residuals")
     ordered = ("source", "tiling", "attention", "engines")
     names = [name for name in ordered if isinstance(data.get(name), Mapping)]
     tables = {name: data.pop(name) for name in names}

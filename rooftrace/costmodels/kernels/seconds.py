@@ -25,7 +25,7 @@ from rooftrace.costmodels.kernels.engines import (
     tile_shares,
     tile_terms,
 )
-from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs
+from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs, library_products
 from rooftrace.costmodels.kernels.numbers import ProductKnobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
@@ -146,6 +146,11 @@ class KernelSeconds:
         )
         return KernelSeconds(self.compute, memory, device, self.choice, untiled)
 
+    def held(self, clock: Array) -> KernelSeconds:
+        """The seconds at these shares of the clock; bytes of the memory take as long."""
+        compute, device, untiled = (t / clock for t in (self.compute, self.device, self.untiled))
+        return KernelSeconds(compute, self.memory, device, self.choice, untiled)
+
     def at_pace(self, pace: float) -> KernelSeconds:
         """The seconds of kernels that are all so many times as fast."""
         seconds = (self.compute, self.memory, self.device, self.untiled)
@@ -207,7 +212,7 @@ class KernelTable:
         """The kernels of libraries that run products, with flags of the rows of each."""
         if "kernel" not in self.data:
             return
-        numbers = Knobs.products(self.chip)
+        numbers = library_products(self.chip)
         for place in np.unique(self.data["kernel"]).astype(int):
             if place:
                 yield numbers[engines.KERNELS[place]], self.data["kernel"] == place
@@ -228,6 +233,8 @@ class KernelTable:
             result.compute[rows], result.memory[rows] = by_blocks.compute, by_blocks.memory
             result.device[rows] = by_blocks.device
             result.choice[rows], result.untiled[rows] = -1, by_blocks.device
+        if knobs.power < 1:
+            result = result.held(held(self, knobs, result.device))
         return result if knobs.pace == 1 else result.at_pace(knobs.pace)
 
 
@@ -238,6 +245,7 @@ def _shared_seconds(
     d, chip = table.data, table.chip
     shares = [knobs.share(name) for name in CLASSES]
     compute = knobs.compute * np.array([s.compute for s in shares])[table.kind]
+    compute = compute * attention.backward_shares(d, chip)
     memory = knobs.memory * np.array([s.memory for s in shares])[table.kind]
     layout = np.array([s.layout for s in shares])[table.kind] if layouts else 0.0
     aside = np.array([s.engine == "vector" for s in shares])[table.kind]
@@ -314,6 +322,33 @@ _SCALES = 4
 """fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
 _SCALED = 128
 """Numbers of a row that share a scale.  A single column of scales lies as it has to."""
+
+
+GROWTH = 2.3
+"""Power of a busy engine grows with its clock f to this: f V^2, where V falls with f.  The largest
+products of H100 run at 499.5 TFLOP/s on 114 SMs at 350 W (PCIe) and 792.1 on 132 at 700 W (SXM;
+mamf-finder, https://github.com/mag-/gpu_benchmark), 100 W of each for memory and idle parts."""
+_MATRIX_UNITS = np.array([name.startswith("matrix") for name in UNITS])
+
+
+def held(table: KernelTable, knobs: Knobs, device: Array) -> Array:
+    """The share of its clock that the chip holds in each row, by its limit on power, in (0, 1].
+
+    Matrix engines at full rate hold `knobs.power` of it.  A kernel that has them busy for a share u
+    of its time draws u as much, which is within the limit where u < power^GROWTH:
+        held = min(1, power * u^(-1 / GROWTH)).
+    Work of the vector engine and of the memory draws less than the limit.  device: seconds of each
+    row at the full clock.
+    """
+    d = table.data
+    vector = np.array([knobs.share(name).engine == "vector" for name in CLASSES])[table.kind]
+    products = (d["flop"] > 0) & _MATRIX_UNITS[d["unit"].astype(np.int64)] & ~vector
+    on_matrix = products | (d["attention rate"] > 0)
+    at_peak = np.where(on_matrix, d["matrix"] + d["flop"] / d["rate"], 0.0)
+    reached = knobs.compute * knobs.share("mm").compute
+    busy = at_peak / (reached * np.where(device > 0, device, 1.0))
+    shares: Array = knobs.power * np.maximum(busy, knobs.power**GROWTH) ** (-1 / GROWTH)
+    return np.clip(shares, knobs.power, 1.0)
 
 
 # -- rows of a table -------------------------------------------------------------------------------

@@ -312,6 +312,7 @@ def times_of(
     regimes = {name: _main(step, part) for name, part in every.by_regime.items()}
     regimes["network"] = exposed + regimes["network"]
     regimes["launch"] = regimes["launch"] + (t_est - t_serial)
+    squares = step.total(np.square(every.device) / np.maximum(step.times, 1.0))
     return TimesOverPoints(
         knobs=knobs,
         t_comp=_main(step, every.compute),
@@ -325,6 +326,7 @@ def times_of(
         variance=_variance(step, every, t_serial, knobs),
         heads=heads,
         cells=_cells(step, every.device, regimes, heads, cell or StepCell()),
+        alone=np.minimum(1.0, np.sqrt(squares) / np.maximum(t_est, 1e-30)),
     )
 
 
@@ -358,11 +360,11 @@ def _cells(
     """Where each point is among measured steps; device: seconds of all kernels of each entry."""
     latent, kinds = step.kernels.latent[step.row], np.empty(len(step.row), dtype=object)
     for part in step.parts:
-        kind = part.spread_kind, part.of_experts, bool(latent[part.where.start])
-        kinds[part.where] = StepCell.work_of(*kind)
+        at_latents = bool(latent[part.where.start])
+        kinds[part.where] = StepCell.work_of(part.spread_kind, part.of_experts, at_latents)
     works = [step.total(device * (kinds == work)) for work in WORKS]
-    narrow, all_ = (step.total(flop[step.row] * step.times) for flop in step.kernels.products)
-    return Cells.of(cell, works, narrow > all_ / 2, [regimes[name] for name in REGIMES], heads)
+    narrow, flops = (step.total(flop[step.row] * step.times) for flop in step.kernels.products)
+    return Cells.of(cell, works, narrow > flops / 2, [regimes[name] for name in REGIMES], heads)
 
 
 # -- one kernel of each entry ----------------------------------------------------------------------
@@ -478,8 +480,7 @@ def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, device: Array) -> Wa
         return _on_streams(step, chip, durations)
     host = host_seconds(step.execution, chip)
     before = leading_seconds(step.launches, host, chip.host_waits)
-    starts: list[float] = []
-    ends = []
+    starts, ends = list[float](), []
     for points in () if before is not None and step.points > 1 else step.cuts(_QUEUED):
         seconds, counts = step.launched(durations, points), step.counted(points)
         starts, end = schedule(seconds, step.launches, host, counts, chip.host_waits)

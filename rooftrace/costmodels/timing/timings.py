@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rooftrace._amounts import larger
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.intervals import WORKS, StepCell
-from rooftrace.costmodels.kernels.knobs import LEVEL
+from rooftrace.costmodels.kernels.intervals import LEVEL, WORKS, StepCell, StepErrors
 
 if TYPE_CHECKING:
+    from typing import Any
+
+    import numpy as np
+
     from rooftrace._amounts import Array, Places
+
+    Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 REGIMES = ("compute", "hbm", "network", "launch")
 
@@ -70,6 +75,9 @@ class StepTimes:
     regime_seconds: Mapping[str, float]  # by name in REGIMES; they add up to t_est
     variance: float | None = None  # of log(measured / predicted); None without knobs
     cell: StepCell = field(default_factory=StepCell)  # where it is among measured steps
+    # How much it is one kernel: the root of the sum of squares of the seconds of its kernels over
+    # t_est.  Equal kernels share an error, so n of them count as about the root of n different ones
+    alone: float = 1.0
 
     @property
     def t_launch(self) -> float:
@@ -88,11 +96,31 @@ class StepTimes:
     def within(self, knobs: Knobs | None, level: float = LEVEL) -> tuple[float, float] | None:
         """Seconds between which this share of such steps are; None without knobs, or any spread.
 
-        Raises ResidualsError for a share that the knobs have no ends for.
+        No step is faster than the bound, and the estimate is inside.  Raises ResidualsError for a
+        share that the knobs have no ends for.
         """
+        errors = self.errors(knobs)
+        if errors is None:
+            return None
+        low, high = (self.t_est * math.exp(end) for end in errors.within(level))
+        return max(self.t_bound, low), high
+
+    def errors(self, knobs: Knobs | None) -> StepErrors | None:
+        """Where log(measured / predicted) of the step lies; None without knobs, or any spread."""
         if knobs is None or not (self.variance or 0.0) > 0:
             return None
-        return _interval(knobs, self.t_est, self.t_bound, self.variance, level)
+        return knobs.errors_of(self.cell, self.alone, self.variance)
+
+    def chance(self, knobs: Knobs | None, seconds: float) -> float | None:
+        """The chance that a measured step takes at most this; None without knobs, or any spread."""
+        errors = self.errors(knobs)
+        if errors is None or not seconds > 0:
+            return None
+        return 0.0 if seconds < self.t_bound else errors.chance(math.log(seconds / self.t_est))
+
+    def grounds(self, knobs: Knobs | None) -> str:
+        """A sentence on the measured steps that the interval rests on; "" where there are none."""
+        return "" if knobs is None else knobs.grounds_of(self.cell, self.alone)
 
     @property
     def regime(self) -> str:
@@ -119,22 +147,6 @@ def margin(terms: Mapping[str, float]) -> float:
     """Largest value over the second largest."""
     first, second = sorted(terms.values(), reverse=True)[:2]
     return first / second if second > 0 else float("inf")
-
-
-def _interval(
-    knobs: Knobs, t_est: Any, t_bound: Any, variance: Any, level: float = LEVEL
-) -> tuple[Any, Any]:
-    """Seconds between which this share of such steps are: numbers, or arrays over points.
-
-    Its ends are those of `Knobs.ends` times the standard deviation of the step's logarithm, and the
-    estimate is inside.  No step is faster than the bound.
-    """
-    functions: Any = math
-    if not isinstance(variance, float):
-        import numpy as functions
-    deviation = functions.sqrt(variance)
-    low, high = (t_est * functions.exp(end * deviation) for end in knobs.ends(level))
-    return larger(t_bound, low), high
 
 
 # -- over entries and points -----------------------------------------------------------------------
@@ -216,7 +228,7 @@ class Cells:
     def of(
         step: StepCell,
         works: Sequence[Array],
-        narrow: Array,
+        narrow: Flags,
         seconds: Sequence[Array],
         heads: Headline,
     ) -> Cells:
@@ -269,6 +281,7 @@ class TimesOverPoints:
     variance: Array | None  # relative, of steps; None without knobs, nan where nothing takes time
     heads: Headline
     cells: Cells  # where each point is among measured steps
+    alone: Array
 
     def at(self, point: int) -> StepTimes:
         """The times at one point."""
@@ -278,6 +291,7 @@ class TimesOverPoints:
             regime_seconds={n: float(s[point]) for n, s in self.regime_seconds.items()},
             variance=None if self.variance is None else float(self.variance[point]),
             cell=self.cells.cells[self.cells.place[point]],
+            alone=float(self.alone[point]),
         )
 
     @property
@@ -290,5 +304,10 @@ class TimesOverPoints:
 
         if self.variance is None or self.knobs is None:
             return None
-        spread = np.where(self.variance > 0, self.variance, np.nan)
-        return _interval(self.knobs, self.t_est, self.t_bound, spread)
+        ends = np.full((2, len(self.t_est)), np.nan)
+        for number, cell in enumerate(self.cells.cells):
+            at = (self.cells.place == number) & (self.variance > 0)
+            errors = self.knobs.errors_of(cell, self.alone[at], self.variance[at])
+            ends[:, at] = errors.within()
+        low, high = self.t_est * np.exp(ends)
+        return np.maximum(self.t_bound, low), high

@@ -147,6 +147,8 @@ def _notes(trace: Trace) -> Iterable[str]:
             f"{units.format_time(waited)} in which the host waited for work from before the trace "
             "begins are left out"
         )
+    if trace.damage:
+        yield trace.damage
     for placed in trace.placements:
         if placed.how not in (records.LAUNCH, records.OP):
             count = units.plural(placed.kernels + placed.copies, "kernel")

@@ -120,8 +120,9 @@ def chips_called(device: str) -> tuple[str, ...]:
 
     The chip of this name; else, for "NVIDIA A100-SXM-80GB", the chips of the model A100 that have
     most of its words ("sxm" and "80" begin two of them) and lack none: no bundled chip is an
-    "H100 CNX".
+    "H100 CNX".  "VF" ends the names of AMD's GPUs in virtual machines.
     """
+    device = device.removesuffix(" VF")
     words = set(_words(device))
     scores = {
         name: score

@@ -121,12 +121,8 @@ class Alignment:
                 notes.append(
                     f"{count} of the trace ({format_time(placed.seconds)}) {placed.how} ({names})"
                 )
-        if trace.left_out:
-            words, _ = trace.left_out[0]
-            count = units.plural(sum(times for _, times in trace.left_out), "value")
-            notes.append(
-                f"{count} of the trace could not be read and are left out, such as {words}"
-            )
+        if trace.damage:
+            notes.append(trace.damage)
         waited = [step.waited for step in trace.steps if step.waited]
         if waited:
             notes.append(

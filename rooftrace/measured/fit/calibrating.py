@@ -14,7 +14,7 @@ from pathlib import Path
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.fusion import TYPICAL, ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs, dump_knobs, load_knobs
-from rooftrace.costmodels.kernels.knobs import student
+from rooftrace.costmodels.kernels.intervals import student
 from rooftrace.errors import UnusedError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
@@ -123,7 +123,7 @@ def choose(
         label, alone = ", ".join(free), len(shares.kernels)
         tried[f"{label}, and shares by {alone} kernels" if alone else label] = attempt.left_out
         none, new = (judged(errors, cases) for errors in (tried[NOTHING], attempt.left_out))
-        if new <= none * (1 - _GAIN) and (
+        if new < none * (1 - _GAIN) and (
             is_one_step(cases) or is_better(cases, attempt.outside, best.outside)
         ):
             best = attempt

@@ -6,7 +6,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +14,10 @@ import numpy as np
 from rooftrace._plain import Plain
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs
+from rooftrace.costmodels.kernels.intervals import StepCell
 from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
+from rooftrace.costmodels.timing.steps import time_plan
 from rooftrace.errors import UnusedError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
@@ -57,6 +59,7 @@ class Case:
     seconds: float  # s, of a step, or of these kernels alone
     dispatches: int = 0  # that the host enqueued; 0 where the host does not matter
     layouts: bool = False  # whether hidden layout copies count; see `KernelTable.seconds`
+    cell: StepCell = field(default_factory=StepCell)  # where it is among measured steps
     group: str = ""  # cases of one group are left out together when a fit is checked
     dispatch: float | None = None  # s of each dispatch; None: the knob of this name
     host: float = 0.0  # other s of the host: views, calls of modules
@@ -105,6 +108,7 @@ def step_case(
         group=group,
         dispatch=None if model.dispatch == "eager" else each.dispatch,
         host=other,
+        cell=time_plan(planned, chip).step.cell,
     )
 
 

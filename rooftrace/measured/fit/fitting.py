@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace.costmodels.kernels import Knobs, attention_knobs, numbers
-from rooftrace.costmodels.kernels.knobs import CLASSES, FITTED, NO_FIT, ONE_FACTOR, Residuals
+from rooftrace.costmodels.kernels.intervals import FITTED, NO_FIT, ONE_FACTOR, Residuals
+from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.hardware import Chip
 from rooftrace.measured.fit.cases import (
     CalibrationError,
@@ -119,8 +120,8 @@ class Space:
         rooms = dict(zip(_SHARES, most_of(self.chip), strict=True))
         room = {name: most / (begin.pace * getattr(begin, name)) for name, most in rooms.items()}
         if path == "pace":
-            return max(start, begin.pace * min(room.values()))
-        return max(start, room[number] * (1.0 if kind else getattr(begin, number)))
+            return float(max(start, begin.pace * min(room.values())))
+        return float(max(start, room[number] * (1.0 if kind else getattr(begin, number))))
 
     def knobs(self, vector: Any) -> Knobs:
         """The knobs at a point."""
@@ -453,13 +454,14 @@ def with_interval(
     knobs = replace(knobs.with_shares(spread=_spreads(cases, knobs, predicted)), spread=spread)
     off = [math.log(m / p) for m, p in zip(measured, predicted, strict=True)]
     deviations = deviations_of(cases, knobs)
-    residuals = start.residuals.get(use)
+    residuals = start.residuals_of(use)
     usual = residuals.spread if residuals is not None else start.spread
     ends = Residuals.of_steps(
         [each / deviation for each, deviation in zip(off, deviations, strict=True)],
         [group_of(case) for case in cases],
         usual / spread,
         f"steps on {cases[0].table.chip.name} that were left out",
+        [case.cell for case in cases],
     )
     return replace(knobs, use=use, residuals={use: replace(ends, spread=spread)})
 
@@ -470,9 +472,10 @@ def with_usual_interval(knobs: Knobs, use: str, cases: Sequence[Case], free: int
     A fit to few cases widens it by the error of the fit.
     """
     groups = len({group_of(case) for case in cases})
-    usual = knobs.residuals.get(use)
+    usual = knobs.residuals_of(use)
     spread = (knobs.spread if usual is None else usual.spread) * math.sqrt(1 + free / groups)
-    residuals = {} if usual is None else {use: replace(usual, spread=spread)}
+    cells = tuple(sorted({str(case.cell) for case in cases if case.cell.phase}))
+    residuals = {} if usual is None else {use: replace(usual, spread=spread, cells=cells)}
     return replace(knobs, spread=spread, use=use, residuals=residuals)
 
 

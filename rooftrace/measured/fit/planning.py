@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ from rooftrace.measured.fit.fitting import FEW, NOISE, Space, most_of
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Array
+    from rooftrace.costmodels.estimates import Estimate
+    from rooftrace.measured.fit.validation import StepCheck
 
 # -- bounds ----------------------------------------------------------------------------------------
 
@@ -45,13 +47,27 @@ def beaten(cases: Sequence[Case]) -> dict[int, str]:
         return {}
     chip = cases[0].table.chip
     return {
-        index: (
-            f"{format_time(case.seconds)}, and {chip.title} takes {format_time(bound)} at least "
-            f"({bound / case.seconds:.2f} times that)"
-        )
+        index: _words(case.seconds, bound, chip)
         for index, (case, bound) in enumerate(zip(cases, bounds_of(cases), strict=True))
         if case.seconds < _BEATEN * bound
     }
+
+
+def _words(seconds: float, bound: float, chip: Chip) -> str:
+    return (
+        f"{format_time(seconds)}, and {chip.title} takes {format_time(bound)} at least "
+        f"({bound / seconds:.2f} times that)"
+    )
+
+
+def beaten_by(check: StepCheck, priced: Estimate) -> dict[str, str]:
+    """A sentence on a measured step below the bound of its estimate, by its label."""
+    bound = priced.t_bound / max(most_of(priced.chip))
+    return (
+        {check.label: _words(check.measured, bound, priced.chip)}
+        if check.measured < _BEATEN * bound
+        else {}
+    )
 
 
 def check_bound(cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
@@ -67,7 +83,7 @@ def check_bound(cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
     return kept, told
 
 
-def beaten_words(told: dict[str, str], chip: Chip) -> str:
+def beaten_words(told: Mapping[str, str], chip: Chip) -> str:
     """The sentence on measured steps below a bound; told: what each took, by name."""
     shown = [f"{name}: {text}" for name, text in list(told.items())[:_SHOWN]]
     more = [f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else []

@@ -27,7 +27,9 @@ from rooftrace.measured.alignment import (
     steps_of,
 )
 from rooftrace.measured.bench import Run
+from rooftrace.measured.fit.idleness import idleness_of
 from rooftrace.measured.fit.misses import nodes, seconds_of_row
+from rooftrace.measured.fit.planning import beaten_by, beaten_words
 from rooftrace.measured.fit.validation import (
     NodeCheck,
     StepCheck,
@@ -101,7 +103,7 @@ def validate_compiled(
         chip=chip,
         execution=model.name,
         knobs="" if priced.knobs is None else priced.knobs.title,
-        steps=(step_check(label, label, priced, trace.step_time),),
+        steps=(step_check(label, label, priced, trace.step_time, _busy(trace)),),
         planned=1,
         notes=tuple(notes),
         nodes=node_checks(label, priced, nodes(priced, seconds), dram),
@@ -109,7 +111,14 @@ def validate_compiled(
         op_seconds=step.seconds,
         op_matched=step.coverage * step.seconds,
         estimate=priced,
+        idle=idleness_of(trace),
     )
+
+
+def _busy(trace: Trace) -> float | None:
+    """Median seconds that the device works in a step; None without kernels."""
+    busy = [step.busy for step in trace.steps if step.busy is not None]
+    return statistics.median(busy) if busy else None
 
 
 def _words(step: FusedStep, phases: tuple[str, ...]) -> str:
@@ -256,6 +265,7 @@ def _compared(
     steps: list[StepCheck] = []
     kernels: list[tuple[str, _StepKernels]] = []
     failures: dict[str, str] = {}
+    below: dict[str, str] = {}
     for number, step in enumerate(measured):
         tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
@@ -270,6 +280,7 @@ def _compared(
         device = step.row.device_seconds if step.row else None
         peak = step.row.peak_bytes if step.row else None
         steps.append(step_check(step.label, step.group, priced, step.seconds, device, peak))
+        below |= beaten_by(steps[-1], priced)
         if of_step is not None:
             kernels.append((step.label, of_step))
     if not steps:
@@ -286,7 +297,15 @@ def _compared(
         steps=tuple(steps),
         planned=len(measured),
         failures=failures,
-        notes=tuple(filter(None, _notes_of_steps({k.by for _, k in kernels}, chip, model))),
+        notes=tuple(
+            filter(
+                None,
+                (
+                    beaten_words(below, chip) if below else "",
+                    *_notes_of_steps({k.by for _, k in kernels}, chip, model),
+                ),
+            )
+        ),
         nodes=tuple(check for _, of_step in kernels for check in of_step.checks),
         strays=tuple((label, stray) for label, of_step in kernels for stray in of_step.strays),
         op_seconds=sum(of_step.total for _, of_step in kernels),
@@ -349,9 +368,7 @@ def validate_trace(
     priced, alignment = match.estimate, match.alignment
     graph, trace = priced.graph, alignment.trace  # with the steps of the alignment
     label = f"{graph.model.get('name') or 'model'} {graph.phase}"
-    busy = [step.busy for step in trace.steps if step.busy is not None]
-    device = statistics.median(busy) if busy else None
-    step = step_check(label, label, priced, trace.step_time, device)
+    step = step_check(label, label, priced, trace.step_time, _busy(trace))
     notes = [
         *_trace_notes(alignment, match.phases, chip),
         _knob_note(model, chip),
@@ -381,6 +398,7 @@ def validate_trace(
         op_matched=alignment.coverage * total,
         estimate=priced,
         alignment=alignment,
+        idle=idleness_of(trace),
     )
 
 

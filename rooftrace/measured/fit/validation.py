@@ -21,6 +21,7 @@ from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.measured.alignment import Alignment, Stray
 from rooftrace.measured.fit.cases import Errors, errors
+from rooftrace.measured.fit.idleness import Idleness
 from rooftrace.measured.fit.misses import Node, launches_by_op
 from rooftrace.measured.profiles import Records
 
@@ -261,6 +262,14 @@ class Validation(Plain, Shown):
     op_matched: float = 0.0  # s of these that belong to `nodes`
     estimate: Estimate | None = field(default=None, repr=False)  # of a trace
     alignment: Alignment | None = field(default=None, repr=False)  # of a trace
+    idle: Idleness | None = None  # of the device of a trace; None: unknown
+
+    @property
+    def idle_words(self) -> str:
+        """A sentence on the idle time of the device beside both predictions; "" where unknown."""
+        if self.idle is None or not self.steps:
+            return ""
+        return self.idle.words(self.steps[0].device_predicted, self.steps[0].predicted)
 
     @property
     def coverage(self) -> float | None:
@@ -329,7 +338,7 @@ class Validation(Plain, Shown):
 
     KEYS = (
         "schema kind source chip=chip.name execution knobs=_knobs measured_steps=planned "
-        "compared_steps=steps.__len__ left_out=failures notes errors=by_phase "
+        "compared_steps=steps.__len__ left_out=failures notes device=idle errors=by_phase "
         "peak_memory_errors=peak_errors inside_interval=_inside steps ops=_ops"
     )
     schema = SCHEMA

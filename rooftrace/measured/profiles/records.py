@@ -278,6 +278,8 @@ class OpSum:
 class Cut(Protocol):
     """Makes steps from parts of a trace."""
 
+    waits: Sequence[tuple[float, float]]  # (start, end) [s] of calls that wait for the device
+
     def __call__(self, name: str, start: float, end: float) -> TraceStep:
         """The step with all calls and launches of the host from `start` until `end`."""
 
@@ -300,6 +302,15 @@ class Trace:
     placements: tuple[Placement, ...] = ()  # of kernels in steps
     left_out: tuple[tuple[str, int], ...] = ()  # values that could not be read: words, how often
     processes: int = 1  # of its ops: more than one where files of ranks were joined
+
+    @property
+    def damage(self) -> str:
+        """A sentence on values that could not be read; "" without any."""
+        if not self.left_out:
+            return ""
+        count = sum(times for _, times in self.left_out)
+        values = f"{count:,} values" if count > 1 else "1 value"
+        return f"{values} of the trace could not be read and are left out: {self.left_out[0][0]}"
 
     @property
     def on_device(self) -> bool:

@@ -373,18 +373,12 @@ def grounds_of_times(estimates: Sequence[Estimate]) -> str:
         fitted = any(isinstance(e.execution.knobs, Knobs) for e in estimates)
         rest = "" if fitted else ", not calibrated"
         texts.append(f"expected by: {', '.join(by_knobs)}{rest}")
-        texts += dict.fromkeys(_few_residuals(e.knobs) for e in estimates if e.knobs is not None)
+        texts += dict.fromkeys(e.interval_grounds for e in estimates)
     if not all(e.expected for e in estimates):
         names = dict.fromkeys(e.execution.name for e in estimates if not e.expected)
         of = f" of {', '.join(names)}" if by_knobs else ""
         texts.append(f"times{of} are bounds: peaks of the datasheet, which real kernels miss")
     return "; ".join(filter(None, texts))
-
-
-def _few_residuals(knobs: Knobs) -> str:
-    """A note on an interval that rests on few steps; "" where it does not."""
-    residuals = knobs.residuals.get(knobs.use)
-    return f"interval by {residuals.basis}" if residuals is not None and residuals.few else ""
 
 
 # -- chips -----------------------------------------------------------------------------------------

@@ -83,11 +83,14 @@ def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
         return
     yield view.Note(_deployed(best, result.name), "strong")
     for name, free in result.margins(best).items():
+        chance = result.chances.get(name)
+        left = f"{free:.1%} left" if chance is None else f"holds with a chance of {chance:.0%}"
         yield view.Note(
-            f"{_LIMITS[name]} {_value(best, name)} of {_limit(result, best, name)}: "
-            f"{free:.1%} left",
+            f"{_LIMITS[name]} {_value(best, name)} of {_limit(result, best, name)}: {left}",
             bullet=1,
         )
+    if result.chances:
+        yield view.Note(best.estimate.interval_grounds, "faint", bullet=1)
     yield view.Note(", ".join(_worth(best, result)), bullet=1)
     yield from _edge(result, best)
     if result.second is not None:

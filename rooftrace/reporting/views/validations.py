@@ -157,7 +157,7 @@ def calibration_view(result: Calibration, output: view.Output) -> view.View:
 def _interval(knobs: Knobs) -> str:
     """The interval of steps by these knobs, and its source."""
     low, high = (math.exp(end * knobs.spread) for end in knobs.ends())
-    residuals = knobs.residuals.get(knobs.use)
+    residuals = knobs.of_use
     by = "the spread of single kernels" if residuals is None else residuals.basis
     wide = f"between {low:.2f} and {high:.2f} times"
     return f"90 % of steps are {wide} what is expected ({knobs.use}), by {by}"
@@ -448,6 +448,9 @@ def validation_view(result: Validation, output: view.Output) -> view.View:
 
 def _head(result: Validation) -> view.Section:
     parts: list[view.Part] = [*sentence(headline(result), label="validation  ")]
+    if result.idle_words:
+        parts.append(view.Note(f"  {result.idle_words}", on="screen"))
+        parts.append(view.Note(f"{result.idle_words}.", on="page", bullet=1))
     failures = [f"{place}: {why}" for place, why in result.failures.items()]
     for failure in failures[:_LEFT_OUT]:
         parts.append(view.Note(f"  left out, {failure}", "warn", on="screen"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ class ServingAnswer(Plain, Shown):
     left_out: tuple[str, ...]
 
     KEYS = (
-        "question limits best margins=_margins breaks span rows nearest front rests_on=rests "
-        "left_out evaluated"
+        "question limits best margins=_margins chance chances? breaks span rows nearest front "
+        "rests_on=rests left_out evaluated"
     )
 
     def __repr__(self) -> str:
@@ -113,6 +114,25 @@ class ServingAnswer(Plain, Shown):
     @property
     def _margins(self) -> dict[str, float] | None:
         return None if self.best is None else self.margins(self.best)
+
+    @cached_property
+    def chances(self) -> dict[str, float]:
+        """The chance of the best that it holds each limit of time; empty without knobs.
+
+        All that a limit counts, prefills too, is taken to be off like the step is.
+        """
+        if self.best is None or self.best.high is None:
+            return {}
+        step, times = self.best.estimate, dict(self.limits)
+        ratios = {name: value / getattr(self.best, name) for name, value in times.items()}
+        chances = {name: step.chance(ratio * step.t_est) for name, ratio in ratios.items()}
+        return {name: chance for name, chance in chances.items() if chance is not None}
+
+    @property
+    def chance(self) -> float | None:
+        """The chance that the best holds all limits of time: that of the least certain one, as
+        errors are common to all.  None where none is known."""
+        return min(self.chances.values(), default=None)
 
     def margins(self, of: Deployment) -> dict[str, float]:
         """The share of each limit that a deployment leaves free; below 0 where it misses it."""

@@ -1,0 +1,279 @@
+"""Intervals by where a step is: on sources that were made up, in the table, and in answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
+from rooftrace.costmodels.kernels.intervals import (
+    LEVELS,
+    CellSteps,
+    IntervalTable,
+    Residuals,
+    ResidualsError,
+    StepCell,
+    StepErrors,
+)
+from rooftrace.costmodels.kernels.knobs import Knobs, dump_knobs, load_knobs
+
+ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
+
+
+@pytest.fixture(scope="module")
+def coverage() -> Any:
+    """The script that makes the table."""
+    before = list(sys.path)
+    sys.path.insert(0, str(ACCURACY))
+    spec = importlib.util.spec_from_file_location("coverage_of_intervals", ACCURACY / "coverage.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = before
+    del sys.modules[spec.name]
+
+
+# -- made-up sources -------------------------------------------------------------------------------
+
+WORKS = ("product", "attention", "convolution")
+OF_CELL, OF_SOURCE = 0.15, 0.1
+ROWS = {"product": 0.05, "attention": 0.1, "convolution": 0.3}
+"""Standard deviations: of means of cells, of sources in a cell, of steps in a source."""
+
+
+def drawn(coverage: Any, draw: random.Random, sources: int, cells: dict[Any, float]) -> list[Any]:
+    """Steps of so many sources, each in a work on a generation, of few or of many steps."""
+    points = []
+    for number in range(sources):
+        where = draw.choice(("ampere", "hopper", "geforce")), draw.choice(WORKS)
+        middle = cells.setdefault(where, draw.gauss(0, OF_CELL)) + draw.gauss(0, OF_SOURCE)
+        for step in range(draw.choice((5, 20, 60))):
+            off = middle + draw.gauss(0, ROWS[where[1]])
+            points.append(
+                coverage.Point(
+                    f"model{step}",
+                    1.0,
+                    math.exp(off),
+                    "",
+                    source=f"source {number}",
+                    generation=where[0],
+                    work=where[1],
+                    phase="forward",
+                    precision="half",
+                    execution="eager",
+                    limit=draw.choice(("compute", "memory")),
+                )
+            )
+    return points
+
+
+def test_a_new_source_is_inside_as_often_as_the_level_says(coverage: Any) -> None:
+    draw, inside, widths = random.Random(5), {work: [] for work in WORKS}, {}
+    for _ in range(12):
+        cells: dict[Any, float] = {}
+        seen = drawn(coverage, draw, 24, cells)
+        by = coverage.LeftOut(seen)
+        for point in drawn(coverage, draw, 12, cells):
+            low, high = by.interval(point, None)
+            inside[point.work].append(low <= coverage.error(point) <= high)
+            widths.setdefault(point.work, []).append(high - low)
+    every = [held for work in WORKS for held in inside[work]]
+    assert 0.86 <= statistics.fmean(every) <= 0.96
+    for work in WORKS:  # each of them, though their steps scatter by a factor of six
+        assert 0.8 <= statistics.fmean(inside[work]) <= 0.99
+    assert statistics.fmean(widths["convolution"]) > 1.5 * statistics.fmean(widths["product"])
+
+
+def test_a_source_counts_once_however_many_steps_it_has(coverage: Any) -> None:
+    draw = random.Random(1)
+    points = drawn(coverage, draw, 12, {})
+    table = coverage.Hierarchy(points).table({})
+    more = coverage.Hierarchy([*points, *points, *points]).table({})
+    assert {n: (c.mean, c.sources) for n, c in table.cells.items()} == {
+        n: (c.mean, c.sources) for n, c in more.cells.items()
+    }
+    assert sum(c.steps for n, c in table.cells.items() if n == "") == len(points)
+
+
+def test_what_is_left_out_makes_nothing_of_its_interval(coverage: Any) -> None:
+    points = drawn(coverage, random.Random(2), 12, {})
+    source = points[0].source
+    far = [replace(p, measured=p.measured * 50) if p.source == source else p for p in points]
+    means = [coverage.Hierarchy(chosen).mean(
+        coverage.Hierarchy(chosen).path(points[0].cell), source) for chosen in (points, far)
+    ]  # fmt: skip
+    assert means[0] == means[1]
+
+
+def test_a_table_comes_back_from_its_file(coverage: Any, tmp_path: Path) -> None:
+    points = drawn(coverage, random.Random(3), 10, {})
+    path = tmp_path / "intervals.toml"
+    coverage.write(points, path)
+    hierarchy = coverage.Hierarchy(points)
+    made, read = hierarchy.table(coverage.uses_of(points, hierarchy)), IntervalTable.load(path)
+    for name in ("title", "order", "levels", "low", "high", "scatter", "cells", "uses"):
+        assert getattr(made, name) == getattr(read, name), name
+    path.write_text(path.read_text().replace("scatter", "scattered"))
+    with pytest.raises(ResidualsError, match=r"intervals\.toml.*unknown key 'scattered'"):
+        IntervalTable.load(path)
+
+
+# -- cells of the table ----------------------------------------------------------------------------
+
+HERE = StepCell(
+    generation="hopper", precision="half", phase="forward", execution="eager", work="product",
+    limit="compute",
+)  # fmt: skip
+ORDER = ("phase", "generation", "work", "precision", "execution", "limit")
+SCATTER = (0.2, 0.1, 0.05, 0.04, 0.03, 0.02)
+PATH = HERE.values(ORDER)
+TABLE = IntervalTable(
+    title="made up", order=ORDER, levels=LEVELS, low=(-0.4, -0.8, -1.0, -1.3),
+    high=(0.4, 0.8, 1.2, 1.5), scatter=SCATTER,
+    cells={
+        **{", ".join(PATH[:depth]): CellSteps(0.1, 0.2, 7, 900) for depth in range(7)},
+        **{", ".join(("kernel", *PATH[1:4], "-", "compute")[:depth]): CellSteps(0.0, 0.4, 3, 500)
+           for depth in range(1, 7)},
+    },
+)  # fmt: skip
+
+
+def test_a_measured_cell_has_the_ends_of_its_steps() -> None:
+    low, high = TABLE.errors(HERE, 0.0).within()
+    assert (low, high) == pytest.approx((0.1 - 1.0 * 0.2, 0.1 + 1.2 * 0.2))
+    assert TABLE.grounds(HERE).startswith("interval by 900 measured steps of 7 sources like it")
+
+
+def test_a_cell_that_nobody_measured_is_wider_and_says_so() -> None:
+    widths = []
+    for name, value in (("limit", "memory"), ("execution", "graph"), ("precision", "fp8"),
+                        ("work", "moe"), ("generation", "cdna3")):  # fmt: skip
+        other = replace(HERE, **{name: value})
+        low, high = TABLE.errors(other, 0.0).within()
+        widths.append(high - low)
+        said = TABLE.grounds(other)
+        assert "extrapolated" in said and f"{getattr(HERE, name)}, not {value}" in said
+    low, high = TABLE.errors(HERE, 0.0).within()
+    assert [high - low, *widths] == sorted([high - low, *widths]) and widths[0] > high - low
+
+
+def test_one_kernel_has_the_interval_of_kernels_and_many_that_of_steps() -> None:
+    kernel, step = TABLE.errors(HERE.of_kernel, 0.0), TABLE.errors(HERE, 0.0)
+    assert TABLE.errors(HERE, 1.0).within() == pytest.approx(kernel.within())
+    lows = [TABLE.errors(HERE, share / 20).within()[0] for share in range(21)]
+    assert lows == sorted(lows, reverse=True) and lows[0] == pytest.approx(step.within()[0])
+
+
+def test_a_cell_is_a_text_and_back() -> None:
+    for cell in (HERE, HERE.of_kernel, StepCell(), StepCell(work="mla")):
+        assert StepCell.of(str(cell)) == cell
+    with pytest.raises(ResidualsError, match="expected generation, precision"):
+        StepCell.of("hopper")
+
+
+def test_the_table_that_comes_along_has_each_cell_within_those_around_it() -> None:
+    table = IntervalTable.shipped()
+    assert table.levels == LEVELS and len(table.scatter) == len(table.order)
+    assert set(table.uses) == {"no fit", "one factor", "fitted"}
+    for name, steps in table.cells.items():
+        around = table.cells[", ".join(name.split(", ")[:-1])]
+        assert steps.scale > 0 and steps.sources <= around.sources and steps.steps <= around.steps
+    names = [StepCell().values(table.order), *(n.split(", ") for n in table.cells)]
+    whole = [words for words in names if len(words) == len(table.order)]
+    assert len(whole) > 20
+    words = dict(zip(table.order, whole[1], strict=True))
+    cell = StepCell(**{k: w.replace("-", "") for k, w in words.items() if k != "kind"})
+    assert "like it" in table.grounds(cell)
+
+
+# -- chances ---------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
+    st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4),
+    st.floats(-0.5, 0.5),
+)
+def test_a_chance_rises_with_the_limit_and_is_the_inverse_of_the_ends(
+    down: list[float], up: list[float], middle: float
+) -> None:
+    low = tuple(middle - sum(down[: number + 1]) for number in range(4))
+    high = tuple(middle + sum(up[: number + 1]) for number in range(4))
+    errors = StepErrors(LEVELS, low, high)
+    for level, below, above in zip(LEVELS, low, high, strict=True):
+        assert errors.chance(below) == pytest.approx((1 - level) / 2)
+        assert errors.chance(above) == pytest.approx((1 + level) / 2)
+    assert errors.chance((low[0] + high[0]) / 2) == pytest.approx(0.5)
+    chances = [errors.chance(middle + step / 10) for step in range(-60, 61)]
+    assert chances == sorted(chances) and 0 <= chances[0] < 0.01 and 0.99 < chances[-1] <= 1
+
+
+@pytest.fixture(scope="module")
+def graph() -> rt.types.OpGraph:
+    net = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64))
+    return rt.trace(net, torch.zeros(4096, 512))
+
+
+@pytest.mark.parametrize("chip", ["a100-sxm-80", "mi300x"])
+def test_an_estimate_has_the_chance_of_each_time(graph: rt.types.OpGraph, chip: str) -> None:
+    one = rt.estimate(graph, chip, "eager")
+    assert one.t_interval is not None
+    chances = [one.chance(one.t_bound + (one.t_est - one.t_bound) * n / 10) for n in range(40)]
+    assert chances == sorted(chances)
+    errors = one.times.errors(one.knobs)
+    assert errors is not None
+    median = one.t_est * math.exp((errors.low[0] + errors.high[0]) / 2)
+    assert one.chance(median) == pytest.approx(0.5)
+    assert one.chance(one.t_bound * 0.99) == 0 and one.chance(one.t_est * 100) > 0.99
+    bound = rt.estimate(graph, chip, execution_model("eager", knobs="none"))
+    assert bound.chance(1.0) is None and bound.interval_grounds == ""
+
+
+def test_a_report_says_where_its_interval_comes_from(graph: rt.types.OpGraph) -> None:
+    one = rt.estimate(graph, "mi355x", "eager")
+    assert "extrapolated" in one.interval_grounds and "not cdna4" in one.interval_grounds
+    assert "interval extrapolated from" in str(one)
+
+
+# -- after a fit -----------------------------------------------------------------------------------
+
+
+def test_a_fit_is_wider_for_steps_that_are_elsewhere(
+    graph: rt.types.OpGraph, tmp_path: Path
+) -> None:
+    plain = execution_model("eager", knobs=Knobs("mine", spread=0.1))
+    here = rt.estimate(graph, "l4", plain).times.cell
+    ends = Residuals(LEVELS, (-0.5, -1.0, -1.5, -2.0), (0.5, 1.0, 1.5, 2.0), 0.1, 60, 30, "mine",
+                     (str(here),))  # fmt: skip
+    knobs = Knobs("mine", spread=0.1, use="fitted", residuals={"fitted": ends})
+    (tmp_path / "mine.toml").write_text(dump_knobs(knobs))
+    assert load_knobs(tmp_path / "mine.toml") == knobs
+
+    def width(knobs: Knobs) -> tuple[float, str]:
+        one = rt.estimate(graph, "l4", execution_model("eager", knobs=knobs))
+        assert one.t_interval is not None
+        return math.log(one.t_interval[1] / one.t_est), one.interval_grounds
+
+    assert width(knobs) == (pytest.approx(1.5 * 0.1), "")
+    before = 1.5 * 0.1
+    for changes in ({"limit": "network"}, {"execution": "graph"}, {"phase": "training"}):
+        other = replace(ends, cells=(str(replace(here, **changes)),))
+        wide, said = width(replace(knobs, residuals={"fitted": other}))
+        assert wide > before and "none of them was" in said
+        both = replace(ends, cells=(*other.cells, str(here)))
+        assert width(replace(knobs, residuals={"fitted": both})) == width(knobs)
+        before = wide
