@@ -11,7 +11,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.fusion import LIBRARIES, execution_model
 from rooftrace.costmodels.kernels.engines import FORMATS, KERNELS, library_kernel, product_format
-from rooftrace.costmodels.kernels.knobs import Knobs
+from rooftrace.costmodels.kernels.knobs import Knobs, library_products
 from rooftrace.costmodels.kernels.numbers import KnobsError, ProductKnobs
 from rooftrace.costmodels.kernels.seconds import table_of
 from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
@@ -98,7 +98,7 @@ def test_an_engine_that_was_not_measured_takes_the_nearest() -> None:
 @pytest.mark.parametrize("chip", ["h100", "b200", "l40s"])
 def test_rounding_takes_its_kernels_and_grows_with_the_activations(chip: str) -> None:
     """Between small and large M, by the formula in the docstring of ProductKnobs."""
-    kernel = Knobs.products(CHIPS[chip])["fp8 vllm"]
+    kernel = library_products(CHIPS[chip])["fp8 vllm"]
     knobs, units = Knobs.typical(CHIPS[chip], compiled=True), CHIPS[chip].sm_count.value
     bandwidth = CHIPS[chip].memory_bandwidth.value * knobs.memory
     for m in (1, 128, 8192):
@@ -116,7 +116,7 @@ def test_scales_of_rows_that_are_no_multiple_of_four_are_copied() -> None:
     even, odd = (
         device(estimated("b200", STORED["fp8_block"], "trtllm", m, 1024, 1024)) for m in (128, 127)
     )
-    extra = Knobs.products(CHIPS["b200"])["fp8_block trtllm"].ragged
+    extra = library_products(CHIPS["b200"])["fp8_block trtllm"].ragged
     assert odd - even == pytest.approx(extra, rel=0.05)
 
 
@@ -147,14 +147,14 @@ def test_more_rows_never_cost_less_than_their_tiles_allow() -> None:
 
 def test_kernels_of_generations_are_read_and_checked() -> None:
     for chip in ("a100", "h100", "b200", "l40s"):
-        found = Knobs.products(CHIPS[chip])
+        found = library_products(CHIPS[chip])
         assert found
         assert set(found) <= {*KERNELS}
         assert all(kernel.compute <= 1.1 for kernel in found.values())
         assert Knobs.generation(CHIPS[chip]) is not None
     assert Knobs.generation(CHIPS["b200"]) == "blackwell"
     assert Knobs.generation(CHIPS["l40s"]) == "ada"
-    assert not Knobs.products(CHIPS["rtx-4090"])
+    assert not library_products(CHIPS["rtx-4090"])
     with pytest.raises(KnobsError, match="compute=0"):
         ProductKnobs(compute=0)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import smaller
 from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS, Knobs
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS, library_products
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph
@@ -235,7 +235,7 @@ FORMATS = ("fp8", "fp8_block", "fp4", "narrow")
 """fp8: a scale for each tensor, row or column (int8 too); fp8_block: scales along K; fp4: with
 block scales; narrow: weights alone, which are widened for the product."""
 KERNELS = ("", *(f"{name} {library}" for name in FORMATS for library in (*LIBRARIES,)[1:]))
-"""Names of `Knobs.products`; "" stands for the kernels of PyTorch."""
+"""Names of `library_products`; "" stands for the kernels of PyTorch."""
 _INSTEAD = {
     "vllm": ("vllm", "trtllm"),
     "sglang": ("sglang", "vllm", "trtllm"),
@@ -263,7 +263,7 @@ def library_kernel(work: Work, chip: Chip, library: str) -> tuple[int, bool]:
     library: `ExecutionModel.library`.
     """
     form = product_format(work, chip) if library in _INSTEAD else ""
-    measured = Knobs.products(chip) if form else {}
+    measured = library_products(chip) if form else {}
     names = [f"{form} {each}" for each in _INSTEAD.get(library, ())]
     name = next((name for name in names if name in measured), "")
     computes = precision(work.precision).computes

@@ -209,15 +209,6 @@ class Knobs(Plain):
             return "ada" if width >= _FULL_RATE else None
         return next((name for name, least in GENERATIONS if width >= least), None)
 
-    @staticmethod
-    def products(chip: Chip) -> Mapping[str, ProductKnobs]:
-        """Kernels of libraries for products in narrow formats, by "FORMAT LIBRARY", on a chip.
-
-        They go by the generation; of other GPUs nothing is measured.
-        """
-        of = chip.kind == "gpu" and Knobs.generation(chip)
-        return _products(of) if of else {}
-
     @property
     def fitted_on(self) -> tuple[str, ...]:
         """The names of the chips that were measured for these constants; none where unknown."""
@@ -407,6 +398,15 @@ def _typical(kind: str, compiled: bool, of: str) -> Knobs:
         changes[table] = {**base[table], **changes.get(table, {})}
     title = f"{changes['title']} ({how})"
     return Knobs.from_dict({**base, **changes, "title": title}, str(path))
+
+
+def library_products(chip: Chip) -> Mapping[str, ProductKnobs]:
+    """Kernels of libraries for products in narrow formats, by "FORMAT LIBRARY", on a chip.
+
+    They go by the generation; of other GPUs nothing is measured.
+    """
+    of = chip.kind == "gpu" and Knobs.generation(chip)
+    return _products(of) if of else {}
 
 
 @functools.cache

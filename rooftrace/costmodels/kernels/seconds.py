@@ -25,9 +25,8 @@ from rooftrace.costmodels.kernels.engines import (
     tile_shares,
     tile_terms,
 )
-from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs
-from rooftrace.costmodels.kernels.numbers import Share
-from rooftrace.costmodels.kernels.numbers import ProductKnobs
+from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs, library_products
+from rooftrace.costmodels.kernels.numbers import ProductKnobs, Share
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware import Chip
@@ -140,16 +139,17 @@ class KernelSeconds:
         pairs = ((getattr(self, f.name), getattr(others, f.name)) for f in fields(self))
         return KernelSeconds(*(np.where(chosen, theirs, ours) for ours, theirs in pairs))
 
-    def held(self, clock: Array) -> KernelSeconds:
-        """The seconds at these shares of the clock; bytes of the memory take as long."""
-        compute, device, untiled = (t / clock for t in (self.compute, self.device, self.untiled))
-        return KernelSeconds(compute, self.memory, device, self.choice, untiled)
     def after(self, rounding: Array) -> KernelSeconds:
         """The seconds with those of kernels that round activations before."""
         memory, device, untiled = (
             each + rounding for each in (self.memory, self.device, self.untiled)
         )
         return KernelSeconds(self.compute, memory, device, self.choice, untiled)
+
+    def held(self, clock: Array) -> KernelSeconds:
+        """The seconds at these shares of the clock; bytes of the memory take as long."""
+        compute, device, untiled = (t / clock for t in (self.compute, self.device, self.untiled))
+        return KernelSeconds(compute, self.memory, device, self.choice, untiled)
 
     def at_pace(self, pace: float) -> KernelSeconds:
         """The seconds of kernels that are all so many times as fast."""
@@ -213,7 +213,7 @@ class KernelTable:
         """The kernels of libraries that run products, with flags of the rows of each."""
         if "kernel" not in self.data:
             return
-        numbers = Knobs.products(self.chip)
+        numbers = library_products(self.chip)
         for place in np.unique(self.data["kernel"]).astype(int):
             if place:
                 yield numbers[engines.KERNELS[place]], self.data["kernel"] == place
@@ -315,6 +315,28 @@ def _product_shares(table: KernelTable, knobs: Knobs, by_class: Array, odd: Arra
     return reached / odd
 
 
+def _rounding_seconds(table: KernelTable, knobs: Knobs) -> Array:
+    """Seconds of the kernels before a product that round its activations, by row."""
+    seconds, engine = np.zeros(len(table)), matrix_engine(table.chip)
+    if engine is None:
+        return seconds
+    for kernel, runs in table.libraries():
+        rows = np.flatnonzero(runs & (table.data["rounded"] > 0))
+        numbers = table.data["rounded"][rows]
+        high = numbers / table.data["inner"][rows]
+        moved = numbers * kernel.reads / (engine.memory * knobs.memory)
+        ragged = (table.data["rows"][rows] % _SCALES != 0) & (table.data["inner"][rows] > _SCALED)
+        seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units)
+        seconds[rows] += ragged * kernel.ragged
+    return seconds
+
+
+_SCALES = 4
+"""fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
+_SCALED = 128
+"""Numbers of a row that share a scale.  A single column of scales lies as it has to."""
+
+
 GROWTH = 2.3
 """Power of a busy engine grows with its clock f to this: f V^2, where V falls with f.  The largest
 products of H100 run at 499.5 TFLOP/s on 114 SMs at 350 W (PCIe) and 792.1 on 132 at 700 W (SXM;
@@ -340,26 +362,6 @@ def held(table: KernelTable, knobs: Knobs, device: Array) -> Array:
     busy = at_peak / (reached * np.where(device > 0, device, 1.0))
     shares: Array = knobs.power * np.maximum(busy, knobs.power**GROWTH) ** (-1 / GROWTH)
     return np.clip(shares, knobs.power, 1.0)
-def _rounding_seconds(table: KernelTable, knobs: Knobs) -> Array:
-    """Seconds of the kernels before a product that round its activations, by row."""
-    seconds, engine = np.zeros(len(table)), matrix_engine(table.chip)
-    if engine is None:
-        return seconds
-    for kernel, runs in table.libraries():
-        rows = np.flatnonzero(runs & (table.data["rounded"] > 0))
-        numbers = table.data["rounded"][rows]
-        high = numbers / table.data["inner"][rows]
-        moved = numbers * kernel.reads / (engine.memory * knobs.memory)
-        ragged = (table.data["rows"][rows] % _SCALES != 0) & (table.data["inner"][rows] > _SCALED)
-        seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units)
-        seconds[rows] += ragged * kernel.ragged
-    return seconds
-
-
-_SCALES = 4
-"""fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
-_SCALED = 128
-"""Numbers of a row that share a scale.  A single column of scales lies as it has to."""
 
 
 # -- rows of a table -------------------------------------------------------------------------------
