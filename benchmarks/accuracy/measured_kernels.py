@@ -98,7 +98,7 @@ def chip_of(device: str) -> Chip | None:
 
 def is_wide(chip: Chip) -> bool:
     """Whether a chip is of a generation of data-center GPUs."""
-    return Knobs.generation(chip) is not None
+    return Knobs.generation(chip) not in (None, "ada")
 
 
 def typical(chip: Chip) -> Knobs:

@@ -8,7 +8,7 @@ Each file is one GPU and one way to run.  Its rows have a split: of those marked
 (sorted by model and size, every fifth) are fitted to, all marked `dev` are predicted.  The numbers
 that are free are few (`--free`); shares between classes of kernels are those that come with
 rooftrace.  Models are built by timm and traced on meta; precision, layout, chip and torch.compile
-are read off the file's name, as timm's own results have them
+are read off the file's name, as timm's own results have them, and the host is a desktop
 ("infer-amp-nchw-pt240-cu124-rtx4090-dynamo").  Norms run in the precision of autocast in inference,
 which is how the files were made as far as their times tell; training has norms as they are, cross
 entropy and SGD with momentum.  A row whose parameters are those of the re-parameterised model is
@@ -34,6 +34,7 @@ from timm_models import PLAIN, Counts, Zoo, graph_of
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.chipfile.hosts import load_host
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
 from rooftrace.measured.fit.fitting import fit
@@ -155,7 +156,8 @@ def setting(path: Path) -> Setting | None:
     execution = "compiled" if "dynamo" in words else eager
     name = chip if chip.startswith("pro") else f"rtx-{chip}"
     layout = "nhwc" if "nhwc" in words else "nchw"
-    return Setting(rt.load_chip(name), execution, *precision, layout, torch)
+    chip = load_host("desktop").under(rt.load_chip(name))  # such cards run in desktops
+    return Setting(chip, execution, *precision, layout, torch)
 
 
 def traced(row: Row, how: Setting, cache: Path, form: str = PLAIN) -> rt.types.OpGraph | None:

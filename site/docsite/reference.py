@@ -17,7 +17,8 @@ STUBS = {"": "__init__.pyi", "extend.": "extend.pyi", "tools.": "tools.pyi", "ty
 GROUPS: Mapping[str, str] = {
     "Trace": "trace trace_target Request OpGraph save load capture Captured telling",
     "Price": """estimate priced_graphs Estimate Breakdown plan Plan execution_model ExecutionModel
-        reprice memory Memory load_chip available_chips Chip""",
+        reprice memory Memory load_chip available_chips Chip
+        Host""",
     "Run a script": "run ScriptCost TurnCost",
     "Report": """report Report reports Reports save_timeline largest_batch LargestBatch summary
         Summary profile Profile flop_count_table units""",

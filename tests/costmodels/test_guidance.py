@@ -61,7 +61,7 @@ def convolutions() -> OpGraph:
 
     with torch.device("meta"):
         model = nn.Sequential(*[Residual() for _ in range(2)])
-        x = torch.empty(32, 64, 56, 56)
+        x = torch.empty(256, 64, 56, 56)
     return rt.trace(model, x, phase="training")
 
 

@@ -137,4 +137,5 @@ def test_a_cache_in_fp8_halves_the_decode_of_attention() -> None:
             whole = rt.estimate(graph, "h100-sxm", execution).times.t_serial
             narrow = rt.tools.reprice(graph, weights_dtype="fp8")
             half = rt.estimate(narrow, "h100-sxm", execution).times.t_serial
-            assert half < 0.7 * whole, (name, knobs)
+            # FlashAttention 2 on Hopper is near the limit of its instructions.
+            assert half < (0.75 if knobs else 0.6) * whole, (name, knobs)

@@ -195,7 +195,8 @@ def test_what_the_chip_sustains_is_found_within_its_error(noise: float) -> None:
 
 
 def test_what_the_measurements_cannot_tell_is_named_and_left_alone() -> None:
-    small = cases(TRUTH, sizes=(1, 2, 4, 8, 16))  # a few rows: nothing here is bound by compute
+    small = cases(TRUTH, sizes=(1, 2, 4, 8, 16), execution="efficient")
+    # A few rows: nothing here is bound by compute.
     found = fit(small, START, free=("compute", "memory", "pooling.memory"))
     assert set(found.unidentified) == {"compute", "pooling.memory"}
     assert found.knobs.compute == START.compute and "pooling" not in found.knobs.shares
@@ -441,7 +442,8 @@ def test_on_a_cpu_ops_and_their_calls_add_up() -> None:
     (serial,), (beside,) = predict([one], knobs), predict([other], knobs)
     assert beside == pytest.approx(other.dispatches * 1e-3 + other.host)
     assert other.host > 0  # views, and calls of modules
-    assert serial > beside
+    assert serial > one.dispatches * 1e-3 + one.host
+    assert other.dispatches > one.dispatches  # on a GPU a library's products take the host longer
     estimate = rt.estimate(graph, cpu, execution_model("eager", knobs=knobs))
     assert estimate.t_est == pytest.approx(serial, rel=1e-6)
 

@@ -150,6 +150,7 @@ PRICING: dict[str, tuple[tuple[str, ...], ...]] = {
         ("--set", "config.n_embd=64"),
     ),
     "--system": (("--system", "dgx-h100"), ("--system", "dgx-h101")),
+    "--host": (("--host", "desktopp"),),
     "--library": (("--library", "tensorrt"),),
     "--exchange": (("--exchange", "deepep"), ("--exchange", "deepep2")),
     "--what-if": (("--what-if", "stragglers=0.1"), ("--what-if", "straglers=0.1")),

@@ -161,10 +161,8 @@ def test_coverage_sums_the_phases_of_the_main_execution(document, report):
 def test_assumptions_name_their_phase(document):
     traced = [a for a in document["assumptions"] if a["kind"] != "knobs"]
     assert [a["phase"] for a in traced] == ["training"] * 3 + ["prefill"] * 3 + ["decode"] * 3
-    borrowed = [a for a in document["assumptions"] if a["kind"] == "knobs"]  # of b200-sxm
-    assert [a["phase"] for a in borrowed] == ["training", "prefill", "decode"]
-    assert {a["value"] for a in borrowed} == {"h100-sxm, h200-sxm"}
-    assert len({(a["phase"], a["id"]) for a in document["assumptions"]}) == 12
+    assert len(traced) == len(document["assumptions"])  # both chips have numbers of their own
+    assert len({(a["phase"], a["id"]) for a in document["assumptions"]}) == 9
 
 
 def test_workload_holds_what_phases_share_and_null_where_they_differ(document):

@@ -86,7 +86,7 @@ TYPED: dict[str, Any] = {
     "schedule": "gpipe", "microbatches": 2, "optimizer": "adamw", "assume": ["branch=true"],
     "repeats": False, "torch": "2.8", "trust_remote_code": True, "dtype": "bf16",
     "weights_dtype": "fp8", "kv_dtype": "fp8", "system": "dgx-h100,dgx-a100", "knobs": "none",
-    "rewrites": "last-logits", "tf32": True, "library": "vllm", "exchange": "deepep",
+    "rewrites": "last-logits", "tf32": True, "host": "desktop", "library": "vllm", "exchange": "deepep",
     "what_if": "stragglers=1",
 }  # fmt: skip
 """Each option of a lock as it is typed, where it changes something."""
@@ -119,7 +119,7 @@ def test_what_is_asked_of_prices_changes_every_execution() -> None:
     assert others == {"settings": {"config.n_layer": 2}}
     for model in pricing.executions():
         assert (model.tf32, model.exchange, model.knobs) == (True, "deepep", None)
-        assert (model.library, model.attention_kernels) == ("trtllm", "vllm")
+        assert (model.library, model.attention_kernels) == ("trtllm", "trtllm")
         assert (model.disturbances.stragglers, model.kv_append) == (0.1, "in-place")
         assert model.rewrites == ("last-logits",)
     assert PricingOptions().executions("eager") == [execution_model("eager")]

@@ -246,7 +246,7 @@ def test_a_script_reads_the_time_that_its_steps_take_on_the_chip(
     assert [sum(part) for part in parts[1:]] == [each] * 11
     assert all(min(part) > 0.05 * steady.t_est for part in parts)
     call = next(row for row in cost.rows if row.kind == "inference")
-    assert tests == pytest.approx([call.t_est] * 6, rel=0.01)
+    assert tests == pytest.approx([call.t_est] * 6, rel=0.03)  # its cache is warmer
     assert slept == pytest.approx(0.1, rel=0.1)
     assert "of this machine" in cost.script.said["simulated clock"]
 
@@ -370,6 +370,7 @@ def test_every_option_is_felt(here: Path, run: Run) -> None:
         "--ranks": ("--ranks", "2"),
         "--execution": ("--execution", "naive"),
         "--tf32": ("--tf32",),
+        "--host": ("--host", "desktop"),
         "--knobs": ("--knobs", "none"),
         "--assume": ("--assume", "value=3"),
         "--rules": ("--rules", "rules.py"),

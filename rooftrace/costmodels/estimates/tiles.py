@@ -83,7 +83,7 @@ def _uses(
             continue
         name, precision = engines.product_engine(work, chip, execution)
         rate = chip.peak(name, precision)
-        numbers = engines.product_sizes(work, work.shape, flop, float(name == "matrix"))
+        numbers = engines.product_sizes(work, work.shape, flop, float(name == "matrix"), chip)
         sizes = {size: np.array([float(number)]) for size, number in numbers.items()}
         if choice is None:
             rates = np.array([rate * use.eta(work.rows)])

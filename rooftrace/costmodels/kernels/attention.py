@@ -134,7 +134,7 @@ FLASHMLA = AttentionKernel(
 )
 TRTLLM_MLA = AttentionKernel(
     rows=128, keys=128, packs=inf, splits=inf, alone=True, vector=0, balanced=True,
-    few=(16, 32), hides=True, feed=26,
+    few=(16, 32), hides=True, feed=32,
 )  # fmt: skip
 """TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
 trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in

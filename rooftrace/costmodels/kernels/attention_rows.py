@@ -64,14 +64,17 @@ L40S sustains of its matrix rate; `products` is 0.99 there, and with its full ra
 published step times of eva and eva02 (timm, RTX 3090 and 4090) over image sizes is met within 1 %.
 What the kernel for masks of numbers takes (`EFFICIENT.vector`) is from that of tiny_vit: 60 on RTX
 4090, 110 on RTX 3090."""
+ADA = replace(GEFORCE, products=0.76)
+"""The same on L40S: with its limit on power (`Knobs.power`), which slows this kernel by less than
+products."""
 OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, combine=3e-6)
 """FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking", 2024).  The rest is that of the same chips."""
 FLASHINFER_RATES = AttentionKnobs(
-    products=0.73, stream=0.8, start=2.4e-6, combine=2.4e-6, request=5.7e-9
+    products=0.62, stream=0.8, start=2.4e-6, combine=2.4e-6, request=5.7e-9
 )
-TRITON_RATES = AttentionKnobs(products=0.3, stream=0.86, start=8e-7, request=1e-9)
+TRITON_RATES = AttentionKnobs(products=0.24, stream=0.86, start=8e-7, request=1e-9)
 """Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: from the same
 source, over the 0.74 that L40S sustains of its matrix rate."""
 ROCM_RATES = AttentionKnobs(stream=0.65, start=1.5e-6, combine=5e-6)
@@ -84,7 +87,7 @@ AOTRITON_RATES = replace(ROCM_RATES, start=1.5e-5)
 TRTLLM_HOPPER = AttentionKnobs(
     products=0.96, convert=0.29, stream=1.05, start=1.1e-6, combine=1.9e-6, request=1.5e-8
 )
-TRTLLM_GEN = AttentionKnobs(products=1.1, stream=1.05, start=2e-6, combine=1.4e-6, request=1.5e-8)
+TRTLLM_GEN = AttentionKnobs(products=1.35, stream=1.05, start=2e-6, combine=1.4e-6, request=1.5e-8)
 """TensorRT-LLM 1.3: prompts of MLA on H200 and on B200 (the same source, benchmarks/accuracy/
 mla.py), but for `combine` and `request`, which are those of HOPPER, and of decode below."""
 FLASHMLA_RATES = AttentionKnobs(
@@ -93,7 +96,7 @@ FLASHMLA_RATES = AttentionKnobs(
 FLASH3_MLA = AttentionKnobs(
     products=0.75, stream=1.05, start=2.2e-6, combine=4.6e-6, request=1.9e-8
 )
-TRTLLM_MLA_RATES = AttentionKnobs(products=1.1, stream=1.05, combine=1.4e-6, request=1.5e-8)
+TRTLLM_MLA_RATES = AttentionKnobs(products=1.35, stream=1.05, combine=1.4e-6, request=1.5e-8)
 """Attention on latents: of FlashMLA in TensorRT-LLM on H200, of FlashAttention 3 in SGLang on H100
 (prompts, too), and of trtllm-gen on B200, from the same source.  trtllm-gen's `products` are those
 of its prompts: what feeds them (`TRTLLM_MLA.feed`) is slower."""
@@ -146,7 +149,8 @@ def attention_knobs(
     on = attention_engine(chip)
     family, wide = ("", False) if on is None else (on.family, on.wide)
     nvidia = family in ("hopper", "blackwell")
-    flash2 = OLD_INSTRUCTIONS if nvidia else AMPERE if wide else GEFORCE
+    card = ADA if Knobs.generation(chip) == "ada" else GEFORCE
+    flash2 = OLD_INSTRUCTIONS if nvidia else AMPERE if wide else card
     if library == "flash2":
         return flash2
     if wide and library in ("flashinfer", "triton"):

@@ -362,14 +362,21 @@ SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "padded")
 
 
 def product_sizes(
-    work: Work, shape: tuple[Amount, Amount, Amount], flop: Amount, padded: Amount
+    work: Work, shape: tuple[Amount, Amount, Amount], flop: Amount, padded: Amount, chip: Chip
 ) -> dict[str, Amount]:
-    """SIZES of products of this shape (M, N, K) of `flop` together; padded: see `Running`."""
+    """SIZES of products of this shape (M, N, K) of `flop` together; padded: see `Running`.
+
+    Activations stay wide on a chip without an engine for what they would be rounded to.
+    """
     import numpy as np
+
+    width_a, width_b = stored_widths(work)
+    if precision(work.precision).computes:
+        width_a = max(width_a, float(precision(precision_on(chip, work.precision)).bits / 8))
 
     each = np.maximum(2 * math.prod(shape), 1.0)
     products = np.maximum(1.0, np.rint(flop / each))
-    numbers = (*shape, products, *stored_widths(work), padded)
+    numbers = (*shape, products, width_a, width_b, padded)
     return dict(zip(SIZES, numbers, strict=True))
 
 

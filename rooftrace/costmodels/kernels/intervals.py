@@ -28,7 +28,7 @@ from rooftrace._amounts import larger, smaller
 from rooftrace._plain import Plain
 from rooftrace._reading import FileKind, record_of, text_of, toml_of
 from rooftrace.hardware.precisions import compute_family
-from rooftrace.hardware.units import plural
+from rooftrace.hardware.units import listed, plural
 
 if TYPE_CHECKING:
     from rooftrace.hardware import Chip
@@ -486,8 +486,10 @@ class IntervalTable:
             return f"interval by {of} like it ({cell})"
         nearest = self._nearest(cell)
         pairs = zip(nearest.values(self.order), cell.values(self.order), strict=True)
-        differs = ", ".join(f"{there}, not {here}" for there, here in pairs if there != here)
-        return f"interval extrapolated from {of}, and wider: the nearest are {differs}"
+        differs = [
+            f"{there} (here {here})" for there, here in pairs if UNKNOWN != there != here != UNKNOWN
+        ]
+        return f"interval extrapolated from {of}, and wider: the nearest is {listed(differs)}"
 
     def _nearest(self, cell: StepCell) -> StepCell:
         """The measured cell that shares most fields, the first ones first."""

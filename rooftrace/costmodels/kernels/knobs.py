@@ -394,8 +394,10 @@ def _typical(kind: str, compiled: bool, of: str) -> Knobs:
     base, path = load_knobs(name).to_dict(), _SHIPPED / "generations" / f"{of}.toml"
     changes = toml_of(text_of(path, _KIND), str(path), _KIND)
     changes.pop("products", None)
-    for table in ("source", "share"):
-        changes[table] = {**base[table], **changes.get(table, {})}
+    shares = base["share"]
+    for name, numbers in changes.get("share", {}).items():
+        shares[name] = {**shares.get(name, {}), **numbers}
+    changes |= {"share": shares, "source": {**base["source"], **changes["source"]}}
     title = f"{changes['title']} ({how})"
     return Knobs.from_dict({**base, **changes, "title": title}, str(path))
 

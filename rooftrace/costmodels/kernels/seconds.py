@@ -91,7 +91,7 @@ def _tile_shares(work: Works, chip: Chip, rate: Amount, padded: Amount) -> Amoun
     engine, shape = matrix_engine(chip), work.shape
     if engine is None or shape is None:
         return 1.0
-    numbers = (*engines.product_sizes(work.key, shape, work.flop, padded).values(), rate)
+    numbers = (*engines.product_sizes(work.key, shape, work.flop, padded, chip).values(), rate)
     columns = np.broadcast_arrays(*(np.atleast_1d(number) for number in numbers))
     has_size = (columns[0] > 0) & (columns[1] > 0) & (columns[2] > 0)
     shares = np.ones(len(has_size))
@@ -426,7 +426,7 @@ def _work_columns(
         columns["matrix"][at] += np.where(larger, most[at], seconds)
         most[at] = np.where(larger, seconds, most[at])
         numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
-        numbers |= engines.product_sizes(key, work.shape, work.flop, on.padded)
+        numbers |= engines.product_sizes(key, work.shape, work.flop, on.padded, chip)
         numbers["odd"] = misaligned(key, {"M": m, "N": n, "K": k})
         numbers["kernel"], rounds = engines.library_kernel(key, chip, execution.library)
         numbers["rounded"] = rounds * m * k * numbers["products"]

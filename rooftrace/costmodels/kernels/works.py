@@ -166,7 +166,7 @@ class _Walk:
                 touched[group][storage].add(number)
             if visit.op.id in self.closing:
                 others = self.ops.standing(visit.at)
-                self._run(group, touched.pop(group), others, measured and others == 1)
+                self._run(group, touched.pop(group, {}), others, measured and others == 1)
         if measured:
             for group, access, number, wrote, before in self.writes:
                 self.parts[group][access].append((*before, self.began[number] - wrote))

@@ -303,11 +303,15 @@ _TOO_MANY = (
 
 LEAST = 5
 """Traces that a fit needs."""
-_TOLERANCES = {"flops_matrix": 1e-6, "flops": 0.01, "useful_s": 0.01, "matrix_s": 0.1}
+_TOLERANCES = {
+    "flops_matrix": 1e-6, "flops": 0.01, "useful_s": 0.01, "matrix_s": 0.1, "bound": 0.2,
+    "low": 0.3, "high": 0.3,
+}  # fmt: skip
 _NEAR = 0.05
 """Relative errors at traced sizes up to which a fit holds; _NEAR for sums without a tolerance.
 
-FLOP in products are polynomials; an attention kernel that skips masked blocks rounds them.
+FLOP in products are polynomials; an attention kernel that skips masked blocks rounds them.  Ends of
+intervals step where another limit rules.
 """
 _OF_ONE = ((0,), (1,), (2,))
 _OF_TWO = ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2), (2, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -372,13 +372,30 @@ def grounds_of_times(estimates: Sequence[Estimate]) -> str:
     if by_knobs:
         fitted = any(isinstance(e.execution.knobs, Knobs) for e in estimates)
         rest = "" if fitted else ", not calibrated"
-        texts.append(f"expected by: {', '.join(by_knobs)}{rest}")
-        texts += dict.fromkeys(e.interval_grounds for e in estimates)
+        texts.append(f"expected by: {_titles(by_knobs)}{rest}")
+        told = [e.interval_grounds for e in estimates if e.interval_grounds]
+        texts.append(_interval_grounds(told))
     if not all(e.expected for e in estimates):
         names = dict.fromkeys(e.execution.name for e in estimates if not e.expected)
         of = f" of {', '.join(names)}" if by_knobs else ""
         texts.append(f"times{of} are bounds: peaks of the datasheet, which real kernels miss")
     return "; ".join(filter(None, texts))
+
+
+def _titles(titles: Iterable[str]) -> str:
+    """Titles of knobs; "typical kernels (eager)" and "typical kernels (compiled)" as one."""
+    by_name: dict[str, list[str]] = {}
+    for name, _, how in (title.removesuffix(")").partition(" (") for title in titles):
+        by_name.setdefault(name, []).extend(filter(None, [how]))
+    return ", ".join(f"{n} ({', '.join(how)})" if how else n for n, how in by_name.items())
+
+
+def _interval_grounds(grounds: Sequence[str]) -> str:
+    """The grounds of intervals: a sentence for one, for several how many are extrapolated."""
+    if len(set(grounds)) < 2:
+        return "".join(grounds[:1])
+    far = sum("extrapolated" in text for text in grounds)
+    return f"{far} of {len(grounds)} intervals extrapolated" if far else ""
 
 
 # -- chips -----------------------------------------------------------------------------------------
