@@ -9,10 +9,16 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from rooftrace.costmodels.kernels import Knobs, load_knobs
 from rooftrace.hardware import load_chip
@@ -71,3 +77,43 @@ def test_large_copies_move_the_share_of_the_bandwidth_that_hopper_sustains(
     measured = copy["bytes"] / (microseconds * 1e-6) / chip.memory_bandwidth.value
     _, expected = Knobs.typical(chip, compiled=True).reached("elementwise")
     assert expected == pytest.approx(measured, rel=0.05)
+
+
+# -- their sources ---------------------------------------------------------------------------------
+
+FITTED = Path(__file__).parents[2] / "rooftrace" / "costmodels" / "kernels" / "fitted"
+FILES = sorted((*FITTED.glob("typical-*.toml"), *FITTED.glob("generations/*.toml")))
+ABOUT = {"chip", "note", "spread"}
+"""Entries of [source] that are of no single constant."""
+
+
+def constants(data: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
+    """Each constant of a file, and the entries of [source] that may say where it is from."""
+    every = {"from", "generation"}
+    for name, value in data.items():
+        if isinstance(value, float):
+            yield name, {name, *every}
+    for name in data.get("tiling", {}):
+        yield f"tiling.{name}", every
+    for name in data.get("engines", {}):
+        yield f"engines.{name}", {"engines"}
+    for name in data.get("products", {}):
+        form, _, library = name.partition(" ")
+        yield f"products.{name}", {"narrow"} if form == "narrow" else {"products", library}
+    for name, numbers in data.get("share", {}).items():
+        kind = name.partition(" ")[0].replace("conv,", "odd_channels")
+        for number in numbers:
+            of = ({"layout", "layout_fp32"} & {number} and {"layout"}) or {number, name, kind}
+            yield f"share.{name}.{number}", of | every
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_constant_names_its_data_and_every_source_is_of_one(path: Path) -> None:
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    source = data.pop("source")
+    used: set[str] = set()
+    for name, entries in constants(data):
+        assert entries & set(source), f"{path.name}: {name} has no source"
+        used |= entries & set(source)
+    assert set(source) - used <= ABOUT
+    assert all(len(source[name]) > 20 for name in used)

@@ -521,6 +521,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 **WORKLOAD,
                 **MEASURED,
                 "--rules": PRICING["--rules"],
+                "--host": PRICING["--host"],
                 "--execution": (("--execution", "compiled"),),
                 "--start": (("--start", "typical-compiled"),),
                 "--free": (("--free", "memory"),),
