@@ -114,7 +114,10 @@ def test_a_knob_acts_where_the_page_says() -> None:
     for record, columns in fields.items():
         listed = {name for owner, name, _ in rows if owner == record}
         assert listed == {column.name for column in columns} - texts
-    by_method = {"launch": r"\bknobs\.launch_on\("}
+    by_method = {
+        "launch": r"\bknobs\.launch_on\(",
+        "attention_library": r"\bexecution\.attention_kernels\b",
+    }
     by_method |= dict.fromkeys(("residuals", "use"), r"\bknobs\.errors_of\(")
     for record, name, file in rows:
         source = (ROOT / "rooftrace" / "costmodels" / file).read_text()
