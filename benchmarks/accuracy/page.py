@@ -123,11 +123,11 @@ classes of kernels are those of `typical-eager` and `typical-compiled`, which co
 such files, these GPUs among them, RTX 5090 and PRO 6000 too; what RTX 3090, RTX 4090 and PRO 6000
 Max-Q sustain (their chip files) was fitted to such files. The host is `desktop`. Attention is that
 of the section above; what its kernel for masks of numbers takes was chosen with the rows of
-tiny_vit in sight, a family that is kept apart. Everything else is a fact of how PyTorch, cuDNN and its compiler run an op, and
-was studied on the families that are kept apart; of the others a sample (every sixth to tenth row)
-was looked at after changes, and told where to look: what upsampling takes for a value was read off
-efficientformerv2, and how much faster than the memory the last cache is (2) was chosen with the
-compiled sample in sight.
+tiny_vit in sight, a family that is kept apart. Everything else is a fact of how PyTorch, cuDNN and
+its compiler run an op, and was studied on the families that are kept apart; of the others a sample
+(every sixth to tenth row) was looked at after changes, and told where to look: what upsampling
+takes for a value was read off efficientformerv2, and how much faster than the memory the last cache
+is (2) was chosen with the compiled sample in sight.
 
 Names say too little about what ran, so parameters are compared: a row with those of the
 re-parameterised model is traced so, and a row with those of neither form is left out and listed
