@@ -82,6 +82,7 @@ def config(tmp_path: Path) -> Path:
     return tmp_path / "config.json"
 
 
+@pytest.mark.slow
 def test_sizes_of_a_target_are_honoured_by_every_call(config: Path) -> None:
     sizes: dict[str, Any] = {"batch": 3, "seq": 16}
     assert rt.report(config, phases=["prefill"], **sizes).workload["items"] == 3 * 16
