@@ -34,8 +34,9 @@ FLOPs, bytes and memory are counts, and are held to other counters in the tests:
 predictions. This page compares them with measurements; `make accuracy DATA=folder` writes it.
 
 Errors are (predicted - measured) / measured; mean, median and p90 are of their size, bias is with
-the sign. Nothing in a table was fitted to the rows that it was tested on. Without knobs a time is a
-ceiling from the datasheet, and real steps take 1.3 to 2.5 times as long on a GPU."""
+the sign. *No fit* takes the constants that come along, and each section says which of its rows made
+some of them; a fit never sees the rows that it is tested on. Without knobs a time is a ceiling from
+the datasheet, and real steps take 1.3 to 2.5 times as long on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ def draw(points: Sequence[Point], title: str, figure: Path) -> None:
         for one in points[::step]
     ]
     some = f"every {step}th of {len(points):,} predictions" if step > 1 else "every prediction"
-    style.save(lambda: parity_figure(shown, title, f"{some}; none was fitted to"), figure)
+    style.save(lambda: parity_figure(shown, title, f"{some}, without a fit to these rows"), figure)
 
 
 def part_made(part: Part, given: Asked) -> Made | str:
