@@ -86,8 +86,8 @@ TYPED: dict[str, Any] = {
     "schedule": "gpipe", "microbatches": 2, "optimizer": "adamw", "assume": ["branch=true"],
     "repeats": False, "torch": "2.8", "trust_remote_code": True, "dtype": "bf16",
     "weights_dtype": "fp8", "kv_dtype": "fp8", "system": "dgx-h100,dgx-a100", "knobs": "none",
-    "rewrites": "last-logits", "tf32": True, "host": "desktop", "library": "vllm", "exchange": "deepep",
-    "what_if": "stragglers=1",
+    "rewrites": "last-logits", "tf32": True, "host": "desktop", "library": "vllm",
+    "exchange": "deepep", "what_if": "stragglers=1",
 }  # fmt: skip
 """Each option of a lock as it is typed, where it changes something."""
 
