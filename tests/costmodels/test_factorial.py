@@ -36,6 +36,7 @@ def mean_of(response: np.ndarray, fixed: dict[int, int]) -> float:
 
 @given(RESPONSES)
 @settings(max_examples=60)
+@pytest.mark.slow
 def test_effects_are_those_of_a_loop_over_all_cells(response: np.ndarray) -> None:
     result = factorial(levels_of(response.shape), response)
     places = list(itertools.product(*map(range, response.shape)))
