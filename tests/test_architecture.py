@@ -472,6 +472,7 @@ def classes() -> Iterator[tuple[str, ast.ClassDef]]:
 # Calls of a record with seven or more positional arguments that are left, by layer: never more.
 
 
+@pytest.mark.slow
 def test_a_record_of_many_fields_is_made_by_keyword() -> None:
     records = {
         node.name
