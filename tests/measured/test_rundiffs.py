@@ -332,7 +332,7 @@ def test_of_a_single_step_noise_is_not_known(tmp_path: Path) -> None:
 def test_a_real_run_on_a_host_shows_the_call_that_was_added(tmp_path: Path) -> None:
     model, x = Stack(4), torch.randn(16, 32)
     plain = run_on_cpu(lambda: model(x), tmp_path / "a.json", 4, with_stack=True)
-    wide = torch.randn(512, 512)
+    wide = torch.randn(2048, 2048)  # takes longer than noise
 
     def copied() -> None:
         model(x)
