@@ -17,10 +17,7 @@ are warm there, at three times the memory's rate.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from measured_kernels import WIDE, Kernel, Measured, stored, tables
+from measured_kernels import WIDE, Kernel, Measured, asked, stored, tables
 
 from rooftrace.costmodels.kernels.attention import attention_engine
 from rooftrace.costmodels.kernels.attention_rows import library_on
@@ -83,13 +80,7 @@ def measured(row: dict[str, str], chip: Chip, source: str) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
-    parser.add_argument("--no-fits", action="store_true", help="leave out the fitted columns")
-    tables(parser.parse_args(), "attention-*.csv.gz", measured, "attention")
+    tables(asked(__doc__), "attention-*.csv.gz", measured, "attention")
 
 
 if __name__ == "__main__":

@@ -239,6 +239,17 @@ def _errors(
     return errors([rows[i].name for i in at], [float(s) for s in found], list(seconds[at]))
 
 
+def asked(words: str | None) -> argparse.Namespace:
+    """The arguments of a script of these words."""
+    parser = argparse.ArgumentParser(
+        description=words, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
+    parser.add_argument("--no-fits", action="store_true", help="leave out the fitted columns")
+    return parser.parse_args()
+
+
 def tables(given: argparse.Namespace, pattern: str, measured: Reader, work: str) -> None:
     """Print a table of the files of a pattern, chip by chip, and write its points.
 

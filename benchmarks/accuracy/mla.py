@@ -21,10 +21,7 @@ Numbers come along (`attention_knobs`); what is fitted is as in attention.py.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-from measured_kernels import WIDE, Kernel, Measured, tables
+from measured_kernels import WIDE, Kernel, Measured, asked, tables
 
 from rooftrace.costmodels.kernels.attention_rows import library_on
 from rooftrace.costmodels.ops.cost import AttentionSizes
@@ -90,13 +87,7 @@ def measured(row: dict[str, str], chip: Chip, source: str) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
-    parser.add_argument("--no-fits", action="store_true", help="leave out the fitted columns")
-    tables(parser.parse_args(), "mla*.csv.gz", measured, "mla")
+    tables(asked(__doc__), "mla*.csv.gz", measured, "mla")
 
 
 if __name__ == "__main__":

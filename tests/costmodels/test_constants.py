@@ -6,7 +6,6 @@ limits that time, the share that the measurements ask for is the shipped one ove
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ else:
 
 from rooftrace.costmodels.kernels import Knobs, load_knobs
 from rooftrace.hardware import load_chip
+from tests.costmodels.script_support import loaded
 
 KERNELS = Path(__file__).parents[2] / "benchmarks" / "kernels"
 FILE = "h100-2026-11-26.jsonl.gz"
@@ -30,16 +30,8 @@ FILE = "h100-2026-11-26.jsonl.gz"
 @pytest.fixture(scope="module")
 def compare() -> Any:
     """The module `compare` of the benchmark, which prices measured calls."""
-    before = list(sys.path)
-    sys.path.insert(0, str(KERNELS))
-    spec = importlib.util.spec_from_file_location("kernels_compare", KERNELS / "compare.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = before
-    del sys.modules[spec.name]
+    with loaded(KERNELS / "compare.py", "kernels_compare") as module:
+        yield module
 
 
 @pytest.mark.slow

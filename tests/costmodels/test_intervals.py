@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import random
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from rooftrace.costmodels.kernels.intervals import (
     StepErrors,
 )
 from rooftrace.costmodels.kernels.knobs import Knobs, dump_knobs, load_knobs
+from tests.costmodels.script_support import loaded
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
 
@@ -35,16 +34,8 @@ ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
 @pytest.fixture(scope="module")
 def coverage() -> Any:
     """The script that makes the table."""
-    before = list(sys.path)
-    sys.path.insert(0, str(ACCURACY))
-    spec = importlib.util.spec_from_file_location("coverage_of_intervals", ACCURACY / "coverage.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = before
-    del sys.modules[spec.name]
+    with loaded(ACCURACY / "coverage.py", "coverage_of_intervals") as module:
+        yield module
 
 
 # -- made-up sources -------------------------------------------------------------------------------
