@@ -1,10 +1,11 @@
 """What tests cost in CPU seconds, their processes with them: a plugin that measures each.
 
 Under CI, or with `--costs`, a run ends with the dearest tests and the seconds of each folder, and
-a test without the mark `slow` or `heavy` whose call takes more than LIMIT fails.  It has a second
-try, since the first pays for what is imported and made once for all.  What fixtures make is not
-counted against a test: they are how tests share it.  On a machine that others use too, a second of
-CPU does less, and no test fails for it.
+a test without the mark `slow` or `heavy` whose call takes more than LIMIT fails: twice the 2 that
+CONTRIBUTING.md allows, since the same test costs half as much again on another machine.  It has a
+second try, since the first pays for what is imported and made once for all.  What fixtures make is
+not counted against a test: they are how tests share it.  On a machine that others use too, a second
+of CPU does less, and no test fails for it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-LIMIT = 2.0  # CPU s of the call of a test that is not marked
+LIMIT = 4.0  # CPU s of the call of a test that is not marked: twice what the rule allows
 SHOWN = 20
 
 
@@ -55,8 +56,9 @@ class Costs:
 
     def _refuse(self, item: pytest.Item, seconds: float) -> None:
         said = (
-            f"{item.nodeid} takes {seconds:.1f} CPU s, also the second time; a test that is not"
-            f" marked takes at most {LIMIT:g}: share what it makes, or mark it `slow` or `heavy`"
+            f"{item.nodeid} takes {seconds:.1f} CPU s, also the second time; a test that is"
+            f" not marked takes at most {LIMIT / 2:g}: share what it makes, or mark it"
+            " `slow` or `heavy`"
         )
         report = pytest.TestReport(
             item.nodeid, item.location, {}, outcome="failed", longrepr=said, when="teardown"
