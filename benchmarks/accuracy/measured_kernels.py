@@ -16,9 +16,10 @@ from points import Point, write_points
 from rows import NO_ATTENTION, columns, table
 
 import rooftrace as rt
-from rooftrace.costmodels.kernels.attention_rows import products_of
+from rooftrace.costmodels.kernels.attention_rows import attention_knobs, products_of
 from rooftrace.costmodels.kernels.intervals import StepCell
 from rooftrace.costmodels.kernels.knobs import Knobs, Share
+from rooftrace.costmodels.kernels.numbers import numbers_of
 from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
@@ -207,10 +208,13 @@ class Measurements:
                 list(chosen[half != side]), min(FITTED, sum(half != side))
             )
             knobs = fit(self.cases(others), self.knobs, check=False).knobs
-            again = self.table.seconds(knobs, False).device + knobs.launch_on(self.chip)
-            all_rows = np.bincount(self.owner, again, len(self.rows))
-            found[half == side] = all_rows[chosen[half == side]]
+            found[half == side] = self.seconds_by(knobs)[chosen[half == side]]
         return found
+
+    def seconds_by(self, knobs: Knobs) -> np.ndarray:
+        """Predictions of all rows with these numbers."""
+        each = self.table.seconds(knobs, False).device + knobs.launch_on(self.chip)
+        return np.bincount(self.owner, each, len(self.rows))
 
 
 def _dealt(count: int) -> np.ndarray:
@@ -245,6 +249,31 @@ def study(chip: Chip, rows: Sequence[Measured], work: str, fits: bool = True) ->
     return points
 
 
+def refit(all_rows: Measurements) -> None:
+    """Print attention's numbers that suit one half of each library's rows; of those that it has."""
+    chip, seconds = all_rows.chip, all_rows.seconds
+    kernels = [next(k.library for k in row.kernels if k.attention) for row in all_rows.rows]
+    for library in sorted(set(kernels)):
+        chosen = np.array([i for i, name in enumerate(kernels) if name == library])
+        half = _dealt(len(chosen))
+        some = random.Random(0).sample(list(chosen[half]), min(2 * FITTED, sum(half)))
+        usual = attention_knobs("usual", chip, library)
+        start = replace(all_rows.knobs, attention=usual)
+        free = [f"attention.{name}" for name, number in numbers_of(usual).items() if number]
+        fitted = fit(all_rows.cases(some), start, free, check=False).knobs
+        print(f"\n{chip.name} {library}, {sum(half)} rows")
+        for name in free:
+            old, new = (numbers_of(knobs)[name] for knobs in (start, fitted))
+            print(f"  {name.removeprefix('attention.')}: {old:.3g}, refitted {new:.3g}")
+        for phase in sorted({all_rows.rows[i].phase for i in chosen}):
+            at = [i for i in chosen[~half] if all_rows.rows[i].phase == phase]
+            old, new = (
+                np.abs(all_rows.seconds_by(knobs)[at] / seconds[at] - 1).mean()
+                for knobs in (start, fitted)
+            )
+            print(f"  {phase}, {len(at)} other rows: {old:.1%}, refitted {new:.1%}")
+
+
 def _errors(
     rows: Sequence[Measured], seconds: np.ndarray, at: np.ndarray, found: np.ndarray
 ) -> Errors:
@@ -259,6 +288,11 @@ def asked(words: str | None) -> argparse.Namespace:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
     parser.add_argument("--no-fits", action="store_true", help="leave out the fitted columns")
+    parser.add_argument(
+        "--refit", action="store_true",
+        help="print the numbers of each library's attention, refitted to one half of its rows,"
+        "\nand the errors of the other before and after, in place of the table",
+    )  # fmt: skip
     return parser.parse_args()
 
 
@@ -277,6 +311,10 @@ def tables(given: argparse.Namespace, pattern: str, measured: Reader, work: str)
                 by_chip[chip.name].append(measured(row, chip, source))
     if not chips:
         raise SystemExit(f"{given.folder}: there is no {pattern} in it or in its kernels/")
+    if given.refit:
+        for name, rows in sorted(by_chip.items()):
+            refit(Measurements(rt.load_chip(name), rows))
+        return
     print(HEAD)
     points: list[Point] = []
     for name, rows in sorted(by_chip.items()):
