@@ -121,6 +121,24 @@ def test_indices_that_nobody_reads_are_not_written_by_generated_code() -> None:
     assert kernel_of(plan(graph, "eager"), "max_pool2d_with_indices") == pooled + indices
 
 
+@pytest.mark.parametrize(
+    ("release", "tokens", "masks"), [("2.6", 64, 8), ("2.6", 49, 1), ("2.7", 64, 1)]
+)
+def test_releases_before_2_7_write_a_mask_for_each_batch(
+    release: str, tokens: int, masks: int
+) -> None:
+    """One for each of 8 batches, as https://github.com/pytorch/pytorch/pull/146054 describes."""
+
+    def attend(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=table + table)
+
+    x = torch.empty(8, 4, tokens, 32, device="meta", dtype=torch.float16)
+    table = torch.empty(4, tokens, tokens, device="meta", dtype=torch.float16)
+    planned = plan(rt.trace(attend, x, table, torch=release), "compiled")
+    mask = 4 * tokens * tokens * HALF
+    assert kernel_of(planned, "add") == mask + masks * mask
+
+
 class Dense(nn.Module):
     """Puts all features so far together."""
 
