@@ -403,6 +403,7 @@ def tile_terms(
     units: int,
     tiling: Tiling = IDEAL,
     kernels: Iterable[tuple[ProductKnobs, Any]] = (),
+    usual: bool = False,
 ) -> TileTerms:
     """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
 
@@ -410,8 +411,9 @@ def tile_terms(
     (bytes of a stored element of A and of B), padded (1 where a tile is computed in full, as on a
     matrix engine; 0 on the vector engine, where matrix-vector kernels skip rows and columns that C
     lacks).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags of the
-    products that each runs.  Filling a tile's pipeline takes a time: twice as many steps of fp8 as
-    of bf16.
+    products that each runs.  usual: whether a vector engine has the tiles that cuBLAS takes
+    (`VECTOR_TILE`), computed in full, or any.  Filling a tile's pipeline takes a time: twice as
+    many steps of fp8 as of bf16.
     """
     import numpy as np
 
@@ -421,7 +423,7 @@ def tile_terms(
     is_split, depth = split > 1, np.ceil(inner / (split * _DEPTH)) * _DEPTH
     depth = np.where(is_split, depth, inner)
     loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
-    on_vector = (padded == 0) & (np.minimum(rows, columns) >= LEAST)
+    on_vector = usual & (padded == 0) & (np.minimum(rows, columns) >= LEAST)
     depth = np.where(is_split & on_vector, np.maximum(depth, VECTOR_PART), depth)
     done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products

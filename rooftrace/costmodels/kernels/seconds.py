@@ -207,7 +207,7 @@ class KernelTable:
         tiled = self.data["flop"] > 0 if rows is None else rows
         columns = {name: self.data[name][tiled] for name in SIZES}
         kernels = [(numbers, runs[tiled]) for numbers, runs in self.libraries()]
-        return tile_terms(columns, engine.units, knobs.tiling, kernels)
+        return tile_terms(columns, engine.units, knobs.tiling, kernels, usual=True)
 
     def libraries(self) -> Iterator[tuple[ProductKnobs, Flags]]:
         """The kernels of libraries that run products, with flags of the rows of each."""
