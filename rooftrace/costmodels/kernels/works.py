@@ -12,7 +12,7 @@ import numpy as np
 
 from rooftrace._amounts import larger, smaller
 from rooftrace.costmodels.fusion import Plan
-from rooftrace.costmodels.kernels.engines import group_class
+from rooftrace.costmodels.kernels.engines import group_class, index_work
 from rooftrace.costmodels.kernels.intervals import WIDE, StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
 from rooftrace.costmodels.memory import Visits
@@ -237,15 +237,17 @@ class KernelAmounts:
     """Kernels in R rows: arrays of length R.
 
     kind: the class of each, a place in CLASSES.  bytes: through HBM.  warm: those that the last
-    cache still holds.  moved: those that are no weights, of kernels that may copy layouts.  link:
-    bytes over links.  eager: see `Plan.eager`.  works: those that take time, in the order in which
-    a row adds them up.  attention: the attention kernels of rows, with the FLOP of all of a size.
+    cache still holds.  moved: those that are no weights, of kernels that may copy layouts.  index:
+    see `index_work`.  link: bytes over links.  eager: see `Plan.eager`.  works: those that take
+    time, in the order in which a row adds them up.  attention: the attention kernels of rows, with
+    the FLOP of all of a size.
     """
 
     kind: Places
     bytes: Array
     warm: Array
     moved: Array
+    index: Array
     link: Array
     eager: np.ndarray[Any, np.dtype[np.bool_]]
     works: tuple[Works, ...]
@@ -278,12 +280,13 @@ class KernelAmounts:
 
 @dataclass(frozen=True, slots=True)
 class SizedKernel:
-    """One kernel at one size: its cost, and its class and warm bytes by the plan."""
+    """One kernel at one size: its cost, and the numbers that `kernel_bytes` has of the plan."""
 
     cost: Cost
     kind: str
     warm: float = 0.0
     moved: int = 0
+    index: int = 0
     eager: bool = False
 
 
@@ -294,7 +297,8 @@ def kernels_of(kernels: Iterable[SizedKernel]) -> tuple[KernelAmounts, list[int]
     rows = []
     for kernel in kernels:
         size, link = kernel.cost.bytes(), kernel.cost.bytes("link")
-        numbers = (kernel.kind, kernel.warm, kernel.moved, kernel.eager, size, link)
+        ours = (kernel.kind, kernel.warm, kernel.moved, kernel.index, kernel.eager)
+        numbers = (*ours, size, link)
         row = row_by_key.setdefault((*numbers, *kernel.cost.work.items()), len(distinct))
         if row == len(distinct):
             distinct.append((kernel, size, link))
@@ -311,6 +315,7 @@ def _rows(kernels: Sequence[tuple[SizedKernel, int, int]]) -> KernelAmounts:
         bytes=amounts(size for _, size, _ in kernels),
         warm=amounts(kernel.warm for kernel, _, _ in kernels),
         moved=amounts(kernel.moved for kernel, _, _ in kernels),
+        index=amounts(kernel.index for kernel, _, _ in kernels),
         link=amounts(link for _, _, link in kernels),
         eager=np.array([kernel.eager for kernel, _, _ in kernels], dtype=bool),
         works=_by_key([list(kernel.cost.computed().items()) for kernel, _, _ in kernels]),
@@ -383,8 +388,9 @@ def plan_kernels(
 
 def kernel_bytes(
     planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
-) -> Iterator[tuple[str, float, int]]:
-    """By group: its class, bytes that the last cache holds, bytes that layout copies move.
+) -> Iterator[tuple[str, float, int, int]]:
+    """By group: its class, bytes that the last cache holds, bytes that layout copies move, and
+    instructions for indices.
 
     chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
     """
@@ -400,4 +406,12 @@ def kernel_bytes(
             for access, size in cost.traffic.items()
             if access.wire == "hbm" and access.storage not in weights
         )
-        yield kind, warm[number], 0 if kind.endswith(LAST) else activations
+        moved = 0 if kind.endswith(LAST) else activations
+        yield kind, warm[number], moved, group_index(planned, number)
+
+
+def group_index(planned: Plan, number: int) -> int:
+    """The `index_work` of a group; 0 of a kernel that a compiler writes, or an engine has."""
+    ops = planned.groups[number].ops
+    generated = planned.execution.fusion != "none" and number not in planned.eager
+    return 0 if generated or len(ops) > 1 else index_work(planned.graph.ops[ops[0]], planned.graph)
