@@ -13,7 +13,7 @@ from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
 from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS, library_products
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
-from rooftrace.graph import Op, OpGraph, Tensor
+from rooftrace.graph import Op, OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family, precision
@@ -300,85 +300,6 @@ def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
         odd = odd + (size > least) * (size % 1 == 0) * (rest != 0)
     flags: Amount = 1.0 * (odd > 0)
     return flags
-
-
-# -- index arithmetic ------------------------------------------------------------------------------
-# A kernel of PyTorch for elements in memory order moves 16 bytes per instruction.  Where operands
-# are strided or broadcast it takes them apart one by one (`elementwise_kernel` in CUDALoops.cuh of
-# ATen): for each element it divides the index by the size of each dimension, and multiplies the
-# rest by the strides of each operand (`OffsetCalculator`), over the dimensions that TensorIterator
-# cannot join.  Joining inputs that lie in another order than the result divides without a prepared
-# reciprocal (`CatArrIndexToOffset` in Shape.cu).  That keeps an SM busier than the bytes keep HBM.
-
-INDEX = (40, 15)
-"""Instructions that an SM issues for one thread for an element of a strided kernel, and for each
-dimension: 8 kernels of Qwen1.5-0.5B on H100, and of the same on MI300X (traces of TraceLens)."""
-INDEX_JOINED = (45, 30)
-"""The same of inputs that are joined, for each dimension but the first: one kernel of each."""
-ISSUED = 128
-"""Threads for which an SM issues an instruction in a clock: four schedulers, 32 threads each (CUDA
-C++ Programming Guide, compute capabilities).  A CU of CDNA has 128 lanes too."""
-
-
-def index_work(op: Op, graph: OpGraph) -> int:
-    """Instructions of the threads of an op's eager kernel for the places of its elements."""
-    rule = find_rule(op.target)
-    if rule is None or rule.fusion != "pointwise" or len(op.outputs) != 1:
-        return 0
-    if rule.kind not in (None, "copy", "cast") or "._foreach_" in op.target:
-        return 0
-    out = graph.values[op.outputs[0]]
-    inputs = [graph.values[i] for i in op.inputs if graph.values[i].elements != 1]
-    order = sorted(range(len(out.shape)), key=lambda d: out.stride[d])
-    if "places" in rule.traits:
-        aside = (_joined(t.shape, [t.stride], order) != [(t.elements, (1,))] for t in inputs)
-        each, per = INDEX_JOINED
-        return out.elements * (each + per * (len(order) - 1)) if any(aside) else 0
-    strides = [out.stride, *(_broadcast(t, out.shape) for t in inputs)]
-    dims = _joined(out.shape, [each for each in strides if each is not None], order)
-    if None in strides or (len(dims) < 2 and all(set(steps) == {1} for _, steps in dims)):
-        return 0
-    each, per = INDEX
-    return out.elements * (each + per * len(dims))
-
-
-def index_seconds(instructions: Amount, chip: Chip) -> Any:
-    """Seconds in which the SMs of a GPU issue `index_work`; 0 where their number is unknown."""
-    if chip.kind != "gpu" or chip.sm_count is None or chip.clock is None:
-        return 0.0 * instructions
-    return instructions / (ISSUED * chip.sm_count.value * chip.clock.value)
-
-
-def _broadcast(value: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of a tensor over a wider shape; None where it does not broadcast to that."""
-    missing = len(shape) - len(value.shape)
-    if missing < 0 or any(
-        size not in (1, whole) for size, whole in zip(value.shape, shape[missing:], strict=True)
-    ):
-        return None
-    steps = zip(value.shape, value.stride, strict=True)
-    return (0,) * missing + tuple(0 if size == 1 else step for size, step in steps)
-
-
-def _joined(
-    shape: Sequence[int], strides: Sequence[Sequence[int]], order: Iterable[int]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Dimensions that operands are gone through by, as sizes with a stride for each operand.
-
-    order: from the innermost on.  A dimension joins the one inside where all operands lie on.
-    """
-    dims: list[tuple[int, tuple[int, ...]]] = []
-    for d in order:
-        steps = tuple(each[d] for each in strides)
-        if shape[d] == 1:
-            continue
-        if dims and all(
-            dims[-1][0] * inner == step for inner, step in zip(dims[-1][1], steps, strict=True)
-        ):
-            dims[-1] = (dims[-1][0] * shape[d], dims[-1][1])
-        else:
-            dims.append((shape[d], steps))
-    return dims
 
 
 # -- tiles of products -----------------------------------------------------------------------------

@@ -391,12 +391,24 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "bytes": kernels.bytes,
         "warm": kernels.warm,
         "moved": kernels.moved,
-        "index": engines.index_seconds(kernels.index, chip),
+        "index": _index_seconds(kernels.index, chip),
     }
     data |= _work_columns(kernels, chip, execution)
     data |= attention_rows.columns_of(kernels, chip, execution)
     data |= expert_kernels.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
+
+
+ISSUED = 128
+"""Threads for which an SM issues an instruction in a clock: four schedulers, 32 threads each (CUDA
+C++ Programming Guide, compute capabilities).  A CU of CDNA has 128 lanes too."""
+
+
+def _index_seconds(instructions: Array, chip: Chip) -> Array:
+    """Seconds in which the SMs of a GPU issue `index_work`; 0 where their number is unknown."""
+    if chip.kind != "gpu" or chip.sm_count is None or chip.clock is None:
+        return np.zeros(len(instructions))
+    return instructions / (ISSUED * chip.sm_count.value * chip.clock.value)
 
 
 def _work_columns(
