@@ -47,6 +47,13 @@ def test_few_channels_and_plain_convolutions_go_last_and_groups_stay_first() -> 
     assert not keeps_channels_last(traced(nn.Flatten()))
 
 
+def test_inductor_before_2_1_leaves_channels_first() -> None:
+    model = nn.Conv2d(64, 128, 3, device="meta")
+    x = torch.empty(4, 64, 32, 32, device="meta")
+    old, new = (rt.trace(model, x, torch=release) for release in ("2.0", "2.1"))
+    assert (keeps_channels_last(old), keeps_channels_last(new)) == (False, True)
+
+
 def test_a_plan_has_channels_last_only_where_it_is_compiled() -> None:
     graph = traced(nn.Conv2d(64, 128, 3))
     assert plan(graph, "compiled").channels_last
@@ -56,8 +63,12 @@ def test_a_plan_has_channels_last_only_where_it_is_compiled() -> None:
 @pytest.mark.parametrize(
     ("convolution", "first", "last"),
     [
-        (nn.Conv2d(64, 64, 5, groups=64), "depthwise conv", "depthwise conv"),
-        (nn.Conv2d(64, 64, 7, groups=64), "depthwise conv, large", "depthwise conv"),
+        (nn.Conv2d(64, 64, 5, groups=64), "depthwise conv", "depthwise conv, channels last"),
+        (
+            nn.Conv2d(64, 64, 7, groups=64),
+            "depthwise conv, large",
+            "depthwise conv, channels last",
+        ),
         (nn.Conv2d(64, 64, 9, groups=64), "depthwise conv, large", "depthwise conv, general"),
         (nn.Conv2d(64, 83, 3), "conv", "conv, odd channels"),
         (nn.Conv2d(64, 96, 3), "conv", "conv"),

@@ -79,7 +79,7 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         if last and max(window) > LARGE_WINDOW_LAST:
             return "depthwise conv, general"
         if last:
-            return "depthwise conv"
+            return f"depthwise conv{LAST}"
         large = max(window) > LARGE_WINDOW
         return "depthwise conv, large" if large else f"depthwise conv{back}"
     if all(size == 1 for size in window):
@@ -332,6 +332,13 @@ VECTOR_STEPS = 1 / 16
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
 _HALF = 2.0
 """Bytes of a number of half precision."""
+VECTOR_TILE = 128 * 64
+"""Numbers of C in the smallest tile of products on a vector engine: a thread of smaller ones has
+too few in registers for what it loads.  C that is narrower has narrower tiles."""
+VECTOR_PART = 1024
+"""Of K, in a part of a split on a vector engine.  Both suit ViT and BEiT in fp32 at batch 1 to 16
+(transformers docs, A100) best, of areas of 4,096 to 16,384 and parts of 0 to 1,024; steps of six
+language models (NeuSight, A100) agree."""
 PARTIAL = 4 + 4
 """Bytes of an fp32 partial result, written and read again."""
 
@@ -401,10 +408,10 @@ def tile_terms(
 
     sizes: arrays of one length: rows, columns, inner, products (in one kernel), width_a and width_b
     (bytes of a stored element of A and of B), padded (1 where a tile is computed in full, as on a
-    matrix engine; 0 where rows and columns that C lacks are skipped, as in matrix-vector kernels
-    of the vector engine).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags
-    of the products that each runs.  Filling a tile's pipeline takes a time: twice as many steps of
-    fp8 as of bf16.
+    matrix engine; 0 on the vector engine, where matrix-vector kernels skip rows and columns that C
+    lacks).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags of the
+    products that each runs.  Filling a tile's pipeline takes a time: twice as many steps of fp8 as
+    of bf16.
     """
     import numpy as np
 
@@ -414,7 +421,9 @@ def tile_terms(
     is_split, depth = split > 1, np.ceil(inner / (split * _DEPTH)) * _DEPTH
     depth = np.where(is_split, depth, inner)
     loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
-    done = np.where(padded > 0, a * b, loaded_a * loaded_b)
+    on_vector = (padded == 0) & (np.minimum(rows, columns) >= LEAST)
+    depth = np.where(is_split & on_vector, np.maximum(depth, VECTOR_PART), depth)
+    done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
     refused = []
@@ -422,6 +431,10 @@ def tile_terms(
         busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
         prologue[runs] = tiling.prologue if kernel.prologue is None else kernel.prologue
         refused.append((runs, ~_taken(kernel, a, b, is_split, rows[runs])))
+    if on_vector.any():
+        narrow = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
+        suits = (narrow | (a * b >= VECTOR_TILE)) & np.ones_like(is_split)
+        refused.append((on_vector, ~suits[:, :, on_vector]))
     prologue = prologue * _HALF / np.minimum(_HALF, np.maximum(width_a, width_b))
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.

@@ -48,7 +48,7 @@ from rooftrace.hardware.precisions import PRECISIONS, compute_family
 # -- classes of kernels ----------------------------------------------------------------------------
 
 LAST = ", channels last"
-"""Suffix of the classes for images with channels last, where eager kernels differ.  A knob file
+"""Suffix of the classes for images with channels last, where kernels differ.  A knob file
 without a share for such a class uses that of the class without the suffix."""
 CLASSES = (
     "conv",
@@ -60,6 +60,7 @@ CLASSES = (
     "grouped conv",
     f"grouped conv{LAST}",
     "depthwise conv",
+    f"depthwise conv{LAST}",
     "depthwise conv, large",
     "depthwise conv, general",
     "depthwise conv backward",

@@ -80,6 +80,11 @@ class Release:
         return self.minor >= 5
 
     @property
+    def lays_out_images(self) -> bool:
+        """Whether Inductor may choose channels last for a step (`layout_optimization`)."""
+        return self.minor >= 1
+
+    @property
     def prefers_cudnn(self) -> bool:
         """Whether cuDNN's attention comes first on sm_90 and sm_100, with its usual wheel.
 
