@@ -167,6 +167,7 @@ class KernelTable:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
+      index               seconds of an SM's instructions for indices
       vector, matrix      seconds at the peak: vector work; matrix work but for the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
       rows, columns,
@@ -261,7 +262,7 @@ def _shared_seconds(
     t_memory = sent / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
-    rest = (d["vector"] + d["matrix"]) / compute
+    rest = (d["vector"] + d["matrix"]) / compute + d["index"]
     reached = _product_shares(table, knobs, compute, odd)
     product = d["flop"] / (d["rate"] * reached)
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0
@@ -390,11 +391,24 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "bytes": kernels.bytes,
         "warm": kernels.warm,
         "moved": kernels.moved,
+        "index": _index_seconds(kernels.index, chip),
     }
     data |= _work_columns(kernels, chip, execution)
     data |= attention_rows.columns_of(kernels, chip, execution)
     data |= expert_kernels.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
+
+
+ISSUED = 128
+"""Threads for which an SM issues an instruction in a clock: four schedulers, 32 threads each (CUDA
+C++ Programming Guide, compute capabilities).  A CU of CDNA has 128 lanes too."""
+
+
+def _index_seconds(instructions: Array, chip: Chip) -> Array:
+    """Seconds in which the SMs of a GPU issue `index_work`; 0 where their number is unknown."""
+    if chip.kind != "gpu" or chip.sm_count is None or chip.clock is None:
+        return np.zeros(len(instructions))
+    return instructions / (ISSUED * chip.sm_count.value * chip.clock.value)
 
 
 def _work_columns(
