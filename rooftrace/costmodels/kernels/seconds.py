@@ -25,7 +25,7 @@ from rooftrace.costmodels.kernels.engines import (
     tile_shares,
     tile_terms,
 )
-from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs, library_products
+from rooftrace.costmodels.kernels.knobs import CLASSES, GROUPED, UNITS, Knobs, library_products
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Share
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
@@ -171,7 +171,8 @@ class KernelTable:
       vector, matrix      seconds at the peak: vector work; matrix work but for the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
       rows, columns,
-      inner, products     sizes of that product, and how many of them one kernel has
+      inner, products     sizes of that product, and how many of them one kernel has; columns of
+                          grouped convolutions as their kernel pads them (`engines.group_columns`)
       width_a, width_b    bytes of a stored element of its operands
       padded              whether its tiles are computed in full (see `tile_terms`)
       unit                the index in `UNITS` of the engine and precision of that product
@@ -446,6 +447,9 @@ def _work_columns(
         numbers["rounded"] = rounds * m * k * numbers["products"]
         for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])
+    grouped = np.isin(kernels.kind, [CLASSES.index(name) for name in GROUPED])
+    padded = engines.group_columns(columns["columns"])
+    columns["columns"] = np.where(grouped, padded, columns["columns"])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
     alone = kernels.kind != CLASSES.index("grouped mm")  # those of experts are other kernels
     for name in ("kernel", "rounded"):
