@@ -322,17 +322,22 @@ def _rounding_seconds(table: KernelTable, knobs: Knobs) -> Array:
     seconds, engine = np.zeros(len(table)), matrix_engine(table.chip)
     if engine is None:
         return seconds
+    capacity = 0.0 if table.chip.l2_capacity is None else table.chip.l2_capacity.value
     for kernel, runs in table.libraries():
         rows = np.flatnonzero(runs & (table.data["rounded"] > 0))
         numbers = table.data["rounded"][rows]
         high = numbers / table.data["inner"][rows]
         moved = numbers * kernel.reads / (engine.memory * knobs.memory)
+        fits = numbers * (_WIDE + table.data["width_a"][rows]) <= capacity
+        moved = np.where(fits, moved / knobs.cache, moved)
         ragged = (table.data["rows"][rows] % _SCALES != 0) & (table.data["inner"][rows] > _SCALED)
         seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units)
         seconds[rows] += ragged * kernel.ragged
     return seconds
 
 
+_WIDE = 2
+"""Bytes of a number before it is rounded."""
 _SCALES = 4
 """fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
 _SCALED = 128
