@@ -187,7 +187,8 @@ def _measure_cpu(bench: Bench) -> Chip:
         dispatch_view=eager["dispatch_view"],
         module_call=eager["module_call"],
         dispatch_compiled=compiled,
-        **{name: load_host("typical").facts[name] for name in ("graph_entry", "read_back")},
+        graph_entry=load_host("typical").facts["graph_entry"],
+        read_back=load_host("typical").facts["read_back"],
         graph_launch=replace(
             compiled, kind="derived", note="a CPU has no graphs: one call of compiled code"
         ),
@@ -252,7 +253,8 @@ def _measure_cuda(bench: Bench) -> Chip:
         dispatch_view=eager["dispatch_view"],
         module_call=eager["module_call"],
         dispatch_compiled=_dispatch_compiled(bench, 0.05),
-        **{name: load_host("typical").facts[name] for name in ("graph_entry", "read_back")},
+        graph_entry=load_host("typical").facts["graph_entry"],
+        read_back=load_host("typical").facts["read_back"],
         graph_launch=launch,
         measured={"read_bandwidth": bandwidths["read"]},
     )
