@@ -52,7 +52,7 @@ class Launch:
     views: int = 0  # that the host makes
     calls: int = 0  # of modules by Python
     singles: int = 0  # ops between compiled graphs, which Python enqueues one by one
-    entries: int = 0  # compiled graphs that the host enters behind another one
+    entries: int = 0  # compiled graphs that the host enters
     # Host time of ops through CUDA libraries beyond that of a plain op, in plain ops.
     library: int = 0
 
@@ -74,19 +74,10 @@ attention chooses a backend, and calls into each.  From median host times of ops
 traces of TraceLens (MIT, ViT and BERT on H100 and MI300X), without what the profiler takes for each
 nested op: 8 us an elementwise op, 24 a product, 19 a norm, 45 attention, 60 a convolution.
 """
-COUNTED = frozenset(
-    {
-        "aten._unique",
-        "aten._unique2",
-        "aten.bincount",
-        "aten.masked_select",
-        "aten.nonzero",
-        "aten.repeat_interleave",
-        "aten.unique_consecutive",
-        "aten.unique_dim",
-        "torchvision.nms",
-    }
-)
+COUNTED = frozenset({
+    "aten._unique", "aten._unique2", "aten.bincount", "aten.masked_select", "aten.nonzero",
+    "aten.repeat_interleave", "aten.unique_consecutive", "aten.unique_dim", "torchvision.nms",
+})  # fmt: skip
 """Ops whose results are as long as values say: on a GPU the host reads a count to allocate them.
 
 Those of aten have the tag `dynamic_output_shape` in PyTorch; the NMS of torchvision selects the
@@ -155,6 +146,8 @@ class _Host:
 
     def launches_of(self, groups: Sequence[FusionGroup]) -> tuple[Launch, ...]:
         """The launches for these groups."""
+        if groups and self._begins_compiled(groups[0]):
+            self.launches.append(Launch(0, on_device=False, entries=1))
         for group in groups:
             while self.stops and self.stops[0].id < group.ops[-1]:
                 self._stop()
@@ -167,6 +160,15 @@ class _Host:
         if self.singles:
             self._one_by_one(len(self.graph.ops) - 1, None)
         return tuple(self.launches)
+
+    def _begins_compiled(self, first: FusionGroup) -> bool:
+        """Whether a step begins in a graph of torch.compile, whose guards the host checks.
+
+        Engines that launch graphs of kernels which they captured check none.
+        """
+        if self.dispatch not in ("compiled", "mixed") or first.ops[-1] in self.alone:
+            return False
+        return not any(self._breaks(stop) and stop.id < first.ops[-1] for stop in self.stops)
 
     def _enqueue(self, ops: Sequence[int], repeats: tuple[int, ...]) -> Launch:
         """The launch for the next group; ops in other repeats get separate launches."""
