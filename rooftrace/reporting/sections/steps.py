@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import SUMMARIES
 from rooftrace.graph import pattern_of
-from rooftrace.hardware.units import format_capacity, format_share, format_time
+from rooftrace.hardware.units import format_capacity, format_share, format_time, listed
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import fit_cell
 from rooftrace.reporting.sections.results import ratio, tally
@@ -398,7 +398,10 @@ def _whatif_rows(guidance: Guidance, most: int) -> Iterator[dict[str, Any]]:
     for number, what_if in enumerate(alone, 1):
         yield _row(what_if, f"{number}. {what_if.action}")
     if guidance.together is not None:
-        yield _row(guidance.together, guidance.together.action)
+        told = [str(number) for number in guidance.ranks if number <= len(alone)]
+        more = len(guidance.ranks) - len(told)
+        told += [f"{more} more"] if more else []
+        yield _row(guidance.together, f"{listed(told)} together")
 
 
 def _row(what_if: WhatIf, action: str) -> dict[str, Any]:

@@ -98,11 +98,13 @@ class Guidance(Plain):
     """Changes that would help a step, most seconds first.  Each gain is of the change alone.
 
     together: compatible changes priced as one; None for fewer than two.  Gains do not add up to it.
+    ranks: the numbers of those changes, from 1, among the options.
     """
 
     step: Estimate
     options: tuple[WhatIf, ...]
     together: WhatIf | None = None
+    ranks: tuple[int, ...] = ()
 
     KEYS = "execution=step.execution.name what_ifs=options together?"
 
@@ -160,11 +162,11 @@ def guidance(
         options.append(larger)
     options.sort(key=lambda what_if: -what_if.gain)
     chosen = merged([change for change, _ in helping])
-    together = None
-    if len(chosen) > 1:
-        ranks = [options.index(what_if) + 1 for change, what_if in helping if change in chosen]
-        together = _priced(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
-    return Guidance(step, tuple(options), together)
+    if len(chosen) < 2:
+        return Guidance(step, tuple(options))
+    ranks = tuple(options.index(what_if) + 1 for change, what_if in helping if change in chosen)
+    together = _priced(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
+    return Guidance(step, tuple(options), together, ranks)
 
 
 def _priced(step: Estimate, change: StepChange) -> WhatIf | None:

@@ -94,6 +94,14 @@ class Release:
         return self == Release(5, 0) or self.minor == 9 or self.minor >= 11
 
     @property
+    def views_masks(self) -> bool:
+        """Whether its compiler passes a broadcast mask to attention as it is, and writes no copy.
+
+        https://github.com/pytorch/pytorch/pull/146054
+        """
+        return self.minor >= 7
+
+    @property
     def math_in_fp32(self) -> bool:
         """Whether attention without a fused kernel computes halves in fp32."""
         return self.minor >= 5
