@@ -27,7 +27,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,8 +65,6 @@ FORMATS = {
 }  # fmt: skip
 """How weights are stored, and which format products round activations to."""
 HALF = 2.0
-CACHE = 3.9
-"""Rate of the last cache of L40S over that of its memory: most of these rows live there."""
 LAYERS = 6
 HOST = 30e-6
 """Seconds that no smallest product takes under a CUDA graph: with such a least latency, rows of a
@@ -109,9 +107,7 @@ class Products:
 
 def typical(chip: Chip) -> Knobs:
     """What comes along; on data-center GPUs as fast as a product alone runs."""
-    ada = Knobs.generation(chip) == "ada"
-    knobs = Knobs.typical(chip, compiled=False, sustained=ada or Knobs.generation(chip) is None)
-    return replace(knobs, cache=CACHE) if ada else knobs
+    return Knobs.typical(chip, compiled=False, sustained=Knobs.generation(chip) in (None, "ada"))
 
 
 def chip_of(device: str, file: str) -> Chip | None:

@@ -40,8 +40,8 @@ WIDE = 2
 """Bytes of an element of query and output, and of new entries before they are stored."""
 LARGE = 64 * 2**20
 """Bytes of a last cache that holds what most of the rows touch, over and over."""
-CACHE = 5.0
-"""Rate of such a cache over that of the memory: L40S."""
+CACHE = Knobs.typical(rt.load_chip("l40s"), compiled=False).cache
+"""Rate of such a cache over that of the memory, of L40S."""
 FITTED = 200
 """Rows that two numbers are fitted to."""
 

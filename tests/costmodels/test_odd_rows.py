@@ -1,5 +1,6 @@
 """Rows that begin at no multiple of 16 bytes: which work has them, and what they cost."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels.engines import ACCESS, LONG, SPLITS, TILES, misaligned, tile_terms
 from rooftrace.costmodels.kernels.knobs import Knobs, KnobsError, Share, load_knobs
-from rooftrace.costmodels.kernels.numbers import ProductKnobs
+from rooftrace.costmodels.kernels.numbers import ProductKnobs, TileRule
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 
@@ -184,15 +185,33 @@ def test_a_limit_on_power_slows_what_keeps_matrix_engines_busy_and_nothing_else(
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 600), st.integers(1, 600), st.integers(32, 4096))
-def test_a_library_that_looks_at_rows_alone_takes_no_other_tile(m, n, k) -> None:
-    sizes = {"rows": m, "columns": n, "inner": k, "products": 1, "width_a": 1, "width_b": 1,
-             "padded": 1}  # fmt: skip
-    arrays = {name: np.array([float(value)]) for name, value in sizes.items()}
-    rows = ((64, 64, 64), (128, 64, 128), (256, 128, 128))
-    kernel = ProductKnobs(whole=True, tiles=rows), np.array([True])
-    flop = tile_terms(arrays, 132, kernels=[kernel]).flop[0]
+def test_a_library_takes_the_tile_of_its_first_rule_that_fits_and_no_other(m, n, k) -> None:
+    rules = (TileRule(64, 64, 64, 256), TileRule(64, 64, 128), TileRule(256, 128, 128))
+    flop = _flop_of_tiles(m, n, k, ProductKnobs(whole=True, tiles=rules))
     allowed = set()
     for place in np.flatnonzero(np.isfinite(flop)):
         tile, split = divmod(int(place), len(SPLITS))
         allowed.add((*TILES[tile], SPLITS[split]))
-    assert allowed == {(128, 128, 1) if m > 128 else (64, 128, 1) if m > 64 else (64, 64, 1)}
+    assert allowed == {(128, 128, 1) if m > 64 else (64, 128, 1) if n > 256 else (64, 64, 1)}
+
+
+def _flop_of_tiles(m: int, n: int, k: int, kernel: ProductKnobs) -> np.ndarray:
+    """FLOP of full waves of a product in fp8 by each tile and split on 132 multiprocessors."""
+    sizes = {"rows": m, "columns": n, "inner": k, "products": 1, "width_a": 1, "width_b": 1,
+             "padded": 1}  # fmt: skip
+    arrays = {name: np.array([float(value)]) for name, value in sizes.items()}
+    return tile_terms(arrays, 132, kernels=[(kernel, np.array([True]))]).flop[0]
+
+
+def test_a_tile_has_its_own_prologue_and_its_share_of_the_engine() -> None:
+    def flop(n: int, k: int, common: float, **said: float) -> float:
+        rule = TileRule(math.inf, 128, 128, **said)
+        kernel = ProductKnobs(whole=True, prologue=0, common=common, tiles=(rule,))
+        return _flop_of_tiles(128, 128 * n, k, kernel).min()
+
+    wave = 2 * 128 * 128 * 132
+    assert flop(1, 64, 0) == flop(132, 64, 0) == wave * 64
+    assert flop(1, 64, 0, share=0.5) == wave * 128
+    # Bytes of fp8 take half the time of those of bf16, in which steps of a prologue are counted.
+    assert flop(1, 64, 0, prologue=10) == flop(132, 64, 1, prologue=10) == wave * (64 + 20)
+    assert flop(33, 64, 1, prologue=10) == wave * (64 + 20 / 4)

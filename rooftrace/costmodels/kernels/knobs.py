@@ -48,8 +48,9 @@ from rooftrace.hardware.precisions import PRECISIONS, compute_family
 # -- classes of kernels ----------------------------------------------------------------------------
 
 LAST = ", channels last"
-"""Suffix of the classes for images with channels last, where eager kernels differ.  A knob file
+"""Suffix of the classes for images with channels last, where kernels differ.  A knob file
 without a share for such a class uses that of the class without the suffix."""
+GROUPED = ("grouped conv", f"grouped conv{LAST}")
 CLASSES = (
     "conv",
     f"conv{LAST}",
@@ -57,9 +58,9 @@ CLASSES = (
     f"conv 1x1{LAST}",
     "conv 3d",
     "conv, odd channels",
-    "grouped conv",
-    f"grouped conv{LAST}",
+    *GROUPED,
     "depthwise conv",
+    f"depthwise conv{LAST}",
     "depthwise conv, large",
     "depthwise conv, general",
     "depthwise conv backward",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 LEAST_SHARE = 1e-6
 """The smallest share of a rate."""
@@ -116,21 +116,34 @@ class Tiling:
         check_knobs(self)
 
 
+class TileRule(NamedTuple):
+    """Which products C of a library have one of its tiles, and what that tile reaches."""
+
+    most_rows: float  # of C
+    rows: int  # of the tile
+    columns: int  # 0: any
+    most_columns: float = math.inf  # of C
+    prologue: float | None = None  # steps of K for its start and its end; None: the library's
+    share: float = 1.0  # of the matrix engine that its warps fill
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductKnobs:
     """Constants of a library's products in one format, and of the kernels that round activations.
 
-    Rounding M rows of K numbers takes `start`, and the longer of `reads` M K bytes through HBM and
-    `row` M of a multiprocessor.
+    Rounding M rows of K numbers takes `start`, and the longer of `reads` M K bytes through HBM (or
+    the last cache, if it holds them before and after) and `row` M of a multiprocessor.
     """
 
     compute: float = knob(1.0, least=LEAST_SHARE)  # in place of the share of the class
     prologue: float | None = knob(None)  # as in `Tiling`; None: that of the generation
+    # Share of a prologue that tiles of all multiprocessors take one after another.
+    common: float = knob(0.0, most=1.0)
     busy: float | None = knob(None, least=LEAST_SHARE)
     whole: bool = False  # whether K is never split
-    # Tiles by the rows of C: (the most rows, rows of the tile, its columns or 0 for any), rising; C
-    # with more rows has the last.  Empty: the tile that suits each product.
-    tiles: tuple[tuple[int, int, int], ...] = ()
+    # The first whose rows and columns of C suffice is taken, else the last.  Empty: the tile that
+    # suits each product.
+    tiles: tuple[TileRule, ...] = ()
     start: float = knob(0.0, unit="second")  # launches and latency
     reads: float = knob(0.0)  # bytes for a number
     row: float = knob(0.0, unit="second")
