@@ -388,6 +388,7 @@ class _Facts(TypedDict, total=False):
     item: str
     items: int | None
     optimizer: str | None
+    torch: str | None
     stages: tuple[int, ...]  # of a pipeline that the graph stands for
     stage_count: int
     schedule: str

@@ -252,6 +252,58 @@ def test_a_loss_writes_all_its_terms_and_mean_squares_keep_them() -> None:
     assert len(kernels(fused)) == 1
 
 
+TOKENS, WIDTH, HEADS = (16, 559), 1024, 16  # of Qwen1.5-0.5B, as it was traced on H100
+ROWS = torch.empty(*TOKENS, WIDTH, dtype=torch.bfloat16, device="meta")
+TABLE = ROWS[:1, :, None, :64].transpose(1, 2).contiguous()  # cosines of rotary positions
+GAIN = ROWS[0, 0].clone()
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(*TOKENS, HEADS, -1).transpose(1, 2)
+
+
+def rotated(x: Tensor) -> Tensor:
+    first, last = heads(x).chunk(2, dim=-1)
+    return torch.cat((-last, first), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "kernel", "measured"),
+    [
+        (lambda x: x + x * 2.0, "aten.add", 17.9e-6),  # in memory order
+        (lambda x: x * GAIN, "aten.mul", 25.0e-6),
+        (lambda x: heads(x) * TABLE, "aten.mul", 32.0e-6),
+        (rotated, "aten.neg", 12.2e-6),
+        (rotated, "aten.cat", 41.9e-6),
+        (lambda x: heads(x) * TABLE + rotated(x), "aten.add", 34.8e-6),
+        (lambda x: heads(x).contiguous(), "aten.clone", 29.2e-6),
+    ],
+)
+def test_strided_operands_are_taken_apart_as_a_trace_of_h100_shows(
+    function: Callable[[Tensor], Tensor], kernel: str, measured: float
+) -> None:
+    graph = rt.trace(Calls(function), ROWS)
+    rows = rt.estimate(graph, chip="h100-sxm", execution="eager").rows
+    times = [row.timing.t_device for row in rows if row.name == kernel]
+    assert times == [pytest.approx(measured, rel=0.18)]
+
+
+def strided_over_plain(function: Callable[[Tensor], Tensor], x: Tensor, **how: str) -> float:
+    """Device seconds of an op on the transpose of a matrix, over those on the matrix."""
+    both = [rt.estimate(rt.trace(Calls(function), each), **how) for each in (x.t(), x)]
+    strided, plain = (sum(row.timing.t_device for row in each.rows) for each in both)
+    return strided / plain
+
+
+def test_only_operands_in_another_order_than_the_result_are_taken_apart() -> None:
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+    eager = {"chip": "h100-sxm", "execution": "eager"}
+    assert strided_over_plain(torch.relu, x, **eager) == 1  # both in the same order
+    assert strided_over_plain(lambda t: t.new_empty(t.shape).copy_(t), x, **eager) > 1.5
+    compiled = {**eager, "execution": "compiled"}
+    assert strided_over_plain(lambda t: t.new_empty(t.shape).copy_(t), x, **compiled) == 1
+
+
 def test_what_an_op_was_given_is_there_until_its_last_kernel_is_done() -> None:
     def rolled(x: Tensor) -> Tensor:
         return x.exp().roll((1, 2, 3), (1, 2, 3))

@@ -19,10 +19,10 @@ HALF, SINGLE = 2, 4  # bytes
 
 
 def traced(
-    model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16
+    model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16, **options: str
 ) -> rt.types.OpGraph:
     x = torch.empty(4, channels, 32, 32, device="meta", dtype=dtype)
-    return rt.trace(model.to(device="meta", dtype=dtype).eval(), x)
+    return rt.trace(model.to(device="meta", dtype=dtype).eval(), x, **options)
 
 
 def kernel_of(planned: Plan, name: str) -> int:
@@ -47,6 +47,13 @@ def test_few_channels_and_plain_convolutions_go_last_and_groups_stay_first() -> 
     assert not keeps_channels_last(traced(nn.Flatten()))
 
 
+def test_inductor_before_2_1_leaves_channels_first() -> None:
+    model = nn.Conv2d(64, 128, 3, device="meta")
+    x = torch.empty(4, 64, 32, 32, device="meta")
+    old, new = (rt.trace(model, x, torch=release) for release in ("2.0", "2.1"))
+    assert (keeps_channels_last(old), keeps_channels_last(new)) == (False, True)
+
+
 def test_a_plan_has_channels_last_only_where_it_is_compiled() -> None:
     graph = traced(nn.Conv2d(64, 128, 3))
     assert plan(graph, "compiled").channels_last
@@ -56,8 +63,12 @@ def test_a_plan_has_channels_last_only_where_it_is_compiled() -> None:
 @pytest.mark.parametrize(
     ("convolution", "first", "last"),
     [
-        (nn.Conv2d(64, 64, 5, groups=64), "depthwise conv", "depthwise conv"),
-        (nn.Conv2d(64, 64, 7, groups=64), "depthwise conv, large", "depthwise conv"),
+        (nn.Conv2d(64, 64, 5, groups=64), "depthwise conv", "depthwise conv, channels last"),
+        (
+            nn.Conv2d(64, 64, 7, groups=64),
+            "depthwise conv, large",
+            "depthwise conv, channels last",
+        ),
         (nn.Conv2d(64, 64, 9, groups=64), "depthwise conv, large", "depthwise conv, general"),
         (nn.Conv2d(64, 83, 3), "conv", "conv, odd channels"),
         (nn.Conv2d(64, 96, 3), "conv", "conv"),
@@ -67,6 +78,23 @@ def test_classes_go_by_the_layout(convolution: nn.Module, first: str, last: str)
     graph = traced(convolution)
     (op,) = (op for op in graph.ops if op.kind == "kernel")
     assert (op_class(op, graph), op_class(op, graph, channels_last=True)) == (first, last)
+
+
+def test_groups_that_no_kernel_suits_take_the_time_of_wide_ones() -> None:
+    chip, knobs = load_chip("rtx-4090"), load_knobs("typical-compiled")
+
+    def seconds(width: int) -> float:
+        x = torch.empty(256, 16 * width, 28, 28, device="meta", dtype=torch.float16)
+        convolution = nn.Conv2d(16 * width, 16 * width, 3, groups=16).to("meta", torch.float16)
+        table, _ = kernel_table(plan(rt.trace(convolution, x), "compiled"), chip)
+        return float(table.seconds(knobs, layouts=False).device.max())
+
+    # Per channel; published steps of models with such groups say as much.
+    each = {width: seconds(width) / width for width in (16, 24, 32, 56, 64, 120, 128)}
+    for width in (24, 56, 120):
+        assert each[width] == pytest.approx(each[128], rel=0.2)
+    assert each[24] > 3 * max(each[16], each[32])
+    assert each[64] < 0.7 * each[56]
 
 
 def test_the_channels_of_an_rgb_image_are_not_odd() -> None:
@@ -96,12 +124,37 @@ def test_an_activation_that_uses_its_input_twice_leaves_it_in_single_precision()
     assert kernel_of(eager, "mean") == HALF * IMAGE + HALF * 4 * 64
 
 
+def test_a_mean_of_channels_reads_the_image_again_where_loops_keep_their_order() -> None:
+    old, new = (plan(traced(Excite(nn.SiLU()), torch=t), "compiled") for t in ("2.4", "2.13"))
+    result = HALF * 4 * 64
+    assert kernel_of(old, "mean") == SINGLE * IMAGE + result
+    assert kernel_of(new, "mean") == kernel_of(new, "silu") == kernel_of(old, "silu") + result
+
+
 def test_indices_that_nobody_reads_are_not_written_by_generated_code() -> None:
     graph = traced(nn.MaxPool2d(2))
     pooled = HALF * IMAGE + HALF * IMAGE // 4
     assert kernel_of(plan(graph, "compiled"), "max_pool2d_with_indices") == pooled
     indices = 8 * IMAGE // 4
     assert kernel_of(plan(graph, "eager"), "max_pool2d_with_indices") == pooled + indices
+
+
+@pytest.mark.parametrize(
+    ("release", "tokens", "masks"), [("2.6", 64, 8), ("2.6", 49, 1), ("2.7", 64, 1)]
+)
+def test_releases_before_2_7_write_a_mask_for_each_batch(
+    release: str, tokens: int, masks: int
+) -> None:
+    """One for each of 8 batches, as https://github.com/pytorch/pytorch/pull/146054 describes."""
+
+    def attend(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=table + table)
+
+    x = torch.empty(8, 4, tokens, 32, device="meta", dtype=torch.float16)
+    table = torch.empty(4, tokens, tokens, device="meta", dtype=torch.float16)
+    planned = plan(rt.trace(attend, x, table, torch=release), "compiled")
+    mask = 4 * tokens * tokens * HALF
+    assert kernel_of(planned, "add") == mask + masks * mask
 
 
 class Dense(nn.Module):

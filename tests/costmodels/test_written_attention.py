@@ -321,4 +321,24 @@ def test_what_only_looks_like_it_stays(options: dict[str, str]) -> None:
 def test_compilers_know_no_sinks_and_no_soft_caps(options: dict[str, str]) -> None:
     graph, _ = step(Written(**options))
     assert flash_from_products(graph) == (graph, 0)
-    assert flash_from_products(step(Written())[0])[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("scale", "masked", "count"),
+    [("scores * 0.2", 1, 0), ("scores / 5.0", 1, 1), ("query * 0.2", 1, 0), ("", 1, 1),
+     ("scores * 0.2", 0, 1), ("query * 0.2", 0, 1)],
+)  # fmt: skip
+def test_compilers_know_masks_on_divided_scores(scale: str, masked: bool, count: int) -> None:
+    """The counts are `counters["inductor"]["fuse_attention"]` of torch 2.13 after the same code."""
+
+    def attend(x: Tensor, mask: Tensor) -> Tensor:
+        query, key, value = (x.view(B, S, H, E).transpose(1, 2) for _ in range(3))
+        if scale.startswith("query"):
+            query = query * 0.2
+        scores = query @ key.transpose(-2, -1)
+        if scale.startswith("scores"):
+            scores = scores / 5.0 if "/" in scale else scores * 0.2
+        return (scores + mask if masked else scores).softmax(-1) @ value
+
+    inputs = [torch.empty(B, S, H * E, device="meta"), torch.empty(1, H, S, S, device="meta")]
+    assert flash_from_products(rt.trace(attend, *inputs))[1] == count

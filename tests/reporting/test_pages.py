@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -147,3 +148,12 @@ def test_a_report_on_a_screen_says_what_would_help_in_four_lines_a_phase() -> No
     assert f"1. {told.options[0].action}" in shown[0]
     assert told.together is not None and told.together.action in "\n".join(shown)
     assert "suggestion" not in str(report.estimate("forward"))
+
+
+def test_a_screen_numbers_no_change_that_it_leaves_out() -> None:
+    report = rt.report(block(), x(), execution="eager", phase="forward")
+    told = report.guidance["forward"]
+    assert told.together is not None and told.together.action == "1 and 2 together"
+    many = replace(told, options=told.options * 3, ranks=(1, 2, 5, 6))
+    vars(report)["guidance"] = {"forward": many}
+    assert "1, 2 and 2 more together" in str(report)

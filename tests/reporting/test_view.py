@@ -241,6 +241,19 @@ def test_places_order_a_screen_and_a_group_heads_its_rows() -> None:
     assert as_page(shown).startswith("last\n\n|")
 
 
+def test_a_folded_column_is_never_cut_and_has_its_room_before_a_less_important_one() -> None:
+    reason = "launch bound: 6.34 us kernel with 1.13 us of work"
+    columns = (
+        Column("a", units.TEXT, "a"),
+        Column("b", units.TEXT, "b", drop=1),
+        Column("why", units.TEXT, "why", folded=True, clipped=38),
+    )
+    rows = [{"a": "x" * 30, "b": "y" * 10, "why": reason}]
+    shown = as_text(View((Section(parts=[Table(columns=columns, rows=rows)]),)), width=70)
+    assert " ".join(shown.split()) == f"a why {'x' * 30} {reason}"
+    assert shown.splitlines()[1].endswith("launch bound: 6.34 us kernel with 1.13")
+
+
 # -- the schema of a record ------------------------------------------------------------------------
 
 

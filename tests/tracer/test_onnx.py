@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ onnx = pytest.importorskip("onnx")
 helper, kinds = onnx.helper, onnx.TensorProto
 
 
-def saved(nodes: list[Any], inputs: list[Any], weights: dict[str, Any], path: Path) -> Path:
+def saved(
+    nodes: list[Any], inputs: list[Any], weights: dict[str, Any], path: Path, opset: int = 17
+) -> Path:
     held = [onnx.numpy_helper.from_array(numpy.asarray(v), n) for n, v in weights.items()]
     outputs = [helper.make_tensor_value_info("out", kinds.FLOAT, None)]
     graph = helper.make_graph(nodes, "made", inputs, outputs, held)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
     path.write_bytes(model.SerializeToString())
     return path
 
@@ -150,6 +154,80 @@ def test_the_module_computes_what_the_graph_says(made: Any, tmp_path: Path) -> N
             part.data = torch.tensor(onnx.numpy_helper.to_array(tensor))
     with torch.no_grad():
         assert torch.allclose(module(x), torch.tensor(expected), atol=1e-4)
+
+
+CASES: dict[str, tuple[list[int], dict[str, Any], dict[str, Any]]] = {
+    # ops, one after the other: shape of x, weights, attributes
+    "ConvTranspose": ([1, 3, 7, 6], {"w": numpy.ones([3, 4, 3, 3])}, {"pads": [1, 0, 0, 1]}),
+    "ConvTranspose 2": (
+        [1, 4, 5], {"w": numpy.ones([4, 3, 3]), "b": numpy.ones(3)},
+        {"strides": [2], "dilations": [2], "output_padding": [1], "pads": [1, 1]},
+    ),
+    "ConvTranspose 3": (
+        [1, 3, 6, 6], {"w": numpy.ones([3, 4, 3, 3])}, {"strides": [2, 2], "auto_pad": "SAME_UPPER"}
+    ),
+    "LRN": ([6, 6, 4, 4], {}, {"size": 3, "alpha": 0.5}),
+    "Resize": (
+        [1, 3, 4, 6], {"roi": [], "s": [1, 1, 2, 0.5]},
+        {"mode": "linear", "coordinate_transformation_mode": "half_pixel"},
+    ),
+    "Resize 2": (
+        [1, 3, 4, 6], {"roi": [], "s": [], "sizes": numpy.asarray([1, 3, 8, 12])},
+        {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+    ),
+    "RNN": (
+        [5, 2, 8], {"w": numpy.ones([1, 16, 8]) / 9, "r": numpy.ones([1, 16, 16]) / 9},
+        {"hidden_size": 16},
+    ),
+    "QuantizeLinear": ([2, 3, 4], {"s": [0.1, 0.2, 0.3], "z": numpy.int8([1, 2, 3])}, {"axis": 1}),
+    "QuantizeLinear 2": ([4], {"s": 0.1}, {}),
+    "QuantizeLinear DequantizeLinear": ([4, 3], {"s": [0.1, 0.2, 0.3]}, {"axis": -1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_op_computes_what_the_reference_does(name: str, tmp_path: Path) -> None:
+    from onnx.reference import ReferenceEvaluator
+
+    shape, held, attributes = CASES[name]
+    made = {n: numpy.asarray(v) for n, v in held.items()}
+    made = {n: v.astype(numpy.float32) if v.dtype == "f8" else v for n, v in made.items()}
+    ops = re.findall(r"[A-Za-z]+", name)
+    between = ["x", *ops[1:], "out"]
+    nodes = [
+        helper.make_node(op, [source, *made], [target], **attributes)
+        for op, (source, target) in zip(ops, pairwise(between), strict=True)
+    ]
+    x = helper.make_tensor_value_info("x", kinds.FLOAT, shape)
+    path = saved(nodes, [x], made, tmp_path / "op.onnx", opset=19)
+    values = torch.randn(shape)
+    expected, *_ = ReferenceEvaluator(str(path)).run(None, {"x": values.numpy()})
+    module, _, _ = read_onnx(path)
+    module.to_empty(device="cpu")
+    for number, weight in module.weights.items():
+        getattr(module, weight).data = torch.tensor(made[number])
+    with torch.no_grad():
+        ours = module(values)
+    ours = ours[0] if isinstance(ours, tuple) else ours
+    assert ours.numpy().dtype == expected.dtype
+    assert torch.allclose(ours.double(), torch.tensor(expected).double(), atol=1e-4)
+
+
+@pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3)])
+def test_a_recurrent_layer_multiplies_as_often_as_its_sizes_say(
+    op: str, gates: int, tmp_path: Path
+) -> None:
+    held = {"w": numpy.zeros([2, gates * 16, 8]), "r": numpy.zeros([2, gates * 16, 16])}
+    held = {name: value.astype(numpy.float32) for name, value in held.items()}
+    node = helper.make_node(
+        op, ["x", "w", "r"], ["out", "h"], hidden_size=16, direction="bidirectional"
+    )
+    x = helper.make_tensor_value_info("x", kinds.FLOAT, [5, 3, 8])
+    path = saved([node], [x], held, tmp_path / "op.onnx")
+    step = rt.estimate(path, phase="forward", chip="l4")
+    # 2 directions, 5 steps, 3 rows, of 8 inputs and 16 states each
+    assert step.macs == 2 * 5 * 3 * gates * 16 * (8 + 16)
+    assert step.graph.values[step.graph.outputs[0]].shape == (5, 2, 3, 16)
 
 
 def test_a_dimension_without_a_size_is_named(tmp_path: Path) -> None:

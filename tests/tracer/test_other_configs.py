@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,8 @@ NAMED: dict[str, tuple[dict[str, Any], str]] = {
         {"_class_name": "FluxPipeline", "vae": ["diffusers", "AutoencoderKL"]},
         r"a pipeline of diffusers \(vae\)",
     ),
+    "trace": ({"schemaVersion": 1, "traceEvents": []}, "`rooftrace validate FILE --target"),
+    "run": ({"schema": "rooftrace.run/1"}, "a file of measurements, which names no model"),
     "another": ({"learning_rate": 0.1}, "has a model_type; this one has none"),
 }
 
@@ -56,8 +59,11 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without")
 def test_a_file_is_named_in_one_line(name: str, tmp_path: Path) -> None:
     fields, named = NAMED[name]
-    path = tmp_path / "config.json"
+    path, packed = tmp_path / "config.json", tmp_path / "config.json.gz"
     path.write_text(json.dumps(fields))
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(rt.types.TargetError, match=named):
+        rt.estimate(str(packed), chip="h100-sxm")
     for ask in (rt.inventory, lambda p: rt.estimate(p, chip="h100-sxm")):
         with pytest.raises(rt.types.TargetError, match=named) as error:
             ask(str(path))

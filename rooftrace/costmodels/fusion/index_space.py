@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.graph import GraphError, Op, OpGraph, marks
+from rooftrace.graph import GraphError, Op, OpGraph, Ref, marks
 from rooftrace.hardware.precisions import precision
+from rooftrace.tracer.recording import read_release
 
 # -- stored wide -----------------------------------------------------------------------------------
 # Inductor writes the fp32 input of some ops in place of their result.
@@ -67,11 +68,48 @@ def _is_pointwise(fusion: str, training: object) -> bool:
     return fusion == "pointwise" or (fusion == "reduction" and training is False)
 
 
+_ALIGNED = 8
+"""Rows of masks begin at multiples of so many numbers (`sdpa_constraint` of Inductor's
+lowering.py)."""
+
+
+def expanded_masks(graph: OpGraph) -> dict[int, int]:
+    """Masks that are written for each batch and head, and how many times as large they are then.
+
+    Until torch 2.7 (`Release.views_masks`) Inductor copies the broadcast view of a mask that it
+    computes for one attention.  Inputs are viewed, as are masks that are padded to aligned rows.
+    """
+    release = graph.workload.get("torch")
+    if release is None or read_release(release).views_masks:
+        return {}
+    values, made, readers = graph.values, set[int](), Counter[int]()
+    larger: dict[int, int] = {}
+    for op in graph.ops:
+        rule = find_rule(op.target) if op.kind == "kernel" else None
+        if rule is None:
+            continue
+        readers.update({values[i].storage for i in op.inputs})
+        if rule.fusion != "opaque":
+            made.update(values[i].storage for i in op.outputs)
+        refs = [op.arguments.get(name) for name in ("mask", "query", "key")]
+        if rule.kind == "attention" and all(isinstance(ref, Ref) for ref in refs):
+            mask, query, key = (values[ref.id] for ref in refs if isinstance(ref, Ref))
+            length = key.shape[-2]
+            if mask.storage in made and length % _ALIGNED == 0:
+                pairs = math.prod(query.shape[:-1]) * length
+                larger[mask.storage] = pairs // max(mask.elements, 1)
+    return {storage: times for storage, times in larger.items() if readers[storage] == 1}
+
+
 def widths(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Storages that leave their group larger than their values, and how many times as large:
+    `stored_wide`, `expanded_masks`."""
+    return {**expanded_masks(graph), **_wide(graph, groups)}
+
+
+def _wide(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
     """Storages that leave their group as such an input, and how many times as wide they are."""
     wide = stored_wide(graph)
-    if not wide:
-        return {}
     group_of = {op: index for index, group in enumerate(groups) for op in group}
     made = {graph.values[i].storage: op for op in wide for i in graph.ops[op].outputs}
     wider: dict[int, int] = {}
@@ -131,8 +169,11 @@ def writes_many(op: Op) -> bool:
     return rule is not None and "places" in rule.traits
 
 
-def goes_down(graph: OpGraph, op: Op) -> bool:
-    """Whether the op reduces many rows, each column by itself, to one."""
+def goes_down(graph: OpGraph, op: Op, channels_last: bool = False) -> bool:
+    """Whether the op reduces many rows, each column by itself, to one.
+
+    channels_last: whether a compiler lays out images so: then channels are columns of positions.
+    """
     dimensions = op.arguments.get("dim")
     if isinstance(dimensions, int):
         dimensions = (dimensions,)
@@ -142,6 +183,8 @@ def goes_down(graph: OpGraph, op: Op) -> bool:
         raise GraphError(f"op {op.id} ({op.target:.60}): dim={dimensions!r:.60}: expected numbers")
     shape = graph.values[op.inputs[0]].shape
     reduced = {d % len(shape) for d in dimensions} if shape else set()
+    if channels_last and len(shape) == 4 and reduced == {2, 3}:
+        shape, reduced = (shape[0], *shape[2:], shape[1]), {1, 2}
     if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
         return False
     left = max((graph.values[i].elements for i in op.outputs), default=0)

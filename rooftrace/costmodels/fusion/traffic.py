@@ -16,6 +16,7 @@ from rooftrace.costmodels.fusion.executions import ExecutionModel
 from rooftrace.costmodels.fusion.index_space import widths
 from rooftrace.costmodels.ops import Access, Cost, Work, find_rule, kinds_of
 from rooftrace.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
+from rooftrace.tracer.recording import read_release
 
 # -- channels last ---------------------------------------------------------------------------------
 # Channels last, where a compiler chooses this layout of convolutions.
@@ -32,7 +33,7 @@ SMALL = 64
 
 
 def keeps_channels_last(graph: OpGraph) -> bool:
-    """Whether a compiler lays out the entire step with channels last.
+    """Whether a compiler lays out the entire step with channels last; Inductor before 2.1 does not.
 
     Steps without a backward choose by FLOPs.  Training steps keep channels first where one
     convolution has groups of several channels, or makes half its channels or fewer, or where all
@@ -46,6 +47,9 @@ def keeps_channels_last(graph: OpGraph) -> bool:
     count = sum(times for _, _, times in convolutions)
     if not count or sum(map(graph.times, graph.ops)) >= FEW * count:
         return False
+    release = graph.workload.get("torch")
+    if release and not read_release(release).lays_out_images:
+        return False
     kinds = [_kind(op, shape) for op, shape, _ in convolutions]
     if any(op.part == "backward" for op in graph.ops):
         return not {"grouped", "in_out"} & set(kinds) and set(kinds) != {"small"}
@@ -54,6 +58,18 @@ def keeps_channels_last(graph: OpGraph) -> bool:
         out = graph.values[op.outputs[0]].shape
         flop[kind] += times * math.prod(shape) * out[0] * math.prod(out[2:])
     return sum(LAST_OVER_FIRST[kind] * n for kind, n in flop.items()) <= flop.total()
+
+
+def reduces_images_apart(graph: OpGraph) -> bool:
+    """Whether a compiler sums positions of images in kernels that compute no image for others.
+
+    With channels last positions are rows, and Inductor's loops over an image do not fit those of a
+    sum down its columns, unless it may reorder them (`Release.reorders_loops`).
+    """
+    release = graph.workload.get("torch")
+    if release is None or read_release(release).reorders_loops:
+        return False
+    return keeps_channels_last(graph)
 
 
 def _is_forward(op: Op) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         if last and max(window) > LARGE_WINDOW_LAST:
             return "depthwise conv, general"
         if last:
-            return "depthwise conv"
+            return f"depthwise conv{LAST}"
         large = max(window) > LARGE_WINDOW
         return "depthwise conv, large" if large else f"depthwise conv{back}"
     if all(size == 1 for size in window):
@@ -90,6 +90,25 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
     load = ACCESS * 8 // precision(image.dtype).bits
     odd = shape[0] % load or (shape[1] % load and shape[1] > load)
     return "conv, odd channels" if last and odd else f"conv{ending}"
+
+
+GROUP_WIDTHS = (4, 8, 16, 32)
+"""Channels of a group for which cuDNN has kernels of their own: no document says it, steps do."""
+GROUP_TILE = (64, 128)
+"""Groups as wide as some of the first fill tiles; all others are padded to the second."""
+
+
+def group_columns(width: Array) -> Array:
+    """Output channels that a grouped convolution computes for groups of `width`, by `GROUP_WIDTHS`.
+
+    Steps with channels last on RTX 4090 (timm): groups of 24 to 120 channels take one time for each
+    value that is read and written, as if all were 128 wide; those of 4 to 32 are limited by memory.
+    """
+    import numpy as np
+
+    fill, tile = GROUP_TILE
+    fits = np.isin(width, GROUP_WIDTHS) | (width % fill == 0)
+    return np.where(fits, width, np.ceil(width / tile) * tile)
 
 
 # -- engines ---------------------------------------------------------------------------------------
@@ -332,6 +351,13 @@ VECTOR_STEPS = 1 / 16
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
 _HALF = 2.0
 """Bytes of a number of half precision."""
+VECTOR_TILE = 128 * 64
+"""Numbers of C in the smallest tile of products on a vector engine: a thread of smaller ones has
+too few in registers for what it loads.  C that is narrower has narrower tiles."""
+VECTOR_PART = 1024
+"""Of K, in a part of a split on a vector engine.  Both suit ViT and BEiT in fp32 at batch 1 to 16
+(transformers docs, A100) best, of areas of 4,096 to 16,384 and parts of 0 to 1,024; steps of six
+language models (NeuSight, A100) agree."""
 PARTIAL = 4 + 4
 """Bytes of an fp32 partial result, written and read again."""
 
@@ -357,6 +383,31 @@ def matrix_engine(chip: Chip) -> MatrixEngine | None:
 IDEAL = Tiling()
 TILED = 1024
 """Products, or attention kernels, that are timed at once, each in all tiles or splits."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSeconds:
+    """Seconds of kernels with a time model of their own: arrays by case."""
+
+    compute: Array  # of padded work, until the last wave ends
+    memory: Array  # of all bytes
+    device: Array  # of the kernel, and of those that only it needs
+
+    @classmethod
+    def by_place(cls, places: Array, price: Callable[[int, Array], OwnSeconds]) -> OwnSeconds:
+        """Cases of one place are priced at once, `TILED` at most.  price: of a place, and cases."""
+        import numpy as np
+
+        made = cls(*(np.zeros(len(places)) for _ in range(3)))
+        for place in np.unique(places):
+            chosen: Any = np.flatnonzero(places == place)
+            for part in np.split(chosen, range(TILED, len(chosen), TILED)):
+                single = price(int(place), part)
+                for name in ("compute", "memory", "device"):
+                    getattr(made, name)[part] = getattr(single, name)
+        return made
+
+
 SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "padded")
 """The sizes of products that `tile_terms` reads."""
 
@@ -396,15 +447,17 @@ def tile_terms(
     units: int,
     tiling: Tiling = IDEAL,
     kernels: Iterable[tuple[ProductKnobs, Any]] = (),
+    usual: bool = False,
 ) -> TileTerms:
     """Every tile and split for products C[rows, columns] = A[rows, inner] B[inner, columns].
 
     sizes: arrays of one length: rows, columns, inner, products (in one kernel), width_a and width_b
     (bytes of a stored element of A and of B), padded (1 where a tile is computed in full, as on a
-    matrix engine; 0 where rows and columns that C lacks are skipped, as in matrix-vector kernels
-    of the vector engine).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags
-    of the products that each runs.  Filling a tile's pipeline takes a time: twice as many steps of
-    fp8 as of bf16.
+    matrix engine; 0 on the vector engine, where matrix-vector kernels skip rows and columns that C
+    lacks).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags of the
+    products that each runs.  usual: whether a vector engine has the tiles that cuBLAS takes
+    (`VECTOR_TILE`), computed in full, or any.  Filling a tile's pipeline takes a time: twice as
+    many steps of fp8 as of bf16.
     """
     import numpy as np
 
@@ -414,7 +467,9 @@ def tile_terms(
     is_split, depth = split > 1, np.ceil(inner / (split * _DEPTH)) * _DEPTH
     depth = np.where(is_split, depth, inner)
     loaded_a, loaded_b = np.minimum(a, rows), np.minimum(b, columns)
-    done = np.where(padded > 0, a * b, loaded_a * loaded_b)
+    on_vector = usual & (padded == 0) & (np.minimum(rows, columns) >= LEAST)
+    depth = np.where(is_split & on_vector, np.maximum(depth, VECTOR_PART), depth)
+    done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
     share, common = np.ones(len(rows)), np.zeros(len(rows))
@@ -430,6 +485,10 @@ def tile_terms(
             share[runs] = filled
             taken = taken & (a == high) & ((b == wide) | (wide == 0))
         refused.append((runs, ~taken))
+    if on_vector.any():
+        narrow = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
+        suits = (narrow | (a * b >= VECTOR_TILE)) & np.ones_like(is_split)
+        refused.append((on_vector, ~suits[:, :, on_vector]))
     prologue = prologue * _HALF / np.minimum(_HALF, np.maximum(width_a, width_b))
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.

@@ -25,7 +25,7 @@ from rooftrace.costmodels.kernels.engines import (
     tile_shares,
     tile_terms,
 )
-from rooftrace.costmodels.kernels.knobs import CLASSES, UNITS, Knobs, library_products
+from rooftrace.costmodels.kernels.knobs import CLASSES, GROUPED, UNITS, Knobs, library_products
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Share
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
@@ -167,10 +167,12 @@ class KernelTable:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
+      index               seconds of an SM's instructions for indices
       vector, matrix      seconds at the peak: vector work; matrix work but for the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
       rows, columns,
-      inner, products     sizes of that product, and how many of them one kernel has
+      inner, products     sizes of that product, and how many of them one kernel has; columns of
+                          grouped convolutions as their kernel pads them (`engines.group_columns`)
       width_a, width_b    bytes of a stored element of its operands
       padded              whether its tiles are computed in full (see `tile_terms`)
       unit                the index in `UNITS` of the engine and precision of that product
@@ -207,7 +209,7 @@ class KernelTable:
         tiled = self.data["flop"] > 0 if rows is None else rows
         columns = {name: self.data[name][tiled] for name in SIZES}
         kernels = [(numbers, runs[tiled]) for numbers, runs in self.libraries()]
-        return tile_terms(columns, engine.units, knobs.tiling, kernels)
+        return tile_terms(columns, engine.units, knobs.tiling, kernels, usual=True)
 
     def libraries(self) -> Iterator[tuple[ProductKnobs, Flags]]:
         """The kernels of libraries that run products, with flags of the rows of each."""
@@ -261,7 +263,7 @@ def _shared_seconds(
     t_memory = sent / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
-    rest = (d["vector"] + d["matrix"]) / compute
+    rest = (d["vector"] + d["matrix"]) / compute + d["index"]
     reached = _product_shares(table, knobs, compute, odd)
     product = d["flop"] / (d["rate"] * reached)
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0
@@ -395,11 +397,24 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "bytes": kernels.bytes,
         "warm": kernels.warm,
         "moved": kernels.moved,
+        "index": _index_seconds(kernels.index, chip),
     }
     data |= _work_columns(kernels, chip, execution)
     data |= attention_rows.columns_of(kernels, chip, execution)
     data |= expert_kernels.columns_of(kernels, chip, execution)
     return KernelTable(chip, kernels.kind, data)
+
+
+ISSUED = 128
+"""Threads for which an SM issues an instruction in a clock: four schedulers, 32 threads each (CUDA
+C++ Programming Guide, compute capabilities).  A CU of CDNA has 128 lanes too."""
+
+
+def _index_seconds(instructions: Array, chip: Chip) -> Array:
+    """Seconds in which the SMs of a GPU issue `index_work`; 0 where their number is unknown."""
+    if chip.kind != "gpu" or chip.sm_count is None or chip.clock is None:
+        return np.zeros(len(instructions))
+    return instructions / (ISSUED * chip.sm_count.value * chip.clock.value)
 
 
 def _work_columns(
@@ -437,6 +452,9 @@ def _work_columns(
         numbers["rounded"] = rounds * m * k * numbers["products"]
         for name, number in numbers.items():
             columns[name][at] = np.where(larger, number, columns[name][at])
+    grouped = np.isin(kernels.kind, [CLASSES.index(name) for name in GROUPED])
+    padded = engines.group_columns(columns["columns"])
+    columns["columns"] = np.where(grouped, padded, columns["columns"])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
     alone = kernels.kind != CLASSES.index("grouped mm")  # those of experts are other kernels
     for name in ("kernel", "rounded"):

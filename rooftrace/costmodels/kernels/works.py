@@ -16,7 +16,8 @@ from rooftrace.costmodels.kernels.engines import group_class
 from rooftrace.costmodels.kernels.intervals import WIDE, StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
 from rooftrace.costmodels.memory import Visits
-from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work
+from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work, find_rule
+from rooftrace.graph import Op, OpGraph, Tensor
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -237,15 +238,17 @@ class KernelAmounts:
     """Kernels in R rows: arrays of length R.
 
     kind: the class of each, a place in CLASSES.  bytes: through HBM.  warm: those that the last
-    cache still holds.  moved: those that are no weights, of kernels that may copy layouts.  link:
-    bytes over links.  eager: see `Plan.eager`.  works: those that take time, in the order in which
-    a row adds them up.  attention: the attention kernels of rows, with the FLOP of all of a size.
+    cache still holds.  moved: those that are no weights, of kernels that may copy layouts.  index:
+    see `index_work`.  link: bytes over links.  eager: see `Plan.eager`.  works: those that take
+    time, in the order in which a row adds them up.  attention: the attention kernels of rows, with
+    the FLOP of all of a size.
     """
 
     kind: Places
     bytes: Array
     warm: Array
     moved: Array
+    index: Array
     link: Array
     eager: np.ndarray[Any, np.dtype[np.bool_]]
     works: tuple[Works, ...]
@@ -278,12 +281,13 @@ class KernelAmounts:
 
 @dataclass(frozen=True, slots=True)
 class SizedKernel:
-    """One kernel at one size: its cost, and its class and warm bytes by the plan."""
+    """One kernel at one size: its cost, and the numbers that `kernel_bytes` has of the plan."""
 
     cost: Cost
     kind: str
     warm: float = 0.0
     moved: int = 0
+    index: int = 0
     eager: bool = False
 
 
@@ -294,7 +298,8 @@ def kernels_of(kernels: Iterable[SizedKernel]) -> tuple[KernelAmounts, list[int]
     rows = []
     for kernel in kernels:
         size, link = kernel.cost.bytes(), kernel.cost.bytes("link")
-        numbers = (kernel.kind, kernel.warm, kernel.moved, kernel.eager, size, link)
+        ours = (kernel.kind, kernel.warm, kernel.moved, kernel.index, kernel.eager)
+        numbers = (*ours, size, link)
         row = row_by_key.setdefault((*numbers, *kernel.cost.work.items()), len(distinct))
         if row == len(distinct):
             distinct.append((kernel, size, link))
@@ -311,6 +316,7 @@ def _rows(kernels: Sequence[tuple[SizedKernel, int, int]]) -> KernelAmounts:
         bytes=amounts(size for _, size, _ in kernels),
         warm=amounts(kernel.warm for kernel, _, _ in kernels),
         moved=amounts(kernel.moved for kernel, _, _ in kernels),
+        index=amounts(kernel.index for kernel, _, _ in kernels),
         link=amounts(link for _, _, link in kernels),
         eager=np.array([kernel.eager for kernel, _, _ in kernels], dtype=bool),
         works=_by_key([list(kernel.cost.computed().items()) for kernel, _, _ in kernels]),
@@ -383,8 +389,9 @@ def plan_kernels(
 
 def kernel_bytes(
     planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
-) -> Iterator[tuple[str, float, int]]:
-    """By group: its class, bytes that the last cache holds, bytes that layout copies move.
+) -> Iterator[tuple[str, float, int, int]]:
+    """By group: its class, bytes that the last cache holds, bytes that layout copies move, and
+    instructions for indices.
 
     chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
     """
@@ -400,4 +407,83 @@ def kernel_bytes(
             for access, size in cost.traffic.items()
             if access.wire == "hbm" and access.storage not in weights
         )
-        yield kind, warm[number], 0 if kind.endswith(LAST) else activations
+        moved = 0 if kind.endswith(LAST) else activations
+        yield kind, warm[number], moved, group_index(planned, number)
+
+
+# -- index arithmetic ------------------------------------------------------------------------------
+# A kernel of PyTorch for elements in memory order moves 16 bytes per instruction.  Where operands
+# are strided or broadcast it takes them apart one by one (`elementwise_kernel` in CUDALoops.cuh of
+# ATen): for each element it divides the index by the size of each dimension, and multiplies the
+# rest by the strides of each operand (`OffsetCalculator`), over the dimensions that TensorIterator
+# cannot join.  Joining inputs that lie in another order than the result divides without a prepared
+# reciprocal (`CatArrIndexToOffset` in Shape.cu).  That keeps an SM busier than the bytes keep HBM.
+
+INDEX = (40, 15)
+"""Instructions that an SM issues for one thread for an element of a strided kernel, and for each
+dimension: 8 kernels of Qwen1.5-0.5B on H100, and of the same on MI300X (traces of TraceLens)."""
+INDEX_JOINED = (45, 30)
+"""The same of inputs that are joined, for each dimension but the first: one kernel of each."""
+
+
+def group_index(planned: Plan, number: int) -> int:
+    """The `index_work` of a group; 0 of a kernel that a compiler writes, or an engine has."""
+    ops = planned.groups[number].ops
+    generated = planned.execution.fusion != "none" and number not in planned.eager
+    return 0 if generated or len(ops) > 1 else index_work(planned.graph.ops[ops[0]], planned.graph)
+
+
+def index_work(op: Op, graph: OpGraph) -> int:
+    """Instructions of the threads of an op's eager kernel for the places of its elements."""
+    rule = find_rule(op.target)
+    if rule is None or rule.fusion != "pointwise" or len(op.outputs) != 1:
+        return 0
+    if rule.kind not in (None, "copy", "cast") or "._foreach_" in op.target:
+        return 0
+    out = graph.values[op.outputs[0]]
+    inputs = [graph.values[i] for i in op.inputs if graph.values[i].elements > 1]
+    order = sorted(range(len(out.shape)), key=lambda d: out.stride[d])
+    if "places" in rule.traits:
+        inputs = [t for t in inputs if len(t.shape) == len(order)]
+        if all(_joined(t.shape, [t.stride], order) == [(t.elements, (1,))] for t in inputs):
+            return 0
+        each, per = INDEX_JOINED
+        return out.elements * (each + per * (len(order) - 1))
+    strides = [out.stride, *(_broadcast(t, out.shape) for t in inputs)]
+    dims = _joined(out.shape, [each for each in strides if each is not None], order)
+    if None in strides or (len(dims) < 2 and all(set(steps) == {1} for _, steps in dims)):
+        return 0
+    each, per = INDEX
+    return out.elements * (each + per * len(dims))
+
+
+def _broadcast(value: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of a tensor over a wider shape; None where it does not broadcast to that."""
+    missing = len(shape) - len(value.shape)
+    if missing < 0 or any(
+        size not in (1, whole) for size, whole in zip(value.shape, shape[missing:], strict=True)
+    ):
+        return None
+    steps = zip(value.shape, value.stride, strict=True)
+    return (0,) * missing + tuple(0 if size == 1 else step for size, step in steps)
+
+
+def _joined(
+    shape: Sequence[int], strides: Sequence[Sequence[int]], order: Iterable[int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Dimensions that operands are gone through by, as sizes with a stride for each operand.
+
+    order: from the innermost on.  A dimension joins the one inside where all operands lie on.
+    """
+    dims: list[tuple[int, tuple[int, ...]]] = []
+    for d in order:
+        steps = tuple(each[d] for each in strides)
+        if shape[d] == 1:
+            continue
+        if dims and all(
+            dims[-1][0] * inner == step for inner, step in zip(dims[-1][1], steps, strict=True)
+        ):
+            dims[-1] = (dims[-1][0] * shape[d], dims[-1][1])
+        else:
+            dims.append((shape[d], steps))
+    return dims

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rooftrace.costmodels.ops.cost import UNFUSED
-from rooftrace.costmodels.rewrites.dataflow import Location, ValueFlow, reads_across
+from rooftrace.costmodels.rewrites.dataflow import COPIES, Location, ValueFlow, reads_across
 from rooftrace.costmodels.rewrites.editing import ATTENTION, ATTENTION_BACKWARD, Editor, operand
 from rooftrace.costmodels.rewrites.patterns import (
     LAST,
@@ -75,7 +75,9 @@ class WrittenAttention:
     inner: all ops before the last, views included.  alone: whether nothing else reads their
     results.  lead: the dimensions before queries and keys.  scales: tensors on the scores, with
     their op.  sinks: one number for each head, as one more column of the scores.  plain: as
-    compilers match it: with a softmax op, without sinks and soft caps.
+    compilers match it: with a softmax op, without sinks and soft caps; masks on scores that are
+    divided by a number, or never scaled (`_sfdp_pattern_5` and others of Inductor's
+    fuse_attention.py; those with products by a number take no mask).
     """
 
     last: Op
@@ -117,6 +119,7 @@ class _AttentionReader:
         self.heads, self.queries, self.length = self.values[operand(last, "self").id].shape
         self.written = WrittenAttention(last, last, ())
         self.factor = 1.0  # on the scores, by later ops
+        self.divided = False  # the scores, by a number
 
     def read(self) -> WrittenAttention | None:
         """The attention; None where there is none."""
@@ -148,6 +151,12 @@ class _AttentionReader:
             return None
         written.first, written.lead = first, lead
         written.scale = self.factor * (written.softcap or 1.0)
+        if written.mask is not None and not self.divided:
+            query = self.flow.kernel_of(operand(first, "self").id)
+            while query is not None and query.name in COPIES:
+                query = self.flow.kernel_of(query.inputs[0])
+            scaled = query is not None and query.name in ("aten.mul", "aten.div")
+            written.plain &= written.scale == 1 and not written.scales and not scaled
         read = [operand(op, name) for op, name in ((first, "self"), (first, "mat2"))]
         read += [operand(self.last, "mat2"), *(tensor for _, tensor in written.scales)]
         read += [written.sinks] if written.sinks is not None else []
@@ -248,6 +257,7 @@ class _AttentionReader:
         number = None if bound is None else bound.get("by", bound.get("over"))
         if bound is not None and isinstance(number, (int, float)) and number:
             self.factor *= float(number) if "by" in bound else 1 / number
+            self.divided = "over" in bound
             return int(bound["scores"])
         bound = self._match(value, Pat("tanh", "scores"))
         if bound is not None:

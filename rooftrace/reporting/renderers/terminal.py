@@ -142,7 +142,7 @@ class Grid:
                 cell, column = row[position], self.columns[position]
                 if column.flexible:
                     cell = Text(short_module(cell.plain, rooms[position]), style=cell.style)
-                elif column.clipped:
+                elif column.clipped and not column.folded:
                     cell = cell.copy()
                     cell.truncate(rooms[position], overflow="ellipsis")
                 cells.append(cell)
@@ -182,6 +182,4 @@ class Grid:
 
 def _least(column: Column) -> int | None:
     """How narrow a column may be made; None where it may not."""
-    if column.flexible or column.folded:
-        return LEAST
-    return column.clipped or None
+    return column.clipped or (LEAST if column.flexible or column.folded else None)

@@ -48,7 +48,7 @@ class Column:
     drop: int = 0  # narrow screens: 0 stays, columns of the highest number go first, all at once
     flexible: bool = False  # narrow screens: cut from the left to fit
     clipped: int = 0  # narrow screens: cut from the right, down to so many characters
-    folded: bool = False  # narrow screens: continued on further lines
+    folded: bool = False  # narrow screens: continued on further lines, in place of being cut
 
     def read(self, row: Any) -> Any:
         """The value in a row, which is a mapping by column keys or a record; BLANK where a mapping

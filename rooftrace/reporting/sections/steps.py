@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.fusion import SUMMARIES
+from rooftrace.costmodels.fusion import SUMMARIES, waits_of
 from rooftrace.graph import pattern_of
-from rooftrace.hardware.units import format_capacity, format_share, format_time
+from rooftrace.hardware.units import format_capacity, format_share, format_time, listed, plural
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import fit_cell
 from rooftrace.reporting.sections.results import ratio, tally
@@ -52,9 +52,11 @@ def kernels_on_screen(results: Results) -> view.Section:
             kernels.append({key: rest[key] for key in ("kernel", "calls", "seconds", "share")})
         waiting = estimate.times.t_launch
         if waiting > LEAST_WAITING * estimate.t_est:
+            reads = waits_of(estimate.plan.graph)
+            after = f", {plural(reads, 'read')} of values" if reads else ""
             kernels.append(
                 {
-                    "kernel": view.Cell("waiting for the host", "plain"),
+                    "kernel": view.Cell(f"waiting for the host{after}", "plain"),
                     "limit": view.Cell(words.LIMITS["launch"], "launch"),
                     "seconds": waiting,
                     "share": ratio(waiting, estimate.t_est),
@@ -398,7 +400,10 @@ def _whatif_rows(guidance: Guidance, most: int) -> Iterator[dict[str, Any]]:
     for number, what_if in enumerate(alone, 1):
         yield _row(what_if, f"{number}. {what_if.action}")
     if guidance.together is not None:
-        yield _row(guidance.together, guidance.together.action)
+        told = [str(number) for number in guidance.ranks if number <= len(alone)]
+        more = len(guidance.ranks) - len(told)
+        told += [f"{more} more"] if more else []
+        yield _row(guidance.together, f"{listed(told)} together")
 
 
 def _row(what_if: WhatIf, action: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model
+from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_of
 from rooftrace.costmodels.ops import price_ops, with_families
 from rooftrace.costmodels.rewrites import applicable
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
@@ -98,11 +98,13 @@ class Guidance(Plain):
     """Changes that would help a step, most seconds first.  Each gain is of the change alone.
 
     together: compatible changes priced as one; None for fewer than two.  Gains do not add up to it.
+    ranks: the numbers of those changes, from 1, among the options.
     """
 
     step: Estimate
     options: tuple[WhatIf, ...]
     together: WhatIf | None = None
+    ranks: tuple[int, ...] = ()
 
     KEYS = "execution=step.execution.name what_ifs=options together?"
 
@@ -160,11 +162,11 @@ def guidance(
         options.append(larger)
     options.sort(key=lambda what_if: -what_if.gain)
     chosen = merged([change for change, _ in helping])
-    together = None
-    if len(chosen) > 1:
-        ranks = [options.index(what_if) + 1 for change, what_if in helping if change in chosen]
-        together = _priced(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
-    return Guidance(step, tuple(options), together)
+    if len(chosen) < 2:
+        return Guidance(step, tuple(options))
+    ranks = tuple(options.index(what_if) + 1 for change, what_if in helping if change in chosen)
+    together = _priced(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
+    return Guidance(step, tuple(options), together, ranks)
 
 
 def _priced(step: Estimate, change: StepChange) -> WhatIf | None:
@@ -309,7 +311,7 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
             execution={"fusion": "detected", **dispatch},
         )
     if model.dispatch != "graph" and chip.kind == "gpu":
-        waits = sum(graph.times(op) for op in graph.ops if op.kind == "sync")
+        waits = waits_of(graph)
         each = f"; a graph for each of {waits + 1:,} parts between waits" if waits else ""
         yield StepChange(
             lever="launch",

@@ -15,10 +15,10 @@ from rooftrace.costmodels.estimates import rows
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs, traffic
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
-from rooftrace.costmodels.kernels.works import KernelAmounts, Works
+from rooftrace.costmodels.kernels.works import KernelAmounts, Works, group_index
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
-from rooftrace.costmodels.timing import steps, streams
+from rooftrace.costmodels.timing import queue, steps, streams
 from rooftrace.costmodels.timing.queue import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.steps import Part
 from rooftrace.graph import pattern_of
@@ -112,6 +112,7 @@ class GroupNumbers(Struct, frozen=True):
     times: int
     work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
     traffic: tuple[AccessNumbers, ...]
+    index: int  # see `engines.index_work`
     eager: bool  # whether a mixed step does not compile it
     exchange: KernelExchange | None  # with other processes
     of_experts: bool  # whether it is work of experts
@@ -205,10 +206,11 @@ def _group(
             )
             for access, size in cost.traffic.items()
         ),
+        index=group_index(planned, index),
         eager=index in planned.eager,
         exchange=exchange,
-        of_experts=steps.computes_experts(planned, index),
-        aside=steps.runs_aside(planned, index),
+        of_experts=queue.computes_experts(planned, index),
+        aside=queue.runs_aside(planned, index),
     )
 
 
@@ -312,6 +314,7 @@ class KernelForm:
     times: Amount
     works: tuple[WorkForm, ...]
     traffic: tuple[Traffic, ...]
+    index: Amount
     exchanged: tuple[Amount, ...]  # `nbytes` of its exchange, then those that experts get, and rows
 
     @property
@@ -322,12 +325,12 @@ class KernelForm:
         with_experts = exchange and exchange.experts and exchange.experts.way
         talks = exchange and (exchange.kind, exchange.group, with_experts)
         return (numbers.kind, numbers.spread_kind, numbers.eager, numbers.of_experts, numbers.aside,
-                self.works, self.traffic, talks, self.exchanged)  # fmt: skip
+                self.works, self.traffic, self.index, talks, self.exchanged)  # fmt: skip
 
     @cached_property
     def depends(self) -> frozenset[int]:
         """The indices of the sizes that its numbers depend on, `times` apart."""
-        amounts = [*self.exchanged, *(item.amount for item in self.traffic)]
+        amounts = [self.index, *self.exchanged, *(item.amount for item in self.traffic)]
         for work in self.works:
             amounts += [work.flop, *(size for size in work.sizes if size), *work.attention]
         return frozenset().union(*(amount.sizes for amount in amounts))
@@ -387,6 +390,7 @@ class KernelRows:
             "bytes": sum((amount for _, amount in hbm), 0.0),
             "warm": warm,
             "moved": 0.0 if last else sum((n for a, n in hbm if a.role != "weights"), 0.0),
+            "index": over(kernel.index),
             "link": sum((amount for access, amount in bytes_ if access.wire == "link"), 0.0),
             "eager": numbers.eager,
             "times": over(times),

@@ -99,6 +99,7 @@ class PlanForm:
                 self._work((*at, "work", number), *entry) for number, entry in enumerate(group.work)
             ),
             traffic=traffic,
+            index=self.amount((*at, "index"), group.index),
             exchanged=tuple(exchanged),
         )
 

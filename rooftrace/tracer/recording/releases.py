@@ -80,6 +80,11 @@ class Release:
         return self.minor >= 5
 
     @property
+    def lays_out_images(self) -> bool:
+        """Whether Inductor may choose channels last for a step (`layout_optimization`)."""
+        return self.minor >= 1
+
+    @property
     def prefers_cudnn(self) -> bool:
         """Whether cuDNN's attention comes first on sm_90 and sm_100, with its usual wheel.
 
@@ -87,6 +92,24 @@ class Release:
         newer cuDNN than most of its wheels bring.
         """
         return self == Release(5, 0) or self.minor == 9 or self.minor >= 11
+
+    @property
+    def reorders_loops(self) -> bool:
+        """Whether Inductor reorders loops of an op so that another one fits into its kernel.
+
+        It could from 2.5 on (https://github.com/pytorch/pytorch/pull/126254), and does by default
+        in 2.13 (`loop_ordering_after_fusion`); 2.10 is the first after the pull requests that
+        prepared that (https://github.com/pytorch/pytorch/pull/162355).
+        """
+        return self.minor >= 10
+
+    @property
+    def views_masks(self) -> bool:
+        """Whether its compiler passes a broadcast mask to attention as it is, and writes no copy.
+
+        https://github.com/pytorch/pytorch/pull/146054
+        """
+        return self.minor >= 7
 
     @property
     def math_in_fp32(self) -> bool:

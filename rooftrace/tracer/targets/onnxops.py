@@ -97,11 +97,64 @@ def _conv(attributes: Attributes, item: Tensor, weight: Tensor, bias: Any = None
     weight, bias = tensor(weight), tensor(bias)
     settings = {"kernel_shape": list(weight.shape[2:]), **attributes}
     item, padding = _padded(settings, item)
-    function = (functional.conv1d, functional.conv2d, functional.conv3d)[rank - 1]
-    return function(
+    return getattr(functional, f"conv{rank}d")(  # type: ignore[no-any-return]
         item, weight, bias, attributes.get("strides") or [1] * rank, padding,
         attributes.get("dilations") or [1] * rank, attributes.get("group", 1),
     )  # fmt: skip
+
+
+def _conv_transposed(attributes: Attributes, item: Tensor, weight: Any, bias: Any = None) -> Tensor:
+    rank, weight = item.dim() - 2, tensor(weight)
+    strides, grown, beside, pads = (
+        numpy.asarray(attributes.get(name) or [usual] * count)
+        for name, usual, count in (
+            ("strides", 1, rank), ("dilations", 1, rank), ("output_padding", 0, rank),
+            ("pads", 0, 2 * rank),
+        )
+    )  # fmt: skip
+    begin, end = pads.reshape(2, rank)
+    inner, kernel = numpy.asarray(item.shape[2:]), numpy.asarray(weight.shape[2:])
+    sizes, auto = attributes.get("output_shape"), attributes.get("auto_pad", "NOTSET")
+    if sizes or auto.startswith("SAME"):
+        whole = (inner - 1) * strides + (kernel - 1) * grown + 1 + beside
+        cut = numpy.maximum(whole - (sizes or inner * strides), 0)
+        begin, end = (cut // 2, cut - cut // 2)[:: 1 if auto == "SAME_UPPER" else -1]
+    both = numpy.minimum(begin, end)
+    function = getattr(functional, f"conv_transpose{rank}d")
+    settings = (strides.tolist(), both.tolist(), beside.tolist())
+    group = attributes.get("group", 1)
+    made: Tensor = function(item, weight, tensor(bias), *settings, group, grown.tolist())
+    for axis, (first, last) in enumerate(zip(begin - both, end - both, strict=True), 2):
+        made = made.narrow(axis, first, made.shape[axis] - first - last)
+    return made
+
+
+def _recurrent(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """A layer with `count` states.  Gates stand in the order of torch, and "reverse" runs forward:
+    costs are the same.
+    """
+
+    def call(
+        attributes: Attributes, item: Tensor, weight: Any, inner: Any, bias: Any = None,
+        lengths: Any = None, *states: Any,
+    ) -> Any:  # fmt: skip
+        if any(state is not None for state in states[count:]):
+            raise ValueError("peepholes of an LSTM are not read")
+        weight, inner, bias = tensor(weight), tensor(inner), tensor(bias)
+        (ways, rows, width), first = inner.shape, bool(attributes.get("layout"))
+        held = []
+        for way in range(ways):
+            held += [weight[way], inner[way], *(() if bias is None else bias[way].split(rows))]
+        empty = item.new_zeros(ways, item.shape[not first], width)
+        begin = [empty if state is None else tensor(state) for state in (*states, None, None)]
+        state = begin[:2] if count > 1 else begin[0]
+        made, *last = function(item, state, held, bias is not None, 1, 0.0, False, ways > 1, first)
+        made = made.unflatten(-1, (ways, width))
+        if first:
+            return made, *(part.transpose(0, 1) for part in last)
+        return made.transpose(1, 2), *last
+
+    return call
 
 
 def _gemm(attributes: Attributes, a: Tensor, b: Tensor, c: Any = None) -> Tensor:
@@ -116,22 +169,15 @@ def _gemm(attributes: Attributes, a: Tensor, b: Tensor, c: Any = None) -> Tensor
     return product if c is None else product + tensor(c, product) * beta
 
 
-def _einsum(attributes: Attributes, *items: Tensor) -> Tensor:
-    return torch.einsum(attributes["equation"], *items)
-
-
 # -- norms and pools -------------------------------------------------------------------------------
 
 
 def _batch_norm(
     attributes: Attributes, item: Tensor, scale: Any, shift: Any, mean: Any, variance: Any
 ) -> Tensor:
-    parts = [
-        part if isinstance(part, Tensor) else tensor(part)
-        for part in (mean, variance, scale, shift)
-    ]
+    mean, variance, scale, shift = map(tensor, (mean, variance, scale, shift))
     epsilon = attributes.get("epsilon", 1e-5)
-    return functional.batch_norm(item, parts[0], parts[1], parts[2], parts[3], False, 0.0, epsilon)
+    return functional.batch_norm(item, mean, variance, scale, shift, False, 0.0, epsilon)
 
 
 def _layer_norm(attributes: Attributes, item: Tensor, scale: Any, shift: Any = None) -> Tensor:
@@ -149,8 +195,7 @@ def _rms_norm(attributes: Attributes, item: Tensor, scale: Any) -> Tensor:
 def _max_pool(attributes: Attributes, item: Tensor) -> Tensor:
     rank = item.dim() - 2
     item, padding = _padded(attributes, item, float("-inf"))
-    function = (functional.max_pool1d, functional.max_pool2d, functional.max_pool3d)[rank - 1]
-    return function(
+    return getattr(functional, f"max_pool{rank}d")(  # type: ignore[no-any-return]
         item, attributes["kernel_shape"], attributes.get("strides") or [1] * rank, padding,
         attributes.get("dilations") or [1] * rank, bool(attributes.get("ceil_mode", 0)),
     )  # fmt: skip
@@ -159,11 +204,51 @@ def _max_pool(attributes: Attributes, item: Tensor) -> Tensor:
 def _average_pool(attributes: Attributes, item: Tensor) -> Tensor:
     rank = item.dim() - 2
     item, padding = _padded(attributes, item)
-    function = (functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d)[rank - 1]
-    return function(
+    return getattr(functional, f"avg_pool{rank}d")(  # type: ignore[no-any-return]
         item, attributes["kernel_shape"], attributes.get("strides") or [1] * rank, padding,
         bool(attributes.get("ceil_mode", 0)), bool(attributes.get("count_include_pad", 0)),
     )  # fmt: skip
+
+
+def _resized(attributes: Attributes, item: Tensor, *said: Any) -> Tensor:
+    """Resize(x, roi, scales, sizes), or of older operator sets, and Upsample: (x, scales)."""
+    *_, scales, sizes = (None, *said, None) if len(said) < 3 else said
+    size = list(item.shape)
+    axes = attributes.get("axes") or range(len(size))
+    if sizes is None:
+        by = numpy.asarray(attributes.get("scales") if scales is None else scales).tolist()
+        sizes = [math.floor(size[axis] * times) for axis, times in zip(axes, by, strict=True)]
+    for axis, new in zip(axes, _numbers(sizes), strict=True):
+        size[axis] = new
+    if size[:2] != list(item.shape[:2]):
+        raise ValueError(f"Resize of {list(item.shape)} to {size}: only images are resized")
+    linear = ("linear", "bilinear", "trilinear")[len(size) - 3]
+    mode = {"linear": linear, "cubic": "bicubic"}.get(attributes.get("mode", ""), "nearest")
+    return functional.interpolate(item, size[2:], mode=mode)
+
+
+def _quantizing(attributes: Attributes, item: Tensor, *parts: Any) -> list[Any]:
+    """A scale and a zero point beside a tensor: numbers, or one for each place of an axis."""
+    if attributes.get("block_size"):
+        raise ValueError("scales of blocks (block_size) are not read")
+    axis = attributes.get("axis", 1) % max(item.dim(), 1)
+    sizes = [-1 if place == axis else 1 for place in range(item.dim())]
+    made = [0 if part is None else tensor(part, item) for part in parts]
+    return [p.reshape(sizes) if isinstance(p, Tensor) and p.dim() else p for p in made]
+
+
+def _quantized(attributes: Attributes, item: Tensor, scale: Any, zero: Any = None) -> Tensor:
+    kind = torch.uint8 if zero is None else _tensor(zero).dtype
+    by, start = _quantizing(attributes, item, scale, zero)
+    ends = torch.iinfo(kind)
+    made: Tensor = (item / by).round() + start
+    return made.clamp(ends.min, ends.max).to(kind)
+
+
+def _widened(attributes: Attributes, item: Tensor, scale: Any, zero: Any = None) -> Tensor:
+    by, start = _quantizing(attributes, item, scale, zero)
+    made: Tensor = (item.to(_tensor(scale).dtype) - start) * by
+    return made
 
 
 def _global(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -213,12 +298,8 @@ def _split(attributes: Attributes, item: Tensor, sizes: Any = None) -> Sequence[
     return torch.split(item, parts, axis)
 
 
-def _slice(
-    attributes: Attributes, item: Tensor, starts: Any = None, ends: Any = None, axes: Any = None,
-    steps: Any = None,
-) -> Tensor:  # fmt: skip
-    parts = (None if part is None else _numbers(part) for part in (starts, ends, axes, steps))
-    cut = slices(attributes, item.dim(), *parts)
+def _slice(attributes: Attributes, item: Tensor, *said: Any) -> Tensor:
+    cut = slices(attributes, item.dim(), *(None if p is None else _numbers(p) for p in said))
     backwards = [axis for axis, part in enumerate(cut) if (part.step or 1) < 0]
     return item.flip(backwards) if backwards else item[cut]
 
@@ -295,12 +376,19 @@ def _clip(attributes: Attributes, item: Tensor, low: Any = None, high: Any = Non
 
 OPS: Mapping[str, Callable[..., Any]] = {
     "Conv": _conv,
+    "ConvTranspose": _conv_transposed,
+    "LSTM": _recurrent(torch.lstm, 2),
+    "GRU": _recurrent(torch.gru, 1),
+    "RNN": _recurrent(torch.rnn_tanh, 1),
     "Gemm": _gemm,
     "MatMul": lambda a, x, y: torch.matmul(tensor(x), tensor(y)),
-    "Einsum": _einsum,
+    "Einsum": lambda a, *items: torch.einsum(a["equation"], *items),
     "BatchNormalization": _batch_norm,
     "LayerNormalization": _layer_norm,
     "RMSNormalization": _rms_norm,
+    "LRN": lambda a, x: functional.local_response_norm(
+        x, a["size"], a.get("alpha", 1e-4), a.get("beta", 0.75), a.get("bias", 1.0)
+    ),
     "MaxPool": _max_pool,
     "AveragePool": _average_pool,
     "GlobalAveragePool": _global(torch.mean),
@@ -309,6 +397,10 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "ReduceSum": _reduced(torch.sum),
     "ReduceMax": _reduced(torch.amax),
     "ReduceMin": _reduced(torch.amin),
+    "Resize": _resized,
+    "Upsample": _resized,
+    "QuantizeLinear": _quantized,
+    "DequantizeLinear": _widened,
     "Softmax": _softmax(torch.softmax),
     "LogSoftmax": _softmax(torch.log_softmax),
     "Relu": _one(torch.relu),
@@ -389,38 +481,19 @@ _MOST = 1 << 16
 """Numbers that a result may have; a larger one is made as a tensor."""
 
 
-def _axes_of_numbers(attributes: Attributes, said: Any) -> tuple[int, ...]:
-    axes = attributes.get("axes") if said is None else said
-    return () if axes is None else tuple(int(axis) for axis in numpy.atleast_1d(axes))
-
-
 def _shape(attributes: Attributes, item: Any) -> Any:
     sizes = tuple(item.shape)[attributes.get("start", 0) : attributes.get("end")]
     return numpy.asarray([int(size) for size in sizes], numpy.int64)
 
 
-def _unsqueeze_numbers(attributes: Attributes, item: Any, axes: Any = None) -> Any:
-    return numpy.expand_dims(item, _axes_of_numbers(attributes, axes))
-
-
-def _squeeze_numbers(attributes: Attributes, item: Any, axes: Any = None) -> Any:
-    return numpy.squeeze(item, _axes_of_numbers(attributes, axes) or None)
-
-
-def _slice_numbers(
-    attributes: Attributes, item: Any, starts: Any = None, ends: Any = None, axes: Any = None,
-    steps: Any = None,
-) -> Any:  # fmt: skip
-    return item[slices(attributes, item.ndim, starts, ends, axes, steps)]
-
-
 def slices(
-    attributes: Attributes, rank: int, starts: Any, ends: Any, axes: Any, steps: Any
-) -> tuple[slice, ...]:
+    attributes: Attributes, rank: int, starts: Any = None, ends: Any = None, axes: Any = None,
+    steps: Any = None,
+) -> tuple[slice, ...]:  # fmt: skip
     """The parts that a Slice takes of each dimension."""
     starts = numpy.atleast_1d(attributes["starts"] if starts is None else starts)
     ends = numpy.atleast_1d(attributes["ends"] if ends is None else ends)
-    dims = _axes_of_numbers(attributes, axes) or range(len(starts))
+    dims = _axes(attributes, axes) or range(len(starts))
     strides = [1] * len(starts) if steps is None else [int(step) for step in steps]
     cut = [slice(None)] * rank
     for axis, start, end, stride in zip(dims, starts, ends, strides, strict=True):
@@ -453,10 +526,6 @@ def _expand_numbers(attributes: Attributes, item: Any, shape: Any) -> Any:
     return None if math.prod(sizes) > _MOST else numpy.broadcast_to(item, sizes)
 
 
-def _reshape_numbers(attributes: Attributes, item: Any, shape: Any) -> Any:
-    return item.reshape([int(size) for size in shape])
-
-
 def _cast_numbers(attributes: Attributes, item: Any) -> Any:
     from onnx import helper
 
@@ -479,11 +548,11 @@ NUMBER_OPS: Mapping[str, Callable[..., Any]] = {
     "Concat": lambda a, *items: numpy.concatenate(
         [numpy.atleast_1d(item) for item in items], axis=a["axis"]
     ),
-    "Unsqueeze": _unsqueeze_numbers,
-    "Squeeze": _squeeze_numbers,
-    "Slice": _slice_numbers,
+    "Unsqueeze": lambda a, x, axes=None: numpy.expand_dims(x, tuple(_axes(a, axes))),
+    "Squeeze": lambda a, x, axes=None: numpy.squeeze(x, tuple(_axes(a, axes)) or None),
+    "Slice": lambda a, item, *said: item[slices(a, item.ndim, *said)],
     "Cast": _cast_numbers,
-    "Reshape": _reshape_numbers,
+    "Reshape": lambda a, item, shape: item.reshape([int(size) for size in shape]),
     "Expand": _expand_numbers,
     "ConstantOfShape": _filled_numbers,
     "Range": _range,

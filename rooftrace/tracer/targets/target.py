@@ -93,6 +93,8 @@ def _built(
         program, args, kwargs = load_program(target, request)
         return _TargetModule(program, target, partial(call_inputs, program, args, kwargs))
     config = names.config_file(target)
+    if config is None and target.endswith(".json.gz"):
+        config = Path(target)
     if config is None:
         return _code_of(target, request, real)
     if config.suffix == ".gguf":
@@ -280,6 +282,11 @@ def other_model(data: Mapping[str, Any], target: str) -> tuple[nn.Module, tuple[
 
 def _what(data: Mapping[str, Any]) -> str:
     """The kind of a file that no library builds a module from, and a target to name instead."""
+    if "traceEvents" in data or str(data.get("schema")).startswith("rooftrace.run/"):
+        return (
+            "a file of measurements, which names no model: `rooftrace validate FILE --target "
+            "TARGET` sets them, and the idle time of a trace, beside a prediction"
+        )
     if "weight_map" in data:
         return (
             "the index of a sharded checkpoint, which names tensors and no model: name its "
