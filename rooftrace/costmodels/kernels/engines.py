@@ -456,8 +456,7 @@ def tile_terms(
     matrix engine; 0 on the vector engine, where matrix-vector kernels skip rows and columns that C
     lacks).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags of the
     products that each runs.  usual: whether a vector engine has the tiles that cuBLAS takes
-    (`VECTOR_TILE`), computed in full, or any.  Filling a tile's pipeline takes a time: twice as
-    many steps of fp8 as of bf16.
+    (`VECTOR_TILE`), computed in full, or any.  Fp8 fills a pipeline in twice the steps of bf16.
     """
     import numpy as np
 
