@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rooftrace.hardware import units
@@ -48,7 +48,7 @@ class Host:
     name: str
     title: str
     facts: Mapping[str, Fact]  # second, by the names of `HOST_FACTS`
-    spread: Fact | None = None  # of such hosts: relative standard deviation; None: unknown
+    spread: Fact | None = None  # of such hosts: relative standard deviation; None: measured
     aliases: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class Host:
 
     def under(self, chip: Chip) -> Chip:
         """The chip in a machine with this host."""
-        return chip.with_facts(self.facts)
+        return replace(chip.with_facts(self.facts), host_spread=self.spread)
 
 
 def load_host(name_or_path: str | os.PathLike[str] | Host) -> Host:
@@ -111,6 +111,11 @@ def host_facts(stated: Mapping[str, Fact]) -> dict[str, Fact]:
     return facts
 
 
+def spread_of(facts: Mapping[str, Fact]) -> Fact | None:
+    """How far hosts that are like these facts lie apart; None where they were measured on one."""
+    return None if facts["dispatch_eager"].kind == "measured" else bundled_host(TYPICAL_HOST).spread
+
+
 def _read(root: FactTable) -> Host:
     """The host of a file, or of a chip's file, whose other facts are not read."""
     problems = Problems()
@@ -132,6 +137,7 @@ def _read(root: FactTable) -> Host:
     problems.raise_any()
     if name != TYPICAL_HOST:
         facts = host_facts(facts)
+        spread = spread or spread_of(facts)
     return Host(name=name, title=title, facts=facts, spread=spread, aliases=aliases)
 
 
