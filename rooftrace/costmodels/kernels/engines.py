@@ -470,7 +470,19 @@ def tile_terms(
     depth = np.where(is_split & on_vector, np.maximum(depth, VECTOR_PART), depth)
     done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
-    busy, prologue, share, common, refused = _of_libraries(kernels, tiling, rows, columns)
+    busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
+    share, common = np.ones(len(rows)), np.zeros(len(rows))
+    refused = []
+    for kernel, runs in kernels:
+        busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
+        prologue[runs] = tiling.prologue if kernel.prologue is None else kernel.prologue
+        common[runs] = kernel.common
+        taken = ~is_split if kernel.whole else np.ones_like(is_split)
+        if kernel.tiles:
+            high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
+            share[runs], prologue[runs] = filled, np.where(np.isnan(own), prologue[runs], own)
+            taken = taken & (a == high) & ((b == wide) | (wide == 0))
+        refused.append((runs, ~taken))
     if on_vector.any():
         narrow = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
         suits = (narrow | (a * b >= VECTOR_TILE)) & np.ones_like(is_split)
@@ -487,38 +499,9 @@ def tile_terms(
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
     feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
     spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
-    return TileTerms(
-        *(
-            np.broadcast_to(term, shape).reshape(len(a) * len(split), len(rows)).T
-            for term in (flop, feed, spill, walk, is_split)
-        )
-    )
-
-
-def _of_libraries(
-    kernels: Iterable[tuple[ProductKnobs, Any]], tiling: Tiling, rows: Array, columns: Array
-) -> tuple[Array, Array, Array, Array, list[tuple[Any, Any]]]:
-    """Busy, prologue, share and common of each product by the kernel that runs it, as in `Tiling`
-    and `ProductKnobs`, and the tiles and splits that kernels lack, beside their products.
-    """
-    import numpy as np
-
-    a, b, split = _choices()
-    busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
-    share, common = np.ones(len(rows)), np.zeros(len(rows))
-    refused = []
-    for kernel, runs in kernels:
-        busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
-        prologue[runs] = tiling.prologue if kernel.prologue is None else kernel.prologue
-        common[runs] = kernel.common
-        taken = split == 1 if kernel.whole else split > 0
-        if kernel.tiles:
-            high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
-            prologue[runs] = np.where(np.isnan(own), prologue[runs], own)
-            share[runs] = filled
-            taken = taken & (a == high) & ((b == wide) | (wide == 0))
-        refused.append((runs, ~taken))
-    return busy, prologue, share, common, refused
+    terms = (flop, feed, spill, walk, is_split)
+    flat = (len(a) * len(split), len(rows))
+    return TileTerms(*(np.broadcast_to(term, shape).reshape(flat).T for term in terms))
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:
