@@ -260,10 +260,15 @@ def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     return HostSeconds(plain / pace, view / pace, call / pace, library=library, read_back=back)
 
 
-def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[int] = ()) -> float:
-    """Seconds after which the host is done where the device takes none: no step is faster."""
-    placed = sum(launch.on_device for launch in launches)
-    return float(schedule([0.0] * placed, launches, host, counts)[1])
+def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[Any] = ()) -> Any:
+    """Seconds after which the host is done where the device takes none: no step is faster.
+
+    counts: of each repeat, numbers or arrays over points: then so is the result.
+    """
+    return sum(
+        host.of(launch) * math.prod(counts[repeat] for repeat in launch.repeats)
+        for launch in launches
+    )
 
 
 # -- expert exchanges ------------------------------------------------------------------------------
@@ -342,6 +347,16 @@ def expert_exchanges(graph: OpGraph) -> dict[int, ExpertExchange]:
             nbytes=nbytes,
         )
     return exchanges
+
+
+def computes_experts(planned: Plan, kernel: int) -> bool:
+    """Whether a kernel of a plan is work of experts."""
+    return any(planned.graph.ops[op].family == "moe" for op in planned.groups[kernel].ops)
+
+
+def runs_aside(planned: Plan, kernel: int) -> bool:
+    """Whether a kernel of a plan runs on another stream than the main one."""
+    return bool(planned.graph.ops[planned.groups[kernel].ops[0]].stream)
 
 
 # -- exchanges -------------------------------------------------------------------------------------
