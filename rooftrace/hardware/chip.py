@@ -133,8 +133,7 @@ class Chip(Plain, Shown):
     dispatch_view: Fact  # a view in eager PyTorch: launches nothing
     module_call: Fact  # Python per call of a module, its ops aside
     graph_entry: Fact  # from one compiled graph into another: guards
-    # Between such hosts, relative standard deviation; None: the host was measured.
-    host_spread: Fact | None = None
+    host_spread: Fact | None = None  # of a host that was named; see `chipfile.hosts.spread_of`
     blas_workspace: Fact = BLAS_WORKSPACE  # byte, of each thread and stream with products
     context: Fact = CONTEXT  # byte of a process outside of the allocator: context, loaded kernels
     aliases: tuple[str, ...] = ()
