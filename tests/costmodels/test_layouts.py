@@ -19,10 +19,10 @@ HALF, SINGLE = 2, 4  # bytes
 
 
 def traced(
-    model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16
+    model: nn.Module, channels: int = 64, dtype: torch.dtype = torch.float16, **options: str
 ) -> rt.types.OpGraph:
     x = torch.empty(4, channels, 32, 32, device="meta", dtype=dtype)
-    return rt.trace(model.to(device="meta", dtype=dtype).eval(), x)
+    return rt.trace(model.to(device="meta", dtype=dtype).eval(), x, **options)
 
 
 def kernel_of(planned: Plan, name: str) -> int:
@@ -122,6 +122,13 @@ def test_an_activation_that_uses_its_input_twice_leaves_it_in_single_precision()
     assert kernel_of(wide, "mul") - kernel_of(narrow, "mul") == (SINGLE - HALF) * IMAGE
     eager = plan(traced(Excite(nn.SiLU())), "eager")
     assert kernel_of(eager, "mean") == HALF * IMAGE + HALF * 4 * 64
+
+
+def test_a_mean_of_channels_reads_the_image_again_where_loops_keep_their_order() -> None:
+    old, new = (plan(traced(Excite(nn.SiLU()), torch=t), "compiled") for t in ("2.4", "2.13"))
+    result = HALF * 4 * 64
+    assert kernel_of(old, "mean") == SINGLE * IMAGE + result
+    assert kernel_of(new, "mean") == kernel_of(new, "silu") == kernel_of(old, "silu") + result
 
 
 def test_indices_that_nobody_reads_are_not_written_by_generated_code() -> None:

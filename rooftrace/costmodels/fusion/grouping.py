@@ -266,6 +266,7 @@ class _Grower:
     def __init__(self, partition: Partition) -> None:
         self.partition, self.facts = partition, partition.facts
         self.graph, self.needs = self.facts.graph, self.facts.needs
+        self.channels_last = traffic.reduces_images_apart(self.graph)
         self.by_stage = {stage: joins_at(stage) for stage in (OP, GATHER, SIBLING, TAKE)}
         self.waiting: dict[int, None] = {}  # ops that no other op has needed yet, in order
         self.user: Op | None = None  # the op that needs the ops being placed
@@ -313,7 +314,7 @@ class _Grower:
             self._start(part).split = True
         elif writes_many(op):
             self._start(part, late=True)
-        elif part.reduced is not None and goes_down(self.graph, op):
+        elif part.reduced is not None and goes_down(self.graph, op, self.channels_last):
             kernel = self._start(part, late=True)
             kernel.down = True
             self._take(part, kernel, producers)

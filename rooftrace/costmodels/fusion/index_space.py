@@ -169,8 +169,11 @@ def writes_many(op: Op) -> bool:
     return rule is not None and "places" in rule.traits
 
 
-def goes_down(graph: OpGraph, op: Op) -> bool:
-    """Whether the op reduces many rows, each column by itself, to one."""
+def goes_down(graph: OpGraph, op: Op, channels_last: bool = False) -> bool:
+    """Whether the op reduces many rows, each column by itself, to one.
+
+    channels_last: whether a compiler lays out images so: then channels are columns of positions.
+    """
     dimensions = op.arguments.get("dim")
     if isinstance(dimensions, int):
         dimensions = (dimensions,)
@@ -180,6 +183,8 @@ def goes_down(graph: OpGraph, op: Op) -> bool:
         raise GraphError(f"op {op.id} ({op.target:.60}): dim={dimensions!r:.60}: expected numbers")
     shape = graph.values[op.inputs[0]].shape
     reduced = {d % len(shape) for d in dimensions} if shape else set()
+    if channels_last and len(shape) == 4 and reduced == {2, 3}:
+        shape, reduced = (shape[0], *shape[2:], shape[1]), {1, 2}
     if not shape or len(shape) - 1 in reduced or shape[-1] == 1:
         return False
     left = max((graph.values[i].elements for i in op.outputs), default=0)

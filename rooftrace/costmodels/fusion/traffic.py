@@ -60,6 +60,18 @@ def keeps_channels_last(graph: OpGraph) -> bool:
     return sum(LAST_OVER_FIRST[kind] * n for kind, n in flop.items()) <= flop.total()
 
 
+def reduces_images_apart(graph: OpGraph) -> bool:
+    """Whether a compiler sums positions of images in kernels that compute no image for others.
+
+    With channels last positions are rows, and Inductor's loops over an image do not fit those of a
+    sum down its columns, unless it may reorder them (`Release.reorders_loops`).
+    """
+    release = graph.workload.get("torch")
+    if release is None or read_release(release).reorders_loops:
+        return False
+    return keeps_channels_last(graph)
+
+
 def _is_forward(op: Op) -> bool:
     """Whether the op is a convolution, and no gradient of one."""
     rule = find_rule(op.target) if op.kind == "kernel" else None

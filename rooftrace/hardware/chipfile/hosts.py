@@ -17,17 +17,17 @@ import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import FACT_UNITS, HOST_FACTS, Chip, Fact
-from rooftrace.hardware.chipfile.tables import FactFileError, FactTable, Problems, spelling
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+from rooftrace.hardware.chipfile.tables import (
+    FactFileError,
+    FactTable,
+    Problems,
+    bundled_files,
+    bundled_name,
+)
 
 TYPICAL_HOST = "typical"
 _KEYS = ("name", "title", "aliases", "sources", "spread", *HOST_FACTS)
@@ -75,35 +75,20 @@ def load_host(name_or_path: str | os.PathLike[str] | Host) -> Host:
     if name.lower().endswith(".toml"):
         root = FactTable.of_user(Path(name), "host", available_hosts(), HostFileError)
         return _read(root)
-    key = spelling(name)
-    spellings = {host: host for host in available_hosts()}
-    for host in available_hosts():
-        spellings |= {spelling(alias): host for alias in bundled_host(host).aliases}
-    if key not in spellings:
-        raise UnknownHostError(
-            f'host "{name:.60}": expected a path ending in .toml or one of '
-            f"{', '.join(available_hosts())}{hint(key, spellings)}"
-        )
-    return bundled_host(spellings[key])
+    aliases = {host: bundled_host(host).aliases for host in available_hosts()}
+    return bundled_host(bundled_name(name, "host", aliases, UnknownHostError, ""))
 
 
 def available_hosts() -> tuple[str, ...]:
     """The names of the bundled hosts."""
-    return tuple(sorted(_files()))
-
-
-@functools.cache
-def _files() -> dict[str, Traversable]:
-    folder = resources.files("rooftrace.hardware").joinpath("hosts")
-    files = [item for item in folder.iterdir() if item.name.endswith(".toml")]
-    return {item.name.removesuffix(".toml"): item for item in files}
+    return tuple(bundled_files("hosts"))
 
 
 @functools.cache
 def bundled_host(name: str) -> Host:
     """The bundled host of this name."""
     file = f"{name}.toml"
-    return _read(FactTable.of_file(_files()[name], file, "host file", HostFileError))
+    return _read(FactTable.of_file(bundled_files("hosts")[name], file, "host file", HostFileError))
 
 
 _OF_PYTHON = ("dispatch_view", "module_call")
@@ -126,7 +111,7 @@ def host_facts(stated: Mapping[str, Fact]) -> dict[str, Fact]:
     return facts
 
 
-def spread_of(chip: Chip) -> float:
+def host_spread_of(chip: Chip) -> float:
     """How far hosts like that of a chip lie apart, relative standard deviation.
 
     That of the host that was named, or else 0 where `dispatch_eager` was measured, or else typical.

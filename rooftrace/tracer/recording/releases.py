@@ -94,6 +94,16 @@ class Release:
         return self == Release(5, 0) or self.minor == 9 or self.minor >= 11
 
     @property
+    def reorders_loops(self) -> bool:
+        """Whether Inductor reorders loops of an op so that another one fits into its kernel.
+
+        It could from 2.5 on (https://github.com/pytorch/pytorch/pull/126254), and does by default
+        in 2.13 (`loop_ordering_after_fusion`); 2.10 is the first after the pull requests that
+        prepared that (https://github.com/pytorch/pytorch/pull/162355).
+        """
+        return self.minor >= 10
+
+    @property
     def views_masks(self) -> bool:
         """Whether its compiler passes a broadcast mask to attention as it is, and writes no copy.
 
