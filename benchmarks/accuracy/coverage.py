@@ -11,7 +11,8 @@ the table that comes along, rooftrace/costmodels/kernels/fitted/intervals.toml.
 Cells are a hierarchy: steps that agree in the first fields of `ORDER`.  The mean of a cell is drawn
 to that of the cells around it, as if these were `DRAWN` sources, and so is the scale: the 90th
 percentile of how far a source is from what all others say of its cell.  Every source counts the
-same in a cell, however many steps it has.  Ends are order statistics of left-out sources in scales.
+same in a cell, however many steps it has, but for what the host bounds (see `Behind`), and as far
+as scales go for the first of its steps.  Ends are order statistics of left-out sources in scales.
 `ORDER` is that of the orders of fields which is best for left-out sources, but for noise, by the
 score of intervals (Gneiting and Raftery, "Strictly proper scoring rules", 2007).
 
@@ -41,11 +42,13 @@ from rooftrace.costmodels.kernels.intervals import (
     NO_FIT,
     OF_SCALE,
     ONE_FACTOR,
+    Behind,
     CellSteps,
     IntervalTable,
     Residuals,
     StepCell,
 )
+from rooftrace.hardware import load_host
 from rooftrace.hardware.chipfile import toml_sections
 
 ORDER = ("kind", "phase", "generation", "work", "precision", "execution", "limit")
@@ -57,6 +60,7 @@ MOST = 200
 """Steps of a source in a cell that are kept: evenly spaced quantiles stand for more."""
 SHARE = 0.9
 """The share of left-out steps that a scale holds."""
+HOSTS = load_host("typical").spread.value
 FEWEST = 6
 """Families of a source on which a fit is tried."""
 
@@ -76,7 +80,7 @@ def _is(**wanted: str | Sequence[str]) -> Callable[[Point], bool]:
 AMD, STEPS = ("cdna3", "cdna4"), ("forward", "decode", "training")
 GROUPS: Mapping[str, Callable[[Point], bool]] = {
     "AMD": _is(generation=AMD),
-    "host-bound steps": _is(limit="launch", phase=STEPS),
+    "host-bound steps": lambda point: behind(point).share > 0,
     "MoE": _is(work="moe", phase="kernel"),
     "MLA": _is(work="mla", phase="kernel"),
     "attention": _is(work="attention", phase="kernel"),
@@ -114,18 +118,25 @@ class Held:
     """Errors of the steps of one source in one cell: some of them, and how many there are."""
 
     off: Array  # log(measured / predicted), at most MOST of them
+    share: Array  # how much of each is of its kernels, and not of the host
     count: int
 
     @cached_property
     def mean(self) -> float:
-        return float(self.off.mean())
+        return float(np.average(self.off, weights=self.share))
+
+    @cached_property
+    def weight(self) -> float:
+        """Of as many steps."""
+        return float(self.share.mean() * self.count)
 
 
-def _thinned(off: Sequence[float]) -> Held:
-    values = np.sort(np.array(off))
-    if len(values) > MOST:
-        values = np.quantile(values, (np.arange(MOST) + 0.5) / MOST)
-    return Held(values, len(off))
+def _thinned(points: Sequence[Point]) -> Held:
+    chosen = sorted(points, key=error)
+    if len(chosen) > MOST:
+        chosen = [chosen[int((n + 0.5) * len(chosen) / MOST)] for n in range(MOST)]
+    share = [max(1e-6, behind(point).before()) for point in chosen]
+    return Held(np.array([error(point) for point in chosen]), np.array(share), len(points))
 
 
 # -- the hierarchy ---------------------------------------------------------------------------------
@@ -139,10 +150,10 @@ class Hierarchy:
 
     def __init__(self, points: Iterable[Point], order: Sequence[str] = ORDER) -> None:
         self.order = tuple(order)
-        off: dict[Key, list[float]] = defaultdict(list)
+        here: dict[Key, list[Point]] = defaultdict(list)
         for point in points:
-            off[point.source, self.path(point.cell)].append(error(point))
-        self.held = {key: _thinned(values) for key, values in off.items()}
+            here[point.source, self.path(point.cell)].append(point)
+        self.held = {key: _thinned(values) for key, values in here.items()}
         self.inside: dict[Path_, dict[str, list[Path_]]] = defaultdict(lambda: defaultdict(list))
         for source, path in self.held:
             for depth in range(len(path) + 1):
@@ -151,7 +162,7 @@ class Hierarchy:
             node: {source: self._mean_of(source, paths) for source, paths in sources.items()}
             for node, sources in self.inside.items()
         }
-        self._scales: dict[tuple[Path_, str | None], tuple[float, int]] = {}
+        self._scales: dict[tuple[Path_, str | None], tuple[float, float]] = {}
         self.left = {
             (source, path): held.off - self.mean(path, source)[0]
             for (source, path), held in self.held.items()
@@ -161,9 +172,12 @@ class Hierarchy:
         """The values of a cell in order."""
         return cell.values(self.order)
 
-    def _mean_of(self, source: str, paths: Sequence[Path_]) -> float:
+    def _mean_of(self, source: str, paths: Sequence[Path_]) -> tuple[float, float]:
+        """The mean of a source, and how much of its steps is of their kernels."""
         held = [self.held[source, path] for path in paths]
-        return float(np.average([h.mean for h in held], weights=[h.count for h in held]))
+        weights = [h.weight for h in held]
+        mean = float(np.average([h.mean for h in held], weights=weights))
+        return mean, sum(weights) / sum(h.count for h in held)
 
     @property
     def sources(self) -> list[str]:
@@ -177,7 +191,8 @@ class Hierarchy:
             others = [value for source, value in means.items() if source != without]
             if not others:
                 break
-            mean = (sum(others) + DRAWN * mean) / (len(others) + DRAWN)
+            total = sum(off * share for off, share in others) + DRAWN * mean
+            mean = total / (sum(share for _, share in others) + DRAWN)
             known = depth
         return mean, known
 
@@ -186,42 +201,48 @@ class Hierarchy:
         scale = 0.0
         for depth in range(len(path) + 1):
             alone, sources = self._scale_of(path[:depth], without)
-            if not sources:
-                break
             drawn = WIDTHS_DRAWN if depth else 0.0
-            scale = (sources * math.log(alone) + drawn * scale) / (sources + drawn)
+            if sources + drawn:
+                scale = (sources * math.log(alone) + drawn * scale) / (sources + drawn)
         return math.exp(scale)
 
-    def _scale_of(self, node: Path_, without: str | None) -> tuple[float, int]:
+    def _scale_of(self, node: Path_, without: str | None) -> tuple[float, float]:
+        """The scale of a node by itself, and the sources that say it.
+
+        Of n steps of a source n - 1 say how they scatter: one step says nothing.
+        """
         sources = self.inside.get(node, {})
         key = (node, without if without in sources else None)
         if key not in self._scales:
-            values, weights = [], []
+            values, weights, known = [], [], 0.0
             for source, paths in sources.items():
                 if source == without:
                     continue
                 total = sum(self.held[source, path].count for path in paths)
+                known += self._means[node][source][1] * (1 - 1 / total)
                 for path in paths:
-                    left = self.left[source, path]
-                    values.append(np.abs(left))
-                    each = self.held[source, path].count / total / len(left)
-                    weights.append(np.full(len(left), each))
+                    held = self.held[source, path]
+                    values.append(np.abs(self.left[source, path]))
+                    weights.append(held.share * held.count / total / len(held.share))
             found = 1.0
             if values:
                 found = quantile(np.concatenate(values), np.concatenate(weights), SHARE)
-            self._scales[key] = max(found, 1e-3), len(sources) - (key[1] is not None)
+            self._scales[key] = max(found, 1e-3), known
         return self._scales[key]
 
     @cached_property
     def scatter(self) -> tuple[float, ...]:
-        """How far means of cells are from those around them, by depth: root mean squares."""
+        """How far means of cells are from those around them, by depth: root mean squares.
+
+        Of GPUs: CPUs have few cells, and each lies far from the others.
+        """
         squares: dict[int, list[float]] = {depth: [0.0] for depth in range(len(self.order))}
         children: dict[Path_, list[Path_]] = defaultdict(list)
         for node in self._means:
             if node:
                 children[node[:-1]].append(node)
         for around, nodes in children.items():
-            if len(nodes) > 1:
+            if len(nodes) > 1 and "cpu" not in around:
                 middle = self.mean(around)[0]
                 squares[len(around)] += [(self.mean(node)[0] - middle) ** 2 for node in nodes]
         return tuple(
@@ -246,8 +267,8 @@ class Hierarchy:
             for key in keys:
                 scale = self.wide(key[1], self.mean(key[1], source)[1], source)
                 values.append(self.left[key] / scale)
-                each = self.held[key].count / total / len(values[-1])
-                weights.append(np.full(len(values[-1]), each))
+                held = self.held[key]
+                weights.append(held.share * held.count / total / len(held.share))
         off, share = np.concatenate(values), np.concatenate(weights)
         low, high = [], []
         for level in LEVELS:
@@ -278,17 +299,14 @@ class Hierarchy:
             uses=uses,
         )
 
-    def interval(
-        self, path: Path_, without: str | None, ends: tuple[float, float]
-    ) -> tuple[float, float]:
-        """The ends at a cell, of log(measured / predicted), by all sources but one."""
-        mean, known = self.mean(path, without)
-        scale = self.wide(path, known, without)
-        return min(0.0, mean + ends[0] * scale), max(0.0, mean + ends[1] * scale)
-
 
 def error(point: Point) -> float:
     return math.log(point.measured / point.predicted)
+
+
+def behind(point: Point) -> Behind:
+    """Where the host of a point is, which nobody measured; on a CPU nowhere."""
+    return Behind(point.behind, HOSTS) if point.cell.kind != "cpu" else Behind()
 
 
 # -- after a fit -----------------------------------------------------------------------------------
@@ -369,15 +387,18 @@ class LeftOut:
     def __init__(self, points: Sequence[Point]) -> None:
         self.hierarchy = Hierarchy(points)
         low, high = self.hierarchy.ends()
-        self.ends = low[LEVELS.index(LEVEL)], high[LEVELS.index(LEVEL)]
         self._kept: dict[tuple[Path_, str | None], tuple[float, float]] = {}
+        self.ends = low[LEVELS.index(LEVEL)], high[LEVELS.index(LEVEL)]
 
     def interval(self, point: Point, without: str | None) -> tuple[float, float]:
         """The ends of log(measured / predicted) where a point is."""
-        key = self.hierarchy.path(point.cell), without
-        if key not in self._kept:
-            self._kept[key] = self.hierarchy.interval(*key, self.ends)
-        return self._kept[key]
+        path = self.hierarchy.path(point.cell)
+        if (path, without) not in self._kept:
+            mean, known = self.hierarchy.mean(path, without)
+            self._kept[path, without] = mean, self.hierarchy.wide(path, known, without)
+        mean, scale = behind(point).later(*self._kept[path, without])
+        low, high = self.ends
+        return min(0.0, mean + low * scale), max(0.0, mean + high * scale)
 
     def line(self, name: str, points: Sequence[Point]) -> str:
         """A line of a table with `HEAD`."""

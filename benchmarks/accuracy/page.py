@@ -307,12 +307,13 @@ Nominal 90 % intervals of predictions without a fit, by what was measured. They 
 step is: its phase, the generation of the chip, the kind of its kernels, their precision, how it is
 run, and what limits it. A cell of these takes its mean and its width from the sources that measured
 it, drawn towards the cells around it; cells that nobody measured take them from there, and are
-wider by how far cells are apart. *Inside*: of the steps, with nothing of their source (one file, or
-one publication) in the interval. *Source seen*: with it, as for more rows of the same file.
-high/low: the upper end over the lower one, the median of the steps. The tables of the sections
-above have the same columns. The order in which fields are dropped, and how strongly a cell is
-drawn, were chosen with these sources in sight, and many constants behind the predictions were read
-off the same rows: expect a few percent fewer inside on rows of new sources."""
+wider by how far cells are apart. What the host takes has errors of its own, as far as hosts lie
+apart, and steps that a host bounds make no cell. *Inside*: of the steps, with nothing of their
+source (one file, or one publication) in the interval. *Source seen*: with it, as for more rows of
+the same file. high/low: the upper end over the lower one, the median of the steps. The tables of
+the sections above have the same columns. The order in which fields are dropped, and how strongly a
+cell is drawn, were chosen with these sources in sight, and many constants behind the predictions
+were read off the same rows: expect a few percent fewer inside on rows of new sources."""
 
 
 MEMORY = """\

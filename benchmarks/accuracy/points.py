@@ -18,7 +18,7 @@ class Point:
 
     predicted: without a fit, where `source` is not "".  group: what it is coloured by.  source:
     what intervals leave out together (one file or publication).  The others say where it is, as
-    `StepCell` has them.
+    `StepCell` has them.  behind: the share of `Behind`.
     """
 
     label: str
@@ -32,6 +32,7 @@ class Point:
     execution: str = ""
     work: str = ""
     limit: str = ""
+    behind: float = -1.0
 
     @property
     def cell(self) -> StepCell:
@@ -39,11 +40,15 @@ class Point:
 
     def of(self, source: str, cell: StepCell | Estimate | Case) -> Point:
         """This point with its source and where it is: a cell, or that of a priced step."""
+        behind = -1.0
         if isinstance(cell, Estimate):
-            cell = cell.times
+            cell, behind = cell.times, cell.times.behind.share
         at = cell if isinstance(cell, StepCell) else cell.cell
         here = {field.name: getattr(at, field.name) for field in fields(StepCell)}
-        return replace(self, source=source, **here)
+        return replace(self, source=source, behind=behind, **here)
+
+
+_NUMBERS = ("predicted", "measured", "behind")
 
 
 def write_points(path: Path, points: Iterable[Point]) -> None:
@@ -58,8 +63,6 @@ def read_points(path: Path) -> list[Point]:
     """What `write_points` wrote, also before it had sources."""
     with path.open(newline="", encoding="utf-8") as file:
         return [
-            Point(
-                **{**row, "predicted": float(row["predicted"]), "measured": float(row["measured"])}
-            )
+            Point(**{**row, **{name: float(row[name]) for name in _NUMBERS if name in row}})
             for row in csv.DictReader(file)
         ]

@@ -51,7 +51,7 @@ class Recipe:
 
 
 RECIPES = {
-    "perf_torch_compile": Recipe("eager", "2.0"),
+    "perf_torch_compile": Recipe("eager", "2.0", "torch-2.0"),
     "bert_guide": Recipe("eager", "2.0", "torchscript"),
 }
 """By a part of the source's name."""

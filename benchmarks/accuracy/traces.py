@@ -288,8 +288,8 @@ def _label(check: Any) -> str:
 
 
 def total(name: str, of: Kernels) -> Point:
-    """The step as a point: where it is, and the trace that it is from."""
-    return Point(name, of.predicted, of.measured, "steps").of(name, of.estimate)
+    """The kernels of a step as a point: where they are, and their trace; no host is in the sum."""
+    return Point(name, of.predicted, of.measured, "steps").of(name, of.estimate.times.cell)
 
 
 def line(name: str, chip: str, fitted: str, found: Kernels) -> str:

@@ -104,12 +104,13 @@ FACT_UNITS: Mapping[str, str] = {
     "dispatch_compiled": "second",
     "graph_launch": "second",
     "graph_entry": "second",
+    "read_back": "second",
     "blas_workspace": "byte",
     "context": "byte",
 }
 HOST_FACTS = (
     "dispatch_eager", "dispatch_view", "module_call", "dispatch_compiled", "graph_launch",
-    "graph_entry",
+    "graph_entry", "read_back",
 )  # fmt: skip
 """The facts that are of a chip's host."""
 
@@ -133,6 +134,9 @@ class Chip(Plain, Shown):
     dispatch_view: Fact  # a view in eager PyTorch: launches nothing
     module_call: Fact  # Python per call of a module, its ops aside
     graph_entry: Fact  # from one compiled graph into another: guards
+    read_back: Fact  # from the end of its work until the host has a value of it, as by item()
+    # Between such hosts, relative standard deviation; None: the host was measured.
+    host_spread: Fact | None = None
     blas_workspace: Fact = BLAS_WORKSPACE  # byte, of each thread and stream with products
     context: Fact = CONTEXT  # byte of a process outside of the allocator: context, loaded kernels
     aliases: tuple[str, ...] = ()

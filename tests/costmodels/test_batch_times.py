@@ -16,7 +16,7 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import PRESETS, execution_model
 from rooftrace.costmodels.fusion.plans import Launch, Plan
 from rooftrace.costmodels.kernels.engines import group_class
-from rooftrace.costmodels.kernels.intervals import IntervalTable
+from rooftrace.costmodels.kernels.intervals import Behind, IntervalTable
 from rooftrace.costmodels.kernels.knobs import Knobs, Share, Tiling
 from rooftrace.costmodels.kernels.works import Works
 from rooftrace.costmodels.ops.cost import Work
@@ -46,7 +46,8 @@ def interval_by_hand(plan: Plan, alone: PlanTimes) -> tuple[float, float] | None
         squares = sum(
             timing.t_device**2 / n for timing, n in zip(alone.groups, counts, strict=True)
         )
-        errors = IntervalTable.shipped().errors(step.cell, math.sqrt(squares) / step.t_est)
+        behind = Behind((step.t_host - step.t_serial) / step.t_est, 0.5)  # of the typical host
+        errors = IntervalTable.shipped().errors(step.cell, math.sqrt(squares) / step.t_est, behind)
         low, high = (step.t_est * math.exp(end) for end in errors.within())
         return max(step.t_bound, low), high
     variance = 0.0

@@ -11,7 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, Utilization
-from rooftrace.costmodels.fusion.plans import THROUGH_LIBRARIES
+from rooftrace.costmodels.fusion.plans import COUNTED, THROUGH_LIBRARIES, waits_of
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.opview import own_rules
 from rooftrace.graph.file import load_graphs, save_graphs
@@ -147,19 +147,56 @@ def test_dispatch_of_kernels_and_of_one_graph():
     compiled, efficient = (rt.estimate(graph, H200, name) for name in ("compiled", "efficient"))
     last = compiled.rows[-1].timing.t_device
     host = H200.dispatch_compiled.value + THROUGH_LIBRARIES["mm"] * H200.dispatch_eager.value
-    assert compiled.t_est == pytest.approx(10 * host + last)
+    assert compiled.t_est == pytest.approx(H200.graph_entry.value + 10 * host + last)
     assert efficient.t_est == pytest.approx(H200.graph_launch.value + efficient.times.t_serial)
 
 
 def test_every_wait_splits_a_graph_in_two_launches():
+    """The value is copied by PyTorch, while the device works here, and comes back after that."""
     b = Builder()
     x, w = b.input(8, 8), b.weight(8, 8)
     for _ in range(3):
         x = b.mm(x, w)
         b.item(x)
     y = b.mm(x, w)
-    est = rt.estimate(b.graph(y), H200, "efficient")
-    assert est.t_est == pytest.approx(4 * H200.graph_launch.value + est.times.t_serial)
+    chip = dataclasses.replace(
+        H200, dispatch_eager=dataclasses.replace(H200.dispatch_eager, value=1e-12)
+    )
+    est = rt.estimate(b.graph(y), chip, "efficient")
+    waits = 4 * H200.graph_launch.value + 3 * H200.read_back.value
+    assert est.t_est == pytest.approx(waits + est.times.t_serial)
+
+
+def test_the_host_waits_for_sizes_that_depend_on_values():
+    """By PyTorch's tag; one_hot is no kernel, and an index does so where a mask is in it."""
+    aten = torch.ops.aten
+    overloads = [
+        getattr(getattr(aten, name), overload)
+        for name in dir(aten)
+        for overload in getattr(getattr(aten, name), "overloads", list)()
+    ]
+    tag = torch.Tag.dynamic_output_shape
+    tagged = {str(each).rpartition(".")[0] for each in overloads if tag in each.tags}
+    assert {name for name in COUNTED if name.startswith("aten.")} == tagged - {
+        "aten.one_hot", "aten.index"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("count, work", [
+    (1, lambda x, n: x[x > 0]), (0, lambda x, n: x[n]), (1, lambda x, n: x.nonzero()),
+    (1, lambda x, n: torch.repeat_interleave(x, n)),
+    (0, lambda x, n: torch.repeat_interleave(x, n, output_size=4)),
+    (0, lambda x, n: torch.where(x > 0, x, 0)), (1, lambda x, n: x.index_put_((x > 0,), x)),
+])  # fmt: skip
+def test_a_gpu_waits_where_the_size_of_a_result_is_a_value(count, work):
+    """A CPU has the value when the op is done."""
+    graph = rt.trace(work, torch.ones(4), torch.ones(4, dtype=torch.int64))
+    assert waits_of(graph) == count
+    slow = dataclasses.replace(H200.read_back, value=1.0)
+    gpu = rt.estimate(graph, dataclasses.replace(H200, read_back=slow), "eager")
+    assert int(gpu.t_est) == count
+    cpu = rt.estimate(graph, dataclasses.replace(H200, read_back=slow, kind="cpu"), "eager")
+    assert cpu.t_est < 1
 
 
 def test_an_empty_step():

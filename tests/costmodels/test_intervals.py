@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.kernels.intervals import (
     LEVELS,
+    Behind,
     CellSteps,
     IntervalTable,
     Residuals,
@@ -167,6 +169,80 @@ def test_one_kernel_has_the_interval_of_kernels_and_many_that_of_steps() -> None
     assert TABLE.errors(HERE, 1.0).within() == pytest.approx(kernel.within())
     lows = [TABLE.errors(HERE, share / 20).within()[0] for share in range(21)]
     assert lows == sorted(lows, reverse=True) and lows[0] == pytest.approx(step.within()[0])
+
+
+# -- host and device -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [-0.9, -0.3, 0.0, 0.2, 0.8])
+def test_a_step_scatters_as_the_longer_of_two_times_that_are_drawn(share: float) -> None:
+    draw, spread = random.Random(7), 0.5
+    device, host = (1.0, 1 + share) if share < 0 else (1 - share, 1.0)
+    hosts = math.sqrt(math.log(1 + spread**2) + 0.1**2)
+    drawn = [
+        math.log(
+            max(device * math.exp(draw.gauss(0.02, 0.1)), host * math.exp(draw.gauss(0, hosts)))
+        )
+        for _ in range(20_000)
+    ]
+    mean, scale = Behind(share, spread).later(0.02, 1.645 * 0.1)
+    assert mean == pytest.approx(statistics.fmean(drawn), abs=0.012)
+    assert scale == pytest.approx(1.645 * statistics.stdev(drawn), rel=0.03)
+
+
+def test_near_the_switch_from_device_to_host_an_interval_grows_without_a_jump() -> None:
+    def width(share: float, spread: float = 0.5) -> float:
+        low, high = TABLE.errors(HERE, 0.0, Behind(share, spread)).within()
+        return high - low
+
+    widths = [width(step / 100) for step in range(-100, 101)]
+    plain = TABLE.errors(HERE, 0.0).within()
+    assert widths[0] == pytest.approx(plain[1] - plain[0])
+    assert all(abs(after - before) < 0.03 for before, after in pairwise(widths))
+    assert max(widths) > 3 * widths[0]
+    assert width(0.8, 0.0) < 1.5 * widths[0]  # a host that was measured errs as kernels do
+    on_cpu = replace(HERE, generation="cpu")
+    assert TABLE.errors(on_cpu, 0.0, Behind(0.8, 0.5)).within() == pytest.approx(
+        TABLE.errors(on_cpu, 0.0).within()
+    )
+
+
+def test_a_step_that_waits_for_a_typical_host_says_so(tmp_path: Path) -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
+    tiny = rt.trace(net, torch.zeros(2, 8))
+    typical = rt.estimate(tiny, "h200-sxm", "eager")
+    own = tmp_path / "own.toml"
+    own.write_text(
+        'name = "own"\ntitle = "Own"\n[dispatch_eager]\nvalue = "8 us"\nkind = "measured"\n'
+        'source = "a loop over tiny ops"\n'
+    )
+    measured = rt.estimate(tiny, "h200-sxm", "eager", host=own)
+    assert typical.times.t_host == pytest.approx(typical.t_est, rel=0.05)
+    assert "hosts lie 50% apart" in typical.interval_grounds
+    assert "the host was measured" in measured.interval_grounds
+    assert typical.t_interval is not None and measured.t_interval is not None
+    wide, narrow = (ends[1] / ends[0] for ends in (typical.t_interval, measured.t_interval))
+    assert wide > 1.5 * narrow
+    whole = rt.estimate(tiny, "h200-sxm", "efficient")
+    assert whole.times.t_host < 0.5 * typical.times.t_host
+
+
+def test_one_step_of_a_source_says_nothing_of_how_steps_scatter(coverage: Any) -> None:
+    points = drawn(coverage, random.Random(8), 12, {})
+    path = coverage.Hierarchy(points).path(points[0].cell)
+    one = replace(points[0], source="one step", measured=points[0].predicted)
+    before, after = (coverage.Hierarchy(p).scale(path) for p in (points, [*points, one]))
+    assert after == pytest.approx(before, rel=0.1)
+
+
+def test_steps_that_hosts_bound_say_nothing_of_kernels(coverage: Any) -> None:
+    points = drawn(coverage, random.Random(9), 12, {})
+    late = [replace(p, measured=p.measured * 3, behind=0.9, source="host " + p.source)
+            for p in points]  # fmt: skip
+    for point in points[::40]:
+        path = coverage.Hierarchy(points).path(point.cell)
+        first, then = (coverage.Hierarchy(p) for p in (points, [*points, *late[:40]]))
+        assert then.scale(path) < 1.5 * first.scale(path)
 
 
 def test_a_cell_is_a_text_and_back() -> None:

@@ -63,6 +63,13 @@ def test_a_wait_of_the_host_itself_costs_its_dispatch_only():
     assert schedule([3], launches, HostSeconds(2)) == ([4], 7)
 
 
+def test_a_value_comes_back_after_the_device_is_done_in_every_turn():
+    # Kernel 1-11; the wait is enqueued at 2, and its value is there at 15; so in each of 3 turns.
+    launches = [Launch(1, True, repeats=(0,)), Launch(1, False, sync=True, repeats=(0,))]
+    assert schedule([10], launches, HostSeconds(1, read_back=4), (1,)) == ([1], 15)
+    assert schedule([10], launches, HostSeconds(1, read_back=4), (3,)) == ([1], 45)
+
+
 def test_views_after_the_last_kernel_can_be_what_ends_last():
     assert schedule([1], [Launch(1, True), Launch(9, False)], HostSeconds(1)) == ([1], 10)
 

@@ -147,6 +147,8 @@ def test_one_profiled_module_is_fitted_to_by_its_kernels(cpu: Path, tmp_path: Pa
     model, x = Wide(), torch.randn(512, 768)
     found = rt.calibrate(rt.measure(model, x, budget_s=0.2), cpu, target=rt.trace(model, x))
     assert found.what == "kernels" and found.measured >= 2
+    # a step of the same model tells little more
+    assert found.next is None and "measure next: steps of other models" in str(found)
     assert found.fit.errors.mean <= found.before.mean + 0.05
     assert load_knobs(found.save(tmp_path / "k.toml")).compute == pytest.approx(
         found.knobs.compute, rel=1e-4

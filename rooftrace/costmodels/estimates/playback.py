@@ -108,7 +108,7 @@ def kernels_in_order(step: Estimate) -> list[Following]:
             order.launched(kernel, run.kernel)
             made = {graph.values[value].storage for op in ops for value in op.outputs}
             writers |= dict.fromkeys(made, run.kernel)
-        if item.sync:
+        if item.read_back is not None:
             order.synced = order.last.get(streams.MAIN, -1)
     return kernels
 

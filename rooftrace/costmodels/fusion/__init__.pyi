@@ -20,6 +20,7 @@ from rooftrace.costmodels.fusion.plans import (
     Plan as Plan,
     Unsupported as Unsupported,
     plan as plan,
+    waits_of as waits_of,
 )
 from rooftrace.costmodels.fusion.traffic import (
     bytes_by_role as bytes_by_role,

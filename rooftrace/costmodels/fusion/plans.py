@@ -37,7 +37,7 @@ from rooftrace.costmodels.ops import (
     with_families,
 )
 from rooftrace.costmodels.rewrites import reprice, rewrite
-from rooftrace.graph import PARTS, ROLES, Op, OpGraph, marks, pattern_of
+from rooftrace.graph import PARTS, ROLES, Op, OpGraph, marks, pattern_of, refs
 from rooftrace.hardware.units import format_flops, format_traffic
 
 
@@ -52,7 +52,7 @@ class Launch:
     views: int = 0  # that the host makes
     calls: int = 0  # of modules by Python
     singles: int = 0  # ops between compiled graphs, which Python enqueues one by one
-    entries: int = 0  # compiled graphs that the host enters behind another one
+    entries: int = 0  # compiled graphs that the host enters
     # Host time of ops through CUDA libraries beyond that of a plain op, in plain ops.
     library: int = 0
 
@@ -74,6 +74,38 @@ attention chooses a backend, and calls into each.  From median host times of ops
 traces of TraceLens (MIT, ViT and BERT on H100 and MI300X), without what the profiler takes for each
 nested op: 8 us an elementwise op, 24 a product, 19 a norm, 45 attention, 60 a convolution.
 """
+COUNTED = frozenset({
+    "aten._unique", "aten._unique2", "aten.bincount", "aten.masked_select", "aten.nonzero",
+    "aten.repeat_interleave", "aten.unique_consecutive", "aten.unique_dim", "torchvision.nms",
+})  # fmt: skip
+"""Ops whose results are as long as values say: on a GPU the host reads a count to allocate them.
+
+Those of aten have the tag `dynamic_output_shape` in PyTorch; the NMS of torchvision selects the
+boxes that stay by a mask.
+"""
+_INDEXED = frozenset({"aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"})
+"""Ops that turn masks among their indices into positions, by `nonzero`."""
+_MASKS = ("bool", "uint8")
+
+
+def waits(graph: OpGraph, op: Op) -> bool:
+    """Whether the host waits for the device at this op: for a value, or for the size of a result.
+
+    A length that the caller gives (`output_size` of repeat_interleave) is not asked for.
+    """
+    if op.kind != "kernel":
+        return op.kind == "sync"
+    if op.name in _INDEXED:
+        places = refs({"indices": op.arguments.get("indices")})
+        return any(graph.values[place].dtype in _MASKS for place in places)
+    return op.name in COUNTED and op.arguments.get("output_size") is None
+
+
+def waits_of(graph: OpGraph) -> int:
+    """How many times the host waits for the device in a step."""
+    return sum(graph.times(op) for op in graph.ops if waits(graph, op))
+
+
 _GENERATED = frozenset({"batch norm", "layer norm"})
 """Kinds that a compiler writes itself."""
 
@@ -114,16 +146,29 @@ class _Host:
 
     def launches_of(self, groups: Sequence[FusionGroup]) -> tuple[Launch, ...]:
         """The launches for these groups."""
+        if groups and self._begins_compiled(groups[0]):
+            self.launches.append(Launch(0, on_device=False, entries=1))
         for group in groups:
             while self.stops and self.stops[0].id < group.ops[-1]:
                 self._stop()
             before = self._enqueue(group.ops, group.repeats)
-            self.launches.append(replace(before, on_device=True, repeats=group.repeats))
+            stops = any(waits(self.graph, self.graph.ops[place]) for place in group.ops)
+            after = replace(before, on_device=True, sync=stops, repeats=group.repeats)
+            self.launches.append(after)
         while self.stops:
             self._stop()
         if self.singles:
             self._one_by_one(len(self.graph.ops) - 1, None)
         return tuple(self.launches)
+
+    def _begins_compiled(self, first: FusionGroup) -> bool:
+        """Whether a step begins in a graph of torch.compile, whose guards the host checks.
+
+        Engines that launch graphs of kernels which they captured check none.
+        """
+        if self.dispatch not in ("compiled", "mixed") or first.ops[-1] in self.alone:
+            return False
+        return not any(self._breaks(stop) and stop.id < first.ops[-1] for stop in self.stops)
 
     def _enqueue(self, ops: Sequence[int], repeats: tuple[int, ...]) -> Launch:
         """The launch for the next group; ops in other repeats get separate launches."""
@@ -169,6 +214,8 @@ class _Host:
         if self.singles and self.singles[0].id <= stop.id:
             before = self._one_by_one(stop.id, stop.repeats)
         if stop.kind == "sync":
+            if stop.id not in self.alone:  # PyTorch enqueues the copy of a value, compiled or not
+                before = replace(before, singles=before.singles + 1)
             self.launches.append(replace(before, sync=True, repeats=stop.repeats))
             return
         if marks.is_eager(stop):

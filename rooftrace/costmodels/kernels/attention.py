@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.kernels.engines import PARTIAL, matrix_engine, p_norm
+from rooftrace.costmodels.kernels.engines import PARTIAL, OwnSeconds, matrix_engine, p_norm
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.kernels.numbers import AttentionKnobs
 from rooftrace.hardware import Chip
@@ -309,15 +309,6 @@ def _most_seen(sizes: Mapping[str, Array]) -> Array:
 # -- seconds ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSeconds:
-    """Seconds of attention: arrays by case."""
-
-    compute: Array  # until the last block ends
-    memory: Array  # of all bytes
-    device: Array  # of the kernel, and of those that only it needs
-
-
 def attention_seconds(
     sizes: Mapping[str, Array],
     on: AttentionEngine,
@@ -325,7 +316,7 @@ def attention_seconds(
     compute: float = 1.0,
     memory: float = 1.0,
     overlap: float = inf,
-) -> AttentionSeconds:
+) -> OwnSeconds:
     """Seconds of attention for each case, without a launch.
 
     sizes: arrays of one length.  batch, queries (of one request), keys, visible ((query, key) pairs
@@ -338,7 +329,7 @@ def attention_seconds(
     """
     import numpy as np
 
-    result = AttentionSeconds(*(np.full(len(sizes["batch"]), inf) for _ in range(3)))
+    result = OwnSeconds(*(np.full(len(sizes["batch"]), inf) for _ in range(3)))
     for kernel, may in _kernels(sizes, on):
         cases = {name: values[may] for name, values in sizes.items()}
         most = attention_blocks(cases, on.units, kernel).split.max()

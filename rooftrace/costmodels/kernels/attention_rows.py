@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels.attention import (
     LIBRARIES,
-    AttentionSeconds,
     attention_engine,
     attention_seconds,
     is_latent,
 )
-from rooftrace.costmodels.kernels.engines import TILED, engine_of
+from rooftrace.costmodels.kernels.engines import OwnSeconds, engine_of
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.kernels.numbers import AttentionKnobs
 from rooftrace.costmodels.ops import AttentionSizes
@@ -229,7 +228,7 @@ def backward_shares(data: Mapping[str, Array], chip: Chip) -> Amount:
 
 def attention_seconds_of(
     data: Mapping[str, Array], bytes_: Array, chip: Chip, knobs: Knobs
-) -> tuple[Array, AttentionSeconds] | None:
+) -> tuple[Array, OwnSeconds] | None:
     """The rows of a table that are priced by blocks, with their seconds; None without such rows.
 
     bytes_: through HBM, by row.
@@ -243,16 +242,11 @@ def attention_seconds_of(
     sizes = {name: data[f"attention {name}"][rows] for name in COLUMNS}
     kernels = sizes["kernels"]
     sizes["bytes"] = bytes_[rows] / kernels
-    seconds = AttentionSeconds(*(np.zeros(len(rows)) for _ in range(3)))
-    for place, library in enumerate(LIBRARIES):
-        numbers = attention_knobs(knobs.attention, chip, library)
-        chosen = np.flatnonzero(sizes["library"] == place)
-        for part in np.split(chosen, range(TILED, len(chosen), TILED)):
-            cases = {name: column[part] for name, column in sizes.items()}
-            if len(part):
-                single = attention_seconds(
-                    cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap
-                )
-                for name in ("compute", "memory", "device"):
-                    getattr(seconds, name)[part] = kernels[part] * getattr(single, name)
-    return rows, seconds
+
+    def price(place: int, at: Array) -> OwnSeconds:
+        cases = {name: column[at] for name, column in sizes.items()}
+        numbers = attention_knobs(knobs.attention, chip, LIBRARIES[place])
+        one = attention_seconds(cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap)
+        return OwnSeconds(*(kernels[at] * each for each in (one.compute, one.memory, one.device)))
+
+    return rows, OwnSeconds.by_place(sizes["library"], price)

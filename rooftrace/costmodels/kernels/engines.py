@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -383,6 +383,31 @@ def matrix_engine(chip: Chip) -> MatrixEngine | None:
 IDEAL = Tiling()
 TILED = 1024
 """Products, or attention kernels, that are timed at once, each in all tiles or splits."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSeconds:
+    """Seconds of kernels with a time model of their own: arrays by case."""
+
+    compute: Array  # of padded work, until the last wave ends
+    memory: Array  # of all bytes
+    device: Array  # of the kernel, and of those that only it needs
+
+    @classmethod
+    def by_place(cls, places: Array, price: Callable[[int, Array], OwnSeconds]) -> OwnSeconds:
+        """Cases of one place are priced at once, `TILED` at most.  price: of a place, and cases."""
+        import numpy as np
+
+        made = cls(*(np.zeros(len(places)) for _ in range(3)))
+        for place in np.unique(places):
+            chosen: Any = np.flatnonzero(places == place)
+            for part in np.split(chosen, range(TILED, len(chosen), TILED)):
+                single = price(int(place), part)
+                for name in ("compute", "memory", "device"):
+                    getattr(made, name)[part] = getattr(single, name)
+        return made
+
+
 SIZES = ("rows", "columns", "inner", "products", "width_a", "width_b", "padded")
 """The sizes of products that `tile_terms` reads."""
 

@@ -11,6 +11,7 @@ from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels.engines import (
     LEAST,
     MatrixEngine,
+    OwnSeconds,
     engine_of,
     matrix_engine,
     p_norm,
@@ -66,15 +67,6 @@ class ExpertKernel:
 IDEAL = ExpertKernel()
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSeconds:
-    """Seconds of products of experts: arrays by case."""
-
-    compute: Array  # of padded tiles, in waves
-    memory: Array  # of all bytes
-    device: Array  # of the kernel
-
-
 def expert_tiles(rows: Array, experts: Array, tile: Amount) -> Array:
     """Tiles of `tile` rows for experts that have `rows` each on average.
 
@@ -95,7 +87,7 @@ def expert_seconds(
     compute: float = 1.0,
     memory: Amount = 1.0,
     overlap: float = inf,
-) -> ExpertSeconds:
+) -> OwnSeconds:
     """Seconds of C_e[rows, columns] = A_e[rows, inner] B_e[inner, columns] for experts e.
 
     sizes: arrays of one length.  rows (of an expert that has some, on average), columns, inner,
@@ -123,7 +115,7 @@ def expert_seconds(
     work = flop / (sizes["rate"] * compute * kernel.products * tile / (tile + kernel.half))
     odd = np.where(inner % _VECTOR > 0, kernel.odd, 1.0)
     device = kernel.start + odd * p_norm(overlap, work, stream) + passed
-    return ExpertSeconds(work, stream + passed, device)
+    return OwnSeconds(work, stream + passed, device)
 
 
 # -- whose kernel runs -----------------------------------------------------------------------------
@@ -241,7 +233,7 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
 
 def expert_seconds_of(
     data: Mapping[str, Array], bytes_: Array, chip: Chip, knobs: Knobs
-) -> tuple[Array, ExpertSeconds] | None:
+) -> tuple[Array, OwnSeconds] | None:
     """The rows of a table that are products of experts, with their seconds; None without any.
 
     bytes_: through HBM, by row, as many as take its time.
@@ -257,13 +249,10 @@ def expert_seconds_of(
     names = ("rows", "columns", "inner", "products", "width_b", "bytes")
     sizes = {name: data[name][rows] for name in names} | {"rate": data["experts rate"][rows]}
     faster = memory * sizes["bytes"] / np.maximum(bytes_[rows], 1)
-    seconds = ExpertSeconds(*(np.zeros(len(rows)) for _ in range(3)))
-    places = data["experts"][rows]
-    for place in np.unique(places):
-        at = np.flatnonzero(places == place)
+
+    def price(place: int, at: Array) -> OwnSeconds:
         cases = {name: column[at] for name, column in sizes.items()}
-        kernel = EXPERT_KERNELS[_PLACES[int(place) - 1]]
-        some = expert_seconds(cases, on, kernel, compute, faster[at], knobs.overlap)
-        for name in ("compute", "memory", "device"):
-            getattr(seconds, name)[at] = getattr(some, name)
-    return rows, seconds
+        kernel = EXPERT_KERNELS[_PLACES[place - 1]]
+        return expert_seconds(cases, on, kernel, compute, faster[at], knobs.overlap)
+
+    return rows, OwnSeconds.by_place(data["experts"][rows], price)

@@ -9,7 +9,7 @@ Willett, "Distribution-free inference with hierarchical data", 2023).
 
 After a fit, residuals are those of its left-out steps, in standard deviations of a step
 (`Knobs.spread` and those of classes, by its time).  Without one, `IntervalTable` has the mean and
-the scale of residuals by where a step is: its `StepCell`.
+the scale of residuals by where a step is: its `StepCell`; `Behind` adds the errors of its host.
 """
 
 from __future__ import annotations
@@ -391,6 +391,71 @@ def _share_between(end: float, levels: Sequence[float], ends: Sequence[float]) -
 
 
 @dataclass(frozen=True, slots=True)
+class Behind:
+    """How far the end of the host is behind that of the device; numbers, or arrays over points.
+
+    share: of the time of the step; below 0 where the device is done later, -1 of a kernel by
+    itself.  spread: between such hosts, relative standard deviation.
+    """
+
+    share: Any = -1.0
+    spread: float = 0.0
+
+    def ends(self) -> tuple[Any, Any]:
+        """Logarithms of the ends of device and host over that of the step; the later has 0."""
+        import numpy as np
+
+        later = smaller(larger(self.share, _NO_HOST - 1), 1 - _NO_HOST)
+        log: Any = math.log1p if isinstance(later, float) else np.log1p
+        return log(-larger(later, 0.0)), log(smaller(later, 0.0))
+
+    def before(self) -> Any:
+        """How likely the device is done later, as far as the host's spread says it."""
+        device, host = self.ends()
+        return _share_below((device - host) / max(self.deviation, _NO_HOST))
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of the logarithm of the host's seconds."""
+        return math.sqrt(math.log1p(self.spread**2))
+
+    def grounds(self, cell: StepCell) -> str:
+        """A phrase on what an interval of one point assumes of the host; "" where it is early."""
+        if cell.kind == "cpu" or self.before() > 0.95:
+            return ""
+        return f"; hosts lie {self.spread:.0%} apart" if self.spread else "; the host was measured"
+
+    def later(self, mean: Any, scale: Any) -> tuple[Any, Any]:
+        """The mean and the scale of errors of a step whose kernels have these.
+
+        A step takes the longer of two times, each with errors of its own: the moments of the
+        greater of two normal variables (Clark, Operations Research 9, 1961).  Host times err as
+        kernels do and, where the host was not measured, as hosts lie apart.
+        """
+        first, second = self.ends()
+        first, own = first + mean, scale / OF_SCALE
+        hosts = (own**2 + self.deviation**2) ** 0.5
+        apart = (own**2 + hosts**2) ** 0.5
+        gap = (first - second) / apart
+        share, density = _share_below(gap), apart * math.e ** (-(gap**2) / 2) / math.tau**0.5
+        middle = first * share + second * (1 - share) + density
+        squares = (first**2 + own**2) * share + (second**2 + hosts**2) * (1 - share)
+        return middle, OF_SCALE * (squares + (first + second) * density - middle**2) ** 0.5
+
+
+_NO_HOST = 1e-9
+"""Of a step, what is as good as nothing: logarithms of it are far from those of all else."""
+
+
+def _share_below(end: Any) -> Any:
+    """The share of a standard normal distribution below an end, or an array of them."""
+    import numpy as np
+
+    below = NormalDist().cdf
+    return np.vectorize(below, otypes=[float])(end) if np.ndim(end) else below(float(end))
+
+
+@dataclass(frozen=True, slots=True)
 class CellSteps:
     """The residuals of a cell, or of all cells that agree in some fields."""
 
@@ -453,13 +518,16 @@ class IntervalTable:
         apart = max(self.scatter[depth:], default=0.0)  # of fields inside, a scale has the scatter
         return replace(steps, scale=math.hypot(steps.scale, OF_SCALE * apart))
 
-    def errors(self, cell: StepCell, alone: Any) -> StepErrors:
+    def errors(self, cell: StepCell, alone: Any, behind: Behind | None = None) -> StepErrors:
         """Where errors of a step lie.
 
         alone: the share of the variance that its kernels have as if each were measured by itself;
-        1 of a kernel, and less the more of them there are (see `StepTimes.alone`).
+        1 of a kernel, and less the more of them there are (see `StepTimes.alone`).  behind: where
+        the host is; on a CPU, which runs an op when it is called, errors of both are in the table.
         """
         mean, scale = self.steps_at(cell).mixed(self.steps_at(cell.of_kernel), alone)
+        if behind is not None and cell.kind != "cpu":
+            mean, scale = behind.later(mean, scale)
         low, high = (tuple(mean + end * scale for end in ends) for ends in (self.low, self.high))
         return StepErrors(self.levels, low, high)
 

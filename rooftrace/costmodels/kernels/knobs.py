@@ -19,6 +19,7 @@ from rooftrace.costmodels.kernels.intervals import (
     LEVELS,
     NO_FIT,
     USES,
+    Behind,
     IntervalTable,
     Residuals,
     StepCell,
@@ -78,7 +79,8 @@ UNITS = tuple(
 
 # -- knobs -----------------------------------------------------------------------------------------
 # A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
-#   t_comp = FLOP of full tiles and waves / (compute * share of its class * datasheet peak),
+#   t_comp = FLOP of full tiles and waves / (compute * share of its class * datasheet peak)
+#            + index arithmetic of strided elements (see `works`),
 #   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
 #            where bytes that the last cache still holds (see `works`) count 1 / cache each.
 # compute and memory: sustained by the chip; the shares differ little between chips of a kind.
@@ -262,18 +264,19 @@ class Knobs(Plain):
         residuals = self.of_use
         return normal_ends(level) if residuals is None else residuals.ends(level)
 
-    def errors_of(self, cell: StepCell, alone: Any, variance: Any) -> StepErrors:
+    def errors_of(self, cell: StepCell, alone: Any, variance: Any, behind: Behind) -> StepErrors:
         """Where log(measured / predicted) of a step lies.
 
         cell: where it is.  alone: how much it is one kernel (see `StepTimes.alone`).  variance: of
         the step, by the spreads of its kernels.  Numbers, or arrays over points of one cell.
+        behind: where its host is.
 
         With "usual" residuals the table says it.  Those of a fit are of its left-out steps, in
         standard deviations; a step in another cell than theirs varies by how far cells are apart.
         """
         table = IntervalTable.shipped()
         if self.residuals == USUAL:
-            return table.errors(cell, alone)
+            return table.errors(cell, alone, behind)
         residuals = self.of_use
         if residuals is not None:
             variance = variance + table.apart(residuals.cells, cell)
@@ -286,11 +289,11 @@ class Knobs(Plain):
             tuple(high * deviation for _, high in ends),
         )
 
-    def grounds_of(self, cell: StepCell, alone: float) -> str:
+    def grounds_of(self, cell: StepCell, alone: float, behind: Behind) -> str:
         """A sentence on the steps that an interval at a cell rests on; "" where there are none."""
         table, residuals = IntervalTable.shipped(), self.of_use
         if self.residuals == USUAL:
-            return table.grounds(cell.of_kernel if alone > 0.5 else cell)
+            return table.grounds(cell.of_kernel if alone > 0.5 else cell) + behind.grounds(cell)
         if residuals is None:
             return ""
         other = table.apart(residuals.cells, cell) > 0

@@ -43,9 +43,10 @@ def schedule(
     durations, counts: numbers, or arrays over points: then so are the results.
 
     The host takes the seconds of each launch (see `HostSeconds`); the device starts a group when
-    it is enqueued and the one before has ended, and is busy for its duration; after a sync the host
-    goes on only when the device is idle.  counts: how many iterations each repeat has.  waits:
-    whether the host waits after every launch (see `Chip.host_waits`).
+    it is enqueued and the one before has ended, and is busy for its duration; at a sync the host
+    goes on when the device is idle and a value has come back (`HostSeconds.read_back`).
+    counts: how many iterations each repeat has.  waits: whether the host waits after every launch
+    (see `Chip.host_waits`).
     """
     queue = Queue(durations, launches, host, counts, waits)
     ends = queue.run(range(len(launches)), 0, (0.0, 0.0))
@@ -77,6 +78,7 @@ class HostSeconds:
     call: float = 0.0  # to call a module, its ops aside
     chip: Chip | None = None  # of compiled code: for seconds at its breaks
     library: float = 0.0  # of a plain op's worth of work in CUDA's libraries
+    read_back: float = 0.0  # from the device's end of work until the host has a value of it
 
     def of(self, launch: Launch) -> float:
         """Seconds of a launch."""
@@ -106,7 +108,7 @@ class _TimedLaunch:
 
     host: float
     device: Amount | None
-    sync: bool
+    read_back: float | None  # of the host, after the device; None: the host goes on at once
 
 
 Clocks = tuple[Any, Any]
@@ -139,7 +141,7 @@ class Queue:
             _TimedLaunch(
                 host.of(launch),
                 next(times) if launch.on_device else None,
-                launch.sync or waits,
+                host.read_back if launch.sync else 0.0 if waits else None,
             )
             for launch in launches
         ]
@@ -158,8 +160,8 @@ class Queue:
                         start = larger(host, device)
                         self.starts.append(start)
                         device = start + step.device
-                    if step.sync:
-                        host = larger(host, device)
+                    if step.read_back is not None:
+                        host = larger(host, device) + step.read_back
                 clocks = host, device
             else:
                 clocks = self.run(inside, depth + 1, clocks)
@@ -185,8 +187,8 @@ class Queue:
                 shift: Shift = (step.host, NEVER, NEVER, 0.0)
                 if busy is not None:
                     shift = (step.host, NEVER, step.host + busy, busy)
-                if step.sync:
-                    shift = (larger(shift[0], shift[2]), shift[3], shift[2], shift[3])
+                if (back := step.read_back) is not None:
+                    shift = (larger(shift[0], shift[2]) + back, shift[3] + back, *shift[2:])
                 total = self.after(total, shift)
         return total
 
@@ -237,29 +239,36 @@ def _chosen(odd: Any, then: Any, before: Any) -> Any:
 def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     """Host seconds per dispatch, view and module call: from the knobs, else from the chip.
 
-    Ops on a CPU go through no library of CUDA.
+    Ops on a CPU go through no library of CUDA, and their values are the host's.
     """
     knobs = execution.knobs_on(chip)
     pace = 1.0 if knobs is None else knobs.pace
+    back = 0.0 if chip.host_waits else chip.read_back.value
     if execution.dispatch == "graph":
-        return HostSeconds(chip.graph_launch.value / pace, chip=chip)
+        return HostSeconds(chip.graph_launch.value / pace, chip=chip, read_back=back)
     plain = chip.dispatch_eager.value
     if execution.dispatch == "eager" and knobs is not None and knobs.dispatch is not None:
         plain = knobs.dispatch
     library = 0.0 if chip.host_waits else plain / pace
     if execution.dispatch in ("compiled", "mixed"):
-        return HostSeconds(chip.dispatch_compiled.value / pace, chip=chip, library=library)
+        launch = chip.dispatch_compiled.value / pace
+        return HostSeconds(launch, chip=chip, library=library, read_back=back)
     view, call = chip.dispatch_view.value, chip.module_call.value
     if knobs is not None:
         view = view if knobs.view is None else knobs.view
         call = call if knobs.call is None else knobs.call
-    return HostSeconds(plain / pace, view / pace, call / pace, library=library)
+    return HostSeconds(plain / pace, view / pace, call / pace, library=library, read_back=back)
 
 
-def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[int] = ()) -> float:
-    """Seconds after which the host is done where the device takes none: no step is faster."""
-    placed = sum(launch.on_device for launch in launches)
-    return float(schedule([0.0] * placed, launches, host, counts)[1])
+def host_time(launches: Sequence[Launch], host: HostSeconds, counts: Sequence[Any] = ()) -> Any:
+    """Seconds after which the host is done where the device takes none: no step is faster.
+
+    counts: of each repeat, numbers or arrays over points: then so is the result.
+    """
+    return sum(
+        host.of(launch) * math.prod(counts[repeat] for repeat in launch.repeats)
+        for launch in launches
+    )
 
 
 # -- expert exchanges ------------------------------------------------------------------------------
@@ -338,6 +347,16 @@ def expert_exchanges(graph: OpGraph) -> dict[int, ExpertExchange]:
             nbytes=nbytes,
         )
     return exchanges
+
+
+def computes_experts(planned: Plan, kernel: int) -> bool:
+    """Whether a kernel of a plan is work of experts."""
+    return any(planned.graph.ops[op].family == "moe" for op in planned.groups[kernel].ops)
+
+
+def runs_aside(planned: Plan, kernel: int) -> bool:
+    """Whether a kernel of a plan runs on another stream than the main one."""
+    return bool(planned.graph.ops[planned.groups[kernel].ops[0]].stream)
 
 
 # -- exchanges -------------------------------------------------------------------------------------

@@ -31,9 +31,12 @@ from rooftrace.costmodels.timing.queue import (
     ExchangeSeconds,
     KernelExchange,
     communication_of,
+    computes_experts,
     exchanges_of,
     host_seconds,
+    host_time,
     leading_seconds,
+    runs_aside,
     schedule,
 )
 from rooftrace.costmodels.timing.streams import Walk, has_streams, wait_for_stragglers, walk
@@ -286,6 +289,9 @@ def timed(
     run = _run(step, chip, real, _main(step, real.times(step.times).device))
     cell = StepCell.at(chip, step.phase, step.execution.fusion, step.execution.dispatch)
     times = times_of(step, (fast, real), exchanges, run, knobs, heads, cell)
+    host = host_time(step.launches, host_seconds(step.execution, chip), step.counts)
+    spread = 0.0 if chip.host_spread is None else chip.host_spread.value
+    times = replace(times, t_host=times.t_host + host, host_spread=spread)
     return times, Detail(real.times(step.times), exchanges, run)
 
 
@@ -311,6 +317,7 @@ def times_of(
     t_est = np.maximum(run.end, t_serial)  # equal but for rounding when the host is never late
     regimes = {name: _main(step, part) for name, part in every.by_regime.items()}
     regimes["network"] = exposed + regimes["network"]
+    cell, busy = cell or StepCell(), dict(regimes)  # without waiting, which `Behind` has
     regimes["launch"] = regimes["launch"] + (t_est - t_serial)
     squares = step.total(np.square(every.device) / np.maximum(step.times, 1.0))
     return TimesOverPoints(
@@ -325,8 +332,9 @@ def times_of(
         regime_seconds=regimes,
         variance=_variance(step, every, t_serial, knobs),
         heads=heads,
-        cells=_cells(step, every.device, regimes, heads, cell or StepCell()),
+        cells=_cells(step, every.device, regimes if cell.kind == "cpu" else busy, heads, cell),
         alone=np.minimum(1.0, np.sqrt(squares) / np.maximum(t_est, 1e-30)),
+        t_host=np.zeros(step.points),
     )
 
 
@@ -588,13 +596,3 @@ def spread_kind(planned: Plan, kernel: int, kind: str) -> str:
         return kind
     ops = planned.groups[kernel].ops
     return group_class(planned.graph, ops, costs=planned.op_costs)
-
-
-def computes_experts(planned: Plan, kernel: int) -> bool:
-    """Whether a kernel of a plan is work of experts."""
-    return any(planned.graph.ops[op].family == "moe" for op in planned.groups[kernel].ops)
-
-
-def runs_aside(planned: Plan, kernel: int) -> bool:
-    """Whether a kernel of a plan runs on another stream than the main one."""
-    return bool(planned.graph.ops[planned.groups[kernel].ops[0]].stream)

@@ -70,7 +70,7 @@ class Item:
     """The next action of the host: a launch, a kernel with it, or a mark of a stream."""
 
     host: float = 0.0
-    sync: bool = False
+    read_back: float | None = None  # of the host, after the device; None: it goes on at once
     kernel: int = -1
     mark: Op | None = None
     repeats: tuple[int, ...] = ()
@@ -205,7 +205,7 @@ def _items(planned: Plan, host: HostSeconds, waits: bool) -> Iterator[Item]:
             back = graph.ops[group.ops[0]].part in REVERSED
         yield Item(
             host.of(launch),
-            launch.sync or waits,
+            host.read_back if launch.sync else 0.0 if waits else None,
             kernel,
             repeats=launch.repeats,
             launch=launch,
@@ -287,8 +287,8 @@ class Streams:
         if item.mark is not None:
             self._mark(item.mark, item.spots)
         run = self._launch(item.kernel) if item.kernel >= 0 else None
-        if item.sync:
-            self.host = larger(self.host, self.clocks[MAIN])
+        if item.read_back is not None:
+            self.host = larger(self.host, self.clocks[MAIN]) + item.read_back
         return run
 
     def _mark(self, op: Op, spots: Sequence[Spot]) -> None:

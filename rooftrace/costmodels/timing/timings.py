@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace._amounts import larger
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.intervals import LEVEL, WORKS, StepCell, StepErrors
+from rooftrace.costmodels.kernels.intervals import LEVEL, WORKS, Behind, StepCell, StepErrors
 
 if TYPE_CHECKING:
     from typing import Any
@@ -78,6 +78,8 @@ class StepTimes:
     # How much it is one kernel: the root of the sum of squares of the seconds of its kernels over
     # t_est.  Equal kernels share an error, so n of them count as about the root of n different ones
     alone: float = 1.0
+    t_host: float = 0.0  # of the host to enqueue all of it
+    host_spread: float = 0.0  # between such hosts, relative; 0: it was measured
 
     @property
     def t_launch(self) -> float:
@@ -109,7 +111,12 @@ class StepTimes:
         """Where log(measured / predicted) of the step lies; None without knobs, or any spread."""
         if knobs is None or not (self.variance or 0.0) > 0:
             return None
-        return knobs.errors_of(self.cell, self.alone, self.variance)
+        return knobs.errors_of(self.cell, self.alone, self.variance, self.behind)
+
+    @property
+    def behind(self) -> Behind:
+        """How far the end of the host is behind that of the device."""
+        return Behind((self.t_host - self.t_serial) / (self.t_est or 1.0), self.host_spread)
 
     def chance(self, knobs: Knobs | None, seconds: float) -> float | None:
         """The chance that a measured step takes at most this; None without knobs, or any spread."""
@@ -120,7 +127,7 @@ class StepTimes:
 
     def grounds(self, knobs: Knobs | None) -> str:
         """A sentence on the measured steps that the interval rests on; "" where there are none."""
-        return "" if knobs is None else knobs.grounds_of(self.cell, self.alone)
+        return "" if knobs is None else knobs.grounds_of(self.cell, self.alone, self.behind)
 
     @property
     def regime(self) -> str:
@@ -282,16 +289,19 @@ class TimesOverPoints:
     heads: Headline
     cells: Cells  # where each point is among measured steps
     alone: Array
+    t_host: Array
+    host_spread: float = 0.0
 
     def at(self, point: int) -> StepTimes:
         """The times at one point."""
-        names = ("t_comp", "t_hbm", "t_net", "t_bound", "t_serial", "t_est", "t_exposed")
+        names = ("t_comp", "t_hbm", "t_net", "t_bound", "t_serial", "t_est", "t_exposed", "t_host")
         return StepTimes(
             **{name: float(getattr(self, name)[point]) for name in names},
             regime_seconds={n: float(s[point]) for n, s in self.regime_seconds.items()},
             variance=None if self.variance is None else float(self.variance[point]),
             cell=self.cells.cells[self.cells.place[point]],
             alone=float(self.alone[point]),
+            host_spread=self.host_spread,
         )
 
     @property
@@ -307,7 +317,10 @@ class TimesOverPoints:
         ends = np.full((2, len(self.t_est)), np.nan)
         for number, cell in enumerate(self.cells.cells):
             at = (self.cells.place == number) & (self.variance > 0)
-            errors = self.knobs.errors_of(cell, self.alone[at], self.variance[at])
+            behind = (self.t_host[at] - self.t_serial[at]) / self.t_est[at]
+            errors = self.knobs.errors_of(
+                cell, self.alone[at], self.variance[at], Behind(behind, self.host_spread)
+            )
             ends[:, at] = errors.within()
         low, high = self.t_est * np.exp(ends)
         return np.maximum(self.t_bound, low), high

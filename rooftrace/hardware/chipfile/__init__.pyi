@@ -14,6 +14,8 @@ from rooftrace.hardware.chipfile.tables import (
     FactFileError as FactFileError,
     FactTable as FactTable,
     Problems as Problems,
+    bundled_files as bundled_files,
+    bundled_name as bundled_name,
     fact_rows as fact_rows,
     spelling as spelling,
     toml_sections as toml_sections,

@@ -16,18 +16,18 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib import resources
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rooftrace.errors import hint
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import FACT_UNITS, HOST_FACTS, Chip, Fact
-from rooftrace.hardware.chipfile.tables import FactFileError, FactTable, Problems, spelling
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
+from rooftrace.hardware.chipfile.tables import (
+    FactFileError,
+    FactTable,
+    Problems,
+    bundled_files,
+    bundled_name,
+)
 
 TYPICAL_HOST = "typical"
 _KEYS = ("name", "title", "aliases", "sources", "spread", *HOST_FACTS)
@@ -48,7 +48,7 @@ class Host:
     name: str
     title: str
     facts: Mapping[str, Fact]  # second, by the names of `HOST_FACTS`
-    spread: Fact | None = None  # of such hosts: relative standard deviation; None: unknown
+    spread: Fact | None = None  # of such hosts: relative standard deviation; None: measured
     aliases: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class Host:
 
     def under(self, chip: Chip) -> Chip:
         """The chip in a machine with this host."""
-        return chip.with_facts(self.facts)
+        return replace(chip.with_facts(self.facts), host_spread=self.spread)
 
 
 def load_host(name_or_path: str | os.PathLike[str] | Host) -> Host:
@@ -75,35 +75,20 @@ def load_host(name_or_path: str | os.PathLike[str] | Host) -> Host:
     if name.lower().endswith(".toml"):
         root = FactTable.of_user(Path(name), "host", available_hosts(), HostFileError)
         return _read(root)
-    key = spelling(name)
-    spellings = {host: host for host in available_hosts()}
-    for host in available_hosts():
-        spellings |= {spelling(alias): host for alias in bundled_host(host).aliases}
-    if key not in spellings:
-        raise UnknownHostError(
-            f'host "{name:.60}": expected a path ending in .toml or one of '
-            f"{', '.join(available_hosts())}{hint(key, spellings)}"
-        )
-    return bundled_host(spellings[key])
+    aliases = {host: bundled_host(host).aliases for host in available_hosts()}
+    return bundled_host(bundled_name(name, "host", aliases, UnknownHostError, ""))
 
 
 def available_hosts() -> tuple[str, ...]:
     """The names of the bundled hosts."""
-    return tuple(sorted(_files()))
-
-
-@functools.cache
-def _files() -> dict[str, Traversable]:
-    folder = resources.files("rooftrace.hardware").joinpath("hosts")
-    files = [item for item in folder.iterdir() if item.name.endswith(".toml")]
-    return {item.name.removesuffix(".toml"): item for item in files}
+    return tuple(bundled_files("hosts"))
 
 
 @functools.cache
 def bundled_host(name: str) -> Host:
     """The bundled host of this name."""
     file = f"{name}.toml"
-    return _read(FactTable.of_file(_files()[name], file, "host file", HostFileError))
+    return _read(FactTable.of_file(bundled_files("hosts")[name], file, "host file", HostFileError))
 
 
 _OF_PYTHON = ("dispatch_view", "module_call")
@@ -124,6 +109,11 @@ def host_facts(stated: Mapping[str, Fact]) -> dict[str, Fact]:
             source = "that of a typical server, at the pace of dispatch_eager here"
             facts[name] = Fact.of(text, "second", source, "derived")
     return facts
+
+
+def spread_of(facts: Mapping[str, Fact]) -> Fact | None:
+    """How far hosts that are like these facts lie apart; None where they were measured on one."""
+    return None if facts["dispatch_eager"].kind == "measured" else bundled_host(TYPICAL_HOST).spread
 
 
 def _read(root: FactTable) -> Host:
@@ -147,6 +137,7 @@ def _read(root: FactTable) -> Host:
     problems.raise_any()
     if name != TYPICAL_HOST:
         facts = host_facts(facts)
+        spread = spread or spread_of(facts)
     return Host(name=name, title=title, facts=facts, spread=spread, aliases=aliases)
 
 

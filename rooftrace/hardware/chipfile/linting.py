@@ -200,6 +200,7 @@ GPU_RANGES: Mapping[str, tuple[str, str]] = {
     "dispatch_compiled": ("0.5 us", "50 us"),
     "graph_launch": ("0.5 us", "200 us"),
     "graph_entry": ("1 us", "1 ms"),
+    "read_back": ("1 us", "1 ms"),
     "blas_workspace": ("1 MiB", "1 GiB"),
     "context": ("50 MiB", "4 GiB"),
 }

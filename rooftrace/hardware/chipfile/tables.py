@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -30,6 +32,31 @@ WIDEST = 190
 def spelling(name: str) -> str:
     """A name as it is looked up: in lower case, with hyphens for blanks and underscores."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
+
+
+@functools.cache
+def bundled_files(folder: str) -> Mapping[str, Traversable]:
+    """The TOML files in a folder of `rooftrace.hardware`, by name, in order."""
+    files = resources.files("rooftrace.hardware").joinpath(folder).iterdir()
+    by_name = {file.name.removesuffix(".toml"): file for file in files if file.name[-5:] == ".toml"}
+    return dict(sorted(by_name.items()))
+
+
+def bundled_name(
+    name: str, record: str, of: Mapping[str, Iterable[str]], failure: type[LookupError], more: str
+) -> str:
+    """The name of the bundled "host" or "system" that a name or an alias stands for.
+
+    of: the aliases of each, by name.  more: words for the end of the error.  Raises `failure`.
+    """
+    key, spellings = spelling(name), {each: each for each in of}
+    spellings |= {spelling(alias): each for each, some in of.items() for alias in some}
+    if key not in spellings:
+        raise failure(
+            f'{record} "{name:.60}": expected a path ending in .toml or one of '
+            f"{', '.join(of)}{hint(key, spellings)}{more}"
+        )
+    return spellings[key]
 
 
 class FactFileError(ValueError):

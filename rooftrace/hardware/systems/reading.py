@@ -31,9 +31,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rooftrace._outputs import TOML_MARK
 from rooftrace._writing import write_bytes
@@ -46,6 +45,8 @@ from rooftrace.hardware.chipfile import (
     Finding,
     Problems,
     available_chips,
+    bundled_files,
+    bundled_name,
     fact_rows,
     lint_spelling,
     load_chip,
@@ -63,9 +64,6 @@ from rooftrace.hardware.systems.records import (
     Level,
     System,
 )
-
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
 
 
 class SystemFileError(FactFileError):
@@ -88,35 +86,21 @@ def load_system(name_or_path: str | os.PathLike[str] | System) -> System:
     if name.lower().endswith(".toml"):
         root = FactTable.of_user(Path(name), "system", available_systems(), SystemFileError)
         return _read(root, Path(name).parent)
-    key = spelling(name)
-    spellings = {system: system for system in available_systems()}
-    for system in available_systems():
-        spellings |= {alias: system for alias in _bundled(system).aliases}
-    if key not in spellings:
-        chips = f"; {name} is a chip, and a system joins some" if key in available_chips() else ""
-        raise UnknownSystemError(
-            f'system "{name:.60}": expected a path ending in .toml or one of '
-            f"{', '.join(available_systems())}{hint(key, spellings)}{chips}"
-        )
-    return _bundled(spellings[key])
-
-
-@functools.cache
-def _files() -> dict[str, Traversable]:
-    folder = resources.files("rooftrace.hardware.systems")
-    files = [item for item in folder.iterdir() if item.name.endswith(".toml")]
-    return {item.name.removesuffix(".toml"): item for item in files}
+    is_chip = spelling(name) in available_chips()
+    chips = f"; {name} is a chip, and a system joins some" if is_chip else ""
+    aliases = {system: _bundled(system).aliases for system in available_systems()}
+    return _bundled(bundled_name(name, "system", aliases, UnknownSystemError, chips))
 
 
 def available_systems() -> tuple[str, ...]:
     """The names of the bundled systems."""
-    return tuple(sorted(_files()))
+    return tuple(bundled_files("systems"))
 
 
 @functools.cache
 def _bundled(name: str) -> System:
-    file = f"{name}.toml"
-    return _read(FactTable.of_file(_files()[name], file, "system file", SystemFileError), None)
+    file = bundled_files("systems")[name]
+    return _read(FactTable.of_file(file, name, "system file", SystemFileError), None)
 
 
 SYSTEM_KEYS = ("name", "title", "chip", "aliases", "sources", "level", "collective", "exchange")

@@ -188,6 +188,7 @@ def _measure_cpu(bench: Bench) -> Chip:
         module_call=eager["module_call"],
         dispatch_compiled=compiled,
         graph_entry=load_host("typical").facts["graph_entry"],
+        read_back=load_host("typical").facts["read_back"],
         graph_launch=replace(
             compiled, kind="derived", note="a CPU has no graphs: one call of compiled code"
         ),
@@ -253,6 +254,7 @@ def _measure_cuda(bench: Bench) -> Chip:
         module_call=eager["module_call"],
         dispatch_compiled=_dispatch_compiled(bench, 0.05),
         graph_entry=load_host("typical").facts["graph_entry"],
+        read_back=load_host("typical").facts["read_back"],
         graph_launch=launch,
         measured={"read_bandwidth": bandwidths["read"]},
     )

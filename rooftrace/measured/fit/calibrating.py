@@ -107,9 +107,10 @@ class Calibration(Shown):
     def next(self) -> NextStep | None:
         """The step whose measurement would narrow the predictions most; None: none could be made.
 
-        Candidates are the measured models in other executions and phases, and at other batches.
+        Candidates are the measured models in other executions and phases, and at other batches;
+        after kernels of one step none, as it takes steps of other models to tell more.
         """
-        return self.others()
+        return None if self.what == "kernels" else self.others()
 
     @property
     def choice(self) -> str:

@@ -150,8 +150,8 @@ class ExecutionOptions:
         metavar="LIST", read=options.several,
     )  # fmt: skip
     host: str | os.PathLike[str] | Host | None = option(
-        help="Host of the chips by name or TOML path (typical, desktop, torchscript): what Python, "
-        "dispatch and launches take.  Default: what a chip's file says, else typical.",
+        help="Host of the chips by name or TOML path (typical, desktop, torchscript, torch-2.0): "
+        "what Python, dispatch and launches take.  Default: what a chip's file says, else typical.",
         metavar="HOST", shown="typical",
     )  # fmt: skip
     execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = option(

@@ -13,7 +13,6 @@ from rooftrace._escapes import file_part
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates import Estimate
-from rooftrace.costmodels.timing import queue
 from rooftrace.costmodels.timing.streams import has_streams
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.renderers import words
@@ -80,13 +79,10 @@ class RooflineRow(Plain):
 
         None where that takes no time, or is not known, as of a step of several streams.
         """
-        planned = self.estimate.plan
-        if has_streams(planned):
+        if has_streams(self.estimate.plan):
             return None
-        host = queue.host_seconds(planned.execution, self.estimate.chip)
-        counts = [repeat.count for repeat in planned.graph.repeats]
         gaps = sum(row.timing.gap for row in self.estimate.rows)
-        seconds = max(queue.host_time(planned.launches, host, counts), gaps)
+        seconds = max(self.estimate.times.t_host, gaps)
         return self.estimate.flops_causal / seconds if seconds else None
 
     @property

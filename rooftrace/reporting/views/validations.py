@@ -109,6 +109,10 @@ def misses_view(
 # -- calibrations ----------------------------------------------------------------------------------
 
 _LEFT_OUT = 5
+_OTHERS = (
+    "measure next: steps of other models, in a table of model,batch,ms: kernels of one model tell "
+    "one factor at most"
+)
 _KNOB = units.Unit("", "number", lambda value: f"{value:.3g}")
 _KNOBS = (
     view.Column("name", units.TEXT, "knob"),
@@ -149,7 +153,8 @@ def calibration_view(result: Calibration, output: view.Output) -> view.View:
     if result.harms:
         text = "  steps that were left out are predicted worse than with nothing fitted; free fewer"
         parts.append(view.Note(text, "warn"))
-    if (following := result.next) is not None:
+    following = _OTHERS if result.what == "kernels" else result.next
+    if following is not None:
         parts.append(view.Note(f"  {following}"))
     return view.View((view.Section(parts=parts),), "Calibration")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model
+from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_of
 from rooftrace.costmodels.ops import price_ops, with_families
 from rooftrace.costmodels.rewrites import applicable
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
@@ -311,7 +311,7 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
             execution={"fusion": "detected", **dispatch},
         )
     if model.dispatch != "graph" and chip.kind == "gpu":
-        waits = sum(graph.times(op) for op in graph.ops if op.kind == "sync")
+        waits = waits_of(graph)
         each = f"; a graph for each of {waits + 1:,} parts between waits" if waits else ""
         yield StepChange(
             lever="launch",

@@ -18,7 +18,7 @@ from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, group_index
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
-from rooftrace.costmodels.timing import steps, streams
+from rooftrace.costmodels.timing import queue, steps, streams
 from rooftrace.costmodels.timing.queue import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.steps import Part
 from rooftrace.graph import pattern_of
@@ -209,8 +209,8 @@ def _group(
         index=group_index(planned, index),
         eager=index in planned.eager,
         exchange=exchange,
-        of_experts=steps.computes_experts(planned, index),
-        aside=steps.runs_aside(planned, index),
+        of_experts=queue.computes_experts(planned, index),
+        aside=queue.runs_aside(planned, index),
     )
 
 
