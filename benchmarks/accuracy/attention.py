@@ -1,6 +1,7 @@
 """Attention kernels that others measured, predicted by blocks, steps and bytes.
 
     python benchmarks/accuracy/attention.py FOLDER   # attention-*.csv.gz in it and in kernels/
+    python benchmarks/accuracy/attention.py FOLDER --refit   # the constants of attention_rows.py
 
 Rows are sizes and a latency in ms, of a library's kernels in an engine: prompts (context) and one
 query on a cache (generation); the GPU is in `device`.  A row has attention, and the kernel that
@@ -12,7 +13,7 @@ modelled (on Hopper it serves heads of width 512), stands in lines of its kind, 
 usual library; so is any unknown one.
 
 The cache of L40S and B200 is so large that it holds what most rows touch, over and over: such rows
-are warm there, at three times the memory's rate.
+are warm there, at the rate of L40S's cache (`cache` in its generation's file).
 """
 
 from __future__ import annotations

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.kernels.engines import PARTIAL, OwnSeconds, matrix_engine, p_norm
+from rooftrace.costmodels.kernels.engines import (
+    LEAST,
+    PARTIAL,
+    OwnSeconds,
+    matrix_engine,
+    p_norm,
+)
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.kernels.numbers import AttentionKnobs
 from rooftrace.hardware import Chip
@@ -52,6 +58,14 @@ EXPONENTIALS = 16
 """Per SM and clock, sm_80 and sm_90: CUDA C++ Programming Guide, arithmetic throughput."""
 MOST_SPLITS = 128
 """Parts of one row's keys, as `num_splits_heuristic` of FlashAttention's flash_api.cpp has it."""
+PART = 128
+"""Keys of a part of a prompt in flashinfer, at least (`min_kv_chunk_size` of its scheduler.cuh)."""
+WIDEN = 6.0
+"""Instructions of a lane that widen an element of an fp8 cache, and put it where products want it:
+rows of flashinfer on L40S, of which wide heads, with few rows, have most to widen."""
+WARPS = 4
+"""Warps of a block: each widens the keys and values that it multiplies its rows with, all of them
+but where rows are so few that warps share out the keys instead."""
 WALKS = (*(n * 2**k for k in range(13) for n in (1, 1.5) if n * 2**k % 1 == 0), inf)
 """Steps that a part of a row's keys walks over at least: the fastest is taken."""
 BLACKWELL = {"sm_100": EXPONENTIALS, "sm_103": 2 * EXPONENTIALS}
@@ -61,6 +75,7 @@ _WIDE = 2
 """Bytes of an element of query and output."""
 _WIDEST_HEAD = 256
 """Heads that are no latents have at most so many elements in flash kernels."""
+_NARROW_HEAD, _WIDE_HEAD = 64, 192
 _WIDTHS = 32
 """Heads are padded to a multiple of this."""
 _WIDE_ENGINE = 1500
@@ -90,28 +105,41 @@ class AttentionKernel:
     balanced: bool = False  # a plan gives every SM an equal share of all keys of decode
     most: int = MOST_SPLITS  # parts of a row's keys
     sorts: float = inf  # requests that the plan sorts
-    few: tuple[int, int] = (
-        0,
-        0,
-    )  # rows of a block where at most so many queries and heads share it
+    # Rows where at most so many queries and heads share a block, and then keys of a step, rising.
+    few: tuple[tuple[int, int, int], ...] = ()
+    wide: int = 0  # rows of heads of more than 192 elements; 0: as of others
+    by_width: tuple[float, float] = (1.0, 1.0)  # factors on keys: heads of up to 64, above 128
+    # Faster or not, keys are cut: of one query up to so many blocks; of prompts up to so many of an
+    # SM, where that is several.
+    grid: int = 0
+    fills: int = 1
     hides: bool = False  # query and output of a block move while the next one computes
     feed: float = inf  # bytes of key and value that an SM takes per clock
 
-    def height(self, sizes: Mapping[str, Array]) -> Array:
-        """Rows of a block, by case."""
+    def tile(self, sizes: Mapping[str, Array]) -> tuple[Array, Array]:
+        """Rows of a block, and keys of a step, by case."""
         import numpy as np
 
-        rows, most = self.few
-        queries = sizes["queries"]
-        few = queries * _packed(sizes, self) <= most
-        if most > rows:  # several of them, for one query alone
-            few = few & (queries <= 1)
-        return np.where(few, rows, self.rows)
+        width, queries = sizes["width"], sizes["queries"]
+        rows = np.where(width > _WIDE_HEAD, self.wide or self.rows, self.rows)
+        keys = np.full(len(rows), self.keys)
+        for height, most, step in reversed(self.few):
+            few = queries * _packed(sizes, self) <= most
+            if most > height:  # several of them, for one query alone
+                few = few & (queries <= 1)
+            rows, keys = np.where(few, height, rows), np.where(few, step, keys)
+        narrow, wide = self.by_width
+        keys = keys * np.where(width <= _NARROW_HEAD, narrow, np.where(width > 128, wide, 1.0))
+        return rows, keys
 
 
 FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=0, alone=False, vector=8)
-SPLIT2 = AttentionKernel(rows=64, keys=128, packs=1, splits=inf, alone=False, vector=8)
-PAGED2 = AttentionKernel(rows=64, keys=128, packs=1, splits=0, alone=False, vector=8)
+SPLIT2 = AttentionKernel(
+    rows=64, keys=128, packs=1, splits=inf, alone=False, vector=8, by_width=(2, 0.5)
+)
+PAGED2 = AttentionKernel(
+    rows=64, keys=128, packs=1, splits=0, alone=False, vector=8, by_width=(2, 0.5)
+)
 FLASH3 = AttentionKernel(
     rows=128, keys=128, packs=inf, splits=inf, alone=True, vector=0, balanced=True,
     most=32, sorts=992,
@@ -119,22 +147,38 @@ FLASH3 = AttentionKernel(
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=0, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
 offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
-Sources of `vector`: see AMPERE and GEFORCE."""
+Keys of a step are those of `run_mha_fwd_splitkv_dispatch`.  Sources of `vector`: see AMPERE and
+GEFORCE."""
 FLASHINFER = AttentionKernel(
-    rows=64, keys=128, packs=inf, splits=inf, alone=False, vector=8, balanced=True, few=(16, 16)
+    rows=128,
+    keys=64,
+    packs=inf,
+    splits=inf,
+    alone=False,
+    vector=8,
+    balanced=True,
+    few=((16, 16, 128), (64, 64, 128)),
+    wide=64,
+    by_width=(1, 0.5),
+    fills=2,
 )
-TRITON = AttentionKernel(rows=16, keys=32, packs=inf, splits=inf, alone=False, vector=8)
-"""flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split."""
+TRITON = AttentionKernel(
+    rows=16, keys=32, packs=inf, splits=1, alone=False, vector=8, grid=128, most=16
+)
+"""flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split.  Rows of
+flashinfer's blocks are those of `FA2DetermineCtaTileQ`, keys what two blocks of an SM of L40S have
+room for, and it cuts prompts into parts for two blocks of each SM; vLLM cuts keys of one query into
+16 where requests and key heads make 128 blocks at most (triton_unified_attention.py)."""
 TRTLLM = AttentionKernel(
     rows=128, keys=128, packs=1, splits=1, alone=True, vector=0, balanced=True,
-    few=(16, 32), hides=True,
+    few=((16, 32, 128),), hides=True,
 )  # fmt: skip
 FLASHMLA = AttentionKernel(
     rows=64, keys=64, packs=inf, splits=inf, alone=True, vector=0, balanced=True, hides=True
 )
 TRTLLM_MLA = AttentionKernel(
     rows=128, keys=128, packs=inf, splits=inf, alone=True, vector=0, balanced=True,
-    few=(16, 32), hides=True, feed=32,
+    few=((16, 32, 128),), hides=True, feed=32,
 )  # fmt: skip
 """TensorRT-LLM's kernels (trtllm-gen on Blackwell, which flashinfer has, too); FlashMLA; and
 trtllm-gen on latents.  Where the heads of a query are few, they are the columns of its products in
@@ -199,6 +243,7 @@ class AttentionBlocks:
     mean: Array  # keys that a block walks over, padded to steps
     longest: Array  # keys of the longest block
     split: Array  # parts of a row's keys
+    cut: Flags  # whether one more kernel adds up parts
 
 
 def attention_blocks(
@@ -218,13 +263,17 @@ def attention_blocks(
     mean = np.where(uneven, (short.count * short.mean + long.count * long.mean) / count, short.mean)
     steps = np.where(uneven, np.maximum(short.steps, long.steps), short.steps)
     can = (np.maximum(short.packed, long.packed) > 1) | (queries <= kernel.splits)
-    few = np.where(count < _FEW * units, kernel.most, 1)
-    free = few if not kernel.balanced else np.where(queries > 1, units // count, units / count)
+    few = (count <= kernel.grid) & (queries <= 1) if kernel.grid else count < _FEW * units
+    free = np.where(few, kernel.most, 1)
+    if kernel.balanced:
+        free = np.where(queries > 1, kernel.fills * units // count, units / count)
     parts = np.where(can, np.clip(free, 1, kernel.most), 1.0)
     walk = np.minimum(np.maximum(walk, np.ceil(steps / parts - 1e-9)), steps)
-    split, longest = steps / walk, walk * kernel.keys
+    split, longest = steps / walk, walk * kernel.tile(sizes)[1]
     tiles = np.where(uneven, np.maximum(short.tiles, long.tiles), short.tiles)
-    return AttentionBlocks(count * split, tiles, np.minimum(mean / split, longest), longest, split)
+    mean = np.minimum(mean / split, longest)
+    cut = np.where(kernel.grid > 0, parts, split) > 1
+    return AttentionBlocks(count * split, tiles, mean, longest, split, cut)
 
 
 def _alike(sizes: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
@@ -258,7 +307,7 @@ def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
     import numpy as np
 
     queries, packed = sizes["queries"], _packed(sizes, kernel)
-    rows, step = kernel.height(sizes), kernel.keys
+    rows, step = kernel.tile(sizes)
     tiles = np.ceil(queries * packed / rows)
     count = sizes["batch"] * sizes["heads"] / packed * tiles
     span = rows / packed
@@ -285,7 +334,7 @@ def _tiles_by_rows(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array
     import numpy as np
 
     packed = _packed(sizes, kernel)
-    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.height(sizes))
+    tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.tile(sizes)[0])
     return tiles * sizes["batch"] * sizes["heads"] / packed
 
 
@@ -316,6 +365,7 @@ def attention_seconds(
     compute: float = 1.0,
     memory: float = 1.0,
     overlap: float = inf,
+    cache: float = 1.0,
 ) -> OwnSeconds:
     """Seconds of attention for each case, without a launch.
 
@@ -325,7 +375,7 @@ def attention_seconds(
     products), bytes (through HBM), masked (a mask of numbers: no flash kernel takes one), paged (a
     cache in pages), library (of LIBRARIES; without it the newest flash kernel of the chip), long
     (how many requests have long_queries, long_keys and long_visible, while the others are alike).
-    compute, memory, overlap: those of `Knobs`.
+    compute, memory, overlap, cache: those of `Knobs`.
     """
     import numpy as np
 
@@ -333,8 +383,12 @@ def attention_seconds(
     for kernel, may in _kernels(sizes, on):
         cases = {name: values[may] for name, values in sizes.items()}
         most = attention_blocks(cases, on.units, kernel).split.max()
-        least = WALKS if most > 1 else WALKS[-1:]
-        blocks = attention_blocks(cases, on.units, kernel, np.array(least)[:, None])
+        least = np.array(WALKS if most > 1 else WALKS[-1:])[:, None]
+        if kernel.grid:
+            least = least[:1]
+        if kernel.fills > 1:
+            least = np.where(cases["queries"] > 1, PART / kernel.tile(cases)[1], least)
+        blocks = attention_blocks(cases, on.units, kernel, least)
         step = _step(cases, on, kernel, knobs) / compute
         stored = np.minimum(_cache_bytes(cases), cases["bytes"])
         ends = (cases["bytes"] - stored) / _tiles_by_rows(cases, kernel)
@@ -342,7 +396,7 @@ def attention_seconds(
         walk = _walk(blocks, step, on.units, kernel, knobs.start + ends)
         bandwidth = on.memory * memory * knobs.stream
         stream = stored / bandwidth
-        moved = (cases["bytes"] + _partial_bytes(cases, blocks)) / bandwidth
+        moved = (cases["bytes"] + _partial_bytes(cases, blocks) / cache) / bandwidth
         first = kernel.alone and not kernel.hides
         waves = 1.0 if first else np.maximum(1.0, _tiles_by_rows(cases, kernel) / on.units)
         apart = (moved - stream) / waves
@@ -350,7 +404,8 @@ def attention_seconds(
         copies = _copies(cases, kernel) * knobs.prepare
         each = np.where(cases["batch"] > kernel.sorts, UNSORTED, 1.0) * knobs.request
         paging = cases["paged"] * (cases["batch"] * each + copies)
-        combine = (blocks.split > 1) * knobs.combine
+        merged = cases["batch"] * cases["queries"] * cases["heads"] / on.units
+        combine = blocks.cut * (knobs.combine + knobs.merge * merged)
         device = inside + apart + paging + combine
         best = device.argmin(axis=0), np.arange(device.shape[1])
         faster = device[best] < result.device[may]
@@ -401,12 +456,14 @@ def _step(
     import numpy as np
 
     width = sum(np.ceil(sizes[name] / _WIDTHS) * _WIDTHS for name in ("width", "value_width"))
-    rows = kernel.height(sizes)
+    rows = kernel.tile(sizes)[0]
     flop = 2 * rows * width * on.units
     convert = np.where(sizes["size"] < _WIDE, knobs.convert * width / (2 * 128) / on.rate, 0.0)
     scores = 1 / (on.exponentials * on.clocks) + kernel.vector / on.lanes
     step = flop * (1 / sizes["rate"] + convert) / knobs.products + rows * on.units * scores
     each = _cache_bytes(sizes) / (sizes["batch"] * sizes["keys"] * sizes["kv_heads"])
+    loads = np.where(rows > LEAST, WARPS, 1) * width * on.units
+    step = step + np.where(sizes["kv_size"] < sizes["size"], WIDEN * loads / on.lanes, 0.0)
     fed: Array = np.maximum(step, each * on.units / (kernel.feed * on.clocks))
     return fed
 

@@ -63,19 +63,21 @@ L40S sustains of its matrix rate; `products` is 0.99 there, and with its full ra
 published step times of eva and eva02 (timm, RTX 3090 and 4090) over image sizes is met within 1 %.
 What the kernel for masks of numbers takes (`EFFICIENT.vector`) is from that of tiny_vit: 60 on RTX
 4090, 110 on RTX 3090."""
-ADA = replace(GEFORCE, products=0.76)
-"""The same on L40S: with its limit on power (`Knobs.power`), which slows this kernel by less than
-products."""
+ADA = replace(GEFORCE, products=0.66, stream=0.84, start=1.2e-6, combine=4.6e-6, prepare=3.7e-6)
+"""The same on L40S with a paged cache, and with its limit on power (`Knobs.power`), which slows
+this kernel by less than products: one half of those rows, refitted by attention.py."""
 OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, combine=3e-6)
 """FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking", 2024).  The rest is that of the same chips."""
 FLASHINFER_RATES = AttentionKnobs(
-    products=0.62, stream=0.8, start=2.4e-6, combine=2.4e-6, request=5.7e-9
+    products=0.9, stream=0.82, start=2.45e-6, combine=2.3e-6, merge=1.9e-7, request=5.7e-9
 )
-TRITON_RATES = AttentionKnobs(products=0.24, stream=0.86, start=8e-7, request=1e-9)
-"""Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: from the same
-source, over the 0.74 that L40S sustains of its matrix rate."""
+TRITON_RATES = AttentionKnobs(
+    products=0.31, stream=0.84, start=6.5e-7, combine=3.9e-7, merge=4.4e-7, request=1e-9
+)
+"""Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: one half of
+rows of the same source, refitted by attention.py, over what L40S sustains of its matrix rate."""
 ROCM_RATES = AttentionKnobs(stream=0.65, start=1.5e-6, combine=5e-6)
 """Paged attention on MI300X: 36 calls in a step of decode of Qwen3-8B under SGLang (32 requests,
 32,785 keys; trace of TraceLens, MIT).  `start` is a guess near that of other GPUs, and no prompt
@@ -246,7 +248,9 @@ def attention_seconds_of(
     def price(place: int, at: Array) -> OwnSeconds:
         cases = {name: column[at] for name, column in sizes.items()}
         numbers = attention_knobs(knobs.attention, chip, LIBRARIES[place])
-        single = attention_seconds(cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap)
+        single = attention_seconds(
+            cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap, knobs.cache
+        )
         return OwnSeconds(*(kernels[at] * each for each in astuple(single)))
 
     return rows, OwnSeconds.by_place(sizes["library"], price)

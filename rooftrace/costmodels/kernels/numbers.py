@@ -169,6 +169,7 @@ class AttentionKnobs:
     stream: float = knob(1.0, least=LEAST_SHARE, prior=1.0)  # share of the sustained bandwidth
     start: float = knob(0.0, unit="second", prior=1.0, start=1e-6)  # of a block
     combine: float = knob(0.0, unit="second", prior=1.0, start=3e-6)  # adding up splits
+    merge: float = knob(0.0, unit="second", prior=1.0, start=1e-7)  # of an SM, per row of splits
     # The kernels that copy queries, with a paged cache.
     prepare: float = knob(0.0, unit="second", prior=1.0, start=3e-6)
     # One more request, with a paged cache.
