@@ -25,7 +25,6 @@ GB in sight, that of H100 with steps of torchtitan and with the rows of H100 in 
 
 from __future__ import annotations
 
-import argparse
 import csv
 import sys
 import warnings
@@ -35,7 +34,7 @@ from pathlib import Path
 
 import numpy as np
 from kept import kept
-from points import Point, write_points
+from points import Point, parser_of, write_points
 from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
@@ -253,15 +252,8 @@ def lines(found: Sequence[Found]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--cache", type=Path, default=Path("out/accuracy"), help="where traces are kept"
-    )
+    parser = parser_of(__doc__, cached=True)
     parser.add_argument("--every", type=int, default=1, help="every n-th row only")
-    parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
     given = parser.parse_args()
     paths = sorted((given.folder / "llm").glob("llm_foundry_*.csv"))
     if not paths:

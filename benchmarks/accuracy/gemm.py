@@ -19,7 +19,6 @@ needs to launch them, which says nothing of kernels.  They stand in rows of thei
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import random
@@ -31,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from points import Point, write_points
+from points import Point, parser_of, write_points
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import ExecutionModel, execution_model
@@ -259,12 +258,7 @@ def points_of(of: Products, plain: np.ndarray, on_host: np.ndarray) -> list[Poin
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     points: list[Point] = []
     notes: list[str] = []
     print(

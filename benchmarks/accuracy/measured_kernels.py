@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from points import Point, write_points
+from points import Point, parser_of, write_points
 from rows import NO_ATTENTION, columns, table
 
 import rooftrace as rt
@@ -282,11 +282,7 @@ def _errors(
 
 def asked(words: str | None) -> argparse.Namespace:
     """The arguments of a script of these words."""
-    parser = argparse.ArgumentParser(
-        description=words, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--points", type=Path, help="write predictions without a fit there, as CSV")
+    parser = parser_of(words)
     parser.add_argument("--no-fits", action="store_true", help="leave out the fitted columns")
     parser.add_argument(
         "--refit", action="store_true",

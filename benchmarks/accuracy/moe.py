@@ -21,7 +21,6 @@ For the last two, a model (hidden, inter, experts) is left out of the fit and pr
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import re
@@ -31,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from points import Point, write_points
+from points import Point, parser_of, write_points
 from routed import DRAWS, drawn
 from rows import stage
 
@@ -386,12 +385,7 @@ def _few(layer: Layers) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--points", type=Path, help="write predictions without a fit, as CSV")
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     paths = sorted({*given.folder.glob("moe*.csv.gz"), *given.folder.glob("kernels/moe*.csv.gz")})
     if not paths:
         raise SystemExit(f"{given.folder}: no moe*.csv.gz there or in kernels/")

@@ -18,7 +18,6 @@ ones.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import statistics
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from kept import kept
-from points import Point, write_points
+from points import Point, parser_of, write_points
 from scores import HEAD, left_out, line, one_factor, with_numbers
 
 import rooftrace as rt
@@ -361,15 +360,7 @@ def table(made: Sequence[Predicted]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--cache", type=Path, default=Path("out/accuracy"), help="where traces are kept"
-    )
-    parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
-    given = parser.parse_args()
+    given = parser_of(__doc__, cached=True).parse_args()
     folder = given.folder / "llm"
     if not (folder / "neusight_a100.csv").exists():
         raise SystemExit(f"{folder}: no neusight_a100.csv in it")

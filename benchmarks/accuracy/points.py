@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, fields, replace
@@ -10,6 +11,20 @@ from pathlib import Path
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.kernels.intervals import StepCell
 from rooftrace.measured.fit.cases import Case
+
+
+def parser_of(words: str, cached: bool = False) -> argparse.ArgumentParser:
+    """The command line of a script on a folder of measurements.  cached: it keeps traces."""
+    parser = argparse.ArgumentParser(
+        description=words, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    if cached:
+        parser.add_argument(
+            "--cache", type=Path, default=Path("out/accuracy"), help="where traces are kept"
+        )
+    parser.add_argument("--points", type=Path, help="write predictions without a fit, as CSV")
+    return parser
 
 
 @dataclass(frozen=True)

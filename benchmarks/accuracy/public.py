@@ -17,7 +17,6 @@ What the sources say of how they ran:
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
 import sys
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kept import kept
-from points import Point, write_points
+from points import Point, parser_of, write_points
 
 import rooftrace as rt
 from rooftrace.measured.fit.cases import errors
@@ -407,14 +406,9 @@ def table(made: Sequence[Predicted]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--cache", type=Path, default=Path("out/accuracy"), help="for traces")
+    parser = parser_of(__doc__, cached=True)
     parser.add_argument("--host", help="of all rows, in place of what their sources say")
     parser.add_argument("--rows", action="store_true", help="print each row")
-    parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
     given = parser.parse_args()
     rows = read(given.folder / "steps")
     if not rows:

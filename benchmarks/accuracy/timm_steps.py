@@ -18,7 +18,6 @@ traced so; one whose parameters are of neither form is left out and listed.  Tra
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
 import sys
@@ -28,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from points import Point, write_points
+from points import Point, parser_of, write_points
 from timm_models import PLAIN, Counts, Zoo, graph_of
 
 import rooftrace as rt
@@ -281,16 +280,9 @@ def table(scores: Sequence[Score]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--cache", type=Path, default=Path("out/accuracy"), help="where traces are kept"
-    )
+    parser = parser_of(__doc__, cached=True)
     parser.add_argument("--every", type=int, default=1, help="predict every n-th row only")
     parser.add_argument("--free", default=",".join(FREE), help="knobs to fit, at most five")
-    parser.add_argument("--points", type=Path, help="write every prediction there, as CSV")
     parser.add_argument("--files", default="timm-*.csv", help="which files of the folder")
     given = parser.parse_args()
     files = sorted(given.folder.glob(given.files))

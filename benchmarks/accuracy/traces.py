@@ -13,7 +13,6 @@ those with a module also with numbers fitted to the kernels of each other one on
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import re
@@ -29,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from points import Point, write_points
+from points import Point, parser_of, write_points
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import ExecutionModel
@@ -315,12 +314,7 @@ HEAD = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--points", type=Path, help="write the kernels of no fit there, as CSV")
-    given = parser.parse_args()
+    given = parser_of(__doc__).parse_args()
     warnings.filterwarnings("ignore")
     folder = given.folder / "traces"
     if not (folder / "targets.py").exists():

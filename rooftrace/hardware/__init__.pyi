@@ -3,6 +3,7 @@ from rooftrace.hardware.chip import Chip as Chip
 from rooftrace.hardware.chipfile.hosts import (
     Host as Host,
     available_hosts as available_hosts,
+    host_spread_of as host_spread_of,
     load_host as load_host,
 )
 from rooftrace.hardware.chipfile.reading import (

@@ -135,8 +135,7 @@ class Chip(Plain, Shown):
     module_call: Fact  # Python per call of a module, its ops aside
     graph_entry: Fact  # from one compiled graph into another: guards
     read_back: Fact  # from the end of its work until the host has a value of it, as by item()
-    # Between such hosts, relative standard deviation; None: the host was measured.
-    host_spread: Fact | None = None
+    host_spread: Fact | None = None  # of a host that was named; see `host_spread_of`
     blas_workspace: Fact = BLAS_WORKSPACE  # byte, of each thread and stream with products
     context: Fact = CONTEXT  # byte of a process outside of the allocator: context, loaded kernels
     aliases: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import ExecutionError
+from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.rewrites.eager_kernels import EAGER_FORMS, is_in_order
 from rooftrace.graph.records import Tensor as Value
 
@@ -302,6 +303,19 @@ def test_only_operands_in_another_order_than_the_result_are_taken_apart() -> Non
     assert strided_over_plain(lambda t: t.new_empty(t.shape).copy_(t), x, **eager) > 1.5
     compiled = {**eager, "execution": "compiled"}
     assert strided_over_plain(lambda t: t.new_empty(t.shape).copy_(t), x, **compiled) == 1
+
+
+def test_index_arithmetic_is_as_fast_as_a_clock_above_the_datasheet() -> None:
+    graph = rt.trace(Calls(lambda x: heads(x) * TABLE), ROWS)
+
+    def seconds(compute: float) -> float:
+        knobs = Knobs("clock", compute=compute, memory=2.0, launch=0.0)
+        how = rt.tools.execution_model("eager", knobs=knobs)
+        (row,) = rt.estimate(graph, chip="h100-sxm", execution=how).rows
+        return row.timing.t_device
+
+    assert seconds(1.25) == pytest.approx(seconds(1.0) / 1.25, rel=0.01)
+    assert seconds(0.9) == pytest.approx(seconds(1.0), rel=0.01)
 
 
 def test_what_an_op_was_given_is_there_until_its_last_kernel_is_done() -> None:

@@ -221,6 +221,11 @@ def test_a_step_that_waits_for_a_typical_host_says_so(tmp_path: Path) -> None:
     assert "hosts lie 50% apart" in typical.interval_grounds
     assert "the host was measured" in measured.interval_grounds
     assert typical.t_interval is not None and measured.t_interval is not None
+    own.write_text(
+        own.read_text() + '[spread]\nvalue = "20 %"\nkind = "guess"\nsource = "three such hosts"\n'
+    )
+    named = rt.estimate(tiny, "h200-sxm", "eager", host=own)
+    assert "hosts lie 20% apart" in named.interval_grounds
     wide, narrow = (ends[1] / ends[0] for ends in (typical.t_interval, measured.t_interval))
     assert wide > 1.5 * narrow
     whole = rt.estimate(tiny, "h200-sxm", "efficient")

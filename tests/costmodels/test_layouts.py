@@ -124,6 +124,29 @@ def test_an_activation_that_uses_its_input_twice_leaves_it_in_single_precision()
     assert kernel_of(eager, "mean") == HALF * IMAGE + HALF * 4 * 64
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_activation_of_a_product_is_computed_in_each_kernel_that_reads_it(stored: bool) -> None:
+    linear = nn.Linear(64, 64, bias=False)
+
+    class Response(nn.Module):
+        """A norm over positions, as of convnextv2; stored: a product reads the activation too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x):
+            x = nn.functional.gelu(self.linear(x.flatten(2).mT))
+            scaled = x * x.sum(1, keepdim=True)
+            return (scaled, self.linear(x)) if stored else scaled
+
+    planned = plan(traced(Response()), "compiled")
+    sums = HALF * 4 * 64
+    # Inductor's kernels are a sum that reads the product, and a scaling that does, too.
+    assert kernel_of(planned, "gelu") == HALF * IMAGE * (2 if stored else 1) + sums * (not stored)
+    assert kernel_of(planned, "mul") == 2 * HALF * IMAGE + sums
+
+
 def test_a_mean_of_channels_reads_the_image_again_where_loops_keep_their_order() -> None:
     old, new = (plan(traced(Excite(nn.SiLU()), torch=t), "compiled") for t in ("2.4", "2.13"))
     result = HALF * 4 * 64

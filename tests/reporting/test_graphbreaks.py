@@ -126,7 +126,7 @@ def test_the_command_names_line_and_cost(target: str, capsys: pytest.CaptureFixt
     assert "broken_models.py:" in shown
     assert "layers.*" in shown
     assert "compiled, as it breaks" in shown
-    assert "guess" in shown, "what entering a graph takes is a guess, and says so"
+    assert "(derived: host times" in shown, "what entering a graph takes says where it is from"
     main(["breaks", f"{target}:broken", "--format", "json"])
     told = json.loads(capsys.readouterr().out)
     assert [(row["kind"], row["times"]) for row in told["breaks"]] == [("break", 3)]

@@ -193,7 +193,8 @@ def _merge_into_first_consumer(partition: Partition) -> None:
             continue
         target = partition.kernels[min(targets)]
         alone = len(targets) == 1 and not kernel.stored
-        if target.down and not alone:
+        again = partition.facts.again.issuperset(kernel.members)
+        if target.down and not alone and not again:
             continue
         join = partition.joining(readers, kernel, target)
         join = join or partition.placing(places, kernel, target)

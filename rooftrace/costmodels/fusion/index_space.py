@@ -121,6 +121,38 @@ def _wide(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
     return wider
 
 
+# -- computed again --------------------------------------------------------------------------------
+
+
+def computed_again(graph: OpGraph) -> dict[int, int]:
+    """Ops whose result Inductor never stores, by its storage.
+
+    Each kernel that reads such a result computes it from its one large operand, which takes as many
+    bytes: the result of a library, or an input.  No library and no caller reads it, and it has few
+    operands (`realize_reads_threshold`).
+    """
+    values, wide, eager = graph.values, stored_wide(graph), marks.eager_ops(graph.ops)
+    there = {values[i].storage for i in graph.external}  # stored anyway
+    again: dict[int, int] = {}
+    for op in graph.ops:
+        if op.kind == "view":
+            continue
+        rule = find_rule(op.target) if op.kind == "kernel" else None
+        read, written = ({values[i].storage for i in ids} for ids in (op.inputs, op.outputs))
+        library = rule is None or rule.fusion == "opaque" or op.id in eager
+        for storage in (read | written if library else written) & again.keys():
+            del again[storage]
+        if rule is None or library:
+            there |= written
+        elif rule.fusion == "pointwise" and len(written) == 1 and op.id not in wide:
+            large = [values[i] for i in op.inputs if values[i].elements > 1]
+            alone = len(large) == 1 and large[0].storage in there and written.isdisjoint(read)
+            if alone and large[0].nbytes == values[op.outputs[0]].nbytes:
+                again[min(written)] = op.id
+    outputs = {values[i].storage for i in graph.outputs}
+    return {storage: op for storage, op in again.items() if storage not in outputs}
+
+
 # -- index space -----------------------------------------------------------------------------------
 # Iteration space, dependencies and stored results of each op, before `fuse` puts it into kernels.
 

@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from rooftrace.costmodels.fusion.index_space import LONG_CHAIN, UNROLLED, stored_wide
+from rooftrace.costmodels.fusion.index_space import (
+    LONG_CHAIN,
+    UNROLLED,
+    computed_again,
+    stored_wide,
+)
 from rooftrace.costmodels.fusion.runs import copies, listed
 from rooftrace.costmodels.ops import MATRIX, Cost, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph, Ref, Tensor, marks, references
@@ -27,7 +32,8 @@ FEW_READS = 4
 """A larger producer is also computed inside its consumer if it is broadcast and reads at most this
 many tensors (realize_reads_threshold).
 
-Inductor computes it again in every consumer; here it stands in the first, which writes it.
+Inductor computes it again in every consumer; here it stands in the first, which writes it unless
+its input takes no more bytes (`computed_again`).
 """
 
 
@@ -159,6 +165,11 @@ class Facts:
     def wide(self) -> set[int]:
         """Activations whose input is stored in place of their result."""
         return set(stored_wide(self.graph))
+
+    @cached_property
+    def again(self) -> set[int]:
+        """Ops that are computed in each kernel that needs them, and never stored."""
+        return set(computed_again(self.graph).values())
 
     @cached_property
     def listed(self) -> dict[int, dict[int, int]]:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.fusion.executions import ExecutionModel
-from rooftrace.costmodels.fusion.index_space import widths
+from rooftrace.costmodels.fusion.index_space import computed_again, widths
 from rooftrace.costmodels.ops import Access, Cost, Work, find_rule, kinds_of
 from rooftrace.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
 from rooftrace.tracer.recording import read_release
@@ -122,6 +122,10 @@ def group_costs(
     scale = _Factors(graph, execution)
     results = []
     generated = execution.fusion == "detected"
+    if generated:
+        with_others = {op for group in groups if len(group.ops) > 1 for op in group.ops}
+        again = computed_again(graph).items()
+        merger.kept_out.update(storage for storage, op in again if op in with_others)
     wide = widths(graph, [group.ops for group in groups]) if generated else {}
     eager = marks.eager_ops(graph.ops)
     for index, group in enumerate(groups):
@@ -174,6 +178,7 @@ class _Merger:
                 for access in op_costs[op].traffic:
                     if not access.write:
                         self.last_reader[access.storage] = index
+        self.kept_out: set[int] = set()  # results that are computed again wherever they are read
         values = graph.values
         self.kept = {values[i].storage for i in (*graph.outputs, *graph.external)}
         # The host reads from memory, too.
@@ -192,7 +197,8 @@ class _Merger:
             parts.add(self.graph.ops[number], cost)
         traffic = {}
         for access, size in parts.totals():
-            leaves = access.storage in self.kept or self.last_reader.get(access.storage, -1) > index
+            later = self.last_reader.get(access.storage, -1) > index
+            leaves = access.storage in self.kept or (later and access.storage not in self.kept_out)
             if leaves or not access.write:
                 traffic[access] = size
         return Cost(dict(work), traffic)

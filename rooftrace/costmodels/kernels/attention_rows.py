@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import ExecutionModel
@@ -248,8 +248,9 @@ def attention_seconds_of(
     def price(place: int, at: Array) -> OwnSeconds:
         cases = {name: column[at] for name, column in sizes.items()}
         numbers = attention_knobs(knobs.attention, chip, LIBRARIES[place])
-        rates = knobs.compute, knobs.memory, knobs.overlap, knobs.cache
-        one = attention_seconds(cases, on, numbers, *rates)
-        return OwnSeconds(*(kernels[at] * each for each in (one.compute, one.memory, one.device)))
+        single = attention_seconds(
+            cases, on, numbers, knobs.compute, knobs.memory, knobs.overlap, knobs.cache
+        )
+        return OwnSeconds(*(kernels[at] * each for each in astuple(single)))
 
     return rows, OwnSeconds.by_place(sizes["library"], price)

@@ -456,8 +456,7 @@ def tile_terms(
     matrix engine; 0 on the vector engine, where matrix-vector kernels skip rows and columns that C
     lacks).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags of the
     products that each runs.  usual: whether a vector engine has the tiles that cuBLAS takes
-    (`VECTOR_TILE`), computed in full, or any.  Filling a tile's pipeline takes a time: twice as
-    many steps of fp8 as of bf16.
+    (`VECTOR_TILE`), computed in full, or any.  Fp8 fills a pipeline in twice the steps of bf16.
     """
     import numpy as np
 
@@ -481,8 +480,7 @@ def tile_terms(
         taken = ~is_split if kernel.whole else np.ones_like(is_split)
         if kernel.tiles:
             high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
-            prologue[runs] = np.where(np.isnan(own), prologue[runs], own)
-            share[runs] = filled
+            share[runs], prologue[runs] = filled, np.where(np.isnan(own), prologue[runs], own)
             taken = taken & (a == high) & ((b == wide) | (wide == 0))
         refused.append((runs, ~taken))
     if on_vector.any():
@@ -501,12 +499,9 @@ def tile_terms(
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
     feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
     spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
-    return TileTerms(
-        *(
-            np.broadcast_to(term, shape).reshape(len(a) * len(split), len(rows)).T
-            for term in (flop, feed, spill, walk, is_split)
-        )
-    )
+    terms = (flop, feed, spill, walk, is_split)
+    flat = (len(a) * len(split), len(rows))
+    return TileTerms(*(np.broadcast_to(term, shape).reshape(flat).T for term in terms))
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:

@@ -80,7 +80,7 @@ UNITS = tuple(
 # -- knobs -----------------------------------------------------------------------------------------
 # A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
 #   t_comp = FLOP of full tiles and waves / (compute * share of its class * datasheet peak)
-#            + index arithmetic of strided elements (see `works`),
+#            + index arithmetic of strided elements (see `works`) / max(1, compute),
 #   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
 #            where bytes that the last cache still holds (see `works`) count 1 / cache each.
 # compute and memory: sustained by the chip; the shares differ little between chips of a kind.

@@ -263,7 +263,7 @@ def _shared_seconds(
     t_memory = sent / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
-    rest = (d["vector"] + d["matrix"]) / compute + d["index"]
+    rest = (d["vector"] + d["matrix"]) / compute + d["index"] / max(1, knobs.compute)
     reached = _product_shares(table, knobs, compute, odd)
     product = d["flop"] / (d["rate"] * reached)
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0

@@ -49,7 +49,7 @@ from rooftrace.costmodels.timing.timings import (
     TimesOverPoints,
     Timing,
 )
-from rooftrace.hardware import Chip
+from rooftrace.hardware import Chip, host_spread_of
 from rooftrace.hardware.precisions import compute_family
 from rooftrace.hardware.systems import System
 
@@ -290,8 +290,7 @@ def timed(
     cell = StepCell.at(chip, step.phase, step.execution.fusion, step.execution.dispatch)
     times = times_of(step, (fast, real), exchanges, run, knobs, heads, cell)
     host = host_time(step.launches, host_seconds(step.execution, chip), step.counts)
-    spread = 0.0 if chip.host_spread is None else chip.host_spread.value
-    times = replace(times, t_host=times.t_host + host, host_spread=spread)
+    times = replace(times, t_host=times.t_host + host, host_spread=host_spread_of(chip))
     return times, Detail(real.times(step.times), exchanges, run)
 
 

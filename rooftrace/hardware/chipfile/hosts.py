@@ -48,7 +48,7 @@ class Host:
     name: str
     title: str
     facts: Mapping[str, Fact]  # second, by the names of `HOST_FACTS`
-    spread: Fact | None = None  # of such hosts: relative standard deviation; None: measured
+    spread: Fact | None = None  # of such hosts: relative standard deviation; None: unknown
     aliases: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -111,9 +111,15 @@ def host_facts(stated: Mapping[str, Fact]) -> dict[str, Fact]:
     return facts
 
 
-def spread_of(facts: Mapping[str, Fact]) -> Fact | None:
-    """How far hosts that are like these facts lie apart; None where they were measured on one."""
-    return None if facts["dispatch_eager"].kind == "measured" else bundled_host(TYPICAL_HOST).spread
+def host_spread_of(chip: Chip) -> float:
+    """How far hosts like that of a chip lie apart, relative standard deviation.
+
+    That of the host that was named, or else 0 where `dispatch_eager` was measured, or else typical.
+    """
+    if chip.host_spread is None and chip.dispatch_eager.kind == "measured":
+        return 0.0
+    usual = chip.host_spread or bundled_host(TYPICAL_HOST).spread
+    return usual.value if usual else 0.0
 
 
 def _read(root: FactTable) -> Host:
@@ -137,7 +143,6 @@ def _read(root: FactTable) -> Host:
     problems.raise_any()
     if name != TYPICAL_HOST:
         facts = host_facts(facts)
-        spread = spread or spread_of(facts)
     return Host(name=name, title=title, facts=facts, spread=spread, aliases=aliases)
 
 

@@ -46,7 +46,7 @@ from rooftrace.hardware.chip import (
     LinkName,
     Peak,
 )
-from rooftrace.hardware.chipfile.hosts import host_facts, spread_of
+from rooftrace.hardware.chipfile.hosts import host_facts
 from rooftrace.hardware.chipfile.tables import (
     FactFileError,
     FactTable,
@@ -250,7 +250,6 @@ def _read(root: FactTable) -> Chip:
     _no_duplicates(root.file, "link", [link.name for link in links])
     build = cast(Callable[..., Chip], Chip)
     stated = {name: fact for name, fact in facts.items() if fact is not None}
-    host = host_facts({name: stated[name] for name in HOST_FACTS if name in stated})
     return build(
         name=name,
         title=title,
@@ -261,8 +260,7 @@ def _read(root: FactTable) -> Chip:
         peaks=peaks,
         links=links,
         measured=measured,
-        host_spread=spread_of(host),
-        **{**stated, **host},
+        **{**stated, **host_facts({name: stated[name] for name in HOST_FACTS if name in stated})},
     )
 
 

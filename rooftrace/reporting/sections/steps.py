@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import SUMMARIES, waits_of
 from rooftrace.graph import pattern_of
-from rooftrace.hardware.units import format_capacity, format_share, format_time, listed, plural
+from rooftrace.hardware.units import format_capacity, format_share, format_time, listed
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import fit_cell
 from rooftrace.reporting.sections.results import ratio, tally
@@ -52,12 +52,11 @@ def kernels_on_screen(results: Results) -> view.Section:
             kernels.append({key: rest[key] for key in ("kernel", "calls", "seconds", "share")})
         waiting = estimate.times.t_launch
         if waiting > LEAST_WAITING * estimate.t_est:
-            reads = waits_of(estimate.plan.graph)
-            after = f", {plural(reads, 'read')} of values" if reads else ""
             kernels.append(
                 {
-                    "kernel": view.Cell(f"waiting for the host{after}", "plain"),
+                    "kernel": view.Cell("waiting for the host", "plain"),
                     "limit": view.Cell(words.LIMITS["launch"], "launch"),
+                    "calls": waits_of(estimate.plan.graph) or None,
                     "seconds": waiting,
                     "share": ratio(waiting, estimate.t_est),
                 }
