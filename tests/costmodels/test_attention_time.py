@@ -345,6 +345,8 @@ def test_no_attention_takes_less_for_more(
     on, library_on_chip = engine(chip), library_on(library, load_chip(chip))
     knobs = attention_knobs("usual", load_chip(chip), library_on_chip)
     grown = np.arange(1.0, 200.0)
+    # A plan gives SMs whole steps of all tiles: of one tile more they may get more equal shares.
+    slack = 5e-3 if library_on_chip == "flash3-mla" else 1e-9
     for name in ("batch", "queries", "past", "kv_heads", "width"):
         first = name == "queries" and library_on_chip == "flash2"
         chain = {**sizes, "past": past, name: grown + first}
@@ -353,12 +355,12 @@ def test_no_attention_takes_less_for_more(
         cases["library"] = np.array([float(LIBRARIES.index(library_on_chip))])
         cases = {key: np.broadcast_to(value, grown.shape).copy() for key, value in cases.items()}
         device = attention_seconds(cases, on, knobs, overlap=3.0).device
-        falls = np.diff(device) < -1e-9 * device[1:]
+        falls = np.diff(device) < -slack * device[1:]
         assert not (falls & ~passes_a_rule(library_on_chip, cases)).any(), name
 
 
 def passes_a_rule(library: str, cases: dict[str, np.ndarray]) -> np.ndarray:
-    """The steps of a chain at which a library takes other tiles, or cuts keys no more."""
+    """The steps of a chain at which a library takes other tiles, or cuts keys otherwise."""
     queries, width = cases["queries"], cases["width"]
     rules = [width > most for most in (64, 128, 192)]
     if library == "triton":
