@@ -62,7 +62,8 @@ PART = 128
 """Keys of a part of a prompt in flashinfer, at least (`min_kv_chunk_size` of its scheduler.cuh)."""
 WIDEN = 6.0
 """Instructions of a lane that widen an element of an fp8 cache, and put it where products want it:
-rows of flashinfer on L40S, of which wide heads, with few rows, have most to widen."""
+rows of flashinfer on L40S, of which wide heads, with few rows, have most to widen.  Kernels that no
+row has with such a cache are taken to hide it."""
 WARPS = 4
 """Warps of a block: each widens the keys and values that it multiplies its rows with, all of them
 but where rows are so few that warps share out the keys instead."""
@@ -113,6 +114,7 @@ class AttentionKernel:
     # SM, where that is several.
     grid: int = 0
     fills: int = 1
+    widens: float = 0.0  # instructions of a lane for an element of a cache in fp8
     hides: bool = False  # query and output of a block move while the next one computes
     feed: float = inf  # bytes of key and value that an SM takes per clock
 
@@ -161,9 +163,10 @@ FLASHINFER = AttentionKernel(
     wide=64,
     by_width=(1, 0.5),
     fills=2,
+    widens=WIDEN,
 )
 TRITON = AttentionKernel(
-    rows=16, keys=32, packs=inf, splits=1, alone=False, vector=8, grid=128, most=16
+    rows=16, keys=32, packs=inf, splits=1, alone=False, vector=8, grid=128, most=16, widens=WIDEN
 )
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split.  Rows of
 flashinfer's blocks are those of `FA2DetermineCtaTileQ`, keys what two blocks of an SM of L40S have
@@ -463,7 +466,7 @@ def _step(
     step = flop * (1 / sizes["rate"] + convert) / knobs.products + rows * on.units * scores
     each = _cache_bytes(sizes) / (sizes["batch"] * sizes["keys"] * sizes["kv_heads"])
     loads = np.where(rows > LEAST, WARPS, 1) * width * on.units
-    step = step + np.where(sizes["kv_size"] < sizes["size"], WIDEN * loads / on.lanes, 0.0)
+    step = step + np.where(sizes["kv_size"] < sizes["size"], kernel.widens * loads / on.lanes, 0)
     fed: Array = np.maximum(step, each * on.units / (kernel.feed * on.clocks))
     return fed
 
