@@ -76,7 +76,8 @@ nested op: 8 us an elementwise op, 24 a product, 19 a norm, 45 attention, 60 a c
 """
 COUNTED = frozenset({
     "aten._unique", "aten._unique2", "aten.bincount", "aten.masked_select", "aten.nonzero",
-    "aten.repeat_interleave", "aten.unique_consecutive", "aten.unique_dim", "torchvision.nms",
+    "aten.repeat_interleave", "aten.unique_consecutive", "aten.unique_dim",
+    "aten.unique_dim_consecutive", "torchvision.nms",
 })  # fmt: skip
 """Ops whose results are as long as values say: on a GPU the host reads a count to allocate them.
 

@@ -77,7 +77,7 @@ class HostSeconds:
     view: float = 0.0  # to make a view
     call: float = 0.0  # to call a module, its ops aside
     chip: Chip | None = None  # of compiled code: for seconds at its breaks
-    entry: float = 0.0  # into a compiled graph
+    pace: float = 1.0  # of entries
     library: float = 0.0  # of a plain op's worth of work in CUDA's libraries
     read_back: float = 0.0  # from the device's end of work until the host has a value of it
 
@@ -96,7 +96,7 @@ class HostSeconds:
     def _between(self, launch: Launch, chip: Chip) -> float:
         """Seconds between compiled graphs: of entering one, and of ops, views and modules there."""
         return (
-            launch.entries * self.entry
+            launch.entries * chip.graph_entry.value / self.pace
             + launch.singles * chip.dispatch_eager.value
             + launch.views * chip.dispatch_view.value
             + launch.calls * chip.module_call.value
@@ -245,17 +245,16 @@ def host_seconds(execution: ExecutionModel, chip: Chip) -> HostSeconds:
     knobs = execution.knobs_on(chip)
     pace = 1.0 if knobs is None else knobs.pace
     back = 0.0 if chip.host_waits else chip.read_back.value
-    entry = chip.graph_entry.value / pace
     if execution.dispatch == "graph":
         launch = chip.graph_launch.value / pace
-        return HostSeconds(launch, chip=chip, entry=entry, read_back=back)
+        return HostSeconds(launch, chip=chip, pace=pace, read_back=back)
     plain = chip.dispatch_eager.value
     if execution.dispatch == "eager" and knobs is not None and knobs.dispatch is not None:
         plain = knobs.dispatch
     library = 0.0 if chip.host_waits else plain / pace
     if execution.dispatch in ("compiled", "mixed"):
         launch = chip.dispatch_compiled.value / pace
-        return HostSeconds(launch, chip=chip, entry=entry, library=library, read_back=back)
+        return HostSeconds(launch, chip=chip, pace=pace, library=library, read_back=back)
     view, call = chip.dispatch_view.value, chip.module_call.value
     if knobs is not None:
         view = view if knobs.view is None else knobs.view
