@@ -9,7 +9,14 @@ from collections.abc import Sequence
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.graph import GraphError, Op, OpGraph, Ref, marks
 from rooftrace.hardware.precisions import precision
-from rooftrace.tracer.recording import read_release
+from rooftrace.tracer.recording import Release, read_release
+
+
+def release_of(graph: OpGraph) -> Release | None:
+    """The release of PyTorch that a graph was traced for; None where none was asked for."""
+    release = graph.workload.get("torch")
+    return read_release(release) if release else None
+
 
 # -- stored wide -----------------------------------------------------------------------------------
 # Inductor writes the fp32 input of some ops in place of their result.
@@ -79,8 +86,8 @@ def expanded_masks(graph: OpGraph) -> dict[int, int]:
     Until torch 2.7 (`Release.views_masks`) Inductor copies the broadcast view of a mask that it
     computes for one attention.  Inputs are viewed, as are masks that are padded to aligned rows.
     """
-    release = graph.workload.get("torch")
-    if release is None or read_release(release).views_masks:
+    release = release_of(graph)
+    if release is None or release.views_masks:
         return {}
     values, made, readers = graph.values, set[int](), Counter[int]()
     larger: dict[int, int] = {}

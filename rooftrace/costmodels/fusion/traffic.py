@@ -13,10 +13,9 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.fusion.executions import ExecutionModel
-from rooftrace.costmodels.fusion.index_space import computed_again, widths
+from rooftrace.costmodels.fusion.index_space import computed_again, release_of, widths
 from rooftrace.costmodels.ops import Access, Cost, Work, find_rule, kinds_of
 from rooftrace.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
-from rooftrace.tracer.recording import read_release
 
 # -- channels last ---------------------------------------------------------------------------------
 # Channels last, where a compiler chooses this layout of convolutions.
@@ -47,8 +46,8 @@ def keeps_channels_last(graph: OpGraph) -> bool:
     count = sum(times for _, _, times in convolutions)
     if not count or sum(map(graph.times, graph.ops)) >= FEW * count:
         return False
-    release = graph.workload.get("torch")
-    if release and not read_release(release).lays_out_images:
+    release = release_of(graph)
+    if release is not None and not release.lays_out_images:
         return False
     kinds = [_kind(op, shape) for op, shape, _ in convolutions]
     if any(op.part == "backward" for op in graph.ops):
@@ -66,8 +65,8 @@ def reduces_images_apart(graph: OpGraph) -> bool:
     With channels last positions are rows, and Inductor's loops over an image do not fit those of a
     sum down its columns, unless it may reorder them (`Release.reorders_loops`).
     """
-    release = graph.workload.get("torch")
-    if release is None or read_release(release).reorders_loops:
+    release = release_of(graph)
+    if release is None or release.reorders_loops:
         return False
     return keeps_channels_last(graph)
 

@@ -401,6 +401,11 @@ class Behind:
     share: Any = -1.0
     spread: float = 0.0
 
+    @classmethod
+    def of(cls, host: Any, device: Any, step: Any, spread: float) -> Behind:
+        """From the seconds of the host, of the device and of the step."""
+        return cls((host - device) / step, spread)
+
     def ends(self) -> tuple[Any, Any]:
         """Logarithms of the ends of device and host over that of the step; the later has 0."""
         import numpy as np

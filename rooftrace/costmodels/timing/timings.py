@@ -116,7 +116,7 @@ class StepTimes:
     @property
     def behind(self) -> Behind:
         """How far the end of the host is behind that of the device."""
-        return Behind((self.t_host - self.t_serial) / (self.t_est or 1.0), self.host_spread)
+        return Behind.of(self.t_host, self.t_serial, self.t_est or 1.0, self.host_spread)
 
     def chance(self, knobs: Knobs | None, seconds: float) -> float | None:
         """The chance that a measured step takes at most this; None without knobs, or any spread."""
@@ -317,10 +317,9 @@ class TimesOverPoints:
         ends = np.full((2, len(self.t_est)), np.nan)
         for number, cell in enumerate(self.cells.cells):
             at = (self.cells.place == number) & (self.variance > 0)
-            behind = (self.t_host[at] - self.t_serial[at]) / self.t_est[at]
-            errors = self.knobs.errors_of(
-                cell, self.alone[at], self.variance[at], Behind(behind, self.host_spread)
-            )
+            seconds = (self.t_host[at], self.t_serial[at], self.t_est[at])
+            behind = Behind.of(*seconds, self.host_spread)
+            errors = self.knobs.errors_of(cell, self.alone[at], self.variance[at], behind)
             ends[:, at] = errors.within()
         low, high = self.t_est * np.exp(ends)
         return np.maximum(self.t_bound, low), high

@@ -112,7 +112,7 @@ class GroupNumbers(Struct, frozen=True):
     times: int
     work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
     traffic: tuple[AccessNumbers, ...]
-    index: int  # see `engines.index_work`
+    index: int  # see `works.index_work`
     eager: bool  # whether a mixed step does not compile it
     exchange: KernelExchange | None  # with other processes
     of_experts: bool  # whether it is work of experts
