@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -352,7 +352,10 @@ class TargetSource:
 
         job, request = self.job, self.job.request
         kept = request.checkpoint
-        huggingface.distribute(made.module, request.mesh, trains=trains, checkpoint=kept)
+        how = {"checkpoint": kept, "plan": request.plan}
+        said = huggingface.distribute(made.module, request.mesh, trains=trains, **how)
+        if said:
+            inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
         with huggingface.divided(made.module, request.mesh):
             return trace_phases(made.module, inputs, phases, job.options, job.name)
 
