@@ -100,6 +100,11 @@ class Release:
         return self.minor >= 5
 
     @property
+    def matches_attention(self) -> bool:
+        """Whether Inductor makes hand-written attention one kernel (`fuse_attention.py`)."""
+        return self.minor >= 1
+
+    @property
     def lays_out_images(self) -> bool:
         """Whether Inductor may choose channels last for a step (`layout_optimization`)."""
         return self.minor >= 1
