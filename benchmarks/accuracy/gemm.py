@@ -26,10 +26,11 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from measured_kernels import CACHE
 from points import Point, parser_of, write_points
 
 import rooftrace as rt
@@ -106,7 +107,9 @@ class Products:
 
 def typical(chip: Chip) -> Knobs:
     """What comes along; on data-center GPUs as fast as a product alone runs."""
-    return Knobs.typical(chip, compiled=False, sustained=Knobs.generation(chip) in (None, "ada"))
+    of = Knobs.generation(chip)
+    knobs = Knobs.typical(chip, compiled=False, sustained=of in (None, "ada"))
+    return replace(knobs, cache=CACHE) if of == "ada" else knobs
 
 
 def chip_of(device: str, file: str) -> Chip | None:
