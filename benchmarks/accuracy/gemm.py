@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from measured_kernels import CACHE
+from measured_kernels import CACHE, kept
 from points import Point, parser_of, write_points
 
 import rooftrace as rt
@@ -201,8 +201,8 @@ def kernel(m: int, n: int, k: int, form: str, library: str, engine: str, chip: C
 
 
 def held(size: float, touched: float, capacity: float) -> float:
-    """Bytes of a tensor that a cache holds, of all that is touched until it is used again."""
-    return min(size, max(0.0, capacity - touched))
+    """Bytes of a tensor that a cache holds, by all that is touched until it is used again."""
+    return size * kept(touched / capacity) if capacity else 0.0
 
 
 def layers_of(library: str, form: str, weights: float, capacity: float) -> int:
