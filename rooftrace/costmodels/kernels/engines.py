@@ -493,15 +493,15 @@ def tile_terms(
     # Only from here on do arrays hold every tile with every split: few passes over them.
     prologue = prologue * np.where(padded > 0, 1.0, VECTOR_STEPS)
     blocks = tiles * split / units
-    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue)
-    flop += blocks * (common * prologue)
+    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue) + blocks * common * prologue
     flop *= 2 * units * done
     for runs, others in refused:
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
     feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner / fed
     spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
+    flat = (len(a) * len(split), len(rows))
     terms = (flop, feed, spill, walk, is_split)
-    return TileTerms(*(np.broadcast_to(term, shape).reshape(-1, shape[-1]).T for term in terms))
+    return TileTerms(*(np.broadcast_to(term, shape).reshape(flat).T for term in terms))
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:
