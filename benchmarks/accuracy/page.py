@@ -60,12 +60,12 @@ PARTS = (
 Latencies of linear layers of vLLM, TensorRT-LLM and SGLang, from the aiconfigurator performance
 database (Apache-2.0). *No fit* takes what comes along for the chip and the library, for a product
 alone. The numbers of A100, of H100 and H200 together, of B200 and of L40S were made from files of
-these GPUs, a number of them for both engines where there are two; those of narrow formats, four a
-format and library, from the rows of that library. So these rows test the form of the formulas, and
-less the constants. Files of other engines, releases and GPUs test both. One factor, and two numbers
-(sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others, five seeds.
-Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of block scales
-were launched without a CUDA graph since 0.24: small ones take what its host needs to launch them.
+these GPUs, a number of them for both engines where there are two; those of narrow formats, four to
+ten a format and library, from the rows of that library. So these rows test the form of the
+formulas, and less the constants. Files of other engines, releases and GPUs test both. One factor,
+and two numbers (sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others,
+five seeds. Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of
+block scales were launched without a CUDA graph since 0.24: small ones take what its host needs.
 They stand apart (*host*), predicted as the least latency of their kernel; no interval has them.""",
     ),
     Part(
