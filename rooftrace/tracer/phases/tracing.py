@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -21,7 +21,7 @@ from rooftrace.graph import Assumption, GraphFileError, OpGraph, load_graphs
 from rooftrace.hardware import load_chip
 from rooftrace.hardware.chip import USUAL
 from rooftrace.hardware.systems import load_system
-from rooftrace.tracer import Job, Options, TraceError, names
+from rooftrace.tracer import Job, Options, names
 from rooftrace.tracer.phases.apart import Traced, can_go_apart, trace_apart
 
 if TYPE_CHECKING:
@@ -366,18 +366,22 @@ class TargetSource:
 
         again: makes the model once more, where these do not tell of all.
         """
-        from rooftrace.tracer.sharding import splitting
+        from rooftrace.tracer.phases.attempts import describe
+        from rooftrace.tracer.repeats import shorten
+        from rooftrace.tracer.sharding.splitting import layers_of
 
-        options = self.job.options
-        short = None
-        if trains and options.repeats and not any("@" in kind for kind in options.assume or {}):
-            short = splitting.shorten(made.module)
+        options, short = self.job.options, None
+        if trains and options.repeats and not any("@" in kind for kind in options.assume):
+            with suppress(RequestError):  # no layers
+                short = shorten(made.module, layers_of(made.module))
         if short is None:
             return self._of_one(made.module, inputs, phases, trains)
+        from rooftrace.tracer import TraceError
+
         try:
             with short.watch:
                 few = self._of_one(made.module, inputs, phases, trains)
-            graphs = {phase: short.stretched(graph) for phase, graph in few.items()}
+            graphs = {phase: short.stretched(g, describe(short.layer)) for phase, g in few.items()}
         except (RequestError, TraceError):
             graphs = {}
         whole = {phase: graph for phase, graph in graphs.items() if graph is not None}
