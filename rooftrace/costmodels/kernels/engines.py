@@ -263,6 +263,11 @@ _INSTEAD = {
 """Libraries whose numbers stand for those of another that was not measured."""
 
 
+ROUNDS_BEFORE = ("trtllm",)
+"""Libraries whose norms, activations and attention write fp8 where the scale is known, and fp4
+(`RESIDUAL_RMS_NORM_QUANT_FP8` and `_NVFP4`, and the `out_scale` of attention, in TensorRT-LLM)."""
+
+
 def product_format(work: Work, chip: Chip) -> str:
     """The format of a product, one of FORMATS; "" where both operands are plain floats."""
     if work.operation != "matmul" or chip.kind != "gpu":
@@ -285,9 +290,10 @@ def library_kernel(work: Work, chip: Chip, library: str) -> tuple[int, bool]:
     measured = library_products(chip) if form else {}
     names = [f"{form} {each}" for each in _INSTEAD.get(library, ())]
     name = next((name for name in names if name in measured), "")
-    computes = precision(work.precision).computes
-    rounds = bool(name and computes and chip.has_peak("matrix", computes))
-    return KERNELS.index(name), rounds
+    stored = precision(work.precision)
+    rounds = bool(name and stored.computes and chip.has_peak("matrix", stored.computes))
+    before = library in ROUNDS_BEFORE and (stored.static or form == "fp4")
+    return KERNELS.index(name), rounds and not before
 
 
 # -- how rows are loaded ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 from rooftrace.errors import RequestError
 from rooftrace.tracer import TraceError
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
+from rooftrace.tracer.sharding.plans import as_engines, check_divides, cut_experts
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
@@ -71,11 +72,17 @@ def distribute(
             keep_less(model, checkpoint)
         return
     sizes = sizes_of(mesh)
-    config, manager = _configuration(model, sizes, trains), _meshes(mesh, sizes, trains)
-    model.config.distributed_config = config  # type: ignore[union-attr]
+    # Processes that share their tokens cut experts as engines do.
+    cut = not trains and sizes["tp"] > 1 and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
     loose: Any = model
     try:
+        plan = as_engines(model, sizes["tp"], trains=trains, cut=cut) if sizes["tp"] > 1 else {}
+        config = _configuration(model, {**sizes, "ep": 1} if cut else sizes, plan, trains)
+        manager = _meshes(mesh, sizes, trains)
+        loose.config.distributed_config = config
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
+        if cut:
+            cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
         if trains:
             keep_less(model, checkpoint)
@@ -123,7 +130,9 @@ def _there(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return {name: style for name, style in plan.items() if name in weighed}
 
 
-def _configuration(model: nn.Module, sizes: Mapping[str, int], trains: bool) -> Any:
+def _configuration(
+    model: nn.Module, sizes: Mapping[str, int], plan: Mapping[str, str], trains: bool
+) -> Any:
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:
@@ -134,6 +143,7 @@ def _configuration(model: nn.Module, sizes: Mapping[str, int], trains: bool) -> 
     low = getattr(model, "dtype", torch.float32) is torch.bfloat16
     return DistributedConfig(
         tp_size=sizes["tp"],
+        tp_plan=dict(plan) or "auto",
         fsdp_size=sizes["fsdp"],
         dp_replicate_size=sizes["dp_replicate"] if trains else 1,
         ep_size=sizes["ep"],
@@ -174,7 +184,7 @@ def _split(
 
     if sizes["tp"] > 1:
         apply_tensor_parallelism(model, manager.get_mesh("tp"), tp)
-    if sizes["ep"] > 1:
+    if sizes["ep"] > 1 and ep:
         _check_experts(model, sizes["ep"], ep)
         experts, around = manager.get_mesh("ep"), manager.get_mesh("tp")
         apply_expert_parallelism(model, experts, around, ep, ep_implementation=exchange)
@@ -183,13 +193,8 @@ def _split(
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:
     """Raise RequestError where each process cannot have as many experts as another."""
     for name, parameter in model.named_parameters():
-        experts = len(parameter) if plan.get(name) == "grouped_gemm" else processes
-        if experts % processes:
-            fitting = [str(size) for size in range(2, experts + 1) if not experts % size]
-            raise RequestError(
-                f"--mesh ep={processes}: {experts} experts cannot be spread evenly over it; sizes "
-                f"that divide them are {', '.join(fitting)} (copies of experts are not modelled)"
-            )
+        if plan.get(name) == "grouped_gemm":
+            check_divides("ep", processes, len(parameter), "experts")
 
 
 def keep_less(model: Any, checkpoint: str) -> None:
