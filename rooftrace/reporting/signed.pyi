@@ -615,6 +615,7 @@ def best_mesh(
     price: float | None = ...,
     kept_free: float = ...,
     progress: Callable[[str], None] | None = ...,
+    global_batch: int | None = ...,
     phases: Sequence[str] | None = ...,
     batch: int | None = ...,
     seq: int | None = ...,
@@ -650,10 +651,13 @@ def best_mesh(
 
     target: a config, or code that builds a module over a mesh; each candidate is a trace of its
     own, kept on disk.  chips: one number or several.  mesh: names the axes whose sizes are looked
-    for (default dp and tp; tp stays within a node); schedule and microbatches go with pp.  over:
-    batches of a replica to try.  step, tpot: limits in seconds, or as "30 ms", of a step and of a
-    decode step.  checkpoint: default "full" where a step does not fit without.  price: dollar/hour
-    of one chip.  kept_free: share of the memory.  Other arguments are those of `trace`.
+    for (default dp and tp; tp stays within a node); schedule goes with pp.  global_batch: requests,
+    or samples of training, of one step over all chips, the same for every mesh; each replica takes
+    its part.  Default: `batch` for each chip.  over: several of them.  batch: of training, what a
+    replica takes at once; default all of its part, or as much as fits, one in a pipeline.
+    step, tpot: limits in seconds, or as "30 ms", of a step and of a decode step.  checkpoint:
+    default "full" where a step does not fit without.  price: dollar/hour of one chip.  kept_free:
+    share of the memory.  Other arguments are those of `trace`.
 
     Raises RequestError where no mesh can be traced.  Where none fits and holds the limits, the
     answer has no `best`, and says what is nearest and how many chips are needed.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -111,21 +110,19 @@ _NAMED = 3
 
 
 def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str) -> str:
-    """A sentence on the plan, and on weights that each process of "tp" has whole."""
-    whole: Counter[str] = Counter()
-    total = 0
+    """A sentence on the plan, and on the largest weights that each process of "tp" has whole."""
+    whole: dict[str, int] = {}
     for name, weight in model.named_parameters():
         local: Any = weight
         kept = local.to_local() if hasattr(local, "to_local") else local
-        total += kept.numel() * kept.element_size()
         if kept.numel() == before[name]:
-            whole[re.sub(r"\d+", "*", name)] += kept.numel() * kept.element_size()
-    parts = [f"{name} {format_traffic(count)}" for name, count in whole.most_common(_NAMED)]
+            whole[re.sub(r"\d+", "*", name)] = kept.numel() * kept.element_size()
+    largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
+    parts = [f"{name} ({format_traffic(whole[name])} each)" for name in largest]
     who, other = PLANS if plan == PLANS[0] else reversed(PLANS)
     return (
         f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])} (--plan {other} for the other "
-        f"plan); each of {size} processes has {format_traffic(sum(whole.values()))} of its "
-        f"{format_traffic(total)} of weights whole, most of it {', '.join(parts)}"
+        f"plan); largest weights that each of {size} processes has whole: {', '.join(parts)}"
     )
 
 
