@@ -30,7 +30,7 @@ from rooftrace.tracer.phases.attempts import (
 from rooftrace.tracer.phases.calls import ModuleCalls
 from rooftrace.tracer.phases.stepping import optimizer_class, run_optimizer
 from rooftrace.tracer.recording import Recorder, attend, overrides
-from rooftrace.tracer.sharding import ddp
+from rooftrace.tracer.sharding import ddp, fsdp
 from rooftrace.tracer.values import (
     META,
     REAL_VALUE,
@@ -52,10 +52,12 @@ def trace_phases(
     phases: Sequence[str] | None = None,
     options: Options | None = None,
     target: str = "",
+    behind: bool = False,
 ) -> dict[str, OpGraph]:
     """Capture each of `phases` of `module` as an OpGraph; the default depends on its cache.
 
-    The module does not run on real data and is not changed: a module with real parameters is copied
+    behind: a training step is that of a stage's last microbatch, behind others of which weights
+    and gradients are still whole (see `fsdp.stage`).  The module does not run on real data and is not changed: a module with real parameters is copied
     to meta first.  Raises TraceError where its code fails, RequestError for an unknown phase.
     """
     options = options or Options()
@@ -64,7 +66,7 @@ def trace_phases(
     with depth_explained(module):
         check_request(module, phases, options)
         check_traceable(module, tensors_in((inputs.args, inputs.kwargs)))
-        return _traced(module, inputs, phases, options, target, replicas)
+        return _traced(module, inputs, phases, options, target, replicas, behind)
 
 
 def _traced(
@@ -74,9 +76,10 @@ def _traced(
     options: Options,
     target: str,
     replicas: ddp.Replication | None,
+    behind: bool,
 ) -> dict[str, OpGraph]:
     calls = ModuleCalls(on_meta(module), inputs, options.loss)
-    run = PhaseRunner(calls, options, target, replicas)
+    run = PhaseRunner(calls, options, target, replicas, behind)
     keeps = inputs.decode is not None
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
@@ -135,9 +138,10 @@ class PhaseRunner:
         options: Options,
         target: str = "",
         replicas: ddp.Replication | None = None,
+        behind: bool = False,
     ) -> None:
         self.calls, self.options, self.target = calls, options, target
-        self._replicas = replicas
+        self._replicas, self._behind = replicas, behind
         self.module, self.inputs = calls.module, calls.inputs
         self._prefilled: dict[str, Any] | None = None
         self._tokens, self._fed = 0, dict[str, Any]()  # the input of a call after a cache
@@ -268,8 +272,13 @@ class PhaseRunner:
             stepping.noted(recorder, self.module) as learnt,
             stepping.foreach_on_meta(),
         ):
+            if self._behind:
+                reduce = self._behind_others(recorder, parameters)
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
+            if self._behind:
+                recorder.here.part = "optimizer"  # once a step
+                reduce()
         trained = [p for p in parameters if p.grad is not None]
         if not trained and not any(map(copies.hooks_of, parameters)):
             raise RequestError(
@@ -296,6 +305,23 @@ class PhaseRunner:
         with ddp.watched(self.module, reducer.ready):
             yield
         reducer.finish()
+
+    def _behind_others(
+        self, recorder: Recorder, parameters: Sequence[nn.Parameter]
+    ) -> Callable[[], None]:
+        """Run a microbatch that is not recorded; returns what reduces gradients after the last."""
+        reduce = fsdp.stage(self.module)
+        with recorder.paused():
+            labels = self.inputs.labels
+            self.run_backward(recorder, self.calls.call(self.inputs.args, self.inputs.kwargs, labels))
+        recorder.here.part = "forward"
+        recorder.paths.counts.clear()
+        recorder.storages.enter_gathered()
+        held = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, gradient in (*held, *fsdp.whole_gradients(self.module)):
+            if gradient is not None:
+                recorder.enter(gradient, "gradient", f"{recorder.name_of(parameter)}.grad")
+        return reduce
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss, or of each output from a unit one."""

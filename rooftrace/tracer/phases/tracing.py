@@ -338,13 +338,14 @@ class TargetSource:
             fresh = self.loaded() if graphs else made
             inputs = splitting.inputs_of(fresh.inputs, fresh.module, stage)
             splitting.keep(fresh.module, stage)
-            (graph,) = self._divided(fresh, inputs, ("training",), trains=True).values()
+            behind = microbatches > 1
+            (graph,) = self._divided(fresh, inputs, ("training",), True, behind).values()
             graph = splitting.with_stage(graph, stage, schedule, microbatches)
             graphs[graph.step] = graph
         return graphs
 
     def _divided(
-        self, made: Loaded, inputs: Inputs, phases: Sequence[str], trains: bool
+        self, made: Loaded, inputs: Inputs, phases: Sequence[str], trains: bool, behind: bool = False
     ) -> dict[str, OpGraph]:
         """The graphs of one process's part of a model."""
         from rooftrace.tracer.phases.running import trace_phases
@@ -354,7 +355,7 @@ class TargetSource:
         kept = request.checkpoint
         huggingface.distribute(made.module, request.mesh, trains=trains, checkpoint=kept)
         with huggingface.divided(made.module, request.mesh):
-            return trace_phases(made.module, inputs, phases, job.options, job.name)
+            return trace_phases(made.module, inputs, phases, job.options, job.name, behind)
 
 
 # -- tracing ---------------------------------------------------------------------------------------

@@ -290,6 +290,44 @@ def _lend(undo: contextlib.ExitStack, state: Any) -> None:
     vars(state._comm_ctx).clear()
 
 
+def stage(root: nn.Module) -> Callable[[], None]:
+    """Let FSDP2 modules below this one run as in `torch.distributed.pipelining.PipelineStage`.
+
+    A backward keeps weights whole and adds gradients up; the function that is returned reduces
+    them and shards the weights, after the last microbatch (`perform_reduce_grad` of torch 2.13).
+    """
+    states = _states([root])
+
+    def tell(last: bool) -> None:
+        for state in states:
+            state._state_ctx.is_last_backward = last
+            for group in _groups(state):
+                group.reshard_after_backward = group.reduce_grads = last
+
+    def reduce() -> None:
+        tell(True)
+        for state in states:
+            for group in _groups(state):
+                group.post_backward()
+        for state in states:
+            if state._is_root:
+                state._root_post_backward_final_callback()
+
+    tell(False)
+    return reduce
+
+
+def whole_gradients(root: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The shards of the weights of FSDP2 modules, and gradients that are not reduced yet."""
+    for state in _states([root]):
+        for group in _groups(state):
+            for param in group.fsdp_params:
+                whole = getattr(param, "_unsharded_param", None)
+                added = param.unsharded_accumulated_grad
+                pending = whole.grad if added is None and whole is not None else added
+                yield param.sharded_param, pending
+
+
 _CONTAINERS = (list, dict, set)
 
 
