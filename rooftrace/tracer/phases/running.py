@@ -141,7 +141,7 @@ class PhaseRunner:
         behind: bool = False,
     ) -> None:
         self.calls, self.options, self.target = calls, options, target
-        self._replicas, self._behind = replicas, behind
+        self._replicas, self.behind = replicas, behind
         self.module, self.inputs = calls.module, calls.inputs
         self._prefilled: dict[str, Any] | None = None
         self._tokens, self._fed = 0, dict[str, Any]()  # the input of a call after a cache
@@ -271,14 +271,10 @@ class PhaseRunner:
             self._exchanged(recorder),
             stepping.noted(recorder, self.module) as learnt,
             stepping.foreach_on_meta(),
+            _behind_others(self, recorder, parameters),
         ):
-            if self._behind:
-                reduce = self._behind_others(recorder, parameters)
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
-            if self._behind:
-                recorder.here.part = "optimizer"  # once a step
-                reduce()
         trained = [p for p in parameters if p.grad is not None]
         if not trained and not any(map(copies.hooks_of, parameters)):
             raise RequestError(
@@ -305,23 +301,6 @@ class PhaseRunner:
         with ddp.watched(self.module, reducer.ready):
             yield
         reducer.finish()
-
-    def _behind_others(
-        self, recorder: Recorder, parameters: Sequence[nn.Parameter]
-    ) -> Callable[[], None]:
-        """Run a microbatch that is not recorded; returns what reduces gradients after the last."""
-        reduce = fsdp.stage(self.module)
-        with recorder.paused():
-            labels = self.inputs.labels
-            self.run_backward(recorder, self.calls.call(self.inputs.args, self.inputs.kwargs, labels))
-        recorder.here.part = "forward"
-        recorder.paths.counts.clear()
-        recorder.storages.enter_gathered()
-        held = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter, gradient in (*held, *fsdp.whole_gradients(self.module)):
-            if gradient is not None:
-                recorder.enter(gradient, "gradient", f"{recorder.name_of(parameter)}.grad")
-        return reduce
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss, or of each output from a unit one."""
@@ -368,10 +347,9 @@ class PhaseRunner:
 
     def _fed_inputs(self, phase: names.Phase) -> dict[str, Any]:
         """Arguments of a call that follows a cache, without the cache."""
-        inputs, count = self.inputs, phase.tokens
+        inputs, count, token = self.inputs, phase.tokens, self.inputs.decode or {}
         if phase.name == "requests":
             return step_inputs(self.calls, check_lengths(inputs.lengths, self.module))
-        token = inputs.decode or {}
         fed = {n: torch.cat([t] * count, 1) for n, t in token.items()} if count > 1 else {**token}
         return {**fed, **self.calls.places(inputs.workload.get("kv"), count)} if count else fed
 
@@ -401,6 +379,32 @@ class PhaseRunner:
             recorder.enter(tensor, "input", name)
         for kind, text in inputs.assumptions:
             recorder.values.assume(kind, text)
+
+
+@contextlib.contextmanager
+def _behind_others(
+    runner: PhaseRunner, recorder: Recorder, parameters: Sequence[nn.Parameter]
+) -> Iterator[None]:
+    """Inside, the last microbatch of a stage runs behind one that is not recorded; then gradients
+    are reduced, once a step.  Nothing happens to other steps."""
+    if not runner.behind:
+        yield
+        return
+    reduce = fsdp.stage(runner.module)
+    with recorder.paused():
+        labels = runner.inputs.labels
+        output = runner.calls.call(runner.inputs.args, runner.inputs.kwargs, labels)
+        runner.run_backward(recorder, output)
+    recorder.here.part = "forward"
+    recorder.paths.counts.clear()
+    recorder.storages.enter_gathered()
+    held = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, gradient in (*held, *fsdp.whole_gradients(runner.module)):
+        if gradient is not None:
+            recorder.enter(gradient, "gradient", f"{recorder.name_of(parameter)}.grad")
+    yield
+    recorder.here.part = "optimizer"
+    reduce()
 
 
 def _optimized(

@@ -197,6 +197,8 @@ def fully_sharded(
     states = _states(roots)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_storages_watched(resized))
+        for home, names in stages_alone() if running else ():
+            undo.enter_context(replaced(home, names))
         if states or not lent:
             _watch_weights(undo, unsharded)
         if states and lent:
@@ -361,6 +363,42 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 
     with replaced(kind, {"resize_": resize_}):
         yield
+
+
+# -- stages of torch -------------------------------------------------------------------------------
+
+
+def stages_alone() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Modules and their functions by which torch's stages agree with processes that are not there.
+
+    They vote whether all know their sizes, and send them where one does not.
+    """
+    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    kind = getattr(stage, "PipelineStage", None)
+    if not hasattr(kind, "_warmup_forward_vote"):  # older stages ask nobody
+        return
+
+    def vote(self: Any, has_backward: bool = True, **others: Any) -> Any:
+        if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward):
+            raise RequestError(
+                f"PipelineStage {self.stage_index} of {self.num_stages} has no sizes of its own, "
+                "and asks other processes, which are not there: pass input_args and output_args "
+                "(for tensors of a mesh input_grads and output_grads, too)"
+            )
+        return torch.ones((), device="cpu", dtype=torch.int32)
+
+    def agreed(self: Any, received_result: Any = None) -> Any:
+        return torch.ones((), device="cpu", dtype=torch.int32)
+
+    yield torch.random, {"fork_rng": _forked}
+    yield kind, {"_warmup_forward_vote": vote, "_warmup_backward_result": agreed}
+
+
+def _forked(*args: Any, device_type: str | None = "cuda", **kwargs: Any) -> Any:
+    """Stands for `torch.random.fork_rng`: meta has no random numbers to keep."""
+    if device_type == "meta":
+        return contextlib.nullcontext()
+    return original_of(torch.random, "fork_rng")(*args, device_type=device_type, **kwargs)
 
 
 # -- meshes ----------------------------------------------------------------------------------------
