@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -36,6 +38,7 @@ from tests.tracer.sharded_models import (
     WORDS,
     Net,
     allocated,
+    fsdp,
     piped,
     sp,
     step,
@@ -251,12 +254,67 @@ def test_a_replicated_part_of_a_module_exchanges_its_gradients_only() -> None:
     assert sent == [4 * sum(p.numel() for p in module.inner.parameters())]
 
 
-def test_a_hook_of_the_users_on_gradients_is_said() -> None:
+def hooked(net: nn.Module, hook: str, iteration: int) -> nn.Module:
+    """A wrapper whose gradients are exchanged by a hook of torch's, at this step."""
+    wrapped = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
+    if hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return wrapped
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=3)
+    state.iter = iteration
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped
+
+
+@pytest.mark.parametrize("hook", ["fp16", "power"])
+def test_a_hook_on_gradients_exchanges_what_it_does_in_a_real_reducer(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: list[int] = []
+    reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        real.append(tensor.nbytes)
+        return reduce(tensor, *args, **kwargs)
+
+    ids = torch.randint(WORDS, (BATCH, SEQ))
+    with alone(tmp_path), monkeypatch.context() as patched:
+        wrapped = hooked(Net(), hook, 0)
+        patched.setattr(dist, "all_reduce", noted)
+        for _ in range(5):
+            real.clear()
+            step(wrapped, ids)
     with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
-        wrapped = nn.parallel.DistributedDataParallel(Net())
-        wrapped._comm_hooks.append((print, None))
-        graph = rt.trace(step, wrapped, torch.zeros(2, 4, dtype=torch.long))
-    assert [a.kind for a in graph.assumptions if "hook" in a.text] == ["communication"]
+        wrapped = hooked(Net(), hook, 4)
+        ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        graphs = [rt.trace(step, wrapped, ids), rt.trace(wrapped, ids, phase="training")]
+        graphs.append(rt.trace(step, wrapped, ids))  # the hook's state is as it was
+    for graph in graphs:
+        made = [op.collective.bytes for op in graph.expand().ops if op.collective]
+        assert sorted(made) == sorted(real)
+        assert [a.kind for a in graph.assumptions if "_hook exchanges" in a.text] == [
+            "communication"
+        ]
+
+
+def test_processes_tell_each_other_which_gradients_they_have() -> None:
+    """c10d's reducer sums a map of one int32 for each parameter (reducer.cpp)."""
+    with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
+        wrapped = nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
+        graph = rt.trace(step, wrapped, torch.zeros(BATCH, SEQ, dtype=torch.long))
+    sizes = [op.collective.bytes for op in graph.expand().ops if op.collective]
+    assert sizes == [
+        4 * sum(p.numel() for p in wrapped.parameters()),
+        4 * len(list(wrapped.parameters())),
+    ]
+
+
+def test_weights_that_stay_on_the_host_are_refused() -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    with rt.tools.fake_mesh({"dp": 4}) as mesh, torch.device("meta"):
+        net = fsdp(Net(), mesh, offload_policy=policy)
+        with pytest.raises(rt.types.RequestError, match=r"CPUOffloadPolicy\(pin_memory=False\)"):
+            rt.trace(step, net, torch.zeros(BATCH, SEQ, dtype=torch.long))
 
 
 @functools.cache

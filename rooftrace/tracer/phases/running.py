@@ -99,9 +99,7 @@ def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
             f"{type(module).__name__} is taken off: one device's share is traced, and the "
             "exchange of gradients is not counted"
         )
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            text = ddp.HOOKED if ddp.replication_of(module).hooked else ""
-        if text:
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("communication", text)))
         module = module.module
     return module, inputs
@@ -293,14 +291,12 @@ class PhaseRunner:
         if how is None:
             yield
             return
-        with recorder.paused():
-            reducer = ddp.Reducer(self.module, how)
-        for number, flat in enumerate(reducer.flats):
-            recorder.enter(flat, "gradient", f"bucket {number}")
-        ddp.share_buffers(self.module, how)
-        with ddp.watched(self.module, reducer.ready):
-            yield
-        reducer.finish()
+        assume = recorder.values.assume
+        with ddp.reducer_of(self.module, how, recorder.paused, recorder.enter, assume) as reducer:
+            ddp.share_buffers(self.module, how)
+            with ddp.watched(self.module, reducer.ready):
+                yield
+            reducer.finish()
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss, or of each output from a unit one."""

@@ -233,7 +233,21 @@ def _modules(*names: str) -> Iterator[ModuleType]:
             yield module
 
 
+def _no_offload(group: Any) -> None:
+    """Stands for a check of FSDP2 that comes before the first forward."""
+    for param in group.fsdp_params:
+        if param.offload_to_cpu:
+            raise RequestError(
+                f"fully_shard(offload_policy=CPUOffloadPolicy(pin_memory={param.pin_memory})): "
+                "weights and optimizer states that stay on the host, and their copies to the "
+                "device, are not modelled; leave the policy out"
+            )
+
+
 def _watch_weights(undo: contextlib.ExitStack, unsharded: Any) -> None:
+    for groups in _modules("_fsdp_param_group"):
+        checked = {"_validate_cpu_offload_params": _no_offload}
+        undo.enter_context(replaced(groups.FSDPParamGroup, checked))
     for params in _modules("_fsdp_param"):
         param = params.FSDPParam
         make = original_of(param, "init_all_gather_outputs")
