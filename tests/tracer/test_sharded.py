@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -307,6 +307,26 @@ def test_processes_tell_each_other_which_gradients_they_have() -> None:
         4 * sum(p.numel() for p in wrapped.parameters()),
         4 * len(list(wrapped.parameters())),
     ]
+
+
+class Turned(nn.Module):
+    """Rows become columns, over the processes of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.inner = mesh, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = DTensor.from_local(self.inner(x), self.mesh, [Shard(0)])
+        return rows.redistribute(self.mesh, [Shard(1)]).to_local() * 2
+
+
+def test_other_shards_of_a_tensor_are_exchanged_and_not_gathered() -> None:
+    """Each process sends its shard once: 16 of 128 rows, there and back."""
+    with rt.tools.fake_mesh({"tp": 8}) as mesh, torch.device("meta"):
+        graph = rt.trace(Turned(mesh), torch.zeros(16, 64), phase="training")
+    made = [op.collective for op in graph.expand().ops if op.collective]
+    assert [(c.kind, c.bytes) for c in made] == [("all_to_all", 16 * 64 * 4)] * 2
 
 
 def test_weights_that_stay_on_the_host_are_refused() -> None:
