@@ -60,12 +60,12 @@ PARTS = (
 Latencies of linear layers of vLLM, TensorRT-LLM and SGLang, from the aiconfigurator performance
 database (Apache-2.0). *No fit* takes what comes along for the chip and the library, for a product
 alone. The numbers of A100, of H100 and H200 together, of B200 and of L40S were made from files of
-these GPUs, a number of them for both engines where there are two; those of narrow formats, four a
-format and library, from the rows of that library. So these rows test the form of the formulas, and
-less the constants. Files of other engines, releases and GPUs test both. One factor, and two numbers
-(sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others, five seeds.
-Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of block scales
-were launched without a CUDA graph since 0.24: small ones take what its host needs to launch them.
+these GPUs, a number of them for both engines where there are two; those of narrow formats, four to
+ten a format and library, from the rows of that library. So these rows test the form of the
+formulas, and less the constants. Files of other engines, releases and GPUs test both. One factor,
+and two numbers (sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others,
+five seeds. Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of
+block scales were launched without a CUDA graph since 0.24: small ones take what its host needs.
 They stand apart (*host*), predicted as the least latency of their kernel; no interval has them.""",
     ),
     Part(
@@ -195,8 +195,12 @@ Rows that the host bounds stand apart. Python per module call (8 us, of the typi
 launch of PyTorch 2.0's compiled code (15 us, host `torch-2.0`) were read off ResNet-50 at batch 1
 and 4 of the first source; what ops through cuDNN and cuBLAS take of the host is from traces
 (TraceLens, MIT). BERT was not looked at for either. The least tiles of products in fp32 suit ViT
-and BEiT best, and that Inductor before 2.1 keeps channels first was found on DeepLab. Segformer
-takes about 10 ms more at any batch than is predicted: no source says why, and nothing here stands
+and BEiT best, and that Inductor before 2.1 keeps channels first was found on DeepLab. That linear
+layers of older releases add their bias in a kernel of its own was read in pull requests after BERT
+was found too fast; it makes ConvNeXt and VOLO in training (RTX 3090, torch 1.12) better too. That
+Inductor 2.0 leaves hand-written attention as it is was read in its wheel after ViT. Segformer takes
+about 10 ms more at any batch than is predicted, as if each of the 4,096 channels of its depthwise
+convolutions, channels last, were a kernel of 2 to 3 us: no source says so, and nothing here stands
 for it.""",
     ),
     Part(

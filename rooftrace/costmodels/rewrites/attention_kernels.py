@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.fusion import release_of
 from rooftrace.costmodels.ops.cost import BY_LENGTHS, EFFICIENT, LIBRARY, MASK_FACTS, WRITTEN_OUT
 from rooftrace.costmodels.rewrites.attention_products import (
     WrittenAttention,
@@ -181,8 +182,11 @@ def _in_chunks(rows: int, chunk: int) -> int:
 def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     """Hand-written attention that compilers match, without sinks and soft caps, as one op.
 
-    The conditions are those of `attention_kernels`.
+    The conditions are those of `attention_kernels`, and a release that has such a pass.
     """
+    release = release_of(graph)
+    if release is not None and not release.matches_attention:
+        return graph, 0
     return _as_kernels(graph, plain=True)
 
 
