@@ -179,6 +179,29 @@ def test_the_depthwise_kernel_of_channels_first_adds_its_bias_itself() -> None:
     assert "add_" in kernels(estimated(depthwise, other))
 
 
+@pytest.mark.parametrize(
+    ("shape", "release", "apart"),
+    [
+        ((6, 8), "1.8", False), ((2, 3, 8), "1.11", True), ((2, 3, 8), "1.12", False),
+        ((1, 2, 3, 8), "2.0", True), ((1, 2, 3, 8), "2.1", False), ((6, 8, 1, 1), "1.8", False),
+    ],
+)  # fmt: skip
+def test_a_linear_of_many_dimensions_added_its_bias_apart(
+    shape: tuple[int, ...], release: str, apart: bool
+) -> None:
+    weight, bias, x = (torch.ones(*s, device="meta") for s in ((16, 8), (16,), shape))
+    pooled = shape[-1] == 1
+
+    def head(x: Tensor) -> Tensor:
+        return F.linear(x.flatten(1) if pooled else x, weight, bias)
+
+    estimate = estimated(head, x, torch=release)
+    read, out = (6 * 8 + 16 * 8) * FP32, 6 * 16 * FP32
+    expected = [read + out, 2 * out + 16 * FP32] if apart else [read + out + 16 * FP32]
+    assert kernels(estimate) == (["mm", "add_"] if apart else ["addmm"])
+    assert [row.bytes for row in estimate.rows] == expected
+
+
 def test_the_gradients_of_a_convolution_are_a_kernel_each() -> None:
     weight, bias = (torch.ones(*shape, device="meta") for shape in ((C, C, 1, 1), (C,)))
     graph = trained(lambda x: F.conv2d(x, weight, bias).exp().sum())

@@ -265,6 +265,11 @@ _INSTEAD = {
 """Libraries whose numbers stand for those of another that was not measured."""
 
 
+ROUNDS_BEFORE = ("trtllm",)
+"""Libraries whose norms, activations and attention write fp8 where the scale is known, and fp4
+(`RESIDUAL_RMS_NORM_QUANT_FP8` and `_NVFP4`, and the `out_scale` of attention, in TensorRT-LLM)."""
+
+
 def product_format(work: Work, chip: Chip) -> str:
     """The format of a product, one of FORMATS; "" where both operands are plain floats."""
     if work.operation != "matmul" or chip.kind != "gpu":
@@ -287,9 +292,10 @@ def library_kernel(work: Work, chip: Chip, library: str) -> tuple[int, bool]:
     measured = library_products(chip) if form else {}
     names = [f"{form} {each}" for each in _INSTEAD.get(library, ())]
     name = next((name for name in names if name in measured), "")
-    computes = precision(work.precision).computes
-    rounds = bool(name and computes and chip.has_peak("matrix", computes))
-    return KERNELS.index(name), rounds
+    stored = precision(work.precision)
+    rounds = bool(name and stored.computes and chip.has_peak("matrix", stored.computes))
+    before = library in ROUNDS_BEFORE and (stored.static or form == "fp4")
+    return KERNELS.index(name), rounds and not before
 
 
 # -- how rows are loaded ---------------------------------------------------------------------------
@@ -352,7 +358,9 @@ VECTOR_STEPS = 1 / 16
 """Filling a tile takes a time: steps of the matrix engine, of which the vector engine of a
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
 _HALF = 2.0
-"""Bytes of a number of half precision."""
+"""Bytes of a number of half precision.  A matrix engine fills its pipeline with bytes: in half the
+steps of K for TF32, in twice as many for fp8.  cuBLAS's usual tiles have as many stages of 32 steps
+in fp16 (`s16816gemm_f16_128x128_32x5`) as of 16 steps in TF32 (`s1688gemm_128x128_16x5`)."""
 VECTOR_TILE = 128 * 64
 """Numbers of C in the smallest tile of products on a vector engine: a thread of smaller ones has
 too few in registers for what it loads.  C that is narrower has narrower tiles."""
@@ -440,7 +448,7 @@ class TileTerms:
     flop: Array  # of full waves; infinite for tiles that a library does not take
     feed: Array  # bytes from L2
     spill: Array  # bytes of partial results through HBM
-    walk: Array  # bytes that HBM could move while a block walks over its part of K
+    walk: Array  # bytes that L2 could send while a block walks over its part of K
     split: np.ndarray[Any, np.dtype[np.bool_]]  # whether K is split
 
 
@@ -458,7 +466,7 @@ def tile_terms(
     matrix engine; 0 on the vector engine, where matrix-vector kernels skip rows and columns that C
     lacks).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags of the
     products that each runs.  usual: whether a vector engine has the tiles that cuBLAS takes
-    (`VECTOR_TILE`), computed in full, or any.  Fp8 fills a pipeline in twice the steps of bf16.
+    (`VECTOR_TILE`), computed in full, or any.
     """
     import numpy as np
 
@@ -473,12 +481,13 @@ def tile_terms(
     done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
-    share, common = np.ones(len(rows)), np.zeros(len(rows))
+    share, common, fed = np.ones(len(rows)), np.zeros(len(rows)), np.ones(len(rows))
     refused = []
     for kernel, runs in kernels:
         busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
         prologue[runs] = tiling.prologue if kernel.prologue is None else kernel.prologue
         common[runs] = kernel.common
+        fed[runs] = (kernel.feed or tiling.feed) / tiling.feed
         taken = ~is_split if kernel.whole else np.ones_like(is_split)
         if kernel.tiles:
             high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
@@ -489,20 +498,19 @@ def tile_terms(
         narrow = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
         suits = (narrow | (a * b >= VECTOR_TILE)) & np.ones_like(is_split)
         refused.append((on_vector, ~suits[:, :, on_vector]))
-    prologue = prologue * _HALF / np.minimum(_HALF, np.maximum(width_a, width_b))
+    wide = np.maximum(width_a, width_b)
+    prologue *= _HALF / np.where(padded > 0, wide, np.minimum(_HALF, wide) / VECTOR_STEPS)
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
-    prologue = prologue * np.where(padded > 0, 1.0, VECTOR_STEPS)
     blocks = tiles * split / units
-    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue)
-    flop += blocks * (common * prologue)
+    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue) + blocks * common * prologue
     flop *= 2 * units * done
     for runs, others in refused:
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
-    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
+    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner / fed
     spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
-    terms = (flop, feed, spill, walk, is_split)
     flat = (len(a) * len(split), len(rows))
+    terms = (flop, feed, spill, walk, is_split)
     return TileTerms(*(np.broadcast_to(term, shape).reshape(flat).T for term in terms))
 
 
