@@ -33,8 +33,10 @@ LARGE_WINDOW = 5
 has unrolled ones for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up to 5
 (`check_cudnn_depthwise_workload_with_filter`)."""
 LARGE_WINDOW_LAST = 7
-"""With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
-(`conv2d_grouped_direct_kernel`), which is several times slower."""
+"""With channels last cuDNN has such kernels up to this; wider windows, and groups of one channel
+that make several, go to one for any groups (`conv2d_grouped_direct_kernel`), which is several times
+slower.  That of several is told by compiled steps of fastvit on RTX 4090: 11 to 14 ms more than
+such kernels explain, by how wide their three downsamplings are, not how many layers follow."""
 
 
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
@@ -76,7 +78,7 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         back = " backward" if "grad_output" in op.arguments else ""
         if not alone:
             return f"grouped conv{back or ending}"
-        if last and max(window) > LARGE_WINDOW_LAST:
+        if last and (max(window) > LARGE_WINDOW_LAST or shape[0] != groups):
             return "depthwise conv, general"
         if last:
             return f"depthwise conv{LAST}"
