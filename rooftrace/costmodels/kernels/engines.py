@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import smaller
 from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS, library_products
+from rooftrace.costmodels.kernels.knobs import BACK, CLASSES, LAST, UNITS, library_products
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph
@@ -72,10 +72,10 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
     groups, window = op.arguments.get("groups", 1), shape[2:]
     image = graph.values[op.inputs[0]]
     stored_last = traffic.has_channels_last(image)
-    last, ending = channels_last or stored_last, LAST if stored_last else ""
+    back = BACK if "grad_output" in op.arguments else ""
+    last, ending = channels_last or stored_last, LAST if stored_last else back
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
-        back = " backward" if "grad_output" in op.arguments else ""
         if not alone:
             return f"grouped conv{back or ending}"
         if last and (max(window) > LARGE_WINDOW_LAST or shape[0] != groups):
