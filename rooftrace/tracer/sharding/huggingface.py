@@ -44,11 +44,6 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
             f"--mesh ep={sizes['ep']}: experts are spread over the {inside} processes of dp x tp; "
             "expected a size that divides that"
         )
-    if sizes["ep"] > 1 and sizes["ep"] % sizes["tp"]:
-        raise RequestError(
-            f"--mesh ep={sizes['ep']},tp={sizes['tp']}: transformers spreads experts over whole "
-            "groups of tp; expected ep as a multiple of tp"
-        )
     return sizes
 
 
