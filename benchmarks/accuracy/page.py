@@ -60,12 +60,12 @@ PARTS = (
 Latencies of linear layers of vLLM, TensorRT-LLM and SGLang, from the aiconfigurator performance
 database (Apache-2.0). *No fit* takes what comes along for the chip and the library, for a product
 alone. The numbers of A100, of H100 and H200 together, of B200 and of L40S were made from files of
-these GPUs, a number of them for both engines where there are two; those of narrow formats, four a
-format and library, from the rows of that library. So these rows test the form of the formulas, and
-less the constants. Files of other engines, releases and GPUs test both. One factor, and two numbers
-(sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others, five seeds.
-Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of block scales
-were launched without a CUDA graph since 0.24: small ones take what its host needs to launch them.
+these GPUs, a number of them for both engines where there are two; those of narrow formats, four to
+ten a format and library, from the rows of that library. So these rows test the form of the
+formulas, and less the constants. Files of other engines, releases and GPUs test both. One factor,
+and two numbers (sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others,
+five seeds. Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of
+block scales were launched without a CUDA graph since 0.24: small ones take what its host needs.
 They stand apart (*host*), predicted as the least latency of their kernel; no interval has them.""",
     ),
     Part(
@@ -315,14 +315,18 @@ COVERAGE = """\
 Nominal 90 % intervals of predictions without a fit, by what was measured. They depend on where a
 step is: its phase, the generation of the chip, the kind of its kernels, their precision, how it is
 run, and what limits it. A cell of these takes its mean and its width from the sources that measured
-it, drawn towards the cells around it; cells that nobody measured take them from there, and are
-wider by how far cells are apart. What the host takes has errors of its own, as far as hosts lie
-apart, and steps that a host bounds make no cell. *Inside*: of the steps, with nothing of their
-source (one file, or one publication) in the interval. *Source seen*: with it, as for more rows of
-the same file. high/low: the upper end over the lower one, the median of the steps. The tables of
-the sections above have the same columns. The order in which fields are dropped, and how strongly a
-cell is drawn, were chosen with these sources in sight, and many constants behind the predictions
-were read off the same rows: expect a few percent fewer inside on rows of new sources."""
+it, drawn towards the cells around it; steps of a source are alike, so n of them count as n / (n +
+5) of a source. Cells that nobody measured take both from there, and are wider by how far cells are
+apart. Which field is dropped first is where sources are least apart: the generation. What the host
+takes has errors of its own, as far as hosts lie apart, and steps that a host bounds make no cell.
+*Inside*: of the steps, with nothing of their source (one file, or one publication) in the interval.
+*Effective*: how many sources of equal size would say as much of a group. Rows of a source err
+together, so with one or two of them *inside* is nearly all or nothing, and only the mean over many
+groups tells whether 90 % are 90 %. *Source seen*: with it, as for more rows of the same file.
+high/low: the upper end over the lower one, the median of the steps. The tables of the sections
+above have the same columns. How strongly a cell is drawn is from these sources (coverage.py prints
+it), and many constants behind the predictions were read off the same rows: expect a few percent
+fewer inside on rows of new sources."""
 
 
 MEMORY = """\

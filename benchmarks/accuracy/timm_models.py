@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,7 +151,8 @@ def graph_of(
 
     timm.layers.set_fast_norm(phase == "forward")
     timm.layers.set_fused_attn(bool(how["torch"]))
-    model = built(name, size)
+    with _norms_of(how["torch"]):
+        model = built(name, size)
     channels = model.default_cfg["input_size"][0]
     if form == FUSED:
         model = fused(model).to("meta")
@@ -162,6 +164,39 @@ def graph_of(
     if phase == "training":
         step |= {"loss": _cross_entropy, "optimizer": "sgd"}
     return rt.trace(Amp(model.eval()), x, **step)
+
+
+NORMS_SINCE = (2, 9)
+"""Releases of torch whose timm (1.0.20, 2025-09) has norms of its own in vision transformers."""
+
+
+@contextmanager
+def _norms_of(torch_release: str) -> Iterator[None]:
+    """Vision transformers with the norms that timm had when this release of torch was new.
+
+    Their layer norms were PyTorch's, which autocast runs in fp32 (`VisionTransformer` of timm
+    1.0.9: `partial(nn.LayerNorm, eps=1e-6)`; CLIP's name it too), and RmsNorm divided by the
+    deviation, op by op (`rms_norm` in `fast_norm.py`), as today's SimpleNorm.
+    """
+    import torch
+    from timm.layers import SimpleNorm
+    from timm.layers.fast_norm import simple_norm
+    from timm.models import vision_transformer
+
+    class RmsNorm(SimpleNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = simple_norm(x, self.normalized_shape, self.weight, self.eps)
+            return found
+
+    then = {"LayerNorm": torch.nn.LayerNorm, "RmsNorm": RmsNorm}
+    if tuple(map(int, (torch_release or "1.0").split("."))) >= NORMS_SINCE:
+        then = {}
+    now = {name: getattr(vision_transformer, name) for name in then}
+    vars(vision_transformer).update(then)
+    try:
+        yield
+    finally:
+        vars(vision_transformer).update(now)
 
 
 def _cross_entropy(output: Any) -> Any:

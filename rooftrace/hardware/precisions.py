@@ -8,6 +8,7 @@ A quantised format is written as its element, then scales, zero points and compu
     int4_g128_s16_z4      4-bit integers, with a 16-bit scale and a 4-bit zero point for each 128
     fp8_g128x128_s32_afp8 8-bit floats with an fp32 scale for each block of 128 x 128; products
                           round the other operand to fp8, too, and compute in fp8 (W8A8)
+    fp8_afp8_static       one scale for all; that of the other operand was found before
 
 `_g` without `_s` means scales of 16 bits. Without `_a` a product widens the weight and computes in
 the precision of the activations (W4A16).
@@ -36,8 +37,8 @@ class Precision:
     """One number format. `bits`: of one element in memory, its share of the scales included.
 
     element: the format without scales and compute precision. computes: the precision that a
-    product rounds its other operand to, and computes in; "" where it widens this one.  blocked:
-    whether a row has several scales.
+    product rounds its other operand to, and computes in; "" where it widens this one.  static:
+    whether the scale of that operand was found before.  blocked: whether a row has several scales.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Precision:
     note: str = ""
     element: str = ""
     computes: str = ""
+    static: bool = False
     blocked: bool = False
 
     @property
@@ -134,7 +136,7 @@ _QUANTISED = re.compile(
     r"(?P<element>\w+?)"
     r"(_g(?P<group>\d{1,9}(x\d{1,9})?)(_s(?P<scale>\d{1,3}(\.\d{1,9})?))?"
     r"(_z(?P<zero>\d{1,3}(\.\d{1,9})?))?)?"
-    r"(_a(?P<computes>fp4|fp8|int8|int4))?"
+    r"(_a(?P<computes>fp4|fp8|int8|int4)(?P<static>_static)?)?"
 )
 _BLOCK = 256
 """Numbers from which on a group is a whole row."""
@@ -182,6 +184,7 @@ def _quantised(key: str) -> Precision | None:
         note=f"{element.name} with scales" if parts["group"] else element.note,
         element=element.name,
         computes=parts["computes"] or "",
+        static=bool(parts["static"]),
         blocked=element.bits != int(element.bits)
         or "x" in (parts["group"] or "")
         or 1 < group <= _BLOCK,
@@ -246,12 +249,14 @@ def widest(*names: str) -> str:
     if not names:
         raise PrecisionError("widest(): expected at least one precision")
     formats = {precision(name).name: precision(name) for name in names}
-    computed = sorted({item.computes for item in formats.values() if item.computes})
-    if computed:
-        elements = {item.element for item in formats.values() if item.computes}
+    computing = [item for item in formats.values() if item.computes]
+    if computing:
+        elements = {item.element for item in computing}
+        computed = sorted({item.computes for item in computing})
         others = [item.element for item in formats.values() if not item.computes] or elements
-        scales = "_g128" if any(item.blocked for item in formats.values() if item.computes) else ""
-        return f"{widest(*others)}{scales}_a{max(computed, key=_computed_order)}"
+        scales = "_g128" if any(item.blocked for item in computing) else ""
+        static = "_static" if all(item.static for item in computing) else ""
+        return f"{widest(*others)}{scales}_a{max(computed, key=_computed_order)}{static}"
     if len(formats) == 1:
         return next(iter(formats.values())).element
     kinds = {item.kind for item in formats.values()}

@@ -263,6 +263,11 @@ _INSTEAD = {
 """Libraries whose numbers stand for those of another that was not measured."""
 
 
+ROUNDS_BEFORE = ("trtllm",)
+"""Libraries whose norms, activations and attention write fp8 where the scale is known, and fp4
+(`RESIDUAL_RMS_NORM_QUANT_FP8` and `_NVFP4`, and the `out_scale` of attention, in TensorRT-LLM)."""
+
+
 def product_format(work: Work, chip: Chip) -> str:
     """The format of a product, one of FORMATS; "" where both operands are plain floats."""
     if work.operation != "matmul" or chip.kind != "gpu":
@@ -285,9 +290,10 @@ def library_kernel(work: Work, chip: Chip, library: str) -> tuple[int, bool]:
     measured = library_products(chip) if form else {}
     names = [f"{form} {each}" for each in _INSTEAD.get(library, ())]
     name = next((name for name in names if name in measured), "")
-    computes = precision(work.precision).computes
-    rounds = bool(name and computes and chip.has_peak("matrix", computes))
-    return KERNELS.index(name), rounds
+    stored = precision(work.precision)
+    rounds = bool(name and stored.computes and chip.has_peak("matrix", stored.computes))
+    before = library in ROUNDS_BEFORE and (stored.static or form == "fp4")
+    return KERNELS.index(name), rounds and not before
 
 
 # -- how rows are loaded ---------------------------------------------------------------------------
@@ -440,7 +446,7 @@ class TileTerms:
     flop: Array  # of full waves; infinite for tiles that a library does not take
     feed: Array  # bytes from L2
     spill: Array  # bytes of partial results through HBM
-    walk: Array  # bytes that HBM could move while a block walks over its part of K
+    walk: Array  # bytes that L2 could send while a block walks over its part of K
     split: np.ndarray[Any, np.dtype[np.bool_]]  # whether K is split
 
 
@@ -473,12 +479,13 @@ def tile_terms(
     done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
     tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
-    share, common = np.ones(len(rows)), np.zeros(len(rows))
+    share, common, fed = np.ones(len(rows)), np.zeros(len(rows)), np.ones(len(rows))
     refused = []
     for kernel, runs in kernels:
         busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
         prologue[runs] = tiling.prologue if kernel.prologue is None else kernel.prologue
         common[runs] = kernel.common
+        fed[runs] = (kernel.feed or tiling.feed) / tiling.feed
         taken = ~is_split if kernel.whole else np.ones_like(is_split)
         if kernel.tiles:
             high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
@@ -494,15 +501,14 @@ def tile_terms(
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
     blocks = tiles * split / units
-    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue)
-    flop += blocks * (common * prologue)
+    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue) + blocks * common * prologue
     flop *= 2 * units * done
     for runs, others in refused:
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
-    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
+    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner / fed
     spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
-    terms = (flop, feed, spill, walk, is_split)
     flat = (len(a) * len(split), len(rows))
+    terms = (flop, feed, spill, walk, is_split)
     return TileTerms(*(np.broadcast_to(term, shape).reshape(flat).T for term in terms))
 
 

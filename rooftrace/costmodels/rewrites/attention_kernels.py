@@ -41,10 +41,11 @@ from rooftrace.tracer import RequestLengths
 def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
     """Query heads that share keys and values read them as stored, not a copy for each head.
 
-    The copy is a clone of [.., Hk, G, L, E] that has stride 0 along G.
+    The copy is a clone of [.., Hk, G, L, E] that has stride 0 along G; or, of one head for all, of
+    [.., H, L, E] or [.., H, E, L] that has stride 0 along H.
     """
     flow = ValueFlow(graph)
-    shared: dict[int, tuple[Op, dict[str, int]]] = {}
+    shared: dict[int, tuple[Op, dict[str, _Stored]]] = {}
     for op in graph.ops:
         if op.target == ATTENTION and op.part == "forward":
             stored = {name: _stored(flow, op, name) for name in ("key", "value")}
@@ -54,15 +55,23 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
     return with_matches(graph, shared, _emit_shared)
 
 
-def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, int]]) -> None:
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Keys or values of which an attention reads a copy for each head."""
+
+    value: int  # [.., Hk, G, L, E]; or with one head for all, of which attention reads these
+    dims: tuple[int, ...] = ()  # dimensions in its order
+
+
+def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, _Stored]]) -> None:
     op, sources = shared
-    heads = {name: _first_of_group(edit, op, Ref(item)) for name, item in sources.items()}
+    heads = {name: _heads_of(edit, op, stored) for name, stored in sources.items()}
     arguments: dict[str, Argument] = {**op.arguments, **heads}
     edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
 
 
-def _stored(flow: ValueFlow, op: Op, name: str) -> int | None:
-    """[.., Hk, G, L, E] of which keys or values are a copy for each head; None for other ones."""
+def _stored(flow: ValueFlow, op: Op, name: str) -> _Stored | None:
+    """What keys or values are a copy of, for each head; None for other ones."""
     values, item = flow.values, operand(op, name)
     clone = flow.kernel_of(item.id)
     if clone is None or clone.name != "aten.clone" or clone.repeats != op.repeats:
@@ -71,19 +80,28 @@ def _stored(flow: ValueFlow, op: Op, name: str) -> int | None:
         return None
     (stored,) = clone.inputs
     source, copy, read = (values[i] for i in (stored, clone.outputs[0], item.id))
+    if flow.overwritten(stored, clone.id, op.id) or copy.storage != read.storage:
+        return None
+    if len(source.shape) == len(read.shape) > 2:
+        places = dict(zip(zip(copy.shape, copy.stride, strict=True), range(9), strict=False))
+        dims = tuple(places.get(d, -1) for d in zip(read.shape, read.stride, strict=True))
+        one = dims[-3] >= 0 and read.shape[-3] > 1 and source.stride[dims[-3]] == 0
+        return _Stored(stored, dims) if one and set(dims) == set(range(len(dims))) else None
     if len(source.shape) != len(read.shape) + 1 or len(read.shape) < 3:
         return None
     *lead, shared, group, length, width = source.shape
     repeated = group > 1 and source.stride[-3] == 0
     if not repeated or read.shape != (*lead, shared * group, length, width):
         return None
-    if copy.storage != read.storage or merged_dims(copy) != merged_dims(read):
-        return None
-    return None if flow.overwritten(stored, clone.id, op.id) else stored
+    return _Stored(stored) if merged_dims(copy) == merged_dims(read) else None
 
 
-def _first_of_group(edit: Editor, like: Op, item: Ref) -> Ref:
-    source = edit.values[item.id]
+def _heads_of(edit: Editor, like: Op, stored: _Stored) -> Ref:
+    """[.., Hk, L, E] of the stored heads."""
+    item, source = Ref(stored.value), edit.values[stored.value]
+    if stored.dims:
+        one = edit.sliced(like, item, stored.dims[-3], 0, 1)
+        return edit.permuted(like, one, stored.dims)
     at = len(source.shape) - 3
     shape, stride = (t[:at] + t[at + 1 :] for t in (source.shape, source.stride))
     return edit.view_op(like, "aten.select.int", item, {"dim": at, "index": 0}, shape, stride)

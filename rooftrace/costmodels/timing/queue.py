@@ -365,6 +365,8 @@ def runs_aside(planned: Plan, kernel: int) -> bool:
 
 
 _OF_EXPERTS = ("all_to_all", *EXCHANGE_WAYS)
+_COLLECTIVES_OF = {"torch": "nccl"}
+"""Libraries of collectives by `ExecutionModel.library`, where the names differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,8 +400,9 @@ class KernelExchange:
     splits: bool = False  # whether processes get different amounts
     experts: ExpertExchange | None = None  # by the kernels of DeepEP
 
-    def seconds(self, system: System, how: str) -> ExchangeSeconds:
-        """Seconds of one call over the links of a system.  how: `ExecutionModel.exchange`.
+    def seconds(self, system: System, execution: ExecutionModel) -> ExchangeSeconds:
+        """Seconds of one call over the links of a system, by the kernels of the execution's
+        library where they were measured, else by NCCL.
 
         Raises MissingPeakError for a chip without a link, and SystemSizeError for ranks that a
         system has no chips for.
@@ -411,12 +414,13 @@ class KernelExchange:
             )
         ranks = self.members.ranks
         least = link_seconds(system, self.kind, self.nbytes, ranks)
-        taken = collective_seconds(system, self.kind, self.nbytes, ranks)
+        library = _COLLECTIVES_OF.get(execution.library, execution.library)
+        taken = collective_seconds(system, self.kind, self.nbytes, ranks, library)
         if self.experts is None:
             return ExchangeSeconds(self.kind, taken, least)
-        by_experts = self.experts.seconds(system, ranks, MODES[how])
+        by_experts = self.experts.seconds(system, ranks, MODES[execution.exchange])
         taken = replace(by_experts, level=taken.level)
-        kind = f"{self.experts.way} (DeepEP {MODES[how]})"
+        kind = f"{self.experts.way} (DeepEP {MODES[execution.exchange]})"
         return ExchangeSeconds(kind, taken, smaller(least, taken.seconds))
 
 

@@ -382,9 +382,9 @@ def _exchanges(step: StepAmounts, chip: Chip) -> dict[int, ExchangeSeconds]:
     talking = [(number, part.exchange) for number, part in enumerate(step.parts) if part.exchange]
     if not talking:
         return {}
-    system, how = chip.system or System.of_chip(chip), step.execution.exchange
-    factor = step.execution.disturbances.expert_imbalance
-    return {number: each.seconds(system, how).unevenly(factor) for number, each in talking}
+    system, execution = chip.system or System.of_chip(chip), step.execution
+    factor = execution.disturbances.expert_imbalance
+    return {number: each.seconds(system, execution).unevenly(factor) for number, each in talking}
 
 
 def _at_peaks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,8 +12,11 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError
+from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer import TraceError
+from rooftrace.tracer.names import PLANS
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
+from rooftrace.tracer.sharding.plans import as_engines, check_divides, cut_experts
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
@@ -53,25 +57,40 @@ def processes(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def distribute(
-    model: nn.Module, mesh: Mapping[str, int], *, trains: bool, checkpoint: str = "none"
-) -> None:
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    *,
+    trains: bool,
+    checkpoint: str = "none",
+    plan: str = "engines",
+) -> str:
     """Spread a model over the mesh of the running `fake_mesh`, in place.
 
     trains: replicas share their weights (FSDP2), with gradients reduced in fp32; else each has all.
-    checkpoint: see `asking.names.CHECKPOINTS`.  Raises RequestError where transformers has no
-    plan for this model.
+    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`.  Returns a sentence on what tensor
+    parallelism leaves whole; "" without it.  Raises RequestError where there is no plan for this
+    model.
     """
     if not mesh:
         if trains:
             keep_less(model, checkpoint)
-        return
+        return ""
     sizes = sizes_of(mesh)
-    config, manager = _configuration(model, sizes, trains), _meshes(mesh, sizes, trains)
-    model.config.distributed_config = config  # type: ignore[union-attr]
+    by_engines = sizes["tp"] > 1 and plan == "engines"
+    # Processes that share their tokens cut experts as engines do.
+    cut = by_engines and not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
     loose: Any = model
+    before = {name: weight.numel() for name, weight in model.named_parameters()}
     try:
+        rules = as_engines(model, sizes["tp"], trains=trains, cut=cut) if by_engines else {}
+        config = _configuration(model, {**sizes, "ep": 1} if cut else sizes, rules, trains)
+        manager = _meshes(mesh, sizes, trains)
+        loose.config.distributed_config = config
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
+        if cut:
+            cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
+        said = _on_whole(model, before, sizes["tp"], plan) if sizes["tp"] > 1 else ""
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
@@ -83,6 +102,28 @@ def distribute(
     except (ValueError, NotImplementedError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
+    return said
+
+
+_NAMED = 3
+"""Parts of a model that a sentence names."""
+
+
+def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str) -> str:
+    """A sentence on the plan, and on the largest weights that each process of "tp" has whole."""
+    whole: dict[str, int] = {}
+    for name, weight in model.named_parameters():
+        local: Any = weight
+        kept = local.to_local() if hasattr(local, "to_local") else local
+        if kept.numel() == before[name]:
+            whole[re.sub(r"\d+", "*", name)] = kept.numel() * kept.element_size()
+    largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
+    parts = [f"{name} ({format_traffic(whole[name])} each)" for name in largest]
+    who, other = PLANS if plan == PLANS[0] else reversed(PLANS)
+    return (
+        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])} (--plan {other} for the other "
+        f"plan); largest weights that each of {size} processes has whole: {', '.join(parts)}"
+    )
 
 
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
@@ -118,7 +159,9 @@ def _there(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return {name: style for name, style in plan.items() if name in weighed}
 
 
-def _configuration(model: nn.Module, sizes: Mapping[str, int], trains: bool) -> Any:
+def _configuration(
+    model: nn.Module, sizes: Mapping[str, int], plan: Mapping[str, str], trains: bool
+) -> Any:
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:
@@ -129,6 +172,7 @@ def _configuration(model: nn.Module, sizes: Mapping[str, int], trains: bool) -> 
     low = getattr(model, "dtype", torch.float32) is torch.bfloat16
     return DistributedConfig(
         tp_size=sizes["tp"],
+        tp_plan=dict(plan) or "auto",
         fsdp_size=sizes["fsdp"],
         dp_replicate_size=sizes["dp_replicate"] if trains else 1,
         ep_size=sizes["ep"],
@@ -169,7 +213,7 @@ def _split(
 
     if sizes["tp"] > 1:
         apply_tensor_parallelism(model, manager.get_mesh("tp"), tp)
-    if sizes["ep"] > 1:
+    if sizes["ep"] > 1 and ep:
         _check_experts(model, sizes["ep"], ep)
         experts, around = manager.get_mesh("ep"), manager.get_mesh("tp")
         apply_expert_parallelism(model, experts, around, ep, ep_implementation=exchange)
@@ -178,13 +222,8 @@ def _split(
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:
     """Raise RequestError where each process cannot have as many experts as another."""
     for name, parameter in model.named_parameters():
-        experts = len(parameter) if plan.get(name) == "grouped_gemm" else processes
-        if experts % processes:
-            fitting = [str(size) for size in range(2, experts + 1) if not experts % size]
-            raise RequestError(
-                f"--mesh ep={processes}: {experts} experts cannot be spread evenly over it; sizes "
-                f"that divide them are {', '.join(fitting)} (copies of experts are not modelled)"
-            )
+        if plan.get(name) == "grouped_gemm":
+            check_divides("ep", processes, len(parameter), "experts")
 
 
 def keep_less(model: Any, checkpoint: str) -> None:

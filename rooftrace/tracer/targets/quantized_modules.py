@@ -21,7 +21,8 @@ class WeightFormat:
 
     element: the precision of a number.  group: how many numbers of a row share a scale, and rows:
     of how many rows; 0: one scale for all, which is not counted.  scale, zero: bits of a scale and
-    of a zero point.  computes: the precision of products, "" where they widen the weight.
+    of a zero point.  computes: the precision of products, "" where they widen the weight.  static:
+    whether the scales of activations are part of the checkpoint.
     """
 
     element: str
@@ -30,10 +31,11 @@ class WeightFormat:
     scale: Fraction = Fraction(16)
     zero: Fraction = Fraction(0)
     computes: str = ""
+    static: bool = False
 
     def name(self, inner: int) -> str:
         """The precision (see `hardware.precisions`) of a weight whose rows have `inner` numbers."""
-        engine = f"_a{self.computes}" if self.computes else ""
+        engine = f"_a{self.computes}{'_static' * self.static}" if self.computes else ""
         group = inner if self.group == ROW else min(self.group, inner)
         if not group:
             return self.element + engine
@@ -374,7 +376,7 @@ def _intx(settings: Fields, computes: str) -> WeightFormat | None:
 # -- formats by module -----------------------------------------------------------------------------
 
 _ALGORITHMS: Mapping[str, WeightFormat] = {
-    "fp8": WeightFormat("fp8", computes="fp8"),
+    "fp8": WeightFormat("fp8", computes="fp8", static=True),
     "fp8_per_channel_per_token": weight_format("float", 8, ROW, scale=32, computes="fp8"),
     "fp8_pb_wo": weight_format("float", 8, 128, rows=128, scale=32, computes="fp8"),
     "fp8_pb_real": weight_format("float", 8, 128, rows=128, scale=32, computes="fp8"),
@@ -452,9 +454,12 @@ def _groups(settings: Fields) -> Iterator[ModuleRule]:
         names = [name for name in targets if name not in _CLASSES and name != "LinearBase"]
         classes = {"Linear" if name == "LinearBase" else name for name in targets}
         packed = group.word("format") or settings.word("format")
+        form = _of_group(weights, computes, packed)
+        if acts is not None and not acts.flag("dynamic", default=False):
+            form = replace(form, static=acts.word("strategy", default="tensor") == "tensor")
         yield ModuleRule(
             patterns(names, f"{group.where}.targets"),
-            _of_group(weights, computes, packed),
+            form,
             frozenset(classes & _CLASSES),
         )
 

@@ -1,0 +1,225 @@
+"""Tensor and expert parallelism as inference engines and Megatron-LM do it.
+
+transformers' plan of DeepSeek leaves attention whole on every process, that of gpt-oss all but the
+head, and both add up routed and shared experts one by one.  Here the blocks of a model are found by
+their products: some read the hidden states and are cut by columns, one writes them and is cut by
+rows (Shoeybi et al., arXiv:1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rooftrace.errors import RequestError
+
+_COLUMNS = (
+    "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "fc_in",
+    "wi", "wi_0", "wi_1", "dense_h_to_4h", "w1", "w3",
+)  # fmt: skip
+"""Names of products that read the hidden states, or the latents, of all heads or channels."""
+_ROWS = (
+    "o_proj", "out_proj", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h", "w2",
+)  # fmt: skip
+"""Names of products that write the hidden states."""
+_LATENT_KEYS = "kv_a_proj_with_mqa"
+_PACKED, _DOWN = "gate_up_proj", "down_proj"
+"""Weights of all experts: [experts, 2 channels, hidden] and [experts, hidden, channels], or these
+turned."""
+_WHOLE = "replicate"
+"""transformers' word for a part that every process has whole."""
+
+
+# -- rules -----------------------------------------------------------------------------------------
+
+
+def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, str]:
+    """Styles of transformers where an engine shards otherwise than its own plan, over `size`.
+
+    Where keys and values have fewer heads than there are processes, each process gets one of them
+    (not in training, where no engine does so): they are cut here, in place.  cut: whether
+    `cut_experts` follows.  The keys are paths of modules and parameters, with * for the number of
+    a layer.  Raises RequestError for heads that do not divide.
+    """
+    own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
+    for path, block in model.named_modules():
+        place = re.sub(r"\d+", "*", path)
+        children = {name for name, _ in block.named_children()}
+        found = dict[str, str]()
+        if _has_experts(block):
+            if cut:
+                found = dict.fromkeys(("", *block.state_dict()), _WHOLE)
+            elif place not in own:
+                found = dict(_rules_of_experts(block))
+        elif not any(f"{place}.{name}" in own for name in children):
+            found = dict(_rules_of(block, children, trains))
+        if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in found) and not trains:
+            found |= dict.fromkeys(_cut_heads(model, block, size), _WHOLE)
+        for shared in _added_to_experts(block) if cut else ():
+            down = f"{place}.{shared}.{_DOWN}"  # whose results are added up with those of experts
+            joined |= {down: "local_params", f"{down}.weight": "rowwise"}
+        rules |= {f"{place}.{name}".rstrip("."): style for name, style in found.items()}
+    by_heads = [name for name in own | rules.keys() if name.endswith((".q_proj", ".q_b_proj"))]
+    if by_heads:
+        heads = model.config.get_text_config().num_attention_heads
+        check_divides("tp", size, heads, "attention heads")
+    return rules | joined
+
+
+def check_divides(axis: str, processes: int, number: int, what: str) -> None:
+    """Raise RequestError where so many things cannot be spread evenly over an axis of a mesh."""
+    if number % processes:
+        fitting = [str(size) for size in range(2, number + 1) if not number % size]
+        raise RequestError(
+            f"--mesh {axis}={processes}: {number:,} {what} cannot be spread evenly over it; sizes "
+            f"that divide them are {', '.join(fitting)} (copies are not modelled)"
+        )
+
+
+def _rules_of(
+    block: nn.Module, children: Collection[str], trains: bool
+) -> Iterator[tuple[str, str]]:
+    """Styles of the parts of a block, by their name; "" is the block."""
+    linear = [name for name in children if isinstance(getattr(block, name), nn.Linear)]
+    if not any(name in _ROWS for name in linear) or not any(name in _COLUMNS for name in linear):
+        return
+    for name in linear:
+        if name in _COLUMNS or name in _ROWS:
+            yield name, "colwise" if name in _COLUMNS else "rowwise"
+    if trains and _LATENT_KEYS in linear:
+        yield _LATENT_KEYS, "mla_kv_a_proj"
+    if isinstance(getattr(block, "sinks", None), nn.Parameter):  # a number for each head
+        yield "sinks", "colwise"
+        yield "", "local_params"
+
+
+def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
+    turned = _is_turned(experts)
+    yield _PACKED, "rowwise" if turned else "packed_colwise"
+    yield _DOWN, "colwise" if turned else "rowwise"
+    if hasattr(experts, f"{_PACKED}_bias"):
+        yield f"{_PACKED}_bias", "rowwise"
+    yield "", "moe_tp_experts"
+
+
+# -- heads -----------------------------------------------------------------------------------------
+
+
+def _cut_heads(model: Any, attention: Any, size: int) -> list[str]:
+    """The products of keys and values that were cut to one head, which several processes share."""
+    config = model.config.get_text_config()
+    heads, queries = config.num_key_value_heads, config.num_attention_heads
+    if not heads % size or size % heads or queries % size:
+        return []
+    cut = [name for name in ("k_proj", "v_proj") if isinstance(getattr(attention, name), nn.Linear)]
+    for name in cut:
+        layer = getattr(attention, name)
+        width = layer.out_features // heads
+        start = torch.distributed.get_rank() % size * heads // size * width
+        layer.out_features = width
+        for kind, weight in list(layer.named_parameters()):
+            _put(layer, kind, weight[start : start + width])
+    attention.num_key_value_groups = queries // size
+    return cut
+
+
+def _put(module: nn.Module, name: str, part: torch.Tensor) -> None:
+    """Put a part of a weight in its place."""
+    gradient = module.get_parameter(name).requires_grad
+    setattr(module, name, nn.Parameter(part.detach().clone(), requires_grad=gradient))
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
+def _has_experts(module: nn.Module) -> bool:
+    weights = (getattr(module, name, None) for name in (_PACKED, _DOWN))
+    return all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
+
+
+def _is_turned(experts: nn.Module) -> bool:
+    """Whether weights are [experts, in, out]; then the channels of a gate and of the rest alternate
+    in gpt-oss, and otherwise they follow each other."""
+    return bool(getattr(experts, "is_transposed", False))
+
+
+def _added_to_experts(block: nn.Module) -> list[str]:
+    """The children of a block whose results are added to those of its experts."""
+    if not any(_has_experts(child) for child in block.children()):
+        return []
+    return [
+        name
+        for name, child in block.named_children()
+        if isinstance(down := getattr(child, _DOWN, None), nn.Linear) and down.bias is None
+    ]
+
+
+def cut_experts(model: nn.Module, mesh: Any, parts: int) -> None:
+    """Leave each process of `mesh` its part of the experts of a model that does not train.
+
+    parts: "ep", among how many processes experts are spread; the others split each of them.  All
+    processes have the same tokens; what their experts make of them is added up, together with
+    what shared experts do, by one all-reduce.
+    """
+    rank, slices = mesh.get_local_rank(), mesh.size() // parts
+    if mesh.size() % parts:
+        check_divides("ep", parts, mesh.size(), "processes of tp")
+    for block in list(model.modules()):
+        for experts in filter(_has_experts, block.children()):
+            _cut(experts, rank % parts, parts, rank // parts, slices)
+            reduced = block if _added_to_experts(block) else experts
+            _reduce_results(reduced, mesh.get_group())
+
+
+def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None:
+    """Keep the experts with this place among `parts`, of each the channels of one slice."""
+    check_divides("ep", parts, len(experts.down_proj), "experts")
+    check_divides(
+        "tp", slices, experts.down_proj.shape[1 if _is_turned(experts) else 2], "channels"
+    )
+    count = len(experts.down_proj) // parts
+    some, turned = slice(place * count, (place + 1) * count), _is_turned(experts)
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        part = weight[some]
+        if name.startswith(_PACKED):
+            dim = part.dim() - 1 if turned or part.dim() == 2 else 1
+            halves = (part,) if turned else part.chunk(2, dim)
+            part = torch.cat([half.chunk(slices, dim)[number] for half in halves], dim)
+        elif name == _DOWN:
+            part = part.chunk(slices, 1 if turned else 2)[number]
+        elif number:  # a bias is added once
+            part = torch.zeros_like(part)
+        _put(experts, name, part)
+    if parts > 1:
+        experts.num_experts = count
+        experts._is_expert_parallel = True  # rows of other experts are masked
+        _mask_others(experts, place, count)
+
+
+def _mask_others(experts: Any, place: int, count: int) -> None:
+    """Let experts take the rows of their own, and leave out all others."""
+    forward = experts.forward
+
+    def of_own(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
+        others = chosen // count != place
+        local = torch.where(others, count, chosen % count)
+        return forward(hidden, local, weights.masked_fill(others, 0.0))
+
+    experts.forward = of_own
+
+
+def _reduce_results(module: Any, group: Any) -> None:
+    """Add up the results of a module over a group: of several, the first."""
+    forward = module.forward
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple) else result
+        torch.distributed.all_reduce(first, group=group)
+        return result
+
+    module.forward = reduced
