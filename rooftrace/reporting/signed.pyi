@@ -51,6 +51,7 @@ def sweep_fleet(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -102,6 +103,7 @@ def profile(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -132,6 +134,7 @@ def summary(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -179,6 +182,7 @@ def compare(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -222,6 +226,7 @@ def diff(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -278,6 +283,7 @@ def estimate(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -326,6 +332,7 @@ def priced_graphs(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -357,6 +364,7 @@ def explain(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -406,6 +414,7 @@ def explore(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -451,6 +460,7 @@ def graph_breaks(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -508,6 +518,7 @@ def calibrate(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -556,6 +567,7 @@ def validate(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -603,6 +615,7 @@ def best_mesh(
     price: float | None = ...,
     kept_free: float = ...,
     progress: Callable[[str], None] | None = ...,
+    global_batch: int | None = ...,
     phases: Sequence[str] | None = ...,
     batch: int | None = ...,
     seq: int | None = ...,
@@ -611,6 +624,7 @@ def best_mesh(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -637,10 +651,13 @@ def best_mesh(
 
     target: a config, or code that builds a module over a mesh; each candidate is a trace of its
     own, kept on disk.  chips: one number or several.  mesh: names the axes whose sizes are looked
-    for (default dp and tp; tp stays within a node); schedule and microbatches go with pp.  over:
-    batches of a replica to try.  step, tpot: limits in seconds, or as "30 ms", of a step and of a
-    decode step.  checkpoint: default "full" where a step does not fit without.  price: dollar/hour
-    of one chip.  kept_free: share of the memory.  Other arguments are those of `trace`.
+    for (default dp and tp; tp stays within a node); schedule goes with pp.  global_batch: requests,
+    or samples of training, of one step over all chips, the same for every mesh; each replica takes
+    its part.  Default: `batch` for each chip.  over: several of them.  batch: of training, what a
+    replica takes at once; default all of its part, or as much as fits, one in a pipeline.
+    step, tpot: limits in seconds, or as "30 ms", of a step and of a decode step.  checkpoint:
+    default "full" where a step does not fit without.  price: dollar/hour of one chip.  kept_free:
+    share of the memory.  Other arguments are those of `trace`.
 
     Raises RequestError where no mesh can be traced.  Where none fits and holds the limits, the
     answer has no `best`, and says what is nearest and how many chips are needed.
@@ -661,6 +678,7 @@ def scaling(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -703,6 +721,7 @@ def largest_batch(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -750,6 +769,7 @@ def report(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -809,6 +829,7 @@ def reports(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -855,6 +876,7 @@ def roofline(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -980,6 +1002,7 @@ def solve(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -1036,6 +1059,7 @@ def form(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -1075,6 +1099,7 @@ def sweep(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
@@ -1126,6 +1151,7 @@ def trace(
     settings: Mapping[str, Any] | None = ...,
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
+    plan: str = ...,
     schedule: str | None = ...,
     microbatches: int | None = ...,
     trust_remote_code: bool = ...,

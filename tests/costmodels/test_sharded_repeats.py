@@ -7,10 +7,15 @@ from collections import Counter
 from functools import cache
 
 import pytest
+from msgspec.structs import replace
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import rooftrace as rt
 from rooftrace.costmodels.estimates import play
 from rooftrace.graph import OpGraph
+from rooftrace.graph.file import graphs_bytes
+from rooftrace.tracer import repeats
+from rooftrace.tracer.repeats import fewer
 from tests.conftest import mostly_heavy
 
 SMALL = {
@@ -115,3 +120,55 @@ def test_what_a_checkpoint_runs_again_is_in_its_own_layer(case):
     sums = {path: count for path, count in again.items() if path.count(".") == 2}
     assert set(sums.values()) <= {1}
     assert not again or set(sums) == {f"model.layers.{layer}" for layer in range(8)}
+
+
+FEW = {
+    "dense": ("llama-3.1-8b", {"dp": 2, "tp": 2}, "full", {}),
+    "experts": ("mixtral-8x22b", {"dp": 4, "ep": 4}, "none", {"config.num_local_experts": 4}),
+    "by number": ("llama-3.1-8b", {"dp": 2}, "none", {}),
+}
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_few_layers_tell_of_all(case, monkeypatch):
+    """The graph of a model of which seven layers were traced is, byte for byte, that of all."""
+    model, mesh, checkpoint, more = FEW[case]
+    if case == "by number":  # code that looks at a layer's number: all are traced
+        monkeypatch.setattr(
+            LlamaAttention, "forward", lambda self, *a, _run=LlamaAttention.forward, **k:
+            _run(self, *a, **k) if self.layer_idx >= 0 else None,
+        )  # fmt: skip
+
+    def traced() -> OpGraph:
+        settings = {**SMALL, "config.num_hidden_layers": 14, **more}
+        return rt.trace(
+            model, phase="training", seq=64, mesh=mesh, checkpoint=checkpoint, settings=settings
+        )
+
+    lengths = []
+    real = fewer.Shortened.stretched
+
+    def stretched(self, graph, layer):
+        longer = real(self, graph, layer)
+        lengths.append(longer and longer.repeats[0].count - graph.repeats[0].count)
+        return longer
+
+    monkeypatch.setattr(fewer.Shortened, "stretched", stretched)
+    few = traced()
+    monkeypatch.setattr(repeats, "shorten", lambda model, layers: None)
+    assert _plain(few) == _plain(traced())
+    assert lengths == [None if case == "by number" else 7]
+
+
+def _plain(graph: OpGraph) -> bytes:
+    """The file of a graph, with groups numbered by their ranks."""
+    ranks = sorted(graph.groups, key=lambda name: graph.groups[name].ranks)
+    names = {name: str(number) for number, name in enumerate(ranks)}
+    ops = tuple(
+        op
+        if op.collective is None
+        else replace(op, collective=replace(op.collective, group=names[op.collective.group]))
+        for op in graph.ops
+    )
+    groups = {names[name]: graph.groups[name] for name in ranks}
+    return graphs_bytes({graph.phase: graph.replace(ops=ops, groups=groups)})

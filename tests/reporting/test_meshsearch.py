@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.studies.solving import row_of
 from tests.reporting.conftest import Run
 
 CONFIG = {
@@ -48,8 +51,12 @@ def test_rows_are_the_estimates_of_their_meshes(config: str) -> None:
         (("tp", 4),),
     }
     assert not result.others
+    assert {row.global_batch for row in result.rows} == {4}
+    assert {row.mesh["dp"]: row.batch for row in result.rows if "dp" in row.mesh} == {4: 1, 2: 2}
     for row in result.rows:
-        alone = rt.estimate(config, phase="training", mesh=row.mesh, seq=64, system="dgx-h100")
+        alone = rt.estimate(
+            config, phase="training", mesh=row.mesh, seq=64, system="dgx-h100", batch=row.batch
+        )
         assert row.seconds == alone.t_est
         assert row.peak == alone.memory.peak
         assert row.items_per_s_per_chip == pytest.approx(alone.items_per_s_per_chip)
@@ -58,14 +65,38 @@ def test_rows_are_the_estimates_of_their_meshes(config: str) -> None:
 
 
 def test_activations_are_made_again_where_a_step_does_not_fit_without(config: str) -> None:
-    plain = rt.tools.best_mesh(config, chips=2, system="dgx-h100", mesh={"dp": 1}, seq=64, batch=64)
+    asked = {"chips": 2, "system": "dgx-h100", "mesh": {"dp": 1}, "seq": 64}
+    plain = rt.tools.best_mesh(config, **asked, batch=64)
     peak, capacity = plain.rows[0].peak, plain.rows[0].capacity
     kept = 1 - 0.9 * peak / capacity
-    less = rt.tools.best_mesh(
-        config, chips=2, system="dgx-h100", mesh={"dp": 1}, seq=64, batch=64, kept_free=kept
-    )
+    less = rt.tools.best_mesh(config, **asked, batch=64, kept_free=kept)
     assert [row.checkpoint for row in less.rows] == ["full"]
     assert [row.checkpoint for row in less.others] == ["none"]
+    split = rt.tools.best_mesh(config, **asked, global_batch=128, kept_free=kept)
+    (row,) = split.rows  # half of it at once, twice
+    assert (row.checkpoint, row.batch, row.microbatches) == ("none", 32, 2)
+    assert row.global_batch == plain.rows[0].global_batch == 128
+
+
+def test_gradients_of_microbatches_add_up(config: str) -> None:
+    """The step of two microbatches of a user who runs two backwards."""
+
+    def twice(module, x):
+        for _ in range(2):
+            module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        optimizer = torch.optim.AdamW(module.parameters(), foreach=True)
+        x = torch.empty(16, 512)
+    told = rt.estimate(rt.trace(twice, module, x), system="dgx-h100")
+    once = rt.estimate(module, x, phase="training", system="dgx-h100")
+    row = row_of({"training": once}, {"dp": 1}, "none", 0.0, accumulated=2)
+    assert row.peak == pytest.approx(told.memory.peak, rel=0.02)
+    assert row.seconds == pytest.approx(told.t_est, rel=0.05)
+    assert row.mfu == pytest.approx(told.mfu, rel=0.05)
 
 
 def test_too_few_chips_say_how_many(config: str, run: Run) -> None:
@@ -74,21 +105,60 @@ def test_too_few_chips_say_how_many(config: str, run: Run) -> None:
         *("--phase", "training", "--seq", "64", "--kept-free", "0.99999"),
     )
     assert ran.code == 1
-    assert "no mesh does: 4 candidates traced" in ran.out
+    assert "no mesh does: 2 candidates traced" in ran.out
     assert "by capacity alone at least" in ran.out
 
 
 def test_a_limit_on_the_step_holds(config: str) -> None:
     every = rt.tools.best_mesh(
-        config, chips=4, system="dgx-h100", phase="decode", kv=64, over=[1, 64]
+        config, chips=4, system="dgx-h100", phase="decode", kv=64, over=[4, 64]
     )
     limit = sorted(row.seconds for row in every.rows)[2]
     some = rt.tools.best_mesh(
-        config, chips=4, system="dgx-h100", phase="decode", kv=64, over=[1, 64], tpot=limit
+        config, chips=4, system="dgx-h100", phase="decode", kv=64, over=[4, 64], tpot=limit
     )
     assert len(every.rows) == 6
     assert sorted(row.seconds for row in some.rows) == sorted(r.seconds for r in every.rows)[:3]
     assert all(row.seconds > limit for row in some.others)
+
+
+def test_replicas_of_a_row_are_one_row_and_an_edge_is_said(config: str, run: Run) -> None:
+    asked = {"phase": "decode", "kv": 64, "system": "dgx-h100", "chips": [1, 2]}
+    result = rt.tools.best_mesh(config, **asked, over=[2, 4])
+    found = {(*row.mesh.items(), row.batch): row.copies for row in result.rows}
+    assert found[("dp", 1), 2] == (2,)  # with four requests on two chips
+    assert (("dp", 2), 2) not in found
+    (row,) = (row for row in result.rows if row.mesh == {"dp": 2})
+    alone = rt.estimate(
+        config, phase="decode", kv=64, batch=1, mesh={"dp": 2}, system="dgx-h100",
+        execution="serving",
+    )  # fmt: skip
+    assert row.seconds == alone.t_est
+    assert row.items_per_s_per_chip == pytest.approx(alone.items_per_s_per_chip)
+    assert result.best.global_batch == 4
+    assert result.edges[0].startswith("global batch 4")
+    told = run(
+        *("solve", config, "--find", "mesh", "--chips", "2", "--system", "dgx-h100"),
+        *("--phase", "decode", "--kv", "64", "--global-batch", "4"),
+    )
+    assert "each has 4 requests in a step over all its chips" in " ".join(told.out.split())
+
+
+def test_experts_are_a_view_of_the_other_axes(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    path.write_text(json.dumps({**CONFIG, **experts}))
+    asked = {"system": "dgx-h100", "mesh": {"dp": 1, "tp": 1, "ep": 1}}
+    result = rt.tools.best_mesh(str(path), chips=2, phase="decode", kv=64, **asked)
+    assert {tuple(row.mesh.items()) for row in result.rows} == {
+        (("dp", 2),),
+        (("dp", 2), ("ep", 2)),
+        (("tp", 2),),
+        (("tp", 2), ("ep", 2)),
+    }
+    assert {(row.chips, row.global_batch) for row in result.rows} == {(2, 2)}
+    with pytest.raises(RequestError, match="multiple of `tp_size`"):
+        rt.trace(str(path), phase="training", seq=16, mesh={"dp": 2, "tp": 4, "ep": 2})
 
 
 def test_a_mesh_that_cannot_be_is_left_out_with_its_reason(config: str) -> None:
@@ -119,6 +189,8 @@ def test_questions_without_an_answer_are_refused_in_a_line(config: str) -> None:
         rt.tools.scaling(config, chips=[2, 6], system="dgx-h100", mesh={"dp": 1, "tp": 4})
     with pytest.raises(RequestError, match="tpot"):
         rt.tools.best_mesh(config, chips=2, system="dgx-h100", tpot="1ms")
+    with pytest.raises(RequestError, match="--global-batch 32"):
+        rt.tools.best_mesh(config, chips=2, system="dgx-h100", phase="decode", kv=64, batch=32)
     graph = rt.trace(config, phase="forward", seq=4)
     with pytest.raises(RequestError, match="traced anew"):
         rt.tools.best_mesh(graph, chips=2, system="dgx-h100")

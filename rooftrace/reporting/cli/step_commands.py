@@ -150,6 +150,7 @@ link overlap perfectly at the rates of the datasheet: a lower bound."""
 @command(
     "solve",
     "explore",
+    "best_mesh",
     epilog=_SOLVE,
     defaults={
         "chip": "h200-sxm; for cheapest all with a price",
@@ -173,7 +174,7 @@ def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None
         )
     if output.format == "csv" and find != "critical-batch":
         raise RequestError(f"csv with --find {find}: only critical-batch has rows; name json")
-    for name in _UNUSED.get(find, ("link", "alpha")):
+    for name in _UNUSED.get(find, ("link", "alpha", "global_batch")):
         if name in arguments:
             option = "--phase" if name == "phases" else f"--{name.replace('_', '-')}"
             raise RequestError(f"{option} with --find {find}: it has no use for it; leave it out")
@@ -200,12 +201,14 @@ _MESHES = {"mesh": "best_mesh", "scaling": "scaling"}
 _SERVICE = ("ttft", "mix", "apart", "power")
 _UNUSED: Mapping[str, Sequence[str]] = {
     "mesh": (*_SERVICE, "link", "alpha"),
-    "scaling": (*_SERVICE, "over", "step", "tpot", "link", "alpha"),
+    "scaling": (*_SERVICE, "over", "step", "tpot", "link", "alpha", "global_batch"),
     "critical-batch": (
         *_SERVICE, "step", "tpot", "chips", "price", "kept_free", "phases", "batch", "kv",
+        "global_batch",
     ),
 }  # fmt: skip
-"""Options that a question has no use for; of every other one --link and --alpha."""
+"""Options that a question has no use for; of every other one --link, --alpha and
+--global-batch."""
 
 
 def _without_find(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -110,8 +110,9 @@ class SolveArguments:
     )
     apart: bool = option(False, help="Prefills run on separate chips.", kind=bool)
     over: Any = option(
-        help="Values of the open size, for example 1..16384.  With --find critical-batch: of "
-        "devices, kv or batch, as devices=1,2,64.  Repeatable.",
+        help="Values of the open size, for example 1..16384.  With --find mesh: of "
+        "--global-batch.  With --find critical-batch: of devices, kv or batch, as "
+        "devices=1,2,64.  Repeatable.",
         metavar="[NAME=]VALUES", repeats=True, read=options.open_values,
     )  # fmt: skip
     chips: int | Sequence[int] | None = option(
@@ -130,6 +131,17 @@ class SolveArguments:
     kept_free: float = option(
         0.0, help="The share of the memory that stays free.", kind=float, shown="0.0"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshArguments:
+    """The work that meshes are compared on."""
+
+    global_batch: int | None = option(
+        help="With --find mesh: requests, or samples of training, in one step over all chips, the "
+        "same for every mesh; each replica takes its part.  Default: --batch for each chip.",
+        kind=int, least=1,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

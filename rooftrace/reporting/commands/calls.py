@@ -21,6 +21,7 @@ from rooftrace.reporting.commands.arguments import (
     LockArguments,
     MeasureArguments,
     MeasuredArguments,
+    MeshArguments,
     RunArguments,
     SensitivityArguments,
     SolveArguments,
@@ -130,7 +131,7 @@ _REPORTED = TakenArguments(
 _SWEPT = TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID)
 _TRACED = TakenArguments(records=(Workload, LengthOptions), without=("phases",))
 CALLS: Mapping[str, TakenArguments] = {
-    "best_mesh": TakenArguments(usual=(SERVED,)),
+    "best_mesh": TakenArguments(records=(MeshArguments, *_PRICED), usual=(SERVED,)),
     "calibrate": TakenArguments(
         records=(MeasuredArguments, CalibrateArguments, *_PRICED),
         usual=("eager",),

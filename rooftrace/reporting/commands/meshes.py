@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from rooftrace._progress import tell, telling
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.errors import RequestError
+from rooftrace.graph import OpGraph, replicas_of
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.units import format_time
 from rooftrace.reporting.commands import questions
+from rooftrace.reporting.commands.arguments import MeshArguments
+from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.sweeps import level_values
 from rooftrace.studies.solving import (
@@ -23,6 +26,7 @@ from rooftrace.studies.solving import (
     mesh_words,
     meshes_of,
     row_of,
+    with_experts,
 )
 from rooftrace.studies.solving.workloads import Limits
 from rooftrace.tracer.names import phase_of
@@ -38,7 +42,7 @@ class MeshQuestion(StepRequest):
 
     find: str
     counts: Sequence[int]  # of chips
-    batches: Sequence[int | None] = (None,)  # of a replica; None: as it is
+    work: Sequence[int | None] = (None,)  # global batches; None: each replica has its batch
     limits: Limits = field(default_factory=Limits)
     kept_free: float = 0.0
 
@@ -53,6 +57,16 @@ class MeshQuestion(StepRequest):
         """The phase that is priced."""
         return self.job.phases[0] if self.job.phases else "training"
 
+    @property
+    def trains(self) -> bool:
+        """Whether replicas exchange gradients."""
+        return phase_of(self.phase).trains
+
+    @property
+    def noun(self) -> str:
+        """The plural of the item that global batches are numbers of."""
+        return "requests" if self.phase in ("prefill", "decode") else "samples"
+
 
 def check_meshes(question: MeshQuestion) -> None:
     """Raise RequestError for a question that has no answer."""
@@ -65,35 +79,47 @@ def check_meshes(question: MeshQuestion) -> None:
         raise RequestError("ttft: it is for requests, and a mesh prices one step")
     if question.limits.tpot is not None and question.phase != "decode":
         raise RequestError(f"tpot: it is for decode, and this is {question.phase}; use step")
-    if question.find == "scaling" and (str(question.limits) or len(question.batches) > 1):
-        limits = str(question.limits) or ", ".join(map(str, question.batches))
-        raise RequestError(f"scaling has no limits and one batch: leave out {limits}")
+    if question.find == "scaling" and str(question.limits):
+        raise RequestError(f"scaling has no limits: leave out {question.limits}")
+    batch, microbatches = question.job.request.batch, question.job.request.microbatches
+    if question.find == "mesh" and not question.trains and batch is not None:
+        raise RequestError(
+            f"--batch {batch} with --find mesh: replicas share the {question.noun}; say how many "
+            f"all chips have in a step, as --global-batch {batch}"
+        )
+    if question.find == "mesh" and microbatches is not None:
+        raise RequestError(
+            f"--microbatches {microbatches} with --find mesh: they follow from --global-batch and "
+            "--batch; leave it out"
+        )
 
 
 def search(question: MeshQuestion) -> MeshAnswer:
     """The mesh with most items per chip of those that fit and hold the limits.
 
-    Where a step fits only with activation checkpointing, it has that (checkpoint "full"), unless
-    the request names a checkpoint.
+    All have the same global batch.  Where a step of training does not fit, it has smaller
+    microbatches, then activation checkpointing (checkpoint "full"), unless the request names them.
     """
-    rows, left_out = list[MeshRow](), list[str]()
-    most = {"tp": question.system.per_node, "ep": question.system.per_node}
-    axes = tuple(question.job.request.mesh) or USUAL_AXES
-    for count, batch in itertools.product(question.counts, question.batches):
-        for mesh in meshes_of(count, axes, most):
-            rows += _tried(question, mesh, batch, left_out)
+    rows, left_out, kept = list[MeshRow](), list[str](), _Graphs()
+    for count, work in itertools.product(question.counts, question.work):
+        for mesh in _meshes(question, count):
+            rows += _tried(question, mesh, work, left_out, kept)
     if not rows:
         raise RequestError(f"no mesh can be traced: {left_out[0] if left_out else 'none divides'}")
+    rows = _merged(question, rows)
     within = [row for row in rows if row.fits and _holds(question, row)]
     outside = [row for row in rows if not (row.fits and _holds(question, row))]
+    within.sort(key=lambda row: (-row.items_per_s_per_chip, row.chips))
+    best = within[0] if within else None
     return MeshAnswer(
         title=f"{question.job.name}, {question.phase}",
         question=_words(question),
         item=rows[0].item,
         system=question.system.name,
-        rows=tuple(sorted(within, key=lambda row: (-row.items_per_s_per_chip, row.chips))),
+        rows=tuple(within),
         others=tuple(sorted(outside, key=lambda row: row.peak / row.capacity)),
         left_out=tuple(dict.fromkeys(left_out)),
+        edges=tuple(_edges(question, best)) if best else (),
         rests=tuple(_grounds(question, rows)),
     )
 
@@ -110,7 +136,7 @@ def scaled(question: MeshQuestion) -> ScalingAnswer:
     for count in question.counts:
         if count % inner == 0:
             mesh = {**axes, first: count // inner}
-            rows += _tried(question, mesh, question.batches[0], left_out)
+            rows += _tried(question, mesh, None, left_out, _Graphs())
     if not rows:
         reason = left_out[0] if left_out else f"expected multiples of {inner} ({mesh_words(axes)})"
         raise RequestError(f"chips {', '.join(map(str, question.counts))}: {reason}")
@@ -124,45 +150,135 @@ def scaled(question: MeshQuestion) -> ScalingAnswer:
     )
 
 
+_Graphs: TypeAlias = dict[Hashable, Mapping[str, OpGraph]]
+"""Graphs that serve several meshes, by what they are traced with."""
+
+
+def _meshes(question: MeshQuestion, count: int) -> Iterator[dict[str, int]]:
+    """The meshes of so many chips; experts of a config are a view of other axes."""
+    axes = tuple(question.job.request.mesh) or USUAL_AXES
+    node = question.system.per_node
+    viewed = "ep" in axes and not question.job.is_code
+    dense = tuple(axis for axis in axes if not (viewed and axis == "ep")) or USUAL_AXES[:1]
+    for mesh in meshes_of(count, dense, {"tp": node, "ep": node}):
+        yield from with_experts(mesh, node) if viewed else (mesh,)
+
+
 def _tried(
-    question: MeshQuestion, mesh: Mapping[str, int], batch: int | None, left_out: list[str]
+    question: MeshQuestion,
+    mesh: Mapping[str, int],
+    work: int | None,
+    left_out: list[str],
+    kept: _Graphs,
 ) -> Iterator[MeshRow]:
-    """The rows of a mesh: without, and where that does not fit with activation checkpointing."""
+    """The rows of a mesh: as asked for, and of training what takes less until it fits."""
     from rooftrace.tracer import TraceError
 
-    checkpoints: tuple[str, ...] = (question.job.request.checkpoint,)
-    if "checkpoint" not in question.job.explicit and question.find == "mesh":
-        checkpoints = ("none", "full") if phase_of(question.phase).trains else ("none",)
+    asked, request = question.find == "mesh" and question.trains, question.job.request
+    checkpoints: tuple[str, ...] = (request.checkpoint,)
+    if asked and "checkpoint" not in question.job.explicit:
+        checkpoints = ("none", "full")
+    replicas, part = replicas_of(mesh) or 1, None
+    if work is not None:
+        part, rest = divmod(work, replicas)
+        if rest:
+            left_out.append(
+                f"{mesh_words(mesh)}: {work} {question.noun} cannot be spread evenly over "
+                f"{replicas} replicas"
+            )
+            return
+    named = request.batch if question.trains or part is None else None
+    first = (1 if mesh.get("pp", 1) > 1 else part) if named is None else named
+    if part and part % (first or 1):
+        left_out.append(f"{mesh_words(mesh)}: {part} samples of a replica in batches of {first}")
+        return
     for checkpoint in checkpoints:
-        tell(f"{mesh_words(mesh)}{'' if checkpoint == 'none' else f', checkpoint {checkpoint}'}")
-        try:
-            estimates = _estimates(question, mesh, batch, checkpoint)
-        except (RequestError, TraceError) as error:
-            left_out.append(f"{mesh_words(mesh)}: {str(error).splitlines()[0]}")
-            return
-        row = row_of(estimates, mesh, checkpoint, question.kept_free)
-        yield row
-        if row.fits:
-            return
+        batch: int | None = first
+        while batch != 0:
+            said = "" if checkpoint == "none" else f", checkpoint {checkpoint}"
+            tell(f"{mesh_words(mesh)}{said}{f', batch {batch}' if part and batch else ''}")
+            times = 1 if part is None or batch is None else part // batch
+            try:
+                estimates = _estimates(question, mesh, batch, times, checkpoint, kept)
+                row = row_of(estimates, mesh, checkpoint, question.kept_free, times)
+            except (RequestError, TraceError) as error:
+                left_out.append(f"{mesh_words(mesh)}: {str(error).splitlines()[0]}")
+                return
+            yield row
+            if row.fits or row.fixed > row.capacity:
+                return
+            batch = _smaller(row, part) if asked and named is None and part and batch else 0
+
+
+def _smaller(row: MeshRow, part: int) -> int:
+    """The largest batch that divides the part of a replica and should fit; 0: none does."""
+    room = (row.capacity - row.fixed) / max(row.peak - row.fixed, 1) * row.batch
+    return max((n for n in range(1, row.batch) if part % n == 0 and n <= room), default=0)
 
 
 def _estimates(
-    question: MeshQuestion, mesh: Mapping[str, int], batch: int | None, checkpoint: str
+    question: MeshQuestion,
+    mesh: Mapping[str, int],
+    batch: int | None,
+    microbatches: int,
+    checkpoint: str,
+    kept: _Graphs,
 ) -> dict[str, Estimate]:
     request = question.job.request
     piped = mesh.get("pp", 1) > 1
+    alone = _alone(question, mesh)
+    traced = {axis: n for axis, n in mesh.items() if not (alone and replicas_of({axis: 2}) == 2)}
     request = replace(
         request,
-        mesh=dict(mesh),
+        mesh=traced or {"dp": 1},
         checkpoint=checkpoint,
         batch=request.batch if batch is None else batch,
         schedule=request.schedule if piped else None,
-        microbatches=request.microbatches if piped else None,
+        microbatches=(request.microbatches or microbatches) if piped else None,
     )
     job = replace(question.job, request=request, phases=(question.phase,), explicit=())
+    key = (tuple(request.mesh.items()), request.batch, request.microbatches, checkpoint)
+    if key not in kept:
+        kept[key] = SizedSource(job, ()).graphs(())
+    graphs = kept[key]
+    if alone:
+        graphs = {phase: graph.replace(mesh=dict(mesh)) for phase, graph in graphs.items()}
     plan, chip = question.conditions[0].plan, question.chip
-    graphs = SizedSource(job, ()).graphs(())
     return {phase: estimate(plan(graph), chip) for phase, graph in graphs.items()}
+
+
+def _alone(question: MeshQuestion, mesh: Mapping[str, int]) -> bool:
+    """Whether replicas exchange nothing, so that one of them tells of all: they do not train, and
+    have all experts."""
+    return not (question.job.is_code or question.trains or mesh.get("ep", 1) > 1)
+
+
+def _merged(question: MeshQuestion, rows: Sequence[MeshRow]) -> list[MeshRow]:
+    """Rows without those that are so many copies of another."""
+    first: dict[Hashable, MeshRow] = {}
+    for row in sorted(rows, key=lambda row: row.chips):
+        key: Hashable = id(row)
+        if _alone(question, row.mesh):
+            inner = frozenset((a, n) for a, n in row.mesh.items() if replicas_of({a: 2}) == 1)
+            key = (inner, row.batch)
+        seen = first.setdefault(key, row)
+        if seen is not row:
+            first[key] = replace(seen, copies=(*seen.copies, row.chips))
+    return list(first.values())
+
+
+def _edges(question: MeshQuestion, best: MeshRow) -> Iterator[str]:
+    """Where the best stands at the end of what was tried."""
+    for name, value, tried in (
+        ("global batch", best.global_batch, [work for work in question.work if work is not None]),
+        ("chips", best.chips, list(question.counts)),
+    ):
+        for end, word in ((max(tried, default=0), "most"), (min(tried, default=0), "fewest")):
+            if len(set(tried)) > 1 and value == end:
+                yield f"{name} {value:,}: it is the {word} that was tried; look beyond"
+    width = best.mesh.get("tp", 1)
+    if width == question.system.per_node < best.chips:
+        yield f"tp={width}: it is a whole node of {question.system.name}; wider was not tried"
 
 
 def _holds(question: MeshQuestion, row: MeshRow) -> bool:
@@ -174,17 +290,28 @@ def _words(question: MeshQuestion) -> str:
     counts = ", ".join(f"{count:,}" for count in question.counts)
     limit = question.limits.tpot if question.limits.step is None else question.limits.step
     within = "" if limit is None else f", a step of at most {format_time(limit)}"
-    return f"the mesh with most items per chip on {counts} chips of {question.system.name}{within}"
+    works = ", ".join(f"{work:,}" for work in question.work if work is not None)
+    same = f"; each has {works} {question.noun} in a step over all its chips" if works else ""
+    chips = f"{counts} chips of {question.system.name}"
+    return f"the mesh with most items per chip on {chips}{within}{same}"
 
 
 def _grounds(question: MeshQuestion, rows: Sequence[MeshRow]) -> Iterator[str]:
     yield f"execution {question.model.name}"
-    yield "every mesh is a trace of its own, of one process; all others do the same work"
+    yield "a mesh is a trace of one process; all others do the same work"
     if question.find == "scaling":
         yield (
             "strong: all chips do together what the most of them do in one step; gradients add up "
             "over microbatches, each of which exchanges what one does"
         )
+    elif question.work == (None,):
+        yield "the code says what batch a replica has: meshes of other replicas do other work"
+    elif question.trains:
+        yield "gradients add up over microbatches, each of which exchanges what one does"
+    for row in rows:
+        if row.copies:
+            more = ", ".join(f"{chips:,}" for chips in row.copies)
+            yield f"{mesh_words(row.mesh)}, batch {row.batch}: as fast in copies, on {more} chips"
     beyond = dict.fromkeys(row.beyond for row in rows if row.beyond)
     yield from (f"outside of measurements: {text}" for text in beyond)
 
@@ -208,18 +335,27 @@ def best_mesh(
 
     target: a config, or code that builds a module over a mesh; each candidate is a trace of its
     own, kept on disk.  chips: one number or several.  mesh: names the axes whose sizes are looked
-    for (default dp and tp; tp stays within a node); schedule and microbatches go with pp.  over:
-    batches of a replica to try.  step, tpot: limits in seconds, or as "30 ms", of a step and of a
-    decode step.  checkpoint: default "full" where a step does not fit without.  price: dollar/hour
-    of one chip.  kept_free: share of the memory.  Other arguments are those of `trace`.
+    for (default dp and tp; tp stays within a node); schedule goes with pp.  global_batch: requests,
+    or samples of training, of one step over all chips, the same for every mesh; each replica takes
+    its part.  Default: `batch` for each chip.  over: several of them.  batch: of training, what a
+    replica takes at once; default all of its part, or as much as fits, one in a pipeline.
+    step, tpot: limits in seconds, or as "30 ms", of a step and of a decode step.  checkpoint:
+    default "full" where a step does not fit without.  price: dollar/hour of one chip.  kept_free:
+    share of the memory.  Other arguments are those of `trace`.
 
     Raises RequestError where no mesh can be traced.  Where none fits and holds the limits, the
     answer has no `best`, and says what is nearest and how many chips are needed.
     """
-    batches = (None,) if over is None else tuple(level_values(*questions.over_of(over, "batch")))
+    arguments, kwargs = taken(MeshArguments, kwargs)
+    counts, work, batch = questions.counts_of(chips), arguments.global_batch, kwargs.get("batch")
+    if over is not None and work is not None:
+        raise RequestError(f"global_batch {work}: over has values of it; leave one of them out")
+    works: tuple[int | None, ...] = (work or (batch or 1) * max(counts),)
+    if over is not None:
+        works = tuple(level_values(*questions.over_of(over, "global_batch")))
     question = _mesh_question(
-        best_mesh, target, kwargs, price, find="mesh", kept_free=kept_free, batches=batches,
-        counts=questions.counts_of(chips), limits=questions.limits_of(step, tpot, None),
+        best_mesh, target, kwargs, price, find="mesh", kept_free=kept_free, work=works,
+        counts=counts, limits=questions.limits_of(step, tpot, None),
     )  # fmt: skip
     with telling(progress):
         return search(question)
@@ -265,6 +401,8 @@ def _mesh_question(
     prices = questions.numbers_of("price", price, [joined.chip])
     questions.service_of(None, False, about["kept_free"])
     priced = joined.with_chip(questions.with_numbers(joined.chip, prices, {})).joined_chip
+    if request.job.is_code:
+        about["work"] = (None,)
     question = MeshQuestion(**{**vars(request), "chips": (priced,)}, **about)
     check_meshes(question)
     return question

@@ -258,7 +258,9 @@ _MESH = view.Column("mesh", units.WORDS, "Mesh", short="mesh", of=lambda row: me
 ROWS = (
     _MESH,
     view.Column("chips", units.COUNT, "Chips", short="chips"),
+    view.Column("global_batch", units.COUNT, "Batch of all", short="global batch"),
     view.Column("batch", units.COUNT, "Batch of a replica", short="batch"),
+    view.Column("microbatches", units.COUNT, "Microbatches", short="microbatches", drop=2),
     view.Column("checkpoint", units.TEXT, "Checkpoint", short="checkpoint", drop=2),
     view.Column("seconds", units.SECOND, "Step", short="step"),
     view.Column("items_per_s_per_chip", units.RATE, "Items/s per chip", short="items/s/chip"),
@@ -299,7 +301,8 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
         if not nearest.fits:
             yield view.Note(
                 f"nearest: {mesh_words(nearest.mesh)} takes {format_capacity(nearest.peak)} of "
-                f"each chip, which holds {format_capacity(nearest.capacity)}",
+                f"each chip, {format_capacity(nearest.fixed)} with no activations; it holds "
+                f"{format_capacity(nearest.capacity)}",
                 bullet=1,
             )
         if result.needed is not None:
@@ -323,6 +326,8 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
         second = result.rows[1]
         less = 1 - second.items_per_s_per_chip / best.items_per_s_per_chip
         yield view.Note(f"second best: {mesh_words(second.mesh)}, {less:.1%} slower", bullet=1)
+    for edge in result.edges:
+        yield view.Note(f"at the edge of what was tried: {edge}", bullet=1)
 
 
 def _scaled(result: ScalingAnswer) -> tuple[view.Column, ...]:

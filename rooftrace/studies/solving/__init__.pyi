@@ -10,6 +10,7 @@ from rooftrace.studies.solving.meshes import (
     mesh_words as mesh_words,
     meshes_of as meshes_of,
     row_of as row_of,
+    with_experts as with_experts,
 )
 from rooftrace.studies.solving.serving import (
     Disaggregated as Disaggregated,

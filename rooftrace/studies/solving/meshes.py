@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.timing import Pipe, StageCost
 
 
@@ -24,6 +26,7 @@ class MeshRow(Plain):
     checkpoint: str  # which activations are made again
     batch: int  # of one replica, or of one of its microbatches
     microbatches: int  # of a step of a replica
+    global_batch: int  # of a step of all replicas
     item: str  # "token", "sample"
     items: int  # of a step of all replicas
     seconds: float  # of a step
@@ -33,9 +36,12 @@ class MeshRow(Plain):
     bubble: float | None  # share of the step for which stages of a pipeline wait; None: no pipeline
     limited_by: str  # "compute", "network (tp)"
     peak: int  # bytes of the process that needs most
+    fixed: int  # bytes that it needs whatever the batch: weights, gradients, states
     capacity: float  # bytes of one chip that may be used
     price: float | None  # dollar/hour of one chip
     beyond: str  # phrases on exchanges that exceed the measurements; "" for none
+
+    copies: tuple[int, ...] = ()  # chips of meshes that are so many independent copies of this one
 
     KEYS = "* fits items_per_s items_per_s_per_chip dollars_per_million_items=dollars"
 
@@ -68,11 +74,16 @@ class MeshRow(Plain):
 
 
 def row_of(
-    estimates: Mapping[str, Estimate], mesh: Mapping[str, int], checkpoint: str, free: float
+    estimates: Mapping[str, Estimate],
+    mesh: Mapping[str, int],
+    checkpoint: str,
+    free: float,
+    accumulated: int = 1,
 ) -> MeshRow:
     """The row of a step: of its estimate, or of those of the stages of a pipeline, by phase.
 
-    mesh: as requested.  free: the share of the memory that is kept free.
+    mesh: as requested.  free: the share of the memory that is kept free.  accumulated: microbatches
+    of a step without a pipeline, one after another, whose gradients add up.
     """
     stages = {
         int(stage): estimate
@@ -83,7 +94,13 @@ def row_of(
     pipe = Pipe.of(stages) if stages else None
     chips = first.processes
     replicas = first.replicas or 1
-    microbatches = pipe.made.microbatches if pipe else 1
+    microbatches = pipe.made.microbatches if pipe else accumulated
+    batch = int(first.graph.workload.get("batch") or 1)
+    once = pipe.made.once if pipe else StageCost.of(first).once
+    step = pipe.made.seconds if pipe else once + (first.t_est - once) * accumulated
+    mfu = pipe.mfu if pipe else first.mfu and first.mfu * accumulated * first.t_est / step
+    memories = [estimate.memory for estimate in estimates.values()]
+    peak = max(pipe.made.peaks) if pipe else _peak(first.memory, accumulated)
     exposed = sum(e.times.t_exposed for e in estimates.values())
     seconds = sum(e.t_est for e in estimates.values())
     capacity = first.chip.room(free)
@@ -92,23 +109,47 @@ def row_of(
         mesh=dict(mesh),
         chips=chips,
         checkpoint=checkpoint,
-        batch=int(first.graph.workload.get("batch") or 1),
+        batch=batch,
         microbatches=microbatches,
+        global_batch=batch * microbatches * replicas,
         item=str(first.graph.workload.get("item") or "sample"),
         items=first.items * microbatches * replicas,
-        seconds=pipe.made.seconds if pipe else first.t_est,
-        once=pipe.made.once if pipe else StageCost.of(first).once,
-        mfu=pipe.mfu if pipe else first.mfu,
+        seconds=step,
+        once=once,
+        mfu=mfu,
         exposed=exposed / seconds if seconds else 0.0,
         bubble=pipe.made.bubble if pipe else None,
         limited_by=_limit(longest),
-        peak=max(pipe.made.peaks) if pipe else first.memory.peak,
+        peak=peak,
+        fixed=max(map(_fixed, memories)),
         capacity=capacity,
         price=None if first.chip.price is None else first.chip.price.value,
         beyond="; ".join(
             dict.fromkeys(r.beyond for e in estimates.values() for r in e.communication if r.beyond)
         ),
     )
+
+
+_KEPT = ("weights", "gradients", "optimizer")
+
+
+def _fixed(memory: Memory) -> int:
+    """Bytes of weights, gradients and states together, which no batch makes smaller."""
+    moments = memory.timeline.moments
+    ends = [moment for moment in moments if moment.part == "optimizer"] or moments[:1]
+    return max((sum(moment.by_kind[kind] for kind in _KEPT) for moment in ends), default=0)
+
+
+def _peak(memory: Memory, accumulated: int) -> int:
+    """The peak of the last of so many microbatches, which meets all gradients of the others; a
+    gradient of its own is there beside until it is added."""
+    moments = memory.timeline.moments
+    if accumulated == 1 or not moments:
+        return memory.peak
+    made = [moment.by_kind["gradients"] for moment in moments]
+    own = max((after - before for before, after in pairwise(made)), default=0)
+    working = max(moment.total - size for moment, size in zip(moments, made, strict=True))
+    return max(memory.peak, working + memory.gradients + own)
 
 
 def _limit(estimate: Estimate) -> str:
@@ -128,9 +169,13 @@ class MeshAnswer(Plain, Shown):
     rows: tuple[MeshRow, ...]  # within all limits, the best first
     others: tuple[MeshRow, ...]  # outside of a limit, the least memory first
     left_out: tuple[str, ...]  # meshes that cannot be, and why
+    edges: tuple[str, ...]  # where the best stands at the end of what was tried
     rests: tuple[str, ...]
 
-    KEYS = "title question item system best rows others needed_chips=needed left_out rests_on=rests"
+    KEYS = (
+        "title question item system best rows others needed_chips=needed left_out edges "
+        "rests_on=rests"
+    )
 
     @property
     def best(self) -> MeshRow | None:
@@ -139,13 +184,15 @@ class MeshAnswer(Plain, Shown):
 
     @property
     def needed(self) -> int | None:
-        """How many chips hold the step that takes least of all, by capacity alone.
+        """How many chips hold the step that takes least of all, by capacity alone: its weights,
+        gradients and states where these fill more than a chip has, else its peak.
 
         None where one fits already, or nothing was traced.
         """
         if any(row.fits for row in (*self.rows, *self.others)) or not self.others:
             return None
-        return min(math.ceil(row.chips * row.peak / row.capacity) for row in self.others)
+        sizes = ((row, row.fixed if row.fixed > row.capacity else row.peak) for row in self.others)
+        return min(math.ceil(row.chips * size / row.capacity) for row, size in sizes)
 
     def __repr__(self) -> str:
         best = self.best
@@ -222,6 +269,17 @@ def meshes_of(chips: int, axes: Sequence[str], most: Mapping[str, int]) -> Itera
         mesh = dict(zip(axes, sizes, strict=True))
         if all(size <= most.get(axis, size) for axis, size in mesh.items()):
             yield {axis: size for axis, size in mesh.items() if size > 1} or {axes[0]: 1}
+
+
+_EXPERTS_OVER = ("dp", "fsdp", "dp_shard", "tp")
+
+
+def with_experts(mesh: Mapping[str, int], most: int) -> Iterator[dict[str, int]]:
+    """A mesh without and with expert parallelism, which is a view of processes of dp and tp."""
+    inside = math.prod(size for axis, size in mesh.items() if axis in _EXPERTS_OVER)
+    for size in range(1, min(inside, most) + 1):
+        if inside % size == 0:
+            yield {**mesh, "ep": size} if size > 1 else dict(mesh)
 
 
 def _products(number: int, factors: int) -> Iterator[tuple[int, ...]]:

@@ -7,9 +7,10 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from rooftrace.tracer.phases.apart import Traced, can_go_apart, trace_apart
 
 if TYPE_CHECKING:
     from rooftrace.tracer.inputs import Inputs, Loaded
+    from rooftrace.tracer.sharding.splitting import Stage
 
 # -- scripts ---------------------------------------------------------------------------------------
 
@@ -315,7 +317,7 @@ class TargetSource:
             inputs = spread.inputs
             if trains and self.job.options.loss is None:  # shards give no labels
                 inputs = inputs.trained(spread.module)
-            graphs |= self._divided(spread, inputs, some, trains)
+            graphs |= self._divided(spread, inputs, some, trains, self.loaded)
         return {phase: graphs[phase] for phase in phases}
 
     def _stages(self, made: Loaded) -> dict[str, OpGraph]:
@@ -338,23 +340,72 @@ class TargetSource:
             fresh = self.loaded() if graphs else made
             inputs = splitting.inputs_of(fresh.inputs, fresh.module, stage)
             splitting.keep(fresh.module, stage)
-            (graph,) = self._divided(fresh, inputs, ("training",), trains=True).values()
+            again, behind = partial(self._kept, stage), microbatches > 1
+            traced = self._divided(fresh, inputs, ("training",), True, again, behind)
+            (graph,) = traced.values()
             graph = splitting.with_stage(graph, stage, schedule, microbatches)
             graphs[graph.step] = graph
         return graphs
 
+    def _kept(self, stage: Stage) -> Loaded:
+        """The model, of which one stage is left."""
+        from rooftrace.tracer.sharding import splitting
+
+        fresh = self.loaded()
+        splitting.keep(fresh.module, stage)
+        return fresh
+
     def _divided(
-        self, made: Loaded, inputs: Inputs, phases: Sequence[str], trains: bool
+        self,
+        made: Loaded,
+        inputs: Inputs,
+        phases: Sequence[str],
+        trains: bool,
+        again: Callable[[], Loaded],
+        behind: bool = False,
     ) -> dict[str, OpGraph]:
-        """The graphs of one process's part of a model."""
+        """The graphs of one process's part of a model, in training from a few of alike layers.
+
+        again: makes the model once more, where these do not tell of all.  behind: see `trace_phases`.
+        """
+        from rooftrace.tracer.phases.attempts import describe
+        from rooftrace.tracer.repeats import shorten
+        from rooftrace.tracer.sharding.splitting import layers_of
+
+        options, short = self.job.options, None
+        if trains and options.repeats and not any("@" in kind for kind in options.assume):
+            with suppress(RequestError):  # no layers
+                short = shorten(made.module, layers_of(made.module))
+        if short is None:
+            return self._of_one(made.module, inputs, phases, trains, behind)
+        from rooftrace.tracer import TraceError
+
+        try:
+            with short.watch:
+                few = self._of_one(made.module, inputs, phases, trains, behind)
+            graphs = {phase: short.stretched(g, describe(short.layer)) for phase, g in few.items()}
+        except (RequestError, TraceError):
+            graphs = {}
+        whole = {phase: graph for phase, graph in graphs.items() if graph is not None}
+        if whole.keys() == set(phases):
+            return whole
+        return self._of_one(again().module, inputs, phases, trains, behind)
+
+    def _of_one(
+        self, module: Any, inputs: Inputs, phases: Sequence[str], trains: bool, behind: bool
+    ) -> dict[str, OpGraph]:
+        """The graphs of one process's part of this module."""
         from rooftrace.tracer.phases.running import trace_phases
         from rooftrace.tracer.sharding import huggingface
 
         job, request = self.job, self.job.request
         kept = request.checkpoint
-        huggingface.distribute(made.module, request.mesh, trains=trains, checkpoint=kept)
-        with huggingface.divided(made.module, request.mesh):
-            return trace_phases(made.module, inputs, phases, job.options, job.name)
+        how = {"checkpoint": kept, "plan": request.plan}
+        said = huggingface.distribute(module, request.mesh, trains=trains, **how)
+        if said:
+            inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
+        with huggingface.divided(module, request.mesh):
+            return trace_phases(module, inputs, phases, job.options, job.name, behind)
 
 
 # -- tracing ---------------------------------------------------------------------------------------

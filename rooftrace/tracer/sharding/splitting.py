@@ -51,7 +51,7 @@ def split(model: Any, count: int) -> list[Stage]:
     Layers are spread evenly, with one more in the first stages.  Raises RequestError for a model
     without a list of layers, or with fewer layers than stages.
     """
-    layers = _layers(model)
+    layers = layers_of(model)
     if len(layers) < count:
         raise RequestError(
             f"{type(model).__name__} has {len(layers)} layers: expected at least one for each of "
@@ -85,7 +85,7 @@ def _base(model: Any) -> Any:
     return getattr(model, prefix, model) if prefix else model
 
 
-def _layers(model: Any) -> nn.ModuleList:
+def layers_of(model: Any) -> nn.ModuleList:
     """The list of layers: the longest list of modules that the base of a model has."""
     lists = [m for m in _base(model).children() if isinstance(m, nn.ModuleList)]
     if not lists:
@@ -98,7 +98,7 @@ def _layers(model: Any) -> nn.ModuleList:
 
 def keep(model: Any, stage: Stage) -> None:
     """Leave only one stage of a model, in place; all but the first take `inputs_embeds`."""
-    base, layers = _base(model), _layers(model)
+    base, layers = _base(model), layers_of(model)
     ends = [name for name, part in base.named_children() if part is not layers]
     embedding = model.get_input_embeddings()
     for number in range(len(layers)):
