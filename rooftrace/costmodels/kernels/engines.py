@@ -479,9 +479,8 @@ def tile_terms(
     on_vector = usual & (padded == 0) & (np.minimum(rows, columns) >= LEAST)
     depth = np.where(is_split & on_vector, np.maximum(depth, VECTOR_PART), depth)
     done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
-    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
-    share, common, fed = np.ones(len(rows)), np.zeros(len(rows)), np.ones(len(rows))
+    common, (share, fed, cluster) = np.zeros(len(rows)), np.ones((3, len(rows)))
     refused = []
     for kernel, runs in kernels:
         busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
@@ -490,8 +489,8 @@ def tile_terms(
         fed[runs] = (kernel.feed or tiling.feed) / tiling.feed
         taken = ~is_split if kernel.whole else np.ones_like(is_split)
         if kernel.tiles:
-            high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
-            share[runs], prologue[runs] = filled, np.where(np.isnan(own), prologue[runs], own)
+            high, wide, own, share[runs], cluster[runs] = _ruled(kernel, rows[runs], columns[runs])
+            prologue[runs] = np.where(np.isnan(own), prologue[runs], own)
             taken = taken & (a == high) & ((b == wide) | (wide == 0))
         refused.append((runs, ~taken))
     if on_vector.any():
@@ -502,6 +501,7 @@ def tile_terms(
     prologue *= _HALF / np.where(padded > 0, wide, np.minimum(_HALF, wide) / VECTOR_STEPS)
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
+    tiles = np.ceil(rows / (a * cluster)) * cluster * np.ceil(columns / b) * products
     blocks = tiles * split / units
     flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue) + blocks * common * prologue
     flop *= 2 * units * done
@@ -515,12 +515,12 @@ def tile_terms(
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:
-    """Rows, columns, prologue (NaN: the library's) and share of each product's tile: [4, N]."""
+    """Rows, columns, prologue (NaN: the library's), share, cluster of each product's tile."""
     import numpy as np
 
     fits = [(rows <= rule.most_rows) & (columns <= rule.most_columns) for rule in kernel.tiles]
     fits[-1] = np.ones(len(rows), dtype=bool)
-    table = [(r.rows, r.columns, r.prologue, r.share) for r in kernel.tiles]
+    table = [(r.rows, r.columns, r.prologue, r.share, r.cluster) for r in kernel.tiles]
     ruled: Array = np.array(table, dtype=float)[np.argmax(fits, axis=0)].T
     return ruled
 
