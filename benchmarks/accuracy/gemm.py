@@ -161,13 +161,18 @@ def products(
     for numbers in by_kernel.values():
         floor = seconds[numbers].min()
         least[numbers] = floor if floor > HOST else 0.0
+    table = table_of(amounts, chip, run(library))
+    computes = precision(FORMATS[form]).computes
+    if computes and chip.has_peak("matrix", computes):  # where a step may round before, too
+        numbers = table.data["rows"] * table.data["inner"]
+        table.data["rounded"] = np.where(table.data["kernel"] > 0, numbers, 0.0)
     return Products(
         chip=chip,
         engine=engine,
         library=library,
         form=form,
         names=["{}x{}x{}".format(*size) for size in sizes],
-        table=table_of(amounts, chip, run(library)),
+        table=table,
         rows=np.array(places),
         seconds=seconds,
         least=least,

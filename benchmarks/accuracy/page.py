@@ -128,12 +128,15 @@ that is kept apart. To how many columns cuDNN pads groups of other widths than 4
 of 64 (128) was read off regnets, which are judged. Everything else is a fact of how PyTorch, cuDNN
 and its compiler run an op, and was studied on the families that are kept apart; of the others a
 sample (every sixth to tenth row) was looked at after changes, and told where to look: what
-upsampling takes for a value was read off efficientformerv2, and how much faster than the memory the
-last cache is (2) was chosen with the compiled sample in sight.
+upsampling takes for a value was read off efficientformerv2, how much faster than the memory the
+last cache is (2) was chosen with the compiled sample in sight, and what a layer norm takes for each
+row (edgenext tells most) and convolutions of 1 with permuted images (coatnet, convnext, rdnet) with
+the eager samples in sight.
 
 Names say too little about what ran, so parameters are compared: a row with those of the
 re-parameterised model is traced so, and a row with those of neither form is left out and listed
-below the table.""",
+below the table. What timm has changed since is undone for norms of vision transformers and for the
+attention of VOLO.""",
     ),
     Part(
         "Training steps of image models",

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import rooftrace as rt
 from rooftrace._writing import write_bytes
@@ -151,7 +152,7 @@ def graph_of(
 
     timm.layers.set_fast_norm(phase == "forward")
     timm.layers.set_fused_attn(bool(how["torch"]))
-    with _norms_of(how["torch"]):
+    with _timm_of(how["torch"]):
         model = built(name, size)
     channels = model.default_cfg["input_size"][0]
     if form == FUSED:
@@ -166,37 +167,33 @@ def graph_of(
     return rt.trace(Amp(model.eval()), x, **step)
 
 
-NORMS_SINCE = (2, 9)
-"""Releases of torch whose timm (1.0.20, 2025-09) has norms of its own in vision transformers."""
-
-
 @contextmanager
-def _norms_of(torch_release: str) -> Iterator[None]:
-    """Vision transformers with the norms that timm had when this release of torch was new.
+def _timm_of(torch_release: str) -> Iterator[None]:
+    """timm as it was when this release of torch was new, where today's computes something else.
 
-    Their layer norms were PyTorch's, which autocast runs in fp32 (`VisionTransformer` of timm
-    1.0.9: `partial(nn.LayerNorm, eps=1e-6)`; CLIP's name it too), and RmsNorm divided by the
-    deviation, op by op (`rms_norm` in `fast_norm.py`), as today's SimpleNorm.
+    Up to 2.8 (timm 1.0.9) vision transformers had PyTorch's layer norms, which autocast runs in
+    fp32 (`partial(nn.LayerNorm, eps=1e-6)`; CLIP's name it too), and RmsNorm divided by the
+    deviation, op by op, as today's SimpleNorm.  Up to 2.1 (timm 0.9.10) attention of VOLO was
+    written out.
     """
     import torch
     from timm.layers import SimpleNorm
     from timm.layers.fast_norm import simple_norm
-    from timm.models import vision_transformer
+    from timm.models import vision_transformer, volo
 
     class RmsNorm(SimpleNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = simple_norm(x, self.normalized_shape, self.weight, self.eps)
             return found
 
-    then = {"LayerNorm": torch.nn.LayerNorm, "RmsNorm": RmsNorm}
-    if tuple(map(int, (torch_release or "1.0").split("."))) >= NORMS_SINCE:
-        then = {}
-    now = {name: getattr(vision_transformer, name) for name in then}
-    vars(vision_transformer).update(then)
-    try:
+    norms = {"LayerNorm": torch.nn.LayerNorm, "RmsNorm": RmsNorm}
+    then = [((2, 8), vision_transformer, norms), ((2, 1), volo, {"use_fused_attn": lambda: False})]
+    release = tuple(map(int, (torch_release or "1.0").split(".")))
+    with ExitStack() as stack:
+        for last, module, names in then:
+            if release <= last:
+                stack.enter_context(patch.multiple(module, **names))
         yield
-    finally:
-        vars(vision_transformer).update(now)
 
 
 def _cross_entropy(output: Any) -> Any:

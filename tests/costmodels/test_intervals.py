@@ -333,6 +333,22 @@ def test_the_table_that_comes_along_has_each_cell_within_those_around_it() -> No
     assert "like it" in table.grounds(cell)
 
 
+@given(
+    st.sampled_from(sorted(IntervalTable.shipped().cells)),
+    st.lists(st.floats(LEVELS[0], LEVELS[-1]), min_size=2, max_size=2),
+    st.floats(-1.0, 0.9),
+)
+def test_a_higher_level_is_never_narrower_wherever_a_step_is(
+    name: str, levels: list[float], share: float
+) -> None:
+    table = IntervalTable.shipped()
+    words = dict(zip(table.order[1:], name.split(", ")[1:], strict=False))
+    errors = table.errors(StepCell(**{k: w.replace("-", "") for k, w in words.items()}), 0.0,
+                          Behind(share, 0.5))  # fmt: skip
+    (low, high), (lower, higher) = (errors.within(level) for level in sorted(levels))
+    assert lower <= low <= 0.0 <= high <= higher
+
+
 # -- chances ---------------------------------------------------------------------------------------
 
 

@@ -70,6 +70,7 @@ def test_a_plan_has_channels_last_only_where_it_is_compiled() -> None:
             "depthwise conv, channels last",
         ),
         (nn.Conv2d(64, 64, 9, groups=64), "depthwise conv, large", "depthwise conv, general"),
+        (nn.Conv2d(64, 128, 7, groups=64), "depthwise conv, large", "depthwise conv, general"),
         (nn.Conv2d(64, 83, 3), "conv", "conv, odd channels"),
         (nn.Conv2d(64, 96, 3), "conv", "conv"),
     ],

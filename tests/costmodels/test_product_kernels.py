@@ -125,6 +125,14 @@ def test_rows_are_rounded_in_chunks(k: int, seconds: float) -> None:
         assert (many - few) * units / (132 * 24) == pytest.approx(seconds, rel=0.15)
 
 
+def test_tiles_of_a_cluster_come_together() -> None:
+    """vLLM's kernel for more than 128 rows has clusters of 2 x 1 tiles: three of them take four."""
+    cut, whole = (by_hand("h100", "fp8", "vllm", m, 16384, 4096) for m in (384, 512))
+    assert whole < 1.06 * cut
+    cut, whole = (by_hand("h100", "fp8", "trtllm", m, 16384, 4096) for m in (384, 512))
+    assert whole > 1.15 * cut
+
+
 def test_a_memory_of_more_bandwidth_shortens_no_walk() -> None:
     """H100 and H200 have the same SMs: 9 x 32 x 8,192 in bf16 takes 5.7 us on both (measured)."""
     chips = (estimated(chip, None, "vllm", 9, 32, 8192) for chip in ("h100", "h200"))

@@ -144,18 +144,21 @@ def test_replicas_of_a_row_are_one_row_and_an_edge_is_said(config: str, run: Run
     assert "each has 4 requests in a step over all its chips" in " ".join(told.out.split())
 
 
-def test_experts_are_spread_over_whole_groups_of_tp(tmp_path: Path) -> None:
+def test_experts_are_a_view_of_the_other_axes(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     path.write_text(json.dumps({**CONFIG, **experts}))
-    result = rt.tools.best_mesh(
-        str(path), chips=4, system="dgx-h100", phase="decode", kv=64,
-        mesh={"dp": 1, "tp": 1, "ep": 1},
-    )  # fmt: skip
-    assert all(row.chips == 4 for row in result.rows)
-    assert {row.mesh.get("ep", 1) for row in result.rows if row.mesh.get("dp") == 4} == {1, 2, 4}
-    reason = next(text for text in result.left_out if text.startswith("tp=4, ep=2: "))
-    assert "multiple of tp" in reason
+    asked = {"system": "dgx-h100", "mesh": {"dp": 1, "tp": 1, "ep": 1}}
+    result = rt.tools.best_mesh(str(path), chips=2, phase="decode", kv=64, **asked)
+    assert {tuple(row.mesh.items()) for row in result.rows} == {
+        (("dp", 2),),
+        (("dp", 2), ("ep", 2)),
+        (("tp", 2),),
+        (("tp", 2), ("ep", 2)),
+    }
+    assert {(row.chips, row.global_batch) for row in result.rows} == {(2, 2)}
+    with pytest.raises(RequestError, match="multiple of `tp_size`"):
+        rt.trace(str(path), phase="training", seq=16, mesh={"dp": 2, "tp": 4, "ep": 2})
 
 
 def test_a_mesh_that_cannot_be_is_left_out_with_its_reason(config: str) -> None:

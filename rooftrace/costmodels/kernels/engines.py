@@ -33,8 +33,10 @@ LARGE_WINDOW = 5
 has unrolled ones for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up to 5
 (`check_cudnn_depthwise_workload_with_filter`)."""
 LARGE_WINDOW_LAST = 7
-"""With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
-(`conv2d_grouped_direct_kernel`), which is several times slower."""
+"""With channels last cuDNN has such kernels up to this; wider windows, and groups of one channel
+that make several, go to one for any groups (`conv2d_grouped_direct_kernel`), which is several times
+slower.  That of several is told by compiled steps of fastvit on RTX 4090: 11 to 14 ms more than
+such kernels explain, by how wide their three downsamplings are, not how many layers follow."""
 
 
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
@@ -76,7 +78,7 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         alone = shape[1] == 1 or shape[0] == groups
         if not alone:
             return f"grouped conv{back or ending}"
-        if last and max(window) > LARGE_WINDOW_LAST:
+        if last and (max(window) > LARGE_WINDOW_LAST or shape[0] != groups):
             return "depthwise conv, general"
         if last:
             return f"depthwise conv{LAST}"
@@ -477,9 +479,8 @@ def tile_terms(
     on_vector = usual & (padded == 0) & (np.minimum(rows, columns) >= LEAST)
     depth = np.where(is_split & on_vector, np.maximum(depth, VECTOR_PART), depth)
     done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
-    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
-    share, common, fed = np.ones(len(rows)), np.zeros(len(rows)), np.ones(len(rows))
+    common, (share, fed, cluster) = np.zeros(len(rows)), np.ones((3, len(rows)))
     refused = []
     for kernel, runs in kernels:
         busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
@@ -488,8 +489,8 @@ def tile_terms(
         fed[runs] = (kernel.feed or tiling.feed) / tiling.feed
         taken = ~is_split if kernel.whole else np.ones_like(is_split)
         if kernel.tiles:
-            high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
-            share[runs], prologue[runs] = filled, np.where(np.isnan(own), prologue[runs], own)
+            high, wide, own, share[runs], cluster[runs] = _ruled(kernel, rows[runs], columns[runs])
+            prologue[runs] = np.where(np.isnan(own), prologue[runs], own)
             taken = taken & (a == high) & ((b == wide) | (wide == 0))
         refused.append((runs, ~taken))
     if on_vector.any():
@@ -500,6 +501,7 @@ def tile_terms(
     prologue *= _HALF / np.where(padded > 0, wide, np.minimum(_HALF, wide) / VECTOR_STEPS)
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
+    tiles = np.ceil(rows / (a * cluster)) * cluster * np.ceil(columns / b) * products
     blocks = tiles * split / units
     flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue) + blocks * common * prologue
     flop *= 2 * units * done
@@ -513,12 +515,12 @@ def tile_terms(
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:
-    """Rows, columns, prologue (NaN: the library's) and share of each product's tile: [4, N]."""
+    """Rows, columns, prologue (NaN: the library's), share, cluster of each product's tile."""
     import numpy as np
 
     fits = [(rows <= rule.most_rows) & (columns <= rule.most_columns) for rule in kernel.tiles]
     fits[-1] = np.ones(len(rows), dtype=bool)
-    table = [(r.rows, r.columns, r.prologue, r.share) for r in kernel.tiles]
+    table = [(r.rows, r.columns, r.prologue, r.share, r.cluster) for r in kernel.tiles]
     ruled: Array = np.array(table, dtype=float)[np.argmax(fits, axis=0)].T
     return ruled
 

@@ -125,6 +125,7 @@ class TileRule(NamedTuple):
     most_columns: float = math.inf  # of C
     prologue: float | None = None  # steps of K for its start and its end; None: the library's
     share: float = 1.0  # of the matrix engine that its warps fill
+    cluster: int = 1  # tiles along the rows of C that come together, wanted or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

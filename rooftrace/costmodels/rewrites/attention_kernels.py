@@ -45,7 +45,7 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
     [.., H, L, E] or [.., H, E, L] that has stride 0 along H.
     """
     flow = ValueFlow(graph)
-    shared: dict[int, tuple[Op, dict[str, _Stored]]] = {}
+    shared: dict[int, tuple[Op, dict[str, _Repeated]]] = {}
     for op in graph.ops:
         if op.target == ATTENTION and op.part == "forward":
             stored = {name: _stored(flow, op, name) for name in ("key", "value")}
@@ -56,21 +56,21 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _Repeated:
     """Keys or values of which an attention reads a copy for each head."""
 
     value: int  # [.., Hk, G, L, E]; or with one head for all, of which attention reads these
     dims: tuple[int, ...] = ()  # dimensions in its order
 
 
-def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, _Stored]]) -> None:
+def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, _Repeated]]) -> None:
     op, sources = shared
     heads = {name: _heads_of(edit, op, stored) for name, stored in sources.items()}
     arguments: dict[str, Argument] = {**op.arguments, **heads}
     edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
 
 
-def _stored(flow: ValueFlow, op: Op, name: str) -> _Stored | None:
+def _stored(flow: ValueFlow, op: Op, name: str) -> _Repeated | None:
     """What keys or values are a copy of, for each head; None for other ones."""
     values, item = flow.values, operand(op, name)
     clone = flow.kernel_of(item.id)
@@ -86,17 +86,17 @@ def _stored(flow: ValueFlow, op: Op, name: str) -> _Stored | None:
         places = dict(zip(zip(copy.shape, copy.stride, strict=True), range(9), strict=False))
         dims = tuple(places.get(d, -1) for d in zip(read.shape, read.stride, strict=True))
         one = dims[-3] >= 0 and read.shape[-3] > 1 and source.stride[dims[-3]] == 0
-        return _Stored(stored, dims) if one and set(dims) == set(range(len(dims))) else None
+        return _Repeated(stored, dims) if one and set(dims) == set(range(len(dims))) else None
     if len(source.shape) != len(read.shape) + 1 or len(read.shape) < 3:
         return None
     *lead, shared, group, length, width = source.shape
     repeated = group > 1 and source.stride[-3] == 0
     if not repeated or read.shape != (*lead, shared * group, length, width):
         return None
-    return _Stored(stored) if merged_dims(copy) == merged_dims(read) else None
+    return _Repeated(stored) if merged_dims(copy) == merged_dims(read) else None
 
 
-def _heads_of(edit: Editor, like: Op, stored: _Stored) -> Ref:
+def _heads_of(edit: Editor, like: Op, stored: _Repeated) -> Ref:
     """[.., Hk, L, E] of the stored heads."""
     item, source = Ref(stored.value), edit.values[stored.value]
     if stored.dims:
