@@ -10,7 +10,14 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import LIBRARIES, execution_model
-from rooftrace.costmodels.kernels.engines import FORMATS, KERNELS, library_kernel, product_format
+from rooftrace.costmodels.kernels.engines import (
+    FORMATS,
+    KERNELS,
+    SIZES,
+    library_kernel,
+    product_format,
+    tile_terms,
+)
 from rooftrace.costmodels.kernels.knobs import Knobs, library_products
 from rooftrace.costmodels.kernels.numbers import KnobsError, ProductKnobs
 from rooftrace.costmodels.kernels.seconds import table_of
@@ -127,10 +134,13 @@ def test_rows_are_rounded_in_chunks(k: int, seconds: float) -> None:
 
 def test_tiles_of_a_cluster_come_together() -> None:
     """vLLM's kernel for more than 128 rows has clusters of 2 x 1 tiles: three of them take four."""
-    cut, whole = (by_hand("h100", "fp8", "vllm", m, 16384, 4096) for m in (384, 512))
-    assert whole < 1.06 * cut
-    cut, whole = (by_hand("h100", "fp8", "trtllm", m, 16384, 4096) for m in (384, 512))
-    assert whole > 1.15 * cut
+    rows = np.array([256.0, 257.0, 384.0, 512.0, 513.0])
+    sizes = dict.fromkeys(SIZES, np.ones(5)) | {
+        "rows": rows, "columns": np.full(5, 128.0), "inner": np.full(5, 4096.0)
+    }  # fmt: skip
+    kernel = library_products(CHIPS["h100"])["fp8 vllm"]
+    flop = tile_terms(sizes, 1, kernels=[(kernel, rows > 0)]).flop.min(axis=1)
+    assert [round(each) for each in 2 * flop / flop[0]] == [2, 4, 4, 4, 6]
 
 
 def test_a_memory_of_more_bandwidth_shortens_no_walk() -> None:
