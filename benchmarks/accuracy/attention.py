@@ -13,7 +13,7 @@ modelled (on Hopper it serves heads of width 512), stands in lines of its kind, 
 usual library; so is any unknown one.
 
 The cache of L40S and B200 is so large that it holds what most rows touch, over and over: such rows
-are warm there, at the rate of L40S's cache (`cache` in its generation's file).
+are warm there, at the rate of L40S's cache (`CACHE`).
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@
 POINTS is a folder of files that scripts write by --points (page.py --points makes them all); rows
 without a source say nothing here.  Printed is a line for each group of steps: the errors without a
 fit, how many are inside of their 90 % interval when nothing of their source made it and when it is
-among the others (`source seen`), and the upper end over the lower one, the median.  --write makes
-the table that comes along, rooftrace/costmodels/kernels/fitted/intervals.toml.
+among the others (`source seen`), and the upper end over the lower one, the median.  --few counts
+the same where one to five sources of a kind of step, chosen at random, made the interval.  --write
+makes the table that comes along, rooftrace/costmodels/kernels/fitted/intervals.toml.
 
 Cells are a hierarchy: steps that agree in the first fields of `ORDER`.  The mean of a cell is drawn
 to that of the cells around it, as if these were `DRAWN` sources, and so is the scale: the 90th
-percentile of how far a source is from what all others say of its cell.  Every source counts the
-same in a cell, however many steps it has, but for what the host bounds (see `Behind`), and as far
-as scales go for the first of its steps.  Ends are order statistics of left-out sources in scales.
-`ORDER` is that of the orders of fields which is best for left-out sources, but for noise, by the
-score of intervals (Gneiting and Raftery, "Strictly proper scoring rules", 2007).
+percentile of how far a source is from what all others say of its cell.  Steps of a source are
+alike, so n of them count as n / (n + `HALF`) of a source (random effects: DerSimonian and Laird,
+"Meta-analysis in clinical trials", 1986); those that a host bounds count less (see `Behind`), and
+of n steps n - 1 say how they scatter.  Ends are order statistics of left-out sources in scales.
 
 After a fit of one factor, errors are those within a source: each family against the others.
 """
@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -51,11 +53,24 @@ from rooftrace.costmodels.kernels.intervals import (
 from rooftrace.hardware import load_host
 from rooftrace.hardware.chipfile import toml_sections
 
-ORDER = ("kind", "phase", "generation", "work", "precision", "execution", "limit")
+ORDER = ("kind", "phase", "work", "limit", "precision", "execution", "generation")
+"""After the kind of chip, the field first across which sources are most apart in how they scatter.
+
+Standard deviations of that logarithm are 0.60 across phases, 0.44 works, 0.38 limits, 0.36 each
+precisions and executions, 0.34 generations, and 0.31 in one cell (printed; `Hierarchy.apart`).
+"""
+HALF = 5.0
+"""Steps that say half of what a source can: their variance over that between sources of a cell.
+
+That is 0.106^2 / 0.046^2 of means; of n steps the logarithm varies by 0.6 / n: 0.6 / 0.31^2.
+"""
 DRAWN = 1.0
-"""Sources that the mean of the cells around counts for."""
+"""Sources that the mean of the cells around counts for: their variance over that between cells.
+
+0.046^2 in a cell, twice that across a field, in the mean of fields.
+"""
 WIDTHS_DRAWN = 2.0
-"""Sources that the scale of the cells around counts for."""
+"""Sources that the scale of the cells around counts for: likewise, of fields after the phase."""
 MOST = 200
 """Steps of a source in a cell that are kept: evenly spaced quantiles stand for more."""
 SHARE = 0.9
@@ -130,6 +145,23 @@ class Held:
         """Of as many steps."""
         return float(self.share.mean() * self.count)
 
+    @cached_property
+    def scatter(self) -> float:
+        """The logarithm of the standard deviation of steps, by their mean distance."""
+        size = np.average(np.abs(self.off - self.mean), weights=self.share)
+        size *= math.sqrt(math.pi / 2 * self.weight / (self.weight - 1))
+        return math.log(max(float(size), 5e-3))
+
+    @cached_property
+    def weights(self) -> Array:
+        """That of each of those kept."""
+        return self.share * self.count / len(self.share)
+
+
+def part(steps: float) -> float:
+    """How much of a source so many of its steps are."""
+    return max(0.0, steps) / (max(0.0, steps) + HALF)
+
 
 def _thinned(points: Sequence[Point]) -> Held:
     chosen = sorted(points, key=error)
@@ -173,11 +205,10 @@ class Hierarchy:
         return cell.values(self.order)
 
     def _mean_of(self, source: str, paths: Sequence[Path_]) -> tuple[float, float]:
-        """The mean of a source, and how much of its steps is of their kernels."""
+        """The mean of a source, and the steps that say it."""
         held = [self.held[source, path] for path in paths]
         weights = [h.weight for h in held]
-        mean = float(np.average([h.mean for h in held], weights=weights))
-        return mean, sum(weights) / sum(h.count for h in held)
+        return float(np.average([h.mean for h in held], weights=weights)), sum(weights)
 
     @property
     def sources(self) -> list[str]:
@@ -191,8 +222,8 @@ class Hierarchy:
             others = [value for source, value in means.items() if source != without]
             if not others:
                 break
-            total = sum(off * share for off, share in others) + DRAWN * mean
-            mean = total / (sum(share for _, share in others) + DRAWN)
+            total = sum(off * part(steps) for off, steps in others) + DRAWN * mean
+            mean = total / (sum(part(steps) for _, steps in others) + DRAWN)
             known = depth
         return mean, known
 
@@ -207,10 +238,7 @@ class Hierarchy:
         return math.exp(scale)
 
     def _scale_of(self, node: Path_, without: str | None) -> tuple[float, float]:
-        """The scale of a node by itself, and the sources that say it.
-
-        Of n steps of a source n - 1 say how they scatter: one step says nothing.
-        """
+        """The scale of a node by itself, and the sources that say it."""
         sources = self.inside.get(node, {})
         key = (node, without if without in sources else None)
         if key not in self._scales:
@@ -218,14 +246,13 @@ class Hierarchy:
             for source, paths in sources.items():
                 if source == without:
                     continue
-                total = sum(self.held[source, path].count for path in paths)
-                known += self._means[node][source][1] * (1 - 1 / total)
+                steps = self._means[node][source][1]
+                known += part(steps - 1)
                 for path in paths:
-                    held = self.held[source, path]
                     values.append(np.abs(self.left[source, path]))
-                    weights.append(held.share * held.count / total / len(held.share))
+                    weights.append(self.held[source, path].weights * part(steps - 1) / steps)
             found = 1.0
-            if values:
+            if known:
                 found = quantile(np.concatenate(values), np.concatenate(weights), SHARE)
             self._scales[key] = max(found, 1e-3), known
         return self._scales[key]
@@ -249,13 +276,34 @@ class Hierarchy:
             math.sqrt(sum(values) / max(1, len(values) - 1)) for values in squares.values()
         )
 
+    def apart(self, of: str) -> dict[str, float]:
+        """How far sources are apart in two cells that differ in this one field; "" in none.
+
+        of: the attribute of `Held`.  Standard deviations of one, on GPUs, which outliers hardly
+        move (Cressie and Hawkins, "Robust estimation of the variogram", 1980).
+        """
+        roots: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        lost = 1 if of == "scatter" else 0
+        known = [(key, held) for key, held in self.held.items() if held.weight > lost + 0.5]
+        for ((source, path), one), ((other, there), two) in combinations(known, 2):
+            differs = [n for n, a, b in zip(self.order, path, there, strict=True) if a != b]
+            if source != other and len(differs) < 2 and "cpu" not in path + there:
+                weight = 1 / sum(1 / part(held.weight - lost) for held in (one, two))
+                root = abs(getattr(one, of) - getattr(two, of)) ** 0.5
+                roots[differs[0] if differs else ""].append((root, weight))
+        return {
+            name: (sum(r * w for r, w in pairs) / sum(w for _, w in pairs)) ** 2
+            / (2 * 0.457) ** 0.5
+            for name, pairs in roots.items()
+        }
+
     def wide(self, path: Path_, known: int, without: str | None = None) -> float:
         """The scale at a cell of which some fields are not measured."""
         scale = self.scale(path, without)
         return math.hypot(scale, OF_SCALE * max(self.scatter[known:], default=0.0))
 
     def ends(self) -> tuple[list[float], list[float]]:
-        """Ends of each level in scales: order statistics of left-out sources of equal weight.
+        """Ends of each level in scales: order statistics of left-out sources.
 
         Without the usual correction for how many there are: each was predicted from fewer sources
         than the table has, which makes its errors larger already.
@@ -263,12 +311,11 @@ class Hierarchy:
         values, weights = [], []
         for source in self.sources:
             keys = [key for key in self.held if key[0] == source]
-            total = sum(self.held[key].count for key in keys)
+            steps = sum(self.held[key].weight for key in keys)
             for key in keys:
                 scale = self.wide(key[1], self.mean(key[1], source)[1], source)
                 values.append(self.left[key] / scale)
-                held = self.held[key]
-                weights.append(held.share * held.count / total / len(held.share))
+                weights.append(self.held[key].weights * part(steps) / steps)
         off, share = np.concatenate(values), np.concatenate(weights)
         low, high = [], []
         for level in LEVELS:
@@ -413,7 +460,7 @@ class LeftOut:
         ratio = statistics.median(math.exp(high - low) for low, high in ends)
         size = np.abs(off)
         return (
-            f"| {name} | {len(points):,} | {len({p.source for p in points})} | {size.mean():.1%} "
+            f"| {name} | {len(points):,} | {effective(points)} | {size.mean():.1%} "
             f"| {np.median(size):.1%} | {np.quantile(size, 0.9):.1%} | {off.mean():+.1%} "
             f"| {inside:.0%} | {inside_seen:.0%} | {ratio:.2f} |"
         )
@@ -430,9 +477,45 @@ class LeftOut:
 
 
 HEAD = (
-    "| no fit | n | sources | mean | median | p90 | bias | inside | source seen | high/low |\n"
+    "| no fit | n | sources (effective) | mean | median | p90 | bias | inside | source seen "
+    "| high/low |\n"
     "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
+
+
+def effective(points: Sequence[Point]) -> str:
+    """How many sources points have, and how many of equal size would say as much of them."""
+    sizes = [len(chosen) for chosen in by_source(points).values()]
+    return f"{len(sizes)} ({len(points) ** 2 / sum(size**2 for size in sizes):.1f})"
+
+
+def kind_of(point: Point) -> str:
+    """Steps that a source may measure alone: kernels of a work, or those of a phase."""
+    return f"{point.work} kernels" if point.phase == "kernel" else f"{point.phase} steps"
+
+
+def few(points: Sequence[Point], draws: int = 3) -> str:
+    """How many steps of a source are inside, if this many others of their kind were measured."""
+    draw, inside = random.Random(0), defaultdict(list)
+    gpus = [point for point in points if point.cell.kind == "gpu"]
+    thin = [p for _, held in by_source(gpus).items() for p in held[:: -(-len(held) // MOST)]]
+    for kind in sorted({kind_of(point) for point in thin}):
+        here = by_source(point for point in thin if kind_of(point) == kind)
+        for source, left in here.items():
+            others = sorted(here.keys() - {source})
+            for count in (1, 2, 3, 5):
+                for _ in range(draws if len(others) >= count else 0):
+                    kept = {*draw.sample(others, count)}
+                    by = LeftOut([p for p in thin if p.source != source
+                                  and (kind_of(p) != kind or p.source in kept)])  # fmt: skip
+                    held = [low <= error(p) <= high for p in left
+                            for low, high in [by.interval(p, None)]]  # fmt: skip
+                    inside[kind, count].append((statistics.fmean(held), part(len(left))))
+    return "\n".join(
+        f"{kind} of {count} sources: {sum(i * w for i, w in held) / sum(w for _, w in held):.0%} "
+        f"of {len(held)} inside"
+        for (kind, count), held in inside.items()
+    )
 
 
 def group_of(point: Point) -> str:
@@ -480,11 +563,18 @@ def main() -> None:
     )
     parser.add_argument("points", type=Path, help="a folder of CSV files")
     parser.add_argument("--write", type=Path, help="write the table there, as TOML")
+    parser.add_argument("--few", action="store_true", help="count on few sources of a kind, too")
     given = parser.parse_args()
     points = sourced(given.points)
     if not points:
         raise SystemExit(f"{given.points}: no points with a source in *.csv")
-    print(LeftOut(points).table(points, group_of))
+    by = LeftOut(points)
+    print(by.table(points, group_of))
+    for of in ("mean", "scatter"):
+        found = sorted(by.hierarchy.apart(of).items(), key=lambda item: -item[1])
+        print(f"\n{of} of sources apart:", *(f"{n or 'in one cell'} {v:.3f}" for n, v in found))
+    if given.few:
+        print(f"\n{few(points)}")
     if given.write:
         write(points, given.write)
 

@@ -26,10 +26,11 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from measured_kernels import CACHE, kept
 from points import Point, parser_of, write_points
 
 import rooftrace as rt
@@ -106,7 +107,9 @@ class Products:
 
 def typical(chip: Chip) -> Knobs:
     """What comes along; on data-center GPUs as fast as a product alone runs."""
-    return Knobs.typical(chip, compiled=False, sustained=Knobs.generation(chip) in (None, "ada"))
+    of = Knobs.generation(chip)
+    knobs = Knobs.typical(chip, compiled=False, sustained=of in (None, "ada"))
+    return replace(knobs, cache=CACHE) if of == "ada" else knobs
 
 
 def chip_of(device: str, file: str) -> Chip | None:
@@ -158,13 +161,18 @@ def products(
     for numbers in by_kernel.values():
         floor = seconds[numbers].min()
         least[numbers] = floor if floor > HOST else 0.0
+    table = table_of(amounts, chip, run(library))
+    computes = precision(FORMATS[form]).computes
+    if computes and chip.has_peak("matrix", computes):  # where a step may round before, too
+        numbers = table.data["rows"] * table.data["inner"]
+        table.data["rounded"] = np.where(table.data["kernel"] > 0, numbers, 0.0)
     return Products(
         chip=chip,
         engine=engine,
         library=library,
         form=form,
         names=["{}x{}x{}".format(*size) for size in sizes],
-        table=table_of(amounts, chip, run(library)),
+        table=table,
         rows=np.array(places),
         seconds=seconds,
         least=least,
@@ -198,8 +206,8 @@ def kernel(m: int, n: int, k: int, form: str, library: str, engine: str, chip: C
 
 
 def held(size: float, touched: float, capacity: float) -> float:
-    """Bytes of a tensor that a cache holds, of all that is touched until it is used again."""
-    return min(size, max(0.0, capacity - touched))
+    """Bytes of a tensor that a cache holds, by all that is touched until it is used again."""
+    return size * kept(touched / capacity) if capacity else 0.0
 
 
 def layers_of(library: str, form: str, weights: float, capacity: float) -> int:

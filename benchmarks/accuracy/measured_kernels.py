@@ -41,7 +41,7 @@ WIDE = 2
 """Bytes of an element of query and output, and of new entries before they are stored."""
 LARGE = 64 * 2**20
 """Bytes of a last cache that holds what most of the rows touch, over and over."""
-CACHE = 3.9
+CACHE = 3.8
 """Rate of such a cache over that of the memory, of L40S: 3.8 suits bf16 products that fit in it
 best, 3.4 to 3.9 those of fp8, 3 to 5 attention.  Typical constants have none: what a cache holds is
 not known over sizes that change the number of layers."""

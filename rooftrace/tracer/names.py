@@ -21,6 +21,8 @@ BOUNDARIES = ("auto", "batch", "call", "optimizer", "mark")
 CHECKPOINTS = ("none", "full", "selective")
 """none: all are kept.  full: those inside of a layer are made again.  selective: as full, but every
 second matrix product, attention and what is exchanged are kept."""
+PLANS = ("engines", "transformers")
+"""Whose tensor parallelism a Hugging Face model has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

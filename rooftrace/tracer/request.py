@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.graph.assumptions import check_assumption
-from rooftrace.tracer.names import CHECKPOINTS
+from rooftrace.tracer.names import CHECKPOINTS, PLANS
 from rooftrace.tracer.recording import Release, installed_release, read_release
 
 Loss = Callable[[Any], Any]
@@ -36,6 +36,7 @@ class Request:
     mesh: Mapping[str, int] = field(default_factory=dict)
     # Which activations of a Hugging Face model training makes again: see `names.CHECKPOINTS`.
     checkpoint: str = "none"
+    plan: str = PLANS[0]  # of tensor parallelism of a Hugging Face model
     # The order of a pipeline's work (see pipelines.SCHEDULES), and how many microbatches it has.
     schedule: str | None = None
     microbatches: int | None = None
@@ -105,11 +106,11 @@ class Request:
                     f"--{name} {value}: it is for a pipeline, and the mesh has none; expected an "
                     "axis pp of at least 2, for example --mesh pp=4,dp=8"
                 )
-        if self.checkpoint not in CHECKPOINTS:
-            raise RequestError(
-                f"--checkpoint {self.checkpoint}: expected one of {', '.join(CHECKPOINTS)}"
-                f"{hint(self.checkpoint, CHECKPOINTS)}"
-            )
+        for name, words in (("checkpoint", CHECKPOINTS), ("plan", PLANS)):
+            if (value := getattr(self, name)) not in words:
+                raise RequestError(
+                    f"--{name} {value}: expected one of {', '.join(words)}{hint(value, words)}"
+                )
 
 
 LARGEST = (1 << 63) - 1

@@ -258,6 +258,16 @@ def test_hand_written_attention_becomes_flash(style):
     assert plan(graph, "efficient").bytes.total < plan(graph, "eager").bytes.total
 
 
+def test_the_compiler_of_torch_2_0_leaves_hand_written_attention_as_it_is():
+    named = {}
+    for release in ("2.0", "2.1"):
+        mask = torch.zeros(1, 1, S, S, dtype=torch.bool)
+        graph = rt.trace(HandWritten(), torch.randn(B, S, E), mask, torch=release)
+        named[release] = {row.name for row in rt.estimate(graph, "l4", "compiled").rows}
+    assert "aten.bmm" in named["2.0"] and "flash attention" not in named["2.0"]
+    assert "aten.bmm" not in named["2.1"] and "flash attention" in named["2.1"]
+
+
 @pytest.mark.parametrize("style", ["two masks", "over queries", "turned", "gated"])
 def test_what_only_looks_like_attention_stays(style):
     graph = written(style)

@@ -179,6 +179,29 @@ def test_the_depthwise_kernel_of_channels_first_adds_its_bias_itself() -> None:
     assert "add_" in kernels(estimated(depthwise, other))
 
 
+@pytest.mark.parametrize(
+    ("shape", "release", "apart"),
+    [
+        ((6, 8), "1.8", False), ((2, 3, 8), "1.11", True), ((2, 3, 8), "1.12", False),
+        ((1, 2, 3, 8), "2.0", True), ((1, 2, 3, 8), "2.1", False), ((6, 8, 1, 1), "1.8", False),
+    ],
+)  # fmt: skip
+def test_a_linear_of_many_dimensions_added_its_bias_apart(
+    shape: tuple[int, ...], release: str, apart: bool
+) -> None:
+    weight, bias, x = (torch.ones(*s, device="meta") for s in ((16, 8), (16,), shape))
+    pooled = shape[-1] == 1
+
+    def head(x: Tensor) -> Tensor:
+        return F.linear(x.flatten(1) if pooled else x, weight, bias)
+
+    estimate = estimated(head, x, torch=release)
+    read, out = (6 * 8 + 16 * 8) * FP32, 6 * 16 * FP32
+    expected = [read + out, 2 * out + 16 * FP32] if apart else [read + out + 16 * FP32]
+    assert kernels(estimate) == (["mm", "add_"] if apart else ["addmm"])
+    assert [row.bytes for row in estimate.rows] == expected
+
+
 def test_the_gradients_of_a_convolution_are_a_kernel_each() -> None:
     weight, bias = (torch.ones(*shape, device="meta") for shape in ((C, C, 1, 1), (C,)))
     graph = trained(lambda x: F.conv2d(x, weight, bias).exp().sum())
@@ -303,6 +326,25 @@ def test_only_operands_in_another_order_than_the_result_are_taken_apart() -> Non
     assert strided_over_plain(lambda t: t.new_empty(t.shape).copy_(t), x, **eager) > 1.5
     compiled = {**eager, "execution": "compiled"}
     assert strided_over_plain(lambda t: t.new_empty(t.shape).copy_(t), x, **compiled) == 1
+
+
+def test_short_rows_of_a_layer_norm_take_as_long_as_longer_ones() -> None:
+    """A block of 128 threads has a row.  ViT and BERT on H100 (traces): 788 rows of 768 numbers
+    take 1.4 us longer than 141 rows of 512, of which memory explains 0.6 us."""
+
+    def seconds(rows: int, length: int, how: str) -> float:
+        x = torch.empty(rows, length, dtype=torch.bfloat16, device="meta")
+        graph = rt.trace(Calls(lambda x: F.layer_norm(x, (length,))), x)
+        (row,) = rt.estimate(graph, chip="h100-sxm", execution=how).rows
+        return row.timing.t_device
+
+    assert seconds(2**20, 24, "eager") == pytest.approx(seconds(2**20, 48, "eager"), rel=0.05)
+    assert seconds(2**14, 8192, "eager") == pytest.approx(
+        2 * seconds(2**14, 4096, "eager"), rel=0.1
+    )
+    assert seconds(2**20, 24, "compiled") < 0.7 * seconds(2**20, 48, "compiled")
+    more = seconds(788, 768, "eager") - seconds(141, 512, "eager")
+    assert 0.7e-6 < more < 1.7e-6
 
 
 def test_index_arithmetic_is_as_fast_as_a_clock_above_the_datasheet() -> None:

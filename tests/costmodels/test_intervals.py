@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
@@ -91,15 +92,75 @@ def test_a_new_source_is_inside_as_often_as_the_level_says(coverage: Any) -> Non
     assert statistics.fmean(widths["convolution"]) > 1.5 * statistics.fmean(widths["product"])
 
 
-def test_a_source_counts_once_however_many_steps_it_has(coverage: Any) -> None:
-    draw = random.Random(1)
-    points = drawn(coverage, draw, 12, {})
-    table = coverage.Hierarchy(points).table({})
-    more = coverage.Hierarchy([*points, *points, *points]).table({})
-    assert {n: (c.mean, c.sources) for n, c in table.cells.items()} == {
-        n: (c.mean, c.sources) for n, c in more.cells.items()
-    }
-    assert sum(c.steps for n, c in table.cells.items() if n == "") == len(points)
+def test_more_steps_of_a_source_are_never_more_than_one_source(coverage: Any) -> None:
+    def mean(copies: int) -> float:
+        hierarchy = coverage.Hierarchy([*points, *far * copies])
+        return float(hierarchy.mean(hierarchy.path(points[0].cell))[0])
+
+    points = agreeing(coverage, random.Random(1), 6, 0.05)
+    far = [replace(p, measured=p.measured * 2, source="far") for p in points[:3]]
+    means = [mean(copies) for copies in (1, 4, 16, 64)]
+    assert means == sorted(means)
+    assert means[1] - means[0] > 4 * (means[3] - means[2]) > 0
+    assert means[-1] < 2 * math.log(2) / 7
+
+
+def agreeing(coverage: Any, draw: random.Random, sources: int, scatter: float) -> list[Any]:
+    """So many sources in one cell with the same steps, beside others that scatter widely."""
+    cell = dict(phase="training", generation="hopper", work="product", precision="half",
+                execution="eager", limit="compute")  # fmt: skip
+    steps = [math.exp(draw.gauss(0, scatter)) for _ in range(12)]
+    return drawn(coverage, random.Random(11), 5, {}) + [
+        coverage.Point(f"m{n}", 1.0, step, "", f"own {source}", **cell)
+        for source in range(sources)
+        for n, step in enumerate(steps)
+    ]
+
+
+@given(st.integers(0, 1000), st.integers(2, 5), st.floats(0.01, 0.05))
+@settings(max_examples=8, deadline=None)
+def test_sources_that_agree_narrow_a_cell_and_one_that_is_far_off_widens_it(
+    coverage: Any, seed: int, sources: int, scatter: float
+) -> None:
+    def width(points: list[Any]) -> float:
+        hierarchy = coverage.Hierarchy(points)
+        return float(hierarchy.scale(hierarchy.path(points[-1].cell)))
+
+    one, some, more = (
+        agreeing(coverage, random.Random(seed), count, scatter) for count in (1, sources, 9)
+    )
+    assert width(one) > width(some) > width(more)
+    far = [replace(p, measured=p.measured * 2) if p.source == "own 1" else p for p in some]
+    assert width(far) > width(some)
+
+
+def test_intervals_of_few_sources_hold_their_share_of_the_next_one(coverage: Any) -> None:
+    draw, cells, points = random.Random(4), {}, []
+    for phase in ("forward", "training"):
+        made = drawn(coverage, draw, 6, cells)
+        points += [replace(point, phase=phase, source=phase + point.source) for point in made]
+    lines = coverage.few(points, draws=1).splitlines()
+    found = [re.fullmatch(r"\w+ steps of (\d) sources: (\d+)% of 6 inside", x) for x in lines]
+    for count in "1235":
+        shares = [int(line[2]) for line in found if line and line[1] == count]
+        assert len(shares) == 2 and 75 <= statistics.fmean(shares) <= 96
+
+
+def test_fields_across_which_sources_are_apart_come_first(coverage: Any) -> None:
+    points = drawn(coverage, random.Random(6), 40, {})
+    hierarchy = coverage.Hierarchy(points)
+    scatter, means = hierarchy.apart("scatter"), hierarchy.apart("mean")
+    assert scatter["work"] > 2 * scatter["generation"]  # as `ROWS` has it, the same for all chips
+    assert means[""] == pytest.approx(OF_SOURCE, rel=0.4)
+    assert means["generation"] == pytest.approx(math.hypot(OF_SOURCE, OF_CELL), rel=0.4)
+
+
+def test_sources_of_unequal_size_are_effectively_fewer(coverage: Any) -> None:
+    points = drawn(coverage, random.Random(1), 1, {})[:5]
+    other = [replace(point, source="other") for point in points]
+    assert coverage.effective(points) == "1 (1.0)"
+    assert coverage.effective([*points, *other]) == "2 (2.0)"
+    assert coverage.effective([*points * 9, *other]) == "2 (1.2)"
 
 
 def test_what_is_left_out_makes_nothing_of_its_interval(coverage: Any) -> None:
@@ -272,6 +333,22 @@ def test_the_table_that_comes_along_has_each_cell_within_those_around_it() -> No
     assert "like it" in table.grounds(cell)
 
 
+@given(
+    st.sampled_from(sorted(IntervalTable.shipped().cells)),
+    st.lists(st.floats(LEVELS[0], LEVELS[-1]), min_size=2, max_size=2),
+    st.floats(-1.0, 0.9),
+)
+def test_a_higher_level_is_never_narrower_wherever_a_step_is(
+    name: str, levels: list[float], share: float
+) -> None:
+    table = IntervalTable.shipped()
+    words = dict(zip(table.order[1:], name.split(", ")[1:], strict=False))
+    errors = table.errors(StepCell(**{k: w.replace("-", "") for k, w in words.items()}), 0.0,
+                          Behind(share, 0.5))  # fmt: skip
+    (low, high), (lower, higher) = (errors.within(level) for level in sorted(levels))
+    assert lower <= low <= 0.0 <= high <= higher
+
+
 # -- chances ---------------------------------------------------------------------------------------
 
 
@@ -342,7 +419,7 @@ def test_a_fit_is_wider_for_steps_that_are_elsewhere(
 
     assert width(knobs) == (pytest.approx(1.5 * 0.1), "")
     before = 1.5 * 0.1
-    for changes in ({"limit": "network"}, {"execution": "graph"}, {"phase": "training"}):
+    for changes in ({"execution": "graph"}, {"limit": "network"}, {"phase": "training"}):
         other = replace(ends, cells=(str(replace(here, **changes)),))
         wide, said = width(replace(knobs, residuals={"fitted": other}))
         assert wide > before and "none of them was" in said

@@ -70,6 +70,7 @@ def test_a_plan_has_channels_last_only_where_it_is_compiled() -> None:
             "depthwise conv, channels last",
         ),
         (nn.Conv2d(64, 64, 9, groups=64), "depthwise conv, large", "depthwise conv, general"),
+        (nn.Conv2d(64, 128, 7, groups=64), "depthwise conv, large", "depthwise conv, general"),
         (nn.Conv2d(64, 83, 3), "conv", "conv, odd channels"),
         (nn.Conv2d(64, 96, 3), "conv", "conv"),
     ],
@@ -95,6 +96,19 @@ def test_groups_that_no_kernel_suits_take_the_time_of_wide_ones() -> None:
         assert each[width] == pytest.approx(each[128], rel=0.2)
     assert each[24] > 3 * max(each[16], each[32])
     assert each[64] < 0.7 * each[56]
+
+
+def test_gradients_of_convolutions_read_and_write_a_copy_of_each_operand() -> None:
+    seconds = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        model = nn.Conv2d(64, 64, 1, bias=False).to("meta", torch.float16, memory_format=layout)
+        x = torch.empty(256, 64, 56, 56, device="meta", dtype=torch.float16).to(
+            memory_format=layout
+        )
+        graph = rt.trace(model, x, phase="training", optimizer="none")
+        frame = rt.estimate(graph, chip="rtx-3090", execution="eager").to_frame()
+        seconds.append(frame.t_hbm[frame.name == "aten.convolution_backward"].sum())
+    assert seconds[0] / seconds[1] == pytest.approx(3, rel=0.01)
 
 
 def test_the_channels_of_an_rgb_image_are_not_odd() -> None:

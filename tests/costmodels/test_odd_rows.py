@@ -195,10 +195,13 @@ def test_a_library_takes_the_tile_of_its_first_rule_that_fits_and_no_other(m, n,
     assert allowed == {(128, 128, 1) if m > 64 else (64, 128, 1) if n > 256 else (64, 64, 1)}
 
 
-def _flop_of_tiles(m: int, n: int, k: int, kernel: ProductKnobs) -> np.ndarray:
-    """FLOP of full waves of a product in fp8 by each tile and split on 132 multiprocessors."""
-    sizes = {"rows": m, "columns": n, "inner": k, "products": 1, "width_a": 1, "width_b": 1,
-             "padded": 1}  # fmt: skip
+def _flop_of_tiles(m: int, n: int, k: int, kernel: ProductKnobs, width: int = 1) -> np.ndarray:
+    """FLOP of full waves of a product by each tile and split on 132 multiprocessors.
+
+    width: bytes of an element; usually of fp8.
+    """
+    sizes = {"rows": m, "columns": n, "inner": k, "products": 1, "width_a": width,
+             "width_b": width, "padded": 1}  # fmt: skip
     arrays = {name: np.array([float(value)]) for name, value in sizes.items()}
     return tile_terms(arrays, 132, kernels=[(kernel, np.array([True]))]).flop[0]
 
@@ -215,3 +218,9 @@ def test_a_tile_has_its_own_prologue_and_its_share_of_the_engine() -> None:
     # Bytes of fp8 take half the time of those of bf16, in which steps of a prologue are counted.
     assert flop(1, 64, 0, prologue=10) == flop(132, 64, 1, prologue=10) == wave * (64 + 20)
     assert flop(33, 64, 1, prologue=10) == wave * (64 + 20 / 4)
+
+
+def test_a_prologue_is_half_as_many_steps_of_tf32_as_of_fp16() -> None:
+    kernel = ProductKnobs(whole=True, prologue=10, tiles=(TileRule(math.inf, 128, 128),))
+    flop = {width: _flop_of_tiles(128, 128, 64, kernel, width).min() for width in (2, 4)}
+    assert [flop[width] / (2 * 128 * 128 * 132) for width in (2, 4)] == [64 + 10, 64 + 5]

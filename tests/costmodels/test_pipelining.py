@@ -18,10 +18,10 @@ pytestmark = pytest.mark.quick
 FORWARD, BACKWARD = 3.0, 5.0
 
 
-def seconds(stage, kind):
+def seconds(action):
     """Equal stages; half of a backward is for weights."""
     halves = {"backward_input": BACKWARD / 2, "backward_weight": BACKWARD / 2}
-    return {"forward": FORWARD, "backward": BACKWARD, **halves}[kind]
+    return {"forward": FORWARD, "backward": BACKWARD, **halves}[action.kind]
 
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 12))
@@ -47,7 +47,7 @@ def test_interleaving_divides_the_bubble(schedule, ranks, microbatches):
 @pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
 def test_gradients_of_weights_fill_bubbles(schedule, ranks, microbatches):
     """With F = I = W = 1 only the forwards of the stages ahead are waited for (Qi et al. 2023)."""
-    walked = walk_table(table_of(schedule, ranks, microbatches), lambda stage, kind: 1.0)
+    walked = walk_table(table_of(schedule, ranks, microbatches), lambda action: 1.0)
     assert walked.seconds == 6 * microbatches + ranks - 1
 
 
@@ -107,7 +107,7 @@ def test_a_transfer_is_waited_for_once_a_stage():
 
 
 def test_a_slow_stage_sets_the_pace():
-    slow = lambda stage, kind: seconds(stage, kind) * (2 if stage == 1 else 1)  # noqa: E731
+    slow = lambda action: seconds(action) * (2 if action.stage == 1 else 1)  # noqa: E731
     walked = walk_table(table_of("1f1b", 2, 40), slow)
     assert walked.seconds >= 40 * 2 * (FORWARD + BACKWARD)
     assert walked.imbalance == pytest.approx(1 / 3)

@@ -164,15 +164,17 @@ def test_classes_go_by_the_heaviest_op_of_a_kernel() -> None:
     assert group_class(graph, [op.id for op in kernels[-4:]]) == "batch norm"
 
 
-def test_the_backward_of_grouped_convolutions_is_of_a_class_of_its_own() -> None:
+def test_the_backward_of_convolutions_is_of_a_class_of_its_own() -> None:
     with torch.device("meta"):
         model = nn.Sequential(
-            nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 16, 3, groups=4), nn.Conv2d(16, 16, 3)
-        )
+            nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 16, 3, groups=4), nn.Conv2d(16, 16, 3),
+            nn.Conv2d(16, 16, 1),
+        )  # fmt: skip
         graph = rt.trace(model, torch.empty(2, 16, 32, 32), phase="training", optimizer="none")
     backward = [op for op in graph.ops if op.name == "aten.convolution_backward"]
     assert [op_class(op, graph) for op in backward] == [
-        "conv",
+        "conv 1x1 backward",
+        "conv backward",
         "grouped conv backward",
         "depthwise conv backward",
     ]

@@ -136,6 +136,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--no-repeats": (("--no-repeats",),),
     "--mesh": (("--mesh", "tp=2"), ("--mesh", "tp=2,pp=2"), ("--mesh", "tp")),
     "--checkpoint": (("--checkpoint", "full"),),
+    "--plan": (("--plan", "transformers"),),
     "--schedule": (("--schedule", "gpipe"),),
     "--microbatches": (("--microbatches", "2"),),
     "--trust-remote-code": (("--trust-remote-code",),),

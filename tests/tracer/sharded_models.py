@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, WORDS, LAYERS, BATCH, SEQ = 32, 8, 64, 2, 2, 16
+MICROBATCHES = 4
 
 
 class Attention(nn.Module):
@@ -67,6 +69,19 @@ class Net(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
         return self.head(self.norm(x))
+
+
+def allocated(run: Callable[[], None]) -> int:
+    """The most that is allocated during a call, above what was there before it, in bytes."""
+    with profile(profile_memory=True, use_kineto=True) as profiled:
+        run()
+    now = most = 0
+    assert profiled.kineto_results is not None
+    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
 
 
 def fsdp(net: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
@@ -120,6 +135,53 @@ def both(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def ddp(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)  # type: ignore[arg-type]
+
+
+class Piece(nn.Module):
+    """A stage of blocks, hidden states in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def piped(mesh: DeviceMesh, schedule: str, device: str) -> tuple[Any, list[nn.Module], Any]:
+    """The schedule, stages and step of one process of a pipeline whose stages FSDP2 shards."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    kind = getattr(schedules, schedule)
+    ranks, rank = mesh["pp"].size(), mesh["pp"].get_local_rank()
+    count = ranks * (2 if issubclass(kind, schedules.PipelineScheduleMulti) else 1)
+    with torch.device(device):
+        places = range(rank, count, ranks)
+        pieces = [fsdp(Piece(), mesh["dp"], reshard_after_forward=True) for _ in places]
+        hidden, batch = torch.zeros(2, SEQ, WIDTH), torch.zeros(2 * MICROBATCHES, SEQ, WIDTH)
+        stages = [
+            PipelineStage(
+                piece,
+                place,
+                count,
+                torch.device(device),
+                input_args=(hidden.clone().requires_grad_(place > 0),),
+                output_args=(hidden.clone().requires_grad_(),),
+                group=mesh["pp"].get_group(),
+            )
+            for piece, place in zip(pieces, places, strict=True)
+        ]
+    stage = stages if count > ranks else stages[0]
+    made = kind(stage, MICROBATCHES, loss_fn=lambda out, wanted: (out - wanted).square().mean())
+
+    def run(*pieces: nn.Module) -> None:
+        given = (batch,) if rank == 0 else ()
+        made.step(*given, **({"target": batch} if rank == ranks - 1 else {}))
+
+    return made, pieces, run
 
 
 Way = tuple[dict[str, int], Callable[[nn.Module, DeviceMesh], nn.Module], bool]

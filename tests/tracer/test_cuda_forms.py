@@ -208,6 +208,15 @@ def test_no_execution_makes_a_kernel_of_it_again_and_each_says_why(execution: st
     )
 
 
+def test_attention_of_pytorch_1_has_no_kernel_of_its_own() -> None:
+    x = operand()
+    estimate = rt.estimate(rt.trace(Sdpa(), x, x, x, torch="1.13"), chip="l4", execution="eager")
+    assert [row.name for row in estimate.rows].count("aten.bmm") == 2
+    assert estimate.plan.notes[-1].startswith(
+        "1 attention without a kernel of its own on CUDA, as torch 1.13 has none"
+    )
+
+
 def test_fp32_and_masks_of_numbers_run_on_the_memory_efficient_kernel() -> None:
     single, half = operand(dtype=SINGLE), operand()
     named = {
@@ -259,13 +268,17 @@ def test_a_norm_spelled_out_moves_the_bytes_of_each_of_its_kernels() -> None:
 
 def test_a_release_is_read_and_ordered() -> None:
     assert read_release("2.8") == Release(8) > read_release("2.8.1") > read_release("2.5.0")
-    assert [str(read_release(text)) for text in ("2.8", "2.10.0")] == ["2.8", "2.10.0"]
+    assert Release(0) > read_release("2.0.1") > read_release("1.13") > read_release("1.9.1")
+    texts = ["2.8", "2.10.0", "2.0.1", "1.13", "1.8.2"]
+    assert [str(read_release(text)) for text in texts] == texts
     assert str(installed_release()) == torch.__version__.partition("+")[0]
 
 
-@pytest.mark.parametrize("text", ["1.13", "2", "2.x", "2.8.0.1", "28", "", "2.100", "torch2.8"])
+@pytest.mark.parametrize(
+    "text", ["1.7", "1.14", "1.80", "2", "2.x", "2.8.0.1", "28", "", "2.100", "torch2.8"]
+)
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match=r"expected a release of PyTorch 2, for example 2\.8"):
+    with pytest.raises(RequestError, match=r"expected a release of PyTorch from 1\.8 on, for"):
         rt.trace(nn.Linear(4, 4), torch.empty(2, 4), torch=text)
 
 

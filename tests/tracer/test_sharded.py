@@ -13,13 +13,37 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import rooftrace as rt
+from rooftrace.costmodels.timing import StageCost, pipelined
+from rooftrace.hardware.systems import load_system
+from rooftrace.tracer import Options
+from rooftrace.tracer.inputs import Inputs
+from rooftrace.tracer.phases.running import trace_phases
 from tests.conftest import mostly_heavy
-from tests.tracer.sharded_models import BATCH, LAYERS, SEQ, WAYS, WORDS, Net, sp, step, tp
+from tests.tracer.sharded_models import (
+    BATCH,
+    LAYERS,
+    MICROBATCHES,
+    SEQ,
+    WAYS,
+    WIDTH,
+    WORDS,
+    Net,
+    allocated,
+    fsdp,
+    piped,
+    sp,
+    step,
+    tp,
+)
 
 KINDS = {
     "allreduce": "all_reduce",
@@ -59,6 +83,95 @@ def test_as_many_collectives_as_torch_counts_on_real_tensors(way: str) -> None:
             counts[kind_of(packet._qualified_op_name.split("::")[-1])] += calls
     assert counts
     assert exchanged(graph) == counts
+
+
+class Exchanges(TorchDispatchMode):
+    """Bytes of the whole buffers that real tensors exchange, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func._opname.strip("_")
+            kind = name if name in ("send", "recv") else kind_of(name)
+            tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+            self.sizes.setdefault(kind, []).append(max(t.nbytes for t in tensors))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank"),
+    [
+        ("Schedule1F1B", 0),
+        *(
+            pytest.param(schedule, rank, marks=pytest.mark.heavy)
+            for schedule, rank in (
+                ("Schedule1F1B", 3),
+                ("ScheduleGPipe", 0),
+                ("ScheduleInterleaved1F1B", 0),
+                ("ScheduleInterleaved1F1B", 3),
+            )
+        ),
+    ],
+)
+def test_a_pipeline_of_torchs_exchanges_and_holds_what_it_does_on_real_tensors(
+    schedule: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.pipelining import _utils
+
+    sizes = {"pp": 2, "dp": 2}
+    with rt.tools.fake_mesh(sizes, rank) as mesh:
+        _, pieces, run = piped(mesh, schedule, "meta")
+        graph = rt.trace(run, *pieces)
+    with rt.tools.fake_mesh(sizes, rank) as mesh:
+        made, pieces, run = piped(mesh, schedule, "cpu")
+
+        def agreed(stages: Any, *others: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = _utils.InferenceMode.STATIC
+
+        monkeypatch.setattr(made, "_warmup_p2p", agreed)
+        run(*pieces)
+        for piece in pieces:
+            piece.zero_grad()
+        with Exchanges() as real:
+            peak = allocated(lambda: run(*pieces))
+    assert {kind: (calls, sent(graph, kind)) for kind, calls in exchanged(graph).items()} == {
+        kind: (len(sizes), sum(sizes)) for kind, sizes in real.sizes.items()
+    }
+    groups = len(pieces) * 2
+    assert len(real.sizes["all_gather"]) == (MICROBATCHES + 1) * groups
+    assert len(real.sizes["reduce_scatter"]) == groups
+    held = sum(p.to_local().nbytes for piece in pieces for p in piece.parameters())
+    # Buffers for what is received stay from the first step on: one for each microbatch and peer.
+    given = (1 + (3 if len(pieces) > 1 else 1)) * 2 * MICROBATCHES * SEQ * WIDTH * 4
+    ours = rt.estimate(graph, execution="eager").memory.peak
+    assert ours == pytest.approx(peak + held + given, rel=0.01)
+
+
+def test_a_stage_that_is_walked_holds_and_exchanges_what_torchs_schedule_does() -> None:
+    hidden = torch.zeros(2, SEQ, WIDTH, device="meta", requires_grad=True)
+    with rt.tools.fake_mesh({"pp": 2, "dp": 2}) as mesh:
+        _, pieces, run = piped(mesh, "Schedule1F1B", "meta")
+        whole = rt.trace(run, *pieces)
+        plain = Options(optimizer="none")
+        made = trace_phases(pieces[0], Inputs(args=(hidden,)), ("training",), plain, behind=True)
+    stage = made["training"]
+    cost = StageCost.of(rt.estimate(stage, execution="eager"))
+    system = load_system("dgx-h100")
+    pipe = pipelined({0: cost, 1: cost}, "1f1b", MICROBATCHES, hidden.nbytes, system)
+    once, each = exchanged(stage, "optimizer"), exchanged(stage, "backward")
+    counts = exchanged(whole)
+    assert exchanged(stage, "forward") == Counter()
+    assert counts["reduce_scatter"] == once["reduce_scatter"]
+    assert counts["all_gather"] == (MICROBATCHES + 1) * each["all_gather"]
+    # The schedule also holds the rest of the batch, and what it receives.
+    more = (2 * MICROBATCHES - 1) * hidden.nbytes
+    assert pipe.peaks[0] + more == pytest.approx(
+        rt.estimate(whole, execution="eager").memory.peak, rel=0.03
+    )
 
 
 @contextlib.contextmanager
@@ -141,12 +254,87 @@ def test_a_replicated_part_of_a_module_exchanges_its_gradients_only() -> None:
     assert sent == [4 * sum(p.numel() for p in module.inner.parameters())]
 
 
-def test_a_hook_of_the_users_on_gradients_is_said() -> None:
+def hooked(net: nn.Module, hook: str, iteration: int) -> nn.Module:
+    """A wrapper whose gradients are exchanged by a hook of torch's, at this step."""
+    wrapped = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.02)
+    if hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return wrapped
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=3)
+    state.iter = iteration
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped
+
+
+@pytest.mark.parametrize("hook", ["fp16", "power"])
+def test_a_hook_on_gradients_exchanges_what_it_does_in_a_real_reducer(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: list[int] = []
+    reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        real.append(tensor.nbytes)
+        return reduce(tensor, *args, **kwargs)
+
+    ids = torch.randint(WORDS, (BATCH, SEQ))
+    with alone(tmp_path), monkeypatch.context() as patched:
+        wrapped = hooked(Net(), hook, 0)
+        patched.setattr(dist, "all_reduce", noted)
+        for _ in range(5):
+            real.clear()
+            step(wrapped, ids)
     with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
-        wrapped = nn.parallel.DistributedDataParallel(Net())
-        wrapped._comm_hooks.append((print, None))
-        graph = rt.trace(step, wrapped, torch.zeros(2, 4, dtype=torch.long))
-    assert [a.kind for a in graph.assumptions if "hook" in a.text] == ["communication"]
+        wrapped = hooked(Net(), hook, 4)
+        ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        graphs = [rt.trace(step, wrapped, ids), rt.trace(wrapped, ids, phase="training")]
+        graphs.append(rt.trace(step, wrapped, ids))  # the hook's state is as it was
+    for graph in graphs:
+        made = [op.collective.bytes for op in graph.expand().ops if op.collective]
+        assert sorted(made) == sorted(real)
+        assert [a.kind for a in graph.assumptions if "_hook exchanges" in a.text] == [
+            "communication"
+        ]
+
+
+def test_processes_tell_each_other_which_gradients_they_have() -> None:
+    """c10d's reducer sums a map of one int32 for each parameter (reducer.cpp)."""
+    with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
+        wrapped = nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)
+        graph = rt.trace(step, wrapped, torch.zeros(BATCH, SEQ, dtype=torch.long))
+    sizes = [op.collective.bytes for op in graph.expand().ops if op.collective]
+    assert sizes == [
+        4 * sum(p.numel() for p in wrapped.parameters()),
+        4 * len(list(wrapped.parameters())),
+    ]
+
+
+class Turned(nn.Module):
+    """Rows become columns, over the processes of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh, self.inner = mesh, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = DTensor.from_local(self.inner(x), self.mesh, [Shard(0)])
+        return rows.redistribute(self.mesh, [Shard(1)]).to_local() * 2
+
+
+def test_other_shards_of_a_tensor_are_exchanged_and_not_gathered() -> None:
+    """Each process sends its shard once: 16 of 128 rows, there and back."""
+    with rt.tools.fake_mesh({"tp": 8}) as mesh, torch.device("meta"):
+        graph = rt.trace(Turned(mesh), torch.zeros(16, 64), phase="training")
+    made = [op.collective for op in graph.expand().ops if op.collective]
+    assert [(c.kind, c.bytes) for c in made] == [("all_to_all", 16 * 64 * 4)] * 2
+
+
+def test_weights_that_stay_on_the_host_are_refused() -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    with rt.tools.fake_mesh({"dp": 4}) as mesh, torch.device("meta"):
+        net = fsdp(Net(), mesh, offload_policy=policy)
+        with pytest.raises(rt.types.RequestError, match=r"CPUOffloadPolicy\(pin_memory=False\)"):
+            rt.trace(step, net, torch.zeros(BATCH, SEQ, dtype=torch.long))
 
 
 @functools.cache

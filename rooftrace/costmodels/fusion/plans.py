@@ -65,6 +65,7 @@ THROUGH_LIBRARIES: Mapping[str, int] = {
     "grouped mm": 2,
     "batch norm": 1,
     "layer norm": 1,
+    "group norm": 1,
 }
 """Host time of ops beyond that of a plain op, in plain ops, by kind.
 
@@ -107,7 +108,7 @@ def waits_of(graph: OpGraph) -> int:
     return sum(graph.times(op) for op in graph.ops if waits(graph, op))
 
 
-_GENERATED = frozenset({"batch norm", "layer norm"})
+_GENERATED = frozenset({"batch norm", "layer norm", "group norm"})
 """Kinds that a compiler writes itself."""
 
 

@@ -110,6 +110,8 @@ class AttentionKernel:
     few: tuple[tuple[int, int, int], ...] = ()
     wide: int = 0  # rows of heads of more than 192 elements; 0: as of others
     by_width: tuple[float, float] = (1.0, 1.0)  # factors on keys: heads of up to 64, above 128
+    starts: tuple[float, float] = (1.0, 1.0)  # the same on the start of a block
+    behind: float = 0.0  # share of a start that hides where other blocks of the SM compute
     # Faster or not, keys are cut: of one query up to so many blocks; of prompts up to so many of an
     # SM, where that is several.
     grid: int = 0
@@ -130,9 +132,7 @@ class AttentionKernel:
             if most > height:  # several of them, for one query alone
                 few = few & (queries <= 1)
             rows, keys = np.where(few, height, rows), np.where(few, step, keys)
-        narrow, wide = self.by_width
-        keys = keys * np.where(width <= _NARROW_HEAD, narrow, np.where(width > 128, wide, 1.0))
-        return rows, keys
+        return rows, keys * _by_width(width, self.by_width)
 
 
 FLASH2 = AttentionKernel(rows=128, keys=128, packs=1, splits=0, alone=False, vector=8)
@@ -152,26 +152,20 @@ offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h)
 Keys of a step are those of `run_mha_fwd_splitkv_dispatch`.  Sources of `vector`: see AMPERE and
 GEFORCE."""
 FLASHINFER = AttentionKernel(
-    rows=128,
-    keys=64,
-    packs=inf,
-    splits=inf,
-    alone=False,
-    vector=8,
-    balanced=True,
-    few=((16, 16, 128), (64, 64, 128)),
-    wide=64,
-    by_width=(1, 0.5),
-    fills=2,
-    widens=WIDEN,
-)
+    rows=128, keys=64, packs=inf, splits=inf, alone=False, vector=0, balanced=True,
+    few=((16, 16, 128), (64, 64, 128)), wide=64, by_width=(1, 0.5), starts=(0.74, 1.26),
+    behind=0.35, fills=2, widens=WIDEN,
+)  # fmt: skip
 TRITON = AttentionKernel(
-    rows=16, keys=32, packs=inf, splits=1, alone=False, vector=8, grid=128, most=16, widens=WIDEN
-)
+    rows=16, keys=32, packs=inf, splits=1, alone=False, vector=8, behind=0.22, grid=128, most=16,
+    widens=WIDEN,
+)  # fmt: skip
 """flashinfer and vLLM's Triton backend: the heads of a group share a tile, keys are split.  Rows of
 flashinfer's blocks are those of `FA2DetermineCtaTileQ`, keys what two blocks of an SM of L40S have
-room for, and it cuts prompts into parts for two blocks of each SM; vLLM cuts keys of one query into
-16 where requests and key heads make 128 blocks at most (triton_unified_attention.py)."""
+room for, and it cuts prompts into parts for two blocks of each SM, of which one starts while the
+other computes (`behind`); narrow heads start sooner (`starts`, from the rows of L40S).  vLLM cuts
+keys of one query into 16 where requests and key heads make 128 blocks at most
+(triton_unified_attention.py)."""
 TRTLLM = AttentionKernel(
     rows=128, keys=128, packs=1, splits=1, alone=True, vector=0, balanced=True,
     few=((16, 32, 128),), hides=True,
@@ -332,6 +326,15 @@ def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
 
 
+def _by_width(width: Array, factors: tuple[float, float]) -> Array:
+    """A factor for each head: the first up to 64, the second above 128, else 1."""
+    import numpy as np
+
+    narrow, wide = factors
+    factor: Array = np.where(width <= _NARROW_HEAD, narrow, np.where(width > 128, wide, 1.0))
+    return factor
+
+
 def _tiles_by_rows(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     """All tiles of rows; of a tile that rows of a request fill in part after others, that part."""
     import numpy as np
@@ -396,7 +399,8 @@ def attention_seconds(
         stored = np.minimum(_cache_bytes(cases), cases["bytes"])
         ends = (cases["bytes"] - stored) / _tiles_by_rows(cases, kernel)
         ends *= kernel.alone * on.units / (ENDS * on.clocks * compute)
-        walk = _walk(blocks, step, on.units, kernel, knobs.start + ends)
+        start = knobs.start * _by_width(cases["width"], kernel.starts)
+        walk = _walk(blocks, step, on.units, kernel, start + ends)
         bandwidth = on.memory * memory * knobs.stream
         stream = stored / bandwidth
         moved = (cases["bytes"] + _partial_bytes(cases, blocks) / cache) / bandwidth
@@ -477,7 +481,8 @@ def _walk(
     """Seconds until the last block ends: even shares, and a tail while some SMs are idle."""
     import numpy as np
 
-    mean, longest = start + blocks.mean * step, start + blocks.longest * step
+    mean = start * (1 - kernel.behind) + blocks.mean * step
+    longest = start + blocks.longest * step
     tail = longest - mean if kernel.alone or kernel.balanced else longest / 2
     even = blocks.count / units
     return np.maximum(even * mean + np.minimum(even, 1.0) * tail, longest)

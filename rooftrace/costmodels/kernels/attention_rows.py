@@ -71,10 +71,10 @@ OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, com
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking", 2024).  The rest is that of the same chips."""
 FLASHINFER_RATES = AttentionKnobs(
-    products=0.9, stream=0.82, start=2.45e-6, combine=2.3e-6, merge=1.9e-7, request=5.7e-9
+    products=0.81, stream=0.82, start=3e-6, combine=1.9e-6, merge=2.1e-7, request=2e-9
 )
 TRITON_RATES = AttentionKnobs(
-    products=0.31, stream=0.84, start=6.5e-7, combine=3.9e-7, merge=4.4e-7, request=1e-9
+    products=0.325, stream=0.865, start=8.4e-7, combine=4e-8, merge=5e-7, request=1e-9
 )
 """Kernels of flashinfer and of vLLM's Triton backend, both with fp8 caches on L40S: one half of
 rows of the same source, refitted by attention.py, over what L40S sustains of its matrix rate."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import smaller
 from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, UNITS, library_products
+from rooftrace.costmodels.kernels.knobs import BACK, CLASSES, LAST, UNITS, library_products
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph
@@ -33,8 +33,10 @@ LARGE_WINDOW = 5
 has unrolled ones for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up to 5
 (`check_cudnn_depthwise_workload_with_filter`)."""
 LARGE_WINDOW_LAST = 7
-"""With channels last cuDNN has such kernels up to this; wider windows go to one for any groups
-(`conv2d_grouped_direct_kernel`), which is several times slower."""
+"""With channels last cuDNN has such kernels up to this; wider windows, and groups of one channel
+that make several, go to one for any groups (`conv2d_grouped_direct_kernel`), which is several times
+slower.  That of several is told by compiled steps of fastvit on RTX 4090: 11 to 14 ms more than
+such kernels explain, by how wide their three downsamplings are, not how many layers follow."""
 
 
 def op_class(op: Op, graph: OpGraph, channels_last: bool = False, cost: Cost | None = None) -> str:
@@ -70,13 +72,13 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
     groups, window = op.arguments.get("groups", 1), shape[2:]
     image = graph.values[op.inputs[0]]
     stored_last = traffic.has_channels_last(image)
-    last, ending = channels_last or stored_last, LAST if stored_last else ""
+    back = BACK if "grad_output" in op.arguments else ""
+    last, ending = channels_last or stored_last, LAST if stored_last else back
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
-        back = " backward" if "grad_output" in op.arguments else ""
         if not alone:
             return f"grouped conv{back or ending}"
-        if last and max(window) > LARGE_WINDOW_LAST:
+        if last and (max(window) > LARGE_WINDOW_LAST or shape[0] != groups):
             return "depthwise conv, general"
         if last:
             return f"depthwise conv{LAST}"
@@ -356,7 +358,9 @@ VECTOR_STEPS = 1 / 16
 """Filling a tile takes a time: steps of the matrix engine, of which the vector engine of a
 data-center GPU does a sixteenth meanwhile (A100: 312 and 19.5 TFLOP/s)."""
 _HALF = 2.0
-"""Bytes of a number of half precision."""
+"""Bytes of a number of half precision.  A matrix engine fills its pipeline with bytes: in half the
+steps of K for TF32, in twice as many for fp8.  cuBLAS's usual tiles have as many stages of 32 steps
+in fp16 (`s16816gemm_f16_128x128_32x5`) as of 16 steps in TF32 (`s1688gemm_128x128_16x5`)."""
 VECTOR_TILE = 128 * 64
 """Numbers of C in the smallest tile of products on a vector engine: a thread of smaller ones has
 too few in registers for what it loads.  C that is narrower has narrower tiles."""
@@ -444,7 +448,7 @@ class TileTerms:
     flop: Array  # of full waves; infinite for tiles that a library does not take
     feed: Array  # bytes from L2
     spill: Array  # bytes of partial results through HBM
-    walk: Array  # bytes that HBM could move while a block walks over its part of K
+    walk: Array  # bytes that L2 could send while a block walks over its part of K
     split: np.ndarray[Any, np.dtype[np.bool_]]  # whether K is split
 
 
@@ -462,7 +466,7 @@ def tile_terms(
     matrix engine; 0 on the vector engine, where matrix-vector kernels skip rows and columns that C
     lacks).  Padding is never loaded.  units: SMs.  kernels: of libraries, with flags of the
     products that each runs.  usual: whether a vector engine has the tiles that cuBLAS takes
-    (`VECTOR_TILE`), computed in full, or any.  Fp8 fills a pipeline in twice the steps of bf16.
+    (`VECTOR_TILE`), computed in full, or any.
     """
     import numpy as np
 
@@ -475,48 +479,48 @@ def tile_terms(
     on_vector = usual & (padded == 0) & (np.minimum(rows, columns) >= LEAST)
     depth = np.where(is_split & on_vector, np.maximum(depth, VECTOR_PART), depth)
     done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
-    tiles = np.ceil(rows / a) * np.ceil(columns / b) * products
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
-    share, common = np.ones(len(rows)), np.zeros(len(rows))
+    common, (share, fed, cluster) = np.zeros(len(rows)), np.ones((3, len(rows)))
     refused = []
     for kernel, runs in kernels:
         busy[runs] = tiling.busy if kernel.busy is None else kernel.busy
         prologue[runs] = tiling.prologue if kernel.prologue is None else kernel.prologue
         common[runs] = kernel.common
+        fed[runs] = (kernel.feed or tiling.feed) / tiling.feed
         taken = ~is_split if kernel.whole else np.ones_like(is_split)
         if kernel.tiles:
-            high, wide, own, filled = _ruled(kernel, rows[runs], columns[runs])
-            share[runs], prologue[runs] = filled, np.where(np.isnan(own), prologue[runs], own)
+            high, wide, own, share[runs], cluster[runs] = _ruled(kernel, rows[runs], columns[runs])
+            prologue[runs] = np.where(np.isnan(own), prologue[runs], own)
             taken = taken & (a == high) & ((b == wide) | (wide == 0))
         refused.append((runs, ~taken))
     if on_vector.any():
         narrow = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
         suits = (narrow | (a * b >= VECTOR_TILE)) & np.ones_like(is_split)
         refused.append((on_vector, ~suits[:, :, on_vector]))
-    prologue = prologue * _HALF / np.minimum(_HALF, np.maximum(width_a, width_b))
+    wide = np.maximum(width_a, width_b)
+    prologue *= _HALF / np.where(padded > 0, wide, np.minimum(_HALF, wide) / VECTOR_STEPS)
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # Only from here on do arrays hold every tile with every split: few passes over them.
-    prologue = prologue * np.where(padded > 0, 1.0, VECTOR_STEPS)
+    tiles = np.ceil(rows / (a * cluster)) * cluster * np.ceil(columns / b) * products
     blocks = tiles * split / units
-    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue)
-    flop += blocks * (common * prologue)
+    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue) + blocks * common * prologue
     flop *= 2 * units * done
     for runs, others in refused:
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
-    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner
+    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner / fed
     spill = np.where(is_split, split * rows * columns * products * PARTIAL, 0.0)
-    terms = (flop, feed, spill, walk, is_split)
     flat = (len(a) * len(split), len(rows))
+    terms = (flop, feed, spill, walk, is_split)
     return TileTerms(*(np.broadcast_to(term, shape).reshape(flat).T for term in terms))
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:
-    """Rows, columns, prologue (NaN: the library's) and share of each product's tile: [4, N]."""
+    """Rows, columns, prologue (NaN: the library's), share, cluster of each product's tile."""
     import numpy as np
 
     fits = [(rows <= rule.most_rows) & (columns <= rule.most_columns) for rule in kernel.tiles]
     fits[-1] = np.ones(len(rows), dtype=bool)
-    table = [(r.rows, r.columns, r.prologue, r.share) for r in kernel.tiles]
+    table = [(r.rows, r.columns, r.prologue, r.share, r.cluster) for r in kernel.tiles]
     ruled: Array = np.array(table, dtype=float)[np.argmax(fits, axis=0)].T
     return ruled
 

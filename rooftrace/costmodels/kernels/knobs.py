@@ -51,12 +51,16 @@ from rooftrace.hardware.precisions import PRECISIONS, compute_family
 LAST = ", channels last"
 """Suffix of the classes for images with channels last, where kernels differ.  A knob file
 without a share for such a class uses that of the class without the suffix."""
+BACK = " backward"
+"""Suffix of the classes of gradients of convolutions, where kernels differ; the same holds."""
 GROUPED = ("grouped conv", f"grouped conv{LAST}")
 CLASSES = (
     "conv",
     f"conv{LAST}",
     "conv 1x1",
     f"conv 1x1{LAST}",
+    f"conv{BACK}",
+    f"conv 1x1{BACK}",
     "conv 3d",
     "conv, odd channels",
     *GROUPED,
@@ -172,9 +176,9 @@ class Knobs(Plain):
                 )
 
     def share(self, name: str) -> Share:
-        """The share of a class of kernels, else that of the class without its layout suffix."""
+        """The share of a class of kernels, else that of the class without its suffix."""
         share = self.shares.get(name)
-        return share or self.shares.get(name.removesuffix(LAST), PLAIN)
+        return share or self.shares.get(name.removesuffix(LAST).removesuffix(BACK), PLAIN)
 
     def with_shares(self, **changes: Mapping[str, Any]) -> Knobs:
         """Knobs with some shares of classes changed: with_shares(compute={"mm": 0.9})."""

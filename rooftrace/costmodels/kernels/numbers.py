@@ -109,7 +109,7 @@ class Tiling:
     # On top of a product whose K is split.
     split: float = knob(0.0, unit="second", prior=1.0, start=2e-6)
     feed: float = knob(1.0, least=LEAST_SHARE, prior=1.0)  # share of the L2 bandwidth of tiles
-    # Share of HBM bandwidth that SMs with the smallest tile reach.
+    # Share of the L2 bandwidth at which SMs with the smallest tile walk over K.
     busy: float = knob(math.inf, least=LEAST_SHARE, endless=True, prior=1.0, start=1.3)
 
     def __post_init__(self) -> None:
@@ -125,6 +125,7 @@ class TileRule(NamedTuple):
     most_columns: float = math.inf  # of C
     prologue: float | None = None  # steps of K for its start and its end; None: the library's
     share: float = 1.0  # of the matrix engine that its warps fill
+    cluster: int = 1  # tiles along the rows of C that come together, wanted or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,13 +133,15 @@ class ProductKnobs:
     """Constants of a library's products in one format, and of the kernels that round activations.
 
     Rounding M rows of K numbers takes `start`, and the longer of `reads` M K bytes through HBM (or
-    the last cache, if it holds them before and after) and `row` M of a multiprocessor.
+    the last cache, if it holds them before and after) and of the rows of a multiprocessor, each
+    `row` and `chunk` for every 2,048 numbers of it.
     """
 
     compute: float = knob(1.0, least=LEAST_SHARE)  # in place of the share of the class
     prologue: float | None = knob(None)  # as in `Tiling`; None: that of the generation
     # Share of a prologue that tiles of all multiprocessors take one after another.
     common: float = knob(0.0, most=1.0)
+    feed: float | None = knob(None, least=LEAST_SHARE)
     busy: float | None = knob(None, least=LEAST_SHARE)
     whole: bool = False  # whether K is never split
     # The first whose rows and columns of C suffice is taken, else the last.  Empty: the tile that
@@ -147,6 +150,7 @@ class ProductKnobs:
     start: float = knob(0.0, unit="second")  # launches and latency
     reads: float = knob(0.0)  # bytes for a number
     row: float = knob(0.0, unit="second")
+    chunk: float = knob(0.0, unit="second")
     # Where M is no multiple of 4, and a row has several scales: they are copied for the TMA.
     ragged: float = knob(0.0, unit="second")
 

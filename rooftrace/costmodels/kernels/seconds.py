@@ -283,7 +283,7 @@ def _shared_seconds(
         work = here.flop / (d["rate"] * reached)[rows, None] + rest[rows, None]
         feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
         spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
-        moved = np.maximum(t_memory[rows, None], here.walk / bandwidth)
+        moved = np.maximum(t_memory[rows, None], here.walk / engine.cache)
         total = p_norm(knobs.overlap, work, feed, moved) + spill
         best = (np.arange(len(rows)), total.argmin(axis=1))
         by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
@@ -331,13 +331,18 @@ def _rounding_seconds(table: KernelTable, knobs: Knobs) -> Array:
         fits = numbers * (_WIDE + table.data["width_a"][rows]) <= capacity
         moved = np.where(fits, moved / knobs.cache, moved)
         ragged = (table.data["rows"][rows] % _SCALES != 0) & (table.data["inner"][rows] > _SCALED)
-        seconds[rows] = kernel.start + np.maximum(moved, high * kernel.row / engine.units)
+        each = kernel.row + kernel.chunk * np.ceil(table.data["inner"][rows] / _CHUNK)
+        turns = np.maximum(high / engine.units, high > 0)
+        seconds[rows] = kernel.start + np.maximum(moved, each * turns)
         seconds[rows] += ragged * kernel.ragged
     return seconds
 
 
 _WIDE = 2
 """Bytes of a number before it is rounded."""
+_CHUNK = 2048
+"""Numbers that a block of 256 threads loads at once, 16 bytes each (vLLM rounds a row by such a
+block: csrc/quantization/w8a8/fp8/common.cu)."""
 _SCALES = 4
 """fp32 scales in the 16 bytes at whose multiples the TMA loads (CUDA C++ Programming Guide)."""
 _SCALED = 128

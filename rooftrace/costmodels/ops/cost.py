@@ -55,6 +55,7 @@ KINDS = (
     "bmm",
     "batch norm",
     "layer norm",
+    "group norm",
     "softmax",
     "pooling",
     "upsample",
@@ -100,6 +101,7 @@ _FAMILY_OF: Mapping[str, str] = {
     "bmm": "dense",
     "batch norm": "norm",
     "layer norm": "norm",
+    "group norm": "norm",
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.fusion import release_of
 from rooftrace.costmodels.ops.cost import BY_LENGTHS, EFFICIENT, LIBRARY, MASK_FACTS, WRITTEN_OUT
 from rooftrace.costmodels.rewrites.attention_products import (
     WrittenAttention,
@@ -44,7 +45,7 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
     [.., H, L, E] or [.., H, E, L] that has stride 0 along H.
     """
     flow = ValueFlow(graph)
-    shared: dict[int, tuple[Op, dict[str, _Stored]]] = {}
+    shared: dict[int, tuple[Op, dict[str, _Repeated]]] = {}
     for op in graph.ops:
         if op.target == ATTENTION and op.part == "forward":
             stored = {name: _stored(flow, op, name) for name in ("key", "value")}
@@ -55,21 +56,21 @@ def share_heads(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _Repeated:
     """Keys or values of which an attention reads a copy for each head."""
 
     value: int  # [.., Hk, G, L, E]; or with one head for all, of which attention reads these
     dims: tuple[int, ...] = ()  # dimensions in its order
 
 
-def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, _Stored]]) -> None:
+def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, _Repeated]]) -> None:
     op, sources = shared
     heads = {name: _heads_of(edit, op, stored) for name, stored in sources.items()}
     arguments: dict[str, Argument] = {**op.arguments, **heads}
     edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
 
 
-def _stored(flow: ValueFlow, op: Op, name: str) -> _Stored | None:
+def _stored(flow: ValueFlow, op: Op, name: str) -> _Repeated | None:
     """What keys or values are a copy of, for each head; None for other ones."""
     values, item = flow.values, operand(op, name)
     clone = flow.kernel_of(item.id)
@@ -85,17 +86,17 @@ def _stored(flow: ValueFlow, op: Op, name: str) -> _Stored | None:
         places = dict(zip(zip(copy.shape, copy.stride, strict=True), range(9), strict=False))
         dims = tuple(places.get(d, -1) for d in zip(read.shape, read.stride, strict=True))
         one = dims[-3] >= 0 and read.shape[-3] > 1 and source.stride[dims[-3]] == 0
-        return _Stored(stored, dims) if one and set(dims) == set(range(len(dims))) else None
+        return _Repeated(stored, dims) if one and set(dims) == set(range(len(dims))) else None
     if len(source.shape) != len(read.shape) + 1 or len(read.shape) < 3:
         return None
     *lead, shared, group, length, width = source.shape
     repeated = group > 1 and source.stride[-3] == 0
     if not repeated or read.shape != (*lead, shared * group, length, width):
         return None
-    return _Stored(stored) if merged_dims(copy) == merged_dims(read) else None
+    return _Repeated(stored) if merged_dims(copy) == merged_dims(read) else None
 
 
-def _heads_of(edit: Editor, like: Op, stored: _Stored) -> Ref:
+def _heads_of(edit: Editor, like: Op, stored: _Repeated) -> Ref:
     """[.., Hk, L, E] of the stored heads."""
     item, source = Ref(stored.value), edit.values[stored.value]
     if stored.dims:
@@ -181,8 +182,11 @@ def _in_chunks(rows: int, chunk: int) -> int:
 def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
     """Hand-written attention that compilers match, without sinks and soft caps, as one op.
 
-    The conditions are those of `attention_kernels`.
+    The conditions are those of `attention_kernels`, and a release that has such a pass.
     """
+    release = release_of(graph)
+    if release is not None and not release.matches_attention:
+        return graph, 0
     return _as_kernels(graph, plain=True)
 
 

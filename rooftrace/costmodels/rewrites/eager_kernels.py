@@ -16,6 +16,7 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.fusion import release_of
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
 from rooftrace.costmodels.rewrites.dataflow import same_strides
@@ -241,6 +242,25 @@ def _biased(edit: Editor, op: Op) -> bool:
     return True
 
 
+def _linear(edit: Editor, op: Op) -> bool:
+    """Linear.cpp before 2.1: of inputs with many dimensions, `matmul` and `add_` of the bias."""
+    release, out = release_of(edit.graph), op.outputs[0]
+    bias, rows, weight = (op.arguments.get(name) for name in ("self", "mat1", "mat2"))
+    if not (isinstance(bias, Ref) and isinstance(rows, Ref) and isinstance(weight, Ref)):
+        return False
+    turned, joined = edit.flow.producer(weight.id), edit.flow.producer(rows.id)
+    if turned is None or turned.name != "aten.t" or joined is None or joined.name != "aten.view":
+        return False
+    whole, joint = (edit.values[i].shape for i in (joined.inputs[0], rows.id))
+    if release is None or len(whole) <= release.linear_dims or whole[-1] != joint[-1]:
+        return False
+    value = edit.values[out]
+    plain = edit.view(Ref(out), value.shape, value.stride, op.repeats)
+    edit.emit(op, "aten.mm.default", {"self": rows, "mat2": weight}, (plain,), facts=op.facts)
+    _extra(edit, op, "aten.add_.Tensor", {"self": Ref(plain), "other": bias}, out)
+    return True
+
+
 def _gradients(edit: Editor, op: Op) -> bool:
     """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
 
@@ -362,6 +382,7 @@ EAGER_FORMS = (
     EagerForm(
         {"aten.convolution"}, _biased, "convolution", "add", "the bias in a kernel of its own"
     ),
+    EagerForm({"aten.addmm"}, _linear, "product", "add", "the bias in a kernel of its own"),
     EagerForm(
         {"aten._softmax_backward_data"},
         _softmax_gradient,

@@ -83,7 +83,7 @@ def _backward_flop(op: OpView, x: TensorView, rows: int, n: int, channels: int) 
     return flop
 
 
-@builtin("aten.native_group_norm", fusion="reduction", kind="layer norm", fused="group norm")
+@builtin("aten.native_group_norm", fusion="reduction", kind="group norm", fused="group norm")
 def group_norm(op: OpView) -> Cost:
     """x[N, C, HW] standardised over each of N * group slices, times weight[C] plus bias[C]."""
     x = op.needed("input")
@@ -93,7 +93,7 @@ def group_norm(op: OpView) -> Cost:
     return vector(op, flop) + op.streamed() + _again(op, rows, x)
 
 
-@builtin("aten.native_group_norm_backward", fusion="reduction", kind="layer norm")
+@builtin("aten.native_group_norm_backward", fusion="reduction", kind="group norm")
 def group_norm_backward(op: OpView) -> Cost:
     """Gradients of layer norm over N * group slices; gradients of weight and bias have C values."""
     x = op.needed("input")
@@ -104,7 +104,7 @@ def group_norm_backward(op: OpView) -> Cost:
 
 
 @builtin("aten.instance_norm", fusion="reduction", kind="batch norm")
-@builtin("aten.group_norm", fusion="reduction", kind="layer norm")
+@builtin("aten.group_norm", fusion="reduction", kind="group norm")
 def composite_group_norm(op: OpView) -> Cost:
     """Group norm before decomposition; instance norm has one group per channel."""
     x = op.needed("input")

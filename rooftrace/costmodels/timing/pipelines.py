@@ -101,11 +101,11 @@ class PipelineTimes:
 
 
 def walk_table(
-    table: Table, seconds: Callable[[int, str], float], transfer: float = 0.0
+    table: Table, seconds: Callable[[Action], float], transfer: float = 0.0
 ) -> PipelineTimes:
     """Walk the actions of all processes.
 
-    seconds: of an action, by its stage and kind.  transfer: seconds until a tensor arrives at
+    seconds: of an action.  transfer: seconds until a tensor arrives at
     another process.  Actions that run together take the time of both: they share the engines of
     one chip, and hide each other's communication only.
     Raises ValueError for a table in which nobody can go on.
@@ -133,7 +133,7 @@ def walk_table(
                 if any(time is None for time in ready):
                     break
                 start = max(clocks[rank], *(time or 0.0 for time in ready))
-                took = sum(seconds(action.stage, action.kind) for action in group)
+                took = sum(map(seconds, group))
                 for action in group:
                     ends[action.stage, action.kind, action.microbatch] = start + took
                     runs.append(TimedAction(rank, action, start, start + took))
@@ -215,45 +215,83 @@ SAVED = "saved"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """One stage with one microbatch: seconds and bytes."""
+    """One stage with one microbatch: seconds and bytes.
+
+    Shared weights (FSDP2) are whole after a backward, and sharded again by each forward: a forward
+    behind another gathers them, and so does a backward behind a forward.
+    """
 
     forward: float
     backward: float  # with recomputation
     weights: float  # of the backward, kernels for gradients of weights alone
-    once: float  # once a step: the optimizer
+    once: float  # once a step: reduction of gradients, the optimizer
     saved: int  # bytes of a microbatch that forward makes and backward reads
     peak: int  # bytes with one microbatch
+    whole: int = 0  # bytes of the peak that stay from the first backward on: gradients, weights
+    after: int = 0  # bytes at most once all microbatches are through
+    gathers: float = 0.0  # seconds by which a forward is longer that gathers weights
+    awaited: float = 0.0  # seconds of backward in which it waits for weights
 
     @staticmethod
     def of(estimate: Estimate) -> StageCost:
         """The cost of a stage, from the estimate of a training step of it."""
         parts = dict.fromkeys(("forward", "backward", "recompute", "optimizer"), 0.0)
+        exchanges = {exchange.kernel: exchange for exchange in estimate.exchanges}
+        gathers, count, awaited, reduced = 0.0, 0, 0.0, 0.0
         for row in estimate.rows:
-            if not (estimate.graph.ops[row.ops[0]].stream or row.bytes_net):
+            exchange = exchanges.get(row.index)
+            aside = bool(estimate.graph.ops[row.ops[0]].stream)
+            if not (aside or row.bytes_net):
                 parts[row.part] += row.timing.t_device
+            elif exchange and row.part == "optimizer":
+                reduced += exchange.exposed
+            elif exchange and aside and exchange.kind == "all_gather" and row.part != "forward":
+                gathers += exchange.calls * exchange.seconds
+                count, awaited = count + exchange.calls, awaited + exchange.exposed
         weights = sum(row.timing.t_device for row in rows_for_weights(estimate))
         alone = sum(parts.values())
-        scale = (
-            estimate.t_est / alone if alone else 0.0
-        )  # exposed communication belongs to all parts
-        timeline = estimate.memory.timeline
+        # Other exposed communication belongs to all parts.
+        scale = (estimate.t_est - awaited - reduced) / alone if alone else 0.0
+        forward = scale * parts["forward"]
+        moments = estimate.memory.timeline.moments
+        peaks = [
+            max((m.total for m in moments if (m.part == "optimizer") is late), default=0)
+            for late in (False, True)
+        ]
+        begins, ends = (m.by_kind for m in (moments[0], moments[-1])) if moments else ({}, {})
+        whole = begins.get("gradients", 0)
+        if whole:
+            whole += max(0, begins["weights"] - ends["weights"])
         return StageCost(
-            forward=scale * parts["forward"],
-            backward=scale * (parts["backward"] + parts["recompute"]),
+            forward=forward,
+            backward=scale * (parts["backward"] + parts["recompute"]) + awaited,
             weights=scale * weights,
-            once=scale * parts["optimizer"],
-            saved=max((moment.by_kind[SAVED] for moment in timeline.moments), default=0),
-            peak=estimate.memory.peak,
+            once=scale * parts["optimizer"] + reduced,
+            saved=max((moment.by_kind[SAVED] for moment in moments), default=0),
+            peak=peaks[0],
+            whole=whole,
+            after=peaks[1],
+            # The first gather is waited for; each other one runs during the layer before.
+            gathers=gathers / count + max(0.0, gathers - forward) * (count - 1) / count
+            if count
+            else 0.0,
+            awaited=awaited,
         )
 
-    def seconds(self, kind: str) -> float:
-        """Seconds of an action of this kind."""
+    def seconds(self, kind: str, behind: str) -> float:
+        """Seconds of an action of this kind, behind another of the stage ("": behind none)."""
+        sharded = behind in ("", "forward")
+        backward = self.backward if sharded else self.backward - self.awaited
         return {
-            "forward": self.forward,
-            "backward": self.backward,
-            "backward_input": self.backward - self.weights,
+            "forward": self.forward + (self.gathers if sharded else 0.0),
+            "backward": backward,
+            "backward_input": backward - self.weights,
             "backward_weight": self.weights,
         }[kind]
+
+    def held(self, alive: float, begun: bool) -> float:
+        """Bytes while so many microbatches are alive.  begun: a backward is through."""
+        return self.peak + (alive - 1) * self.saved - (0 if begun else self.whole)
 
 
 def rows_for_weights(estimate: Estimate) -> list[Row]:
@@ -324,7 +362,13 @@ def pipelined(
     transfer = 0.0
     if ranks > 1:
         transfer = collective_seconds(system, "send", handed, (0, apart)).seconds
-    times = walk_table(table, lambda stage, kind: stages[stage].seconds(kind), transfer)
+    took = {}
+    for actions in table.values():
+        behind: dict[int, str] = {}
+        for action in actions:
+            took[action] = stages[action.stage].seconds(action.kind, behind.get(action.stage, ""))
+            behind[action.stage] = action.kind
+    times = walk_table(table, took.__getitem__, transfer)
     stages_of = {rank: sorted({a.stage for a in actions}) for rank, actions in table.items()}
     return Pipelined(
         schedule=schedule,
@@ -342,14 +386,20 @@ def pipelined(
 def _peaks(
     times: PipelineTimes, stages: Mapping[int, StageCost], stages_of: Mapping[int, Sequence[int]]
 ) -> tuple[int, ...]:
-    """Bytes of each process at its peak: of a step of one microbatch, and saved ones of others."""
-    fixed = {}
-    for rank, some in stages_of.items():
-        working = max(stages[s].peak for s in some)
-        others = sum(stages[s].peak for s in some) - working
-        fixed[rank] = working + others - sum(stages[s].saved for s in some)
-    most = dict.fromkeys(stages_of, 0.0)
-    for rank, alive in moments(times):
-        held = sum(count * stages[stage].saved for stage, count in alive.items())
-        most[rank] = max(most[rank], held)
-    return tuple(fixed[rank] + round(most[rank]) for rank in stages_of)
+    """Bytes of each process at its peak: of a step of one microbatch, and saved ones of others.
+
+    In the first backward of a stage gradients come as activations go.
+    """
+    most = {rank: float(sum(stages[s].after for s in some)) for rank, some in stages_of.items()}
+    begun: set[int] = set()
+    for run, (rank, alive) in zip(times.runs, moments(times), strict=True):
+        stage = run.action.stage
+        resting = sum(
+            stages[s].held(alive.get(s, 0.0), s in begun) for s in stages_of[rank] if s != stage
+        )
+        held = stages[stage].held(alive[stage], stage in begun)
+        if run.action.kind != "forward" and stage not in begun:
+            held = max(held, stages[stage].held(alive[stage] - 1, True))
+            begun.add(stage)
+        most[rank] = max(most[rank], resting + held)
+    return tuple(map(round, most.values()))

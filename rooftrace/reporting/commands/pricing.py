@@ -22,7 +22,7 @@ from rooftrace.hardware import Chip, Host, load_chip, load_host
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.reporting.commands import options
 from rooftrace.reporting.commands.options import option
-from rooftrace.tracer.names import CHECKPOINTS
+from rooftrace.tracer.names import CHECKPOINTS, PLANS
 from rooftrace.tracer.sharding import SCHEDULES
 
 if TYPE_CHECKING:
@@ -55,14 +55,20 @@ class Workload:
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
         help="Shard the step over processes, for example dp=32,tp=8.  A Hugging Face model takes "
-        "the plans of transformers (dp, dp_replicate, tp, ep); code shards itself in a "
-        "function build(mesh).",
+        "dp, dp_replicate, tp, ep and pp (see --plan); code shards itself in a function "
+        "build(mesh).",
         metavar="AXIS=N,...", read=options.mesh,
     )  # fmt: skip
     checkpoint: str = option(
         "none",
         help="Activations of a Hugging Face model that training recomputes.",
         words=CHECKPOINTS,
+    )
+    plan: str = option(
+        PLANS[0],
+        help="Tensor parallelism of a Hugging Face model: as inference engines and Megatron-LM "
+        "shard it, or by the plan of transformers.",
+        words=PLANS,
     )
     schedule: str | None = option(
         help=f"Schedule of a pipeline (--mesh pp=...): {', '.join(SCHEDULES)}.  Default: 1f1b."

@@ -326,7 +326,7 @@ def assumption_words(assumptions: Iterable[Assumption]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in ranked_kinds) or "none"
 
 
-_OF_WEIGHTS = ("config", "precision", "quantization", "unbuilt")
+_OF_WEIGHTS = ("config", "plan", "precision", "quantization", "unbuilt")
 
 
 def of_weights(assumptions: Iterable[Assumption]) -> list[str]:

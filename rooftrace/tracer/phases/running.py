@@ -30,7 +30,7 @@ from rooftrace.tracer.phases.attempts import (
 from rooftrace.tracer.phases.calls import ModuleCalls
 from rooftrace.tracer.phases.stepping import optimizer_class, run_optimizer
 from rooftrace.tracer.recording import Recorder, attend, overrides
-from rooftrace.tracer.sharding import ddp
+from rooftrace.tracer.sharding import ddp, fsdp
 from rooftrace.tracer.values import (
     META,
     REAL_VALUE,
@@ -52,11 +52,14 @@ def trace_phases(
     phases: Sequence[str] | None = None,
     options: Options | None = None,
     target: str = "",
+    behind: bool = False,
 ) -> dict[str, OpGraph]:
     """Capture each of `phases` of `module` as an OpGraph; the default depends on its cache.
 
-    The module does not run on real data and is not changed: a module with real parameters is copied
-    to meta first.  Raises TraceError where its code fails, RequestError for an unknown phase.
+    behind: a training step is that of a stage's last microbatch, behind others of which weights
+    and gradients are still whole (see `fsdp.stage`).  The module does not run on real data and is
+    not changed: a module with real parameters is copied to meta first.  Raises TraceError where its
+    code fails, RequestError for an unknown phase.
     """
     options = options or Options()
     replicas = _replicas(module)
@@ -64,7 +67,7 @@ def trace_phases(
     with depth_explained(module):
         check_request(module, phases, options)
         check_traceable(module, tensors_in((inputs.args, inputs.kwargs)))
-        return _traced(module, inputs, phases, options, target, replicas)
+        return _traced(module, inputs, phases, options, target, replicas, behind)
 
 
 def _traced(
@@ -74,9 +77,10 @@ def _traced(
     options: Options,
     target: str,
     replicas: ddp.Replication | None,
+    behind: bool,
 ) -> dict[str, OpGraph]:
     calls = ModuleCalls(on_meta(module), inputs, options.loss)
-    run = PhaseRunner(calls, options, target, replicas)
+    run = PhaseRunner(calls, options, target, replicas, behind)
     keeps = inputs.decode is not None
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
@@ -96,9 +100,7 @@ def _unwrapped(module: Any, inputs: Inputs) -> tuple[Any, Inputs]:
             f"{type(module).__name__} is taken off: one device's share is traced, and the "
             "exchange of gradients is not counted"
         )
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            text = ddp.HOOKED if ddp.replication_of(module).hooked else ""
-        if text:
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("communication", text)))
         module = module.module
     return module, inputs
@@ -135,9 +137,10 @@ class PhaseRunner:
         options: Options,
         target: str = "",
         replicas: ddp.Replication | None = None,
+        behind: bool = False,
     ) -> None:
         self.calls, self.options, self.target = calls, options, target
-        self._replicas = replicas
+        self._replicas, self.behind = replicas, behind
         self.module, self.inputs = calls.module, calls.inputs
         self._prefilled: dict[str, Any] | None = None
         self._tokens, self._fed = 0, dict[str, Any]()  # the input of a call after a cache
@@ -267,6 +270,7 @@ class PhaseRunner:
             self._exchanged(recorder),
             stepping.noted(recorder, self.module) as learnt,
             stepping.foreach_on_meta(),
+            _behind_others(self, recorder, parameters),
         ):
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
@@ -288,14 +292,12 @@ class PhaseRunner:
         if how is None:
             yield
             return
-        with recorder.paused():
-            reducer = ddp.Reducer(self.module, how)
-        for number, flat in enumerate(reducer.flats):
-            recorder.enter(flat, "gradient", f"bucket {number}")
-        ddp.share_buffers(self.module, how)
-        with ddp.watched(self.module, reducer.ready):
-            yield
-        reducer.finish()
+        assume = recorder.values.assume
+        with ddp.reducer_of(self.module, how, recorder.paused, recorder.enter, assume) as reducer:
+            ddp.share_buffers(self.module, how)
+            with ddp.watched(self.module, reducer.ready):
+                yield
+            reducer.finish()
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss, or of each output from a unit one."""
@@ -342,10 +344,9 @@ class PhaseRunner:
 
     def _fed_inputs(self, phase: names.Phase) -> dict[str, Any]:
         """Arguments of a call that follows a cache, without the cache."""
-        inputs, count = self.inputs, phase.tokens
+        inputs, count, token = self.inputs, phase.tokens, self.inputs.decode or {}
         if phase.name == "requests":
             return step_inputs(self.calls, check_lengths(inputs.lengths, self.module))
-        token = inputs.decode or {}
         fed = {n: torch.cat([t] * count, 1) for n, t in token.items()} if count > 1 else {**token}
         return {**fed, **self.calls.places(inputs.workload.get("kv"), count)} if count else fed
 
@@ -375,6 +376,32 @@ class PhaseRunner:
             recorder.enter(tensor, "input", name)
         for kind, text in inputs.assumptions:
             recorder.values.assume(kind, text)
+
+
+@contextlib.contextmanager
+def _behind_others(
+    runner: PhaseRunner, recorder: Recorder, parameters: Sequence[nn.Parameter]
+) -> Iterator[None]:
+    """Inside, the last microbatch of a stage runs behind one that is not recorded; then gradients
+    are reduced, once a step.  Nothing happens to other steps."""
+    if not runner.behind:
+        yield
+        return
+    reduce = fsdp.stage(runner.module)
+    with recorder.paused():
+        labels = runner.inputs.labels
+        output = runner.calls.call(runner.inputs.args, runner.inputs.kwargs, labels)
+        runner.run_backward(recorder, output)
+    recorder.here.part = "forward"
+    recorder.paths.counts.clear()
+    recorder.storages.enter_gathered()
+    held = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, gradient in (*held, *fsdp.whole_gradients(runner.module)):
+        if gradient is not None:
+            recorder.enter(gradient, "gradient", f"{recorder.name_of(parameter)}.grad")
+    yield
+    recorder.here.part = "optimizer"
+    reduce()
 
 
 def _optimized(

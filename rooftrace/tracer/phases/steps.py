@@ -251,9 +251,10 @@ def _on_meta(step: Callable[..., Any], tree: Any, modules: Sequence[nn.Module]) 
             twins.of(tensor)
     twins.finish()
     copy_optimizers(optimizers, memo)
+    copied = any(id(twin) != key for key, twin in memo.items())
     args, kwargs = copy.deepcopy(tree, memo)
     copies.copy_hooks(tensors, memo)
-    return copies.rebound(step, memo), args, kwargs
+    return copies.rebound(step, memo) if copied else step, args, kwargs
 
 
 def _is_kept_for_weights(tensor: Tensor, shapes: Collection[torch.Size]) -> bool:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -340,8 +340,9 @@ class TargetSource:
             fresh = self.loaded() if graphs else made
             inputs = splitting.inputs_of(fresh.inputs, fresh.module, stage)
             splitting.keep(fresh.module, stage)
-            again = partial(self._kept, stage)
-            (graph,) = self._divided(fresh, inputs, ("training",), True, again).values()
+            again, behind = partial(self._kept, stage), microbatches > 1
+            traced = self._divided(fresh, inputs, ("training",), True, again, behind)
+            (graph,) = traced.values()
             graph = splitting.with_stage(graph, stage, schedule, microbatches)
             graphs[graph.step] = graph
         return graphs
@@ -361,10 +362,12 @@ class TargetSource:
         phases: Sequence[str],
         trains: bool,
         again: Callable[[], Loaded],
+        behind: bool = False,
     ) -> dict[str, OpGraph]:
         """The graphs of one process's part of a model, in training from a few of alike layers.
 
-        again: makes the model once more, where these do not tell of all.
+        again: makes the model once more, where these do not tell of all.  behind: see
+        `running.trace_phases`.
         """
         from rooftrace.tracer.phases.attempts import describe
         from rooftrace.tracer.repeats import shorten
@@ -375,22 +378,22 @@ class TargetSource:
             with suppress(RequestError):  # no layers
                 short = shorten(made.module, layers_of(made.module))
         if short is None:
-            return self._of_one(made.module, inputs, phases, trains)
+            return self._of_one(made.module, inputs, phases, trains, behind)
         from rooftrace.tracer import TraceError
 
         try:
             with short.watch:
-                few = self._of_one(made.module, inputs, phases, trains)
+                few = self._of_one(made.module, inputs, phases, trains, behind)
             graphs = {phase: short.stretched(g, describe(short.layer)) for phase, g in few.items()}
         except (RequestError, TraceError):
             graphs = {}
         whole = {phase: graph for phase, graph in graphs.items() if graph is not None}
         if whole.keys() == set(phases):
             return whole
-        return self._of_one(again().module, inputs, phases, trains)
+        return self._of_one(again().module, inputs, phases, trains, behind)
 
     def _of_one(
-        self, module: Any, inputs: Inputs, phases: Sequence[str], trains: bool
+        self, module: Any, inputs: Inputs, phases: Sequence[str], trains: bool, behind: bool
     ) -> dict[str, OpGraph]:
         """The graphs of one process's part of this module."""
         from rooftrace.tracer.phases.running import trace_phases
@@ -398,9 +401,12 @@ class TargetSource:
 
         job, request = self.job, self.job.request
         kept = request.checkpoint
-        huggingface.distribute(module, request.mesh, trains=trains, checkpoint=kept)
+        how = {"checkpoint": kept, "plan": request.plan}
+        said = huggingface.distribute(module, request.mesh, trains=trains, **how)
+        if said:
+            inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
         with huggingface.divided(module, request.mesh):
-            return trace_phases(module, inputs, phases, job.options, job.name)
+            return trace_phases(module, inputs, phases, job.options, job.name, behind)
 
 
 # -- tracing ---------------------------------------------------------------------------------------

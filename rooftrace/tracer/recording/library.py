@@ -118,6 +118,8 @@ def why_math(
 ) -> str:
     """Why attention runs as separate products and a softmax; "" where one kernel takes it."""
     operands = (query, key, value)
+    if not release().fuses_attention:
+        return f"torch {release()} has none"
     shape = _why_shape(query, key, value, enable_gqa)
     if shape:
         return shape

@@ -47,7 +47,7 @@ from rooftrace.tracer.recording.threads import (
     warnings_quiet,
 )
 from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin
-from rooftrace.tracer.sharding import ddp, fsdp
+from rooftrace.tracer.sharding import ddp, fsdp, plans
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
     HigherOrderOperator,
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self.functions())
         self._of_graph = enter(contextlib.ExitStack())
         self._enter_graph()
-        enter(fsdp.sizes_unseen())
+        enter(plans.sizes_unseen())
         enter(self._followers.followed())
 
     def _enter_graph(self) -> None:

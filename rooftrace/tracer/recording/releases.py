@@ -38,21 +38,41 @@ def registered_ops(library: str) -> frozenset[str]:
 # Facts are of PyTorch's sources and release notes; docs/cuda-forms.md lists them with the
 # files.
 
-_TEXT = re.compile(r"2\.(\d{1,2})(?:\.(\d{1,2}))?")
+_TEXT = re.compile(r"(2\.|1\.(?=[89]\b|1[0-3]\b))(\d{1,2})(?:\.(\d{1,2}))?")
+_ONE = 14
+"""Minor releases of PyTorch 1: 2.0 followed 1.13."""
 _LAST = 99
 """Stands for the last patch of a series, which a text without one means."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Release:
-    """A release of PyTorch 2: 2.8, or 2.5.1.  Without a patch it is the last one of its series."""
+    """A release of PyTorch: 2.8, 2.5.1 or 1.13.  Without a patch it is the last of its series.
+
+    minor: counted from 2.0 on, so that 1.13 has -1.
+    """
 
     minor: int
     patch: int = _LAST
 
     def __str__(self) -> str:
         """Text that reads as this release: "2.8", "2.5.0"."""
-        return f"2.{self.minor}" if self.patch == _LAST else f"2.{self.minor}.{self.patch}"
+        series = f"2.{self.minor}" if self.minor >= 0 else f"1.{_ONE + self.minor}"
+        return series if self.patch == _LAST else f"{series}.{self.patch}"
+
+    @property
+    def linear_dims(self) -> int:
+        """Dimensions of the widest input whose `linear` is one product, bias included.
+
+        https://github.com/pytorch/pytorch/pull/74070 made it three in 1.12, and
+        https://github.com/pytorch/pytorch/pull/106911 any number in 2.1.
+        """
+        return _LAST if self.minor >= 1 else 3 if self.minor >= 12 - _ONE else 2
+
+    @property
+    def fuses_attention(self) -> bool:
+        """Whether it has `scaled_dot_product_attention`, and fused kernels for it."""
+        return self.minor >= 0
 
     @property
     def fuses_rms_norm(self) -> bool:
@@ -78,6 +98,11 @@ class Release:
     def grouped_heads(self) -> bool:
         """Whether attention takes fewer heads of keys (`enable_gqa`)."""
         return self.minor >= 5
+
+    @property
+    def matches_attention(self) -> bool:
+        """Whether Inductor makes hand-written attention one kernel (`fuse_attention.py`)."""
+        return self.minor >= 1
 
     @property
     def lays_out_images(self) -> bool:
@@ -122,10 +147,15 @@ def read_release(text: str) -> Release:
     match = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise RequestError(
-            f"--torch {text}: expected a release of PyTorch 2, for example 2.8 or 2.5.1"
+            f"--torch {text}: expected a release of PyTorch from 1.8 on, for example 2.8 or 2.5.1"
         )
-    minor, patch = match.groups()
-    return Release(int(minor)) if patch is None else Release(int(minor), int(patch))
+    return _matched(match)
+
+
+def _matched(match: re.Match[str]) -> Release:
+    major, minor, patch = match.groups()
+    counted = int(minor) - _ONE * (major == "1.")
+    return Release(counted, _LAST if patch is None else int(patch))
 
 
 @functools.cache
@@ -134,7 +164,4 @@ def installed_release() -> Release:
     from importlib.metadata import version
 
     match = _TEXT.match(version("torch"))
-    if match is None:
-        return Release(_LAST)
-    minor, patch = match.groups()
-    return Release(int(minor), _LAST if patch is None else int(patch))
+    return Release(_LAST) if match is None else _matched(match)

@@ -25,12 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import put
 
-HOOKED = (
-    "a hook of the user's exchanges the gradients of DistributedDataParallel: they are counted as "
-    "they are exchanged without it"
-)
-"""The assumption on a wrapper with a communication hook."""
-
 _FIRST = 1 << 20
 """Bytes of the first bucket: small, so that the exchange begins early."""
 
@@ -43,7 +37,8 @@ class Replication:
     limits: tuple[int, ...]  # bytes at which the first bucket, and every later one, is full
     views: bool  # gradients are views of the buckets
     buffers: bool  # each forward begins with the buffers of the first process
-    hooked: bool  # a hook of the user's exchanges gradients in another way
+    hooks: list[tuple[Callable[..., Any], Any]]  # a function that exchanges a bucket, its state
+    finds_unused: bool  # processes tell each other which gradients they have
 
 
 def replication_of(wrapper: Any) -> Replication:
@@ -56,35 +51,78 @@ def replication_of(wrapper: Any) -> Replication:
         limits=tuple(listed) or ((min(_FIRST, cap), cap) if usual else (cap,)),
         views=bool(wrapper.gradient_as_bucket_view),
         buffers=bool(wrapper.broadcast_buffers and wrapper.require_forward_param_sync),
-        hooked=bool(getattr(wrapper, "_comm_hooks", ())),
+        hooks=vars(wrapper).setdefault("_comm_hooks", []),
+        finds_unused=bool(
+            wrapper.find_unused_parameters
+            and not wrapper.static_graph
+            and not getattr(wrapper, "skip_all_reduce_unused_params", False)
+        ),
     )
 
 
 class _Bucket:
-    """Gradients that are exchanged together."""
+    """Gradients that are exchanged together; hooks of users get it as a `GradBucket`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], views: bool) -> None:
-        self.parameters = list(parameters)
-        self.missing = len(self.parameters)
+        self._parameters = list(parameters)
+        self.missing = len(parameters)
         self.views = views
-        sizes = [parameter.numel() for parameter in self.parameters]
-        self.flat = self.parameters[0].detach().new_empty(sum(sizes))
-        parts = zip(torch.split(self.flat, sizes), self.parameters, strict=True)
-        self.places = {id(p): part.view(p.shape) for part, p in parts}
+        self.number, self.ends = 0, False
+        self.exchanged: Any = None  # what a hook returns
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self.flat = parameters[0].detach().new_empty(sum(self._sizes))
+        self.places = self._parts()
+
+    def _parts(self) -> dict[int, Tensor]:
+        parts = zip(torch.split(self.flat, self._sizes), self._parameters, strict=True)
+        return {id(p): part.view(p.shape) for part, p in parts}
+
+    def index(self) -> int:
+        """Its place among the buckets."""
+        return self.number
+
+    def is_last(self) -> bool:
+        """Whether it is exchanged last."""
+        return self.ends
+
+    def buffer(self) -> Tensor:
+        """All gradients in one row."""
+        return self.flat
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of its gradients."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer."""
+        return list(self.places.values())
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Put another row in place of the buffer."""
+        self.flat = tensor
+        self.places = self._parts()
 
     def take(self, parameter: nn.Parameter, ranks: int) -> None:
         """Put the gradient of a parameter into its place, divided by the number of replicas."""
         place, gradient = self.places[id(parameter)], parameter.grad
         if gradient is None:
             return
-        torch.mul(gradient, 1 / ranks, out=place)
+        if ranks > 1:
+            torch.mul(gradient, 1 / ranks, out=place)
+        else:
+            place.copy_(gradient)
         if self.views:
             parameter.grad = place
         self.missing -= 1
 
     def give_back(self) -> None:
         """Write the sums into the gradients."""
-        for parameter in self.parameters:
+        if self.exchanged is not None:
+            row, self.exchanged = self.exchanged.wait(), None
+            row = row[0] if isinstance(row, list) else row
+            if row is not self.flat:
+                self.flat.copy_(row.view_as(self.flat))
+        for parameter in self._parameters:
             if not self.views and parameter.grad is not None:
                 parameter.grad.copy_(self.places[id(parameter)])
 
@@ -121,24 +159,28 @@ class Reducer:
                 _Bucket([trained[place] for place in places], how.views)
                 for places in buckets_of(trained, how.limits)
             ]
-        self._of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters}
+            self._used = trained[0].new_empty(len(trained), dtype=torch.int32)
+        for number, bucket in enumerate(self._buckets):
+            bucket.number, bucket.ends = number, number + 1 == len(self._buckets)
+        self._of = {id(p): bucket for bucket in self._buckets for p in bucket.parameters()}
         self._next = 0
 
     def begin(self) -> None:
         """A backward pass begins: no gradient has come yet."""
         self._next = 0
         for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = len(bucket.parameters())
 
     @property
     def flats(self) -> list[Tensor]:
         """The buckets as tensors: they are allocated once, for all steps."""
-        return [bucket.flat for bucket in self._buckets]
+        used = [self._used] if self._how.finds_unused else []
+        return [*(bucket.flat for bucket in self._buckets), *used]
 
     def ready(self, parameter: nn.Parameter) -> None:
         """A gradient has been accumulated."""
-        with torch.no_grad():
-            self._of[id(parameter)].take(parameter, self._ranks)
+        with torch.no_grad():  # hooks divide themselves
+            self._of[id(parameter)].take(parameter, 1 if self._how.hooks else self._ranks)
             self._exchange()
 
     def _exchange(self) -> None:
@@ -149,7 +191,21 @@ class Reducer:
     def _reduce(self, bucket: _Bucket) -> None:
         import torch.distributed as dist
 
-        dist.all_reduce(bucket.flat, group=self._how.group, async_op=True)
+        if self._how.hooks:
+            hook, state = self._how.hooks[-1]
+            with _results_known():
+                bucket.exchanged = hook(state, bucket)
+        else:
+            dist.all_reduce(bucket.flat, group=self._how.group, async_op=True)
+        if bucket.ends and self._how.finds_unused:
+            dist.all_reduce(self._used, group=self._how.group, async_op=True)
+
+    def warm(self) -> None:
+        """Call the hook once for each bucket, so that its state is that of a later step."""
+        with torch.no_grad():
+            for bucket in self._buckets if self._how.hooks else ():
+                self._reduce(bucket)
+                bucket.exchanged = None
 
     def finish(self) -> None:
         """Backward is over: the last buckets are exchanged too, and all sums given back."""
@@ -158,6 +214,53 @@ class Reducer:
                 self._reduce(bucket)
             for bucket in self._buckets:
                 bucket.give_back()
+
+
+@contextlib.contextmanager
+def _results_known() -> Iterator[None]:
+    """Inside, futures of exchanges hold the tensors that they write, as those of real ones do."""
+    import torch.distributed as dist
+
+    home: Any = dist
+
+    def known(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(exchange)
+        def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            work = exchange(tensor, *args, **kwargs)
+            return work and _Known(work, tensor if isinstance(tensor, list) else [tensor])
+
+        return call
+
+    with _lent(home, {name: known(getattr(home, name)) for name in _EXCHANGES}):
+        yield
+
+
+_EXCHANGES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+)
+"""Functions of torch.distributed whose first argument is what they write."""
+
+
+class _Known:
+    """The handle of an exchange, whose future has its result."""
+
+    def __init__(self, work: Any, tensors: list[Tensor]) -> None:
+        self._work, self._tensors = work, tensors
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """A future that has come."""
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def share_buffers(module: nn.Module, how: Replication) -> None:
@@ -253,18 +356,56 @@ def replicated(
         for wrapper in dict.fromkeys(wrappers):
             loose: Any = wrapper
             how = replication_of(wrapper)
-            if how.hooked:
-                say("communication", HOOKED)
-            with apart():
-                reducer = Reducer(loose.module, how)
-            for number, flat in enumerate(reducer.flats):
-                enter(flat, "gradient", f"bucket {number}")
+            reducer = undo.enter_context(reducer_of(loose.module, how, apart, enter, say))
             exchange = _Exchange(reducer)
             undo.enter_context(watched(loose.module, exchange.ready))
             share = functools.partial(share_buffers, loose.module, how)
             stand_ins = {"reducer": exchange, "logger": _NoReducer(), "_sync_buffers": share}
             undo.enter_context(_lent(wrapper, stand_ins))
         yield
+
+
+@contextlib.contextmanager
+def reducer_of(
+    module: nn.Module,
+    how: Replication,
+    apart: Callable[[], contextlib.AbstractContextManager[None]],
+    enter: Callable[[Tensor, str, str], None],
+    say: Callable[[str, str], object],
+) -> Iterator[Reducer]:
+    """What exchanges the gradients of a module inside; see `replicated`.
+
+    Hooks may change their states, which are afterwards as before.
+    """
+    with contextlib.ExitStack() as undo:
+        for hook, state in how.hooks:
+            say("communication", hooked_by(hook))
+            undo.enter_context(_as_before(vars(state) if hasattr(state, "__dict__") else {}))
+        with apart():
+            reducer = Reducer(module, how)
+            reducer.warm()
+        for number, flat in enumerate(reducer.flats):
+            enter(flat, "gradient", f"bucket {number}")
+        yield reducer
+
+
+def hooked_by(hook: Any) -> str:
+    """The assumption on a wrapper with a communication hook."""
+    return (
+        f"{getattr(hook, '__qualname__', type(hook).__name__)} exchanges the gradients of "
+        "DistributedDataParallel: it is called with its state as it is now, after one call for "
+        "each bucket that is not counted"
+    )
+
+
+@contextlib.contextmanager
+def _as_before(held: dict[str, Any]) -> Iterator[None]:
+    before = {n: v.copy() if isinstance(v, (dict, list, set)) else v for n, v in held.items()}
+    try:
+        yield
+    finally:
+        held.clear()
+        held.update(before)
 
 
 @contextlib.contextmanager
@@ -310,6 +451,14 @@ def replicas_on_meta() -> Iterator[None]:
         else:
             original_helper(self, parameters, *args, **kwargs)
 
+    def hook_registered(reducer: Any, *args: Any) -> None:
+        if not isinstance(reducer, _NoReducer):
+            original_hook(reducer, *args)
+
+    groups: Any = torch.distributed
+    original_hook = groups._register_comm_hook
+    changed.append((groups, "_register_comm_hook", original_hook))
+    groups._register_comm_hook = hook_registered
     unless_on_meta(home, "_verify_param_shape_across_processes", lambda group, tensors, *_: tensors)
     unless_on_meta(home, "_sync_module_states", lambda module, **_: module.parameters())
     changed.append((kind, "_ddp_init_helper", original_helper))
@@ -339,8 +488,9 @@ def replicas_of_program(say: Callable[[str, str], object]) -> None:
         wrapper.reducer = exchange
         wrapper._sync_buffers = functools.partial(share_buffers, wrapper.module, how)
 
-    def hooked(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-        say("communication", HOOKED)
+    def hooked(wrapper: Any, state: Any, hook: Callable[..., Any]) -> None:
+        say("communication", hooked_by(hook))
+        wrapper._comm_hooks.append((hook, state))
 
     methods = {"_ddp_init_helper": init_helper, "register_comm_hook": hooked}
     checks = dict.fromkeys(

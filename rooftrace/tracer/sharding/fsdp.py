@@ -197,6 +197,8 @@ def fully_sharded(
     states = _states(roots)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_storages_watched(resized))
+        for home, names in stages_alone() if running else ():
+            undo.enter_context(replaced(home, names))
         if states or not lent:
             _watch_weights(undo, unsharded)
         if states and lent:
@@ -231,7 +233,21 @@ def _modules(*names: str) -> Iterator[ModuleType]:
             yield module
 
 
+def _no_offload(group: Any) -> None:
+    """Stands for a check of FSDP2 that comes before the first forward."""
+    for param in group.fsdp_params:
+        if param.offload_to_cpu:
+            raise RequestError(
+                f"fully_shard(offload_policy=CPUOffloadPolicy(pin_memory={param.pin_memory})): "
+                "weights and optimizer states that stay on the host, and their copies to the "
+                "device, are not modelled; leave the policy out"
+            )
+
+
 def _watch_weights(undo: contextlib.ExitStack, unsharded: Any) -> None:
+    for groups in _modules("_fsdp_param_group"):
+        checked = {"_validate_cpu_offload_params": _no_offload}
+        undo.enter_context(replaced(groups.FSDPParamGroup, checked))
     for params in _modules("_fsdp_param"):
         param = params.FSDPParam
         make = original_of(param, "init_all_gather_outputs")
@@ -290,6 +306,44 @@ def _lend(undo: contextlib.ExitStack, state: Any) -> None:
     vars(state._comm_ctx).clear()
 
 
+def stage(root: nn.Module) -> Callable[[], None]:
+    """Let FSDP2 modules below this one run as in `torch.distributed.pipelining.PipelineStage`.
+
+    A backward keeps weights whole and adds gradients up; the function that is returned reduces
+    them and shards the weights, after the last microbatch (`perform_reduce_grad` of torch 2.13).
+    """
+    states = _states([root])
+
+    def tell(last: bool) -> None:
+        for state in states:
+            state._state_ctx.is_last_backward = last
+            for group in _groups(state):
+                group.reshard_after_backward = group.reduce_grads = last
+
+    def reduce() -> None:
+        tell(True)
+        for state in states:
+            for group in _groups(state):
+                group.post_backward()
+        for state in states:
+            if state._is_root:
+                state._root_post_backward_final_callback()
+
+    tell(False)
+    return reduce
+
+
+def whole_gradients(root: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The shards of the weights of FSDP2 modules, and gradients that are not reduced yet."""
+    for state in _states([root]):
+        for group in _groups(state):
+            for param in group.fsdp_params:
+                whole = getattr(param, "_unsharded_param", None)
+                added = param.unsharded_accumulated_grad
+                pending = whole.grad if added is None and whole is not None else added
+                yield param.sharded_param, pending
+
+
 _CONTAINERS = (list, dict, set)
 
 
@@ -323,6 +377,42 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 
     with replaced(kind, {"resize_": resize_}):
         yield
+
+
+# -- stages of torch -------------------------------------------------------------------------------
+
+
+def stages_alone() -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Modules and their functions by which torch's stages agree with processes that are not there.
+
+    They vote whether all know their sizes, and send them where one does not.
+    """
+    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    kind = getattr(stage, "PipelineStage", None)
+    if not hasattr(kind, "_warmup_forward_vote"):  # older stages ask nobody
+        return
+
+    def vote(self: Any, has_backward: bool = True, **others: Any) -> Any:
+        if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward):
+            raise RequestError(
+                f"PipelineStage {self.stage_index} of {self.num_stages} has no sizes of its own, "
+                "and asks other processes, which are not there: pass input_args and output_args "
+                "(for tensors of a mesh input_grads and output_grads, too)"
+            )
+        return torch.ones((), device="cpu", dtype=torch.int32)
+
+    def agreed(self: Any, received_result: Any = None) -> Any:
+        return torch.ones((), device="cpu", dtype=torch.int32)
+
+    yield torch.random, {"fork_rng": _forked}
+    yield kind, {"_warmup_forward_vote": vote, "_warmup_backward_result": agreed}
+
+
+def _forked(*args: Any, device_type: str | None = "cuda", **kwargs: Any) -> Any:
+    """Stands for `torch.random.fork_rng`: meta has no random numbers to keep."""
+    if device_type == "meta":
+        return contextlib.nullcontext()
+    return original_of(torch.random, "fork_rng")(*args, device_type=device_type, **kwargs)
 
 
 # -- meshes ----------------------------------------------------------------------------------------
@@ -407,40 +497,6 @@ def devices() -> Any:
 
 axes: dict[str, str] = {}
 """Axes of groups by their name, where ranks do not say it: experts share the ranks of data."""
-
-
-# -- how torch finds the sizes of results of sharded tensors ---------------------------------------
-
-_NAME = "_propagate_tensor_meta_non_cached"
-_FAKE = "_rebuild_tensor_from_dtensor_meta"
-
-
-@contextlib.contextmanager
-def sizes_unseen() -> Iterator[None]:
-    """Inside, sizes of unsharded tensors are found outside of all modes."""
-    home = sys.modules.get(torch_private.SHARDING_PROP)
-    propagator: Any = getattr(home, "ShardingPropagator", None)
-    if propagator is None or not hasattr(propagator, _NAME):
-        yield
-        return
-    original = original_of(propagator, _NAME)
-
-    def sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch_private.disable_current_modes():
-            return original(self, *args, **kwargs)
-
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(propagator, {_NAME: sizes}))
-        schema = sys.modules[torch_private.OP_SCHEMA]
-        if hasattr(schema, _FAKE):
-            undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
-        yield
-
-
-def _on_meta(spec: Any) -> torch.Tensor:
-    """A tensor of the size of a sharded one; its mesh may be of a device that torch lacks here."""
-    meta = spec.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
 
 
 # -- processes that are not there: one stands for all of a mesh ------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +12,9 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError
+from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer import TraceError
+from rooftrace.tracer.names import PLANS
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
 from rooftrace.tracer.sharding.plans import as_engines, check_divides, cut_experts
 
@@ -54,31 +57,40 @@ def processes(mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def distribute(
-    model: nn.Module, mesh: Mapping[str, int], *, trains: bool, checkpoint: str = "none"
-) -> None:
+    model: nn.Module,
+    mesh: Mapping[str, int],
+    *,
+    trains: bool,
+    checkpoint: str = "none",
+    plan: str = "engines",
+) -> str:
     """Spread a model over the mesh of the running `fake_mesh`, in place.
 
     trains: replicas share their weights (FSDP2), with gradients reduced in fp32; else each has all.
-    checkpoint: see `asking.names.CHECKPOINTS`.  Raises RequestError where transformers has no
-    plan for this model.
+    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`.  Returns a sentence on what tensor
+    parallelism leaves whole; "" without it.  Raises RequestError where there is no plan for this
+    model.
     """
     if not mesh:
         if trains:
             keep_less(model, checkpoint)
-        return
+        return ""
     sizes = sizes_of(mesh)
+    by_engines = sizes["tp"] > 1 and plan == "engines"
     # Processes that share their tokens cut experts as engines do.
-    cut = not trains and sizes["tp"] > 1 and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
+    cut = by_engines and not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
     loose: Any = model
+    before = {name: weight.numel() for name, weight in model.named_parameters()}
     try:
-        plan = as_engines(model, sizes["tp"], trains=trains, cut=cut) if sizes["tp"] > 1 else {}
-        config = _configuration(model, {**sizes, "ep": 1} if cut else sizes, plan, trains)
+        rules = as_engines(model, sizes["tp"], trains=trains, cut=cut) if by_engines else {}
+        config = _configuration(model, {**sizes, "ep": 1} if cut else sizes, rules, trains)
         manager = _meshes(mesh, sizes, trains)
         loose.config.distributed_config = config
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
         if cut:
             cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
+        said = _on_whole(model, before, sizes["tp"], plan) if sizes["tp"] > 1 else ""
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
@@ -90,6 +102,28 @@ def distribute(
     except (ValueError, NotImplementedError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
+    return said
+
+
+_NAMED = 3
+"""Parts of a model that a sentence names."""
+
+
+def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str) -> str:
+    """A sentence on the plan, and on the largest weights that each process of "tp" has whole."""
+    whole: dict[str, int] = {}
+    for name, weight in model.named_parameters():
+        local: Any = weight
+        kept = local.to_local() if hasattr(local, "to_local") else local
+        if kept.numel() == before[name]:
+            whole[re.sub(r"\d+", "*", name)] = kept.numel() * kept.element_size()
+    largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
+    parts = [f"{name} ({format_traffic(whole[name])} each)" for name in largest]
+    who, other = PLANS if plan == PLANS[0] else reversed(PLANS)
+    return (
+        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])} (--plan {other} for the other "
+        f"plan); largest weights that each of {size} processes has whole: {', '.join(parts)}"
+    )
 
 
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
