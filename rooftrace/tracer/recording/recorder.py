@@ -285,8 +285,9 @@ class Recorder(TorchDispatchMode, Tape):
         enter, storages, lent = self._of_graph.enter_context, self.storages, self.lends_modules
         enter(fallbacks_noted(self.values))
         enter(self._module_calls.injected())
-        enter(fsdp.fully_sharded(self._roots, storages.gathered, storages.resized, lent))
-        enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
+        seen, assume = (storages.gathered, storages.resized), self.values.assume
+        enter(fsdp.fully_sharded(self._roots, *seen, assume, lent))
+        enter(ddp.replicated(self._roots, self.paused, self.enter, assume))
 
     def end_graph(self) -> None:
         """The graph is done, though the recorder is on: live storages survive it."""

@@ -185,19 +185,21 @@ def fully_sharded(
     roots: Iterable[nn.Module],
     unsharded: Callable[[Tensor, Tensor], None],
     resized: Callable[[Any, int], None],
+    say: Callable[[str, str], object],
     lent: bool = True,
 ) -> Iterator[None]:
     """Inside, FSDP2 modules below these roots run on meta; nothing happens where there are none.
 
     unsharded: called with each tensor that holds an unsharded weight, and its shard.
     resized: called with each storage that is freed or allocated again, and its new size in bytes.
+    say: called with the kind and the text of each assumption.
     lent: whether the modules are on meta for the length of the block only.  Those of a script stay
     on the device that it sees, with its streams.
     """
     states = _states(roots)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_storages_watched(resized))
-        for home, names in stages_alone() if running else ():
+        for home, names in stages_alone(say) if running else ():
             undo.enter_context(replaced(home, names))
         if states or not lent:
             _watch_weights(undo, unsharded)
@@ -382,10 +384,17 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 # -- stages of torch -------------------------------------------------------------------------------
 
 
-def stages_alone() -> Iterator[tuple[Any, dict[str, Any]]]:
+BUBBLE = (
+    "a stage of a pipeline: the time for which this process waits for others (the bubble) is not "
+    "counted; its sends and receives are"
+)
+
+
+def stages_alone(say: Callable[[str, str], object]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Modules and their functions by which torch's stages agree with processes that are not there.
 
-    They vote whether all know their sizes, and send them where one does not.
+    They vote whether all know their sizes, and send them where one does not.  say: called with the
+    kind and the text of each assumption.
     """
     stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
     kind = getattr(stage, "PipelineStage", None)
@@ -393,6 +402,7 @@ def stages_alone() -> Iterator[tuple[Any, dict[str, Any]]]:
         return
 
     def vote(self: Any, has_backward: bool = True, **others: Any) -> Any:
+        say("communication", BUBBLE)
         if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward):
             raise RequestError(
                 f"PipelineStage {self.stage_index} of {self.num_stages} has no sizes of its own, "
