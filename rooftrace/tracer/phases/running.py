@@ -119,6 +119,7 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
         raise RequestError(
             f"expected a torch.nn.Module to trace, got {type(module).__name__}: {module!r:.80}"
         )
+    fsdp.refuse_flat(module)
     for phase in phases or ():
         names.phase_of(phase)
     if options.optimizer != "none":

@@ -285,6 +285,19 @@ def _replace_functions(undo: contextlib.ExitStack) -> None:
     undo.enter_context(replaced(context, {"lazy_init": lazy_init}))
 
 
+def refuse_flat(root: nn.Module) -> None:
+    """Raise RequestError for FSDP1, whose flat weights have views that meta tensors cannot be."""
+    home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    kind = getattr(home, "FullyShardedDataParallel", ())
+    path = next((path for path, part in root.named_modules() if isinstance(part, kind)), None)
+    if path is not None:
+        raise RequestError(
+            f"FullyShardedDataParallel (FSDP1) at {path or 'the root'} of {type(root).__name__}: "
+            "it is traced in a script only (rooftrace run torchrun ... train.py); shard the module "
+            "with fully_shard (FSDP2), or run its script"
+        )
+
+
 def _groups(state: Any) -> list[Any]:
     """The groups of parameters of a state: newer releases of torch have several."""
     several = getattr(state, "_fsdp_param_groups", None)
@@ -539,6 +552,13 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
             mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             _devices.append(mesh)
             yield mesh
+    except RuntimeError as error:
+        if "FSDP needs a non-CPU accelerator" not in str(error):
+            raise
+        raise RequestError(
+            f"FullyShardedDataParallel (FSDP1) on the mesh {shown(sizes)}: it is traced in a script "
+            "only (rooftrace run torchrun ... train.py); shard the module with fully_shard (FSDP2)"
+        ) from error
     except KeyError as error:
         if "mesh_dim_name" not in str(error):
             raise
