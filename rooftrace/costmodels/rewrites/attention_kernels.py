@@ -71,7 +71,7 @@ def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, _Repeated]]) -> No
 
 
 def _stored(flow: ValueFlow, op: Op, name: str) -> _Repeated | None:
-    """What keys or values are a copy of, for each head; None for other ones."""
+    """The heads of which keys or values are a copy for each query head; None for other ones."""
     values, item = flow.values, operand(op, name)
     clone = flow.kernel_of(item.id)
     if clone is None or clone.name != "aten.clone" or clone.repeats != op.repeats:
@@ -85,8 +85,9 @@ def _stored(flow: ValueFlow, op: Op, name: str) -> _Repeated | None:
     if len(source.shape) == len(read.shape) > 2:
         places = dict(zip(zip(copy.shape, copy.stride, strict=True), range(9), strict=False))
         dims = tuple(places.get(d, -1) for d in zip(read.shape, read.stride, strict=True))
-        one = dims[-3] >= 0 and read.shape[-3] > 1 and source.stride[dims[-3]] == 0
-        return _Repeated(stored, dims) if one and set(dims) == set(range(len(dims))) else None
+        permuted = set(dims) == set(range(len(dims)))
+        is_shared = permuted and read.shape[-3] > 1 and source.stride[dims[-3]] == 0
+        return _Repeated(stored, dims) if is_shared else None
     if len(source.shape) != len(read.shape) + 1 or len(read.shape) < 3:
         return None
     *lead, shared, group, length, width = source.shape
@@ -100,8 +101,8 @@ def _heads_of(edit: Editor, like: Op, stored: _Repeated) -> Ref:
     """[.., Hk, L, E] of the stored heads."""
     item, source = Ref(stored.value), edit.values[stored.value]
     if stored.dims:
-        one = edit.sliced(like, item, stored.dims[-3], 0, 1)
-        return edit.permuted(like, one, stored.dims)
+        first = edit.sliced(like, item, stored.dims[-3], 0, 1)
+        return edit.permuted(like, first, stored.dims)
     at = len(source.shape) - 3
     shape, stride = (t[:at] + t[at + 1 :] for t in (source.shape, source.stride))
     return edit.view_op(like, "aten.select.int", item, {"dim": at, "index": 0}, shape, stride)

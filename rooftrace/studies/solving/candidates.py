@@ -167,7 +167,7 @@ class Deployment(Plain, Speeds[float]):
         return estimate(case.conditions.plan(case.form.graph(**sizes)), self.configuration.chip)
 
 
-def time_per_token(step: Number, prefill: Number, batch: Number) -> Number:
+def time_per_token(step: Any, prefill: Any, batch: Any) -> Any:
     """Seconds between two tokens of a request that decodes in a batch of so many.
 
     step: of the batch.  prefill: seconds of a prefill over the tokens of an answer.  While a

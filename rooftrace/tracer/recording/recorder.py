@@ -269,8 +269,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(backward_kept(self))
         enter(followed())
         enter(uncompiled())
-        script: Any = torch.jit
-        enter(script.optimized_execution(False))  # op by op, as it is written; of this thread
+        enter(vars(torch.jit)["optimized_execution"](False))  # op by op; of this thread
         enter(torch.autograd.set_multithreading_enabled(False))  # of this thread
         enter(calls_watched(self))
         enter(self._rolling.injected())

@@ -373,7 +373,7 @@ def reducer_of(
     enter: Callable[[Tensor, str, str], None],
     say: Callable[[str, str], object],
 ) -> Iterator[Reducer]:
-    """What exchanges the gradients of a module inside; see `replicated`.
+    """Inside, the reducer of a module's gradients; see `replicated`.
 
     Hooks may change their states, which are afterwards as before.
     """

@@ -556,8 +556,8 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
         if "FSDP needs a non-CPU accelerator" not in str(error):
             raise
         raise RequestError(
-            f"FullyShardedDataParallel (FSDP1) on the mesh {shown(sizes)}: it is traced in a script "
-            "only (rooftrace run torchrun ... train.py); shard the module with fully_shard (FSDP2)"
+            f"FullyShardedDataParallel (FSDP1) on the mesh {shown(sizes)}: it is traced only in a "
+            "script (rooftrace run torchrun ... train.py); shard with fully_shard (FSDP2) instead"
         ) from error
     except KeyError as error:
         if "mesh_dim_name" not in str(error):

@@ -53,20 +53,20 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
     for path, block in model.named_modules():
         place = re.sub(r"\d+", "*", path)
         children = {name for name, _ in block.named_children()}
-        found = dict[str, str]()
+        styles = dict[str, str]()
         if _has_experts(block):
             if cut:
-                found = dict.fromkeys(("", *block.state_dict()), _WHOLE)
+                styles = dict.fromkeys(("", *block.state_dict()), _WHOLE)
             elif place not in own:
-                found = dict(_rules_of_experts(block))
+                styles = dict(_rules_of_experts(block))
         elif not any(f"{place}.{name}" in own for name in children):
-            found = dict(_rules_of(block, children, trains))
-        if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in found) and not trains:
-            found |= dict.fromkeys(_cut_heads(model, block, size), _WHOLE)
+            styles = dict(_rules_of(block, children, trains))
+        if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
+            styles |= dict.fromkeys(_cut_heads(model, block, size), _WHOLE)
         for shared in _added_to_experts(block) if cut else ():
             down = f"{place}.{shared}.{_DOWN}"  # whose results are added up with those of experts
             joined |= {down: "local_params", f"{down}.weight": "rowwise"}
-        rules |= {f"{place}.{name}".rstrip("."): style for name, style in found.items()}
+        rules |= {f"{place}.{name}".rstrip("."): style for name, style in styles.items()}
     by_heads = [name for name in own | rules.keys() if name.endswith((".q_proj", ".q_b_proj"))]
     if by_heads:
         heads = model.config.get_text_config().num_attention_heads
