@@ -357,7 +357,7 @@ ASKING = PIPELINE.replace(", (given,), (inner,))", ")")
 
 def test_a_stage_that_asks_others_for_its_sizes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ASKING, encoding="utf-8")
-    with pytest.raises(Exception, match="PipelineStage 0 of 2.*input_args and output_args"):
+    with pytest.raises(Exception, match=r"PipelineStage 0 of 2.*input_args and output_args"):
         rt.run(["torchrun", "--nproc_per_node=2", str(tmp_path / "train.py")], system="dgx-a100")
 
 

@@ -330,7 +330,7 @@ def test_other_shards_of_a_tensor_are_exchanged_and_not_gathered() -> None:
 
 
 def test_flat_weights_are_refused() -> None:
-    refused = pytest.raises(rt.types.RequestError, match="FSDP1.*fully_shard")
+    refused = pytest.raises(rt.types.RequestError, match=r"FSDP1.*fully_shard")
     with refused, rt.tools.fake_mesh({"dp": 4}) as mesh:
         FullyShardedDataParallel(nn.Linear(8, 8), device_mesh=mesh)
     with rt.tools.fake_mesh({"dp": 4}):
