@@ -19,6 +19,7 @@ ROW = MeshRow(
     checkpoint="none",
     batch=3,
     microbatches=1,
+    global_batch=6,
     item="token",
     items=600,
     seconds=0.5,
@@ -28,6 +29,7 @@ ROW = MeshRow(
     bubble=None,
     limited_by="compute",
     peak=30,
+    fixed=20,
     capacity=40.0,
     price=3.6,
     beyond="",
@@ -61,13 +63,14 @@ def test_a_row_says_what_a_million_items_cost() -> None:
 
 def answer(*rows: MeshRow) -> MeshAnswer:
     plain: Any = {"title": "", "question": "", "item": "token", "system": "", "left_out": ()}
-    return MeshAnswer(rows=(), others=rows, rests=(), **plain)
+    return MeshAnswer(rows=(), others=rows, edges=(), rests=(), **plain)
 
 
 def test_how_many_chips_are_needed_by_capacity() -> None:
     large = replace(ROW, peak=100)
     assert answer(large).needed == 5
     assert answer(large, replace(large, chips=8, peak=41)).needed == 5
+    assert answer(replace(large, fixed=50)).needed == 3  # smaller microbatches hold the rest
     assert answer(ROW).needed is None
 
 

@@ -329,6 +329,36 @@ def test_each_stage_of_a_pipeline_is_a_run(rank: int, tmp_path: Path) -> None:
     assert sum(row.turns for row in training(cost)) == 4
     # Activations, or their gradients, of 32 x 32 numbers are sent, and others received.
     assert cost.steady is not None and cost.steady.bytes_net >= 32 * 32 * 4
+    assert "bubble" in dict(cost.script.said)
+
+
+INTERLEAVED = (
+    PIPELINE.replace("ScheduleGPipe", "ScheduleInterleaved1F1B")
+    .replace("schedule = ", "stages = [stage, PipelineStage(part, rank + 2, 4, stage.device, "
+             "(inner,), (inner,))]\nschedule = ")
+    .replace("(stage, 4", "(stages, 4")
+    .replace("rank, 2, torch", "rank, 4, torch")
+)
+
+
+def test_interleaved_stages_send_to_each_neighbour(tmp_path: Path) -> None:
+    """Forward of both stages and gradients of the second, in four microbatches each."""
+    (tmp_path / "train.py").write_text(INTERLEAVED, encoding="utf-8")
+    words = ["torchrun", "--nproc_per_node=2", str(tmp_path / "train.py")]
+    cost = rt.run(words, system="dgx-a100", rank=0, steps=2)
+    ops = [op for estimate, _ in training(cost)[-1].parts for op in estimate.graph.expand().ops]
+    kinds = [op.collective.kind for op in ops if op.collective]
+    assert (kinds.count("send"), kinds.count("recv")) == (12, 12)
+    assert "bubble" in dict(cost.script.said)
+
+
+ASKING = PIPELINE.replace(", (given,), (inner,))", ")")
+
+
+def test_a_stage_that_asks_others_for_its_sizes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ASKING, encoding="utf-8")
+    with pytest.raises(Exception, match="PipelineStage 0 of 2.*input_args and output_args"):
+        rt.run(["torchrun", "--nproc_per_node=2", str(tmp_path / "train.py")], system="dgx-a100")
 
 
 KEPT_GRADIENTS = """

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -327,6 +327,16 @@ def test_other_shards_of_a_tensor_are_exchanged_and_not_gathered() -> None:
         graph = rt.trace(Turned(mesh), torch.zeros(16, 64), phase="training")
     made = [op.collective for op in graph.expand().ops if op.collective]
     assert [(c.kind, c.bytes) for c in made] == [("all_to_all", 16 * 64 * 4)] * 2
+
+
+def test_flat_weights_are_refused() -> None:
+    refused = pytest.raises(rt.types.RequestError, match="FSDP1.*fully_shard")
+    with refused, rt.tools.fake_mesh({"dp": 4}) as mesh:
+        FullyShardedDataParallel(nn.Linear(8, 8), device_mesh=mesh)
+    with rt.tools.fake_mesh({"dp": 4}):
+        net = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+        with refused:
+            rt.trace(net, torch.zeros(2, 8), phase="training")
 
 
 def test_weights_that_stay_on_the_host_are_refused() -> None:

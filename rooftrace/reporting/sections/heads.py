@@ -147,7 +147,8 @@ def pipelines(results: Results) -> view.Section:
     note = (
         "Each distinct stage is traced once with one microbatch; the actions of the schedule are "
         "walked with its seconds. Bubble: the share of the step in which processes wait for each "
-        "other. Imbalance: the busiest process over the mean one. Peaks hold the activations of "
+        "other. Weights that processes share are gathered once more than there are microbatches, and "
+        "gradients reduced once. Imbalance: the busiest process over the mean one. Peaks hold the activations of "
         "all microbatches that are alive."
     )
     return view.Section(

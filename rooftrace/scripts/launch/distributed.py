@@ -122,6 +122,8 @@ class Processes:
         self._mesh["dp"] = self.ranks.world
         if not any(mesh is self._mesh for mesh in fsdp.running):
             fsdp.running.append(self._mesh)
+        for home, names in fsdp.stages_alone(lambda _, text: self.say(("bubble", text))):
+            put(home, names)
 
     @property
     def axis_assumed(self) -> bool:

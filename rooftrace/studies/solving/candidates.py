@@ -167,6 +167,16 @@ class Deployment(Plain, Speeds[float]):
         return estimate(case.conditions.plan(case.form.graph(**sizes)), self.configuration.chip)
 
 
+def time_per_token(step: Number, prefill: Number, batch: Number) -> Number:
+    """Seconds between two tokens of a request that decodes in a batch of so many.
+
+    step: of the batch.  prefill: seconds of a prefill over the tokens of an answer.  While a
+    request decodes, each other one in flight ends and is followed by one with a prompt, which the
+    batch waits for.  Its own prefill is part of the time to the first token.
+    """
+    return step + (batch - 1) * prefill
+
+
 # -- candidates ------------------------------------------------------------------------------------
 
 
@@ -330,7 +340,7 @@ class Candidates:
                 batch = part["items"].astype(float)
                 prefill = mix.mean(seconds) / mix.outputs  # seconds for each output token
                 rate = 1 / (step / batch + prefill)
-                tpot = step if self.service.apart else batch / rate
+                tpot = step if self.service.apart else time_per_token(step, prefill, batch)
                 longest = float(np.max(seconds))
                 ttft = np.full(count, longest) + (0.0 if self.service.apart else step)
                 if not self.service.apart:

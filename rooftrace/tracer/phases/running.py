@@ -57,8 +57,9 @@ def trace_phases(
     """Capture each of `phases` of `module` as an OpGraph; the default depends on its cache.
 
     behind: a training step is that of a stage's last microbatch, behind others of which weights
-    and gradients are still whole (see `fsdp.stage`).  The module does not run on real data and is not changed: a module with real parameters is copied
-    to meta first.  Raises TraceError where its code fails, RequestError for an unknown phase.
+    and gradients are still whole (see `fsdp.stage`).  The module does not run on real data and is
+    not changed: a module with real parameters is copied to meta first.  Raises TraceError where its
+    code fails, RequestError for an unknown phase.
     """
     options = options or Options()
     replicas = _replicas(module)
@@ -118,6 +119,7 @@ def check_request(module: Any, phases: Sequence[str] | None, options: Options) -
         raise RequestError(
             f"expected a torch.nn.Module to trace, got {type(module).__name__}: {module!r:.80}"
         )
+    fsdp.refuse_flat(module)
     for phase in phases or ():
         names.phase_of(phase)
     if options.optimizer != "none":

@@ -366,7 +366,8 @@ class TargetSource:
     ) -> dict[str, OpGraph]:
         """The graphs of one process's part of a model, in training from a few of alike layers.
 
-        again: makes the model once more, where these do not tell of all.  behind: see `trace_phases`.
+        again: makes the model once more, where these do not tell of all.  behind: see
+        `running.trace_phases`.
         """
         from rooftrace.tracer.phases.attempts import describe
         from rooftrace.tracer.repeats import shorten

@@ -47,7 +47,7 @@ from rooftrace.tracer.recording.threads import (
     warnings_quiet,
 )
 from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin
-from rooftrace.tracer.sharding import ddp, fsdp
+from rooftrace.tracer.sharding import ddp, fsdp, plans
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
     HigherOrderOperator,
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self.functions())
         self._of_graph = enter(contextlib.ExitStack())
         self._enter_graph()
-        enter(fsdp.sizes_unseen())
+        enter(plans.sizes_unseen())
         enter(self._followers.followed())
 
     def _enter_graph(self) -> None:
@@ -285,8 +285,9 @@ class Recorder(TorchDispatchMode, Tape):
         enter, storages, lent = self._of_graph.enter_context, self.storages, self.lends_modules
         enter(fallbacks_noted(self.values))
         enter(self._module_calls.injected())
-        enter(fsdp.fully_sharded(self._roots, storages.gathered, storages.resized, lent))
-        enter(ddp.replicated(self._roots, self.paused, self.enter, self.values.assume))
+        seen, assume = (storages.gathered, storages.resized), self.values.assume
+        enter(fsdp.fully_sharded(self._roots, *seen, assume, lent))
+        enter(ddp.replicated(self._roots, self.paused, self.enter, assume))
 
     def end_graph(self) -> None:
         """The graph is done, though the recorder is on: live storages survive it."""

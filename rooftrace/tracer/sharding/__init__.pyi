@@ -2,6 +2,7 @@ from rooftrace.tracer.sharding import (
     ddp as ddp,
     fsdp as fsdp,
     huggingface as huggingface,
+    plans as plans,
     splitting as splitting,
 )
 from rooftrace.tracer.sharding.fsdp import fake_mesh as fake_mesh

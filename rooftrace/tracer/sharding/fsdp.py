@@ -185,19 +185,21 @@ def fully_sharded(
     roots: Iterable[nn.Module],
     unsharded: Callable[[Tensor, Tensor], None],
     resized: Callable[[Any, int], None],
+    say: Callable[[str, str], object],
     lent: bool = True,
 ) -> Iterator[None]:
     """Inside, FSDP2 modules below these roots run on meta; nothing happens where there are none.
 
     unsharded: called with each tensor that holds an unsharded weight, and its shard.
     resized: called with each storage that is freed or allocated again, and its new size in bytes.
+    say: called with the kind and the text of each assumption.
     lent: whether the modules are on meta for the length of the block only.  Those of a script stay
     on the device that it sees, with its streams.
     """
     states = _states(roots)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_storages_watched(resized))
-        for home, names in stages_alone() if running else ():
+        for home, names in stages_alone(say) if running else ():
             undo.enter_context(replaced(home, names))
         if states or not lent:
             _watch_weights(undo, unsharded)
@@ -281,6 +283,19 @@ def _replace_functions(undo: contextlib.ExitStack) -> None:
 
     undo.enter_context(replaced(group, {"_validate_no_meta_params": lambda self: None}))
     undo.enter_context(replaced(context, {"lazy_init": lazy_init}))
+
+
+def refuse_flat(root: nn.Module) -> None:
+    """Raise RequestError for FSDP1, whose flat weights have views that meta tensors cannot be."""
+    home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    kind = getattr(home, "FullyShardedDataParallel", ())
+    path = next((path for path, part in root.named_modules() if isinstance(part, kind)), None)
+    if path is not None:
+        raise RequestError(
+            f"FullyShardedDataParallel (FSDP1) at {path or 'the root'} of {type(root).__name__}: "
+            "it is traced in a script only (rooftrace run torchrun ... train.py); shard the module "
+            "with fully_shard (FSDP2), or run its script"
+        )
 
 
 def _groups(state: Any) -> list[Any]:
@@ -382,10 +397,17 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 # -- stages of torch -------------------------------------------------------------------------------
 
 
-def stages_alone() -> Iterator[tuple[Any, dict[str, Any]]]:
+BUBBLE = (
+    "a stage of a pipeline: the time for which this process waits for others (the bubble) is not "
+    "counted; its sends and receives are"
+)
+
+
+def stages_alone(say: Callable[[str, str], object]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Modules and their functions by which torch's stages agree with processes that are not there.
 
-    They vote whether all know their sizes, and send them where one does not.
+    They vote whether all know their sizes, and send them where one does not.  say: called with the
+    kind and the text of each assumption.
     """
     stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
     kind = getattr(stage, "PipelineStage", None)
@@ -393,6 +415,7 @@ def stages_alone() -> Iterator[tuple[Any, dict[str, Any]]]:
         return
 
     def vote(self: Any, has_backward: bool = True, **others: Any) -> Any:
+        say("communication", BUBBLE)
         if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward):
             raise RequestError(
                 f"PipelineStage {self.stage_index} of {self.num_stages} has no sizes of its own, "
@@ -499,53 +522,6 @@ axes: dict[str, str] = {}
 """Axes of groups by their name, where ranks do not say it: experts share the ranks of data."""
 
 
-# -- how torch finds the sizes of results of sharded tensors ---------------------------------------
-
-_NAME = "_propagate_tensor_meta_non_cached"
-_FAKE = "_rebuild_tensor_from_dtensor_meta"
-_EXCHANGE = "shard_dim_alltoall"
-
-
-@contextlib.contextmanager
-def sizes_unseen() -> Iterator[None]:
-    """Inside, sizes of unsharded tensors are found outside of all modes; exchanges are a GPU's."""
-    home = sys.modules.get(torch_private.SHARDING_PROP)
-    propagator: Any = getattr(home, "ShardingPropagator", None)
-    if propagator is None or not hasattr(propagator, _NAME):
-        yield
-        return
-    original = original_of(propagator, _NAME)
-
-    def sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch_private.disable_current_modes():
-            return original(self, *args, **kwargs)
-
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(propagator, {_NAME: sizes}))
-        places: Any = sys.modules["torch.distributed.tensor.placement_types"]
-        if hasattr(places, _EXCHANGE):
-            undo.enter_context(replaced(places, {_EXCHANGE: _exchanged}))
-        schema = sys.modules[torch_private.OP_SCHEMA]
-        if hasattr(schema, _FAKE):
-            undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
-        yield
-
-
-def _exchanged(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
-    """Shards of one dimension from those of another, as on a GPU: a mesh of the CPU gathers all."""
-    if not tensor.is_meta:
-        places: Any = sys.modules["torch.distributed.tensor.placement_types"]
-        return original_of(places, _EXCHANGE)(tensor, gather_dim, shard_dim, mesh, mesh_dim)
-    name = mesh.get_group(mesh_dim).group_name
-    return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, name)
-
-
-def _on_meta(spec: Any) -> torch.Tensor:
-    """A tensor of the size of a sharded one; its mesh may be of a device that torch lacks here."""
-    meta = spec.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
-
-
 # -- processes that are not there: one stands for all of a mesh ------------------------------------
 
 
@@ -576,6 +552,13 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
             mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             _devices.append(mesh)
             yield mesh
+    except RuntimeError as error:
+        if "FSDP needs a non-CPU accelerator" not in str(error):
+            raise
+        raise RequestError(
+            f"FullyShardedDataParallel (FSDP1) on the mesh {shown(sizes)}: it is traced in a script "
+            "only (rooftrace run torchrun ... train.py); shard the module with fully_shard (FSDP2)"
+        ) from error
     except KeyError as error:
         if "mesh_dim_name" not in str(error):
             raise

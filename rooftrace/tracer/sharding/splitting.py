@@ -142,7 +142,8 @@ def inputs_of(inputs: Any, model: Any, stage: Stage) -> Any:
     """The inputs of a stage: tokens for the first, else hidden states; labels for the last."""
     if stage.is_last:
         inputs = inputs.trained(model)
-    kwargs, labels = dict(inputs.kwargs), dict(inputs.labels) if stage.is_last else {}
+    labels = dict(inputs.labels) if stage.is_last else {"use_cache": False}
+    kwargs = dict(inputs.kwargs)
     ids = kwargs.get("input_ids")
     if ids is None:
         raise RequestError(
