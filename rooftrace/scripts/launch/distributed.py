@@ -22,7 +22,7 @@ from rooftrace.scripts.launch import records
 from rooftrace.scripts.launch.records import CommandLine, HardExit, Ranks
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of, put
-from rooftrace.tracer.sharding import ddp, fsdp
+from rooftrace.tracer.sharding import ddp, fsdp, splitting
 
 # -- distributed -----------------------------------------------------------------------------------
 # `torch.distributed` in a program that runs as one rank of many, whose others are not there.
@@ -122,7 +122,7 @@ class Processes:
         self._mesh["dp"] = self.ranks.world
         if not any(mesh is self._mesh for mesh in fsdp.running):
             fsdp.running.append(self._mesh)
-        for home, names in fsdp.stages_alone(lambda _, text: self.say(("bubble", text))):
+        for home, names in splitting.stages_alone(lambda _, text: self.say(("bubble", text))):
             put(home, names)
 
     @property

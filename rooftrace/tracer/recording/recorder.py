@@ -282,11 +282,10 @@ class Recorder(TorchDispatchMode, Tape):
 
     def _enter_graph(self) -> None:
         """Enter the contexts that last as long as one graph is recorded."""
-        enter, storages, lent = self._of_graph.enter_context, self.storages, self.lends_modules
+        enter, storages, assume = self._of_graph.enter_context, self.storages, self.values.assume
         enter(fallbacks_noted(self.values))
         enter(self._module_calls.injected())
-        seen, assume = (storages.gathered, storages.resized), self.values.assume
-        enter(fsdp.fully_sharded(self._roots, *seen, assume, lent))
+        enter(fsdp.fully_sharded(self._roots, storages, assume, self.lends_modules))
         enter(ddp.replicated(self._roots, self.paused, self.enter, assume))
 
     def end_graph(self) -> None:

@@ -373,9 +373,10 @@ def reducer_of(
     enter: Callable[[Tensor, str, str], None],
     say: Callable[[str, str], object],
 ) -> Iterator[Reducer]:
-    """What exchanges the gradients of a module inside; see `replicated`.
+    """The reducer of a module, with its hooks called once for each bucket.
 
-    Hooks may change their states, which are afterwards as before.
+    Inside, hooks may change their states; at the end these are as before.  For the arguments see
+    `replicated`.
     """
     with contextlib.ExitStack() as undo:
         for hook, state in how.hooks:

@@ -19,6 +19,7 @@ from rooftrace.graph import marks
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of, replaced
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
+from rooftrace.tracer.sharding.splitting import stages_alone
 from rooftrace.tracer.values import trees
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -183,26 +184,26 @@ _META = torch.device("meta")
 @contextlib.contextmanager
 def fully_sharded(
     roots: Iterable[nn.Module],
-    unsharded: Callable[[Tensor, Tensor], None],
-    resized: Callable[[Any, int], None],
+    storages: Any,
     say: Callable[[str, str], object],
     lent: bool = True,
 ) -> Iterator[None]:
     """Inside, FSDP2 modules below these roots run on meta; nothing happens where there are none.
 
-    unsharded: called with each tensor that holds an unsharded weight, and its shard.
-    resized: called with each storage that is freed or allocated again, and its new size in bytes.
+    storages: its `gathered` is called with each tensor that holds an unsharded weight, and its
+    shard; its `resized` with each storage that is freed or allocated again, and its new size in
+    bytes.
     say: called with the kind and the text of each assumption.
     lent: whether the modules are on meta for the length of the block only.  Those of a script stay
     on the device that it sees, with its streams.
     """
     states = _states(roots)
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_storages_watched(resized))
+        undo.enter_context(_storages_watched(storages.resized))
         for home, names in stages_alone(say) if running else ():
             undo.enter_context(replaced(home, names))
         if states or not lent:
-            _watch_weights(undo, unsharded)
+            _watch_weights(undo, storages.gathered)
         if states and lent:
             _replace_functions(undo)
             for state in states:
@@ -392,50 +393,6 @@ def _storages_watched(resized: Callable[[Any, int], None]) -> Iterator[None]:
 
     with replaced(kind, {"resize_": resize_}):
         yield
-
-
-# -- stages of torch -------------------------------------------------------------------------------
-
-
-BUBBLE = (
-    "a stage of a pipeline: the time for which this process waits for others (the bubble) is not "
-    "counted; its sends and receives are"
-)
-
-
-def stages_alone(say: Callable[[str, str], object]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Modules and their functions by which torch's stages agree with processes that are not there.
-
-    They vote whether all know their sizes, and send them where one does not.  say: called with the
-    kind and the text of each assumption.
-    """
-    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
-    kind = getattr(stage, "PipelineStage", None)
-    if not hasattr(kind, "_warmup_forward_vote"):  # older stages ask nobody
-        return
-
-    def vote(self: Any, has_backward: bool = True, **others: Any) -> Any:
-        say("communication", BUBBLE)
-        if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward):
-            raise RequestError(
-                f"PipelineStage {self.stage_index} of {self.num_stages} has no sizes of its own, "
-                "and asks other processes, which are not there: pass input_args and output_args "
-                "(for tensors of a mesh input_grads and output_grads, too)"
-            )
-        return torch.ones((), device="cpu", dtype=torch.int32)
-
-    def agreed(self: Any, received_result: Any = None) -> Any:
-        return torch.ones((), device="cpu", dtype=torch.int32)
-
-    yield torch.random, {"fork_rng": _forked}
-    yield kind, {"_warmup_forward_vote": vote, "_warmup_backward_result": agreed}
-
-
-def _forked(*args: Any, device_type: str | None = "cuda", **kwargs: Any) -> Any:
-    """Stands for `torch.random.fork_rng`: meta has no random numbers to keep."""
-    if device_type == "meta":
-        return contextlib.nullcontext()
-    return original_of(torch.random, "fork_rng")(*args, device_type=device_type, **kwargs)
 
 
 # -- meshes ----------------------------------------------------------------------------------------

@@ -6,7 +6,10 @@ pipelines, so that the paths of all others stay.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import nn
 
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
+from rooftrace.tracer.recording import original_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +174,47 @@ def with_stage(graph: OpGraph, stage: Stage, schedule: str, microbatches: int) -
         "handed": 0 if stage.is_last else handed,
     }
     return graph.replace(workload={**graph.workload, **facts})
+
+
+# -- stages of torch -------------------------------------------------------------------------------
+
+
+BUBBLE = (
+    "a stage of a pipeline: the time for which this process waits for others (the bubble) is not "
+    "counted; its sends and receives are"
+)
+
+
+def stages_alone(say: Callable[[str, str], object]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Modules and their functions by which torch's stages agree with processes that are not there.
+
+    They vote whether all know their sizes, and send them where one does not.  say: called with the
+    kind and the text of each assumption.
+    """
+    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    kind = getattr(stage, "PipelineStage", None)
+    if not hasattr(kind, "_warmup_forward_vote"):  # older stages ask nobody
+        return
+
+    def vote(self: Any, has_backward: bool = True, **others: Any) -> Any:
+        say("communication", BUBBLE)
+        if stage.InferenceMode.needs_dynamic(self._user_meta, has_backward):
+            raise RequestError(
+                f"PipelineStage {self.stage_index} of {self.num_stages} has no sizes of its own, "
+                "and asks other processes, which are not there: pass input_args and output_args "
+                "(for tensors of a mesh input_grads and output_grads, too)"
+            )
+        return torch.ones((), device="cpu", dtype=torch.int32)
+
+    def agreed(self: Any, received_result: Any = None) -> Any:
+        return torch.ones((), device="cpu", dtype=torch.int32)
+
+    yield torch.random, {"fork_rng": _forked}
+    yield kind, {"_warmup_forward_vote": vote, "_warmup_backward_result": agreed}
+
+
+def _forked(*args: Any, device_type: str | None = "cuda", **kwargs: Any) -> Any:
+    """Stands for `torch.random.fork_rng`: meta has no random numbers to keep."""
+    if device_type == "meta":
+        return contextlib.nullcontext()
+    return original_of(torch.random, "fork_rng")(*args, device_type=device_type, **kwargs)
