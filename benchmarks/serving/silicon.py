@@ -26,7 +26,7 @@ from rooftrace.hardware.systems import System, load_system
 from rooftrace.studies.forms import Conditions, Points
 from rooftrace.studies.solving.candidates import time_per_token
 from rooftrace.studies.sweeps import Form, evaluated
-from rooftrace.tracer.targets.configs import bundled_configs
+from rooftrace.tracer import names
 
 SYSTEMS = {
     "h100_sxm": "dgx-h100", "h200_sxm": "dgx-h200", "b200_sxm": "dgx-b200",
@@ -45,6 +45,13 @@ def declared(row: Any) -> dict[str, Any]:
     if row.gemm_quant_mode == "fp8_block" or "DeepSeek" in row.model_path:
         return {"quant_method": "fp8", "weight_block_size": [128, 128]}
     return {**MODELOPT, "quant_algo": "FP8"}
+
+
+def bundled(name: str) -> Path:
+    """The file of a config that comes along."""
+    path = names.config_file(name)
+    assert path is not None
+    return path
 
 
 def mesh_of(row: Any) -> dict[str, int]:
@@ -73,7 +80,7 @@ def priced(rows: pd.DataFrame, kept: Path) -> Iterator[dict[str, Any]]:
     first = rows.iloc[0]
     mesh, name = mesh_of(first), CONFIGS[first.model_path.split("/")[1]]
     config = kept / f"{name}-{first.precision}.json"
-    data = json.loads(bundled_configs()[name].read_text())
+    data = json.loads(bundled(name).read_text(encoding="utf-8"))
     config.write_text(json.dumps({**data, "quantization_config": declared(first)}))
     decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
     for (system, engine), some in rows.groupby(["system", "backend"]):
