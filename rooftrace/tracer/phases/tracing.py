@@ -371,10 +371,19 @@ class TargetSource:
         """
         from rooftrace.tracer.phases.attempts import describe
         from rooftrace.tracer.repeats import shorten
+        from rooftrace.tracer.sharding.huggingface import sizes_of
         from rooftrace.tracer.sharding.splitting import layers_of
 
         options, short = self.job.options, None
-        if trains and options.repeats and not any("@" in kind for kind in options.assume):
+        mesh = self.job.request.mesh
+        # A stage whose processes share weights keeps them from one microbatch to the next.
+        held = mesh.get("pp", 1) > 1 and sizes_of(mesh)["fsdp"] > 1
+        if (
+            trains
+            and not held
+            and options.repeats
+            and not any("@" in kind for kind in options.assume)
+        ):
             with suppress(RequestError):  # no layers
                 short = shorten(made.module, layers_of(made.module))
         if short is None:
