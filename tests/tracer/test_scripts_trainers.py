@@ -334,8 +334,11 @@ def test_each_stage_of_a_pipeline_is_a_run(rank: int, tmp_path: Path) -> None:
 
 INTERLEAVED = (
     PIPELINE.replace("ScheduleGPipe", "ScheduleInterleaved1F1B")
-    .replace("schedule = ", "stages = [stage, PipelineStage(part, rank + 2, 4, stage.device, "
-             "(inner,), (inner,))]\nschedule = ")
+    .replace(
+        "schedule = ",
+        "stages = [stage, PipelineStage(part, rank + 2, 4, stage.device, "
+        "(inner,), (inner,))]\nschedule = ",
+    )
     .replace("(stage, 4", "(stages, 4")
     .replace("rank, 2, torch", "rank, 4, torch")
 )
