@@ -105,9 +105,8 @@ def sums(graph: Any) -> Counter[str]:
     return Counter(module.rpartition(".")[2] for module in named)
 
 
-def weights(graph: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of the second layer, by name."""
-    start = "model.layers.1."
+def weights(graph: Any, start: str = "model.layers.1.") -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of a part, the second layer, by name."""
     values = graph.expand().values
     return {v.name.removeprefix(start): v.shape for v in values if v.name.startswith(start)}
 
@@ -119,6 +118,7 @@ def test_heads_and_experts_are_cut_and_one_sum_ends_a_block() -> None:
     assert shapes["self_attn.kv_a_proj_with_mqa.weight"] == (32, 64)  # of all heads
     assert shapes["mlp.experts.gate_up_proj"] == (8, 32, 64)  # half of 16; half of 2 x 32 channels
     assert shapes["mlp.experts.down_proj"] == (8, 64, 16)
+    assert weights(graph, "model.")["embed_tokens.weight"] == (32, 64)
     # Two layers with experts and one without; embeddings and logits aside.
     assert sums(graph)["o_proj"] == 3 and sums(graph)["mlp"] == 2 and sums(graph)["down_proj"] == 1
 

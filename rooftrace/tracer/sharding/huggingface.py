@@ -16,7 +16,7 @@ from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer import TraceError
 from rooftrace.tracer.names import PLANS
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
-from rooftrace.tracer.sharding.plans import as_engines, check_divides, cut_experts
+from rooftrace.tracer.sharding.plans import as_engines, check_divides, cut_experts, cut_vocabulary
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
@@ -87,6 +87,8 @@ def distribute(
         manager = _meshes(mesh, sizes, trains)
         loose.config.distributed_config = config
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
+        if by_engines and not trains:
+            cut_vocabulary(model, manager.get_mesh("tp"))
         if cut:
             cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
         _split(model, manager, sizes, tp, ep, config.ep_implementation)

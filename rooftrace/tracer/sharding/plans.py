@@ -66,6 +66,8 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
         for shared in _added_to_experts(block) if cut else ():
             down = f"{place}.{shared}.{_DOWN}"  # whose results are added up with those of experts
             joined |= {down: "local_params", f"{down}.weight": "rowwise"}
+        if not trains and block is _vocabulary(model, size):
+            styles = dict.fromkeys(("", "weight"), _WHOLE)
         rules |= {f"{place}.{name}".rstrip("."): style for name, style in styles.items()}
     by_heads = [name for name in own | rules.keys() if name.endswith((".q_proj", ".q_b_proj"))]
     if by_heads:
@@ -108,6 +110,41 @@ def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
     if hasattr(experts, f"{_PACKED}_bias"):
         yield f"{_PACKED}_bias", "rowwise"
     yield "", "moe_tp_experts"
+
+
+# -- vocabulary ------------------------------------------------------------------------------------
+
+
+def _vocabulary(model: Any, size: int) -> nn.Embedding | None:
+    """The embedding of tokens, where `cut_vocabulary` cuts it; None where its weight is that of
+    the head, too, or does not divide."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or embedding.num_embeddings % size:
+        return None
+    is_tied = head is not None and getattr(head, "weight", None) is embedding.weight
+    return None if is_tied else embedding
+
+
+def cut_vocabulary(model: Any, mesh: Any) -> None:
+    """Leave each process of `mesh` an equal part of the rows of the embedding of tokens.
+
+    It looks up its own tokens, and takes zeros for all others; an all-reduce adds them up.  For
+    steps that do not train.
+    """
+    embedding: Any = _vocabulary(model, mesh.size())
+    if embedding is None:
+        return
+    count = embedding.num_embeddings // mesh.size()
+    start, forward = mesh.get_local_rank() * count, embedding.forward
+    _put(embedding, "weight", embedding.weight[start : start + count])
+
+    def of_own(tokens: torch.Tensor) -> torch.Tensor:
+        others = (tokens < start) | (tokens >= start + count)
+        rows = forward((tokens - start).masked_fill(others, 0))
+        return rows.masked_fill(others.unsqueeze(-1), 0.0)
+
+    embedding.forward, embedding.padding_idx = of_own, None  # which gradients need alone
+    _reduce_results(embedding, mesh.get_group())
 
 
 # -- heads -----------------------------------------------------------------------------------------
