@@ -140,7 +140,7 @@ def cut_vocabulary(model: Any, mesh: Any) -> None:
 
     def of_own(tokens: torch.Tensor) -> torch.Tensor:
         others = (tokens < start) | (tokens >= start + count)
-        rows = forward((tokens - start).masked_fill(others, 0))
+        rows: torch.Tensor = forward((tokens - start).masked_fill(others, 0))
         return rows.masked_fill(others.unsqueeze(-1), 0.0)
 
     embedding.forward, embedding.padding_idx = of_own, None  # which gradients need alone
