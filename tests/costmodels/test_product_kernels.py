@@ -91,6 +91,25 @@ def test_formats_are_told_by_their_scales_and_by_what_the_chip_computes_in() -> 
     assert library_kernel(both, CHIPS["h100"], "vllm") == (KERNELS.index("fp8 vllm"), False)
 
 
+def test_scales_that_a_checkpoint_has_are_rounded_by_in_the_kernel_before() -> None:
+    static = Work("matmul", widest("bf16", "fp8_afp8_static"), widths=(2.0, 1.0))
+    found = Work("matmul", widest("bf16", "fp8_afp8"), widths=(2.0, 1.0))
+    for library, rounds in (("trtllm", False), ("vllm", True), ("sglang", True)):
+        assert library_kernel(static, CHIPS["h100"], library)[1] == rounds
+        assert library_kernel(found, CHIPS["h100"], library)[1]
+    assert widest("fp8_afp8_static", "fp8_afp8") == "fp8_afp8"  # one of both is found
+    graph = rt.trace(nn.Linear(512, 512, bias=False, device="meta"), torch.zeros(8, 512))
+    times = [
+        rt.estimate(
+            rt.tools.reprice(graph, weights_dtype=stored), "h100",
+            rt.tools.execution_model("serving", library="trtllm"),
+        ).t_est
+        for stored in ("fp8_afp8", "fp8_afp8_static")
+    ]  # fmt: skip
+    start = library_products(CHIPS["h100"])["fp8 trtllm"].start
+    assert times[0] - times[1] == pytest.approx(start, rel=0.2)
+
+
 def test_an_engine_that_was_not_measured_takes_the_nearest() -> None:
     work = Work("matmul", "bf16_afp8", widths=(1.0, 1.0))
     place, rounds = library_kernel(work, CHIPS["h100"], "sglang")

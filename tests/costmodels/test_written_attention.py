@@ -114,6 +114,35 @@ def test_keys_and_values_of_shared_heads_are_read_as_stored() -> None:
     check(result, model, inputs)
 
 
+class OneHead(nn.Module):
+    """Written-out attention with sinks whose queries share one head of keys and values."""
+
+    mask = "added"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(H))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        query = x.view(B, S, H, E).transpose(1, 2)
+        shared = query[:, :1, None].expand(B, 1, H, S, E).reshape(B, H, S, E)
+        scores = query @ shared.transpose(-1, -2) * SCALE + mask
+        column = self.sinks.view(1, H, 1, 1).expand(B, H, S, 1)
+        weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+        return weights @ shared
+
+
+def test_one_head_for_all_queries_is_read_as_stored() -> None:
+    model: Any = OneHead()
+    graph, inputs = step(model)
+    result, count = share_heads(attention_kernels(graph)[0])
+    operands = [result.values[kernel(result).arguments[n].id].shape for n in ("key", "value")]
+    assert count == 1 and operands == [(B, 1, S, E)] * 2
+    copied = [result.values[op.outputs[0]] for op in result.ops if op.name == "aten.clone"]
+    assert all(value.shape[1] == 1 for value in copied)
+    check(result, model, inputs)
+
+
 MASKS = [
     ("causal", 0, {"is_causal": True}),
     ("sliding-window", 3, {"window": 3}),
