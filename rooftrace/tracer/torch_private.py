@@ -237,6 +237,7 @@ _PATCHED = (
     "torch.amp.autocast_mode._cast",
     "torch.autograd._engine_run_backward",
     "torch.cuda._lazy_init",
+    "torch.distributed._register_comm_hook",
     f"{FULLY_SHARD}._fsdp_param_group.FSDPParamGroup._validate_no_meta_params",
     f"{SHARDING_PROP}.ShardingPropagator",
     "torch.nn.parallel.distributed.DistributedDataParallel._ddp_init_helper",

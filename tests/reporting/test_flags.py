@@ -349,6 +349,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--step": (("--step", "1us"),),
                 "--mix": (("--mix", "20:20"),),
                 "--apart": (("--apart",),),
+                "--global-batch": (("--global-batch", "8"),),
                 "--over": (("--over", "4"),),
                 "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
                 "--chips": (("--chips", "2"), ("--chips", "two")),

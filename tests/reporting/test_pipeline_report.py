@@ -46,7 +46,8 @@ def test_parameters_are_those_of_all_stages(report):
 def test_it_fits_or_not_by_the_process_that_holds_most(report):
     (pipe,) = report.to_dict()["pipelines"]
     one = max(need.peak for need in report.memory.values())
-    assert pipe["peak"] > one  # four microbatches are alive, not one
+    # Four microbatches are alive, not one; the optimizer may need as much as they do.
+    assert pipe["peak"] >= one
     assert f"the peak is {format_capacity(pipe['peak'])}, in training" in str(report)
     assert "4 microbatches of 1 x 64 tokens" in str(report)
 

@@ -422,6 +422,9 @@ def _lent(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
         held.update(before)
 
 
+_REGISTER = "_register_comm_hook"
+
+
 @contextlib.contextmanager
 def replicas_on_meta() -> Iterator[None]:
     """Inside, DistributedDataParallel takes modules on meta: it compares and copies no weights."""
@@ -456,9 +459,9 @@ def replicas_on_meta() -> Iterator[None]:
             original_hook(reducer, *args)
 
     groups: Any = torch.distributed
-    original_hook = groups._register_comm_hook
-    changed.append((groups, "_register_comm_hook", original_hook))
-    groups._register_comm_hook = hook_registered
+    original_hook = getattr(groups, _REGISTER)
+    changed.append((groups, _REGISTER, original_hook))
+    setattr(groups, _REGISTER, hook_registered)
     unless_on_meta(home, "_verify_param_shape_across_processes", lambda group, tensors, *_: tensors)
     unless_on_meta(home, "_sync_module_states", lambda module, **_: module.parameters())
     changed.append((kind, "_ddp_init_helper", original_helper))

@@ -455,7 +455,7 @@ def _groups(settings: Fields) -> Iterator[ModuleRule]:
         classes = {"Linear" if name == "LinearBase" else name for name in targets}
         packed = group.word("format") or settings.word("format")
         form = _of_group(weights, computes, packed)
-        if acts is not None and not acts.flag("dynamic", default=False):
+        if acts is not None and acts.of("dynamic") in (None, False):  # "local": by block
             form = replace(form, static=acts.word("strategy", default="tensor") == "tensor")
         yield ModuleRule(
             patterns(names, f"{group.where}.targets"),
