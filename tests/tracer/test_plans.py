@@ -131,6 +131,18 @@ def test_processes_share_key_heads_that_are_too_few() -> None:
         spread_graph(QWEN, {"tp": 3}, "decode", 2, 5)
 
 
+def test_the_last_logits_are_gathered_alone() -> None:
+    graph = spread_graph(QWEN, {"tp": 4}, "prefill", 2, 5)
+    all_of_them, last = (
+        [op.collective.bytes for op in each.ops if op.collective and op.module == "lm_head"]
+        for each in (graph, rt.plan(graph, "serving").graph)
+    )
+    assert all_of_them == [2 * 5 * 128 * 4] and last == [2 * 128 * 4]
+    rewritten = rt.plan(graph, "serving").graph
+    rewritten.verify()
+    assert rewritten.values[rewritten.outputs[0]].shape == (2, 1, 128)
+
+
 def test_the_plan_of_transformers_leaves_attention_whole() -> None:
     with rt.tools.fake_mesh({"tp": 4}), torch.device("meta"):
         model = model_of(DEEPSEEK)

@@ -57,7 +57,8 @@ _BY_POSITION = frozenset({
     "aten._to_copy", "aten.mul", "aten.div", "aten.tanh", "aten.add", "aten.clone",
 })  # fmt: skip
 """Ops on logits that act on every position alone; their other operands are numbers."""
-_VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape"})
+_VIEWS = frozenset({"aten.view", "aten._unsafe_view", "aten.reshape", "aten.slice"})
+_GATHER = "_c10d_functional.all_gather_into_tensor"
 _LONGEST = 16
 
 
@@ -89,17 +90,24 @@ def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _LogitsHea
     shape = flow.values[output].shape
     if len(shape) != 3 or shape[:2] != sizes or shape[1] < 2:
         return None
-    rows = (shape[0] * shape[1], shape[2])
     value, after = output, list[Op]()
+    inside, end = set[int](), output  # ops that read nothing but each other, and their result
     for _ in range(_LONGEST):
-        op = flow.producer(value)
+        op, rows = flow.producer(value), (shape[0] * shape[1], shape[2])
         if op is None or op.repeats:
             return None
+        if parts := _gathered(flow, op):
+            inside |= {op.id, parts[0].id}
+            if not can_be_one(flow, inside, (end,), ()):
+                return None
+            after += (op, *parts)
+            value = end = parts[-1].inputs[0]
+            inside, shape = set(), (*shape[:2], flow.values[value].shape[-1])
+            continue
         if op.name in PRODUCTS:
             inputs = flow.values[operand(op, PRODUCTS[op.name]).id]
             plain = flow.values[op.outputs[0]].shape == rows and inputs.shape[0] == rows[0]
-            inside = frozenset({op.id, *(later.id for later in after)})
-            alone = can_be_one(flow, inside, (output,), ()) and not flow.users[output]
+            alone = can_be_one(flow, {op.id, *inside}, (end,), ()) and not flow.users[output]
             return _LogitsHead(op, tuple(reversed(after)), output) if plain and alone else None
         source = flow.values[op.inputs[0]].shape if len(op.inputs) == 1 else ()
         if source not in (shape, rows):
@@ -107,13 +115,24 @@ def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _LogitsHea
         if op.name not in _VIEWS and (op.name not in _BY_POSITION or source != shape):
             return None
         after.append(op)
+        inside.add(op.id)
         value = op.inputs[0]
     return None
 
 
+def _gathered(flow: ValueFlow, op: Op) -> tuple[Op, Op] | None:
+    """The split and the all-gather of the parts of logits that an op puts side by side."""
+    split = flow.producer(op.inputs[0]) if op.name == "aten.cat" and op.inputs else None
+    if split is None or split.name != "aten.split" or split.outputs != op.inputs:
+        return None
+    gather = flow.producer(split.inputs[0])
+    return (split, gather) if gather is not None and gather.name == _GATHER else None
+
+
 def _emit(edit: Editor, head: _LogitsHead) -> None:
     """The product of the last rows, and the ops after it."""
-    op, (batch, length, size) = head.product, edit.values[head.output].shape
+    op, (batch, length, _) = head.product, edit.values[head.output].shape
+    size = edit.values[op.outputs[0]].shape[1]
     name = PRODUCTS[op.name]
     rows = operand(op, name)
     source = edit.values[rows.id]
@@ -125,19 +144,34 @@ def _emit(edit: Editor, head: _LogitsHead) -> None:
     out = edit.values[op.outputs[0]]
     now = {op.outputs[0]: edit.made(op, op.target, arguments, (batch, size), out.dtype, out.role)}
     for later in head.after:
-        old = edit.values[later.outputs[0]]
-        (source_id,) = later.inputs
-        shape = (batch, 1, size) if len(old.shape) == 3 else (batch, size)
-        if later.kind == "view":
-            made = edit.viewed(later, now[source_id], shape)
+        made = [edit.values[value] for value in later.outputs]
+        shapes = [
+            (*old.shape[:1], 1, *old.shape[2:]) if len(old.shape) == 3 else (batch, old.shape[-1])
+            for old in made
+        ]
+        read = now[later.inputs[0]]
+        if later.name == "aten.split":
+            parts = (
+                edit.sliced(later, read, 0, n * batch, (n + 1) * batch) for n in range(len(made))
+            )
+            now |= dict(zip(later.outputs, parts, strict=True))
+        elif later.kind == "view":
+            now[later.outputs[0]] = edit.viewed(later, read, shapes[0])
         else:
-            changed = {
-                key: now[item.id] if isinstance(item, Ref) else item
-                for key, item in later.arguments.items()
-            }
-            made = edit.made(later, later.target, changed, shape, old.dtype, old.role, later.facts)
-        now[later.outputs[0]] = made
+            changed = {key: _now(item, now) for key, item in later.arguments.items()}
+            if later.collective is not None:
+                sent = replace(later.collective, bytes=later.collective.bytes // length)
+                later = replace(later, collective=sent)
+            kept = made[0].dtype, made[0].role, later.facts
+            now[later.outputs[0]] = edit.made(later, later.target, changed, shapes[0], *kept)
     edit.replaced[head.output] = now[head.output].id
+
+
+def _now(item: Argument, now: Mapping[int, Ref]) -> Argument:
+    """An argument with new values in place of old ones."""
+    if isinstance(item, tuple):
+        return tuple(_now(part, now) for part in item)
+    return now[item.id] if isinstance(item, Ref) else item
 
 
 # -- table -----------------------------------------------------------------------------------------
