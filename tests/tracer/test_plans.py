@@ -131,6 +131,15 @@ def test_processes_share_key_heads_that_are_too_few() -> None:
         spread_graph(QWEN, {"tp": 3}, "decode", 2, 5)
 
 
+def test_attention_that_counts_on_all_heads_stays_whole() -> None:
+    """StableLM views [batch, length, heads, width] by the config, and transformers has no plan."""
+    sizes = {"model_type": "stablelm", "intermediate_size": 128, "num_key_value_heads": 4}
+    config = {**MIXTRAL, **sizes}
+    shapes = weights(spread_graph(config, {"tp": 2}, "decode", 2, 5))
+    assert shapes["self_attn.q_proj.weight"] == (64, 64)
+    assert shapes["mlp.up_proj.weight"] == (64, 64)  # 128 channels over two processes
+
+
 def test_the_last_logits_are_gathered_alone() -> None:
     graph = spread_graph(QWEN, {"tp": 4}, "prefill", 2, 5)
     all_of_them, last = (

@@ -16,7 +16,13 @@ from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer import TraceError
 from rooftrace.tracer.names import PLANS
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
-from rooftrace.tracer.sharding.plans import as_engines, check_divides, cut_experts, cut_vocabulary
+from rooftrace.tracer.sharding.plans import (
+    as_engines,
+    check_divides,
+    cut_experts,
+    cut_vocabulary,
+    has_experts,
+)
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
@@ -78,7 +84,8 @@ def distribute(
     sizes = sizes_of(mesh)
     by_engines = sizes["tp"] > 1 and plan == "engines"
     # Processes that share their tokens cut experts as engines do.
-    cut = by_engines and not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
+    shared = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
+    cut = by_engines and shared and any(map(has_experts, model.modules()))
     loose: Any = model
     before = {name: weight.numel() for name, weight in model.named_parameters()}
     try:
@@ -117,7 +124,7 @@ def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str)
     for name, weight in model.named_parameters():
         local: Any = weight
         kept = local.to_local() if hasattr(local, "to_local") else local
-        if kept.numel() == before[name]:
+        if kept.numel() == before.get(name):
             whole[re.sub(r"\d+", "*", name)] = kept.numel() * kept.element_size()
     largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
     parts = [f"{name} ({format_traffic(whole[name])} each)" for name in largest]

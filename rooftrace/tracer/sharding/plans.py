@@ -30,6 +30,7 @@ _ROWS = (
     "o_proj", "out_proj", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h", "w2",
 )  # fmt: skip
 """Names of products that write the hidden states."""
+_OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj")
 _LATENT_KEYS = "kv_a_proj_with_mqa"
 _PACKED, _DOWN = "gate_up_proj", "down_proj"
 """Weights of all experts: [experts, 2 channels, hidden] and [experts, hidden, channels], or these
@@ -47,20 +48,22 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
     Where keys and values have fewer heads than there are processes, each process gets one of them
     (not in training, where no engine does so): they are cut here, in place.  cut: whether
     `cut_experts` follows.  The keys are paths of modules and parameters, with * for the number of
-    a layer.  Raises RequestError for heads that do not divide.
+    a layer.  Attention is cut in models of which transformers spreads a layer: code of others may
+    count on all heads.  Raises RequestError for heads that do not divide.
     """
     own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
+    ready = bool(model.ep_plan) or any("*" in name for name in own)
     for path, block in model.named_modules():
-        place = re.sub(r"\d+", "*", path)
+        place = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
         children = {name for name, _ in block.named_children()}
         styles = dict[str, str]()
-        if _has_experts(block):
+        if has_experts(block):
             if cut:
                 styles = dict.fromkeys(("", *block.state_dict()), _WHOLE)
             elif place not in own:
                 styles = dict(_rules_of_experts(block))
         elif not any(f"{place}.{name}" in own for name in children):
-            styles = dict(_rules_of(block, children, trains))
+            styles = dict(_rules_of(block, children, trains, ready))
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
             styles |= dict.fromkeys(_cut_heads(model, block, size), _WHOLE)
         for shared in _added_to_experts(block) if cut else ():
@@ -87,11 +90,13 @@ def check_divides(axis: str, processes: int, number: int, what: str) -> None:
 
 
 def _rules_of(
-    block: nn.Module, children: Collection[str], trains: bool
+    block: nn.Module, children: Collection[str], trains: bool, ready: bool
 ) -> Iterator[tuple[str, str]]:
     """Styles of the parts of a block, by their name; "" is the block."""
     linear = [name for name in children if isinstance(getattr(block, name), nn.Linear)]
     if not any(name in _ROWS for name in linear) or not any(name in _COLUMNS for name in linear):
+        return
+    if not ready and any(name in _OF_HEADS for name in linear):
         return
     for name in linear:
         if name in _COLUMNS or name in _ROWS:
@@ -153,8 +158,8 @@ def cut_vocabulary(model: Any, mesh: Any) -> None:
 def _cut_heads(model: Any, attention: Any, size: int) -> list[str]:
     """The products of keys and values that were cut to one head, which several processes share."""
     config = model.config.get_text_config()
-    heads, queries = config.num_key_value_heads, config.num_attention_heads
-    if not heads % size or size % heads or queries % size:
+    heads, queries = getattr(config, "num_key_value_heads", None), config.num_attention_heads
+    if heads is None or not heads % size or size % heads or queries % size:
         return []
     cut = [name for name in ("k_proj", "v_proj") if isinstance(getattr(attention, name), nn.Linear)]
     for name in cut:
@@ -177,9 +182,11 @@ def _put(module: nn.Module, name: str, part: torch.Tensor) -> None:
 # -- experts ---------------------------------------------------------------------------------------
 
 
-def _has_experts(module: nn.Module) -> bool:
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module has the weights of many experts, and takes tokens with their choices."""
     weights = (getattr(module, name, None) for name in (_PACKED, _DOWN))
-    return all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
+    packed = all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
+    return packed and hasattr(module, "is_transposed")
 
 
 def _is_turned(experts: nn.Module) -> bool:
@@ -190,7 +197,7 @@ def _is_turned(experts: nn.Module) -> bool:
 
 def _added_to_experts(block: nn.Module) -> list[str]:
     """The children of a block whose results are added to those of its experts."""
-    if not any(_has_experts(child) for child in block.children()):
+    if not any(has_experts(child) for child in block.children()):
         return []
     return [
         name
@@ -210,7 +217,7 @@ def cut_experts(model: nn.Module, mesh: Any, parts: int) -> None:
     if mesh.size() % parts:
         check_divides("ep", parts, mesh.size(), "processes of tp")
     for block in list(model.modules()):
-        for experts in filter(_has_experts, block.children()):
+        for experts in filter(has_experts, block.children()):
             _cut(experts, rank % parts, parts, rank // parts, slices)
             reduced = block if _added_to_experts(block) else experts
             _reduce_results(reduced, mesh.get_group())
