@@ -266,9 +266,23 @@ def hooked(net: nn.Module, hook: str, iteration: int) -> nn.Module:
     return wrapped
 
 
-@pytest.mark.parametrize("hook", ["fp16", "power"])
+def exchanged_by(hook: str) -> list[int]:
+    """Bytes that a hook exchanges in a step on the meta device, the same at each trace."""
+    with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
+        wrapped = hooked(Net(), hook, 4)
+        ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+        graphs = [rt.trace(step, wrapped, ids), rt.trace(wrapped, ids, phase="training")]
+        graphs.append(rt.trace(step, wrapped, ids))  # the hook's state is as it was
+    made = [[op.collective.bytes for op in g.expand().ops if op.collective] for g in graphs]
+    assert sorted(made[0]) == sorted(made[1]) == sorted(made[2])
+    for graph in graphs:
+        kinds = [a.kind for a in graph.assumptions if "_hook exchanges" in a.text]
+        assert kinds == ["communication"]
+    return made[0]
+
+
 def test_a_hook_on_gradients_exchanges_what_it_does_in_a_real_reducer(
-    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real: list[int] = []
     reduce = dist.all_reduce
@@ -279,22 +293,25 @@ def test_a_hook_on_gradients_exchanges_what_it_does_in_a_real_reducer(
 
     ids = torch.randint(WORDS, (BATCH, SEQ))
     with alone(tmp_path), monkeypatch.context() as patched:
-        wrapped = hooked(Net(), hook, 0)
+        wrapped = hooked(Net(), "fp16", 0)
         patched.setattr(dist, "all_reduce", noted)
         for _ in range(5):
             real.clear()
             step(wrapped, ids)
-    with rt.tools.fake_mesh({"dp": 4}), torch.device("meta"):
-        wrapped = hooked(Net(), hook, 4)
-        ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
-        graphs = [rt.trace(step, wrapped, ids), rt.trace(wrapped, ids, phase="training")]
-        graphs.append(rt.trace(step, wrapped, ids))  # the hook's state is as it was
-    for graph in graphs:
-        made = [op.collective.bytes for op in graph.expand().ops if op.collective]
-        assert sorted(made) == sorted(real)
-        assert [a.kind for a in graph.assumptions if "_hook exchanges" in a.text] == [
-            "communication"
-        ]
+    assert sorted(exchanged_by("fp16")) == sorted(real)
+
+
+def test_powersgd_exchanges_two_factors_of_each_matrix() -> None:
+    """P [n, r] and Q [m, r] of a matrix [n, m] where both are half of it at most, else all of it
+    (Vogels et al., arXiv:1905.13727).  A real reducer on gloo hangs now and then: its hook waits
+    inside of a callback."""
+    rank, total = 2, 0
+    with torch.device("meta"):
+        shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in Net().parameters()]
+    for rows, columns in shapes:
+        factors = (rows + columns) * rank
+        total += factors if 2 * factors < rows * columns else rows * columns
+    assert sum(exchanged_by("power")) == 4 * total
 
 
 def test_processes_tell_each_other_which_gradients_they_have() -> None:
