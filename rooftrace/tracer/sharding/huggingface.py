@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError
+from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer import TraceError
 from rooftrace.tracer.names import PLANS
@@ -125,7 +125,7 @@ def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str)
         local: Any = weight
         kept = local.to_local() if hasattr(local, "to_local") else local
         if kept.numel() == before.get(name):
-            whole[re.sub(r"\d+", "*", name)] = kept.numel() * kept.element_size()
+            whole[pattern_of(name)] = kept.numel() * kept.element_size()
     largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
     parts = [f"{name} ({format_traffic(whole[name])} each)" for name in largest]
     who, other = PLANS if plan == PLANS[0] else reversed(PLANS)

@@ -9,7 +9,6 @@ rows (Shoeybi et al., arXiv:1909.08053, section 3).
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError
+from rooftrace.graph import pattern_of
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of, replaced
 
@@ -53,8 +53,9 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
     """
     own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
     ready = bool(model.ep_plan) or any("*" in name for name in own)
+    vocabulary = None if trains else _vocabulary(model, size)
     for path, block in model.named_modules():
-        place = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+        place = pattern_of(path)
         children = {name for name, _ in block.named_children()}
         styles = dict[str, str]()
         if has_experts(block):
@@ -69,7 +70,7 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
         for shared in _added_to_experts(block) if cut else ():
             down = f"{place}.{shared}.{_DOWN}"  # whose results are added up with those of experts
             joined |= {down: "local_params", f"{down}.weight": "rowwise"}
-        if not trains and block is _vocabulary(model, size):
+        if block is vocabulary:
             styles = dict.fromkeys(("", "weight"), _WHOLE)
         rules |= {f"{place}.{name}".rstrip("."): style for name, style in styles.items()}
     by_heads = [name for name in own | rules.keys() if name.endswith((".q_proj", ".q_b_proj"))]
@@ -109,7 +110,7 @@ def _rules_of(
 
 
 def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
-    turned = _is_turned(experts)
+    turned = experts.is_transposed
     yield _PACKED, "rowwise" if turned else "packed_colwise"
     yield _DOWN, "colwise" if turned else "rowwise"
     if hasattr(experts, f"{_PACKED}_bias"):
@@ -189,12 +190,6 @@ def has_experts(module: nn.Module) -> bool:
     return packed and hasattr(module, "is_transposed")
 
 
-def _is_turned(experts: nn.Module) -> bool:
-    """Whether weights are [experts, in, out]; then the channels of a gate and of the rest alternate
-    in gpt-oss, and otherwise they follow each other."""
-    return bool(getattr(experts, "is_transposed", False))
-
-
 def _added_to_experts(block: nn.Module) -> list[str]:
     """The children of a block whose results are added to those of its experts."""
     if not any(has_experts(child) for child in block.children()):
@@ -214,8 +209,7 @@ def cut_experts(model: nn.Module, mesh: Any, parts: int) -> None:
     what shared experts do, by one all-reduce.
     """
     rank, slices = mesh.get_local_rank(), mesh.size() // parts
-    if mesh.size() % parts:
-        check_divides("ep", parts, mesh.size(), "processes of tp")
+    check_divides("ep", parts, mesh.size(), "processes of tp")
     for block in list(model.modules()):
         for experts in filter(has_experts, block.children()):
             _cut(experts, rank % parts, parts, rank // parts, slices)
@@ -224,13 +218,16 @@ def cut_experts(model: nn.Module, mesh: Any, parts: int) -> None:
 
 
 def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None:
-    """Keep the experts with this place among `parts`, of each the channels of one slice."""
-    check_divides("ep", parts, len(experts.down_proj), "experts")
-    check_divides(
-        "tp", slices, experts.down_proj.shape[1 if _is_turned(experts) else 2], "channels"
-    )
-    count = len(experts.down_proj) // parts
-    some, turned = slice(place * count, (place + 1) * count), _is_turned(experts)
+    """Keep the experts with this place among `parts`, of each the channels of one slice.
+
+    With weights of [experts, in, out] the channels of a gate and of the rest alternate, as in
+    gpt-oss; else they follow each other.
+    """
+    turned, down = experts.is_transposed, experts.down_proj
+    check_divides("ep", parts, len(down), "experts")
+    check_divides("tp", slices, down.shape[1 if turned else 2], "channels")
+    count = len(down) // parts
+    some = slice(place * count, (place + 1) * count)
     for name, weight in list(experts.named_parameters(recurse=False)):
         part = weight[some]
         if name.startswith(_PACKED):
