@@ -255,7 +255,7 @@ class Sweep(Shown):
             yield LimiterChange(*where, before, after, float(told["t_est"][place]))
 
     def _narrowed(self, case: SweepCase, chip: int, name: str, spans: Columns) -> Iterator[Columns]:
-        """Single steps within spans in which the limiter changes, looked for in all spans at once."""
+        """Single steps of spans in which the limiter changes, looked for in all spans at once."""
         far = spans["size"] - spans["low"] > 1
         yield _some(spans, ~far)
         wide = _some(spans, far)
