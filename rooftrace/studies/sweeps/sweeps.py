@@ -228,7 +228,7 @@ class Sweep(Shown):
         levels can be traced or is proven, the change stands at the second.
         """
         name, c = self._size(size), self.columns
-        changes = []
+        changes: list[LimiterChange] = []
         for number, case in enumerate(self.cases):
             order, first = self._ordered(number, name)
             here = np.flatnonzero((np.diff(c["regime"][order]) != 0) & ~first[1:])
@@ -251,8 +251,8 @@ class Sweep(Shown):
         for place in np.lexsort((told["size"], told["span"])):
             at = {n: int(self.columns[n][told["row"][place]]) for n in others}
             where = labels, self.chips[chip].name, at, name, int(told["size"][place])
-            limiters = (REGIMES[told[key][place]] for key in ("before", "after"))
-            yield LimiterChange(*where, *limiters, float(told["t_est"][place]))
+            before, after = (REGIMES[told[key][place]] for key in ("before", "after"))
+            yield LimiterChange(*where, before, after, float(told["t_est"][place]))
 
     def _narrowed(self, case: SweepCase, chip: int, name: str, spans: Columns) -> Iterator[Columns]:
         """The same changes, within single steps: all spans at once, from wide ones to narrow."""
