@@ -38,6 +38,7 @@ SIZES = (
     "checkpoint",
     "plan",
     "schedule",
+    "interleave",
     "microbatches",
 )
 """Fields of a Request that are sizes."""
@@ -231,7 +232,7 @@ class Job:
             self._check_module()
             self.refuse(("trust_remote_code", "settings"), "the module is built already")
             self.refuse(
-                ("mesh", "checkpoint", "plan", "schedule", "microbatches"),
+                ("mesh", "checkpoint", "plan", "schedule", "interleave", "microbatches"),
                 "the module is built already; shard it inside "
                 "`with rooftrace.tools.fake_mesh({...}) as mesh:` and trace it there, or name a "
                 "function build(mesh)",

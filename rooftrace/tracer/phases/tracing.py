@@ -329,7 +329,7 @@ class TargetSource:
 
     def _stages(self, made: Loaded) -> dict[str, OpGraph]:
         """The graphs of the distinct stages of a pipeline, each with one microbatch."""
-        from rooftrace.tracer.sharding import splitting, stages_of, table_of
+        from rooftrace.tracer.sharding import schedule_of, splitting, stages_of, table_of
 
         request = self.job.request
         for phase in self.job.phases or ():
@@ -338,10 +338,11 @@ class TargetSource:
                     f"--phase {phase} with --mesh pp={request.mesh['pp']}: pipelines are walked "
                     "for training; leave pp out, or ask for training"
                 )
-        ranks, schedule = request.mesh["pp"], request.schedule or "1f1b"
-        count = stages_of(schedule, ranks)
+        ranks, each = request.mesh["pp"], request.interleave
+        schedule = schedule_of(request.schedule, each)
+        count = stages_of(schedule, ranks, each)
         microbatches = request.microbatches or 2 * count
-        table_of(schedule, ranks, microbatches)  # refused before anything is traced
+        table_of(schedule, ranks, microbatches, each)  # refused before anything is traced
         graphs: dict[str, OpGraph] = {}
         for stage in splitting.split(made.module, count):
             fresh = self.loaded() if graphs else made

@@ -22,6 +22,7 @@ from rooftrace.tracer.sharding.plans import (
     cut_experts,
     cut_vocabulary,
     has_experts,
+    is_tied,
 )
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
@@ -89,6 +90,7 @@ def distribute(
     cut = by_engines and shared and any(map(has_experts, model.modules()))
     loose: Any = model
     before = {name: weight.numel() for name, weight in model.named_parameters()}
+    tied = is_tied(model)
     try:
         rules = as_engines(model, sizes["tp"], trains=trains, cut=cut) if by_engines else {}
         config = _configuration(model, {**sizes, "ep": 1} if cut else sizes, rules, trains)
@@ -100,6 +102,8 @@ def distribute(
         if cut:
             cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
+        if tied:  # as transformers does after it has loaded weights
+            loose.get_output_embeddings().weight = loose.get_input_embeddings().weight
         said = _on_whole(model, before, sizes["tp"], plan) if sizes["tp"] > 1 else ""
         if trains:
             keep_less(model, checkpoint)
