@@ -55,7 +55,7 @@ class Workload:
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
         help="Shard the step over processes, for example dp=32,tp=8.  A Hugging Face model takes "
-        "dp, dp_replicate, tp, ep and pp (see --plan); code shards itself in a function "
+        "dp, dp_replicate, tp, ep, etp and pp (see --plan); code shards itself in a function "
         "build(mesh).",
         metavar="AXIS=N,...", read=options.mesh,
     )  # fmt: skip
