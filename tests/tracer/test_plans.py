@@ -147,7 +147,7 @@ def test_replicas_gather_their_tokens_for_experts_that_they_split() -> None:
 @pytest.mark.parametrize(
     ("config", "mesh", "message"),
     [
-        (DEEPSEEK, {"dp": 4, "etp": 2}, "dp x tp; expected ep x etp = 4, found 1 x 2"),
+        (DEEPSEEK, {"dp": 4, "etp": 2}, "dp x cp x tp; expected ep x etp = 4, found 1 x 2"),
         ({**MIXTRAL, "model_type": "llama"}, {"dp": 4, "etp": 4}, "etp=4: splits experts, and Ll"),
         (DEEPSEEK, {"dp": 4, "ep": 3, "etp": 1}, "ep=3: experts are spread over the 4 processes"),
     ],

@@ -101,7 +101,7 @@ def distribute(
         _check_gathers(model, sizes["etp"], trains, plan)
     # Processes that share their tokens, or gather them, cut experts as engines do.
     shared = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
-    cut = gathers or by_engines and shared and any(map(has_experts, model.modules()))
+    cut = gathers or (by_engines and shared and any(map(has_experts, model.modules())))
     loose: Any = model
     before = {name: weight.numel() for name, weight in model.named_parameters()}
     tied = is_tied(model)
