@@ -373,6 +373,9 @@ def test_processes_of_cp_share_the_work_and_what_is_kept() -> None:
     assert 4 * other.memory.saved == pytest.approx(one.memory.saved, rel=0.05)
     assert (one.replicas, other.replicas) == (4, 1)
     assert one.items == other.items == BATCH * LENGTH
+    assert [each.text[:30] for each in over_cp.assumptions if each.kind == "plan"] == [
+        "context parallelism as torch's"
+    ]
     # Weights are gathered and gradients reduced alike.
     weights = [
         [op.collective for op in graph.expand().ops if op.target.startswith("c10d.")]
