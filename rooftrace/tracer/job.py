@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from rooftrace.errors import RequestError, UnusedError, hint, near
 from rooftrace.graph import OpGraph, looks_saved
-from rooftrace.tracer.names import is_script, names_code, phases as known_phases
+from rooftrace.tracer.names import SHARDED, is_script, names_code, phases as known_phases
 from rooftrace.tracer.request import Options, Request
 
 
@@ -37,6 +37,7 @@ SIZES = (
     "mesh",
     "checkpoint",
     "plan",
+    "zero",
     "schedule",
     "interleave",
     "microbatches",
@@ -232,7 +233,7 @@ class Job:
             self._check_module()
             self.refuse(("trust_remote_code", "settings"), "the module is built already")
             self.refuse(
-                ("mesh", "checkpoint", "plan", "schedule", "interleave", "microbatches"),
+                ("mesh", "checkpoint", "plan", "zero", "schedule", "interleave", "microbatches"),
                 "the module is built already; shard it inside "
                 "`with rooftrace.tools.fake_mesh({...}) as mesh:` and trace it there, or name a "
                 "function build(mesh)",
@@ -267,7 +268,7 @@ class Job:
             )
         if not any(kind.trains for kind in known):
             used = ("loss",) if self.options.optimizer == "none" else ("optimizer", "loss")
-            self.refuse((*used, "checkpoint"), f"it is for training, and this is {names}")
+            self.refuse((*used, "checkpoint", "zero"), f"it is for training, and this is {names}")
 
     def check_used(self, graphs: Mapping[str, OpGraph]) -> None:
         """Raise UnusedError for an argument that changes none of these graphs."""
@@ -276,6 +277,8 @@ class Job:
             self.refuse(("kv_dtype",), f"no cache is kept in {', '.join(graphs)}")
         if all(graph.mesh.get("tp", 1) < 2 for graph in graphs.values()):
             self.refuse(("plan",), "it is for tensor parallelism; expected an axis tp in --mesh")
+        if all(graph.mesh.get(a, 1) < 2 for graph in graphs.values() for a in SHARDED):
+            self.refuse(("zero",), "it is for replicas; expected an axis dp in --mesh")
 
     def check_call(self) -> None:
         """Raise RequestError for arguments that the module's forward cannot be called with."""

@@ -379,6 +379,7 @@ class TargetSource:
         mesh = self.job.request.mesh
         # A stage whose processes share weights keeps them from one microbatch to the next.
         held = mesh.get("pp", 1) > 1 and sizes_of(mesh)["fsdp"] > 1
+        held = held or self.job.request.zero == 1  # buckets reach over layers
         if (
             trains
             and not held
@@ -411,8 +412,10 @@ class TargetSource:
 
         job, request = self.job, self.job.request
         kept = request.checkpoint
-        how = {"checkpoint": kept, "plan": request.plan}
-        said = huggingface.distribute(module, request.mesh, trains=trains, **how)
+        said = huggingface.distribute(
+            module, request.mesh, trains=trains, checkpoint=kept, plan=request.plan,
+            zero=request.zero,
+        )  # fmt: skip
         if said:
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
         with huggingface.divided(module, request.mesh):
