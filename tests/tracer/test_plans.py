@@ -28,6 +28,8 @@ SHARED: dict[str, Any] = {**MIXTRAL, "model_type": "qwen2_moe", "num_key_value_h
                           "shared_expert_intermediate_size": 64}  # fmt: skip
 OSS: dict[str, Any] = {**MIXTRAL, "model_type": "gpt_oss", "head_dim": 16, "intermediate_size": 64,
                        "layer_types": ["full_attention"] * 2}  # fmt: skip
+TIED: dict[str, Any] = {**MIXTRAL, "model_type": "gemma2", "num_key_value_heads": 4,
+                        "head_dim": 16, "layer_types": ["full_attention"] * 2}  # fmt: skip
 PROCESSES = 4
 
 
@@ -69,6 +71,7 @@ CASES = [
     (SHARED, {"tp": 4, "ep": 2}),
     (OSS, {"tp": 4}),
     (OSS, {"tp": 4, "ep": 2}),
+    (TIED, {"tp": 4}),
     (DEEPSEEK, {"dp": 4, "etp": 4}),
     (DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}),
     (DEEPSEEK, {"dp": 2, "tp": 2, "etp": 4}),
@@ -144,7 +147,7 @@ def test_replicas_gather_their_tokens_for_experts_that_they_split() -> None:
 @pytest.mark.parametrize(
     ("config", "mesh", "message"),
     [
-        (DEEPSEEK, {"dp": 4, "etp": 2}, "dp x tp; expected ep x etp = 4, found 1 x 2"),
+        (DEEPSEEK, {"dp": 4, "etp": 2}, "dp x cp x tp; expected ep x etp = 4, found 1 x 2"),
         ({**MIXTRAL, "model_type": "llama"}, {"dp": 4, "etp": 4}, "etp=4: splits experts, and Ll"),
         (DEEPSEEK, {"dp": 4, "ep": 3, "etp": 1}, "ep=3: experts are spread over the 4 processes"),
     ],
@@ -171,6 +174,21 @@ def test_attention_that_counts_on_all_heads_stays_whole() -> None:
     shapes = weights(spread_graph(config, {"tp": 2}, "decode", 2, 5))
     assert shapes["self_attn.q_proj.weight"] == (64, 64)
     assert shapes["mlp.up_proj.weight"] == (64, 64)  # 128 channels over two processes
+
+
+@pytest.mark.parametrize("phase", ["decode", "training"])
+def test_one_weight_of_embedding_and_head_is_cut_for_both(phase: str) -> None:
+    graph = spread_graph(TIED, {"tp": 4}, phase, 2, 5)
+    words = {n: s for n, s in weights(graph, "").items() if n.startswith(("model.emb", "lm_head"))}
+    assert words["model.embed_tokens.weight"] == (32, 64) and "lm_head.weight" not in words
+
+
+def test_a_mesh_leaves_no_groups_to_the_next_one() -> None:
+    """DTensor remembers the layout of a result with its mesh, and finds it for an equal one."""
+    for _ in range(2):
+        with rt.tools.fake_mesh({"tp": 2}) as mesh:
+            whole = torch.distributed.tensor.zeros(4, device_mesh=mesh)
+            assert (whole + 1).device_mesh is mesh
 
 
 def test_the_last_logits_are_gathered_alone() -> None:

@@ -47,9 +47,10 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
 
     Where keys and values have fewer heads than there are processes, each process gets one of them
     (not in training, where no engine does so): they are cut here, in place.  cut: whether
-    `cut_experts` follows; gathers: and cuts shared experts, too.  The keys are paths of modules and parameters, with * for the number of
-    a layer.  Attention is cut in models of which transformers spreads a layer: code of others may
-    count on all heads.  Raises RequestError for heads that do not divide.
+    `cut_experts` follows; gathers: and cuts shared experts, too.  The keys are paths of modules
+    and parameters, with * for the number of a layer.  Attention is cut in models of which
+    transformers spreads a layer: code of others may count on all heads.  Raises RequestError for
+    heads that do not divide.
     """
     own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
     ready = bool(model.ep_plan) or any("*" in name for name in own)
@@ -126,14 +127,20 @@ def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
 # -- vocabulary ------------------------------------------------------------------------------------
 
 
+def is_tied(model: Any) -> bool:
+    """Whether the embedding of tokens and the head have one weight."""
+    weights = [
+        getattr(part, "weight", None)
+        for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
+    return weights[0] is not None and weights[0] is weights[1]
+
+
 def _vocabulary(model: Any, size: int) -> nn.Embedding | None:
-    """The embedding of tokens, where `cut_vocabulary` cuts it; None where its weight is that of
-    the head, too, or does not divide."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or embedding.num_embeddings % size:
-        return None
-    is_tied = head is not None and getattr(head, "weight", None) is embedding.weight
-    return None if is_tied else embedding
+    """The embedding of tokens, where `cut_vocabulary` cuts it; None where it does not divide."""
+    embedding = model.get_input_embeddings()
+    fits = isinstance(embedding, nn.Embedding) and not embedding.num_embeddings % size
+    return embedding if fits else None
 
 
 def cut_vocabulary(model: Any, mesh: Any) -> None:
@@ -340,6 +347,13 @@ def sizes_unseen() -> Iterator[None]:
         if hasattr(schema, _FAKE):
             undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
         yield
+
+
+def forget_meshes() -> None:
+    """Let DTensor find layouts anew: it takes those of an equal mesh, whose groups are gone."""
+    loaded = torch_private.SHARDING_PROP in sys.modules
+    if loaded and torch_private.has("clear_sharding_prop_cache"):
+        torch_private.clear_sharding_prop_cache()
 
 
 def _exchanged(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
