@@ -406,12 +406,13 @@ class TargetSource:
     ) -> dict[str, OpGraph]:
         """The graphs of one process's part of this module."""
         from rooftrace.tracer.phases.running import trace_phases
-        from rooftrace.tracer.sharding import huggingface
+        from rooftrace.tracer.sharding import huggingface, splitting
 
         job, request = self.job, self.job.request
         kept = request.checkpoint
-        how = {"checkpoint": kept, "plan": request.plan}
+        how = {"checkpoint": kept, "plan": request.plan, "makes_loss": job.options.loss is None}
         said = huggingface.distribute(module, request.mesh, trains=trains, **how)
+        inputs = splitting.of_process(inputs, module)
         if said:
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
         with huggingface.divided(module, request.mesh):

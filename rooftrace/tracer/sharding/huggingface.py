@@ -20,9 +20,11 @@ from rooftrace.tracer.sharding.plans import (
     as_engines,
     check_divides,
     cut_experts,
+    cut_sequences,
     cut_vocabulary,
     has_experts,
     is_tied,
+    why_sequences_stay,
 )
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
@@ -70,13 +72,14 @@ def distribute(
     trains: bool,
     checkpoint: str = "none",
     plan: str = "engines",
+    makes_loss: bool = True,
 ) -> str:
     """Spread a model over the mesh of the running `fake_mesh`, in place.
 
     trains: replicas share their weights (FSDP2), with gradients reduced in fp32; else each has all.
-    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`.  Returns a sentence on what tensor
-    parallelism leaves whole; "" without it.  Raises RequestError where there is no plan for this
-    model.
+    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`; makes_loss: see `cut_sequences`.
+    Returns a sentence on what tensor parallelism leaves whole; "" without it.  Raises RequestError
+    where there is no plan for this model.
     """
     if not mesh:
         if trains:
@@ -96,14 +99,20 @@ def distribute(
         manager = _meshes(mesh, sizes, trains)
         loose.config.distributed_config = config
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
-        if by_engines and not trains:
+        stays = None
+        if by_engines and trains:
+            stays = why_sequences_stay(model, tp) if sizes["ep"] == 1 else "experts are on ep"
+            if not stays:
+                cut_sequences(model, manager.get_mesh("tp"), tp, makes_loss=makes_loss)
+                tp = {}
+        elif by_engines:
             cut_vocabulary(model, manager.get_mesh("tp"))
         if cut:
             cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
         if tied:  # as transformers does after it has loaded weights
             loose.get_output_embeddings().weight = loose.get_input_embeddings().weight
-        said = _on_whole(model, before, sizes["tp"], plan) if sizes["tp"] > 1 else ""
+        said = _on_whole(model, before, sizes["tp"], plan, stays) if sizes["tp"] > 1 else ""
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
@@ -122,8 +131,13 @@ _NAMED = 3
 """Parts of a model that a sentence names."""
 
 
-def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str) -> str:
-    """A sentence on the plan, and on the largest weights that each process of "tp" has whole."""
+def _on_whole(
+    model: nn.Module, before: Mapping[str, int], size: int, plan: str, stays: str | None
+) -> str:
+    """A sentence on the plan, and on the largest weights that each process of "tp" has whole.
+
+    stays: why sequences stay whole; None where they are no part of the plan.
+    """
     whole: dict[str, int] = {}
     for name, weight in model.named_parameters():
         local: Any = weight
@@ -133,9 +147,14 @@ def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str)
     largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
     parts = [f"{name} ({format_traffic(whole[name])} each)" for name in largest]
     who, other = PLANS if plan == PLANS[0] else reversed(PLANS)
+    sequences = (
+        ""
+        if stays is None
+        else ", and sequences" + (f", which stay whole ({stays})" if stays else "")
+    )
     return (
-        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])} (--plan {other} for the other "
-        f"plan); largest weights that each of {size} processes has whole: {', '.join(parts)}"
+        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])}{sequences} (--plan {other} for "
+        f"the other plan); largest weights that each of {size} processes has whole: {', '.join(parts)}"
     )
 
 
@@ -224,7 +243,7 @@ def _split(
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    if sizes["tp"] > 1:
+    if tp:
         apply_tensor_parallelism(model, manager.get_mesh("tp"), tp)
     if sizes["ep"] > 1 and ep:
         _check_experts(model, sizes["ep"], ep)
