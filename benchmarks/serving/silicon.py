@@ -3,9 +3,9 @@
     python benchmarks/serving/silicon.py FOLDER [--forms FOLDER] [--model llama]
 
 FOLDER has serving/silicon_dev.csv.gz (aiconfigurator's silicon sample, Apache-2.0): time per output
-token of closed-loop clients, by model, chip, engine, processes and lengths.  Clients draw lengths
-of 80 to 100 % of the nominal ones (InferenceMAX), so that their ratio is the nominal one; steps are
-priced at the nominal lengths.  Rows that cannot be priced are counted by their reason.
+token and to the first one, by model, chip, engine, processes and lengths.  Clients send ten
+requests each, one after another, of 80 to 100 % of the nominal lengths (InferenceMAX).  Rows that
+cannot be priced are counted by their reason.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import pandas as pd
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.studies.forms import Conditions, Points
-from rooftrace.studies.solving.candidates import time_per_token
+from rooftrace.studies.solving.candidates import closed_loop
 from rooftrace.studies.sweeps import Form, evaluated
 from rooftrace.tracer import names
 
@@ -35,6 +36,13 @@ SYSTEMS = {
 CONFIGS = {"Llama-3.1-70B": "llama-3.1-70b", "DeepSeek-V3": "deepseek-v3",
            "DeepSeek-R1": "deepseek-v3", "DeepSeek-R1-NVFP4": "deepseek-v3"}  # fmt: skip
 SIZES = {"decode": {"batch": "1..1024", "kv": "512..20480"}, "prefill": {"seq": "512..16384"}}
+TIMES = {"TPOT": "tpot", "TTFT": "ttft"}
+MEAN = 0.9
+SPREAD = 0.2 / 12**0.5 / MEAN
+ROUNDS = 10
+"""Lengths of 80 to 100 % have this mean and this relative deviation; each client sends so many."""
+FREE = 0.1
+"""Share of the memory that engines leave free (gpu_memory_utilization 0.9)."""
 MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head"]}
 
 
@@ -85,20 +93,82 @@ def priced(rows: pd.DataFrame, kept: Path) -> Iterator[dict[str, Any]]:
     decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
     for (system, engine), some in rows.groupby(["system", "backend"]):
         joined: System = load_system(SYSTEMS[system])
-        how = Conditions.of(rt.tools.execution_model("serving", library=engine))
-        batch, prompt, answer = (
-            some[column].to_numpy(dtype=np.int64) for column in ("batch_size", "isl", "osl")
-        )
-        points = Points({"batch": batch, "kv": prompt + answer // 2})
-        steps = evaluated(decode, points, [joined.joined_chip], how)
-        prompts = evaluated(prefill, Points({"seq": prompt}), [joined.joined_chip], how)
-        more = prompts["t_est"] / answer
-        ends = {
-            end: time_per_token(steps[name], more * steps[name] / steps["t_est"], batch)
-            for end, name in (("low", "t_low"), ("expected", "t_est"), ("high", "t_high"))
-        }
-        for place, number in enumerate(some.index):
-            yield {"row": number, **{end: column[place] * 1e3 for end, column in ends.items()}}
+        yield from answered(some, engine, joined.joined_chip, decode, prefill)
+
+
+def answered(
+    rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds per token and to the first one of rows of one engine on one chip."""
+    how = Conditions.of(rt.tools.execution_model("serving", library=engine))
+    clients = rows.batch_size.to_numpy(dtype=np.int64)
+    prompt, answer = (np.rint(rows[n] * MEAN).to_numpy(dtype=np.int64) for n in ("isl", "osl"))
+    batch = np.minimum(clients, kept_at_once(decode, chip, how, prompt, answer, engine))
+    points = Points({"batch": batch, "kv": prompt + answer // 2})
+    steps = evaluated(decode, points, [chip], how)
+    prompts = evaluated(prefill, Points({"seq": prompt}), [chip], how)
+    scheduled = [scheduling(row, engine) for row in rows.itertuples()]
+    tokens, held = (np.array(column) for column in zip(*scheduled, strict=True))
+    loop = {"rounds": ROUNDS, "spread": SPREAD, "together": np.maximum(tokens / prompt, 1),
+            "held": held}  # fmt: skip
+    found: dict[str, Any] = {"row": rows.index}
+    for end, name in (("low", "t_low"), ("expected", "t_est"), ("high", "t_high")):
+        own = prompts[name]
+        tpot, wait = closed_loop(steps[name], own, batch, answer, **loop)
+        queue = (clients / batch - 1) * (answer * tpot + wait + own)
+        found |= {f"tpot_{end}": tpot * 1e3, f"ttft_{end}": (queue + wait + own) * 1e3}
+    for values in zip(*found.values(), strict=True):
+        yield dict(zip(found, values, strict=True))
+
+
+def kept_at_once(
+    decode: Form, chip: Chip, how: Conditions, prompt: Any, answer: Any, engine: str
+) -> Any:
+    """Requests whose caches a chip has room for.
+
+    TensorRT-LLM starts a request where its whole answer has room (GUARANTEED_NO_EVICT, its default
+    policy); vLLM and SGLang start it where its prompt has, and take caches back when they run out:
+    there, caches are half grown on the average.
+    """
+    kv = prompt + (answer if engine == "trtllm" else answer // 2)
+    some, more = (
+        evaluated(decode, Points({"batch": np.full_like(kv, count), "kv": kv}), [chip], how)
+        ["peak_memory"].astype(float) for count in (8, 16)
+    )  # fmt: skip
+    each = (more - some) / 8
+    many = np.floor((chip.room(FREE) - some) / each + 8).astype(np.int64)
+    if (many < 1).any():
+        least = (some - 7 * each).max() / 1e9
+        raise RequestError(f"a request takes {least:.0f} GB of a chip: too much for {chip.name}")
+    return many
+
+
+def scheduling(row: Any, engine: str) -> tuple[int, int]:
+    """Tokens of one step, and steps for which prompts are held back, as InferenceMAX's scripts set.
+
+    Of its benchmarks/: 70b_fp8_b200_docker.sh and gptoss_fp4_h100_docker.sh (vLLM),
+    70b_fp8_h200_trt_slurm.sh, gptoss_fp4_b200_trt_slurm.sh and dsr1_fp8_b200_trt_slurm.sh (room for
+    one prompt), dsr1_fp8_b200_docker.sh and dsr1_fp4_b200_docker.sh (SGLang, which looks for
+    requests every so many steps: half as many on the average).
+    """
+    many = row.batch_size >= 16
+    if engine == "vllm":
+        return 8192, 0
+    if engine == "sglang":
+        polled = 0 if row.system == "h200_sxm" else 30 if many else 10
+        return (32768 if row.precision == "fp8" else 16384), polled // 2
+    if "Llama" in row.model_path:
+        return 16384, 20 if row.isl == row.osl == 1024 and row.tp_size < 8 else 0
+    return (20000, 0) if "gpt-oss" in row.model_path else (int(row.isl + row.batch_size + 64), 0)
+
+
+def shown(table: pd.DataFrame) -> Iterator[str]:
+    """Mean error, bias and share inside the interval, of each time."""
+    for column in TIMES.values():
+        measured = table[f"silicon_{column}_ms"]
+        error = table[f"{column}_expected"] / measured - 1
+        inside = measured.between(table[f"{column}_low"], table[f"{column}_high"])
+        yield from (f"{error.abs().mean():.1%}", f"{error.mean():+.1%}", f"{inside.mean():.0%}")
 
 
 def main() -> None:
@@ -119,19 +189,16 @@ def main() -> None:
     for _, some in rows[rows["mode"] == "agg"].groupby(together, dropna=False):
         try:
             made += priced(some, kept)
-        except (RequestError, KeyError, ValueError) as error:
+        except (RequestError, rt.types.TraceError, KeyError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             refused[reason] = refused.get(reason, 0) + len(some)
     table = rows.join(pd.DataFrame(made).set_index("row"), how="inner")
-    table["error"] = table.expected / table.silicon_tpot_ms - 1
-    table["inside"] = table.silicon_tpot_ms.between(table.low, table.high)
     by = [table.model_path.str.split("/").str[1], "system", "backend", "precision"]
-    print("| model | system | engine | precision | rows | mean error | bias | inside |")
-    print("|---|---|---|---|---:|---:|---:|---:|")
+    heads = [f"{name} {what}" for name in TIMES for what in ("error", "bias", "inside")]
+    print(f"| model | system | engine | precision | rows | {' | '.join(heads)} |")
+    print("|---|---|---|---|" + "---:|" * (1 + len(heads)))
     for keys, some in [*table.groupby(by), (("all", "", "", ""), table)]:
-        error = some.error
-        print(f"| {' | '.join(map(str, keys))} | {len(some)} | {error.abs().mean():.1%} | "
-              f"{error.mean():+.1%} | {some.inside.mean():.0%} |")  # fmt: skip
+        print(f"| {' | '.join(map(str, keys))} | {len(some)} | {' | '.join(shown(some))} |")
     print(f"\nNot priced: prefill and decode apart, {apart} rows" if apart else "")
     for reason, count in refused.items():
         print(f"Not priced: {reason}, {count} rows")

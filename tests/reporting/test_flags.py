@@ -138,6 +138,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--checkpoint": (("--checkpoint", "full"),),
     "--plan": (("--plan", "transformers"),),
     "--schedule": (("--schedule", "gpipe"),),
+    "--interleave": (("--interleave", "2"),),
     "--microbatches": (("--microbatches", "2"),),
     "--trust-remote-code": (("--trust-remote-code",),),
 }

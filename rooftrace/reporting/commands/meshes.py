@@ -234,6 +234,7 @@ def _estimates(
         checkpoint=checkpoint,
         batch=request.batch if batch is None else batch,
         schedule=request.schedule if piped else None,
+        interleave=request.interleave if piped else None,
         microbatches=(request.microbatches or microbatches) if piped else None,
     )
     job = replace(question.job, request=request, phases=(question.phase,), explicit=())

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.graph import marks
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.recording import groups, original_of, replaced
+from rooftrace.tracer.recording import original_of, replaced
+from rooftrace.tracer.recording.groups import forget_meshes
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
 from rooftrace.tracer.values import trees
 
@@ -567,7 +568,7 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
         running.remove(sizes)
         _devices.clear()
         axes.clear()
-        groups.forget_meshes()
+        forget_meshes()
         if dist.is_initialized():
             dist.destroy_process_group()
 

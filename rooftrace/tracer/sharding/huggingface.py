@@ -29,7 +29,7 @@ from rooftrace.tracer.sharding.plans import (
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
-_KNOWN = ("pp", *_REPLICATED, *_SHARDED, "tp", "ep")
+_KNOWN = ("pp", *_REPLICATED, *_SHARDED, "cp", "tp", "ep")
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 """Axes of transformers' mesh, outermost first."""
 
@@ -38,10 +38,10 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
     """The sizes of a mesh by transformers' names of the axes.
 
     "dp" and "fsdp" are replicas that share their weights in training; "dp_replicate" are full
-    copies of these.  "ep" is a view of the processes of the others, and adds none.  Raises
-    RequestError for another axis, and for sizes that do not divide.
+    copies of these.  "fsdp" has the processes of "cp", too.  "ep" is a view of the processes of the
+    others, and adds none.  Raises RequestError for another axis, and for sizes that do not divide.
     """
-    sizes = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1}
+    sizes = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1}
     for axis, size in mesh.items():
         if axis not in _KNOWN:
             raise RequestError(
@@ -50,11 +50,12 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
             )
         name = "fsdp" if axis in _SHARDED else "dp_replicate" if axis in _REPLICATED else axis
         sizes[name] *= size
+    sizes["fsdp"] *= sizes["cp"]
     inside = sizes["fsdp"] * sizes["tp"]
     if inside % sizes["ep"]:
         raise RequestError(
-            f"--mesh ep={sizes['ep']}: experts are spread over the {inside} processes of dp x tp; "
-            "expected a size that divides that"
+            f"--mesh ep={sizes['ep']}: experts are spread over the {inside} processes of dp x cp x "
+            "tp; expected a size that divides that"
         )
     return sizes
 
@@ -153,8 +154,9 @@ def _on_whole(
         else ", and sequences" + (f", which stay whole ({stays})" if stays else "")
     )
     return (
-        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])}{sequences} (--plan {other} for "
-        f"the other plan); largest weights that each of {size} processes has whole: {', '.join(parts)}"
+        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])}{sequences} (--plan {other} "
+        f"for the other plan); largest weights that each of {size} processes has whole: "
+        f"{', '.join(parts)}"
     )
 
 
@@ -164,12 +166,14 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_
 
 @contextlib.contextmanager
 def divided(model: Any, mesh: Mapping[str, int]) -> Iterator[None]:
-    """Inside, a model that fails as its heads do not divide over the mesh says so.
+    """Inside, the attention of a model whose sequences are spread over "cp" exchanges keys and
+    values, and a model that fails as its heads do not divide over the mesh says so.
 
     Raises RequestError in place of TraceError.
     """
     try:
-        yield
+        with _ring(model, sizes_of(mesh)):
+            yield
     except TraceError as error:
         config, size = model.config.get_text_config(), sizes_of(mesh)["tp"]
         kind = type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
@@ -181,6 +185,27 @@ def divided(model: Any, mesh: Mapping[str, int]) -> Iterator[None]:
                     "expected a size that divides it"
                 ) from error
         raise
+
+
+def _ring(model: nn.Module, sizes: Mapping[str, int]) -> Any:
+    """A context in which torch's context parallelism takes the place of causal attention.
+
+    Each process has a chunk from the front of a sequence, and its mirror image.  Where attention is
+    not causal, it has one chunk.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    count = sizes["cp"]
+    if count == 1:
+        return contextlib.nullcontext()
+    shared = {**sizes, "fsdp": sizes["fsdp"] // count}
+    names = ("pp", "dp_replicate", "fsdp", "cp", "tp")
+    places = init_device_mesh("cpu", tuple(shared[n] for n in names), mesh_dim_names=names)
+    axes.update(named_groups(places["cp"], {}))
+    chunks = 1 if any(getattr(m, "is_causal", True) is False for m in model.modules()) else 2
+    sequence = torch.empty(count * chunks)  # torch balances what divides into two chunks for each
+    return context_parallel(places["cp"], buffers=[sequence], buffer_seq_dims=[0])
 
 
 def _there(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -221,8 +246,8 @@ def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> 
     from transformers.distributed.utils import TransformersDeviceMesh
 
     ours = {
-        name: next((axis for axis in mesh if axis in kinds), name)
-        for name, kinds in (("fsdp", _SHARDED), ("dp_replicate", _REPLICATED))
+        name: "+".join(axis for axis in mesh if axis in kinds and mesh[axis] > 1) or name
+        for name, kinds in (("fsdp", (*_SHARDED, "cp")), ("dp_replicate", _REPLICATED))
     }
     dense = init_device_mesh("cpu", tuple(sizes[n] for n in DENSE), mesh_dim_names=DENSE)
     others = sizes["fsdp"] * sizes["tp"] // sizes["ep"]

@@ -163,7 +163,7 @@ def _cut_words(embedding: Any, rank: int, size: int) -> None:
 
 
 def _own_rows(weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """As many rows for each process: those that lack are added, as engines pad a vocabulary."""
+    """The rows of one process, as many for each: rows of zeros fill a vocabulary, as in engines."""
     more = weight.new_zeros(-len(weight) % size, *weight.shape[1:])
     return torch.cat((weight, more)).chunk(size)[rank]
 
@@ -310,7 +310,8 @@ class _Processes:
     """Exchanges among the processes of "tp"; sequences are [batch, positions, width]."""
 
     def __init__(self, mesh: Any) -> None:
-        self.size, self.rank = mesh.size(), mesh.get_local_rank()
+        self.size: int = mesh.size()
+        self.rank: int = mesh.get_local_rank()
         self.group = mesh.get_group().group_name
 
     def gather(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
@@ -353,7 +354,7 @@ _UNCUT = (
 
 
 def why_sequences_stay(model: Any, styles: Mapping[str, str]) -> str:
-    """What keeps `cut_sequences` from a model; "" where nothing does.
+    """The part of a model that `cut_sequences` cannot take, as a clause; "" where it can.
 
     styles: of modules and weights, by their paths.
     """
@@ -433,12 +434,12 @@ def _share(part: nn.Module, ranks: _Processes) -> None:
 
 def _share_weights(module: Any, scales: Mapping[str, float], ranks: _Processes) -> None:
     """Let these weights of a module get the sum of their gradients; they count by a scale."""
-    forward = module.forward
+    forward, share = module.forward, _exchange(_same, ranks.add)
 
     def shared(*args: Any, **kwargs: Any) -> Any:
         before = {name: module._parameters[name] for name in scales}
         for name, scale in scales.items():
-            lent = _Exchanged.apply(before[name], _same, ranks.add)
+            lent = share(before[name])
             module._parameters[name] = lent if scale == 1 else lent * scale
         try:
             return forward(*args, **kwargs)
@@ -450,7 +451,8 @@ def _share_weights(module: Any, scales: Mapping[str, float], ranks: _Processes) 
 
 
 def _exchange(there: Any, back: Any) -> Any:
-    return lambda x: _Exchanged.apply(x, there, back)
+    loose: Any = _Exchanged
+    return lambda x: loose.apply(x, there, back)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -509,9 +511,9 @@ def _cut_ends(model: Any, first: nn.Module, ranks: _Processes) -> None:
 
 
 def _handed(model: Any, size: int) -> Any:
-    """What the first layer of a stage takes: its part, as handed on by the stage before.
+    """A function that gives the first layer of a stage the part that the stage before handed on.
 
-    All before that layer sees a tensor of as many positions as all processes have.
+    Until then the model sees a tensor of as many positions as all processes have.
     """
     parts = list[torch.Tensor]()
 
@@ -529,7 +531,7 @@ def _handed(model: Any, size: int) -> Any:
 def _cut_head(model: Any, ranks: _Processes, makes_loss: bool) -> None:
     """Let each process have the logits of its own words, and of all positions."""
     head: Any = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):  # a stage before the last one
+    if not hasattr(head, "out_features"):  # a stage before the last one
         return
     forward, words = head.forward, head.out_features
     for name, weight in list(head.named_parameters()):
@@ -562,17 +564,20 @@ def _loss(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     told = shift_labels.flatten()
-    losses = _CrossEntropy.apply(logits.float().flatten(0, -2), told - start, ranks)
+    losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits.float().flatten(0, -2), told - start, ranks
+    )
     kept = told != ignore_index
-    total: torch.Tensor = losses.masked_fill(~kept, 0.0).sum()
-    return total / (kept.sum() if num_items_in_batch is None else num_items_in_batch)
+    count = kept.sum() if num_items_in_batch is None else num_items_in_batch
+    loss: torch.Tensor = losses.masked_fill(~kept, 0.0).sum() / count
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
     """The loss of each row of logits, whose columns are spread over processes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: Any) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: _Processes) -> Any:
         shifted = logits - ranks.add(logits.amax(-1), "max")[:, None]
         others = (words < 0) | (words >= logits.shape[-1])
         column = words.masked_fill(others, 0)[:, None]
