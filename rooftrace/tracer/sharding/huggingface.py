@@ -20,12 +20,11 @@ from rooftrace.tracer.sharding.plans import (
     as_engines,
     check_divides,
     cut_experts,
-    cut_sequences,
     cut_vocabulary,
     has_experts,
     is_tied,
-    why_sequences_stay,
 )
+from rooftrace.tracer.sharding.sequences import cut_sequences, why_sequences_stay
 from rooftrace.tracer.sharding.zero import SHARES, SharedStates
 
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
