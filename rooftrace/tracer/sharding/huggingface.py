@@ -173,12 +173,12 @@ def _ring(model: nn.Module, sizes: Mapping[str, int]) -> Any:
     Each process has a chunk from the front of a sequence, and its mirror image.  Where attention is
     not causal, it has one chunk.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
     count = sizes["cp"]
     if count == 1:
         return contextlib.nullcontext()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
     shared = {**sizes, "fsdp": sizes["fsdp"] // count}
     names = ("pp", "dp_replicate", "fsdp", "cp", "tp")
     places = init_device_mesh("cpu", tuple(shared[n] for n in names), mesh_dim_names=names)
