@@ -382,6 +382,10 @@ def test_processes_of_cp_share_the_work_and_what_is_kept() -> None:
         for graph in (over_dp, over_cp)
     ]
     assert [(c.kind, c.bytes) for c in weights[0]] == [(c.kind, c.bytes) for c in weights[1]]
+
+
+@needs_plans
+def test_weights_are_shared_over_dp_and_cp() -> None:
     graph = shared({"dp_replicate": 2, "dp": 2, "cp": 2})
     by_axis = {
         (graph.groups[c.group].axis, c.kind) for op in graph.ops if (c := op.collective) is not None
