@@ -125,21 +125,28 @@ def distribute(
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
-            from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
-
-            if zero == 1:
-                said = f"{said}; {_SHARING}" if said else _SHARING
-                _share(model, manager, ep, config.dp_size)
-            else:
-                apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
-            if zero == 2:
-                loose.set_reshard_after_forward(False)
+            _over_replicas(model, manager, fsdp, ep, zero, config.dp_size)
+            said = "; ".join(filter(None, (said, _SHARING if zero == 1 else "")))
     except RequestError:
         raise
     except (ValueError, NotImplementedError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
     return said
+
+
+def _over_replicas(
+    model: Any, manager: Any, fsdp: Mapping[str, str], ep: Mapping[str, str], zero: int, size: int
+) -> None:
+    """Let replicas share what `zero` says."""
+    from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+
+    if zero == 1:
+        _share(model, manager, ep, size)
+    else:
+        apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+    if zero == 2:
+        model.set_reshard_after_forward(False)
 
 
 def _check_gathers(model: nn.Module, size: int, trains: bool, plan: str) -> None:
