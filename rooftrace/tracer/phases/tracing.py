@@ -310,10 +310,10 @@ class TargetSource:
         shared = self.job.request.mesh.get("cp", 1)
         phases = self.job.phases or (*(usual[:1] if shared > 1 else usual), "training")
         for phase in phases:
-            if shared > 1 and phase not in ("forward", "prefill", "training"):
+            if shared > 1 and phase in ("decode", "requests"):
                 raise RequestError(
-                    f"--phase {phase} with --mesh cp={shared}: a step of one token has no sequence "
-                    "that processes could share; ask for prefill or training"
+                    f"--phase {phase} with --mesh cp={shared}: processes share the sequences of a "
+                    "prompt or of training, and no step behind a cache; ask for prefill or training"
                 )
         graphs: dict[str, OpGraph] = {}
         for trains in (False, True):

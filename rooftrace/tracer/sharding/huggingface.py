@@ -119,11 +119,7 @@ def distribute(
         if by_engines and trains:
             stays = _sequences_stay(model, manager, tp, sizes, makes_loss)
             tp = tp if stays else {}
-        elif by_engines:
-            cut_vocabulary(model, manager.get_mesh("tp"))
-        if cut:
-            replicas = manager.get_mesh("fsdp") if gathers else None
-            cut_experts(model, manager.get_mesh("tp"), replicas, sizes["ep"])
+        _cut(model, manager, sizes, words=by_engines and not trains, experts=cut)
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
         if tied:  # as transformers does after it has loaded weights
             loose.get_output_embeddings().weight = loose.get_input_embeddings().weight
@@ -139,6 +135,17 @@ def distribute(
         reason = " ".join(str(error).split())
         raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
     return said
+
+
+def _cut(
+    model: nn.Module, manager: Any, sizes: Mapping[str, int], *, words: bool, experts: bool
+) -> None:
+    """Cut the vocabulary, or experts, as inference engines do."""
+    if words:
+        cut_vocabulary(model, manager.get_mesh("tp"))
+    if experts:
+        replicas = manager.get_mesh("fsdp") if sizes["etp"] > 0 else None
+        cut_experts(model, manager.get_mesh("tp"), replicas, sizes["ep"])
 
 
 def _sequences_stay(
@@ -228,12 +235,12 @@ def _ring(model: nn.Module, sizes: Mapping[str, int]) -> Any:
     Each process has a chunk from the front of a sequence, and its mirror image.  Where attention is
     not causal, it has one chunk.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
     count = sizes["cp"]
     if count == 1:
         return contextlib.nullcontext()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
     shared = {**sizes, "fsdp": sizes["fsdp"] // count}
     names = ("pp", "dp_replicate", "fsdp", "cp", "tp")
     places = init_device_mesh("cpu", tuple(shared[n] for n in names), mesh_dim_names=names)
