@@ -1,6 +1,6 @@
 """Measured rows of serving engines beside predictions, nothing fitted to them.
 
-    python benchmarks/serving/silicon.py FOLDER [--forms FOLDER] [--model llama]
+    python benchmarks/serving/silicon.py FOLDER [--forms FOLDER] [--model llama] [--out FILE]
 
 FOLDER has serving/silicon_dev.csv.gz (aiconfigurator's silicon sample, Apache-2.0): time per output
 token and to the first one, by model, chip, engine, processes and lengths.  Clients send ten
@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--forms", type=Path, help="folder in which traced steps are kept")
     parser.add_argument("--model", default="", help="part of a model's name")
+    parser.add_argument("--out", type=Path, help="a CSV file for the rows and their predictions")
     options = parser.parse_args()
     rows = pd.read_csv(options.folder / "serving" / "silicon_dev.csv.gz")
     rows = rows[rows.model_path.str.contains(options.model, case=False)]
@@ -193,6 +194,8 @@ def main() -> None:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             refused[reason] = refused.get(reason, 0) + len(some)
     table = rows.join(pd.DataFrame(made).set_index("row"), how="inner")
+    if options.out:
+        table.to_csv(options.out)
     by = [table.model_path.str.split("/").str[1], "system", "backend", "precision"]
     heads = [f"{name} {what}" for name in TIMES for what in ("error", "bias", "inside")]
     print(f"| model | system | engine | precision | rows | {' | '.join(heads)} |")
