@@ -34,7 +34,9 @@ SYSTEMS = {
     "b300_sxm": "dgx-b300", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72",
 }  # fmt: skip
 CONFIGS = {"Llama-3.1-70B": "llama-3.1-70b", "DeepSeek-V3": "deepseek-v3",
-           "DeepSeek-R1": "deepseek-v3", "DeepSeek-R1-NVFP4": "deepseek-v3"}  # fmt: skip
+           "DeepSeek-R1": "deepseek-v3", "DeepSeek-R1-NVFP4": "deepseek-v3",
+           "gpt-oss-120b": "openai--gpt-oss-120b"}  # fmt: skip
+"""Configs that come along, by the model; else a folder of FOLDER/configs."""
 SIZES = {"decode": {"batch": "1..1024", "kv": "512..20480"}, "prefill": {"seq": "512..16384"}}
 TIMES = {"TPOT": "tpot", "TTFT": "ttft"}
 MEAN = 0.9
@@ -43,31 +45,48 @@ ROUNDS = 10
 """Lengths of 80 to 100 % have this mean and this relative deviation; each client sends so many."""
 FREE = 0.1
 """Share of the memory that engines leave free (gpu_memory_utilization 0.9)."""
-MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+LATENTS = ["*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj"]
+"""Products that NVIDIA's NVFP4 checkpoints of DeepSeek-R1 keep in bf16, beside the head."""
+NODE = 8
+"""Chips of a host, over which engines cut a model; labels of more count several workers."""
 
 
-def declared(row: Any) -> dict[str, Any]:
-    """The formats of a row's checkpoint, as its config declares them."""
+def config_of(row: Any, folder: Path) -> dict[str, Any]:
+    """The config of a row's model, with the formats of its checkpoint."""
+    name = CONFIGS[row.model_path.split("/")[1]]
+    path = names.config_file(name) or folder / "configs" / name / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        return config
+    latents = "q_lora_rank" in config
+    kept = ["lm_head", *(LATENTS if latents else ())]
     if row.precision == "fp4":
-        return {**MODELOPT, "quant_algo": "NVFP4"}
-    if row.gemm_quant_mode == "fp8_block" or "DeepSeek" in row.model_path:
-        return {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    return {**MODELOPT, "quant_algo": "FP8"}
-
-
-def bundled(name: str) -> Path:
-    """The file of a config that comes along."""
-    path = names.config_file(name)
-    assert path is not None
-    return path
+        formats: dict[str, Any] = {**MODELOPT, "quant_algo": "NVFP4", "ignore": kept}
+    elif row.gemm_quant_mode == "fp8_block" or latents:
+        formats = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    else:
+        formats = {**MODELOPT, "quant_algo": "FP8", "ignore": ["lm_head"]}
+    return {**config, "quantization_config": formats}
 
 
 def mesh_of(row: Any) -> dict[str, int]:
-    """The processes of a row.  Raises RequestError for a split that is not priced yet."""
-    tp, dp, ep = (int(row[f"{n}_size"]) for n in ("tp", "attention_dp", "moe_ep"))
-    if dp > 1:
-        raise RequestError("attention data-parallel")
-    sizes = {"tp": tp, "ep": ep}
+    """The processes of a row.
+
+    A row whose parts of experts and of each expert are as many has that many processes, as its
+    "id" says (tp8_ep8): the columns have their product, and rows with the same measured times have
+    the sizes of the "id".  Without a size of attention, batches are of one process (c48: 6 on
+    each of 8).  Raises RequestError for more processes than heads are cut over.
+    """
+    tp, ep, of_experts = (int(row[f"{n}_size"]) for n in ("tp", "moe_ep", "moe_tp"))
+    dp = row.attention_dp_size
+    if pd.isna(dp):
+        tp, dp = 1, tp
+    elif ep == of_experts:
+        tp, dp = (1 if tp == 1 else ep), (ep if dp > 1 else 1)
+    if tp > NODE:
+        raise RequestError(f"{NODE} chips or fewer share heads: more are several workers together")
+    sizes = {"dp": int(dp), "tp": tp, "ep": ep}
     return {name: size for name, size in sizes.items() if size > 1}
 
 
@@ -83,13 +102,12 @@ def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
     return form
 
 
-def priced(rows: pd.DataFrame, kept: Path) -> Iterator[dict[str, Any]]:
+def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Predictions of rows with one checkpoint and one mesh."""
     first = rows.iloc[0]
     mesh, name = mesh_of(first), CONFIGS[first.model_path.split("/")[1]]
     config = kept / f"{name}-{first.precision}.json"
-    data = json.loads(bundled(name).read_text(encoding="utf-8"))
-    config.write_text(json.dumps({**data, "quantization_config": declared(first)}))
+    config.write_text(json.dumps(config_of(first, folder)))
     decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
     for (system, engine), some in rows.groupby(["system", "backend"]):
         joined: System = load_system(SYSTEMS[system])
@@ -185,11 +203,12 @@ def main() -> None:
     kept.mkdir(parents=True, exist_ok=True)
     refused: dict[str, int] = {}
     made: list[dict[str, Any]] = []
-    together = ["model_path", "precision", "tp_size", "attention_dp_size", "moe_ep_size"]
+    together = ["model_path", "precision", "tp_size", "attention_dp_size", "moe_tp_size",
+                "moe_ep_size"]  # fmt: skip
     apart = int((rows["mode"] != "agg").sum())
     for _, some in rows[rows["mode"] == "agg"].groupby(together, dropna=False):
         try:
-            made += priced(some, kept)
+            made += priced(some, kept, options.folder)
         except (RequestError, rt.types.TraceError, KeyError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             refused[reason] = refused.get(reason, 0) + len(some)

@@ -274,8 +274,6 @@ class Job:
         self.check_phases(tuple(graphs))
         if not any(value.role == "kv" for graph in graphs.values() for value in graph.values):
             self.refuse(("kv_dtype",), f"no cache is kept in {', '.join(graphs)}")
-        if all(graph.mesh.get("tp", 1) < 2 for graph in graphs.values()):
-            self.refuse(("plan",), "it is for tensor parallelism; expected an axis tp in --mesh")
 
     def check_call(self) -> None:
         """Raise RequestError for arguments that the module's forward cannot be called with."""

@@ -113,6 +113,10 @@ class Request:
                 raise RequestError(
                     f"--{name} {value}: expected one of {', '.join(words)}{hint(value, words)}"
                 )
+        if self.plan != PLANS[0] and self.mesh.get("tp", 1) < 2:
+            raise RequestError(
+                f"--plan {self.plan}: it is for tensor parallelism; expected an axis tp in --mesh"
+            )
 
 
 LARGEST = (1 << 63) - 1

@@ -55,8 +55,8 @@ class Workload:
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
         help="Shard the step over processes, for example dp=32,tp=8.  A Hugging Face model takes "
-        "dp, dp_replicate, tp, ep and pp (see --plan); code shards itself in a function "
-        "build(mesh).",
+        "dp, dp_replicate, cp, tp, ep, etp and pp (see --plan); code shards itself in a "
+        "function build(mesh).",
         metavar="AXIS=N,...", read=options.mesh,
     )  # fmt: skip
     checkpoint: str = option(

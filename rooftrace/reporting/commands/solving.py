@@ -21,6 +21,7 @@ from rooftrace.reporting.commands.sweeps import (
     decoding_first,
     form_of,
     known_form,
+    lengths_in,
     level_values,
 )
 from rooftrace.studies.solving import candidates, serving, workloads
@@ -334,7 +335,7 @@ def every_size(question: Question, form: Form) -> Sequence[int]:
         return question.values
     low = min((regime.low[place] for regime in form.regimes), default=1)
     high = max((regime.high[place] for regime in form.regimes), default=1)
-    return range(low, high + 1)
+    return lengths_in(question.job, question.open, range(low, high + 1))
 
 
 def levels_of(every: Sequence[int]) -> Sequence[int]:

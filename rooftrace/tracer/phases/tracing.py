@@ -307,7 +307,14 @@ class TargetSource:
     def _spread(self, made: Loaded) -> dict[str, OpGraph]:
         """The graphs of a model that is spread over a mesh, or whose training checkpoints."""
         usual = ("forward",) if made.inputs.decode is None else ("prefill", "decode")
-        phases = self.job.phases or (*usual, "training")
+        shared = self.job.request.mesh.get("cp", 1)
+        phases = self.job.phases or (*(usual[:1] if shared > 1 else usual), "training")
+        for phase in phases:
+            if shared > 1 and phase not in ("forward", "prefill", "training"):
+                raise RequestError(
+                    f"--phase {phase} with --mesh cp={shared}: a step of one token has no sequence "
+                    "that processes could share; ask for prefill or training"
+                )
         graphs: dict[str, OpGraph] = {}
         for trains in (False, True):
             some = [phase for phase in phases if names.phase_of(phase).trains is trains]
@@ -412,6 +419,8 @@ class TargetSource:
         job, request = self.job, self.job.request
         kept = request.checkpoint
         how = {"checkpoint": kept, "plan": request.plan}
+        if request.mesh.get("cp", 1) > 1:
+            inputs = inputs.shared(module, request.mesh["cp"])
         said = huggingface.distribute(module, request.mesh, trains=trains, **how)
         if said:
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
