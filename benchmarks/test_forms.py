@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import cache
 from typing import Any
 
@@ -54,3 +55,12 @@ def test_one_estimate_of_a_trace(target: str, benchmark: Any) -> None:
         return rt.estimate(graph, chip="h200-sxm", execution="efficient")
 
     benchmark.pedantic(run, rounds=2, iterations=1)
+
+
+def test_changes_of_the_limiter(benchmark: Any) -> None:
+    """Of 400,000 lines, beside the sweep that made them (its seconds are in the extra)."""
+    over, chips = {"batch": range(1, 1025), "kv": range(64, 848, 8)}, list(CHIPS)
+    started = time.perf_counter()
+    swept = rt.sweep("llama-3.1-8b", phase="decode", over=over, chip=chips)
+    benchmark.extra_info["sweep"] = time.perf_counter() - started
+    assert benchmark.pedantic(swept.crossings, rounds=2, iterations=1)

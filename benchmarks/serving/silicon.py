@@ -3,9 +3,9 @@
     python benchmarks/serving/silicon.py FOLDER [--forms FOLDER] [--model llama]
 
 FOLDER has serving/silicon_dev.csv.gz (aiconfigurator's silicon sample, Apache-2.0): time per output
-token of closed-loop clients, by model, chip, engine, processes and lengths.  Clients draw lengths
-of 80 to 100 % of the nominal ones (InferenceMAX), so that their ratio is the nominal one; steps are
-priced at the nominal lengths.  Rows that cannot be priced are counted by their reason.
+token and to the first one, by model, chip, engine, processes and lengths.  Clients send ten
+requests each, one after another, of 80 to 100 % of the nominal lengths (InferenceMAX).  Rows that
+cannot be priced are counted by their reason.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import pandas as pd
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.studies.forms import Conditions, Points
-from rooftrace.studies.solving.candidates import time_per_token
+from rooftrace.studies.solving.candidates import closed_loop
 from rooftrace.studies.sweeps import Form, evaluated
 from rooftrace.tracer import names
 
@@ -33,33 +34,59 @@ SYSTEMS = {
     "b300_sxm": "dgx-b300", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72",
 }  # fmt: skip
 CONFIGS = {"Llama-3.1-70B": "llama-3.1-70b", "DeepSeek-V3": "deepseek-v3",
-           "DeepSeek-R1": "deepseek-v3", "DeepSeek-R1-NVFP4": "deepseek-v3"}  # fmt: skip
+           "DeepSeek-R1": "deepseek-v3", "DeepSeek-R1-NVFP4": "deepseek-v3",
+           "gpt-oss-120b": "openai--gpt-oss-120b"}  # fmt: skip
+"""Configs that come along, by the model; else a folder of FOLDER/configs."""
 SIZES = {"decode": {"batch": "1..1024", "kv": "512..20480"}, "prefill": {"seq": "512..16384"}}
-MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head"]}
+TIMES = {"TPOT": "tpot", "TTFT": "ttft"}
+MEAN = 0.9
+SPREAD = 0.2 / 12**0.5 / MEAN
+ROUNDS = 10
+"""Lengths of 80 to 100 % have this mean and this relative deviation; each client sends so many."""
+FREE = 0.1
+"""Share of the memory that engines leave free (gpu_memory_utilization 0.9)."""
+MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+LATENTS = ["*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj"]
+"""Products that NVIDIA's NVFP4 checkpoints of DeepSeek-R1 keep in bf16, beside the head."""
+NODE = 8
+"""Chips of a host, over which engines cut a model; labels of more count several workers."""
 
 
-def declared(row: Any) -> dict[str, Any]:
-    """The formats of a row's checkpoint, as its config declares them."""
+def config_of(row: Any, folder: Path) -> dict[str, Any]:
+    """The config of a row's model, with the formats of its checkpoint."""
+    name = CONFIGS[row.model_path.split("/")[1]]
+    path = names.config_file(name) or folder / "configs" / name / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        return config
+    latents = "q_lora_rank" in config
+    kept = ["lm_head", *(LATENTS if latents else ())]
     if row.precision == "fp4":
-        return {**MODELOPT, "quant_algo": "NVFP4"}
-    if row.gemm_quant_mode == "fp8_block" or "DeepSeek" in row.model_path:
-        return {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    return {**MODELOPT, "quant_algo": "FP8"}
-
-
-def bundled(name: str) -> Path:
-    """The file of a config that comes along."""
-    path = names.config_file(name)
-    assert path is not None
-    return path
+        formats: dict[str, Any] = {**MODELOPT, "quant_algo": "NVFP4", "ignore": kept}
+    elif row.gemm_quant_mode == "fp8_block" or latents:
+        formats = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    else:
+        formats = {**MODELOPT, "quant_algo": "FP8", "ignore": ["lm_head"]}
+    return {**config, "quantization_config": formats}
 
 
 def mesh_of(row: Any) -> dict[str, int]:
-    """The processes of a row.  Raises RequestError for a split that is not priced yet."""
-    tp, dp, ep = (int(row[f"{n}_size"]) for n in ("tp", "attention_dp", "moe_ep"))
-    if dp > 1:
-        raise RequestError("attention data-parallel")
-    sizes = {"tp": tp, "ep": ep}
+    """The processes of a row.
+
+    A row whose parts of experts and of each expert are as many has that many processes, as its
+    "id" says (tp8_ep8): the columns have their product, and rows with the same measured times have
+    the sizes of the "id".  Without a size of attention, batches are of one process (c48: 6 on
+    each of 8).  Raises RequestError for more processes than heads are cut over.
+    """
+    tp, ep, of_experts = (int(row[f"{n}_size"]) for n in ("tp", "moe_ep", "moe_tp"))
+    dp = row.attention_dp_size
+    if pd.isna(dp):
+        tp, dp = 1, tp
+    elif ep == of_experts:
+        tp, dp = (1 if tp == 1 else ep), (ep if dp > 1 else 1)
+    if tp > NODE:
+        raise RequestError(f"{NODE} chips or fewer share heads: more are several workers together")
+    sizes = {"dp": int(dp), "tp": tp, "ep": ep}
     return {name: size for name, size in sizes.items() if size > 1}
 
 
@@ -75,30 +102,91 @@ def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
     return form
 
 
-def priced(rows: pd.DataFrame, kept: Path) -> Iterator[dict[str, Any]]:
+def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Predictions of rows with one checkpoint and one mesh."""
     first = rows.iloc[0]
     mesh, name = mesh_of(first), CONFIGS[first.model_path.split("/")[1]]
     config = kept / f"{name}-{first.precision}.json"
-    data = json.loads(bundled(name).read_text(encoding="utf-8"))
-    config.write_text(json.dumps({**data, "quantization_config": declared(first)}))
+    config.write_text(json.dumps(config_of(first, folder)))
     decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
     for (system, engine), some in rows.groupby(["system", "backend"]):
         joined: System = load_system(SYSTEMS[system])
-        how = Conditions.of(rt.tools.execution_model("serving", library=engine))
-        batch, prompt, answer = (
-            some[column].to_numpy(dtype=np.int64) for column in ("batch_size", "isl", "osl")
-        )
-        points = Points({"batch": batch, "kv": prompt + answer // 2})
-        steps = evaluated(decode, points, [joined.joined_chip], how)
-        prompts = evaluated(prefill, Points({"seq": prompt}), [joined.joined_chip], how)
-        more = prompts["t_est"] / answer
-        ends = {
-            end: time_per_token(steps[name], more * steps[name] / steps["t_est"], batch)
-            for end, name in (("low", "t_low"), ("expected", "t_est"), ("high", "t_high"))
-        }
-        for place, number in enumerate(some.index):
-            yield {"row": number, **{end: column[place] * 1e3 for end, column in ends.items()}}
+        yield from answered(some, engine, joined.joined_chip, decode, prefill)
+
+
+def answered(
+    rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form
+) -> Iterator[dict[str, Any]]:
+    """Milliseconds per token and to the first one of rows of one engine on one chip."""
+    how = Conditions.of(rt.tools.execution_model("serving", library=engine))
+    clients = rows.batch_size.to_numpy(dtype=np.int64)
+    prompt, answer = (np.rint(rows[n] * MEAN).to_numpy(dtype=np.int64) for n in ("isl", "osl"))
+    batch = np.minimum(clients, kept_at_once(decode, chip, how, prompt, answer, engine))
+    points = Points({"batch": batch, "kv": prompt + answer // 2})
+    steps = evaluated(decode, points, [chip], how)
+    prompts = evaluated(prefill, Points({"seq": prompt}), [chip], how)
+    scheduled = [scheduling(row, engine) for row in rows.itertuples()]
+    tokens, held = (np.array(column) for column in zip(*scheduled, strict=True))
+    loop = {"rounds": ROUNDS, "spread": SPREAD, "together": np.maximum(tokens / prompt, 1),
+            "held": held}  # fmt: skip
+    found: dict[str, Any] = {"row": rows.index}
+    for end, name in (("low", "t_low"), ("expected", "t_est"), ("high", "t_high")):
+        own = prompts[name]
+        tpot, wait = closed_loop(steps[name], own, batch, answer, **loop)
+        queue = (clients / batch - 1) * (answer * tpot + wait + own)
+        found |= {f"tpot_{end}": tpot * 1e3, f"ttft_{end}": (queue + wait + own) * 1e3}
+    for values in zip(*found.values(), strict=True):
+        yield dict(zip(found, values, strict=True))
+
+
+def kept_at_once(
+    decode: Form, chip: Chip, how: Conditions, prompt: Any, answer: Any, engine: str
+) -> Any:
+    """Requests whose caches a chip has room for.
+
+    TensorRT-LLM starts a request where its whole answer has room (GUARANTEED_NO_EVICT, its default
+    policy); vLLM and SGLang start it where its prompt has, and take caches back when they run out:
+    there, caches are half grown on the average.
+    """
+    kv = prompt + (answer if engine == "trtllm" else answer // 2)
+    some, more = (
+        evaluated(decode, Points({"batch": np.full_like(kv, count), "kv": kv}), [chip], how)
+        ["peak_memory"].astype(float) for count in (8, 16)
+    )  # fmt: skip
+    each = (more - some) / 8
+    many = np.floor((chip.room(FREE) - some) / each + 8).astype(np.int64)
+    if (many < 1).any():
+        least = (some - 7 * each).max() / 1e9
+        raise RequestError(f"a request takes {least:.0f} GB of a chip: too much for {chip.name}")
+    return many
+
+
+def scheduling(row: Any, engine: str) -> tuple[int, int]:
+    """Tokens of one step, and steps for which prompts are held back, as InferenceMAX's scripts set.
+
+    Of its benchmarks/: 70b_fp8_b200_docker.sh and gptoss_fp4_h100_docker.sh (vLLM),
+    70b_fp8_h200_trt_slurm.sh, gptoss_fp4_b200_trt_slurm.sh and dsr1_fp8_b200_trt_slurm.sh (room for
+    one prompt), dsr1_fp8_b200_docker.sh and dsr1_fp4_b200_docker.sh (SGLang, which looks for
+    requests every so many steps: half as many on the average).
+    """
+    many = row.batch_size >= 16
+    if engine == "vllm":
+        return 8192, 0
+    if engine == "sglang":
+        polled = 0 if row.system == "h200_sxm" else 30 if many else 10
+        return (32768 if row.precision == "fp8" else 16384), polled // 2
+    if "Llama" in row.model_path:
+        return 16384, 20 if row.isl == row.osl == 1024 and row.tp_size < 8 else 0
+    return (20000, 0) if "gpt-oss" in row.model_path else (int(row.isl + row.batch_size + 64), 0)
+
+
+def shown(table: pd.DataFrame) -> Iterator[str]:
+    """Mean error, bias and share inside the interval, of each time."""
+    for column in TIMES.values():
+        measured = table[f"silicon_{column}_ms"]
+        error = table[f"{column}_expected"] / measured - 1
+        inside = measured.between(table[f"{column}_low"], table[f"{column}_high"])
+        yield from (f"{error.abs().mean():.1%}", f"{error.mean():+.1%}", f"{inside.mean():.0%}")
 
 
 def main() -> None:
@@ -114,24 +202,22 @@ def main() -> None:
     kept.mkdir(parents=True, exist_ok=True)
     refused: dict[str, int] = {}
     made: list[dict[str, Any]] = []
-    together = ["model_path", "precision", "tp_size", "attention_dp_size", "moe_ep_size"]
+    together = ["model_path", "precision", "tp_size", "attention_dp_size", "moe_tp_size",
+                "moe_ep_size"]  # fmt: skip
     apart = int((rows["mode"] != "agg").sum())
     for _, some in rows[rows["mode"] == "agg"].groupby(together, dropna=False):
         try:
-            made += priced(some, kept)
-        except (RequestError, KeyError, ValueError) as error:
+            made += priced(some, kept, options.folder)
+        except (RequestError, rt.types.TraceError, KeyError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             refused[reason] = refused.get(reason, 0) + len(some)
     table = rows.join(pd.DataFrame(made).set_index("row"), how="inner")
-    table["error"] = table.expected / table.silicon_tpot_ms - 1
-    table["inside"] = table.silicon_tpot_ms.between(table.low, table.high)
     by = [table.model_path.str.split("/").str[1], "system", "backend", "precision"]
-    print("| model | system | engine | precision | rows | mean error | bias | inside |")
-    print("|---|---|---|---|---:|---:|---:|---:|")
+    heads = [f"{name} {what}" for name in TIMES for what in ("error", "bias", "inside")]
+    print(f"| model | system | engine | precision | rows | {' | '.join(heads)} |")
+    print("|---|---|---|---|" + "---:|" * (1 + len(heads)))
     for keys, some in [*table.groupby(by), (("all", "", "", ""), table)]:
-        error = some.error
-        print(f"| {' | '.join(map(str, keys))} | {len(some)} | {error.abs().mean():.1%} | "
-              f"{error.mean():+.1%} | {some.inside.mean():.0%} |")  # fmt: skip
+        print(f"| {' | '.join(map(str, keys))} | {len(some)} | {' | '.join(shown(some))} |")
     print(f"\nNot priced: prefill and decode apart, {apart} rows" if apart else "")
     for reason, count in refused.items():
         print(f"Not priced: {reason}, {count} rows")

@@ -26,7 +26,7 @@ from rooftrace.reporting.commands.solving import Answer
 from rooftrace.studies.advice import GraphBreaks
 from rooftrace.studies.explaining import Explanation, decode_forms
 from rooftrace.studies.sensitivity import Elasticities
-from rooftrace.studies.solving import MeshAnswer, ScalingAnswer, workloads
+from rooftrace.studies.solving import MeshAnswer, ScalingAnswer, TrainingRun, workloads
 from rooftrace.studies.sweeps import Form, Sweep, grids
 from rooftrace.tracer.api import PathLike
 from rooftrace.weights import CheckpointDiff, ParameterDiff
@@ -53,6 +53,7 @@ def sweep_fleet(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -105,6 +106,7 @@ def profile(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -136,6 +138,7 @@ def summary(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -184,6 +187,7 @@ def compare(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -228,6 +232,7 @@ def diff(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -285,6 +290,7 @@ def estimate(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -334,6 +340,7 @@ def priced_graphs(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -366,6 +373,7 @@ def explain(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -416,6 +424,7 @@ def explore(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -462,6 +471,7 @@ def graph_breaks(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -520,6 +530,7 @@ def calibrate(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -569,6 +580,7 @@ def validate(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -626,6 +638,7 @@ def best_mesh(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -680,6 +693,7 @@ def scaling(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -709,6 +723,67 @@ def scaling(
     of chips is a multiple of the other axes.
     """
 
+def training_run(
+    target: Any,
+    *,
+    chips: int | None = ...,
+    price: float | None = ...,
+    power: float | None = ...,
+    pue: float | None = ...,
+    kept_free: float = ...,
+    progress: Callable[[str], None] | None = ...,
+    tokens: float | str | None = ...,
+    mtbf: float | str | None = ...,
+    restart: float | str | None = ...,
+    storage: float | str | None = ...,
+    save: float | str | None = ...,
+    interval: float | str | None = ...,
+    global_batch: int | None = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    plan: str = ...,
+    schedule: str | None = ...,
+    interleave: int | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    host: str | os.PathLike[str] | Host | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    library: str | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> TrainingRun:
+    """Days, chip-hours, dollars and energy of a training on so many tokens, with interruptions.
+
+    tokens: as 15e12 or "15T" (samples of other models).  mesh: its sizes; or chips: how many, of
+    which the best mesh is taken (see `best_mesh`).  price: dollar/hour of one chip.  power: watts
+    of one, with its share of the node.  pue: energy of the building over that of its computers.
+    mtbf: seconds between interruptions of all chips.  restart: seconds until training goes on.
+    storage: byte/s at which all chips write a checkpoint.  save: seconds for which one stops
+    training.  interval: seconds of training between two.  These may be texts, as "3 h".  Other
+    arguments are those of `best_mesh`.
+
+    Raises RequestError where the step does not fit the chips, or the training never ends.
+    """
+
 def largest_batch(
     model: Source,
     *args: Any,
@@ -723,6 +798,7 @@ def largest_batch(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -771,6 +847,7 @@ def report(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -831,6 +908,7 @@ def reports(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -878,6 +956,7 @@ def roofline(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -993,6 +1072,7 @@ def solve(
     chips: int | Sequence[int] | None = ...,
     price: float | Mapping[str, float] | None = ...,
     power: float | Mapping[str, float] | None = ...,
+    pue: float | None = ...,
     kept_free: float = ...,
     phases: Sequence[str] | None = ...,
     batch: int | None = ...,
@@ -1004,6 +1084,7 @@ def solve(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -1036,7 +1117,8 @@ def solve(
     decode steps or `apart`.  over: values of the open size.  chip: default all with a price for
     "cheapest", else "h200-sxm".  chips: how many share each product; default as few as hold the
     limits.  execution: default "serving" for prefill and decode, else "efficient".  price, power:
-    dollar/hour and watt of one chip, for all or by name.  kept_free: share of the memory.  at:
+    dollar/hour and watt (with its share of the node) of one chip, for all or by name.  pue: energy
+    of the building over that of its computers.  kept_free: share of the memory.  at:
     the other sizes of a saved form.  chip, execution, dtype, kv_dtype: one or several.  Other
     arguments are those of `trace`.
 
@@ -1061,6 +1143,7 @@ def form(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -1101,6 +1184,7 @@ def sweep(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     optimizer: str = ...,
     assume: Mapping[str, Any] | None = ...,
@@ -1153,6 +1237,7 @@ def trace(
     checkpoint: str = ...,
     plan: str = ...,
     schedule: str | None = ...,
+    interleave: int | None = ...,
     microbatches: int | None = ...,
     trust_remote_code: bool = ...,
     cached: Any = ...,

@@ -38,6 +38,7 @@ SIZES = (
     "checkpoint",
     "plan",
     "schedule",
+    "interleave",
     "microbatches",
 )
 """Fields of a Request that are sizes."""
@@ -231,7 +232,7 @@ class Job:
             self._check_module()
             self.refuse(("trust_remote_code", "settings"), "the module is built already")
             self.refuse(
-                ("mesh", "checkpoint", "plan", "schedule", "microbatches"),
+                ("mesh", "checkpoint", "plan", "schedule", "interleave", "microbatches"),
                 "the module is built already; shard it inside "
                 "`with rooftrace.tools.fake_mesh({...}) as mesh:` and trace it there, or name a "
                 "function build(mesh)",
@@ -273,8 +274,6 @@ class Job:
         self.check_phases(tuple(graphs))
         if not any(value.role == "kv" for graph in graphs.values() for value in graph.values):
             self.refuse(("kv_dtype",), f"no cache is kept in {', '.join(graphs)}")
-        if all(graph.mesh.get("tp", 1) < 2 for graph in graphs.values()):
-            self.refuse(("plan",), "it is for tensor parallelism; expected an axis tp in --mesh")
 
     def check_call(self) -> None:
         """Raise RequestError for arguments that the module's forward cannot be called with."""

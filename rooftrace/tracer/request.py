@@ -37,13 +37,15 @@ class Request:
     # Which activations of a Hugging Face model training makes again: see `names.CHECKPOINTS`.
     checkpoint: str = "none"
     plan: str = PLANS[0]  # of tensor parallelism of a Hugging Face model
-    # The order of a pipeline's work (see pipelines.SCHEDULES), and how many microbatches it has.
+    # The order of a pipeline's work (see schedules.SCHEDULES), how many stages each process has,
+    # and how many microbatches there are.
     schedule: str | None = None
+    interleave: int | None = None
     microbatches: int | None = None
     trust_remote_code: bool = False  # a Hugging Face repository may run its own code
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq", "kv", "microbatches"):
+        for name in ("batch", "seq", "kv", "interleave", "microbatches"):
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _size(name, value))
@@ -99,7 +101,7 @@ class Request:
                     f"--mesh {axis}={size}: expected a whole number of at least 1 for each axis, "
                     "for example dp=4,tp=8"
                 )
-        for name in ("schedule", "microbatches"):
+        for name in ("schedule", "interleave", "microbatches"):
             value = getattr(self, name)
             if value is not None and self.mesh.get("pp", 1) < 2:
                 raise RequestError(
@@ -111,6 +113,10 @@ class Request:
                 raise RequestError(
                     f"--{name} {value}: expected one of {', '.join(words)}{hint(value, words)}"
                 )
+        if self.plan != PLANS[0] and self.mesh.get("tp", 1) < 2:
+            raise RequestError(
+                f"--plan {self.plan}: it is for tensor parallelism; expected an axis tp in --mesh"
+            )
 
 
 LARGEST = (1 << 63) - 1

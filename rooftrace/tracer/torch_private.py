@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     import torch.distributed.fsdp._fully_shard._fsdp_param_group
     import torch.distributed.tensor._op_schema
     import torch.distributed.tensor._sharding_prop
+    import torch.distributed.tensor.debug
     import torch.fx._symbolic_trace
     import torch.nested._internal.nested_tensor
     import torch.nested._internal.sdpa
@@ -201,6 +202,7 @@ if TYPE_CHECKING:
     get_default_group: Any = torch.distributed.distributed_c10d._get_default_group
     rank_not_in_group: Any = torch.distributed.distributed_c10d._rank_not_in_group
     resolve_process_group: Any = torch.distributed.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    clear_sharding_prop_cache: Any = torch.distributed.tensor.debug._clear_sharding_prop_cache
 
     # -- CUDA and profiles
     DeviceType = torch._C._autograd.DeviceType  # of an event of a profile
@@ -222,7 +224,7 @@ _VARIABLES = frozenset({"current_level", "is_fx_tracing_flag", "stance"})
 """Values that torch sets while it runs: read anew each time."""
 _OPTIONAL = frozenset(
     {
-        *("bytes_to_dataclass", "cuda_sleep", "grouped_mm"),
+        *("bytes_to_dataclass", "clear_sharding_prop_cache", "cuda_sleep", "grouped_mm"),
         *("is_fx_symbolic_tracing", "is_fx_tracing_flag"),
     }
 )

@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from rooftrace.costmodels.timing import StageCost, live_microbatches, pipelined, walk_table
+from rooftrace.costmodels.timing.pipelines import moments
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import load_system
 from rooftrace.tracer.sharding import SCHEDULES, Action, stages_of, table_of
@@ -37,10 +38,20 @@ def test_equal_stages_take_microbatches_plus_stages_less_one(size, schedule):
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "looped-bfs"])
-def test_interleaving_divides_the_bubble(schedule, ranks, microbatches):
+@pytest.mark.parametrize("each", [2, 3, 7])
+def test_interleaving_divides_the_bubble(schedule, ranks, microbatches, each):
     """Narayanan et al. 2021: with v stages a process, v M + P - 1 stage times."""
-    walked = walk_table(table_of(schedule, ranks, microbatches), seconds)
-    assert walked.seconds == (2 * microbatches + ranks - 1) * (FORWARD + BACKWARD)
+    walked = walk_table(table_of(schedule, ranks, microbatches, each), seconds)
+    assert walked.seconds == (each * microbatches + ranks - 1) * (FORWARD + BACKWARD)
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(2, 2), (4, 3), (8, 2)])
+def test_interleaving_keeps_more_microbatches(ranks, each):
+    """The first process holds L (1 + (P - 1) / (P v)) layers of one microbatch each, of L in all
+    (Korthikanti et al. 2022, section 4.2.3); a stage has L / (P v) of them."""
+    walked = walk_table(table_of("interleaved-1f1b", ranks, 4 * ranks, each), seconds)
+    most = max(sum(alive.values()) for rank, alive in moments(walked) if rank == 0)
+    assert most == ranks * each + ranks - 1
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (8, 16)])
@@ -120,17 +131,20 @@ def test_a_table_in_which_all_wait_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "microbatches", "text"),
+    ("schedule", "microbatches", "each", "text"),
     [
-        ("1f1bb", 4, 8, "did you mean"),
-        ("1f1b", 4, 3, "at least 4"),
-        ("interleaved-1f1b", 4, 9, "--microbatches 9"),
-        ("gpipe", 4, 0, "at least 1"),
+        ("1f1bb", 8, None, "did you mean"),
+        ("1f1b", 3, None, "at least 4"),
+        ("interleaved-1f1b", 9, None, "--microbatches 9"),
+        ("gpipe", 0, None, "at least 1"),
+        ("1f1b", 8, 2, "--interleave 2 with --schedule 1f1b: expected 1"),
+        ("zbv", 8, 3, "--interleave 3 with --schedule zbv: expected 2"),
+        ("looped-bfs", 8, 1, "--interleave 1 .* at least 2"),
     ],
 )
-def test_what_a_schedule_refuses(schedule, ranks, microbatches, text):
+def test_what_a_schedule_refuses(schedule, microbatches, each, text):
     with pytest.raises(RequestError, match=text):
-        table_of(schedule, ranks, microbatches)
+        table_of(schedule, 4, microbatches, each)
 
 
 def test_peaks_hold_what_is_alive():

@@ -69,6 +69,7 @@ def spread_graph(
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(settings.pop("model_type"), **settings)
         )
-        huggingface.distribute(model.eval(), mesh, trains=False)
+        trains = phase == "training"
+        huggingface.distribute(model.train(trains), mesh, trains=trains)
         ids = torch.zeros(batch, seq, dtype=torch.long)
         return rt.trace(model, ids, phase=phase, **how)

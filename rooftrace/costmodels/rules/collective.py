@@ -92,7 +92,10 @@ def all_gather(op: OpView) -> Cost:
 
 @builtin(*torch_ops("all_to_all", "gather"), family="communication")
 def all_to_all(op: OpView) -> Cost:
-    """(n - 1) / n of the input is for others.  Over all devices this also holds for a gather."""
+    """(n - 1) / n of the input is for others.  Over all devices this also holds for a gather.
+    A step around a ring sends all of it to the next device."""
+    if sum(map(bool, op.attribute("input_split_sizes") or ())) == 1 and group_size(op) != 1:
+        return sum((over_link(t, t.nbytes) for t in _sources(op)), _moved(op))
     return _sent(op, _sources(op)) + _moved(op)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rooftrace.costmodels.estimates import Estimate, Row
 from rooftrace.costmodels.timing.collectives import collective_seconds
 from rooftrace.hardware.systems import System
-from rooftrace.tracer.sharding import SCHEDULES, Action, table_of
+from rooftrace.tracer.sharding import Action, table_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Pipe:
             int(facts["handed"]),
             chip.system or System.of_chip(chip),
             apart,
+            len(stages) // mesh["pp"],
         )
         return Pipe(stages[0].phase, made, stages)
 
@@ -350,15 +351,17 @@ def pipelined(
     handed: int,
     system: System,
     apart: int = 1,
+    interleave: int = 1,
 ) -> Pipelined:
     """The pipeline of these stages, by their number.
 
     handed: bytes of one microbatch that a stage hands to the next.  apart: how far the ranks of
-    neighbouring processes are from each other.  Raises RequestError for a schedule that there is
-    not, or that refuses so many microbatches.
+    neighbouring processes are from each other.  interleave: stages of each process.  Raises
+    RequestError for a schedule that there is not, or that refuses so many of these or of
+    microbatches.
     """
-    ranks = len(stages) // SCHEDULES[schedule][1]
-    table = table_of(schedule, ranks, microbatches)
+    ranks = len(stages) // interleave
+    table = table_of(schedule, ranks, microbatches, interleave)
     transfer = 0.0
     if ranks > 1:
         transfer = collective_seconds(system, "send", handed, (0, apart)).seconds

@@ -18,7 +18,13 @@ from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.pricing import PLAIN, PricingOptions, check_groups
 from rooftrace.reporting.commands.requests import StepRequest, in_precisions
-from rooftrace.reporting.commands.sweeps import decoding_first, form_of, known_form, level_values
+from rooftrace.reporting.commands.sweeps import (
+    decoding_first,
+    form_of,
+    known_form,
+    lengths_in,
+    level_values,
+)
 from rooftrace.studies.explaining import Explanation, critical_of, decode_forms, explained, steps
 from rooftrace.studies.forms import Conditions
 from rooftrace.studies.sweeps import Form
@@ -287,7 +293,7 @@ def _explained_form(job: Job, sizes: Mapping[str, int], with_sweep: bool) -> For
         if with_sweep and "seq" in sizes:
             low = min(LEAST_SEQ, spans["seq"].start)
             spans["seq"] = range(low, spans["seq"].stop)
-        return spans
+        return {name: lengths_in(job, name, span) for name, span in spans.items()}
 
     try:
         return form_of(job, levels(2))

@@ -55,8 +55,8 @@ class Workload:
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
         help="Shard the step over processes, for example dp=32,tp=8.  A Hugging Face model takes "
-        "dp, dp_replicate, tp, ep and pp (see --plan); code shards itself in a function "
-        "build(mesh).",
+        "dp, dp_replicate, cp, tp, ep, etp and pp (see --plan); code shards itself in a "
+        "function build(mesh).",
         metavar="AXIS=N,...", read=options.mesh,
     )  # fmt: skip
     checkpoint: str = option(
@@ -71,7 +71,13 @@ class Workload:
         words=PLANS,
     )
     schedule: str | None = option(
-        help=f"Schedule of a pipeline (--mesh pp=...): {', '.join(SCHEDULES)}.  Default: 1f1b."
+        help=f"Schedule of a pipeline (--mesh pp=...): {', '.join(SCHEDULES)}.  Default: 1f1b, or "
+        "interleaved-1f1b with --interleave."
+    )
+    interleave: int | None = option(
+        help="Stages of each process of a pipeline, the virtual pipeline size of Megatron-LM.  "
+        "Default: those of --schedule, 1 or 2.",
+        kind=int,
     )
     microbatches: int | None = option(
         help="Microbatches of a pipeline step, of --batch each.  Default: 2 for each stage.",

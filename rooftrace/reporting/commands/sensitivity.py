@@ -21,7 +21,7 @@ from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.explaining import first_graph, sizes_of
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
 from rooftrace.reporting.commands.requests import StepRequest
-from rooftrace.reporting.commands.sweeps import form_of, known_form, level_values
+from rooftrace.reporting.commands.sweeps import form_of, known_form, lengths_in, level_values
 from rooftrace.studies.advice import NamedNumbers, UnknownNumberError
 from rooftrace.studies.forms import Conditions
 from rooftrace.studies.sensitivity import Elasticities, elasticities
@@ -431,15 +431,15 @@ def _around(job: Job, sizes: Mapping[str, int]) -> Form:
 
     for most in (2, 1):
         try:
-            return form_of(job, {name: _levels(name, size, most) for name, size in sizes.items()})
+            return form_of(job, {n: _levels(job, n, size, most) for n, size in sizes.items()})
         except (RequestError, TraceError):
             continue
     return form_of(job, {name: (size,) for name, size in sizes.items()})
 
 
-def _levels(name: str, size: int, most: int) -> Sequence[int]:
+def _levels(job: Job, name: str, size: int, most: int) -> Sequence[int]:
     if not name.startswith("config.") or size <= _FEW:
-        return range(max(1, size // 2), most * size + 1)
+        return lengths_in(job, name, range(max(1, size // 2), most * size + 1))
     eighths = (4, 5, 6, 7, 8, *((10, 12, 16) if most > 1 else ()))
     return tuple(size * part // 8 for part in eighths if size * part % 8 == 0)
 

@@ -156,8 +156,9 @@ def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Level
     """The values of a size; default ones without those that are too long for the model."""
     from rooftrace.tracer import TraceError
 
-    if values is not USUAL.get(name) or name == "batch":
+    if not isinstance(values, range) or values is not USUAL.get(name) or name == "batch":
         return values
+    values = lengths_in(sized.job, name, values)
     low = {other: min(levels[other]) for other in levels}
 
     def taken(length: int) -> bool:
@@ -169,11 +170,19 @@ def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Level
 
     if taken(values[-1]):
         return values
-    good, bad = values[0], values[-1]
+    good, bad = 0, len(values) - 1
     while bad - good > 1:
         middle = (good + bad) // 2
-        good, bad = (middle, bad) if taken(middle) else (good, middle)
-    return range(values[0], good + 1)
+        good, bad = (middle, bad) if taken(values[middle]) else (good, middle)
+    return values[: good + 1]
+
+
+def lengths_in(job: Job, name: str, values: range) -> range:
+    """The values of a size; of a sequence those that its processes share in two chunks each."""
+    chunks = 2 * job.request.mesh.get("cp", 1)
+    if name != "seq" or chunks == 2 or job.is_code:
+        return values
+    return range(-(-values.start // chunks) * chunks, values.stop, chunks)
 
 
 # -- levels ----------------------------------------------------------------------------------------

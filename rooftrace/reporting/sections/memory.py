@@ -161,7 +161,8 @@ def _on_screen(results: Results) -> view.Table:
     chip = results.chips[0]
     capacity = chip.memory_capacity.value
     sizes = {phase: words.alive(need) for phase, need in results.memory.items()}
-    kinds = [kind for kind in next(iter(sizes.values())) if any(s[kind] for s in sizes.values())]
+    listed = max(sizes.values(), key=len)  # no phase, or all, may gather weights
+    kinds = [kind for kind in listed if any(size.get(kind) for size in sizes.values())]
     columns = [
         view.Column("phase", units.TEXT, "memory"),
         *(view.Column(kind, units.CAPACITY, SHORT.get(kind, kind), drop=2) for kind in kinds),

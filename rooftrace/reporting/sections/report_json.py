@@ -37,7 +37,7 @@ from rooftrace.studies.advice import Guidance
 
 SCHEMA = "rooftrace.report/1"
 ABOUT = {
-    "$id": "https://rooftrace.dev/report.schema.json",
+    "$id": "urn:rooftrace:report:1",
     "title": "rooftrace report",
     "description": "What the steps of a model cost. FLOP, byte, second and FLOP/byte, as numbers; "
     "null is: not modelled or not known.",

@@ -43,8 +43,8 @@ _WIDEST = 120
 """Letters of a line of code that are shown."""
 _FAULT = (
     "It was raised in or below what stands for the device here.  If the script runs on a real one, "
-    "this is a fault of rooftrace, or something that it does not do: please report it, with what "
-    "--traceback prints."
+    "this is a fault of rooftrace, or something that it does not do: keep the script, `pip freeze` "
+    "and what --traceback prints, for its maintainers."
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -72,8 +73,8 @@ class Configuration:
 
     @property
     def power(self) -> float | None:
-        """Watts of one chip; None if unknown."""
-        return None if self.chip.power is None else self.chip.power.value
+        """Watts of one chip, see `Chip.drawn`; None if unknown."""
+        return None if self.chip.drawn is None else self.chip.drawn.value
 
 
 Number = TypeVar("Number", float, Array)
@@ -155,7 +156,7 @@ class Deployment(Plain, Speeds[float]):
 
     @property
     def joules(self) -> float | None:
-        """Joules per token or sample with the chips at their full power: at most that many."""
+        """Joules per token or sample at the full power of `Chip.drawn`: at most that many."""
         power = self.configuration.power
         return None if power is None else power / self.per_chip
 
@@ -167,14 +168,37 @@ class Deployment(Plain, Speeds[float]):
         return estimate(case.conditions.plan(case.form.graph(**sizes)), self.configuration.chip)
 
 
-def time_per_token(step: Any, prefill: Any, batch: Any) -> Any:
-    """Seconds between two tokens of a request that decodes in a batch of so many.
+def closed_loop(
+    step: Any, prefill: Any, batch: Any, tokens: Any, *,
+    rounds: int | None = None, spread: float = 0.0, together: Any = 1.0, held: Any = 0,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Seconds per output token, and seconds that a request waits beside its own prefill.
 
-    step: of the batch.  prefill: seconds of a prefill over the tokens of an answer.  While a
-    request decodes, each other one in flight ends and is followed by one with a prompt, which the
-    batch waits for.  Its own prefill is part of the time to the first token.
+    So many clients (batch) each send a request once the one before is answered with so many tokens.
+    step: seconds of a decode step of the batch.  prefill: of a prompt, by which it delays the step
+    that it joins.  rounds: requests that each client sends, the first ones all at once; None: the
+    steady state, where prompts come evenly.  spread: standard deviation of lengths of answers over
+    their mean.  together: prompts that one step takes.  held: steps for which an engine holds
+    prompts back, so that more of them share a step.
+
+    A prompt joins the step after the next, as engines schedule a step while the one before runs.
+    Answers that began together end together: after g of them, two end in the same step with the
+    density with which two normal variables of standard deviation spread sqrt(g) coincide.  The last
+    round has no next one, whose prompts would delay it.
     """
-    return step + (batch - 1) * prefill
+    even = (batch - 1) / tokens  # prompts of others for each step
+    past = range(1, rounds or 1)
+    density = sum(1 / (2 * spread * math.sqrt(math.pi * g)) for g in past) / max(len(past), 1)
+    share = 1 / rounds if rounds else 0.0  # of the requests of one round
+    crowd = even * max(1.0, density)
+    others = (1 + held) * crowd  # prompts that join the same step
+    seen = even * (1 - share / 2) - np.where(held, others / tokens, 0)
+    tpot = step + seen * prefill
+    kept = held * (1 + crowd * held / 2) / (1 + crowd * held)  # the later wait shorter
+    steady = tpot + (1 + kept) * step + others * prefill
+    many = np.minimum(batch, together)
+    burst = (batch / many + 1) / 2 * step + ((batch + many) / 2 - 1) * prefill
+    return tpot, (1 - share) * steady + share * burst
 
 
 # -- candidates ------------------------------------------------------------------------------------
@@ -203,6 +227,7 @@ class Line(Speeds[Array]):
     low: Array
     high: Array
     ttft: Array  # nan without requests
+    waits: int  # steps in the time to the first token
     memory: Array  # of one chip
     regime: Array
 
@@ -228,7 +253,9 @@ class Line(Speeds[Array]):
         steps: seconds of a step in place of the expected ones; the rest follows.
         """
         more = 0.0 if steps is None else steps - self.step
-        taken = {name: (getattr(self, name) + more) / value for name, value in limits}
+        counts = {"ttft": self.waits}
+        taken = {name: (getattr(self, name) + counts.get(name, 1) * more) / value
+                 for name, value in limits}  # fmt: skip
         return {**taken, "memory": self.memory / self.capacity}
 
     def holds(self, limits: Limits, steps: Array | None = None) -> Array:
@@ -340,9 +367,10 @@ class Candidates:
                 batch = part["items"].astype(float)
                 prefill = mix.mean(seconds) / mix.outputs  # seconds for each output token
                 rate = 1 / (step / batch + prefill)
-                tpot = step if self.service.apart else time_per_token(step, prefill, batch)
-                longest = float(np.max(seconds))
-                ttft = np.full(count, longest) + (0.0 if self.service.apart else step)
+                tpot, wait = closed_loop(step, mix.mean(seconds), batch, mix.outputs)
+                if self.service.apart:
+                    tpot, wait = step, np.zeros(count)
+                ttft = wait + float(np.max(seconds))
                 if not self.service.apart:
                     memory = np.maximum(memory, float(np.max(peaks)) + part["kv_memory"])
             yield Line(
@@ -351,8 +379,8 @@ class Candidates:
                 ),
                 name=self.name, at=self.at, sizes=sizes,
                 step=step, low=part["t_low"], high=part["t_high"], sent=part["t_exposed"],
-                tpot=tpot, ttft=ttft, memory=memory, rate=rate * split.replicas,
-                regime=part["regime"],
+                tpot=tpot, ttft=ttft, waits=0 if self.service.apart else 2, memory=memory,
+                rate=rate * split.replicas, regime=part["regime"],
             )  # fmt: skip
 
     def _prefills(

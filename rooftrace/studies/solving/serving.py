@@ -221,7 +221,8 @@ class Search:
 
     def breaks(self, line: Line, place: int) -> tuple[str, ...]:
         """The limits that the next larger size misses."""
-        after = self.candidates.again(line, [int(line.sizes[place]) + 1])
+        next_by = self.every.step if isinstance(self.every, range) else 1
+        after = self.candidates.again(line, [int(line.sizes[place]) + next_by])
         taken = after.over(self.limits)
         return tuple(name for name, column in taken.items() if float(column[0]) > 1)
 

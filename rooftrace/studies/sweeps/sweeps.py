@@ -227,39 +227,61 @@ class Sweep(Shown):
         Between two levels with the same limiter nothing is looked for.  Where nothing between two
         levels can be traced or is proven, the change stands at the second.
         """
-        name = self._size(size)
-        changes = []
+        name, c = self._size(size), self.columns
+        changes: list[LimiterChange] = []
         for number, case in enumerate(self.cases):
-            for chip, line in self.lines(number, name):
-                changes += list(self._crossings_on(case, chip, name, line))
+            order, first = self._ordered(number, name)
+            here = np.flatnonzero((np.diff(c["regime"][order]) != 0) & ~first[1:])
+            low, high = order[here], order[here + 1]
+            for chip in np.unique(c["chip"][low]):
+                on = c["chip"][low] == chip
+                spans = {"row": low[on], "low": c[name][low[on]], "size": c[name][high[on]]}
+                spans |= {"before": c["regime"][low[on]], "after": c["regime"][high[on]]}
+                spans |= {"span": np.flatnonzero(on), "t_est": c["t_est"][high[on]]}
+                changes += self._changes(case, int(chip), name, spans)
         return changes
 
-    def _crossings_on(
-        self, case: SweepCase, chip: int, name: str, line: Array
-    ) -> Iterator[LimiterChange]:
-        sizes, regimes = self.columns[name][line], self.columns["regime"][line]
-        at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
-        for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
-            low, high = int(sizes[place]), int(sizes[place + 1])
-            for size, before, after, seconds in self._changes(case, chip, name, at, low, high):
-                where = case.labels, self.chips[chip].name, at, name, size
-                yield LimiterChange(*where, REGIMES[before], REGIMES[after], seconds)
-
     def _changes(
-        self, case: SweepCase, chip: int, name: str, at: Mapping[str, int], low: int, high: int
-    ) -> Iterator[tuple[int, int, int, float]]:
-        """The changes of the limiter between two sizes, from wide spans to single steps."""
-        inside = min(high - low - 1, _INSIDE)
-        tried = np.unique(np.linspace(low, high, inside + 2).astype(np.int64))
-        tried, table = self._along(case, chip, name, at, tried)
-        regimes, ends = table["regime"], len(tried) == 2
-        for place in np.flatnonzero(regimes[1:] != regimes[:-1]):
-            first, then = int(tried[place]), int(tried[place + 1])
-            if then - first == 1 or ends:
-                seconds = float(table["t_est"][place + 1])
-                yield then, int(regimes[place]), int(regimes[place + 1]), seconds
-            else:
-                yield from self._changes(case, chip, name, at, first, then)
+        self, case: SweepCase, chip: int, name: str, spans: Columns
+    ) -> Iterator[LimiterChange]:
+        """The changes within spans of a size, from "low" to "size", in their order."""
+        parts = list(self._narrowed(case, chip, name, spans))
+        told = {key: np.concatenate([part[key] for part in parts]) for key in spans}
+        labels, others = case.labels, [n for n in self.names if n != name]
+        for place in np.lexsort((told["size"], told["span"])):
+            at = {n: int(self.columns[n][told["row"][place]]) for n in others}
+            where = labels, self.chips[chip].name, at, name, int(told["size"][place])
+            before, after = (REGIMES[told[key][place]] for key in ("before", "after"))
+            yield LimiterChange(*where, before, after, float(told["t_est"][place]))
+
+    def _narrowed(self, case: SweepCase, chip: int, name: str, spans: Columns) -> Iterator[Columns]:
+        """Single steps of spans in which the limiter changes, looked for in all spans at once."""
+        far = spans["size"] - spans["low"] > 1
+        yield _some(spans, ~far)
+        wide = _some(spans, far)
+        if not (count := len(wide["row"])):
+            return
+        gaps = (wide["size"] - wide["low"])[:, None]
+        sizes = wide["low"][:, None] + gaps * np.arange(_INSIDE + 2) // (_INSIDE + 1)
+        new = np.diff(sizes, prepend=-1) > 0
+        span, tried = np.nonzero(new)[0], sizes[new]
+        try:
+            kept, table = self._along(case, chip, name, wide["row"][span], tried, ends=count == 1)
+        except (ValueError, RuntimeError):  # of one span: the others are exact all the same
+            if count == 1:
+                raise
+            for place in range(count):
+                yield from self._narrowed(case, chip, name, _some(wide, [place]))
+            return
+        span, tried, regimes = span[kept], tried[kept], table["regime"]
+        here = np.flatnonzero((np.diff(regimes) != 0) & (np.diff(span) == 0))
+        narrower = {"row": wide["row"][span[here]], "span": wide["span"][span[here]]}
+        narrower |= {"low": tried[here], "size": tried[here + 1], "t_est": table["t_est"][here + 1]}
+        narrower |= {"before": regimes[here], "after": regimes[here + 1]}
+        if len(kept) == 2:  # nothing in between can be traced
+            yield narrower
+        else:
+            yield from self._narrowed(case, chip, name, narrower)
 
     def cliffs(self, size: str | None = None, least: float = LEAST) -> list[Cliff]:
         """Sizes (default: the first) at which one more costs much more than its neighbours do.
@@ -276,8 +298,9 @@ class Sweep(Shown):
                 first, last = int(sizes.min()), int(sizes.max())
                 every = np.arange(first, min(last, first + _WIDEST) + 1)
                 at = {n: int(self.columns[n][line[0]]) for n in self.names if n != name}
-                every, table = self._along(case, chip, name, at, every)
-                seconds = table["t_est"]
+                rows = np.full(len(every), line[0])
+                kept, table = self._along(case, chip, name, rows, every, ends=True)
+                every, seconds = every[kept], table["t_est"]
                 steep = _beyond_trend(seconds) > least
                 for place in np.flatnonzero(steep & (np.diff(every) == 1)):
                     where = case.labels, self.chips[chip].name, at, name, int(every[place])
@@ -285,33 +308,39 @@ class Sweep(Shown):
         return sorted(cliffs, key=lambda cliff: -cliff.jump)
 
     def _along(
-        self, case: SweepCase, chip: int, name: str, at: Mapping[str, int], sizes: Array
+        self, case: SweepCase, chip: int, name: str, rows: Array, sizes: Array, *, ends: bool
     ) -> tuple[Array, Columns]:
-        """Sizes and the table of one case along them: of those that are proven or can be traced.
+        """Places of sizes, and the table of one case there; the other sizes are those of rows.
 
-        The first and the last size always stand in the sweep.
+        ends: where not all can be traced, those that are proven, and the first and the last, which
+        stand in the sweep; else raises as `evaluated` does.
         """
-        columns = {n: sizes if n == name else np.full(len(sizes), at[n]) for n in case.form.names}
-        points, chips = Points(columns), [self.chips[chip]]
+        points = Points({n: sizes if n == name else self.columns[n][rows] for n in case.form.names})
+        chips = [self.chips[chip]]
         try:
-            return sizes, evaluated(case.form, points, chips, case.conditions)
+            return np.arange(len(sizes)), evaluated(case.form, points, chips, case.conditions)
         except (ValueError, RuntimeError):  # the source takes no such size, or there are too many
+            if not ends:
+                raise
             proven = case.form.proven(points)
             proven[[0, -1]] = True
             some = np.flatnonzero(proven)
-            return sizes[some], evaluated(case.form, points.where(some), chips, case.conditions)
+            return some, evaluated(case.form, points.where(some), chips, case.conditions)
 
     def lines(self, case: int, name: str) -> Iterator[tuple[int, Array]]:
         """A chip's place and lines by rising size, for each chip and combination of other sizes."""
-        here = np.flatnonzero(self.columns["case"] == case)
-        others = [self.columns[n][here] for n in self.names if n != name]
-        order = np.lexsort((self.columns[name][here], *others[::-1], self.columns["chip"][here]))
-        ordered = here[order]
-        keys = np.stack([self.columns["chip"][ordered], *(o[order] for o in others)])
-        breaks = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
-        for line in np.split(ordered, breaks):
+        order, first = self._ordered(case, name)
+        for line in np.split(order, np.flatnonzero(first)[1:]):
             if len(line) > 1:
                 yield int(self.columns["chip"][line[0]]), line
+
+    def _ordered(self, case: int, name: str) -> tuple[Array, Array]:
+        """Rows of a case by chip, other sizes and size; which are the first of their line."""
+        here = np.flatnonzero(self.columns["case"] == case)
+        keys = [self.columns[n][here] for n in ("chip", *self.names) if n != name]
+        order = np.lexsort((self.columns[name][here], *keys[::-1]))
+        same = [np.diff(key[order], prepend=key[order[:1]] - 1) == 0 for key in keys]
+        return here[order], ~np.logical_and.reduce(same)
 
     def _size(self, name: str | None) -> str:
         if name is None:
@@ -330,6 +359,10 @@ def _beyond_trend(seconds: Array) -> Array:
     after = np.concatenate([rises[1:], rises[-2:-1]])
     beyond: Array = (rises - np.maximum(np.maximum(before, after), 0)) / seconds[:-1]
     return beyond if len(rises) > 1 else rises / seconds[:-1]
+
+
+def _some(columns: Columns, where: Any) -> Columns:
+    return {name: column[where] for name, column in columns.items()}
 
 
 def _words(values: Sequence[Any], codes: Array) -> Any:

@@ -380,6 +380,48 @@ class Inputs:
         names = self.decode or {}
         return {n: first_tokens(t, length) if n in names else t for n, t in prompt.items()}
 
+    def shared(self, module: Any, count: int) -> Inputs:
+        """The inputs of one of `count` processes that share each sequence (context parallelism).
+
+        Raises RequestError for a module whose attention torch's does not take the place of, or that
+        takes more than one sequence, and for a length without two chunks for each process.
+        """
+        kind, flag = type(module).__name__, f"--mesh cp={count}"
+        length: Any = self.workload.get("seq")
+        tensors = {n: t for n, t in {**self.kwargs, **self.labels}.items() if isinstance(t, Tensor)}
+        others = tensors.keys() - {"input_ids", "inputs_embeds", "labels"}
+        if others or not all(t.dim() > 1 and t.shape[1] == length for t in tensors.values()):
+            raise RequestError(
+                f"{flag}: {kind} takes {', '.join(tensors)}; sequences are shared of models that "
+                "take input_ids [batch, sequence] alone"
+            )
+        by_torch = module.config._attn_implementation == "sdpa"
+        by_torch = by_torch and module._can_set_attn_implementation()
+        if not by_torch or not getattr(module, "supports_context_parallel", True):
+            raise RequestError(
+                f"{flag}: attention of {kind} has windows, sinks, positions or code of its own, "
+                "which torch's context parallelism does not take; leave cp out"
+            )
+        if length % (2 * count):
+            raise RequestError(
+                f"{flag}: --seq {length}: each process has two chunks of a sequence, one from its "
+                f"front and its mirror image; expected a multiple of {2 * count}"
+            )
+
+        def part(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 2:
+                return first_tokens(tensor, length // count)
+            size = tensor.shape[0], length // count, *tensor.shape[2:]
+            return tensor.new_empty(size, requires_grad=tensor.requires_grad)
+
+        pieces = {name: with_tensors(getattr(self, name), part) for name in ("kwargs", "labels")}
+        text = (
+            f"context parallelism as torch's: {count} processes share each sequence; keys and "
+            "values of all are gathered, their gradients go around a ring"
+        )
+        assumptions = (*self.assumptions, ("plan", text))
+        return replace(self, find_labels=None, assumptions=assumptions, **pieces)
+
     def filled(self, fill: Callable[[Tensor], Tensor]) -> Inputs:
         """The inputs with the result of `fill` in place of each tensor."""
         names = ("args", "kwargs", "labels", "decode", "cached", "cached_kwargs")

@@ -416,8 +416,8 @@ def _explained(error: Exception, recorder: Recorder, name: str, root: str) -> Tr
         )
     else:
         lines.append(
-            "If the module runs on real tensors of these shapes, this is a bug of rooftrace: "
-            "please report it. Otherwise pass inputs that it accepts (in code, or with --input "
-            "NAME=SHAPE:DTYPE)."
+            "If the module runs on real tensors of these shapes, this is a bug of rooftrace: keep "
+            "the module, `pip freeze` and what --traceback prints.  Otherwise pass inputs that it "
+            "accepts (in code, or with --input NAME=SHAPE:DTYPE)."
         )
     return TraceError("\n".join(line for line in lines if line))

@@ -393,6 +393,8 @@ def _behind_others(
         labels = runner.inputs.labels
         output = runner.calls.call(runner.inputs.args, runner.inputs.kwargs, labels)
         runner.run_backward(recorder, output)
+    for tensor in tensors_in((runner.inputs.args, runner.inputs.kwargs)):
+        tensor.grad = None  # each microbatch brings its own hidden states
     recorder.here.part = "forward"
     recorder.paths.counts.clear()
     recorder.storages.enter_gathered()

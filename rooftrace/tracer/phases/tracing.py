@@ -307,7 +307,14 @@ class TargetSource:
     def _spread(self, made: Loaded) -> dict[str, OpGraph]:
         """The graphs of a model that is spread over a mesh, or whose training checkpoints."""
         usual = ("forward",) if made.inputs.decode is None else ("prefill", "decode")
-        phases = self.job.phases or (*usual, "training")
+        shared = self.job.request.mesh.get("cp", 1)
+        phases = self.job.phases or (*(usual[:1] if shared > 1 else usual), "training")
+        for phase in phases:
+            if shared > 1 and phase not in ("forward", "prefill", "training"):
+                raise RequestError(
+                    f"--phase {phase} with --mesh cp={shared}: a step of one token has no sequence "
+                    "that processes could share; ask for prefill or training"
+                )
         graphs: dict[str, OpGraph] = {}
         for trains in (False, True):
             some = [phase for phase in phases if names.phase_of(phase).trains is trains]
@@ -322,7 +329,7 @@ class TargetSource:
 
     def _stages(self, made: Loaded) -> dict[str, OpGraph]:
         """The graphs of the distinct stages of a pipeline, each with one microbatch."""
-        from rooftrace.tracer.sharding import splitting, stages_of, table_of
+        from rooftrace.tracer.sharding import schedule_of, splitting, stages_of, table_of
 
         request = self.job.request
         for phase in self.job.phases or ():
@@ -331,10 +338,11 @@ class TargetSource:
                     f"--phase {phase} with --mesh pp={request.mesh['pp']}: pipelines are walked "
                     "for training; leave pp out, or ask for training"
                 )
-        ranks, schedule = request.mesh["pp"], request.schedule or "1f1b"
-        count = stages_of(schedule, ranks)
+        ranks, each = request.mesh["pp"], request.interleave
+        schedule = schedule_of(request.schedule, each)
+        count = stages_of(schedule, ranks, each)
         microbatches = request.microbatches or 2 * count
-        table_of(schedule, ranks, microbatches)  # refused before anything is traced
+        table_of(schedule, ranks, microbatches, each)  # refused before anything is traced
         graphs: dict[str, OpGraph] = {}
         for stage in splitting.split(made.module, count):
             fresh = self.loaded() if graphs else made
@@ -411,6 +419,8 @@ class TargetSource:
         job, request = self.job, self.job.request
         kept = request.checkpoint
         how = {"checkpoint": kept, "plan": request.plan}
+        if request.mesh.get("cp", 1) > 1:
+            inputs = inputs.shared(module, request.mesh["cp"])
         said = huggingface.distribute(module, request.mesh, trains=trains, **how)
         if said:
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))

@@ -183,10 +183,11 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Any, is_causal: boo
     """The kernel that CUDA takes: flash where it can, else the memory-efficient one.
 
     `sdpa_kernel` regions are kept to.  That a device or its cuDNN may prefer cuDNN's kernel is not
-    modelled.
+    modelled.  With fewer heads of keys fp32 counts as a half: the efficient kernel takes no groups.
     """
     allowed: Any = torch.backends.cuda
-    flash = query.dtype in _LOW and library.flash_takes(query, key, value, mask, is_causal)
+    halves = query.dtype in _LOW or query.shape[-3] != key.shape[-3]
+    flash = halves and library.flash_takes(query, key, value, mask, is_causal)
     if flash and allowed.flash_sdp_enabled():
         return "flash"
     if allowed.cudnn_sdp_enabled() and not allowed.mem_efficient_sdp_enabled():

@@ -73,6 +73,9 @@ def communicates(
     name, ranks = members
     peer = values.get("dst", values.get("src")) if kind in ("send", "recv") else None
     splits = values.get("input_split_sizes", values.get("input_splits")) or ()
+    told = [member for member, rows in zip(ranks, splits, strict=False) if rows]
+    if kind == "all_to_all" and len(told) == 1 < len(ranks):  # a step around a ring
+        kind, peer, splits = "send", told[0], ()
     collective = Collective(
         kind=kind,
         group=name,

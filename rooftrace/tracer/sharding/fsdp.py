@@ -19,6 +19,7 @@ from rooftrace.graph import marks
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of, replaced
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
+from rooftrace.tracer.sharding.plans import forget_meshes
 from rooftrace.tracer.values import trees
 
 # -- streams ---------------------------------------------------------------------------------------
@@ -567,6 +568,7 @@ def fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[Any]:
         running.remove(sizes)
         _devices.clear()
         axes.clear()
+        forget_meshes()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -22,11 +22,14 @@ from rooftrace.tracer.sharding.plans import (
     cut_experts,
     cut_vocabulary,
     has_experts,
+    is_tied,
 )
 
 _SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
-_KNOWN = ("pp", *_REPLICATED, *_SHARDED, "tp", "ep")
+_VIEWS = ("ep", "etp")
+"""Axes of experts: they are views of the processes of the others, and add none."""
+_KNOWN = ("pp", *_REPLICATED, *_SHARDED, "cp", "tp", *_VIEWS)
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 """Axes of transformers' mesh, outermost first."""
 
@@ -35,10 +38,11 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
     """The sizes of a mesh by transformers' names of the axes.
 
     "dp" and "fsdp" are replicas that share their weights in training; "dp_replicate" are full
-    copies of these.  "ep" is a view of the processes of the others, and adds none.  Raises
-    RequestError for another axis, and for sizes that do not divide.
+    copies of these.  "fsdp" has the processes of "cp", too.  "ep" spreads experts over the
+    processes of the others, and "etp" splits each of them, among tokens that replicas gather; 0:
+    not asked for.  Raises RequestError for another axis, and for sizes that do not divide.
     """
-    sizes = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "tp": 1, "ep": 1}
+    sizes = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1}
     for axis, size in mesh.items():
         if axis not in _KNOWN:
             raise RequestError(
@@ -47,19 +51,28 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
             )
         name = "fsdp" if axis in _SHARDED else "dp_replicate" if axis in _REPLICATED else axis
         sizes[name] *= size
+    sizes["fsdp"] *= sizes["cp"]
     inside = sizes["fsdp"] * sizes["tp"]
     if inside % sizes["ep"]:
         raise RequestError(
-            f"--mesh ep={sizes['ep']}: experts are spread over the {inside} processes of dp x tp; "
-            "expected a size that divides that"
+            f"--mesh ep={sizes['ep']}: experts are spread over the {inside} processes of dp x cp x "
+            "tp; expected a size that divides that"
+        )
+    if "etp" not in mesh:
+        sizes["etp"] = 0
+    elif sizes["ep"] * sizes["etp"] != inside:
+        raise RequestError(
+            f"--mesh etp={sizes['etp']}: experts are over the {inside} processes of dp x cp x tp; "
+            f"expected ep x etp = {inside}, found {sizes['ep']} x {sizes['etp']}"
         )
     return sizes
 
 
 def processes(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh without the axis that adds no processes."""
+    """The mesh without the axes that add no processes."""
     sizes_of(mesh)
-    return {axis: size for axis, size in mesh.items() if axis != "ep"} or {"dp": mesh.get("ep", 1)}
+    dense = {axis: size for axis, size in mesh.items() if axis not in _VIEWS}
+    return dense or {"dp": mesh.get("ep", 1)}
 
 
 def distribute(
@@ -83,13 +96,18 @@ def distribute(
         return ""
     sizes = sizes_of(mesh)
     by_engines = sizes["tp"] > 1 and plan == "engines"
-    # Processes that share their tokens cut experts as engines do.
+    gathers = sizes["etp"] > 0
+    if gathers:
+        _check_gathers(model, sizes["etp"], trains, plan)
+    # Processes that share their tokens, or gather them, cut experts as engines do.
     shared = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
-    cut = by_engines and shared and any(map(has_experts, model.modules()))
+    cut = gathers or (by_engines and shared and any(map(has_experts, model.modules())))
     loose: Any = model
     before = {name: weight.numel() for name, weight in model.named_parameters()}
+    tied = is_tied(model)
     try:
-        rules = as_engines(model, sizes["tp"], trains=trains, cut=cut) if by_engines else {}
+        how = {"trains": trains, "cut": cut, "gathers": gathers}
+        rules = as_engines(model, sizes["tp"], **how) if by_engines else {}
         config = _configuration(model, {**sizes, "ep": 1} if cut else sizes, rules, trains)
         manager = _meshes(mesh, sizes, trains)
         loose.config.distributed_config = config
@@ -97,8 +115,11 @@ def distribute(
         if by_engines and not trains:
             cut_vocabulary(model, manager.get_mesh("tp"))
         if cut:
-            cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
+            replicas = manager.get_mesh("fsdp") if gathers else None
+            cut_experts(model, manager.get_mesh("tp"), replicas, sizes["ep"])
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
+        if tied:  # as transformers does after it has loaded weights
+            loose.get_output_embeddings().weight = loose.get_input_embeddings().weight
         said = _on_whole(model, before, sizes["tp"], plan) if sizes["tp"] > 1 else ""
         if trains:
             keep_less(model, checkpoint)
@@ -112,6 +133,18 @@ def distribute(
         reason = " ".join(str(error).split())
         raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
     return said
+
+
+def _check_gathers(model: nn.Module, size: int, trains: bool, plan: str) -> None:
+    """Raise RequestError where experts cannot be split among gathered tokens."""
+    why = ""
+    if trains or plan != "engines":
+        why = "is how inference engines split experts; a training step, and --plan transformers"
+        why += ", have ep alone"
+    elif not any(map(has_experts, model.modules())):
+        why = f"splits experts, and {type(model).__name__} has none that it can split"
+    if why:
+        raise RequestError(f"--mesh etp={size}: {why}")
 
 
 _NAMED = 3
@@ -141,12 +174,14 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_
 
 @contextlib.contextmanager
 def divided(model: Any, mesh: Mapping[str, int]) -> Iterator[None]:
-    """Inside, a model that fails as its heads do not divide over the mesh says so.
+    """Inside, the attention of a model whose sequences are spread over "cp" exchanges keys and
+    values, and a model that fails as its heads do not divide over the mesh says so.
 
     Raises RequestError in place of TraceError.
     """
     try:
-        yield
+        with _ring(model, sizes_of(mesh)):
+            yield
     except TraceError as error:
         config, size = model.config.get_text_config(), sizes_of(mesh)["tp"]
         kind = type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
@@ -158,6 +193,27 @@ def divided(model: Any, mesh: Mapping[str, int]) -> Iterator[None]:
                     "expected a size that divides it"
                 ) from error
         raise
+
+
+def _ring(model: nn.Module, sizes: Mapping[str, int]) -> Any:
+    """A context in which torch's context parallelism takes the place of causal attention.
+
+    Each process has a chunk from the front of a sequence, and its mirror image.  Where attention is
+    not causal, it has one chunk.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    count = sizes["cp"]
+    if count == 1:
+        return contextlib.nullcontext()
+    shared = {**sizes, "fsdp": sizes["fsdp"] // count}
+    names = ("pp", "dp_replicate", "fsdp", "cp", "tp")
+    places = init_device_mesh("cpu", tuple(shared[n] for n in names), mesh_dim_names=names)
+    axes.update(named_groups(places["cp"], {}))
+    chunks = 1 if any(getattr(m, "is_causal", True) is False for m in model.modules()) else 2
+    sequence = torch.empty(count * chunks)  # torch balances what divides into two chunks for each
+    return context_parallel(places["cp"], buffers=[sequence], buffer_seq_dims=[0])
 
 
 def _there(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -198,8 +254,8 @@ def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> 
     from transformers.distributed.utils import TransformersDeviceMesh
 
     ours = {
-        name: next((axis for axis in mesh if axis in kinds), name)
-        for name, kinds in (("fsdp", _SHARDED), ("dp_replicate", _REPLICATED))
+        name: "+".join(axis for axis in mesh if axis in kinds and mesh[axis] > 1) or name
+        for name, kinds in (("fsdp", (*_SHARDED, "cp")), ("dp_replicate", _REPLICATED))
     }
     dense = init_device_mesh("cpu", tuple(sizes[n] for n in DENSE), mesh_dim_names=DENSE)
     others = sizes["fsdp"] * sizes["tp"] // sizes["ep"]
@@ -208,7 +264,8 @@ def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> 
         (sizes["pp"], sizes["dp_replicate"], others, sizes["ep"]),
         mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
     )
-    for view in (experts, dense) if trains or sizes["tp"] > 1 else (dense, experts):
+    dense_last = trains or sizes["tp"] > 1 or sizes["etp"] > 0
+    for view in (experts, dense) if dense_last else (dense, experts):
         axes.update(named_groups(view, ours))
     return TransformersDeviceMesh(dense, experts)
 

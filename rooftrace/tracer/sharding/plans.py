@@ -42,14 +42,15 @@ _WHOLE = "replicate"
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, str]:
+def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool) -> dict[str, str]:
     """Styles of transformers where an engine shards otherwise than its own plan, over `size`.
 
     Where keys and values have fewer heads than there are processes, each process gets one of them
     (not in training, where no engine does so): they are cut here, in place.  cut: whether
-    `cut_experts` follows.  The keys are paths of modules and parameters, with * for the number of
-    a layer.  Attention is cut in models of which transformers spreads a layer: code of others may
-    count on all heads.  Raises RequestError for heads that do not divide.
+    `cut_experts` follows; gathers: and cuts shared experts, too.  The keys are paths of modules and
+    parameters, with * for the number of a layer.  Attention is cut in models of which transformers
+    spreads a layer: code of others may count on all heads.  Raises RequestError for heads that do
+    not divide.
     """
     own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
     ready = bool(model.ep_plan) or any("*" in name for name in own)
@@ -68,6 +69,11 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
             styles |= dict.fromkeys(_cut_heads(model, block, size), _WHOLE)
         for shared in _added_to_experts(block) if cut else ():
+            if gathers:
+                names = [f"{place}.{shared}.{name}" for name in getattr(block, shared).state_dict()]
+                names += [name.rpartition(".")[0] for name in names]
+                joined |= dict.fromkeys(names, _WHOLE)  # they are cut with the experts
+                continue
             down = f"{place}.{shared}.{_DOWN}"  # whose results are added up with those of experts
             joined |= {down: "local_params", f"{down}.weight": "rowwise"}
         if block is vocabulary:
@@ -121,14 +127,20 @@ def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
 # -- vocabulary ------------------------------------------------------------------------------------
 
 
+def is_tied(model: Any) -> bool:
+    """Whether the embedding of tokens and the head have one weight."""
+    weights = [
+        getattr(part, "weight", None)
+        for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    ]
+    return weights[0] is not None and weights[0] is weights[1]
+
+
 def _vocabulary(model: Any, size: int) -> nn.Embedding | None:
-    """The embedding of tokens, where `cut_vocabulary` cuts it; None where its weight is that of
-    the head, too, or does not divide."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or embedding.num_embeddings % size:
-        return None
-    is_tied = head is not None and getattr(head, "weight", None) is embedding.weight
-    return None if is_tied else embedding
+    """The embedding of tokens, where `cut_vocabulary` cuts it; None where it does not divide."""
+    embedding = model.get_input_embeddings()
+    fits = isinstance(embedding, nn.Embedding) and not embedding.num_embeddings % size
+    return embedding if fits else None
 
 
 def cut_vocabulary(model: Any, mesh: Any) -> None:
@@ -201,20 +213,55 @@ def _added_to_experts(block: nn.Module) -> list[str]:
     ]
 
 
-def cut_experts(model: nn.Module, mesh: Any, parts: int) -> None:
-    """Leave each process of `mesh` its part of the experts of a model that does not train.
+def cut_experts(model: nn.Module, tp: Any, replicas: Any, parts: int) -> None:
+    """Leave each process its part of the experts of a model that does not train.
 
-    parts: "ep", among how many processes experts are spread; the others split each of them.  All
-    processes have the same tokens; what their experts make of them is added up, together with
-    what shared experts do, by one all-reduce.
+    parts: "ep", among how many processes experts are spread; the others split each of them.  The
+    processes of `tp` have the same tokens: what their experts make of them is added up, together
+    with what shared experts do, by one all-reduce.  replicas: processes with other tokens, which
+    they gather before a block of experts, and of whose sums each gets its own by a
+    reduce-scatter, as SGLang does with --enable-dp-attention (`prepare_mlp` of its
+    layers/communicator.py); shared experts are split as a routed one by all.  None: no such.
     """
-    rank, slices = mesh.get_local_rank(), mesh.size() // parts
-    check_divides("ep", parts, mesh.size(), "processes of tp")
+    number = 1 if replicas is None else replicas.size()
+    rank = tp.get_local_rank() + (replicas.get_local_rank() * tp.size() if number > 1 else 0)
+    slices = number * tp.size() // parts
+    check_divides("ep", parts, number * tp.size(), "processes of tp" + " x dp" * (number > 1))
     for block in list(model.modules()):
         for experts in filter(has_experts, block.children()):
             _cut(experts, rank % parts, parts, rank // parts, slices)
-            reduced = block if _added_to_experts(block) else experts
-            _reduce_results(reduced, mesh.get_group())
+            shared = _added_to_experts(block)
+            if number > 1:
+                for name in shared:
+                    _cut_shared(getattr(block, name), rank, number * tp.size())
+                _gather_tokens(block, replicas)
+            if tp.size() > 1:
+                _reduce_results(block if shared or number > 1 else experts, tp.get_group())
+
+
+def _cut_shared(block: Any, rank: int, processes: int) -> None:
+    """Keep one of so many equal parts of the channels of a shared expert."""
+    check_divides("tp", processes, block.down_proj.in_features, "channels of a shared expert")
+    for name, layer in block.named_children():
+        if isinstance(layer, nn.Linear):
+            dim = 1 if name == _DOWN else 0
+            _put(layer, "weight", layer.weight.chunk(processes, dim)[rank])
+            layer.out_features, layer.in_features = layer.weight.shape
+
+
+def _gather_tokens(block: Any, replicas: Any) -> None:
+    """Give a block the tokens of all replicas, and each of these the sums of its own."""
+    forward, many = block.forward, replicas.size()
+    ops, group = torch.ops._c10d_functional, replicas.get_group().group_name
+
+    def of_all(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered = ops.all_gather_into_tensor(hidden.contiguous(), many, group)
+        result = forward(ops.wait_tensor(gathered), *args, **kwargs)
+        first, *others = result if isinstance(result, tuple) else (result,)
+        own = ops.wait_tensor(ops.reduce_scatter_tensor(first.contiguous(), "sum", many, group))
+        return (own, *others) if isinstance(result, tuple) else own
+
+    block.forward = of_all
 
 
 def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None:
@@ -300,6 +347,13 @@ def sizes_unseen() -> Iterator[None]:
         if hasattr(schema, _FAKE):
             undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
         yield
+
+
+def forget_meshes() -> None:
+    """Let DTensor find layouts anew: it takes those of an equal mesh, whose groups are gone."""
+    loaded = torch_private.SHARDING_PROP in sys.modules
+    if loaded and torch_private.has("clear_sharding_prop_cache"):
+        torch_private.clear_sharding_prop_cache()
 
 
 def _exchanged(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:

@@ -23,7 +23,7 @@ SCHEDULES: Mapping[str, tuple[str, int]] = {
     "zbv": ("ZBVZeroBubble", 2),
     "dualpipev": ("DualPipeV", 2),
 }
-"""By name: torch's name of a schedule that plans ahead, and stages that a process has."""
+"""By name: torch's name of a schedule that plans ahead, and stages that a process usually has."""
 _KINDS = {
     "F": "forward",
     "B": "backward",
@@ -34,18 +34,39 @@ V_SHAPED = frozenset({"zbv", "dualpipev"})
 """Schedules in which the first process has the last stage, too."""
 
 
-def stages_of(schedule: str, ranks: int) -> int:
-    """How many stages a schedule has over so many processes.  Raises RequestError."""
-    return ranks * _known(schedule)[1]
+def schedule_of(schedule: str | None, interleave: int | None) -> str:
+    """The schedule that is asked for; by default 1F1B, interleaved where a process has several
+    stages."""
+    return schedule or ("1f1b" if interleave in (None, 1) else "interleaved-1f1b")
 
 
-def table_of(schedule: str, ranks: int, microbatches: int) -> dict[int, tuple[Action, ...]]:
+def stages_of(schedule: str, ranks: int, interleave: int | None = None) -> int:
+    """How many stages a schedule has over so many processes.
+
+    interleave: stages of each process; None: as many as is usual.  Raises RequestError for a
+    schedule that there is not, and for a number of stages that it cannot have.
+    """
+    planned, usual = _known(schedule)
+    each = usual if interleave is None else interleave
+    fixed = not planned or schedule in V_SHAPED
+    if each != usual if fixed else each < 2:
+        expected = f"{usual}" if fixed else "at least 2"
+        raise RequestError(
+            f"--interleave {each} with --schedule {schedule}: expected {expected}, the stages that "
+            "a process has in it"
+        )
+    return ranks * each
+
+
+def table_of(
+    schedule: str, ranks: int, microbatches: int, interleave: int | None = None
+) -> dict[int, tuple[Action, ...]]:
     """The actions of each process in order, by its rank.
 
-    Raises RequestError for a schedule that there is not, and for a number of microbatches that it
-    refuses.
+    interleave: see `stages_of`.  Raises RequestError as that does, and for a number of microbatches
+    that the schedule refuses.
     """
-    planned, each = _known(schedule)
+    planned, count = _known(schedule)[0], stages_of(schedule, ranks, interleave)
     if microbatches < 1 or ranks < 1:
         raise RequestError(
             f"--microbatches {microbatches} over {ranks} stages: expected at least 1 of each"
@@ -58,7 +79,7 @@ def table_of(schedule: str, ranks: int, microbatches: int) -> dict[int, tuple[Ac
             )
         order = _gpipe if schedule == "gpipe" else _one_by_one
         return {rank: tuple(order(rank, ranks, microbatches)) for rank in range(ranks)}
-    return _by_torch(schedule, planned, each, ranks, microbatches)
+    return _by_torch(schedule, planned, count, ranks, microbatches)
 
 
 def _known(schedule: str) -> tuple[str, int]:
@@ -102,11 +123,10 @@ class _Stub:
 
 
 def _by_torch(
-    schedule: str, planned: str, each: int, ranks: int, microbatches: int
+    schedule: str, planned: str, count: int, ranks: int, microbatches: int
 ) -> dict[int, tuple[Action, ...]]:
     from torch.distributed.pipelining import schedules
 
-    count = ranks * each
     stages = [0, count - 1] if schedule in V_SHAPED else range(0, count, ranks)
     stubs: Any = [_Stub(index, count, 0, ranks) for index in stages]
     find: Any = schedules.get_schedule_class

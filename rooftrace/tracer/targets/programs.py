@@ -35,7 +35,7 @@ def load_program(
     Raises TargetError for a file that is not read, and RequestError for sizes that it does not
     take, or whose dimensions nothing says.
     """
-    for option in ("mesh", "settings", "kv", "schedule", "microbatches"):
+    for option in ("mesh", "settings", "kv", "schedule", "interleave", "microbatches"):
         if value := getattr(request, option):
             raise RequestError(
                 f"--{option} {value}: {target} is a program, whose graph is fixed; leave it out"
