@@ -396,7 +396,8 @@ _KEPT = (
 def _policy(seen: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    if op is torch.ops.aten.mm.default:
+    # A product in fp8 is one to a policy that counts `mm`: of operands of a tensor subclass.
+    if op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
         seen[context.is_recompute] += 1
         if seen[context.is_recompute] % 2:
             return CheckpointPolicy.MUST_SAVE
