@@ -1087,6 +1087,7 @@ def solve(
     step: float | str | None = ...,
     mix: str | workloads.Mix | None = ...,
     apart: bool = ...,
+    prefill_chip: Any = ...,
     over: Any = ...,
     chips: int | Sequence[int] | None = ...,
     price: float | Mapping[str, float] | None = ...,
@@ -1134,13 +1135,13 @@ def solve(
     longer than the MLP; "chips": how many by capacity.  tpot, ttft, step: limits in seconds, or as
     "30 ms": per output token, to the first token of the longest prompt, of a step.
     mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills delay the
-    decode steps or run `apart`.  over: values of the open size.  chip: default all with a price for
-    "cheapest", else "h200-sxm".  chips: how many share each product; default as few as hold the
-    limits.  execution: default "serving" for prefill and decode, else "efficient".  price, power:
-    dollar/hour and watt (with its share of the node) of one chip, for all or by name.  pue: energy
-    of the building over that of its computers.  kept_free: share of the memory.  at:
-    the other sizes of a saved form.  chip, execution, dtype, kv_dtype: one or several.  Other
-    arguments are those of `trace`.
+    decode steps or run `apart`, on chips like these or on `prefill_chip`.  over: values of the open
+    size.  chip: default all with a price for "cheapest", else "h200-sxm".  chips: how many share
+    each product; default as few as hold the limits.  execution: default "serving" for prefill and
+    decode, else "efficient".  price, power: dollar/hour and watt (with its share of the node) of
+    one chip, for all or by name.  pue: energy of the building over that of its computers.
+    kept_free: share of the memory.  at: the other sizes of a saved form.  chip, execution, dtype,
+    kv_dtype: one or several.  Other arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
     price where dollars are asked for; and the errors of `form`.  If no candidate meets the limits,

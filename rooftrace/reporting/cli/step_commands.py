@@ -201,12 +201,12 @@ def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None
 
 _WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling", "run", "critical-batch")
 _MESHES = {"mesh": "best_mesh", "scaling": "scaling", "run": "training_run"}
-_SERVICE = ("ttft", "mix", "apart", "power", "pue")
+_SERVICE = ("ttft", "mix", "apart", "prefill_chip", "power", "pue")
 _TRAINED = ("tokens", "mtbf", "restart", "storage", "save", "interval")
 _UNUSED: Mapping[str, Sequence[str]] = {
     "mesh": (*_SERVICE, "link", "alpha", *_TRAINED),
     "scaling": (*_SERVICE, "over", "step", "tpot", "link", "alpha", "global_batch", *_TRAINED),
-    "run": ("ttft", "mix", "apart", "over", "step", "tpot", "link", "alpha"),
+    "run": ("ttft", "mix", "apart", "prefill_chip", "over", "step", "tpot", "link", "alpha"),
     "critical-batch": (
         *_SERVICE, *_TRAINED, "step", "tpot", "chips", "price", "kept_free", "phases", "batch",
         "kv", "global_batch",

@@ -109,6 +109,11 @@ class SolveArguments:
         metavar="IN:OUT[@SHARE],...",
     )
     apart: bool = option(False, help="Prefills run on separate chips.", kind=bool)
+    prefill_chip: Any = option(
+        help="Chip of prefills that run --apart, or system of such chips; default: that of the "
+        "decode steps.",
+        metavar="CHIP",
+    )
     over: Any = option(
         help="Values of the open size, for example 1..16384.  With --find mesh: of "
         "--global-batch.  With --find critical-batch: of devices, kv or batch, as "

@@ -12,6 +12,7 @@ from rooftrace.costmodels.kernels import Knobs
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
 from rooftrace.hardware.chip import Fact
+from rooftrace.hardware.systems import available_systems, load_system
 from rooftrace.reporting.commands.pricing import check_groups
 from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.sweeps import USUAL
@@ -27,7 +28,7 @@ def grounds_of(
     counts: numbers of chips that were tried, of an answer that chooses.  first: chips whose prices
     come first.
     """
-    service, chips = question.service, question.chips
+    service, chips = question.service, tuple(question.chips)
     models = ", ".join(dict.fromkeys(c.execution.name for c in question.conditions))
     yield f"execution {models}; {_knobs(question)}"
     if any(count > 1 for count in counts):
@@ -48,6 +49,10 @@ def grounds_of(
         )
         where = "on chips of their own" if service.apart else "in the decode steps"
         yield f"prefills {where}; each client sends one request once the one before is answered"
+    if service.apart:
+        yield from _pools(question)
+    if service.prefills is not None:
+        chips = (*chips, service.prefills)
     priced = [c for c in chips if c.price is not None and question.find in ("cheapest", "chips")]
     ranks = {name: rank for rank, name in reversed(list(enumerate(first)))}
     priced.sort(key=lambda c: ranks.get(c.name, len(ranks)))
@@ -62,6 +67,26 @@ def grounds_of(
         yield f"formulas proven for {line}"
     if any(regime.form.example.unrecorded for regime in form.regimes):
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
+
+
+def _pools(question: Question) -> Iterator[str]:
+    """How the pools of prefill and decode are joined."""
+    other = question.service.prefills
+    if other is not None:
+        yield f"prefills on as many {other.name} together as decode steps on {_names(question)}"
+    yield "chips of both pools in the ratio in which neither waits; dollars and joules count both"
+    for chip in question.chips:
+        rates = [candidates.out_of_node(each) for each in (chip, other or chip)]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < len(rates):
+            yield f"{chip.name}: no network is known; the time to send a cache is not counted"
+        else:
+            rate = units.format_bandwidth(min(known))
+            yield f"a cache is sent to {chip.name} at {rate}: the datasheet's, without latency"
+
+
+def _names(question: Question) -> str:
+    return ", ".join(chip.name for chip in question.chips)
 
 
 def power_words(chip: Chip) -> str:
@@ -179,13 +204,24 @@ def limits_of(
 
 
 def service_of(
-    mix: str | workloads.Mix | None, apart: bool, kept_free: float
+    mix: str | workloads.Mix | None, apart: bool, kept_free: float, prefills: Chip | None = None
 ) -> candidates.Service:
     """How requests are served."""
     if not 0 <= kept_free < 1:
         raise RequestError(f"kept_free {kept_free:g}: expected a share from 0 to below 1")
     requests = workloads.Mix.of(mix) if isinstance(mix, str) else mix
-    return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
+    return candidates.Service(mix=requests, apart=apart, prefills=prefills, kept_free=kept_free)
+
+
+def prefill_chip_of(name: Any, apart: bool) -> tuple[Chip, ...]:
+    """The chip of prefills that run on others, by its name or that of its system; () for None."""
+    if name is None:
+        return ()
+    if not apart:
+        raise RequestError(f"prefill_chip {name}: it is for prefills that run apart (--apart)")
+    if isinstance(name, str) and name in available_systems():
+        return (load_system(name).joined_chip,)
+    return (load_chip(name),)
 
 
 def with_costs(
