@@ -762,6 +762,7 @@ def training_run(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,

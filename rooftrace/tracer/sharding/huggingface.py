@@ -125,15 +125,7 @@ def distribute(
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
-            from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
-
-            if zero == 1:
-                said = f"{said}; {_SHARING}" if said else _SHARING
-                _share(model, manager, ep, config.dp_size)
-            else:
-                apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
-            if zero == 2:
-                loose.set_reshard_after_forward(False)
+            said = "; ".join(filter(None, (said, _share(model, manager, fsdp, ep, zero))))
     except RequestError:
         raise
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -299,8 +291,18 @@ _SHARING = (
 )
 
 
-def _share(model: nn.Module, manager: Any, ep: Mapping[str, str], replicas: int) -> None:
-    """Let replicas share states of the optimizer alone; of experts, those that have the same."""
+def _share(model: Any, manager: Any, fsdp: Any, ep: Mapping[str, str], zero: int) -> str:
+    """Let replicas share what a stage of ZeRO says; of experts, those that have the same.
+
+    Returns a sentence on it; "" for FSDP2.
+    """
+    if zero > 1:
+        from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+
+        apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+        if zero == 2:
+            model.set_reshard_after_forward(False)
+        return ""
     groups = {name: manager.get_mesh(name).get_group() for name in ("fsdp", "efsdp")}
     routed = [m for n, m in model.named_modules() if ep.get(n) == "ep_dispatch_experts"]
     experts = {id(weight) for module in routed for weight in module.parameters()}
@@ -310,7 +312,9 @@ def _share(model: nn.Module, manager: Any, ep: Mapping[str, str], replicas: int)
             sets["efsdp" if id(weight) in experts else "fsdp"].append(weight)
     copies = manager.get_mesh("dp_replicate").get_group()
     shares = [(groups[name], weights) for name, weights in sets.items() if weights]
+    replicas = copies.size() * groups["fsdp"].size()
     SHARES[model] = SharedStates(shares, copies if copies.size() > 1 else None, replicas)
+    return _SHARING
 
 
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:
