@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,12 @@ ZERO = (1, 2, 3)
 optimizer, as in Megatron-LM's distributed optimizer.  2: gradients, too: FSDP2 that keeps weights
 whole from forward to backward.  3: weights, too: FSDP2 as transformers' plan has it."""
 SHARDED = ("dp", "fsdp", "dp_shard")
-"""Axes of a mesh over whose replicas a Hugging Face model that trains is shared."""
+"""Axes of replicas, over which a Hugging Face model that trains is shared, and over cp."""
+
+
+def is_shared(mesh: Mapping[str, int]) -> bool:
+    """Whether a mesh has replicas that share a Hugging Face model that trains."""
+    return any(mesh.get(axis, 1) > 1 for axis in (*SHARDED, "cp"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.graph.assumptions import check_assumption
-from rooftrace.tracer.names import CHECKPOINTS, PLANS, SHARDED, ZERO
+from rooftrace.tracer.names import CHECKPOINTS, PLANS, ZERO, is_shared
 from rooftrace.tracer.recording import Release, installed_release, read_release
 
 Loss = Callable[[Any], Any]
@@ -120,8 +120,7 @@ class Request:
             )
         if self.zero not in ZERO or isinstance(self.zero, bool):
             raise RequestError(f"--zero {self.zero}: expected one of {', '.join(map(str, ZERO))}")
-        replicas = any(self.mesh.get(axis, 1) > 1 for axis in (*SHARDED, "cp"))
-        if self.zero != ZERO[-1] and not replicas:
+        if self.zero != ZERO[-1] and not is_shared(self.mesh):
             raise RequestError(
                 f"--zero {self.zero}: it is for replicas; expected an axis dp in --mesh"
             )

@@ -32,7 +32,7 @@ from rooftrace.studies.solving import (
     with_experts,
 )
 from rooftrace.studies.solving.workloads import Limits
-from rooftrace.tracer.names import phase_of
+from rooftrace.tracer.names import PLANS, ZERO, is_shared, phase_of
 from rooftrace.tracer.phases import SizedSource
 
 USUAL_AXES = ("dp", "tp")
@@ -242,6 +242,8 @@ def _estimates(
         mesh=traced or {"dp": 1},
         checkpoint=checkpoint,
         batch=request.batch if batch is None else batch,
+        plan=request.plan if mesh.get("tp", 1) > 1 else PLANS[0],
+        zero=request.zero if is_shared(mesh) else ZERO[-1],
         schedule=request.schedule if piped else None,
         interleave=request.interleave if piped else None,
         microbatches=(request.microbatches or microbatches) if piped else None,

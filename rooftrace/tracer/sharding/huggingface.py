@@ -127,8 +127,7 @@ def distribute(
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
-            shared = _share(model, manager, fsdp, ep, config.dp_size, zero)
-            said = "; ".join(filter(None, (said, shared)))
+            said = "; ".join(filter(None, (said, _share(model, manager, fsdp, ep, zero))))
     except RequestError:
         raise
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -326,10 +325,11 @@ _SHARING = (
 )
 
 
-def _share(
-    model: Any, manager: Any, fsdp: Any, ep: Mapping[str, str], replicas: int, zero: int
-) -> str:
-    """Let replicas share what `zero` says: a sentence on it where it is no plan of FSDP2."""
+def _share(model: Any, manager: Any, fsdp: Any, ep: Mapping[str, str], zero: int) -> str:
+    """Let replicas share what a stage of ZeRO says; of experts, those that have the same.
+
+    Returns a sentence on it; "" for FSDP2.
+    """
     if zero > 1:
         from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 
@@ -337,12 +337,6 @@ def _share(
         if zero == 2:
             model.set_reshard_after_forward(False)
         return ""
-    _share_states(model, manager, ep, replicas)
-    return _SHARING
-
-
-def _share_states(model: nn.Module, manager: Any, ep: Mapping[str, str], replicas: int) -> None:
-    """Let replicas share states of the optimizer alone; of experts, those that have the same."""
     groups = {name: manager.get_mesh(name).get_group() for name in ("fsdp", "efsdp")}
     routed = [m for n, m in model.named_modules() if ep.get(n) == "ep_dispatch_experts"]
     experts = {id(weight) for module in routed for weight in module.parameters()}
@@ -352,7 +346,9 @@ def _share_states(model: nn.Module, manager: Any, ep: Mapping[str, str], replica
             sets["efsdp" if id(weight) in experts else "fsdp"].append(weight)
     copies = manager.get_mesh("dp_replicate").get_group()
     shares = [(groups[name], weights) for name, weights in sets.items() if weights]
+    replicas = copies.size() * groups["fsdp"].size()
     SHARES[model] = SharedStates(shares, copies if copies.size() > 1 else None, replicas)
+    return _SHARING
 
 
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:
