@@ -76,7 +76,9 @@ def mesh_of(row: Any) -> dict[str, int]:
     A row whose parts of experts and of each expert are as many has that many processes, as its
     "id" says (tp8_ep8): the columns have their product, and rows with the same measured times have
     the sizes of the "id".  Without a size of attention, batches are of one process (c48: 6 on
-    each of 8).  Raises RequestError for more processes than heads are cut over.
+    each of 8).  TensorRT-LLM gathers the tokens of replicas on hosts of 8 chips: it sends rows to
+    experts with multi-node NVLink or DeepEP alone (AlltoallMethodType).  Raises RequestError for
+    more processes than heads are cut over.
     """
     tp, ep, of_experts = (int(row[f"{n}_size"]) for n in ("tp", "moe_ep", "moe_tp"))
     dp = row.attention_dp_size
@@ -87,7 +89,8 @@ def mesh_of(row: Any) -> dict[str, int]:
     if tp > NODE:
         raise RequestError(f"{NODE} chips or fewer share heads: more are several workers together")
     sizes = {"dp": int(dp), "tp": tp, "ep": ep}
-    return {name: size for name, size in sizes.items() if size > 1}
+    split = {"etp": int(dp) * tp // ep} if dp > 1 else {}
+    return {name: size for name, size in sizes.items() if size > 1} | split
 
 
 def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
