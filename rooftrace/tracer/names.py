@@ -23,6 +23,12 @@ CHECKPOINTS = ("none", "full", "selective")
 second matrix product, attention and what is exchanged are kept."""
 PLANS = ("engines", "transformers")
 """Whose tensor parallelism a Hugging Face model has."""
+ZERO = (1, 2, 3)
+"""Stages of ZeRO (Rajbhandari et al., arXiv:1910.02054).  1: replicas share states of the
+optimizer, as in Megatron-LM's distributed optimizer.  2: gradients, too: FSDP2 that keeps weights
+whole from forward to backward.  3: weights, too: FSDP2 as transformers' plan has it."""
+SHARDED = ("dp", "fsdp", "dp_shard")
+"""Axes of a mesh over whose replicas a Hugging Face model that trains is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

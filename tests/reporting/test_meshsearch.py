@@ -194,3 +194,62 @@ def test_questions_without_an_answer_are_refused_in_a_line(config: str) -> None:
     graph = rt.trace(config, phase="forward", seq=4)
     with pytest.raises(RequestError, match="traced anew"):
         rt.tools.best_mesh(graph, chips=2, system="dgx-h100")
+
+
+def test_a_training_is_so_many_steps_of_its_mesh(config: str) -> None:
+    asked = {"seq": 64, "system": "dgx-h100", "global_batch": 8}
+    run = rt.tools.training_run(config, mesh={"dp": 2, "tp": 2}, tokens="5M", **asked)
+    alone = rt.estimate(
+        config, phase="training", mesh={"dp": 2, "tp": 2}, seq=64, system="dgx-h100", batch=4
+    )
+    steps = 5e6 / (8 * 64)
+    assert run.undisturbed == pytest.approx(steps * alone.t_est)
+    best = rt.tools.training_run(config, chips=4, tokens=5e6, **asked)
+    assert best.row == rt.tools.best_mesh(config, chips=4, **asked).best
+    # bf16 weights, and in fp32 their copy and two moments: of 2 layers, embedding and head.
+    h, m, v = 256, 512, 512
+    parameters = 2 * (4 * h * h + 3 * h * m + 2 * h) + 2 * v * h + h
+    one = rt.tools.training_run(config, mesh={"dp": 4}, tokens=5e6, **asked)
+    assert one.row.saved == pytest.approx(parameters * 14, rel=0.01)
+
+
+def test_a_training_names_what_it_rests_on(config: str, run: Run) -> None:
+    asked = (
+        *("solve", config, "--find", "run", "--mesh", "dp=4", "--system", "dgx-h100"),
+        *("--seq", "64", "--tokens", "1T"),
+    )
+    told = " ".join(run(*asked).out.split())
+    for words in (
+        "419 unexpected interruptions in 54 days", "MegaScale", "2 TB/s", "10.2 kW / 8",
+        "2.69 dollar/hour (rent", "the optimum of Young", "--pue",
+    ):  # fmt: skip
+        assert words in told, words
+    named = json.loads(run(
+        *asked, "--mtbf", "100 h", "--save", "1 min", "--interval", "1 h", "--restart", "5 min",
+        "--price", "3", "--power", "1000", "--pue", "1.5", "--format", "json",
+    ).out)  # fmt: skip
+    assert (named["mtbf"], named["save"], named["interval"], named["restart"]) == (
+        360000.0, 60.0, 3600.0, 300.0
+    )  # fmt: skip
+    assert named["dollars"] == pytest.approx(3 * named["chip_hours"])
+    assert named["joules"] == pytest.approx(1500 * 3600 * named["chip_hours"])
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ((), "a training needs its length: --tokens 15T"),
+        (("--tokens", "many"), "tokens 'many': expected a number, for example 15T"),
+        (("--tokens", "1T", "--mtbf", "0 s"), "mtbf '0 s': expected a time"),
+        (("--tokens", "1T", "--pue", "0.9"), "pue 0.9: expected a factor of at least 1"),
+        (("--tokens", "1T", "--phase", "decode"), "phase decode with --find run"),
+        (("--tokens", "1T", "--kept-free", "0.99999"), "--find mesh says what does"),
+        (("--tokens", "1T", "--mtbf", "1 s", "--save", "1 h"), "this training never ends"),
+    ],
+)
+def test_a_training_that_cannot_be_told(
+    config: str, run: Run, more: tuple[str, ...], error: str
+) -> None:
+    ran = run("solve", config, "--find", "run", "--mesh", "dp=2", "--system", "dgx-h100", *more)
+    assert ran.code == 2
+    assert error in " ".join(ran.err.split())

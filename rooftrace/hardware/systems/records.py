@@ -138,6 +138,7 @@ class System(Shown):
     collectives: tuple[CollectiveFit, ...] = ()
     exchanges: tuple[ExchangeFit, ...] = ()
     aliases: tuple[str, ...] = field(default=())
+    power: Fact | None = None  # watt at most, of the chips of the innermost level and all with them
     bare: bool = False  # made of the links of a chip: nothing was fitted
 
     def __repr__(self) -> str:
@@ -203,7 +204,9 @@ class System(Shown):
         return next((f for f in self.exchanges if (f.mode, f.way) == (mode, way)), None)
 
     def facts(self) -> Iterator[tuple[str, Fact]]:
-        """Every fact of the levels with the name of its place."""
+        """Every fact of the node and of the levels with the name of its place."""
+        if self.power is not None:
+            yield f"power of {units.plural(self.per_node, 'chip')}", self.power
         for level in self.levels:
             yield from level.facts()
 

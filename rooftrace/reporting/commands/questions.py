@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,12 +56,28 @@ def grounds_of(
         yield f"price of {chip.name}: {chip.price.text} ({chip.price.source})"
     if len(priced) > 3:
         yield f"prices of the other {len(priced) - 3} chips: rooftrace chips show NAME"
-    if any(c.power for c in chips) and question.find == "energy":
-        yield "energy: chips at their full power, hosts and cooling apart"
+    if question.find == "energy":
+        yield from dict.fromkeys(filter(None, map(power_words, chips)))
     for line in form.where()[:3]:
         yield f"formulas proven for {line}"
     if any(regime.form.example.unrecorded for regime in form.regimes):
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
+
+
+def power_words(chip: Chip) -> str:
+    """The power of a chip that energy is counted with, and its source; "" where unknown."""
+    drawn, system = chip.drawn, chip.system
+    if drawn is None:
+        return ""
+    of = "alone, as no power of its node is given"
+    if drawn.source == "as asked for":
+        of = "and its share of the node"
+    elif system is not None and system.power is not None:
+        of = f"and its share of {system.name}"
+    cooled = "cooling of the building apart; --pue"
+    if "PUE " in drawn.note:
+        cooled = f"{drawn.note}: {drawn.value:,.4g} W"
+    return f"power of {chip.name} {of}: {drawn.text} all the time ({drawn.source}); {cooled}"
 
 
 def _joined(chip: Chip) -> str:
@@ -117,14 +134,22 @@ def settled(question: Question, form: Form) -> Question:
     return replace(question, models=tuple(pricing.executions(usual_execution(question.job))))
 
 
-def seconds_of(name: str, value: float | str | None) -> float | None:
-    """Seconds of a number, or of a text such as "30 ms".  Raises RequestError for another text."""
-    if value is None or isinstance(value, (int, float)):
-        return value
+_EXAMPLES = {
+    "second": "a time, for example 30 ms",
+    "byte/s": "a bandwidth, for example 2 TB/s",
+    "count": "a number, for example 15T",
+}
+
+
+def amount_of(name: str, value: float | str, unit: str = "second") -> float:
+    """A number above 0, or that of a text such as "30 ms".  Raises RequestError for another."""
     try:
-        return float(units.parse(value, "second"))
-    except ValueError:
-        raise RequestError(f"{name} {value!r}: expected a time, for example 30 ms") from None
+        number = units.parse(value, unit) if isinstance(value, str) else float(value)
+        if not 0 < number < math.inf:
+            raise ValueError(value)
+    except (TypeError, ValueError):
+        raise RequestError(f"{name} {value!r}: expected {_EXAMPLES[unit]}") from None
+    return number
 
 
 def over_of(over: Any, find: str) -> tuple[str, Any]:
@@ -149,9 +174,8 @@ def limits_of(
     step: float | str | None, tpot: float | str | None, ttft: float | str | None
 ) -> workloads.Limits:
     """The limits on times."""
-    return workloads.Limits(
-        step=seconds_of("step", step), tpot=seconds_of("tpot", tpot), ttft=seconds_of("ttft", ttft)
-    )
+    named = {"step": step, "tpot": tpot, "ttft": ttft}
+    return workloads.Limits(**{n: amount_of(n, v) for n, v in named.items() if v is not None})
 
 
 def service_of(
@@ -164,10 +188,27 @@ def service_of(
     return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
 
 
-def with_price_and_power(chips: Sequence[Chip], price: Any, power: Any) -> tuple[Chip, ...]:
-    """Chips with the prices and powers of a request."""
+def with_costs(
+    chips: Sequence[Chip], price: Any = None, power: Any = None, pue: float | None = None
+) -> tuple[Chip, ...]:
+    """Chips with the prices and powers of a request; those of nodes too."""
+    if pue is not None and not 1 <= pue < math.inf:
+        raise RequestError(f"pue {pue!r}: expected a factor of at least 1")
     prices, powers = numbers_of("price", price, chips), numbers_of("power", power, chips)
-    return tuple(with_numbers(each, prices, powers) for each in chips)
+    return tuple(_with_pue(with_numbers(each, prices, powers), pue) for each in chips)
+
+
+def _with_pue(chip: Chip, pue: float | None) -> Chip:
+    """The chip with the power of its node, or else its own, of the building with it."""
+    node = None if chip.system is None else chip.system.power
+    power = node or chip.power
+    if pue is None or power is None:
+        return chip
+    note = "; ".join(filter(None, (power.note, f"PUE {pue:g}")))
+    power = replace(power, value=power.value * pue, note=note)
+    if node is None:
+        return replace(chip, power=power)
+    return replace(chip, system=replace(chip.system, power=power))
 
 
 OF_ALL = ("cheapest", "chips")
@@ -205,6 +246,8 @@ def with_numbers(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, f
         if chip.name in values:
             value = values[chip.name]
             changed[name] = Fact(value, f"{value:g} {unit}", "as asked for", "measured")
+    if "power" in changed and chip.system is not None:
+        changed["system"] = replace(chip.system, power=None)
     return replace(chip, **changed) if changed else chip
 
 
@@ -214,7 +257,7 @@ def check(question: Question) -> None:
     names = ", ".join(c.name for c in question.chips)
     if find == "cheapest" and not any(c.price for c in question.chips):
         raise RequestError(f"find cheapest: no price is known of {names}; give one with price=")
-    if find == "energy" and not any(c.power for c in question.chips):
+    if find == "energy" and not any(c.drawn for c in question.chips):
         raise RequestError(f"find energy: no power is known of {names}; give one with power=")
     if limits.ttft is not None and service.mix is None:
         raise RequestError(

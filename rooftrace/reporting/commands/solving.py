@@ -55,7 +55,8 @@ def solve(
     decode steps or `apart`.  over: values of the open size.  chip: default all with a price for
     "cheapest", else "h200-sxm".  chips: how many share each product; default as few as hold the
     limits.  execution: default "serving" for prefill and decode, else "efficient".  price, power:
-    dollar/hour and watt of one chip, for all or by name.  kept_free: share of the memory.  at:
+    dollar/hour and watt (with its share of the node) of one chip, for all or by name.  pue: energy
+    of the building over that of its computers.  kept_free: share of the memory.  at:
     the other sizes of a saved form.  chip, execution, dtype, kv_dtype: one or several.  Other
     arguments are those of `trace`.
 
@@ -70,7 +71,7 @@ def solve(
     if kwargs.get("chip") is None and kwargs.get("system") is None and find in questions.OF_ALL:
         kwargs["chip"] = questions.all_chips(find)
     request = StepRequest.of(solve, source, args, kwargs, form=saved)
-    chips = questions.with_price_and_power(request.chips, arguments.price, arguments.power)
+    chips = questions.with_costs(request.chips, arguments.price, arguments.power, arguments.pue)
     question = Question(
         **{**vars(request), "chips": chips}, find=find,
         values=None if over is None else level_values(*questions.over_of(over, find)),

@@ -73,8 +73,8 @@ class Configuration:
 
     @property
     def power(self) -> float | None:
-        """Watts of one chip; None if unknown."""
-        return None if self.chip.power is None else self.chip.power.value
+        """Watts of one chip, see `Chip.drawn`; None if unknown."""
+        return None if self.chip.drawn is None else self.chip.drawn.value
 
 
 Number = TypeVar("Number", float, Array)
@@ -156,7 +156,7 @@ class Deployment(Plain, Speeds[float]):
 
     @property
     def joules(self) -> float | None:
-        """Joules per token or sample with the chips at their full power: at most that many."""
+        """Joules per token or sample at the full power of `Chip.drawn`: at most that many."""
         power = self.configuration.power
         return None if power is None else power / self.per_chip
 

@@ -386,6 +386,7 @@ class TargetSource:
         mesh = self.job.request.mesh
         # A stage whose processes share weights keeps them from one microbatch to the next.
         held = mesh.get("pp", 1) > 1 and sizes_of(mesh)["fsdp"] > 1
+        held = held or self.job.request.zero == 1  # buckets reach over layers
         if (
             trains
             and not held
@@ -418,7 +419,7 @@ class TargetSource:
 
         job, request = self.job, self.job.request
         kept = request.checkpoint
-        how = {"checkpoint": kept, "plan": request.plan}
+        how: dict[str, Any] = {"checkpoint": kept, "plan": request.plan, "zero": request.zero}
         if request.mesh.get("cp", 1) > 1:
             inputs = inputs.shared(module, request.mesh["cp"])
         said = huggingface.distribute(module, request.mesh, trains=trains, **how)

@@ -14,7 +14,7 @@ from rooftrace.errors import RequestError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer import TraceError
-from rooftrace.tracer.names import PLANS
+from rooftrace.tracer.names import PLANS, SHARDED
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
 from rooftrace.tracer.sharding.plans import (
     as_engines,
@@ -24,12 +24,12 @@ from rooftrace.tracer.sharding.plans import (
     has_experts,
     is_tied,
 )
+from rooftrace.tracer.sharding.zero import SHARES, SharedStates
 
-_SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
 _VIEWS = ("ep", "etp")
 """Axes of experts: they are views of the processes of the others, and add none."""
-_KNOWN = ("pp", *_REPLICATED, *_SHARDED, "cp", "tp", *_VIEWS)
+_KNOWN = ("pp", *_REPLICATED, *SHARDED, "cp", "tp", *_VIEWS)
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 """Axes of transformers' mesh, outermost first."""
 
@@ -49,7 +49,7 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
                 f"--mesh {axis}={size}: axes of a Hugging Face model are {', '.join(_KNOWN)}; a "
                 "function build(mesh) in file.py:build takes any"
             )
-        name = "fsdp" if axis in _SHARDED else "dp_replicate" if axis in _REPLICATED else axis
+        name = "fsdp" if axis in SHARDED else "dp_replicate" if axis in _REPLICATED else axis
         sizes[name] *= size
     sizes["fsdp"] *= sizes["cp"]
     inside = sizes["fsdp"] * sizes["tp"]
@@ -82,13 +82,14 @@ def distribute(
     trains: bool,
     checkpoint: str = "none",
     plan: str = "engines",
+    zero: int = 3,
 ) -> str:
     """Spread a model over the mesh of the running `fake_mesh`, in place.
 
-    trains: replicas share their weights (FSDP2), with gradients reduced in fp32; else each has all.
-    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`.  Returns a sentence on what tensor
-    parallelism leaves whole; "" without it.  Raises RequestError where there is no plan for this
-    model.
+    trains: replicas share what `zero` says, with gradients reduced in fp32; else each has all.
+    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`; zero: `names.ZERO`.  Returns a
+    sentence on what tensor parallelism leaves whole, or on what replicas share; "" without these.
+    Raises RequestError where there is no plan for this model.
     """
     if not mesh:
         if trains:
@@ -126,7 +127,13 @@ def distribute(
         if trains and config.dp_size > 1:
             from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 
-            apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+            if zero == 1:
+                said = f"{said}; {_SHARING}" if said else _SHARING
+                _share(model, manager, ep, config.dp_size)
+            else:
+                apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+            if zero == 2:
+                loose.set_reshard_after_forward(False)
     except RequestError:
         raise
     except (ValueError, NotImplementedError, AttributeError) as error:
@@ -255,7 +262,7 @@ def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> 
 
     ours = {
         name: "+".join(axis for axis in mesh if axis in kinds and mesh[axis] > 1) or name
-        for name, kinds in (("fsdp", (*_SHARDED, "cp")), ("dp_replicate", _REPLICATED))
+        for name, kinds in (("fsdp", (*SHARDED, "cp")), ("dp_replicate", _REPLICATED))
     }
     dense = init_device_mesh("cpu", tuple(sizes[n] for n in DENSE), mesh_dim_names=DENSE)
     others = sizes["fsdp"] * sizes["tp"] // sizes["ep"]
@@ -283,6 +290,27 @@ def _split(
         _check_experts(model, sizes["ep"], ep)
         experts, around = manager.get_mesh("ep"), manager.get_mesh("tp")
         apply_expert_parallelism(model, experts, around, ep, ep_implementation=exchange)
+
+
+_SHARING = (
+    "replicas have weights, and gradients in fp32, whole; each steps a part of every bucket, as in "
+    "Megatron-LM's distributed optimizer: gradients are reduced during backward, and weights "
+    "gathered during the next forward (in a pipeline, both once a step, beside nothing)"
+)
+
+
+def _share(model: nn.Module, manager: Any, ep: Mapping[str, str], replicas: int) -> None:
+    """Let replicas share states of the optimizer alone; of experts, those that have the same."""
+    groups = {name: manager.get_mesh(name).get_group() for name in ("fsdp", "efsdp")}
+    routed = [m for n, m in model.named_modules() if ep.get(n) == "ep_dispatch_experts"]
+    experts = {id(weight) for module in routed for weight in module.parameters()}
+    sets: dict[str, list[nn.Parameter]] = {"fsdp": [], "efsdp": []}
+    for weight in model.parameters():
+        if weight.requires_grad:
+            sets["efsdp" if id(weight) in experts else "fsdp"].append(weight)
+    copies = manager.get_mesh("dp_replicate").get_group()
+    shares = [(groups[name], weights) for name, weights in sets.items() if weights]
+    SHARES[model] = SharedStates(shares, copies if copies.size() > 1 else None, replicas)
 
 
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:

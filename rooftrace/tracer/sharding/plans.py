@@ -47,10 +47,10 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
 
     Where keys and values have fewer heads than there are processes, each process gets one of them
     (not in training, where no engine does so): they are cut here, in place.  cut: whether
-    `cut_experts` follows; gathers: and cuts shared experts, too.  The keys are paths of modules
-    and parameters, with * for the number of a layer.  Attention is cut in models of which
-    transformers spreads a layer: code of others may count on all heads.  Raises RequestError for
-    heads that do not divide.
+    `cut_experts` follows; gathers: and cuts shared experts, too.  The keys are paths of modules and
+    parameters, with * for the number of a layer.  Attention is cut in models of which transformers
+    spreads a layer: code of others may count on all heads.  Raises RequestError for heads that do
+    not divide.
     """
     own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
     ready = bool(model.ep_plan) or any("*" in name for name in own)
