@@ -46,6 +46,11 @@ ROUNDS = 10
 FREE = 0.1
 """Share of the memory that engines leave free (gpu_memory_utilization 0.9)."""
 MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+MXFP8 = {**MODELOPT, "quant_algo": "W4A8_MXFP4_FP8"}
+"""What engines make of an MXFP4 checkpoint on Blackwell: TensorRT-LLM of itself
+(ModelConfig.get_mxfp4_quant_algo), vLLM by VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8, which InferenceMAX
+sets, and fp8 caches, too."""
+HOPPER = ("h100_sxm", "h200_sxm")
 LATENTS = ["*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj"]
 """Products that NVIDIA's NVFP4 checkpoints of DeepSeek-R1 keep in bf16, beside the head."""
 NODE = 8
@@ -57,8 +62,11 @@ def config_of(row: Any, folder: Path) -> dict[str, Any]:
     name = CONFIGS[row.model_path.split("/")[1]]
     path = names.config_file(name) or folder / "configs" / name / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
-        return config
+    own = config.get("quantization_config", {})
+    if own.get("quant_method") == "mxfp4":
+        if row.system in HOPPER:
+            return config
+        return {**config, "quantization_config": {**MXFP8, "ignore": own["modules_to_not_convert"]}}
     latents = "q_lora_rank" in config
     kept = ["lm_head", *(LATENTS if latents else ())]
     if row.precision == "fp4":
@@ -109,10 +117,12 @@ def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, A
     """Predictions of rows with one checkpoint and one mesh."""
     first = rows.iloc[0]
     mesh, name = mesh_of(first), CONFIGS[first.model_path.split("/")[1]]
-    config = kept / f"{name}-{first.precision}.json"
-    config.write_text(json.dumps(config_of(first, folder)))
-    decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
     for (system, engine), some in rows.groupby(["system", "backend"]):
+        read = config_of(some.iloc[0], folder)
+        wider = "-mxfp8" * (read["quantization_config"].get("quant_algo") == MXFP8["quant_algo"])
+        config = kept / f"{name}-{first.precision}{wider}.json"
+        config.write_text(json.dumps(read))
+        decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
         joined: System = load_system(SYSTEMS[system])
         yield from answered(some, engine, joined.joined_chip, decode, prefill)
 
