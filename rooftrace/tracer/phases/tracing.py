@@ -415,14 +415,15 @@ class TargetSource:
     ) -> dict[str, OpGraph]:
         """The graphs of one process's part of this module."""
         from rooftrace.tracer.phases.running import trace_phases
-        from rooftrace.tracer.sharding import huggingface
+        from rooftrace.tracer.sharding import huggingface, splitting
 
         job, request = self.job, self.job.request
-        kept = request.checkpoint
-        how: dict[str, Any] = {"checkpoint": kept, "plan": request.plan, "zero": request.zero}
+        how: dict[str, Any] = {"checkpoint": request.checkpoint, "plan": request.plan}
+        how |= {"zero": request.zero, "makes_loss": job.options.loss is None}
         if request.mesh.get("cp", 1) > 1:
             inputs = inputs.shared(module, request.mesh["cp"])
         said = huggingface.distribute(module, request.mesh, trains=trains, **how)
+        inputs = splitting.of_process(inputs, module)
         if said:
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
         with huggingface.divided(module, request.mesh):

@@ -20,9 +20,11 @@ from rooftrace.tracer.sharding.plans import (
     as_engines,
     check_divides,
     cut_experts,
+    cut_sequences,
     cut_vocabulary,
     has_experts,
     is_tied,
+    why_sequences_stay,
 )
 from rooftrace.tracer.sharding.zero import SHARES, SharedStates
 
@@ -83,13 +85,14 @@ def distribute(
     checkpoint: str = "none",
     plan: str = "engines",
     zero: int = 3,
+    makes_loss: bool = True,
 ) -> str:
     """Spread a model over the mesh of the running `fake_mesh`, in place.
 
     trains: replicas share what `zero` says, with gradients reduced in fp32; else each has all.
-    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`; zero: `names.ZERO`.  Returns a
-    sentence on what tensor parallelism leaves whole, or on what replicas share; "" without these.
-    Raises RequestError where there is no plan for this model.
+    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`; zero: `names.ZERO`; makes_loss:
+    `cut_sequences`.  Returns a sentence on what tensor parallelism leaves whole, or on what
+    replicas share; "" without these.  Raises RequestError where there is no plan for this model.
     """
     if not mesh:
         if trains:
@@ -101,8 +104,8 @@ def distribute(
     if gathers:
         _check_gathers(model, sizes["etp"], trains, plan)
     # Processes that share their tokens, or gather them, cut experts as engines do.
-    shared = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
-    cut = gathers or (by_engines and shared and any(map(has_experts, model.modules())))
+    together = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
+    cut = gathers or (by_engines and together and any(map(has_experts, model.modules())))
     loose: Any = model
     before = {name: weight.numel() for name, weight in model.named_parameters()}
     tied = is_tied(model)
@@ -113,7 +116,11 @@ def distribute(
         manager = _meshes(mesh, sizes, trains)
         loose.config.distributed_config = config
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
-        if by_engines and not trains:
+        stays = None
+        if by_engines and trains:
+            stays = _sequences_stay(model, manager, tp, sizes, makes_loss)
+            tp = tp if stays else {}
+        elif by_engines:
             cut_vocabulary(model, manager.get_mesh("tp"))
         if cut:
             replicas = manager.get_mesh("fsdp") if gathers else None
@@ -121,25 +128,28 @@ def distribute(
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
         if tied:  # as transformers does after it has loaded weights
             loose.get_output_embeddings().weight = loose.get_input_embeddings().weight
-        said = _on_whole(model, before, sizes["tp"], plan) if sizes["tp"] > 1 else ""
+        said = _on_whole(model, before, sizes["tp"], plan, stays) if sizes["tp"] > 1 else ""
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
-            from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
-
-            if zero == 1:
-                said = f"{said}; {_SHARING}" if said else _SHARING
-                _share(model, manager, ep, config.dp_size)
-            else:
-                apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
-            if zero == 2:
-                loose.set_reshard_after_forward(False)
+            shared = _share(model, manager, fsdp, ep, config.dp_size, zero)
+            said = "; ".join(filter(None, (said, shared)))
     except RequestError:
         raise
     except (ValueError, NotImplementedError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
     return said
+
+
+def _sequences_stay(
+    model: nn.Module, manager: Any, styles: Mapping[str, str], sizes: Mapping[str, int], loss: bool
+) -> str:
+    """Cut sequences of a model that trains, with all else; else say why they stay whole."""
+    stays = why_sequences_stay(model, styles) if sizes["ep"] == 1 else "experts are on ep"
+    if not stays:
+        cut_sequences(model, manager.get_mesh("tp"), styles, makes_loss=loss)
+    return stays
 
 
 def _check_gathers(model: nn.Module, size: int, trains: bool, plan: str) -> None:
@@ -158,8 +168,13 @@ _NAMED = 3
 """Parts of a model that a sentence names."""
 
 
-def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str) -> str:
-    """A sentence on the plan, and on the largest weights that each process of "tp" has whole."""
+def _on_whole(
+    model: nn.Module, before: Mapping[str, int], size: int, plan: str, stays: str | None
+) -> str:
+    """A sentence on the plan, and on the largest weights that each process of "tp" has whole.
+
+    stays: why sequences stay whole; None where they are no part of the plan.
+    """
     whole: dict[str, int] = {}
     for name, weight in model.named_parameters():
         local: Any = weight
@@ -169,9 +184,15 @@ def _on_whole(model: nn.Module, before: Mapping[str, int], size: int, plan: str)
     largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
     parts = [f"{name} ({format_traffic(whole[name])} each)" for name in largest]
     who, other = PLANS if plan == PLANS[0] else reversed(PLANS)
+    sequences = (
+        ""
+        if stays is None
+        else ", and sequences" + (f", which stay whole ({stays})" if stays else "")
+    )
     return (
-        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])} (--plan {other} for the other "
-        f"plan); largest weights that each of {size} processes has whole: {', '.join(parts)}"
+        f"tensor parallelism as {who} shard{'s' * (who != PLANS[0])}{sequences} (--plan {other} "
+        f"for the other plan); largest weights that each of {size} processes has whole: "
+        f"{', '.join(parts)}"
     )
 
 
@@ -284,7 +305,7 @@ def _split(
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    if sizes["tp"] > 1:
+    if tp:
         apply_tensor_parallelism(model, manager.get_mesh("tp"), tp)
     if sizes["ep"] > 1 and ep:
         _check_experts(model, sizes["ep"], ep)
@@ -299,7 +320,22 @@ _SHARING = (
 )
 
 
-def _share(model: nn.Module, manager: Any, ep: Mapping[str, str], replicas: int) -> None:
+def _share(
+    model: Any, manager: Any, fsdp: Any, ep: Mapping[str, str], replicas: int, zero: int
+) -> str:
+    """Let replicas share what `zero` says: a sentence on it where it is no plan of FSDP2."""
+    if zero > 1:
+        from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+
+        apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+        if zero == 2:
+            model.set_reshard_after_forward(False)
+        return ""
+    _share_states(model, manager, ep, replicas)
+    return _SHARING
+
+
+def _share_states(model: nn.Module, manager: Any, ep: Mapping[str, str], replicas: int) -> None:
     """Let replicas share states of the optimizer alone; of experts, those that have the same."""
     groups = {name: manager.get_mesh(name).get_group() for name in ("fsdp", "efsdp")}
     routed = [m for n, m in model.named_modules() if ep.get(n) == "ep_dispatch_experts"]
