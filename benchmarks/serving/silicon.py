@@ -50,6 +50,11 @@ ROUNDS = 10
 FREE = 0.1
 """Share of the memory that engines leave free (gpu_memory_utilization 0.9)."""
 MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+MXFP8 = {**MODELOPT, "quant_algo": "W4A8_MXFP4_FP8"}
+"""What engines make of an MXFP4 checkpoint on Blackwell: TensorRT-LLM of itself
+(ModelConfig.get_mxfp4_quant_algo), vLLM by VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8, which InferenceMAX
+sets, and fp8 caches, too."""
+HOPPER = ("h100_sxm", "h200_sxm")
 LATENTS = ["*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj"]
 """Products that NVIDIA's NVFP4 checkpoints of DeepSeek-R1 keep in bf16, beside the head."""
 NODE = 8
@@ -61,8 +66,11 @@ def config_of(row: Any, folder: Path) -> dict[str, Any]:
     name = CONFIGS[row.model_path.split("/")[1]]
     path = names.config_file(name) or folder / "configs" / name / "config.json"
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("quantization_config", {}).get("quant_method") == "mxfp4":
-        return config
+    own = config.get("quantization_config", {})
+    if own.get("quant_method") == "mxfp4":
+        if row.system in HOPPER:
+            return config
+        return {**config, "quantization_config": {**MXFP8, "ignore": own["modules_to_not_convert"]}}
     latents = "q_lora_rank" in config
     kept = ["lm_head", *(LATENTS if latents else ())]
     if row.precision == "fp4":
@@ -76,8 +84,10 @@ def config_of(row: Any, folder: Path) -> dict[str, Any]:
 
 def written(row: Any, kept: Path, folder: Path) -> Path:
     """The file of a row's config."""
-    path = kept / f"{CONFIGS[row.model_path.split('/')[1]]}-{row.precision}.json"
-    path.write_text(json.dumps(config_of(row, folder)))
+    config = config_of(row, folder)
+    wider = "-mxfp8" * (config["quantization_config"].get("quant_algo") == MXFP8["quant_algo"])
+    path = kept / f"{CONFIGS[row.model_path.split('/')[1]]}-{row.precision}{wider}.json"
+    path.write_text(json.dumps(config))
     return path
 
 
@@ -87,7 +97,9 @@ def mesh_of(row: Any) -> dict[str, int]:
     A row whose parts of experts and of each expert are as many has that many processes, as its
     "id" says (tp8_ep8): the columns have their product, and rows with the same measured times have
     the sizes of the "id".  Without a size of attention, batches are of one process (c48: 6 on
-    each of 8).  Raises RequestError for more processes than heads are cut over.
+    each of 8).  TensorRT-LLM gathers the tokens of replicas on hosts of 8 chips: it sends rows to
+    experts with multi-node NVLink or DeepEP alone (AlltoallMethodType).  Raises RequestError for
+    more processes than heads are cut over.
     """
     tp, ep, of_experts = (int(row[f"{n}_size"]) for n in ("tp", "moe_ep", "moe_tp"))
     dp = row.attention_dp_size
@@ -98,7 +110,8 @@ def mesh_of(row: Any) -> dict[str, int]:
     if tp > NODE:
         raise RequestError(f"{NODE} chips or fewer share heads: more are several workers together")
     sizes = {"dp": int(dp), "tp": tp, "ep": ep}
-    return {name: size for name, size in sizes.items() if size > 1}
+    split = {"etp": int(dp) * tp // ep} if dp > 1 else {}
+    return {name: size for name, size in sizes.items() if size > 1} | split
 
 
 def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
@@ -116,9 +129,10 @@ def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
 def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Predictions of rows with one checkpoint and one mesh."""
     first = rows.iloc[0]
-    mesh, config = mesh_of(first), written(first, kept, folder)
-    decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
+    mesh = mesh_of(first)
     for (system, engine), some in rows.groupby(["system", "backend"]):
+        config = written(some.iloc[0], kept, folder)
+        decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
         joined: System = load_system(SYSTEMS[system])
         yield from answered(some, engine, joined.joined_chip, decode, prefill)
 
