@@ -141,6 +141,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--mesh": (("--mesh", "tp=2"), ("--mesh", "tp=2,pp=2"), ("--mesh", "tp")),
     "--checkpoint": (("--checkpoint", "full"),),
     "--plan": (("--plan", "transformers"),),
+    "--zero": (("--zero", "1"),),
     "--schedule": (("--schedule", "gpipe"),),
     "--interleave": (("--interleave", "2"),),
     "--microbatches": (("--microbatches", "2"),),

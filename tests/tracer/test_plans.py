@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def one_process(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, std=0.2 if weight.dim() > 1 else 1.0)
         assert name
-    ids = torch.randint(128, (2, 5))
+    ids = torch.randint(128, (PROCESSES, 2, 5))[rank // mesh.get("tp", 1)]  # of each replica
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
         huggingface.distribute(model, mesh, trains=False)
@@ -61,6 +62,43 @@ def one_process(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
     dist.destroy_process_group()
 
 
+def learnt(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The losses of three steps: gradients of all weights show in the second and the third."""
+    losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+    for _ in range(3):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        losses.append(loss.detach())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.stack(losses)
+
+
+def one_learner(rank: int, config: dict[str, Any], mesh: dict[str, int], folder: str) -> None:
+    """Compare the losses of a spread model that learns with those of the whole one."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
+    torch.manual_seed(0)
+    model = model_of(config).train()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2 if weight.dim() > 1 else 1.0)
+    ids = torch.randint(128, (2, 8))
+    whole = learnt(copy.deepcopy(model), ids)
+    said = huggingface.distribute(model, mesh, trains=True)
+    assert "and sequences (" in said
+    error = (whole - learnt(model, ids)).abs().max()
+    Path(folder, f"error-{rank}").write_text(f"{error:.3e}")
+    dist.destroy_process_group()
+
+
+LEARNING = [  # attention of heads, latent attention and experts, one vocabulary, biases and sinks
+    ({**QWEN, "model_type": "qwen2", "num_key_value_heads": 4}, {"tp": 4}),
+    (DEEPSEEK, {"tp": 4}),
+    (TIED, {"tp": 4}),
+    ({**OSS, "num_key_value_heads": 4}, {"tp": 4}),
+    ({**SHARED, "model_type": "gpt_neox"}, {"tp": 4}),
+]
 CASES = [
     (DEEPSEEK, {"tp": 4}),
     (DEEPSEEK, {"tp": 4, "ep": 2}),
@@ -72,17 +110,23 @@ CASES = [
     (OSS, {"tp": 4}),
     (OSS, {"tp": 4, "ep": 2}),
     (TIED, {"tp": 4}),
+    (DEEPSEEK, {"dp": 4, "etp": 4}),
+    (DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}),
+    (DEEPSEEK, {"dp": 2, "tp": 2, "etp": 4}),
+    (OSS, {"dp": 4, "ep": 4, "etp": 1}),
+    (OSS, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}),
 ]
 
 
 def all_cases() -> None:
     """Run all cases, on processes that are forked after imports, and print the largest errors."""
     largest = []
-    for config, mesh in CASES:
+    learners = [(one_learner, *case) for case in LEARNING]
+    for process, config, mesh in [*((one_process, *case) for case in CASES), *learners]:
         model_of(config)
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.start_processes(
-                one_process, (config, mesh, folder), PROCESSES, start_method="fork"
+                process, (config, mesh, folder), PROCESSES, start_method="fork"
             )
             errors = [Path(folder, f"error-{rank}").read_text() for rank in range(PROCESSES)]
         largest.append(max(map(float, errors)))
@@ -98,7 +142,7 @@ def test_real_processes_compute_what_the_whole_model_does() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     errors = json.loads(done.stdout.splitlines()[-1])
-    assert len(errors) == len(CASES)
+    assert len(errors) == len(CASES) + len(LEARNING)
     assert max(errors) < 1e-5
 
 
@@ -126,6 +170,34 @@ def test_heads_and_experts_are_cut_and_one_sum_ends_a_block() -> None:
     assert sums(graph)["o_proj"] == 3 and sums(graph)["mlp"] == 2 and sums(graph)["down_proj"] == 1
 
 
+def test_replicas_gather_their_tokens_for_experts_that_they_split() -> None:
+    graph = spread_graph(DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}, "decode", 2, 5)
+    shapes = weights(graph)
+    assert shapes["self_attn.o_proj.weight"] == (64, 64)  # of all heads
+    assert shapes["mlp.experts.down_proj"] == (8, 64, 16)  # half of 16; half of 32 channels
+    assert shapes["mlp.shared_experts.down_proj.weight"] == (64, 8)  # a quarter of 32 channels
+    moved = Counter((o.collective.kind, o.collective.bytes) for o in graph.ops if o.collective)
+    # Two layers: four replicas, two tokens of each, 64 numbers of four bytes.
+    assert moved == {(kind, 4 * 2 * 64 * 4): 2 for kind in ("all_gather", "reduce_scatter")}
+    chosen = {op.facts["rows_routed"] for op in graph.ops if op.name == "aten._grouped_mm"}
+    assert chosen == {4 * 2 * 4 // 2}  # four of each token; half of the experts are here
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "message"),
+    [
+        (DEEPSEEK, {"dp": 4, "etp": 2}, "dp x cp x tp; expected ep x etp = 4, found 1 x 2"),
+        ({**MIXTRAL, "model_type": "llama"}, {"dp": 4, "etp": 4}, "etp=4: splits experts, and Ll"),
+        (DEEPSEEK, {"dp": 4, "ep": 3, "etp": 1}, "ep=3: experts are spread over the 4 processes"),
+    ],
+)
+def test_a_split_of_experts_that_is_not_there_is_refused(
+    config: dict[str, Any], mesh: dict[str, int], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        spread_graph(config, mesh, "decode", 2, 5)
+
+
 def test_processes_share_key_heads_that_are_too_few() -> None:
     shapes = weights(spread_graph(QWEN, {"tp": 4}, "decode", 2, 5))
     assert shapes["self_attn.q_proj.weight"] == (16, 64)
@@ -143,9 +215,22 @@ def test_attention_that_counts_on_all_heads_stays_whole() -> None:
     assert shapes["mlp.up_proj.weight"] == (64, 64)  # 128 channels over two processes
 
 
+def test_training_cuts_sequences_and_words() -> None:
+    """Collectives of Korthikanti et al., section 4.2, and of a loss over words that are cut."""
+    graph = spread_graph({**QWEN, "num_key_value_heads": 4}, {"tp": 4}, "training", 2, 8)
+    calls = Counter(op.collective.kind for op in graph.expand().ops if op.collective)
+    # Two blocks in two layers, the embedding and the head; both in forward and in backward.
+    assert calls["all_gather"] == calls["reduce_scatter"] == 2 * (2 * 2 + 1)
+    kept = [op for op in graph.expand().ops if op.collective and op.collective.kind == "all_gather"]
+    assert {op.collective.bytes for op in kept} == {2 * 8 * 64 * 4}
+    assert weights(graph, "")["lm_head.weight"] == (32, 64)
+    with pytest.raises(RequestError, match="tp=4: 6 positions cannot be spread"):
+        spread_graph({**QWEN, "num_key_value_heads": 4}, {"tp": 4}, "training", 2, 6)
+
+
 @pytest.mark.parametrize("phase", ["decode", "training"])
 def test_one_weight_of_embedding_and_head_is_cut_for_both(phase: str) -> None:
-    graph = spread_graph(TIED, {"tp": 4}, phase, 2, 5)
+    graph = spread_graph(TIED, {"tp": 4}, phase, 2, 8)
     words = {n: s for n, s in weights(graph, "").items() if n.startswith(("model.emb", "lm_head"))}
     assert words["model.embed_tokens.weight"] == (32, 64) and "lm_head.weight" not in words
 

@@ -47,8 +47,8 @@ def grounds_of(
             f"decode steps with the mean cache of the requests, {service.mix.kv:,} tokens; "
             "memory too"
         )
-        where = "on chips of their own" if service.apart else "between the decode steps"
-        yield f"prefills one by one {where}; no queue in the time to the first token"
+        where = "on chips of their own" if service.apart else "in the decode steps"
+        yield f"prefills {where}; each client sends one request once the one before is answered"
     if service.apart:
         yield from _pools(question)
     if service.prefills is not None:

@@ -50,9 +50,9 @@ def solve(
     "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP rate and
     link at which computing would limit; "passing": the length of the cache at which attention takes
     longer than the MLP; "chips": how many by capacity.  tpot, ttft, step: limits in seconds, or as
-    "30 ms": per output token, to the first token of the longest prompt (no queue), of a step.
-    mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills run between the
-    decode steps or `apart`, on chips like these or on `prefill_chip`.  over: values of the open
+    "30 ms": per output token, to the first token of the longest prompt, of a step.
+    mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills delay the
+    decode steps or run `apart`, on chips like these or on `prefill_chip`.  over: values of the open
     size.  chip: default all with a price for "cheapest", else "h200-sxm".  chips: how many share
     each product; default as few as hold the limits.  execution: default "serving" for prefill and
     decode, else "efficient".  price, power: dollar/hour and watt (with its share of the node) of

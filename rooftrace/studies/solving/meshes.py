@@ -408,7 +408,7 @@ def meshes_of(chips: int, axes: Sequence[str], most: Mapping[str, int]) -> Itera
             yield {axis: size for axis, size in mesh.items() if size > 1} or {axes[0]: 1}
 
 
-_EXPERTS_OVER = ("dp", "fsdp", "dp_shard", "tp")
+_EXPERTS_OVER = ("dp", "fsdp", "dp_shard", "cp", "tp")
 
 
 def with_experts(mesh: Mapping[str, int], most: int) -> Iterator[dict[str, int]]:

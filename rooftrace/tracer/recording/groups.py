@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from rooftrace.graph import Collective, Group
 from rooftrace.hardware.systems.records import COLLECTIVES
 from rooftrace.tracer import torch_private
+from rooftrace.tracer.recording.overrides import original_of, replaced
 from rooftrace.tracer.values import dtype_name
 
 _WRITTEN = frozenset(("output", "outputs", "output_tensor", "output_tensors", "output_lists"))
@@ -180,3 +183,57 @@ def _ranks(group: Any) -> tuple[str, tuple[int, ...]] | None:
         return str(group.group_name), tuple(dist.get_process_group_ranks(group))
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         return str(id(group)), tuple(range(group.size()))  # not one that torch registered
+
+
+# -- how torch finds the sizes of results of sharded tensors ---------------------------------------
+
+_NAME = "_propagate_tensor_meta_non_cached"
+_FAKE = "_rebuild_tensor_from_dtensor_meta"
+_EXCHANGE = "shard_dim_alltoall"
+
+
+@contextlib.contextmanager
+def sizes_unseen() -> Iterator[None]:
+    """Inside, sizes of unsharded tensors are found outside of all modes; exchanges are a GPU's."""
+    home = sys.modules.get(torch_private.SHARDING_PROP)
+    propagator: Any = getattr(home, "ShardingPropagator", None)
+    if propagator is None or not hasattr(propagator, _NAME):
+        yield
+        return
+    original = original_of(propagator, _NAME)
+
+    def sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch_private.disable_current_modes():
+            return original(self, *args, **kwargs)
+
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(replaced(propagator, {_NAME: sizes}))
+        places: Any = sys.modules["torch.distributed.tensor.placement_types"]
+        if hasattr(places, _EXCHANGE):
+            undo.enter_context(replaced(places, {_EXCHANGE: _exchanged}))
+        schema = sys.modules[torch_private.OP_SCHEMA]
+        if hasattr(schema, _FAKE):
+            undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
+        yield
+
+
+def forget_meshes() -> None:
+    """Let DTensor find layouts anew: it takes those of an equal mesh, whose groups are gone."""
+    loaded = torch_private.SHARDING_PROP in sys.modules
+    if loaded and torch_private.has("clear_sharding_prop_cache"):
+        torch_private.clear_sharding_prop_cache()
+
+
+def _exchanged(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
+    """Shards of one dimension from those of another, as on a GPU: a mesh of the CPU gathers all."""
+    if not tensor.is_meta:
+        places: Any = sys.modules["torch.distributed.tensor.placement_types"]
+        return original_of(places, _EXCHANGE)(tensor, gather_dim, shard_dim, mesh, mesh_dim)
+    name = mesh.get_group(mesh_dim).group_name
+    return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, name)
+
+
+def _on_meta(spec: Any) -> torch.Tensor:
+    """A tensor of the size of a sharded one; its mesh may be of a device that torch lacks here."""
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from rooftrace.errors import RequestError
 from rooftrace.graph import assumptions
 from rooftrace.tracer import source
-from rooftrace.tracer.recording import library, overrides, realdata, taperecords, threads
+from rooftrace.tracer.recording import (
+    groups,
+    library,
+    overrides,
+    realdata,
+    taperecords,
+    threads,
+)
 from rooftrace.tracer.recording.autocast import followed
 from rooftrace.tracer.recording.functions import Functions, backward_kept, calls_watched, uncompiled
 from rooftrace.tracer.recording.higher_order import (
@@ -47,7 +54,7 @@ from rooftrace.tracer.recording.threads import (
     warnings_quiet,
 )
 from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin
-from rooftrace.tracer.sharding import ddp, fsdp, plans
+from rooftrace.tracer.sharding import ddp, fsdp
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
     HigherOrderOperator,
@@ -276,7 +283,7 @@ class Recorder(TorchDispatchMode, Tape):
         enter(self.functions())
         self._of_graph = enter(contextlib.ExitStack())
         self._enter_graph()
-        enter(plans.sizes_unseen())
+        enter(groups.sizes_unseen())
         enter(self._followers.followed())
 
     def _enter_graph(self) -> None:

@@ -18,8 +18,8 @@ from rooftrace.errors import RequestError
 from rooftrace.graph import marks
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import original_of, replaced
+from rooftrace.tracer.recording.groups import forget_meshes
 from rooftrace.tracer.sharding.ddp import replicas_on_meta
-from rooftrace.tracer.sharding.plans import forget_meshes
 from rooftrace.tracer.values import trees
 
 # -- streams ---------------------------------------------------------------------------------------

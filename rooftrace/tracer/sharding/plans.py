@@ -8,8 +8,6 @@ rows (Shoeybi et al., arXiv:1909.08053, section 3).
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -18,8 +16,6 @@ from torch import nn
 
 from rooftrace.errors import RequestError
 from rooftrace.graph import pattern_of
-from rooftrace.tracer import torch_private
-from rooftrace.tracer.recording import original_of, replaced
 
 _COLUMNS = (
     "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "fc_in",
@@ -32,24 +28,25 @@ _ROWS = (
 """Names of products that write the hidden states."""
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj")
 _LATENT_KEYS = "kv_a_proj_with_mqa"
-_PACKED, _DOWN = "gate_up_proj", "down_proj"
+_PACKED, DOWN = "gate_up_proj", "down_proj"
 """Weights of all experts: [experts, 2 channels, hidden] and [experts, hidden, channels], or these
 turned."""
-_WHOLE = "replicate"
+WHOLE = "replicate"
 """transformers' word for a part that every process has whole."""
 
 
 # -- rules -----------------------------------------------------------------------------------------
 
 
-def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, str]:
+def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool) -> dict[str, str]:
     """Styles of transformers where an engine shards otherwise than its own plan, over `size`.
 
     Where keys and values have fewer heads than there are processes, each process gets one of them
     (not in training, where no engine does so): they are cut here, in place.  cut: whether
-    `cut_experts` follows.  The keys are paths of modules and parameters, with * for the number of
-    a layer.  Attention is cut in models of which transformers spreads a layer: code of others may
-    count on all heads.  Raises RequestError for heads that do not divide.
+    `cut_experts` follows; gathers: and cuts shared experts, too.  The keys are paths of modules and
+    parameters, with * for the number of a layer.  Attention is cut in models of which transformers
+    spreads a layer: code of others may count on all heads.  Raises RequestError for heads that do
+    not divide.
     """
     own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
     ready = bool(model.ep_plan) or any("*" in name for name in own)
@@ -60,18 +57,23 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
         styles = dict[str, str]()
         if has_experts(block):
             if cut:
-                styles = dict.fromkeys(("", *block.state_dict()), _WHOLE)
+                styles = dict.fromkeys(("", *block.state_dict()), WHOLE)
             elif place not in own:
                 styles = dict(_rules_of_experts(block))
         elif not any(f"{place}.{name}" in own for name in children):
             styles = dict(_rules_of(block, children, trains, ready))
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
-            styles |= dict.fromkeys(_cut_heads(model, block, size), _WHOLE)
+            styles |= dict.fromkeys(_cut_heads(model, block, size), WHOLE)
         for shared in _added_to_experts(block) if cut else ():
-            down = f"{place}.{shared}.{_DOWN}"  # whose results are added up with those of experts
+            if gathers:
+                names = [f"{place}.{shared}.{name}" for name in getattr(block, shared).state_dict()]
+                names += [name.rpartition(".")[0] for name in names]
+                joined |= dict.fromkeys(names, WHOLE)  # they are cut with the experts
+                continue
+            down = f"{place}.{shared}.{DOWN}"  # whose results are added up with those of experts
             joined |= {down: "local_params", f"{down}.weight": "rowwise"}
         if block is vocabulary:
-            styles = dict.fromkeys(("", "weight"), _WHOLE)
+            styles = dict.fromkeys(("", "weight"), WHOLE)
         rules |= {f"{place}.{name}".rstrip("."): style for name, style in styles.items()}
     by_heads = [name for name in own | rules.keys() if name.endswith((".q_proj", ".q_b_proj"))]
     if by_heads:
@@ -112,7 +114,7 @@ def _rules_of(
 def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
     turned = experts.is_transposed
     yield _PACKED, "rowwise" if turned else "packed_colwise"
-    yield _DOWN, "colwise" if turned else "rowwise"
+    yield DOWN, "colwise" if turned else "rowwise"
     if hasattr(experts, f"{_PACKED}_bias"):
         yield f"{_PACKED}_bias", "rowwise"
     yield "", "moe_tp_experts"
@@ -140,23 +142,34 @@ def _vocabulary(model: Any, size: int) -> nn.Embedding | None:
 def cut_vocabulary(model: Any, mesh: Any) -> None:
     """Leave each process of `mesh` an equal part of the rows of the embedding of tokens.
 
-    It looks up its own tokens, and takes zeros for all others; an all-reduce adds them up.  For
-    steps that do not train.
+    An all-reduce adds up what they look up.  For steps that do not train.
     """
     embedding: Any = _vocabulary(model, mesh.size())
-    if embedding is None:
-        return
-    count = embedding.num_embeddings // mesh.size()
-    start, forward = mesh.get_local_rank() * count, embedding.forward
-    _put(embedding, "weight", embedding.weight[start : start + count])
+    if embedding is not None:
+        cut_words(embedding, mesh.get_local_rank(), mesh.size())
+        _reduce_results(embedding, mesh.get_group())
+
+
+def cut_words(embedding: Any, rank: int, size: int) -> None:
+    """Let an embedding look up its own words, and take zeros for all others."""
+    forward = embedding.forward
+    put_part(embedding, "weight", own_rows(embedding.weight, rank, size))
+    count, padding = len(embedding.weight), embedding.padding_idx
+    start = rank * count
 
     def of_own(tokens: torch.Tensor) -> torch.Tensor:
         others = (tokens < start) | (tokens >= start + count)
         rows: torch.Tensor = forward((tokens - start).masked_fill(others, 0))
         return rows.masked_fill(others.unsqueeze(-1), 0.0)
 
-    embedding.forward, embedding.padding_idx = of_own, None  # which gradients need alone
-    _reduce_results(embedding, mesh.get_group())
+    is_own = padding is not None and start <= padding < start + count
+    embedding.forward, embedding.padding_idx = of_own, padding - start if is_own else None
+
+
+def own_rows(weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """The rows of one process, as many for each: rows of zeros fill a vocabulary, as in engines."""
+    more = weight.new_zeros(-len(weight) % size, *weight.shape[1:])
+    return torch.cat((weight, more)).chunk(size)[rank]
 
 
 # -- heads -----------------------------------------------------------------------------------------
@@ -175,12 +188,12 @@ def _cut_heads(model: Any, attention: Any, size: int) -> list[str]:
         start = torch.distributed.get_rank() % size * heads // size * width
         layer.out_features = width
         for kind, weight in list(layer.named_parameters()):
-            _put(layer, kind, weight[start : start + width])
+            put_part(layer, kind, weight[start : start + width])
     attention.num_key_value_groups = queries // size
     return cut
 
 
-def _put(module: nn.Module, name: str, part: torch.Tensor) -> None:
+def put_part(module: nn.Module, name: str, part: torch.Tensor) -> None:
     """Put a part of a weight in its place."""
     gradient = module.get_parameter(name).requires_grad
     setattr(module, name, nn.Parameter(part.detach().clone(), requires_grad=gradient))
@@ -191,7 +204,7 @@ def _put(module: nn.Module, name: str, part: torch.Tensor) -> None:
 
 def has_experts(module: nn.Module) -> bool:
     """Whether a module has the weights of many experts, and takes tokens with their choices."""
-    weights = (getattr(module, name, None) for name in (_PACKED, _DOWN))
+    weights = (getattr(module, name, None) for name in (_PACKED, DOWN))
     packed = all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
     return packed and hasattr(module, "is_transposed")
 
@@ -203,24 +216,59 @@ def _added_to_experts(block: nn.Module) -> list[str]:
     return [
         name
         for name, child in block.named_children()
-        if isinstance(down := getattr(child, _DOWN, None), nn.Linear) and down.bias is None
+        if isinstance(down := getattr(child, DOWN, None), nn.Linear) and down.bias is None
     ]
 
 
-def cut_experts(model: nn.Module, mesh: Any, parts: int) -> None:
-    """Leave each process of `mesh` its part of the experts of a model that does not train.
+def cut_experts(model: nn.Module, tp: Any, replicas: Any, parts: int) -> None:
+    """Leave each process its part of the experts of a model that does not train.
 
-    parts: "ep", among how many processes experts are spread; the others split each of them.  All
-    processes have the same tokens; what their experts make of them is added up, together with
-    what shared experts do, by one all-reduce.
+    parts: "ep", among how many processes experts are spread; the others split each of them.  The
+    processes of `tp` have the same tokens: what their experts make of them is added up, together
+    with what shared experts do, by one all-reduce.  replicas: processes with other tokens, which
+    they gather before a block of experts, and of whose sums each gets its own by a
+    reduce-scatter, as SGLang does with --enable-dp-attention (`prepare_mlp` of its
+    layers/communicator.py); shared experts are split as a routed one by all.  None: no such.
     """
-    rank, slices = mesh.get_local_rank(), mesh.size() // parts
-    check_divides("ep", parts, mesh.size(), "processes of tp")
+    number = 1 if replicas is None else replicas.size()
+    rank = tp.get_local_rank() + (replicas.get_local_rank() * tp.size() if number > 1 else 0)
+    slices = number * tp.size() // parts
+    check_divides("ep", parts, number * tp.size(), "processes of tp" + " x dp" * (number > 1))
     for block in list(model.modules()):
         for experts in filter(has_experts, block.children()):
             _cut(experts, rank % parts, parts, rank // parts, slices)
-            reduced = block if _added_to_experts(block) else experts
-            _reduce_results(reduced, mesh.get_group())
+            shared = _added_to_experts(block)
+            if number > 1:
+                for name in shared:
+                    _cut_shared(getattr(block, name), rank, number * tp.size())
+                _gather_tokens(block, replicas)
+            if tp.size() > 1:
+                _reduce_results(block if shared or number > 1 else experts, tp.get_group())
+
+
+def _cut_shared(block: Any, rank: int, processes: int) -> None:
+    """Keep one of so many equal parts of the channels of a shared expert."""
+    check_divides("tp", processes, block.down_proj.in_features, "channels of a shared expert")
+    for name, layer in block.named_children():
+        if isinstance(layer, nn.Linear):
+            dim = 1 if name == DOWN else 0
+            put_part(layer, "weight", layer.weight.chunk(processes, dim)[rank])
+            layer.out_features, layer.in_features = layer.weight.shape
+
+
+def _gather_tokens(block: Any, replicas: Any) -> None:
+    """Give a block the tokens of all replicas, and each of these the sums of its own."""
+    forward, many = block.forward, replicas.size()
+    ops, group = torch.ops._c10d_functional, replicas.get_group().group_name
+
+    def of_all(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered = ops.all_gather_into_tensor(hidden.contiguous(), many, group)
+        result = forward(ops.wait_tensor(gathered), *args, **kwargs)
+        first, *others = result if isinstance(result, tuple) else (result,)
+        own = ops.wait_tensor(ops.reduce_scatter_tensor(first.contiguous(), "sum", many, group))
+        return (own, *others) if isinstance(result, tuple) else own
+
+    block.forward = of_all
 
 
 def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None:
@@ -240,11 +288,11 @@ def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None
             dim = part.dim() - 1 if turned or part.dim() == 2 else 1
             halves = (part,) if turned else part.chunk(2, dim)
             part = torch.cat([half.chunk(slices, dim)[number] for half in halves], dim)
-        elif name == _DOWN:
+        elif name == DOWN:
             part = part.chunk(slices, 1 if turned else 2)[number]
         elif number:  # a bias is added once
             part = torch.zeros_like(part)
-        _put(experts, name, part)
+        put_part(experts, name, part)
     if parts > 1:
         experts.num_experts = count
         experts._is_expert_parallel = True  # rows of other experts are masked
@@ -274,57 +322,3 @@ def _reduce_results(module: Any, group: Any) -> None:
         return result
 
     module.forward = reduced
-
-
-# -- how torch finds the sizes of results of sharded tensors ---------------------------------------
-
-_NAME = "_propagate_tensor_meta_non_cached"
-_FAKE = "_rebuild_tensor_from_dtensor_meta"
-_EXCHANGE = "shard_dim_alltoall"
-
-
-@contextlib.contextmanager
-def sizes_unseen() -> Iterator[None]:
-    """Inside, sizes of unsharded tensors are found outside of all modes; exchanges are a GPU's."""
-    home = sys.modules.get(torch_private.SHARDING_PROP)
-    propagator: Any = getattr(home, "ShardingPropagator", None)
-    if propagator is None or not hasattr(propagator, _NAME):
-        yield
-        return
-    original = original_of(propagator, _NAME)
-
-    def sizes(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch_private.disable_current_modes():
-            return original(self, *args, **kwargs)
-
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(propagator, {_NAME: sizes}))
-        places: Any = sys.modules["torch.distributed.tensor.placement_types"]
-        if hasattr(places, _EXCHANGE):
-            undo.enter_context(replaced(places, {_EXCHANGE: _exchanged}))
-        schema = sys.modules[torch_private.OP_SCHEMA]
-        if hasattr(schema, _FAKE):
-            undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
-        yield
-
-
-def forget_meshes() -> None:
-    """Let DTensor find layouts anew: it takes those of an equal mesh, whose groups are gone."""
-    loaded = torch_private.SHARDING_PROP in sys.modules
-    if loaded and torch_private.has("clear_sharding_prop_cache"):
-        torch_private.clear_sharding_prop_cache()
-
-
-def _exchanged(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
-    """Shards of one dimension from those of another, as on a GPU: a mesh of the CPU gathers all."""
-    if not tensor.is_meta:
-        places: Any = sys.modules["torch.distributed.tensor.placement_types"]
-        return original_of(places, _EXCHANGE)(tensor, gather_dim, shard_dim, mesh, mesh_dim)
-    name = mesh.get_group(mesh_dim).group_name
-    return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, name)
-
-
-def _on_meta(spec: Any) -> torch.Tensor:
-    """A tensor of the size of a sharded one; its mesh may be of a device that torch lacks here."""
-    meta = spec.tensor_meta
-    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")

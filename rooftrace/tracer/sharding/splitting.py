@@ -79,15 +79,15 @@ def _look(layers: nn.ModuleList, place: range) -> tuple[Any, ...]:
     )
 
 
-def _base(model: Any) -> Any:
+def base_of(model: Any) -> Any:
     """The part of a model that has the layers."""
-    prefix = getattr(model, "base_model_prefix", "")
-    return getattr(model, prefix, model) if prefix else model
+    part = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
+    return getattr(model, "model", model) if part is None else part
 
 
 def layers_of(model: Any) -> nn.ModuleList:
     """The list of layers: the longest list of modules that the base of a model has."""
-    lists = [m for m in _base(model).children() if isinstance(m, nn.ModuleList)]
+    lists = [m for m in base_of(model).children() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise RequestError(
             f"{type(model).__name__} has no list of layers to cut into stages: pass stages of your "
@@ -98,7 +98,7 @@ def layers_of(model: Any) -> nn.ModuleList:
 
 def keep(model: Any, stage: Stage) -> None:
     """Leave only one stage of a model, in place; all but the first take `inputs_embeds`."""
-    base, layers = _base(model), layers_of(model)
+    base, layers = base_of(model), layers_of(model)
     ends = [name for name, part in base.named_children() if part is not layers]
     embedding = model.get_input_embeddings()
     for number in range(len(layers)):
@@ -156,6 +156,16 @@ def inputs_of(inputs: Any, model: Any, stage: Stage) -> Any:
             *ids.shape, width, dtype=model.dtype, device="meta", requires_grad=True
         )
     return replace(inputs, kwargs=kwargs, labels=labels, find_labels=None)
+
+
+def of_process(inputs: Any, model: Any) -> Any:
+    """The inputs of a stage, whose hidden states are those of a part of the positions."""
+    hidden, parts = inputs.kwargs.get("inputs_embeds"), getattr(model, "sequence_parts", 1)
+    if hidden is None or parts == 1:
+        return inputs
+    batch, positions, width = hidden.shape
+    part = hidden.new_empty(batch, positions // parts, width).requires_grad_()
+    return replace(inputs, kwargs={**inputs.kwargs, "inputs_embeds": part})
 
 
 def with_stage(graph: OpGraph, stage: Stage, schedule: str, microbatches: int) -> OpGraph:
