@@ -11,6 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.hardware.systems import load_system
 from rooftrace.studies.solving import row_of
 from tests.reporting.conftest import Run
 
@@ -213,6 +214,23 @@ def test_a_training_is_so_many_steps_of_its_mesh(config: str) -> None:
     assert one.row.saved == pytest.approx(parameters * 14, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("system", "chips", "said"),
+    [
+        ("dgx-h100", 8, ["all_reduce, all_to_all, reduce_scatter, send measured, up to 8 ranks"]),
+        ("dgx-h100", 9, ["measured, up to", "reduce_scatter, all_to_all not measured, derived ("]),
+        ("hgx-h100-4nic", 16, ["measured, up to 8 ranks", "send measured, up to 2 ranks"]),
+        ("dgx-b300", 8, ["nvlink of dgx-b300: not measured, bandwidth alone (NVIDIA HGX"]),
+    ],
+)
+def test_each_level_of_a_system_says_whether_it_was_measured(
+    system: str, chips: int, said: list[str]
+) -> None:
+    lines = list(load_system(system).origins(chips))
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True)), lines
+
+
 def test_a_training_names_what_it_rests_on(config: str, run: Run) -> None:
     asked = (
         *("solve", config, "--find", "run", "--mesh", "dp=4", "--system", "dgx-h100"),
@@ -222,6 +240,7 @@ def test_a_training_names_what_it_rests_on(config: str, run: Run) -> None:
     for words in (
         "419 unexpected interruptions in 54 days", "MegaScale", "2 TB/s", "10.2 kW / 8",
         "2.69 dollar/hour (rent", "the optimum of Young", "--pue",
+        "send measured, up to 8 ranks",
     ):  # fmt: skip
         assert words in told, words
     named = json.loads(run(

@@ -210,6 +210,26 @@ class System(Shown):
         for level in self.levels:
             yield from level.facts()
 
+    def origins(self, chips: int) -> Iterator[str]:
+        """Whether times of exchanges were measured, for each level that so many chips use."""
+        for number, level in enumerate(self.levels):
+            if number and chips <= self.size_of(number - 1):
+                return
+            parts = []
+            for measured in (True, False):
+                fits = [fit for fit in self.collectives if fit.level == level.name]
+                fits = [fit for fit in fits if (fit.kind == "measured") == measured]
+                if not fits:
+                    continue
+                ops = ", ".join(dict.fromkeys(fit.op for fit in fits))
+                most = max(fit.ranks for fit in fits)
+                sources = ", ".join(dict.fromkeys(fit.source for fit in fits))
+                derived = f"not measured, derived ({sources})"
+                how = f"measured, up to {most} ranks" if measured else derived
+                parts.append(f"{ops} {how}")
+            alone = f"not measured, bandwidth alone ({level.bandwidth.source})"
+            yield f"{level.name} of {self.name}: {'; '.join(parts) or alone}"
+
     @property
     def joined_chip(self) -> Chip:
         """The chip of the system, which knows how it is joined to the others."""

@@ -324,6 +324,7 @@ def _grounds(question: MeshQuestion, rows: Sequence[MeshRow]) -> Iterator[str]:
         if row.copies:
             more = ", ".join(f"{chips:,}" for chips in row.copies)
             yield f"{mesh_words(row.mesh)}, batch {row.batch}: as fast in copies, on {more} chips"
+    yield from question.system.origins(max(row.chips for row in rows))
     beyond = dict.fromkeys(text for row in rows for text in row.beyond.split("; ") if row.beyond)
     if beyond:
         yield f"outside of measurements: {'; '.join(beyond)}"
