@@ -18,14 +18,12 @@ from rooftrace.tracer.names import PLANS, SHARDED
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
 from rooftrace.tracer.sharding.plans import (
     as_engines,
-    check_divides,
-    cut_experts,
     cut_sequences,
     cut_vocabulary,
-    has_experts,
     is_tied,
     why_sequences_stay,
 )
+from rooftrace.tracer.sharding.splitting import check_divides, cut_experts, has_experts
 from rooftrace.tracer.sharding.zero import SHARES, SharedStates
 
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
@@ -101,11 +99,7 @@ def distribute(
     sizes = sizes_of(mesh)
     by_engines = sizes["tp"] > 1 and plan == "engines"
     gathers = sizes["etp"] > 0
-    if gathers:
-        _check_gathers(model, sizes["etp"], trains, plan)
-    # Processes that share their tokens, or gather them, cut experts as engines do.
-    together = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
-    cut = gathers or (by_engines and together and any(map(has_experts, model.modules())))
+    cut = _cuts_experts(model, sizes, trains, plan)
     loose: Any = model
     before = {name: weight.numel() for name, weight in model.named_parameters()}
     tied = is_tied(model)
@@ -152,16 +146,23 @@ def _sequences_stay(
     return stays
 
 
-def _check_gathers(model: nn.Module, size: int, trains: bool, plan: str) -> None:
-    """Raise RequestError where experts cannot be split among gathered tokens."""
-    why = ""
+def _cuts_experts(model: nn.Module, sizes: Mapping[str, int], trains: bool, plan: str) -> bool:
+    """Whether processes that share their tokens, or gather them, cut experts as engines do.
+
+    Raises RequestError where experts cannot be split among gathered tokens.
+    """
+    here, why = any(map(has_experts, model.modules())), ""
+    if not sizes["etp"]:
+        together = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
+        return sizes["tp"] > 1 and plan == "engines" and together and here
     if trains or plan != "engines":
         why = "is how inference engines split experts; a training step, and --plan transformers"
         why += ", have ep alone"
-    elif not any(map(has_experts, model.modules())):
+    elif not here:
         why = f"splits experts, and {type(model).__name__} has none that it can split"
     if why:
-        raise RequestError(f"--mesh etp={size}: {why}")
+        raise RequestError(f"--mesh etp={sizes['etp']}: {why}")
+    return True
 
 
 _NAMED = 3

@@ -17,7 +17,17 @@ from torch import nn
 
 from rooftrace.errors import RequestError
 from rooftrace.graph import pattern_of
-from rooftrace.tracer.sharding.splitting import base_of, layers_of
+from rooftrace.tracer.sharding.splitting import (
+    DOWN,
+    PACKED,
+    added_to_experts,
+    base_of,
+    check_divides,
+    has_experts,
+    layers_of,
+    put,
+    reduce_results,
+)
 
 _COLUMNS = (
     "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "fc_in",
@@ -30,9 +40,6 @@ _ROWS = (
 """Names of products that write the hidden states."""
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj")
 _LATENT_KEYS = "kv_a_proj_with_mqa"
-_PACKED, _DOWN = "gate_up_proj", "down_proj"
-"""Weights of all experts: [experts, 2 channels, hidden] and [experts, hidden, channels], or these
-turned."""
 _WHOLE = "replicate"
 """transformers' word for a part that every process has whole."""
 
@@ -66,13 +73,13 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
             styles = dict(_rules_of(block, children, trains, ready))
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
             styles |= dict.fromkeys(_cut_heads(model, block, size), _WHOLE)
-        for shared in _added_to_experts(block) if cut else ():
+        for shared in added_to_experts(block) if cut else ():
             if gathers:
                 names = [f"{place}.{shared}.{name}" for name in getattr(block, shared).state_dict()]
                 names += [name.rpartition(".")[0] for name in names]
                 joined |= dict.fromkeys(names, _WHOLE)  # they are cut with the experts
                 continue
-            down = f"{place}.{shared}.{_DOWN}"  # whose results are added up with those of experts
+            down = f"{place}.{shared}.{DOWN}"  # whose results are added up with those of experts
             joined |= {down: "local_params", f"{down}.weight": "rowwise"}
         if block is vocabulary:
             styles = dict.fromkeys(("", "weight"), _WHOLE)
@@ -82,16 +89,6 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
         heads = model.config.get_text_config().num_attention_heads
         check_divides("tp", size, heads, "attention heads")
     return rules | joined
-
-
-def check_divides(axis: str, processes: int, number: int, what: str) -> None:
-    """Raise RequestError where so many things cannot be spread evenly over an axis of a mesh."""
-    if number % processes:
-        fitting = [str(size) for size in range(2, number + 1) if not number % size]
-        raise RequestError(
-            f"--mesh {axis}={processes}: {number:,} {what} cannot be spread evenly over it; sizes "
-            f"that divide them are {', '.join(fitting)} (copies are not modelled)"
-        )
 
 
 def _rules_of(
@@ -115,10 +112,10 @@ def _rules_of(
 
 def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
     turned = experts.is_transposed
-    yield _PACKED, "rowwise" if turned else "packed_colwise"
-    yield _DOWN, "colwise" if turned else "rowwise"
-    if hasattr(experts, f"{_PACKED}_bias"):
-        yield f"{_PACKED}_bias", "rowwise"
+    yield PACKED, "rowwise" if turned else "packed_colwise"
+    yield DOWN, "colwise" if turned else "rowwise"
+    if hasattr(experts, f"{PACKED}_bias"):
+        yield f"{PACKED}_bias", "rowwise"
     yield "", "moe_tp_experts"
 
 
@@ -149,13 +146,13 @@ def cut_vocabulary(model: Any, mesh: Any) -> None:
     embedding: Any = _vocabulary(model, mesh.size())
     if embedding is not None:
         _cut_words(embedding, mesh.get_local_rank(), mesh.size())
-        _reduce_results(embedding, mesh.get_group())
+        reduce_results(embedding, mesh.get_group())
 
 
 def _cut_words(embedding: Any, rank: int, size: int) -> None:
     """Let an embedding look up its own words, and take zeros for all others."""
     forward = embedding.forward
-    _put(embedding, "weight", _own_rows(embedding.weight, rank, size))
+    put(embedding, "weight", _own_rows(embedding.weight, rank, size))
     count, padding = len(embedding.weight), embedding.padding_idx
     start = rank * count
 
@@ -190,140 +187,9 @@ def _cut_heads(model: Any, attention: Any, size: int) -> list[str]:
         start = torch.distributed.get_rank() % size * heads // size * width
         layer.out_features = width
         for kind, weight in list(layer.named_parameters()):
-            _put(layer, kind, weight[start : start + width])
+            put(layer, kind, weight[start : start + width])
     attention.num_key_value_groups = queries // size
     return cut
-
-
-def _put(module: nn.Module, name: str, part: torch.Tensor) -> None:
-    """Put a part of a weight in its place."""
-    gradient = module.get_parameter(name).requires_grad
-    setattr(module, name, nn.Parameter(part.detach().clone(), requires_grad=gradient))
-
-
-# -- experts ---------------------------------------------------------------------------------------
-
-
-def has_experts(module: nn.Module) -> bool:
-    """Whether a module has the weights of many experts, and takes tokens with their choices."""
-    weights = (getattr(module, name, None) for name in (_PACKED, _DOWN))
-    packed = all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
-    return packed and hasattr(module, "is_transposed")
-
-
-def _added_to_experts(block: nn.Module) -> list[str]:
-    """The children of a block whose results are added to those of its experts."""
-    if not any(has_experts(child) for child in block.children()):
-        return []
-    return [
-        name
-        for name, child in block.named_children()
-        if isinstance(down := getattr(child, _DOWN, None), nn.Linear) and down.bias is None
-    ]
-
-
-def cut_experts(model: nn.Module, tp: Any, replicas: Any, parts: int) -> None:
-    """Leave each process its part of the experts of a model that does not train.
-
-    parts: "ep", among how many processes experts are spread; the others split each of them.  The
-    processes of `tp` have the same tokens: what their experts make of them is added up, together
-    with what shared experts do, by one all-reduce.  replicas: processes with other tokens, which
-    they gather before a block of experts, and of whose sums each gets its own by a
-    reduce-scatter, as SGLang does with --enable-dp-attention (`prepare_mlp` of its
-    layers/communicator.py); shared experts are split as a routed one by all.  None: no such.
-    """
-    number = 1 if replicas is None else replicas.size()
-    rank = tp.get_local_rank() + (replicas.get_local_rank() * tp.size() if number > 1 else 0)
-    slices = number * tp.size() // parts
-    check_divides("ep", parts, number * tp.size(), "processes of tp" + " x dp" * (number > 1))
-    for block in list(model.modules()):
-        for experts in filter(has_experts, block.children()):
-            _cut(experts, rank % parts, parts, rank // parts, slices)
-            shared = _added_to_experts(block)
-            if number > 1:
-                for name in shared:
-                    _cut_shared(getattr(block, name), rank, number * tp.size())
-                _gather_tokens(block, replicas)
-            if tp.size() > 1:
-                _reduce_results(block if shared or number > 1 else experts, tp.get_group())
-
-
-def _cut_shared(block: Any, rank: int, processes: int) -> None:
-    """Keep one of so many equal parts of the channels of a shared expert."""
-    check_divides("tp", processes, block.down_proj.in_features, "channels of a shared expert")
-    for name, layer in block.named_children():
-        if isinstance(layer, nn.Linear):
-            dim = 1 if name == _DOWN else 0
-            _put(layer, "weight", layer.weight.chunk(processes, dim)[rank])
-            layer.out_features, layer.in_features = layer.weight.shape
-
-
-def _gather_tokens(block: Any, replicas: Any) -> None:
-    """Give a block the tokens of all replicas, and each of these the sums of its own."""
-    forward, many = block.forward, replicas.size()
-    ops, group = torch.ops._c10d_functional, replicas.get_group().group_name
-
-    def of_all(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        gathered = ops.all_gather_into_tensor(hidden.contiguous(), many, group)
-        result = forward(ops.wait_tensor(gathered), *args, **kwargs)
-        first, *others = result if isinstance(result, tuple) else (result,)
-        own = ops.wait_tensor(ops.reduce_scatter_tensor(first.contiguous(), "sum", many, group))
-        return (own, *others) if isinstance(result, tuple) else own
-
-    block.forward = of_all
-
-
-def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None:
-    """Keep the experts with this place among `parts`, of each the channels of one slice.
-
-    With weights of [experts, in, out] the channels of a gate and of the rest alternate, as in
-    gpt-oss; else they follow each other.
-    """
-    turned, down = experts.is_transposed, experts.down_proj
-    check_divides("ep", parts, len(down), "experts")
-    check_divides("tp", slices, down.shape[1 if turned else 2], "channels")
-    count = len(down) // parts
-    some = slice(place * count, (place + 1) * count)
-    for name, weight in list(experts.named_parameters(recurse=False)):
-        part = weight[some]
-        if name.startswith(_PACKED):
-            dim = part.dim() - 1 if turned or part.dim() == 2 else 1
-            halves = (part,) if turned else part.chunk(2, dim)
-            part = torch.cat([half.chunk(slices, dim)[number] for half in halves], dim)
-        elif name == _DOWN:
-            part = part.chunk(slices, 1 if turned else 2)[number]
-        elif number:  # a bias is added once
-            part = torch.zeros_like(part)
-        _put(experts, name, part)
-    if parts > 1:
-        experts.num_experts = count
-        experts._is_expert_parallel = True  # rows of other experts are masked
-        _mask_others(experts, place, count)
-
-
-def _mask_others(experts: Any, place: int, count: int) -> None:
-    """Let experts take the rows of their own, and leave out all others."""
-    forward = experts.forward
-
-    def of_own(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
-        others = chosen // count != place
-        local = torch.where(others, count, chosen % count)
-        return forward(hidden, local, weights.masked_fill(others, 0.0))
-
-    experts.forward = of_own
-
-
-def _reduce_results(module: Any, group: Any) -> None:
-    """Add up the results of a module over a group: of several, the first."""
-    forward = module.forward
-
-    def reduced(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        first = result[0] if isinstance(result, tuple) else result
-        torch.distributed.all_reduce(first, group=group)
-        return result
-
-    module.forward = reduced
 
 
 # -- sequences -------------------------------------------------------------------------------------
@@ -459,9 +325,9 @@ def _cut_weights(block: nn.Module, path: str, styles: Mapping[str, str], ranks: 
                 check_divides("tp", ranks.size, weight.shape[dim], "channels")
                 halves = weight.chunk(2, dim) if style in _HALVES else (weight,)
                 parts = [half.chunk(ranks.size, dim)[ranks.rank] for half in halves]
-                _put(module, name, torch.cat(parts, dim))
+                put(module, name, torch.cat(parts, dim))
             else:  # a bias of sums is added once: a share of it by each process
-                is_added = style in _ADDED or name == f"{_DOWN}_bias"
+                is_added = style in _ADDED or name == f"{DOWN}_bias"
                 shared[name] = 1 / ranks.size if is_added else 1.0
         _share_weights(module, shared, ranks)
 
@@ -576,7 +442,7 @@ def _cut_head(model: Any, ranks: _Processes, makes_loss: bool) -> None:
         return
     forward, words = head.forward, head.out_features
     for name, weight in list(head.named_parameters()):
-        _put(head, name, _own_rows(weight, ranks.rank, ranks.size))
+        put(head, name, _own_rows(weight, ranks.rank, ranks.size))
     start = ranks.rank * head.weight.shape[0]
     enter = _exchange(ranks.gather, ranks.scatter)
     leave = _exchange(partial(ranks.gather, dim=-1), partial(ranks.own, dim=-1))

@@ -1,4 +1,6 @@
-"""A model cut into stages: each has some of the layers, the first the embedding, the last the head.
+"""A model cut into stages, and its experts among processes.
+
+A stage has some of the layers, the first the embedding, the last the head.
 
 Layers that are not of a stage become modules that return their input, as in transformers'
 pipelines, so that the paths of all others stay.
@@ -180,3 +182,151 @@ def with_stage(graph: OpGraph, stage: Stage, schedule: str, microbatches: int) -
         "handed": 0 if stage.is_last else handed,
     }
     return graph.replace(workload={**graph.workload, **facts})
+
+
+# -- parts of weights ------------------------------------------------------------------------------
+
+
+def check_divides(axis: str, processes: int, number: int, what: str) -> None:
+    """Raise RequestError where so many things cannot be spread evenly over an axis of a mesh."""
+    if number % processes:
+        fitting = [str(size) for size in range(2, number + 1) if not number % size]
+        raise RequestError(
+            f"--mesh {axis}={processes}: {number:,} {what} cannot be spread evenly over it; sizes "
+            f"that divide them are {', '.join(fitting)} (copies are not modelled)"
+        )
+
+
+def put(module: nn.Module, name: str, part: torch.Tensor) -> None:
+    """Put a part of a weight in its place."""
+    gradient = module.get_parameter(name).requires_grad
+    setattr(module, name, nn.Parameter(part.detach().clone(), requires_grad=gradient))
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+PACKED, DOWN = "gate_up_proj", "down_proj"
+"""Weights of all experts: [experts, 2 channels, hidden] and [experts, hidden, channels], or these
+turned."""
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module has the weights of many experts, and takes tokens with their choices."""
+    weights = (getattr(module, name, None) for name in (PACKED, DOWN))
+    packed = all(isinstance(w, nn.Parameter) and w.dim() == 3 for w in weights)
+    return packed and hasattr(module, "is_transposed")
+
+
+def added_to_experts(block: nn.Module) -> list[str]:
+    """The children of a block whose results are added to those of its experts."""
+    if not any(has_experts(child) for child in block.children()):
+        return []
+    return [
+        name
+        for name, child in block.named_children()
+        if isinstance(down := getattr(child, DOWN, None), nn.Linear) and down.bias is None
+    ]
+
+
+def cut_experts(model: nn.Module, tp: Any, replicas: Any, parts: int) -> None:
+    """Leave each process its part of the experts of a model that does not train.
+
+    parts: "ep", among how many processes experts are spread; the others split each of them.  The
+    processes of `tp` have the same tokens: what their experts make of them is added up, together
+    with what shared experts do, by one all-reduce.  replicas: processes with other tokens, which
+    they gather before a block of experts, and of whose sums each gets its own by a
+    reduce-scatter, as SGLang does with --enable-dp-attention (`prepare_mlp` of its
+    layers/communicator.py); shared experts are split as a routed one by all.  None: no such.
+    """
+    number = 1 if replicas is None else replicas.size()
+    rank = tp.get_local_rank() + (replicas.get_local_rank() * tp.size() if number > 1 else 0)
+    slices = number * tp.size() // parts
+    check_divides("ep", parts, number * tp.size(), "processes of tp" + " x dp" * (number > 1))
+    for block in list(model.modules()):
+        for experts in filter(has_experts, block.children()):
+            _cut(experts, rank % parts, parts, rank // parts, slices)
+            shared = added_to_experts(block)
+            if number > 1:
+                for name in shared:
+                    _cut_shared(getattr(block, name), rank, number * tp.size())
+                _gather_tokens(block, replicas)
+            if tp.size() > 1:
+                reduce_results(block if shared or number > 1 else experts, tp.get_group())
+
+
+def _cut_shared(block: Any, rank: int, processes: int) -> None:
+    """Keep one of so many equal parts of the channels of a shared expert."""
+    check_divides("tp", processes, block.down_proj.in_features, "channels of a shared expert")
+    for name, layer in block.named_children():
+        if isinstance(layer, nn.Linear):
+            dim = 1 if name == DOWN else 0
+            put(layer, "weight", layer.weight.chunk(processes, dim)[rank])
+            layer.out_features, layer.in_features = layer.weight.shape
+
+
+def _gather_tokens(block: Any, replicas: Any) -> None:
+    """Give a block the tokens of all replicas, and each of these the sums of its own."""
+    forward, many = block.forward, replicas.size()
+    ops, group = torch.ops._c10d_functional, replicas.get_group().group_name
+
+    def of_all(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered = ops.all_gather_into_tensor(hidden.contiguous(), many, group)
+        result = forward(ops.wait_tensor(gathered), *args, **kwargs)
+        first, *others = result if isinstance(result, tuple) else (result,)
+        own = ops.wait_tensor(ops.reduce_scatter_tensor(first.contiguous(), "sum", many, group))
+        return (own, *others) if isinstance(result, tuple) else own
+
+    block.forward = of_all
+
+
+def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None:
+    """Keep the experts with this place among `parts`, of each the channels of one slice.
+
+    With weights of [experts, in, out] the channels of a gate and of the rest alternate, as in
+    gpt-oss; else they follow each other.
+    """
+    turned, down = experts.is_transposed, experts.down_proj
+    check_divides("ep", parts, len(down), "experts")
+    check_divides("tp", slices, down.shape[1 if turned else 2], "channels")
+    count = len(down) // parts
+    some = slice(place * count, (place + 1) * count)
+    for name, weight in list(experts.named_parameters(recurse=False)):
+        part = weight[some]
+        if name.startswith(PACKED):
+            dim = part.dim() - 1 if turned or part.dim() == 2 else 1
+            halves = (part,) if turned else part.chunk(2, dim)
+            part = torch.cat([half.chunk(slices, dim)[number] for half in halves], dim)
+        elif name == DOWN:
+            part = part.chunk(slices, 1 if turned else 2)[number]
+        elif number:  # a bias is added once
+            part = torch.zeros_like(part)
+        put(experts, name, part)
+    if parts > 1:
+        experts.num_experts = count
+        experts._is_expert_parallel = True  # rows of other experts are masked
+        _mask_others(experts, place, count)
+
+
+def _mask_others(experts: Any, place: int, count: int) -> None:
+    """Let experts take the rows of their own, and leave out all others."""
+    forward = experts.forward
+
+    def of_own(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
+        others = chosen // count != place
+        local = torch.where(others, count, chosen % count)
+        return forward(hidden, local, weights.masked_fill(others, 0.0))
+
+    experts.forward = of_own
+
+
+def reduce_results(module: Any, group: Any) -> None:
+    """Add up the results of a module over a group: of several, the first."""
+    forward = module.forward
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple) else result
+        torch.distributed.all_reduce(first, group=group)
+        return result
+
+    module.forward = reduced
