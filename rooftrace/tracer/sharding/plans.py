@@ -61,6 +61,8 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool) -> dict[str, s
                 styles = dict.fromkeys(("", *block.state_dict()), _WHOLE)
             elif place not in own:
                 styles = dict(_rules_of_experts(block))
+        elif _is_fused(block):
+            styles = {_PACKED: "packed_colwise", _DOWN: "rowwise"}
         elif not any(f"{place}.{name}" in own for name in children):
             styles = dict(_rules_of(block, children, trains, ready))
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
@@ -107,6 +109,13 @@ def _rules_of(
         yield "", "local_params"
 
 
+def _is_fused(block: Any) -> bool:
+    """Whether one product makes gate and channels of an MLP, one after the other (Phi-3, GLM)."""
+    parts = [part for name, part in block.named_children() if name in (_PACKED, _DOWN)]
+    sizes = [(p.in_features, p.out_features) for p in parts if isinstance(p, nn.Linear)]
+    return len(sizes) == 2 and sizes[0] == (sizes[1][1], 2 * sizes[1][0])
+
+
 def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
     turned = experts.is_transposed
     yield _PACKED, "rowwise" if turned else "packed_colwise"
@@ -129,10 +138,12 @@ def is_tied(model: Any) -> bool:
 
 
 def _vocabulary(model: Any, size: int) -> nn.Embedding | None:
-    """The embedding of tokens, where `cut_vocabulary` cuts it; None where it does not divide."""
-    embedding = model.get_input_embeddings()
+    """The embedding of tokens, where `cut_vocabulary` cuts it; None where it does not divide, or is
+    the weight of a head that stays whole."""
+    embedding, own = model.get_input_embeddings(), {model.get_output_embeddings()}
     fits = isinstance(embedding, nn.Embedding) and not embedding.num_embeddings % size
-    return embedding if fits else None
+    planned = own & {part for name, part in model.named_modules() if name in (model.tp_plan or ())}
+    return embedding if fits and (planned or not is_tied(model)) else None
 
 
 def cut_vocabulary(model: Any, mesh: Any) -> None:
@@ -341,7 +352,6 @@ class _Processes:
         return whole
 
 
-_HALVES = ("packed_colwise", "packed_rowwise")
 _CUT = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}
 """The dimension that a style of transformers cuts; a vector has one."""
 _ADDED = ("rowwise", "packed_rowwise")
@@ -416,7 +426,7 @@ def _cut_weights(block: nn.Module, path: str, styles: Mapping[str, str], ranks: 
             if style in _CUT and not (weight.dim() == 1 and style in _ADDED):
                 dim = max(_CUT[style], -weight.dim())
                 check_divides("tp", ranks.size, weight.shape[dim], "channels")
-                halves = weight.chunk(2, dim) if style in _HALVES else (weight,)
+                halves = weight.chunk(2, dim) if style.startswith("packed") else (weight,)
                 parts = [half.chunk(ranks.size, dim)[ranks.rank] for half in halves]
                 _put(module, name, torch.cat(parts, dim))
             else:  # a bias of sums is added once: a share of it by each process
@@ -463,12 +473,7 @@ def _with_first(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """The arguments of a call, of which the first one is changed."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
-    name = _first(kwargs)
-    return args, {**kwargs, name: change(kwargs[name])}
-
-
-def _first(kwargs: Mapping[str, Any]) -> str:
-    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def _around(block: Any, ranks: _Processes) -> None:
@@ -478,7 +483,7 @@ def _around(block: Any, ranks: _Processes) -> None:
 
     def of_all(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _with_first(enter, args, kwargs)
-        shape = (args[0] if args else kwargs[_first(kwargs)]).shape
+        shape = (args[0] if args else kwargs["hidden_states"]).shape
         result = forward(*args, **kwargs)
         if isinstance(result, tuple):
             return leave(result[0].view(shape)), *result[1:]
