@@ -20,6 +20,7 @@ from rooftrace.reporting.signed import (
     reports as reports,
     scaling as scaling,
     sweep_fleet as sweep_fleet,
+    training_run as training_run,
 )
 from rooftrace.studies.advice import guidance as guidance, headroom as headroom
 from rooftrace.studies.solving import disaggregated as disaggregated

@@ -53,6 +53,7 @@ from rooftrace.studies.solving import (
     Disaggregated as Disaggregated,
     MeshAnswer as MeshAnswer,
     ScalingAnswer as ScalingAnswer,
+    TrainingRun as TrainingRun,
 )
 from rooftrace.studies.solving.serving import ServingAnswer as ServingAnswer
 from rooftrace.studies.solving.workloads import (

@@ -40,12 +40,14 @@ def llama(size: str, fp8: bool = False, layers: int | None = None) -> nn.Module:
     return model
 
 
-def over_mesh(model: Any, mesh: Any) -> None:
-    """Tensor parallelism with sharded sequences on "tp", then FSDP2 on "dp"."""
+def over_mesh(model: Any, mesh: Any, compiled: bool) -> None:
+    """Tensor parallelism with sharded sequences on "tp", each layer compiled, FSDP2 on "dp"."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if "tp" in mesh.mesh_dim_names:
         split_rows(model, mesh["tp"])
+    if compiled:
+        model.model.layers = nn.ModuleList(map(torch.compile, model.model.layers))
     how: dict[str, Any] = {
         "mesh": mesh["dp"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),

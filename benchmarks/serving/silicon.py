@@ -1,6 +1,6 @@
 """Measured rows of serving engines beside predictions, nothing fitted to them.
 
-    python benchmarks/serving/silicon.py FOLDER [--forms FOLDER] [--model llama]
+    python benchmarks/serving/silicon.py FOLDER [--forms FOLDER] [--model llama] [--out FILE]
 
 FOLDER has serving/silicon_dev.csv.gz (aiconfigurator's silicon sample, Apache-2.0): time per output
 token and to the first one, by model, chip, engine, processes and lengths.  Clients send ten
@@ -11,7 +11,9 @@ cannot be priced are counted by their reason.
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
+import random
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 import rooftrace as rt
+from rooftrace.costmodels.timing import link_seconds
 from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.systems import System, load_system
@@ -34,8 +37,11 @@ SYSTEMS = {
     "b300_sxm": "dgx-b300", "gb200": "gb200-nvl72", "gb300": "gb300-nvl72",
 }  # fmt: skip
 CONFIGS = {"Llama-3.1-70B": "llama-3.1-70b", "DeepSeek-V3": "deepseek-v3",
-           "DeepSeek-R1": "deepseek-v3", "DeepSeek-R1-NVFP4": "deepseek-v3"}  # fmt: skip
+           "DeepSeek-R1": "deepseek-v3", "DeepSeek-R1-NVFP4": "deepseek-v3",
+           "gpt-oss-120b": "openai--gpt-oss-120b"}  # fmt: skip
+"""Configs that come along, by the model; else a folder of FOLDER/configs."""
 SIZES = {"decode": {"batch": "1..1024", "kv": "512..20480"}, "prefill": {"seq": "512..16384"}}
+KEYS = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
 TIMES = {"TPOT": "tpot", "TTFT": "ttft"}
 MEAN = 0.9
 SPREAD = 0.2 / 12**0.5 / MEAN
@@ -43,32 +49,69 @@ ROUNDS = 10
 """Lengths of 80 to 100 % have this mean and this relative deviation; each client sends so many."""
 FREE = 0.1
 """Share of the memory that engines leave free (gpu_memory_utilization 0.9)."""
-MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head"]}
+MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
+MXFP8 = {**MODELOPT, "quant_algo": "W4A8_MXFP4_FP8"}
+"""What engines make of an MXFP4 checkpoint on Blackwell: TensorRT-LLM of itself
+(ModelConfig.get_mxfp4_quant_algo), vLLM by VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8, which InferenceMAX
+sets, and fp8 caches, too."""
+HOPPER = ("h100_sxm", "h200_sxm")
+LATENTS = ["*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj"]
+"""Products that NVIDIA's NVFP4 checkpoints of DeepSeek-R1 keep in bf16, beside the head."""
+NODE = 8
+"""Chips of a host, over which engines cut a model; labels of more count several workers."""
 
 
-def declared(row: Any) -> dict[str, Any]:
-    """The formats of a row's checkpoint, as its config declares them."""
+def config_of(row: Any, folder: Path) -> dict[str, Any]:
+    """The config of a row's model, with the formats of its checkpoint."""
+    name = CONFIGS[row.model_path.split("/")[1]]
+    path = names.config_file(name) or folder / "configs" / name / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    own = config.get("quantization_config", {})
+    if own.get("quant_method") == "mxfp4":
+        if row.system in HOPPER:
+            return config
+        return {**config, "quantization_config": {**MXFP8, "ignore": own["modules_to_not_convert"]}}
+    latents = "q_lora_rank" in config
+    kept = ["lm_head", *(LATENTS if latents else ())]
     if row.precision == "fp4":
-        return {**MODELOPT, "quant_algo": "NVFP4"}
-    if row.gemm_quant_mode == "fp8_block" or "DeepSeek" in row.model_path:
-        return {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    return {**MODELOPT, "quant_algo": "FP8"}
+        formats: dict[str, Any] = {**MODELOPT, "quant_algo": "NVFP4", "ignore": kept}
+    elif row.gemm_quant_mode == "fp8_block" or latents:
+        formats = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    else:
+        formats = {**MODELOPT, "quant_algo": "FP8", "ignore": ["lm_head"]}
+    return {**config, "quantization_config": formats}
 
 
-def bundled(name: str) -> Path:
-    """The file of a config that comes along."""
-    path = names.config_file(name)
-    assert path is not None
+def written(row: Any, kept: Path, folder: Path) -> Path:
+    """The file of a row's config."""
+    config = config_of(row, folder)
+    wider = "-mxfp8" * (config["quantization_config"].get("quant_algo") == MXFP8["quant_algo"])
+    path = kept / f"{CONFIGS[row.model_path.split('/')[1]]}-{row.precision}{wider}.json"
+    path.write_text(json.dumps(config))
     return path
 
 
 def mesh_of(row: Any) -> dict[str, int]:
-    """The processes of a row.  Raises RequestError for a split that is not priced yet."""
-    tp, dp, ep = (int(row[f"{n}_size"]) for n in ("tp", "attention_dp", "moe_ep"))
-    if dp > 1:
-        raise RequestError("attention data-parallel")
-    sizes = {"tp": tp, "ep": ep}
-    return {name: size for name, size in sizes.items() if size > 1}
+    """The processes of a row.
+
+    A row whose parts of experts and of each expert are as many has that many processes, as its
+    "id" says (tp8_ep8): the columns have their product, and rows with the same measured times have
+    the sizes of the "id".  Without a size of attention, batches are of one process (c48: 6 on
+    each of 8).  TensorRT-LLM gathers the tokens of replicas on hosts of 8 chips: it sends rows to
+    experts with multi-node NVLink or DeepEP alone (AlltoallMethodType).  Raises RequestError for
+    more processes than heads are cut over.
+    """
+    tp, ep, of_experts = (int(row[f"{n}_size"]) for n in ("tp", "moe_ep", "moe_tp"))
+    dp = row.attention_dp_size
+    if pd.isna(dp):
+        tp, dp = 1, tp
+    elif ep == of_experts:
+        tp, dp = (1 if tp == 1 else ep), (ep if dp > 1 else 1)
+    if tp > NODE:
+        raise RequestError(f"{NODE} chips or fewer share heads: more are several workers together")
+    sizes = {"dp": int(dp), "tp": tp, "ep": ep}
+    split = {"etp": int(dp) * tp // ep} if dp > 1 else {}
+    return {name: size for name, size in sizes.items() if size > 1} | split
 
 
 def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
@@ -83,15 +126,13 @@ def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
     return form
 
 
-def priced(rows: pd.DataFrame, kept: Path) -> Iterator[dict[str, Any]]:
+def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """Predictions of rows with one checkpoint and one mesh."""
     first = rows.iloc[0]
-    mesh, name = mesh_of(first), CONFIGS[first.model_path.split("/")[1]]
-    config = kept / f"{name}-{first.precision}.json"
-    data = json.loads(bundled(name).read_text(encoding="utf-8"))
-    config.write_text(json.dumps({**data, "quantization_config": declared(first)}))
-    decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
+    mesh = mesh_of(first)
     for (system, engine), some in rows.groupby(["system", "backend"]):
+        config = written(some.iloc[0], kept, folder)
+        decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
         joined: System = load_system(SYSTEMS[system])
         yield from answered(some, engine, joined.joined_chip, decode, prefill)
 
@@ -119,6 +160,61 @@ def answered(
         found |= {f"tpot_{end}": tpot * 1e3, f"ttft_{end}": (queue + wait + own) * 1e3}
     for values in zip(*found.values(), strict=True):
         yield dict(zip(found, values, strict=True))
+
+
+def apart(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """Predictions of rows with one checkpoint, and one mesh of prefill and of decode each.
+
+    Prompts wait for one of the workers of prefill (of each of its replicas); then their caches are
+    sent, over the datasheet's bandwidth; then they decode with all that are not in prefill.
+    """
+    if rows.prefill_num_workers.isna().any():
+        raise RequestError("the row does not say how many workers prefill and decode")
+    sides = {side: rows.drop(columns=["batch_size", *KEYS]).rename(columns=lambda name, side=side:
+             name.removeprefix(f"{side}_")) for side in ("prefill", "decode")}  # fmt: skip
+    config = written(rows.iloc[0], kept, folder)
+    meshes = {side: mesh_of(some.iloc[0]) for side, some in sides.items()}
+    forms = {side: form_of(config, side, mesh, kept) for side, mesh in meshes.items()}
+    many = {side: (some.num_workers * some.attention_dp_size).to_numpy(dtype=np.int64)
+            for side, some in sides.items()}  # fmt: skip
+    clients = rows.id.str.extract(r"_c(\d+)_")[0].to_numpy(dtype=np.int64)
+    for place, (number, row) in enumerate(rows.iterrows()):
+        system = load_system(SYSTEMS[row.system])
+        way = (
+            [system.joined_chip],
+            Conditions.of(rt.tools.execution_model("serving", library=row.backend)),
+        )
+        prompt, answer = (round(row[column] * MEAN) for column in ("isl", "osl"))
+        prefill = evaluated(forms["prefill"], Points({"seq": np.array([prompt])}), *way)
+        far = max(system.size_of(0), forms["prefill"].example.processes)
+        ranks = (0, far if len(system.levels) > 1 else 1)
+        sent = link_seconds(system, "send", float(prefill["kv_memory"][0]), ranks)
+        decoding, found = float(clients[place]), {"row": number}
+        for _ in range(3):  # those that wait do not decode: a fixed point
+            sizes = {"batch": max(1, round(decoding / many["decode"][place])),
+                     "kv": prompt + answer // 2}  # fmt: skip
+            points = Points({name: np.array([size]) for name, size in sizes.items()})
+            step = evaluated(forms["decode"], points, *way)
+            for end, name in (("low", "t_low"), ("high", "t_high"), ("expected", "t_est")):
+                own, each = float(prefill[name][0]), float(step[name][0])
+                wait = queued(clients[place], many["prefill"][place], own, each * answer)
+                found |= {f"tpot_{end}": each * 1e3, f"ttft_{end}": (wait + sent + each) * 1e3}
+            decoding = clients[place] * each * answer / (each * answer + wait)
+        yield found
+
+
+def queued(clients: int, workers: int, prefill: float, answer: float) -> float:
+    """Mean seconds from a request to the end of its prefill: clients and workers, simulated."""
+    draw = random.Random(0)
+    free, ready = [0.0] * workers, [0.0] * clients
+    waits = []
+    for _ in range(ROUNDS * clients):
+        sent, worker = heapq.heappop(ready), heapq.heappop(free)
+        done = max(sent, worker) + prefill * draw.uniform(0.8, 1.0) / MEAN
+        waits.append(done - sent)
+        heapq.heappush(free, done)
+        heapq.heappush(ready, done + answer * draw.uniform(0.8, 1.0) / MEAN)
+    return sum(waits) / len(waits)
 
 
 def kept_at_once(
@@ -177,6 +273,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--forms", type=Path, help="folder in which traced steps are kept")
     parser.add_argument("--model", default="", help="part of a model's name")
+    parser.add_argument("--out", type=Path, help="a CSV file for the rows and their predictions")
     options = parser.parse_args()
     rows = pd.read_csv(options.folder / "serving" / "silicon_dev.csv.gz")
     rows = rows[rows.model_path.str.contains(options.model, case=False)]
@@ -184,24 +281,27 @@ def main() -> None:
     kept.mkdir(parents=True, exist_ok=True)
     refused: dict[str, int] = {}
     made: list[dict[str, Any]] = []
-    together = ["model_path", "precision", "tp_size", "attention_dp_size", "moe_ep_size"]
-    apart = int((rows["mode"] != "agg").sum())
-    for _, some in rows[rows["mode"] == "agg"].groupby(together, dropna=False):
+    together = ["model_path", "precision", *KEYS]
+    sides = ["mode", *(f"{side}_{key}" for side in ("prefill", "decode") for key in KEYS)]
+    sides = [*together, *sides, rows.prefill_num_workers.isna()]
+    for _, some in rows.groupby(sides, dropna=False):
+        way = priced if some["mode"].iloc[0] == "agg" else apart
         try:
-            made += priced(some, kept)
+            made += way(some, kept, options.folder)
         except (RequestError, rt.types.TraceError, KeyError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             refused[reason] = refused.get(reason, 0) + len(some)
     table = rows.join(pd.DataFrame(made).set_index("row"), how="inner")
-    by = [table.model_path.str.split("/").str[1], "system", "backend", "precision"]
+    if options.out:
+        table.to_csv(options.out)
+    by = [table.model_path.str.split("/").str[1], "system", "backend", "precision", "mode"]
     heads = [f"{name} {what}" for name in TIMES for what in ("error", "bias", "inside")]
-    print(f"| model | system | engine | precision | rows | {' | '.join(heads)} |")
-    print("|---|---|---|---|" + "---:|" * (1 + len(heads)))
-    for keys, some in [*table.groupby(by), (("all", "", "", ""), table)]:
+    print(f"| model | system | engine | precision | mode | rows | {' | '.join(heads)} |")
+    print("|---|---|---|---|---|" + "---:|" * (1 + len(heads)))
+    for keys, some in [*table.groupby(by), (("all", "", "", "", ""), table)]:
         print(f"| {' | '.join(map(str, keys))} | {len(some)} | {' | '.join(shown(some))} |")
-    print(f"\nNot priced: prefill and decode apart, {apart} rows" if apart else "")
     for reason, count in refused.items():
-        print(f"Not priced: {reason}, {count} rows")
+        print(f"\nNot priced: {reason}, {count} rows")
 
 
 if __name__ == "__main__":

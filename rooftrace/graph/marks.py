@@ -12,6 +12,7 @@ that Python runs op by op.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -107,6 +108,34 @@ def compiled_cuts(ops: Sequence[Op]) -> dict[int, bool]:
         if set(before) != {inside[place]} or (place and ENTERS in op.facts):
             cuts[op.id] = not inside[place]
     return cuts
+
+
+def without_variables(graph: OpGraph) -> OpGraph:
+    """The graph, in which values of compiled code live for what reads them alone.
+
+    Python's variables, nodes of autograd and caches of checkpoints hold a value longer.  Compiled
+    code has none of these: its forward hands on what its backward reads (AOTAutograd's partitioner,
+    torch/_functorch/partitioners.py).  A value that is let go of between two ops of one compiled
+    call was held by such code.
+    """
+    ops = list(graph.ops)
+    for op, after in pairwise(graph.ops):
+        if not op.holds or COMPILED not in op.facts or not _goes_on(after):
+            continue
+        makers = [graph.producers.get(graph.values[ref.id].storage) for ref in op.holds]
+        ops[op.id] = replace(
+            op,
+            holds=tuple(
+                ref
+                for ref, maker in zip(op.holds, makers, strict=True)
+                if maker is None or COMPILED not in graph.ops[maker].facts
+            ),
+        )
+    return graph.with_ops(ops)
+
+
+def _goes_on(op: Op) -> bool:
+    return COMPILED in op.facts and ENTERS not in op.facts
 
 
 def _ends_of_iterations(ops: Sequence[Op], place: int) -> list[int]:

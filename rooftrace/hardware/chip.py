@@ -168,6 +168,16 @@ class Chip(Plain, Shown):
         """Whether an op has run when its call returns: a CPU computes in the thread that calls."""
         return self.kind == "cpu"
 
+    @property
+    def drawn(self) -> Fact | None:
+        """Watts of the chip and its share of all else in its node or rack, where the system that
+        joins it says them; else of the chip alone.  None: unknown."""
+        node: Fact | None = None if self.system is None else self.system.power
+        if node is None:
+            return self.power
+        count = self.system.per_node
+        return replace(node, value=node.value / count, text=f"{node.text} / {count}")
+
     def find_peak(self, engine: str, precision: str) -> Peak | None:
         """The rate of `engine` in the compute family of `precision`, with its sources."""
         family = compute_family(precision)

@@ -68,6 +68,12 @@ PREFIXES: Mapping[str, Mapping[str, Fraction]] = {
     "count": ONE,
     "share": ONE,
 }
+LONG: Mapping[str, Mapping[str, Fraction]] = {
+    "second": {"min": Fraction(60), "h": Fraction(3600), "hours": Fraction(3600),
+               "days": Fraction(86400)},
+    "count": {name: DECIMAL[name] for name in ("k", "M", "T")} | {"B": DECIMAL["G"]},
+}  # fmt: skip
+"""Spellings that stand without a prefix.  A billion is written B, as counts of tokens are."""
 EXAMPLES: Mapping[str, str] = {
     "FLOP/s": "989 TFLOP/s",
     "byte/s": "3.35 TB/s",
@@ -93,7 +99,7 @@ def _spellings(unit: str) -> dict[str, Fraction]:
         prefix + symbol: scale * worth
         for symbol, worth in SYMBOLS[unit].items()
         for prefix, scale in PREFIXES[unit].items()
-    }
+    } | dict(LONG.get(unit, {}))
 
 
 SPELLINGS: Mapping[str, Mapping[str, Fraction]] = {unit: _spellings(unit) for unit in UNITS}

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
         calibrate as calibrate,
         validate as validate,
     )
-    from rooftrace.reporting.commands.meshes import best_mesh as best_mesh, scaling as scaling
+    from rooftrace.reporting.commands.meshes import (
+        best_mesh as best_mesh,
+        scaling as scaling,
+        training_run as training_run,
+    )
     from rooftrace.reporting.commands.reports import (
         largest_batch as largest_batch,
         report as report,

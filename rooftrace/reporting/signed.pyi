@@ -26,7 +26,7 @@ from rooftrace.reporting.commands.solving import Answer
 from rooftrace.studies.advice import GraphBreaks
 from rooftrace.studies.explaining import Explanation, decode_forms
 from rooftrace.studies.sensitivity import Elasticities
-from rooftrace.studies.solving import MeshAnswer, ScalingAnswer, workloads
+from rooftrace.studies.solving import MeshAnswer, ScalingAnswer, TrainingRun, workloads
 from rooftrace.studies.sweeps import Form, Sweep, grids
 from rooftrace.tracer.api import PathLike
 from rooftrace.weights import CheckpointDiff, ParameterDiff
@@ -52,6 +52,7 @@ def sweep_fleet(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -105,6 +106,7 @@ def profile(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -137,6 +139,7 @@ def summary(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -186,6 +189,7 @@ def compare(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -231,6 +235,7 @@ def diff(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -289,6 +294,7 @@ def estimate(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -339,6 +345,7 @@ def priced_graphs(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -372,6 +379,7 @@ def explain(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -423,6 +431,7 @@ def explore(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -470,6 +479,7 @@ def graph_breaks(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -529,6 +539,7 @@ def calibrate(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -579,6 +590,7 @@ def validate(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -637,6 +649,7 @@ def best_mesh(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -692,6 +705,7 @@ def scaling(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -723,6 +737,68 @@ def scaling(
     of chips is a multiple of the other axes.
     """
 
+def training_run(
+    target: Any,
+    *,
+    chips: int | None = ...,
+    price: float | None = ...,
+    power: float | None = ...,
+    pue: float | None = ...,
+    kept_free: float = ...,
+    progress: Callable[[str], None] | None = ...,
+    tokens: float | str | None = ...,
+    mtbf: float | str | None = ...,
+    restart: float | str | None = ...,
+    storage: float | str | None = ...,
+    save: float | str | None = ...,
+    interval: float | str | None = ...,
+    global_batch: int | None = ...,
+    phases: Sequence[str] | None = ...,
+    batch: int | None = ...,
+    seq: int | None = ...,
+    kv: int | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    plan: str = ...,
+    zero: int = ...,
+    schedule: str | None = ...,
+    interleave: int | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    host: str | os.PathLike[str] | Host | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    library: str | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> TrainingRun:
+    """Days, chip-hours, dollars and energy of a training on so many tokens, with interruptions.
+
+    tokens: as 15e12 or "15T" (samples of other models).  mesh: its sizes; or chips: how many, of
+    which the best mesh is taken (see `best_mesh`).  price: dollar/hour of one chip.  power: watts
+    of one, with its share of the node.  pue: energy of the building over that of its computers.
+    mtbf: seconds between interruptions of all chips.  restart: seconds until training goes on.
+    storage: byte/s at which all chips write a checkpoint.  save: seconds for which one stops
+    training.  interval: seconds of training between two.  These may be texts, as "3 h".  Other
+    arguments are those of `best_mesh`.
+
+    Raises RequestError where the step does not fit the chips, or the training never ends.
+    """
+
 def largest_batch(
     model: Source,
     *args: Any,
@@ -736,6 +812,7 @@ def largest_batch(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -785,6 +862,7 @@ def report(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -846,6 +924,7 @@ def reports(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -894,6 +973,7 @@ def roofline(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -1007,10 +1087,12 @@ def solve(
     step: float | str | None = ...,
     mix: str | workloads.Mix | None = ...,
     apart: bool = ...,
+    prefill_chip: Any = ...,
     over: Any = ...,
     chips: int | Sequence[int] | None = ...,
     price: float | Mapping[str, float] | None = ...,
     power: float | Mapping[str, float] | None = ...,
+    pue: float | None = ...,
     kept_free: float = ...,
     phases: Sequence[str] | None = ...,
     batch: int | None = ...,
@@ -1021,6 +1103,7 @@ def solve(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -1050,14 +1133,15 @@ def solve(
     "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP rate and
     link at which computing would limit; "passing": the length of the cache at which attention takes
     longer than the MLP; "chips": how many by capacity.  tpot, ttft, step: limits in seconds, or as
-    "30 ms": per output token, to the first token of the longest prompt (no queue), of a step.
-    mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills run between the
-    decode steps or `apart`.  over: values of the open size.  chip: default all with a price for
-    "cheapest", else "h200-sxm".  chips: how many share each product; default as few as hold the
-    limits.  execution: default "serving" for prefill and decode, else "efficient".  price, power:
-    dollar/hour and watt of one chip, for all or by name.  kept_free: share of the memory.  at:
-    the other sizes of a saved form.  chip, execution, dtype, kv_dtype: one or several.  Other
-    arguments are those of `trace`.
+    "30 ms": per output token, to the first token of the longest prompt, of a step.
+    mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills delay the
+    decode steps or run `apart`, on chips like these or on `prefill_chip`.  over: values of the open
+    size.  chip: default all with a price for "cheapest", else "h200-sxm".  chips: how many share
+    each product; default as few as hold the limits.  execution: default "serving" for prefill and
+    decode, else "efficient".  price, power: dollar/hour and watt (with its share of the node) of
+    one chip, for all or by name.  pue: energy of the building over that of its computers.
+    kept_free: share of the memory.  at: the other sizes of a saved form.  chip, execution, dtype,
+    kv_dtype: one or several.  Other arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
     price where dollars are asked for; and the errors of `form`.  If no candidate meets the limits,
@@ -1079,6 +1163,7 @@ def form(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -1120,6 +1205,7 @@ def sweep(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,
@@ -1173,6 +1259,7 @@ def trace(
     mesh: Mapping[str, int] | None = ...,
     checkpoint: str = ...,
     plan: str = ...,
+    zero: int = ...,
     schedule: str | None = ...,
     interleave: int | None = ...,
     microbatches: int | None = ...,

@@ -37,6 +37,7 @@ SIZES = (
     "mesh",
     "checkpoint",
     "plan",
+    "zero",
     "schedule",
     "interleave",
     "microbatches",
@@ -232,7 +233,7 @@ class Job:
             self._check_module()
             self.refuse(("trust_remote_code", "settings"), "the module is built already")
             self.refuse(
-                ("mesh", "checkpoint", "plan", "schedule", "interleave", "microbatches"),
+                ("mesh", "checkpoint", "plan", "zero", "schedule", "interleave", "microbatches"),
                 "the module is built already; shard it inside "
                 "`with rooftrace.tools.fake_mesh({...}) as mesh:` and trace it there, or name a "
                 "function build(mesh)",
@@ -267,7 +268,7 @@ class Job:
             )
         if not any(kind.trains for kind in known):
             used = ("loss",) if self.options.optimizer == "none" else ("optimizer", "loss")
-            self.refuse((*used, "checkpoint"), f"it is for training, and this is {names}")
+            self.refuse((*used, "checkpoint", "zero"), f"it is for training, and this is {names}")
 
     def check_used(self, graphs: Mapping[str, OpGraph]) -> None:
         """Raise UnusedError for an argument that changes none of these graphs."""

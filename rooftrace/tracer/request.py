@@ -10,7 +10,7 @@ from typing import Any
 
 from rooftrace.errors import RequestError, hint
 from rooftrace.graph.assumptions import check_assumption
-from rooftrace.tracer.names import CHECKPOINTS, PLANS
+from rooftrace.tracer.names import CHECKPOINTS, PLANS, ZERO, is_shared
 from rooftrace.tracer.recording import Release, installed_release, read_release
 
 Loss = Callable[[Any], Any]
@@ -37,6 +37,7 @@ class Request:
     # Which activations of a Hugging Face model training makes again: see `names.CHECKPOINTS`.
     checkpoint: str = "none"
     plan: str = PLANS[0]  # of tensor parallelism of a Hugging Face model
+    zero: int = ZERO[-1]  # what replicas share that train a Hugging Face model: see `names.ZERO`
     # The order of a pipeline's work (see schedules.SCHEDULES), how many stages each process has,
     # and how many microbatches there are.
     schedule: str | None = None
@@ -116,6 +117,17 @@ class Request:
         if self.plan != PLANS[0] and self.mesh.get("tp", 1) < 2:
             raise RequestError(
                 f"--plan {self.plan}: it is for tensor parallelism; expected an axis tp in --mesh"
+            )
+        if self.zero not in ZERO or isinstance(self.zero, bool):
+            raise RequestError(f"--zero {self.zero}: expected one of {', '.join(map(str, ZERO))}")
+        if self.zero != ZERO[-1] and not is_shared(self.mesh):
+            raise RequestError(
+                f"--zero {self.zero}: it is for replicas; expected an axis dp in --mesh"
+            )
+        if self.zero == 2 and self.mesh.get("pp", 1) > 1:
+            raise RequestError(
+                f"--zero 2 with --mesh pp={self.mesh['pp']}: gradients of microbatches add up "
+                "before they are shared, and DeepSpeed refuses it, too; expected 1 or 3"
             )
 
 

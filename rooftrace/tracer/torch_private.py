@@ -159,6 +159,7 @@ if TYPE_CHECKING:
 
     # -- kernels without a public function
     foreach_copy_ = torch._foreach_copy_
+    foreach_zero_ = torch._foreach_zero_
     grouped_mm = torch._grouped_mm
     int_mm = torch._int_mm
     scaled_mm = torch._scaled_mm

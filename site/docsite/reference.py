@@ -26,8 +26,8 @@ GROUPS: Mapping[str, str] = {
         explain Explanation""",
     "Compare": """diff Diff compare Comparison inventory ModelInfo ParameterDiff CheckpointDiff
         dump_model_info""",
-    "Many chips": """fake_mesh System best_mesh MeshAnswer scaling ScalingAnswer disaggregated
-        Disaggregated save_chakra""",
+    "Many chips": """fake_mesh System best_mesh MeshAnswer scaling ScalingAnswer
+        training_run TrainingRun disaggregated Disaggregated save_chakra""",
     "What if": """form Form sweep Sweep sweep_fleet SweepFleet solve
         ServingAnswer CapacityAnswer RatesAnswer PassingAnswer sensitivity Elasticities
         explore Exploration roofline Rooflines""",

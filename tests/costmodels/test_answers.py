@@ -209,9 +209,40 @@ def test_a_mix_adds_the_prefills_to_each_token(target: str) -> None:
     assert answer.best.rate == pytest.approx(batch / (step + batch * prefill / outputs), rel=1e-9)
     apart = rt.solve(target, find="throughput", mix=mix, over=(1, 5, 8), chips=1, apart=True)
     assert apart.best is not None and apart.best.tpot == apart.best.step
-    assert apart.best.ttft == pytest.approx(prefills[800], rel=1e-9)
+    sent = 800 * 2 * 2 * (WIDTH // HEADS) * LAYERS * 2 / 50e9  # bf16 keys and values of 2 heads
+    assert apart.best.ttft == pytest.approx(prefills[800] + sent, rel=1e-9)
     own = decode(target, apart.best.sizes["batch"], mix.kv).t_est / apart.best.sizes["batch"]
     assert apart.best.per_chip == pytest.approx(1 / (own + prefill / outputs), rel=1e-9)
+
+
+def test_prefills_on_another_kind_of_chip_cost_what_their_chips_do(target: str) -> None:
+    prices, powers = {"h200-sxm": 5.0, "l40s": 1.0}, {"h200-sxm": 900.0, "l40s": 300.0}
+    answer = rt.solve(
+        target, find="cheapest", mix="300:40", over=(4, 8), chips=1, chip="h200-sxm",
+        apart=True, prefill_chip="l40s", price=prices, power=powers,
+    )  # fmt: skip
+    best = answer.best
+    assert best is not None
+    prefill = rt.estimate(
+        rt.trace(target, phase="prefill", batch=1, seq=300), chip="l40s", execution="serving"
+    ).t_est
+    batch = best.sizes["batch"]
+    decoding = 40 * decode(target, batch, answer.service.mix.kv).t_est / batch
+    assert best.tpot == best.step
+    assert best.prefilling == pytest.approx(prefill / (prefill + decoding), rel=1e-6)
+    dollars = (5 * decoding + 1 * prefill) / 3600 / 40 * 1e6
+    assert best.dollars == pytest.approx(dollars, rel=1e-6)
+    assert best.joules == pytest.approx((900 * decoding + 300 * prefill) / 40, rel=1e-6)
+    shown = " ".join(str(answer).split())
+    assert "l40s of prefill for each h200-sxm of decode" in shown
+    assert "price of l40s: 1 dollar/hour (as asked for)" in shown
+
+
+def test_a_prefill_that_its_chip_cannot_hold_is_no_answer(target: str) -> None:
+    asked = {"find": "throughput", "mix": "300:40", "over": (4, 8), "chips": 1, "apart": True}
+    small = rt.types.Chip.with_facts(rt.load_chip("l40s"), {"memory_capacity": 2.0**29 + 2.0**20})
+    assert rt.solve(target, **asked, prefill_chip="l40s").best is not None
+    assert rt.solve(target, **asked, prefill_chip=small).best is None
 
 
 def test_joules_are_power_over_rate(form: rt.types.Form) -> None:
@@ -414,7 +445,7 @@ def test_a_saved_form_gives_the_same_answer(
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"find": "bach"}, "did you mean 'batch'"),
     ({"tpot": "30 parsecs"}, "'30 parsecs': expected a time"),
-    ({"tpot": -1.0}, "-1.0: expected seconds above 0"),
+    ({"tpot": -1.0}, "tpot -1.0: expected a time"),
     ({"ttft": 1.0}, "give them with mix="),
     ({"mix": "2048"}, "'2048': expected PROMPT:OUTPUT"),
     ({"mix": "0:5"}, "at least one token"),
@@ -422,6 +453,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mix": "10:5", "kv": 7}, "kv: the mix says"),
     ({"mix": "10:5", "find": "kv"}, "kv cannot be open"),
     ({"apart": True}, "apart: it is for"),
+    ({"prefill_chip": "l40s"}, "prefill_chip l40s: it is for prefills that run apart"),
+    ({"pue": 0.5}, "pue 0.5: expected a factor of at least 1"),
     ({"find": "rates", "tpot": 1.0}, "find rates takes no limit"),
     ({"chips": 0}, "expected numbers from 1"),
     ({"price": {"h100": 3}}, "no chip of this question"),

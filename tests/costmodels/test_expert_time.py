@@ -25,6 +25,7 @@ from rooftrace.costmodels.kernels.experts import (
 )
 from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
+from rooftrace.costmodels.rewrites.rewrites import reprice
 from rooftrace.graph.graph import OpGraph
 from rooftrace.hardware.chipfile import load_chip
 from tests.releases import with_grouped_products
@@ -174,6 +175,26 @@ def test_traced_experts_take_the_seconds_of_their_sizes(library: str) -> None:
     for columns, inner in ((2 * INNER, WIDTH), (WIDTH, INNER)):
         expected = seconds(TOKENS * CHOSEN / hit, hit, kernel, columns, inner)[0]
         assert min(abs(device / expected - 1)) < 0.05  # tokens are read once, and numbers of rows
+
+
+@with_grouped_products
+@pytest.mark.parametrize(
+    ("library", "name", "stored", "kernel"),
+    [
+        ("trtllm", "b200-sxm", "mxfp4_afp8", "trtllm-gen fp8 blackwell"),
+        ("vllm", "b200-sxm", "mxfp4_afp8", "trtllm-gen fp8 blackwell"),
+        ("trtllm", "b200-sxm", "fp8_afp8", "cutlass fp8 blackwell"),
+        ("trtllm", "b200-sxm", "mxfp4", "trtllm-gen int4 blackwell"),
+        ("trtllm", "h100-sxm", "mxfp4_afp8", "cutlass fp8 hopper"),
+    ],
+)
+def test_weights_of_four_bits_in_fp8_products_have_their_own_kernel_on_blackwell(
+    library: str, name: str, stored: str, kernel: str
+) -> None:
+    graph = reprice(traced(), weights_dtype=stored)
+    table, _ = kernel_table(plan(graph, serving(library)), load_chip(name))
+    (place,) = set(table.data["experts"][table.data["experts"] > 0])
+    assert " ".join(list(EXPERT_KERNELS)[int(place) - 1]) == kernel
 
 
 @with_grouped_products

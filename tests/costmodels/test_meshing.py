@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
 
-from rooftrace.studies.solving import MeshAnswer, MeshRow, ScalingAnswer, meshes_of
+from rooftrace.hardware.chip import Fact
+from rooftrace.studies.solving import MeshAnswer, MeshRow, ScalingAnswer, TrainingRun, meshes_of
+from rooftrace.studies.solving.meshes import STORAGE, goodput
 
 pytestmark = pytest.mark.quick
 
@@ -30,6 +33,7 @@ ROW = MeshRow(
     limited_by="compute",
     peak=30,
     fixed=20,
+    saved=16,
     capacity=40.0,
     price=3.6,
     beyond="",
@@ -95,3 +99,67 @@ def test_what_is_done_once_a_step_is_not_repeated_with_microbatches() -> None:
     result = scaled(few, many)
     assert result.microbatches(few) == 4
     assert result.strong_seconds(few) == pytest.approx(4 * 0.4 + 0.1)
+
+
+def simulated(mtbf: float, save: float, interval: float, restart: float, pieces: int) -> float:
+    """Goodput of a training that is walked through, from one interruption to the next."""
+    chance = random.Random(0)
+    clock, next_stop = 0.0, chance.expovariate(1 / mtbf)
+    for _ in range(pieces):
+        while next_stop < clock + interval + save:
+            clock = next_stop
+            next_stop = clock + chance.expovariate(1 / mtbf)
+            while next_stop < clock + restart:
+                clock = next_stop
+                next_stop = clock + chance.expovariate(1 / mtbf)
+            clock += restart
+        clock += interval + save
+    return pieces * interval / clock
+
+
+@pytest.mark.parametrize(
+    ("mtbf", "save", "interval", "restart"),
+    [(100, 1, 15, 10), (100, 1, 200, 10), (100, 20, 5, 0), (100, 30, 60, 150), (1e6, 0, 1, 1)],
+)
+def test_goodput_is_that_of_a_simulation(
+    mtbf: float, save: float, interval: float, restart: float
+) -> None:
+    walked = simulated(mtbf, save, interval, restart, 20_000)
+    assert goodput(mtbf, save, interval, restart) == pytest.approx(walked, rel=0.03)
+
+
+def test_no_other_interval_of_checkpoints_is_much_better_than_that_of_young() -> None:
+    run = training()
+    others = (goodput(run.mtbf, run.save, run.interval * 1.05**n, 600) for n in range(-60, 60))
+    assert max(others) < run.goodput * 1.001
+
+
+def test_a_training_that_cannot_go_on_has_no_goodput() -> None:
+    assert goodput(1.0, 1000.0, 1000.0, 0.0) == 0.0
+
+
+def training(**changed: Any) -> TrainingRun:
+    """A training on 16,384 chips that takes 50 days without interruptions."""
+    row = replace(ROW, chips=16384, items=864, seconds=1.0, saved=6 * 10**12)
+    costs = {"price": Fact(2.0, "", "", "guess"), "power": Fact(1000.0, "", "", "guess")}
+    plain: dict[str, Any] = {"title": "", "system": "", "tokens": 864 * 50 * 86400.0, "rests": ()}
+    return TrainingRun(row=row, **{**plain, **costs, **changed})
+
+
+def test_the_training_of_llama_3_went_on_for_more_than_90_percent_of_the_time() -> None:
+    """Interruptions each 3 hours, and more than 90 % (arXiv:2407.21783, section 3.3.4)."""
+    run = training()
+    assert run.mtbf == pytest.approx(54 * 86400 / 419, rel=1e-4)
+    assert run.save == pytest.approx(3, rel=0.01)  # 6 TB at 2 TB/s
+    assert 0.9 < run.goodput < 0.95
+    assert run.days == pytest.approx(50 / run.goodput)
+
+
+def test_a_training_costs_its_chip_hours() -> None:
+    run = training(asked={"mtbf": 1e15, "save": 1e-9, "interval": 1.0}, restart=STORAGE)
+    assert run.goodput == pytest.approx(1)
+    assert run.chip_hours == pytest.approx(16384 * 50 * 24)
+    assert run.dollars == pytest.approx(2 * 16384 * 50 * 24)
+    assert run.joules == pytest.approx(1000 * 16384 * 50 * 24 * 3600)
+    assert training(price=None, power=None).dollars is None
+    assert training(price=None, power=None).joules is None

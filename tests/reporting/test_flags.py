@@ -109,6 +109,10 @@ SCALING = (
     *("solve", "config.json", "--find", "scaling", "--chips", "1,2", "--system", "dgx-h100"),
     *("--phase", "training", "--format", "json"),
 )
+TRAINING = (
+    *("solve", "config.json", "--find", "run", "--mesh", "dp=2", "--system", "dgx-h100"),
+    *("--tokens", "1T", "--seq", "8", "--format", "json"),
+)
 
 FLEET = (
     *("sweep", "t.py:wider", "t.py:build", "--over", "batch=1..2"),
@@ -137,6 +141,7 @@ WORKLOAD: dict[str, tuple[tuple[str, ...], ...]] = {
     "--mesh": (("--mesh", "tp=2"), ("--mesh", "tp=2,pp=2"), ("--mesh", "tp")),
     "--checkpoint": (("--checkpoint", "full"),),
     "--plan": (("--plan", "transformers"),),
+    "--zero": (("--zero", "1"),),
     "--schedule": (("--schedule", "gpipe"),),
     "--interleave": (("--interleave", "2"),),
     "--microbatches": (("--microbatches", "2"),),
@@ -350,6 +355,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--step": (("--step", "1us"),),
                 "--mix": (("--mix", "20:20"),),
                 "--apart": (("--apart",),),
+                "--prefill-chip": (("--prefill-chip", "l4"),),
                 "--global-batch": (("--global-batch", "8"),),
                 "--over": (("--over", "4"),),
                 "--chip": (("--chip", "l4"), ("--chip", "h200-sxm,l4")),
@@ -358,6 +364,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--execution": (("--execution", "eager"),),
                 "--price": (("--price", "9"), ("--price", "l4=9")),
                 "--power": (("--power", "9"), ("--power", "much")),
+                "--pue": (("--pue", "1.2"), ("--pue", "0.5")),
                 "--kept-free": (("--kept-free", "0.5"),),
                 "--link": (("--link", "50 GB/s"),),
                 "--alpha": (("--alpha", "0.5"),),
@@ -387,6 +394,22 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--chip": (("--chip", "l4"),),
                 "--execution": (("--execution", "eager"),),
                 "--plot": (("--plot", "mesh.png"),),
+            },
+        ),
+        (
+            TRAINING,
+            {
+                "--tokens": (("--tokens", "2T"), ("--tokens", "many")),
+                "--mtbf": (("--mtbf", "3 h"),),
+                "--restart": (("--restart", "1 h"),),
+                "--storage": (("--storage", "1 GB/s"),),
+                "--save": (("--save", "1 min"),),
+                "--interval": (("--interval", "1 h"),),
+                "--pue": (("--pue", "1.2"),),
+                "--power": (("--power", "9"),),
+                "--price": (("--price", "9"),),
+                "--global-batch": (("--global-batch", "8"),),
+                "--step": (("--step", "1us"),),
             },
         ),
         (

@@ -11,6 +11,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.hardware.systems import load_system
 from rooftrace.studies.solving import row_of
 from tests.reporting.conftest import Run
 
@@ -194,3 +195,80 @@ def test_questions_without_an_answer_are_refused_in_a_line(config: str) -> None:
     graph = rt.trace(config, phase="forward", seq=4)
     with pytest.raises(RequestError, match="traced anew"):
         rt.tools.best_mesh(graph, chips=2, system="dgx-h100")
+
+
+def test_a_training_is_so_many_steps_of_its_mesh(config: str) -> None:
+    asked = {"seq": 64, "system": "dgx-h100", "global_batch": 8}
+    run = rt.tools.training_run(config, mesh={"dp": 2, "tp": 2}, tokens="5M", **asked)
+    alone = rt.estimate(
+        config, phase="training", mesh={"dp": 2, "tp": 2}, seq=64, system="dgx-h100", batch=4
+    )
+    steps = 5e6 / (8 * 64)
+    assert run.undisturbed == pytest.approx(steps * alone.t_est)
+    best = rt.tools.training_run(config, chips=4, tokens=5e6, **asked)
+    assert best.row == rt.tools.best_mesh(config, chips=4, **asked).best
+    # bf16 weights, and in fp32 their copy and two moments: of 2 layers, embedding and head.
+    h, m, v = 256, 512, 512
+    parameters = 2 * (4 * h * h + 3 * h * m + 2 * h) + 2 * v * h + h
+    one = rt.tools.training_run(config, mesh={"dp": 4}, tokens=5e6, **asked)
+    assert one.row.saved == pytest.approx(parameters * 14, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("system", "chips", "said"),
+    [
+        ("dgx-h100", 8, ["all_reduce, all_to_all, reduce_scatter, send measured, up to 8 ranks"]),
+        ("dgx-h100", 9, ["measured, up to", "reduce_scatter, all_to_all not measured, derived ("]),
+        ("hgx-h100-4nic", 16, ["measured, up to 8 ranks", "send measured, up to 2 ranks"]),
+        ("dgx-b300", 8, ["nvlink of dgx-b300: not measured, bandwidth alone (NVIDIA HGX"]),
+    ],
+)
+def test_each_level_of_a_system_says_whether_it_was_measured(
+    system: str, chips: int, said: list[str]
+) -> None:
+    lines = list(load_system(system).origins(chips))
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True)), lines
+
+
+def test_a_training_names_what_it_rests_on(config: str, run: Run) -> None:
+    asked = (
+        *("solve", config, "--find", "run", "--mesh", "dp=4", "--system", "dgx-h100"),
+        *("--seq", "64", "--tokens", "1T"),
+    )
+    told = " ".join(run(*asked).out.split())
+    for words in (
+        "419 unexpected interruptions in 54 days", "MegaScale", "2 TB/s", "10.2 kW / 8",
+        "2.69 dollar/hour (rent", "the optimum of Young", "--pue",
+        "send measured, up to 8 ranks",
+    ):  # fmt: skip
+        assert words in told, words
+    named = json.loads(run(
+        *asked, "--mtbf", "100 h", "--save", "1 min", "--interval", "1 h", "--restart", "5 min",
+        "--price", "3", "--power", "1000", "--pue", "1.5", "--format", "json",
+    ).out)  # fmt: skip
+    assert (named["mtbf"], named["save"], named["interval"], named["restart"]) == (
+        360000.0, 60.0, 3600.0, 300.0
+    )  # fmt: skip
+    assert named["dollars"] == pytest.approx(3 * named["chip_hours"])
+    assert named["joules"] == pytest.approx(1500 * 3600 * named["chip_hours"])
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        ((), "a training needs its length: --tokens 15T"),
+        (("--tokens", "many"), "tokens 'many': expected a number, for example 15T"),
+        (("--tokens", "1T", "--mtbf", "0 s"), "mtbf '0 s': expected a time"),
+        (("--tokens", "1T", "--pue", "0.9"), "pue 0.9: expected a factor of at least 1"),
+        (("--tokens", "1T", "--phase", "decode"), "phase decode with --find run"),
+        (("--tokens", "1T", "--kept-free", "0.99999"), "--find mesh says what does"),
+        (("--tokens", "1T", "--mtbf", "1 s", "--save", "1 h"), "this training never ends"),
+    ],
+)
+def test_a_training_that_cannot_be_told(
+    config: str, run: Run, more: tuple[str, ...], error: str
+) -> None:
+    ran = run("solve", config, "--find", "run", "--mesh", "dp=2", "--system", "dgx-h100", *more)
+    assert ran.code == 2
+    assert error in " ".join(ran.err.split())

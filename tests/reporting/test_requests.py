@@ -83,7 +83,7 @@ def test_functions_show_all_that_they_take() -> None:
 TYPED: dict[str, Any] = {
     "phases": "training,decode", "batch": 3, "seq": 9, "kv": 11, "inputs": ["x=2,5:int64"],
     "settings": ["config.n_embd=64", "tied=true"], "mesh": "dp=2,tp=4", "checkpoint": "full",
-    "plan": "transformers",
+    "plan": "transformers", "zero": 1,
     "schedule": "looped-bfs", "interleave": 2, "microbatches": 2,
     "optimizer": "adamw", "assume": ["branch=true"],
     "repeats": False, "torch": "2.8", "trust_remote_code": True, "dtype": "bf16",

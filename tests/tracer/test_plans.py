@@ -53,7 +53,7 @@ def one_process(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
     for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, std=0.2 if weight.dim() > 1 else 1.0)
         assert name
-    ids = torch.randint(128, (2, 5))
+    ids = torch.randint(128, (PROCESSES, 2, 5))[rank // mesh.get("tp", 1)]  # of each replica
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
         huggingface.distribute(model, mesh, trains=False)
@@ -113,6 +113,11 @@ CASES = [
     (OSS, {"tp": 4, "ep": 2}),
     (TIED, {"tp": 4}),
     (FUSED, {"tp": 4}),
+    (DEEPSEEK, {"dp": 4, "etp": 4}),
+    (DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}),
+    (DEEPSEEK, {"dp": 2, "tp": 2, "etp": 4}),
+    (OSS, {"dp": 4, "ep": 4, "etp": 1}),
+    (OSS, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}),
 ]
 
 
@@ -166,6 +171,34 @@ def test_heads_and_experts_are_cut_and_one_sum_ends_a_block() -> None:
     assert weights(graph, "model.")["embed_tokens.weight"] == (32, 64)
     # Two layers with experts and one without; embeddings and logits aside.
     assert sums(graph)["o_proj"] == 3 and sums(graph)["mlp"] == 2 and sums(graph)["down_proj"] == 1
+
+
+def test_replicas_gather_their_tokens_for_experts_that_they_split() -> None:
+    graph = spread_graph(DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}, "decode", 2, 5)
+    shapes = weights(graph)
+    assert shapes["self_attn.o_proj.weight"] == (64, 64)  # of all heads
+    assert shapes["mlp.experts.down_proj"] == (8, 64, 16)  # half of 16; half of 32 channels
+    assert shapes["mlp.shared_experts.down_proj.weight"] == (64, 8)  # a quarter of 32 channels
+    moved = Counter((o.collective.kind, o.collective.bytes) for o in graph.ops if o.collective)
+    # Two layers: four replicas, two tokens of each, 64 numbers of four bytes.
+    assert moved == {(kind, 4 * 2 * 64 * 4): 2 for kind in ("all_gather", "reduce_scatter")}
+    chosen = {op.facts["rows_routed"] for op in graph.ops if op.name == "aten._grouped_mm"}
+    assert chosen == {4 * 2 * 4 // 2}  # four of each token; half of the experts are here
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "message"),
+    [
+        (DEEPSEEK, {"dp": 4, "etp": 2}, "dp x cp x tp; expected ep x etp = 4, found 1 x 2"),
+        ({**MIXTRAL, "model_type": "llama"}, {"dp": 4, "etp": 4}, "etp=4: splits experts, and Ll"),
+        (DEEPSEEK, {"dp": 4, "ep": 3, "etp": 1}, "ep=3: experts are spread over the 4 processes"),
+    ],
+)
+def test_a_split_of_experts_that_is_not_there_is_refused(
+    config: dict[str, Any], mesh: dict[str, int], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        spread_graph(config, mesh, "decode", 2, 5)
 
 
 def test_processes_share_key_heads_that_are_too_few() -> None:

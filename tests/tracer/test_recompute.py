@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import rooftrace as rt
 from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.sharding import huggingface
 from tests.tracer.conftest import config
 
 S, D = 16, 32
@@ -445,6 +446,79 @@ def test_a_selective_checkpoint_saves_what_its_policy_names(
     recomputed = [op.name for op in graph.ops if op.part == "recompute"]
     assert recomputed.count("aten.mm") == again
     assert not any("attention" in name for name in recomputed)
+
+
+class Fp8(torch.autograd.Function):
+    """A product whose operands a training library casts to fp8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        one = torch.ones((), device=x.device)
+        low = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn).t()
+        return torch._scaled_mm(*low, scale_a=one, scale_b=one, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grads[0] @ w, grads[0].t() @ x
+
+
+class Deep(nn.Module):
+    """Layers of four products in fp8, whose last result no gradient needs."""
+
+    def __init__(self, contexts: Callable[[], Any], layers: int) -> None:
+        super().__init__()
+        self.contexts = contexts
+        self.layers = nn.ParameterList(
+            torch.empty(4, D, D, dtype=torch.bfloat16) for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = torch.compile(self.inside)
+        for weights in self.layers:
+            x = x + run(x, weights)
+        return x.float()
+
+    def inside(self, x: Tensor, weights: Tensor) -> Any:
+        return checkpoint(self.within, x, weights, use_reentrant=False, context_fn=self.contexts)
+
+    @staticmethod
+    def within(x: Tensor, weights: Tensor) -> Tensor:
+        for weight in weights.unbind():
+            x = Fp8.apply(x.tanh(), weight)
+        return x
+
+
+def ours() -> Any:
+    """The policy of `--checkpoint selective`."""
+
+    class Model:
+        def gradient_checkpointing_enable(self, how: Any) -> None:
+            self.how = how
+
+    huggingface.keep_less(model := Model(), "selective")
+    return model.how["context_fn"]()
+
+
+def test_a_selective_checkpoint_counts_products_in_fp8() -> None:
+    graph = rt.trace(train, Deep(ours, 1), torch.empty(S, D, dtype=torch.bfloat16))
+    parts = [op.part for op in graph.ops if op.name == "aten._scaled_mm"]
+    assert parts == ["forward"] * 4 + ["recompute"] * 2
+
+
+def every_product() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten._scaled_mm.default])
+
+
+def test_compiled_code_keeps_of_a_selective_checkpoint_what_backward_reads() -> None:
+    graph = rt.trace(train, Deep(every_product, 5), torch.empty(4096, D, dtype=torch.bfloat16))
+
+    def saved(execution: str) -> int:
+        moments = rt.estimate(graph, "h100-sxm", execution=execution).memory.timeline.moments
+        return next(m.by_kind["saved"] for m in moments if m.part == "backward")
+
+    assert saved("eager") - saved("mixed") == 5 * 4096 * D * 2  # the last result of each layer
 
 
 def test_a_counter_of_the_users_counts_attention_inside_the_step() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.distributed.tensor.placement_types import Shard
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,7 +30,9 @@ from torch.utils.checkpoint import (
 
 import rooftrace as rt
 from rooftrace.costmodels.ops.price import price_ops
+from rooftrace.costmodels.timing import collective_seconds
 from rooftrace.errors import RequestError
+from rooftrace.hardware.systems import load_system
 from rooftrace.reporting.commands.sweeps import lengths_in
 from rooftrace.tracer import Job
 from rooftrace.tracer.sharding import huggingface
@@ -108,6 +111,29 @@ def test_keys_and_values_go_around_the_ring() -> None:
     # Keys and values of all processes: of two sequences, in bf16.
     assert sum(c.bytes for c in gathered) == 2 * 2 * SEQ * WIDTH * 2
     assert {c.kind for c in gathered} <= {"all_gather", "all_to_all", "send", "recv"}
+
+
+@pytest.mark.parametrize(("rotation", "sends"), [("allgather", 4), ("alltoall", 4 + 3 + 3)])
+def test_exchanges_run_beside_attention_but_for_the_last_gradient(
+    rotation: str, sends: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of keys and values takes as many steps as there are processes, and nothing is left
+    to compute beside the last; keys and values take a step less, or are gathered."""
+    for name, value in (("WIDTH", 2048), ("HEADS", 16), ("SEQ", 32768)):
+        monkeypatch.setitem(globals(), name, value)
+    net, x = blocks(1)
+    set_rotate_method(rotation)
+    try:
+        with rt.tools.fake_mesh({"cp": 4}) as mesh:
+            graph = rt.trace(over_context, net, x, mesh)
+    finally:
+        set_rotate_method("allgather")
+    rows = {row.kind: row for row in rt.estimate(graph, system="dgx-h100").communication}
+    assert rows["send"].calls == sends
+    gradient = 2 * 2 * SEQ // 4 * WIDTH * 4
+    one = collective_seconds(load_system("dgx-h100"), "send", gradient, (0, 1, 2, 3)).seconds
+    exposed = sum(row.exposed for row in rows.values())
+    assert exposed == pytest.approx(one, rel=0.01)
 
 
 def test_attention_of_sharded_heads_stays_whole() -> None:
@@ -347,12 +373,19 @@ def test_processes_of_cp_share_the_work_and_what_is_kept() -> None:
     assert 4 * other.memory.saved == pytest.approx(one.memory.saved, rel=0.05)
     assert (one.replicas, other.replicas) == (4, 1)
     assert one.items == other.items == BATCH * LENGTH
+    assert [each.text[:30] for each in over_cp.assumptions if each.kind == "plan"] == [
+        "context parallelism as torch's"
+    ]
     # Weights are gathered and gradients reduced alike.
     weights = [
         [op.collective for op in graph.expand().ops if op.target.startswith("c10d.")]
         for graph in (over_dp, over_cp)
     ]
     assert [(c.kind, c.bytes) for c in weights[0]] == [(c.kind, c.bytes) for c in weights[1]]
+
+
+@needs_plans
+def test_weights_are_shared_over_dp_and_cp() -> None:
     graph = shared({"dp_replicate": 2, "dp": 2, "cp": 2})
     by_axis = {
         (graph.groups[c.group].axis, c.kind) for op in graph.ops if (c := op.collective) is not None
@@ -382,7 +415,9 @@ def test_a_prompt_is_shared_and_a_step_of_one_token_is_not() -> None:
     assert {v.shape for v in kept} == {(BATCH, 2, LENGTH // 4, 16)}
     gathered = [op.collective for op in graph.expand().ops if op.collective]
     assert [(c.kind, c.bytes) for c in gathered] == 2 * [("all_gather", 2 * kept[0].nbytes * 4)]
-    with pytest.raises(RequestError, match="--phase decode with --mesh cp=4: a step of one token"):
+    with pytest.raises(
+        RequestError, match=r"--phase decode with --mesh cp=4: .* no step behind a cache"
+    ):
         shared({"cp": 4}, "decode")
 
 

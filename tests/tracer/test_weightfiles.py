@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from rooftrace.tracer.names import is_checkpoint
 from rooftrace.tracer.targets import CheckpointError, open_checkpoint
 from rooftrace.tracer.targets.checkpoints import SLICE, Stored, flat_slice, ranges
-from rooftrace.tracer.targets.filenames import is_checkpoint
 
 pytestmark = pytest.mark.quick
 

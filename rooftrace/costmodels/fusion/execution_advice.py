@@ -60,6 +60,8 @@ def as_written(graph: OpGraph, model: ExecutionModel) -> tuple[OpGraph, Executio
     if model.dispatch != "mixed":
         return graph, model
     inside = {marks.COMPILED in op.facts for op in graph.ops if op.kind == "kernel"}
+    if True in inside:
+        graph = marks.without_variables(graph)
     if len(inside) < 2:
         preset = execution_model("compiled" if inside == {True} else "eager")
         same = {name: getattr(preset, name) for name in ("name", "fusion", "dispatch", "kv_append")}

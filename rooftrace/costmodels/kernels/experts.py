@@ -167,17 +167,21 @@ _PLACES = tuple(EXPERT_KERNELS)
 _TRITON = ("half", "fp8", "fp8 blocks")
 
 
-def kernel_of(library: str, chip: Chip, form: str) -> str:
+def kernel_of(library: str, chip: Chip, form: str, widened: bool = False) -> str:
     """The kernel that a library runs for experts in a format; "" where it has none of these.
 
     library: one of `fusion.LIBRARIES`.  form: half, fp8, fp8 blocks (scales of 128 x 128), fp4, or
-    int4 (weights alone are narrow).
+    int4 (weights alone are narrow).  widened: whether fp8 products have weights of four bits, as of
+    MXFP4 checkpoints on Blackwell; vLLM has TensorRT-LLM's kernel by FlashInfer
+    (trtllm_fp4_block_scale_moe).
     """
     if library == "torch":
         return ""
+    newer = StepCell.generation_of(chip) == "blackwell"
+    if form == "fp8" and widened and newer and library in ("trtllm", "vllm"):
+        return "trtllm-gen"
     if library == "trtllm":
         if form == "int4":
-            newer = StepCell.generation_of(chip) == "blackwell"
             return "trtllm-gen" if newer else "matmul_ogs"
         return "cutlass"
     if form in _TRITON:
@@ -221,9 +225,10 @@ def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) ->
         if work.key.operation != "matmul" or work.shape is None or engine != "matrix":
             continue
         form = StepCell.precision_of(name)
-        if form == "half" and stored_widths(work.key)[1] < 1:
+        widened = stored_widths(work.key)[1] < 1
+        if form == "half" and widened:
             form = "int4"
-        kernel = kernel_of(execution.library, chip, form)
+        kernel = kernel_of(execution.library, chip, form, widened)
         if form in (*_TRITON, "fp4", "int4"):
             here = grouped[work.row]
             place[work.row] = np.where(here, kernel_on(chip, kernel, form), place[work.row])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.fusion import ExecutionModel, execution_model, runs
@@ -36,7 +36,7 @@ from rooftrace.measured.alignment import (
     read_measured,
 )
 from rooftrace.measured.bench import ModelRow, OpTime, Run
-from rooftrace.measured.profiles import Trace
+from rooftrace.measured.profiles import Trace, source_of
 
 Source: TypeAlias = "str | os.PathLike[str] | Trace | Run"
 
@@ -61,6 +61,18 @@ class _Predicted:
     estimate: Estimate | None = None
     reason: str = ""
     by_path: bool = False  # whether the side has the module paths of the graph
+
+
+def is_measured(source: Any) -> bool:
+    """Whether a source is a measured run: a Trace, a Run, or a file of one."""
+    if not isinstance(source, (str, os.PathLike)):
+        return type(source).__module__.startswith("rooftrace.measured")
+    if not os.path.isfile(source):
+        return False
+    try:
+        return source_of(source).gives in ("run", "trace")
+    except (ProfileError, OSError):  # a file of another kind: its reader will refuse it
+        return False
 
 
 def diff_runs(before: Source, after: Source, question: RunQuestion | None = None) -> RunDiff:

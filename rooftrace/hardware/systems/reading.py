@@ -5,6 +5,11 @@ chip = "h100-sxm"                # a chip by name, or a path relative to this fi
 
 [sources]                        # long sources once, like those of a chip
 
+[power]                          # of the chips of the innermost level and all with them
+value = "10.2 kW"
+kind = "datasheet"
+source = "dgx"
+
 [[level]]                        # from the inside out
 name = "nvlink"
 kind = "nvswitch"
@@ -103,7 +108,9 @@ def _bundled(name: str) -> System:
     return _read(FactTable.of_file(file, name, "system file", SystemFileError), None)
 
 
-SYSTEM_KEYS = ("name", "title", "chip", "aliases", "sources", "level", "collective", "exchange")
+SYSTEM_KEYS = (
+    "name", "title", "chip", "aliases", "sources", "power", "level", "collective", "exchange",
+)  # fmt: skip
 LEVEL_KEYS = ("name", "kind", "size", "bandwidth", "latency", "nics", "rails", "oversubscription")
 FIT_KEYS = ("alpha", "step", "efficiency", "p", "ranks", "kind", "source", "version", "note")
 COLLECTIVE_KEYS = ("library", "op", "level", *FIT_KEYS, "fall", "direct", "turn", "nbytes")
@@ -115,6 +122,7 @@ def _read(root: FactTable, folder: Path | None) -> System:
     name, title = (problems.of(root.text, key) for key in ("name", "title"))
     chip = problems.of(_chip, root, folder)
     aliases = problems.of(root.texts, "aliases")
+    power = problems.of(_inner_fact, root, "power", "watt", False)
     levels = tuple(problems.of(_level, item) for item in problems.of(root.tables, "level") or ())
     fits = tuple(
         problems.of(_collective, item) for item in problems.of(root.tables, "collective") or ()
@@ -132,6 +140,7 @@ def _read(root: FactTable, folder: Path | None) -> System:
         collectives=fits,
         exchanges=exchanges,
         aliases=aliases,
+        power=power,
     )
     mistakes = list(_mistakes(system, root.file))
     if mistakes:
@@ -278,6 +287,8 @@ def _mistakes(system: System, file: str) -> Iterator[str]:
     names = [level.name for level in system.levels]
     if not names:
         yield f"{file}: [[level]] is missing: expected what joins the chips, from the inside out"
+    elif system.power is not None and not system.per_node:
+        yield f"{file}: [power]: it is of the chips of {names[0]}: expected the size of {names[0]}"
     for number, level in enumerate(system.levels, start=1):
         if names.index(level.name) + 1 < number:
             yield f'{file}: [[level]] #{number}: name = "{level.name}" stands twice'
@@ -317,6 +328,9 @@ def dump_system(system: System, path: str | os.PathLike[str] | None = None) -> s
     sections: list[tuple[str, Mapping[str, object]]] = [
         ("", {**head, "chip": system.chip.name, "aliases": system.aliases})
     ]
+    if system.power is not None:
+        watts = fact_rows(system.power, "value", "watt", "power", SystemFileError)
+        sections.append(("[power]", watts))
     for level in system.levels:
         rows: dict[str, object] = {"name": level.name, "kind": level.kind}
         if level.size:

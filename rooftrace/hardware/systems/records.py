@@ -138,6 +138,7 @@ class System(Shown):
     collectives: tuple[CollectiveFit, ...] = ()
     exchanges: tuple[ExchangeFit, ...] = ()
     aliases: tuple[str, ...] = field(default=())
+    power: Fact | None = None  # watt at most, of the chips of the innermost level and all with them
     bare: bool = False  # made of the links of a chip: nothing was fitted
 
     def __repr__(self) -> str:
@@ -203,9 +204,31 @@ class System(Shown):
         return next((f for f in self.exchanges if (f.mode, f.way) == (mode, way)), None)
 
     def facts(self) -> Iterator[tuple[str, Fact]]:
-        """Every fact of the levels with the name of its place."""
+        """Every fact of the node and of the levels with the name of its place."""
+        if self.power is not None:
+            yield f"power of {units.plural(self.per_node, 'chip')}", self.power
         for level in self.levels:
             yield from level.facts()
+
+    def origins(self, chips: int) -> Iterator[str]:
+        """Whether times of exchanges were measured, for each level that so many chips use."""
+        for number, level in enumerate(self.levels):
+            if number and chips <= self.size_of(number - 1):
+                return
+            parts = []
+            for measured in (True, False):
+                fits = [fit for fit in self.collectives if fit.level == level.name]
+                fits = [fit for fit in fits if (fit.kind == "measured") == measured]
+                if not fits:
+                    continue
+                ops = ", ".join(dict.fromkeys(fit.op for fit in fits))
+                most = max(fit.ranks for fit in fits)
+                sources = ", ".join(dict.fromkeys(fit.source for fit in fits))
+                derived = f"not measured, derived ({sources})"
+                how = f"measured, up to {most} ranks" if measured else derived
+                parts.append(f"{ops} {how}")
+            alone = f"not measured, bandwidth alone ({level.bandwidth.source})"
+            yield f"{level.name} of {self.name}: {'; '.join(parts) or alone}"
 
     @property
     def joined_chip(self) -> Chip:

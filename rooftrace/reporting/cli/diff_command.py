@@ -161,7 +161,7 @@ def diff(
     torch.save.
     """
     from rooftrace.diffs.runs import is_measured
-    from rooftrace.tracer.targets.filenames import are_weights
+    from rooftrace.tracer.names import are_weights
 
     sources, revisions = _targets(words, revision)
     if are_weights(*sources):

@@ -141,6 +141,8 @@ bandwidth, FLOP rate and link at which computing would limit.  passing: the leng
 attention takes longer than the MLP.  chips: how many by capacity.  mesh: which mesh of --chips
 chips of a --system has most items per chip of those that fit (sizes of the axes that --mesh names).
 scaling: the step on 1 to 1,024 chips, with the batch of a chip kept and with that of all.
+run: days, dollars and energy of a training on --tokens, with interruptions, on --mesh dp=64,tp=8 of
+a --system, or on the best mesh of --chips.
 critical-batch: the least batch of a device at which computing limits decode, for devices=1,2,64
 (default: 1..64:x2), kv=2048..16384:x2 and batch=... of --over.  Each device brings its own batch
 and holds a share of the routed experts; everything else is on all of them.  Computing, HBM and
@@ -151,6 +153,7 @@ link overlap perfectly at the rates of the datasheet: a lower bound."""
     "solve",
     "explore",
     "best_mesh",
+    "training_run",
     epilog=_SOLVE,
     defaults={
         "chip": "h200-sxm; for cheapest all with a price",
@@ -174,7 +177,7 @@ def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None
         )
     if output.format == "csv" and find != "critical-batch":
         raise RequestError(f"csv with --find {find}: only critical-batch has rows; name json")
-    for name in _UNUSED.get(find, ("link", "alpha", "global_batch")):
+    for name in _UNUSED.get(find, ("link", "alpha", "global_batch", *_TRAINED)):
         if name in arguments:
             option = "--phase" if name == "phases" else f"--{name.replace('_', '-')}"
             raise RequestError(f"{option} with --find {find}: it has no use for it; leave it out")
@@ -196,19 +199,21 @@ def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None
         raise click.exceptions.Exit(1)
 
 
-_WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling", "critical-batch")
-_MESHES = {"mesh": "best_mesh", "scaling": "scaling"}
-_SERVICE = ("ttft", "mix", "apart", "power")
+_WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling", "run", "critical-batch")
+_MESHES = {"mesh": "best_mesh", "scaling": "scaling", "run": "training_run"}
+_SERVICE = ("ttft", "mix", "apart", "prefill_chip", "power", "pue")
+_TRAINED = ("tokens", "mtbf", "restart", "storage", "save", "interval")
 _UNUSED: Mapping[str, Sequence[str]] = {
-    "mesh": (*_SERVICE, "link", "alpha"),
-    "scaling": (*_SERVICE, "over", "step", "tpot", "link", "alpha", "global_batch"),
+    "mesh": (*_SERVICE, "link", "alpha", *_TRAINED),
+    "scaling": (*_SERVICE, "over", "step", "tpot", "link", "alpha", "global_batch", *_TRAINED),
+    "run": ("ttft", "mix", "apart", "prefill_chip", "over", "step", "tpot", "link", "alpha"),
     "critical-batch": (
-        *_SERVICE, "step", "tpot", "chips", "price", "kept_free", "phases", "batch", "kv",
-        "global_batch",
+        *_SERVICE, *_TRAINED, "step", "tpot", "chips", "price", "kept_free", "phases", "batch",
+        "kv", "global_batch",
     ),
 }  # fmt: skip
-"""Options that a question has no use for; of every other one --link, --alpha and
---global-batch."""
+"""Options that a question has no use for; of every other one --link, --alpha, --global-batch and
+those of trainings."""
 
 
 def _without_find(arguments: Mapping[str, Any]) -> dict[str, Any]:

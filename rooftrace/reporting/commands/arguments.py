@@ -93,7 +93,7 @@ class SolveArguments:
     find: str = option(
         "batch",
         help="A size, cheapest, energy, throughput, latency, rates, passing, chips, mesh, scaling, "
-        "critical-batch.",
+        "run, critical-batch.",
         metavar="WHAT", shown="batch",
     )  # fmt: skip
     tpot: float | str | None = option(
@@ -109,6 +109,11 @@ class SolveArguments:
         metavar="IN:OUT[@SHARE],...",
     )
     apart: bool = option(False, help="Prefills run on separate chips.", kind=bool)
+    prefill_chip: Any = option(
+        help="Chip of prefills that run --apart, or system of such chips; default: that of the "
+        "decode steps.",
+        metavar="CHIP",
+    )
     over: Any = option(
         help="Values of the open size, for example 1..16384.  With --find mesh: of "
         "--global-batch.  With --find critical-batch: of devices, kv or batch, as "
@@ -125,9 +130,15 @@ class SolveArguments:
         metavar="[CHIP=]DOLLARS", repeats=True, read=partial(options.by_chip, "--price"),
     )  # fmt: skip
     power: float | Mapping[str, float] | None = option(
-        help="Watts of a chip, in place of that of its file.  Repeatable.",
+        help="Watts of a chip and its share of the node, in place of those of the files.  "
+        "Repeatable.",
         metavar="[CHIP=]WATTS", repeats=True, read=partial(options.by_chip, "--power"),
     )  # fmt: skip
+    pue: float | None = option(
+        help="Energy of the building over that of its computers, a factor on watts and joules; "
+        "default: computers alone.",
+        kind=float,
+    )
     kept_free: float = option(
         0.0, help="The share of the memory that stays free.", kind=float, shown="0.0"
     )
@@ -138,10 +149,45 @@ class MeshArguments:
     """The work that meshes are compared on."""
 
     global_batch: int | None = option(
-        help="With --find mesh: requests, or samples of training, in one step over all chips, the "
-        "same for every mesh; each replica takes its part.  Default: --batch for each chip.",
+        help="With --find mesh or run: requests, or samples of training, in one step over all "
+        "chips, the same for every mesh; each replica takes its part.  Default: --batch for each "
+        "chip.",
         kind=int, least=1,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingArguments:
+    """The length of a training, and what interrupts it."""
+
+    tokens: float | str | None = option(
+        help="With --find run: tokens (or samples) of the whole training, as 15T.", metavar="N"
+    )
+    mtbf: float | str | None = option(
+        help="With --find run: mean time between interruptions of all chips together, as '3 h'; "
+        "default: that of H100 in the training of Llama 3 405B.",
+        metavar="TIME",
+    )
+    restart: float | str | None = option(
+        help="With --find run: time from an interruption until training goes on; default: 10 min, "
+        "as MegaScale says.",
+        metavar="TIME",
+    )
+    storage: float | str | None = option(
+        help="With --find run: bandwidth at which all chips write a checkpoint; default: 122 MB/s "
+        "of each, as in the training of Llama 3 405B.",
+        metavar="BANDWIDTH",
+    )
+    save: float | str | None = option(
+        help="With --find run: time for which a checkpoint stops training; default: its bytes over "
+        "--storage.",
+        metavar="TIME",
+    )
+    interval: float | str | None = option(
+        help="With --find run: training between two checkpoints; default: sqrt(2 x --save x "
+        "--mtbf).",
+        metavar="TIME",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

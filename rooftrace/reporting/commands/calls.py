@@ -26,6 +26,7 @@ from rooftrace.reporting.commands.arguments import (
     SensitivityArguments,
     SolveArguments,
     SweepArguments,
+    TrainingArguments,
 )
 from rooftrace.reporting.commands.options import Option, options_of
 from rooftrace.reporting.commands.pricing import (
@@ -132,6 +133,9 @@ _SWEPT = TakenArguments(records=(SweepArguments, *_PRICED), several=_GRID)
 _TRACED = TakenArguments(records=(Workload, LengthOptions), without=("phases",))
 CALLS: Mapping[str, TakenArguments] = {
     "best_mesh": TakenArguments(records=(MeshArguments, *_PRICED), usual=(SERVED,)),
+    "training_run": TakenArguments(
+        records=(TrainingArguments, MeshArguments, *_PRICED), usual=(SERVED,)
+    ),
     "calibrate": TakenArguments(
         records=(MeasuredArguments, CalibrateArguments, *_PRICED),
         usual=("eager",),

@@ -36,9 +36,8 @@ from rooftrace.reporting.commands.revisions import (
     run_sides,
 )
 from rooftrace.tracer import Job
-from rooftrace.tracer.names import configs
+from rooftrace.tracer.names import are_weights, configs, is_checkpoint
 from rooftrace.tracer.phases.apart import trace_each_apart
-from rooftrace.tracer.targets.filenames import are_weights, is_checkpoint
 from rooftrace.weights import ParameterDiff, compare_parameters
 from rooftrace.weights.inventory import ModelInfo
 

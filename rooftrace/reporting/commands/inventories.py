@@ -14,7 +14,7 @@ from rooftrace.errors import RequestError, UnusedError
 from rooftrace.hardware.units import plural
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.figures import style
-from rooftrace.tracer.targets.filenames import is_checkpoint
+from rooftrace.tracer.names import is_checkpoint
 from rooftrace.weights.inventory import ModelInfo
 
 if TYPE_CHECKING:

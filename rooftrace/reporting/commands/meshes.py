@@ -1,4 +1,4 @@
-"""Search for the best device mesh of a step, and scaling over chips; each candidate is traced."""
+"""The best device mesh of a step, scaling over chips, and whole trainings; each mesh is traced."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rooftrace._progress import tell, telling
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph, replicas_of
+from rooftrace.hardware import units
+from rooftrace.hardware.chip import Fact
 from rooftrace.hardware.systems import System
-from rooftrace.hardware.units import format_time
+from rooftrace.hardware.units import format_capacity, format_time
 from rooftrace.reporting.commands import questions
-from rooftrace.reporting.commands.arguments import MeshArguments
+from rooftrace.reporting.commands.arguments import MeshArguments, TrainingArguments
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.sweeps import level_values
@@ -23,13 +25,14 @@ from rooftrace.studies.solving import (
     MeshAnswer,
     MeshRow,
     ScalingAnswer,
+    TrainingRun,
     mesh_words,
     meshes_of,
     row_of,
     with_experts,
 )
 from rooftrace.studies.solving.workloads import Limits
-from rooftrace.tracer.names import phase_of
+from rooftrace.tracer.names import PLANS, ZERO, is_shared, phase_of
 from rooftrace.tracer.phases import SizedSource
 
 USUAL_AXES = ("dp", "tp")
@@ -45,6 +48,7 @@ class MeshQuestion(StepRequest):
     work: Sequence[int | None] = (None,)  # global batches; None: each replica has its batch
     limits: Limits = field(default_factory=Limits)
     kept_free: float = 0.0
+    fixed: bool = False  # whether the mesh is the one that is asked for
 
     @property
     def system(self) -> System:
@@ -79,6 +83,8 @@ def check_meshes(question: MeshQuestion) -> None:
         raise RequestError("ttft: it is for requests, and a mesh prices one step")
     if question.limits.tpot is not None and question.phase != "decode":
         raise RequestError(f"tpot: it is for decode, and this is {question.phase}; use step")
+    if question.find == "run" and not question.trains:
+        raise RequestError(f"phase {question.phase} with --find run: expected training")
     if question.find == "scaling" and str(question.limits):
         raise RequestError(f"scaling has no limits: leave out {question.limits}")
     batch, microbatches = question.job.request.batch, question.job.request.microbatches
@@ -87,10 +93,10 @@ def check_meshes(question: MeshQuestion) -> None:
             f"--batch {batch} with --find mesh: replicas share the {question.noun}; say how many "
             f"all chips have in a step, as --global-batch {batch}"
         )
-    if question.find == "mesh" and microbatches is not None:
+    if question.find != "scaling" and microbatches is not None:
         raise RequestError(
-            f"--microbatches {microbatches} with --find mesh: they follow from --global-batch and "
-            "--batch; leave it out"
+            f"--microbatches {microbatches} with --find {question.find}: they follow from "
+            "--global-batch and --batch; leave it out"
         )
 
 
@@ -156,6 +162,9 @@ _Graphs: TypeAlias = dict[Hashable, Mapping[str, OpGraph]]
 
 def _meshes(question: MeshQuestion, count: int) -> Iterator[dict[str, int]]:
     """The meshes of so many chips; experts of a config are a view of other axes."""
+    if question.fixed:
+        yield dict(question.job.request.mesh)
+        return
     axes = tuple(question.job.request.mesh) or USUAL_AXES
     node = question.system.per_node
     viewed = "ep" in axes and not question.job.is_code
@@ -174,7 +183,7 @@ def _tried(
     """The rows of a mesh: as asked for, and of training what takes less until it fits."""
     from rooftrace.tracer import TraceError
 
-    asked, request = question.find == "mesh" and question.trains, question.job.request
+    asked, request = question.find != "scaling" and question.trains, question.job.request
     checkpoints: tuple[str, ...] = (request.checkpoint,)
     if asked and "checkpoint" not in question.job.explicit:
         checkpoints = ("none", "full")
@@ -233,6 +242,8 @@ def _estimates(
         mesh=traced or {"dp": 1},
         checkpoint=checkpoint,
         batch=request.batch if batch is None else batch,
+        plan=request.plan if mesh.get("tp", 1) > 1 else PLANS[0],
+        zero=request.zero if is_shared(mesh) else ZERO[-1],
         schedule=request.schedule if piped else None,
         interleave=request.interleave if piped else None,
         microbatches=(request.microbatches or microbatches) if piped else None,
@@ -313,8 +324,10 @@ def _grounds(question: MeshQuestion, rows: Sequence[MeshRow]) -> Iterator[str]:
         if row.copies:
             more = ", ".join(f"{chips:,}" for chips in row.copies)
             yield f"{mesh_words(row.mesh)}, batch {row.batch}: as fast in copies, on {more} chips"
-    beyond = dict.fromkeys(row.beyond for row in rows if row.beyond)
-    yield from (f"outside of measurements: {text}" for text in beyond)
+    yield from question.system.origins(max(row.chips for row in rows))
+    beyond = dict.fromkeys(text for row in rows for text in row.beyond.split("; ") if row.beyond)
+    if beyond:
+        yield f"outside of measurements: {'; '.join(beyond)}"
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -355,7 +368,7 @@ def best_mesh(
     if over is not None:
         works = tuple(level_values(*questions.over_of(over, "global_batch")))
     question = _mesh_question(
-        best_mesh, target, kwargs, price, find="mesh", kept_free=kept_free, work=works,
+        best_mesh, target, kwargs, {"price": price}, find="mesh", kept_free=kept_free, work=works,
         counts=counts, limits=questions.limits_of(step, tpot, None),
     )  # fmt: skip
     with telling(progress):
@@ -380,16 +393,118 @@ def scaling(
     """
     counts = USUAL_COUNTS if chips is None else questions.counts_of(chips)
     question = _mesh_question(
-        scaling, target, kwargs, price, find="scaling", kept_free=kept_free, counts=counts
+        scaling,
+        target,
+        kwargs,
+        {"price": price},
+        find="scaling",
+        kept_free=kept_free,
+        counts=counts,
     )
     with telling(progress):
         return scaled(question)
 
 
+def training_run(
+    target: Any,
+    *,
+    chips: int | None = None,
+    price: float | None = None,
+    power: float | None = None,
+    pue: float | None = None,
+    kept_free: float = 0.0,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> TrainingRun:
+    """Days, chip-hours, dollars and energy of a training on so many tokens, with interruptions.
+
+    tokens: as 15e12 or "15T" (samples of other models).  mesh: its sizes; or chips: how many, of
+    which the best mesh is taken (see `best_mesh`).  price: dollar/hour of one chip.  power: watts
+    of one, with its share of the node.  pue: energy of the building over that of its computers.
+    mtbf: seconds between interruptions of all chips.  restart: seconds until training goes on.
+    storage: byte/s at which all chips write a checkpoint.  save: seconds for which one stops
+    training.  interval: seconds of training between two.  These may be texts, as "3 h".  Other
+    arguments are those of `best_mesh`.
+
+    Raises RequestError where the step does not fit the chips, or the training never ends.
+    """
+    arguments, kwargs = taken(TrainingArguments, kwargs)
+    if arguments.tokens is None:
+        raise RequestError("a training needs its length: --tokens 15T")
+    tokens = questions.amount_of("tokens", arguments.tokens, "count")
+    mesh, fixed = kwargs.get("mesh") or {}, chips is None
+    if fixed and not mesh:
+        raise RequestError("say on which chips: --mesh dp=64,tp=8, or --chips 512 for the best one")
+    (count,) = questions.counts_of(math.prod(mesh.values()) if chips is None else chips)
+    meshes, kwargs = taken(MeshArguments, kwargs)
+    question = _mesh_question(
+        training_run, target, kwargs, {"price": price, "power": power, "pue": pue}, find="run",
+        kept_free=kept_free, fixed=fixed, counts=(count,),
+        work=(meshes.global_batch or (kwargs.get("batch") or 1) * count,),
+    )  # fmt: skip
+    with telling(progress):
+        answer = search(question)
+    if answer.best is None:
+        raise RequestError(f"{_unfit(answer)}; rooftrace solve --find mesh says what does")
+    return _training(question, answer, answer.best, tokens, arguments)
+
+
+def _unfit(answer: MeshAnswer) -> str:
+    nearest = answer.others[0]
+    has = f"it holds {format_capacity(nearest.capacity)}"
+    return f"{mesh_words(nearest.mesh)}: {format_capacity(nearest.peak)} of each chip; {has}"
+
+
+def _training(
+    question: MeshQuestion, answer: MeshAnswer, row: MeshRow, tokens: float,
+    arguments: TrainingArguments,
+) -> TrainingRun:  # fmt: skip
+    told = {n: getattr(arguments, n) for n in ("mtbf", "save", "interval")}
+    facts = {}
+    for name, unit, share in (("restart", "second", 1), ("storage", "byte/s", row.chips)):
+        if (value := getattr(arguments, name)) is not None:
+            amount = questions.amount_of(name, value, unit) / share
+            facts[name] = Fact(amount, units.write(amount, unit), "as asked for", "measured")
+    run = TrainingRun(
+        title=answer.title, system=answer.system, tokens=tokens, row=row,
+        price=question.chip.price, power=question.chip.drawn,
+        asked={n: questions.amount_of(n, v) for n, v in told.items() if v is not None},
+        rests=answer.rests, **facts,
+    )  # fmt: skip
+    if not run.goodput:
+        raise RequestError(
+            f"this training never ends: an interruption each {format_time(run.mtbf)}, a checkpoint "
+            f"of {format_time(run.save)} each {format_time(run.interval)}"
+        )
+    return replace(run, rests=(*_of_training(question, run), *answer.rests))
+
+
+def _of_training(question: MeshQuestion, run: TrainingRun) -> Iterator[str]:
+    """The facts of a training, with their sources."""
+    chip = question.chip
+    if "mtbf" not in run.asked:
+        words = f"{run.chip_mtbf.text} of one chip ({run.chip_mtbf.source}); --mtbf"
+        other = "" if chip.name == "h100-sxm" else f", taken for {chip.name} too"
+        yield f"time between interruptions: {words}{other}"
+    yield f"restart: {run.restart.text} ({run.restart.source}); --restart"
+    if "save" not in run.asked:
+        who = "each process writes what it has" if question.job.is_code else "each part once"
+        yield (
+            f"checkpoint: weights and states of the optimizer, {who}; training waits for it, at "
+            f"{run.storage.text} of a chip ({run.storage.source}); --storage, --save"
+        )
+    if "interval" not in run.asked:
+        yield "interval of checkpoints: sqrt(2 x save x mtbf), the optimum of Young; --interval"
+    if run.price is not None:
+        yield f"price of {chip.name}: {run.price.text} ({run.price.source})"
+    yield questions.power_words(chip) or f"energy: no power of {chip.name} is known; --power"
+
+
 def _mesh_question(
-    function: Callable[..., Any], target: Any, named: Mapping[str, Any], price: float | None,
+    function: Callable[..., Any], target: Any, named: Mapping[str, Any], costs: Mapping[str, Any],
     **about: Any,
 ) -> MeshQuestion:  # fmt: skip
+    """costs: price, power, pue, as `questions.with_costs` takes them."""
     find = about["find"]
     if named.get("system") is None:
         raise RequestError(f"--find {find}: name how chips are joined, as --system dgx-h100")
@@ -399,9 +514,8 @@ def _mesh_question(
     request = StepRequest.of(function, target, (), {**phases, **named})
     joined = request.chip.system
     assert joined is not None  # the chip is that of a system
-    prices = questions.numbers_of("price", price, [joined.chip])
     questions.service_of(None, False, about["kept_free"])
-    priced = joined.with_chip(questions.with_numbers(joined.chip, prices, {})).joined_chip
+    (priced,) = questions.with_costs([joined.joined_chip], **costs)
     if request.job.is_code:
         about["work"] = (None,)
     question = MeshQuestion(**{**vars(request), "chips": (priced,)}, **about)

@@ -22,7 +22,7 @@ from rooftrace.hardware import Chip, Host, load_chip, load_host
 from rooftrace.hardware.systems import System, load_system
 from rooftrace.reporting.commands import options
 from rooftrace.reporting.commands.options import option
-from rooftrace.tracer.names import CHECKPOINTS, PLANS
+from rooftrace.tracer.names import CHECKPOINTS, PLANS, ZERO
 from rooftrace.tracer.sharding import SCHEDULES
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Workload:
     )  # fmt: skip
     mesh: Mapping[str, int] | None = option(
         help="Shard the step over processes, for example dp=32,tp=8.  A Hugging Face model takes "
-        "dp, dp_replicate, tp, ep and pp (see --plan); code shards itself in a function "
-        "build(mesh).",
+        "dp, dp_replicate, cp, tp, ep, etp and pp (see --plan); code shards itself in a "
+        "function build(mesh).",
         metavar="AXIS=N,...", read=options.mesh,
     )  # fmt: skip
     checkpoint: str = option(
@@ -69,6 +69,13 @@ class Workload:
         help="Tensor parallelism of a Hugging Face model: as inference engines and Megatron-LM "
         "shard it, or by the plan of transformers.",
         words=PLANS,
+    )
+    zero: int = option(
+        ZERO[-1],
+        help="What replicas (dp) of a Hugging Face model that trains share: 1 states of the "
+        "optimizer (Megatron-LM's distributed optimizer), 2 gradients, too (FSDP2 without "
+        "resharding after forward), 3 weights, too (FSDP2).",
+        kind=int,
     )
     schedule: str | None = option(
         help=f"Schedule of a pipeline (--mesh pp=...): {', '.join(SCHEDULES)}.  Default: 1f1b, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from rooftrace.costmodels.kernels import Knobs
 from rooftrace.errors import RequestError, hint
 from rooftrace.hardware import Chip, available_chips, load_chip, units
 from rooftrace.hardware.chip import Fact
+from rooftrace.hardware.systems import available_systems, load_system
 from rooftrace.reporting.commands.pricing import check_groups
 from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.sweeps import USUAL
@@ -26,7 +28,7 @@ def grounds_of(
     counts: numbers of chips that were tried, of an answer that chooses.  first: chips whose prices
     come first.
     """
-    service, chips = question.service, question.chips
+    service, chips = question.service, tuple(question.chips)
     models = ", ".join(dict.fromkeys(c.execution.name for c in question.conditions))
     yield f"execution {models}; {_knobs(question)}"
     if any(count > 1 for count in counts):
@@ -45,8 +47,12 @@ def grounds_of(
             f"decode steps with the mean cache of the requests, {service.mix.kv:,} tokens; "
             "memory too"
         )
-        where = "on chips of their own" if service.apart else "between the decode steps"
-        yield f"prefills one by one {where}; no queue in the time to the first token"
+        where = "on chips of their own" if service.apart else "in the decode steps"
+        yield f"prefills {where}; each client sends one request once the one before is answered"
+    if service.apart:
+        yield from _pools(question)
+    if service.prefills is not None:
+        chips = (*chips, service.prefills)
     priced = [c for c in chips if c.price is not None and question.find in ("cheapest", "chips")]
     ranks = {name: rank for rank, name in reversed(list(enumerate(first)))}
     priced.sort(key=lambda c: ranks.get(c.name, len(ranks)))
@@ -55,12 +61,48 @@ def grounds_of(
         yield f"price of {chip.name}: {chip.price.text} ({chip.price.source})"
     if len(priced) > 3:
         yield f"prices of the other {len(priced) - 3} chips: rooftrace chips show NAME"
-    if any(c.power for c in chips) and question.find == "energy":
-        yield "energy: chips at their full power, hosts and cooling apart"
+    if question.find == "energy":
+        yield from dict.fromkeys(filter(None, map(power_words, chips)))
     for line in form.where()[:3]:
         yield f"formulas proven for {line}"
     if any(regime.form.example.unrecorded for regime in form.regimes):
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
+
+
+def _pools(question: Question) -> Iterator[str]:
+    """How the pools of prefill and decode are joined."""
+    other = question.service.prefills
+    if other is not None:
+        yield f"prefills on as many {other.name} together as decode steps on {_names(question)}"
+    yield "chips of both pools in the ratio in which neither waits; dollars and joules count both"
+    for chip in question.chips:
+        rates = [candidates.out_of_node(each) for each in (chip, other or chip)]
+        known = [rate for rate in rates if rate is not None]
+        if len(known) < len(rates):
+            yield f"{chip.name}: no network is known; the time to send a cache is not counted"
+        else:
+            rate = units.format_bandwidth(min(known))
+            yield f"a cache is sent to {chip.name} at {rate}: the datasheet's, without latency"
+
+
+def _names(question: Question) -> str:
+    return ", ".join(chip.name for chip in question.chips)
+
+
+def power_words(chip: Chip) -> str:
+    """The power of a chip that energy is counted with, and its source; "" where unknown."""
+    drawn, system = chip.drawn, chip.system
+    if drawn is None:
+        return ""
+    of = "alone, as no power of its node is given"
+    if drawn.source == "as asked for":
+        of = "and its share of the node"
+    elif system is not None and system.power is not None:
+        of = f"and its share of {system.name}"
+    cooled = "cooling of the building apart; --pue"
+    if "PUE " in drawn.note:
+        cooled = f"{drawn.note}: {drawn.value:,.4g} W"
+    return f"power of {chip.name} {of}: {drawn.text} all the time ({drawn.source}); {cooled}"
 
 
 def _joined(chip: Chip) -> str:
@@ -117,14 +159,22 @@ def settled(question: Question, form: Form) -> Question:
     return replace(question, models=tuple(pricing.executions(usual_execution(question.job))))
 
 
-def seconds_of(name: str, value: float | str | None) -> float | None:
-    """Seconds of a number, or of a text such as "30 ms".  Raises RequestError for another text."""
-    if value is None or isinstance(value, (int, float)):
-        return value
+_EXAMPLES = {
+    "second": "a time, for example 30 ms",
+    "byte/s": "a bandwidth, for example 2 TB/s",
+    "count": "a number, for example 15T",
+}
+
+
+def amount_of(name: str, value: float | str, unit: str = "second") -> float:
+    """A number above 0, or that of a text such as "30 ms".  Raises RequestError for another."""
     try:
-        return float(units.parse(value, "second"))
-    except ValueError:
-        raise RequestError(f"{name} {value!r}: expected a time, for example 30 ms") from None
+        number = units.parse(value, unit) if isinstance(value, str) else float(value)
+        if not 0 < number < math.inf:
+            raise ValueError(value)
+    except (TypeError, ValueError):
+        raise RequestError(f"{name} {value!r}: expected {_EXAMPLES[unit]}") from None
+    return number
 
 
 def over_of(over: Any, find: str) -> tuple[str, Any]:
@@ -149,25 +199,52 @@ def limits_of(
     step: float | str | None, tpot: float | str | None, ttft: float | str | None
 ) -> workloads.Limits:
     """The limits on times."""
-    return workloads.Limits(
-        step=seconds_of("step", step), tpot=seconds_of("tpot", tpot), ttft=seconds_of("ttft", ttft)
-    )
+    named = {"step": step, "tpot": tpot, "ttft": ttft}
+    return workloads.Limits(**{n: amount_of(n, v) for n, v in named.items() if v is not None})
 
 
 def service_of(
-    mix: str | workloads.Mix | None, apart: bool, kept_free: float
+    mix: str | workloads.Mix | None, apart: bool, kept_free: float, prefills: Chip | None = None
 ) -> candidates.Service:
     """How requests are served."""
     if not 0 <= kept_free < 1:
         raise RequestError(f"kept_free {kept_free:g}: expected a share from 0 to below 1")
     requests = workloads.Mix.of(mix) if isinstance(mix, str) else mix
-    return candidates.Service(mix=requests, apart=apart, kept_free=kept_free)
+    return candidates.Service(mix=requests, apart=apart, prefills=prefills, kept_free=kept_free)
 
 
-def with_price_and_power(chips: Sequence[Chip], price: Any, power: Any) -> tuple[Chip, ...]:
-    """Chips with the prices and powers of a request."""
+def prefill_chip_of(name: Any, apart: bool) -> tuple[Chip, ...]:
+    """The chip of prefills that run on others, by its name or that of its system; () for None."""
+    if name is None:
+        return ()
+    if not apart:
+        raise RequestError(f"prefill_chip {name}: it is for prefills that run apart (--apart)")
+    if isinstance(name, str) and name in available_systems():
+        return (load_system(name).joined_chip,)
+    return (load_chip(name),)
+
+
+def with_costs(
+    chips: Sequence[Chip], price: Any = None, power: Any = None, pue: float | None = None
+) -> tuple[Chip, ...]:
+    """Chips with the prices and powers of a request; those of nodes too."""
+    if pue is not None and not 1 <= pue < math.inf:
+        raise RequestError(f"pue {pue!r}: expected a factor of at least 1")
     prices, powers = numbers_of("price", price, chips), numbers_of("power", power, chips)
-    return tuple(with_numbers(each, prices, powers) for each in chips)
+    return tuple(_with_pue(with_numbers(each, prices, powers), pue) for each in chips)
+
+
+def _with_pue(chip: Chip, pue: float | None) -> Chip:
+    """The chip with the power of its node, or else its own, of the building with it."""
+    node = None if chip.system is None else chip.system.power
+    power = node or chip.power
+    if pue is None or power is None:
+        return chip
+    note = "; ".join(filter(None, (power.note, f"PUE {pue:g}")))
+    power = replace(power, value=power.value * pue, note=note)
+    if node is None:
+        return replace(chip, power=power)
+    return replace(chip, system=replace(chip.system, power=power))
 
 
 OF_ALL = ("cheapest", "chips")
@@ -205,6 +282,8 @@ def with_numbers(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, f
         if chip.name in values:
             value = values[chip.name]
             changed[name] = Fact(value, f"{value:g} {unit}", "as asked for", "measured")
+    if "power" in changed and chip.system is not None:
+        changed["system"] = replace(chip.system, power=None)
     return replace(chip, **changed) if changed else chip
 
 
@@ -214,7 +293,7 @@ def check(question: Question) -> None:
     names = ", ".join(c.name for c in question.chips)
     if find == "cheapest" and not any(c.price for c in question.chips):
         raise RequestError(f"find cheapest: no price is known of {names}; give one with price=")
-    if find == "energy" and not any(c.power for c in question.chips):
+    if find == "energy" and not any(c.drawn for c in question.chips):
         raise RequestError(f"find energy: no power is known of {names}; give one with power=")
     if limits.ttft is not None and service.mix is None:
         raise RequestError(

@@ -50,14 +50,15 @@ def solve(
     "throughput", "latency": the best deployment within them; "rates": the bandwidth, FLOP rate and
     link at which computing would limit; "passing": the length of the cache at which attention takes
     longer than the MLP; "chips": how many by capacity.  tpot, ttft, step: limits in seconds, or as
-    "30 ms": per output token, to the first token of the longest prompt (no queue), of a step.
-    mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills run between the
-    decode steps or `apart`.  over: values of the open size.  chip: default all with a price for
-    "cheapest", else "h200-sxm".  chips: how many share each product; default as few as hold the
-    limits.  execution: default "serving" for prefill and decode, else "efficient".  price, power:
-    dollar/hour and watt of one chip, for all or by name.  kept_free: share of the memory.  at:
-    the other sizes of a saved form.  chip, execution, dtype, kv_dtype: one or several.  Other
-    arguments are those of `trace`.
+    "30 ms": per output token, to the first token of the longest prompt, of a step.
+    mix: requests as "2048:256@3,8192:1024" (prompt, output, share), whose prefills delay the
+    decode steps or run `apart`, on chips like these or on `prefill_chip`.  over: values of the open
+    size.  chip: default all with a price for "cheapest", else "h200-sxm".  chips: how many share
+    each product; default as few as hold the limits.  execution: default "serving" for prefill and
+    decode, else "efficient".  price, power: dollar/hour and watt (with its share of the node) of
+    one chip, for all or by name.  pue: energy of the building over that of its computers.
+    kept_free: share of the memory.  at: the other sizes of a saved form.  chip, execution, dtype,
+    kv_dtype: one or several.  Other arguments are those of `trace`.
 
     Raises RequestError for a size that there is not, limits that are no times, chips without a
     price where dollars are asked for; and the errors of `form`.  If no candidate meets the limits,
@@ -70,12 +71,17 @@ def solve(
     if kwargs.get("chip") is None and kwargs.get("system") is None and find in questions.OF_ALL:
         kwargs["chip"] = questions.all_chips(find)
     request = StepRequest.of(solve, source, args, kwargs, form=saved)
-    chips = questions.with_price_and_power(request.chips, arguments.price, arguments.power)
+    other = questions.prefill_chip_of(arguments.prefill_chip, arguments.apart)
+    every = [*request.chips, *other]
+    chips = questions.with_costs(every, arguments.price, arguments.power, arguments.pue)
+    chips, other = chips[: len(request.chips)], chips[len(request.chips) :]
     question = Question(
         **{**vars(request), "chips": chips}, find=find,
         values=None if over is None else level_values(*questions.over_of(over, find)),
         limits=questions.limits_of(arguments.step, arguments.tpot, arguments.ttft),
-        service=questions.service_of(arguments.mix, arguments.apart, arguments.kept_free),
+        service=questions.service_of(
+            arguments.mix, arguments.apart, arguments.kept_free, *other
+        ),
         counts=None if arguments.chips is None else questions.counts_of(arguments.chips),
         at=fixed, most=most,
     )  # fmt: skip

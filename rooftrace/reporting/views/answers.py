@@ -138,6 +138,10 @@ def _worth(row: Any, result: serving.ServingAnswer) -> Iterator[str]:
         yield f"${_digits(row.dollars)} per million {item}s"
     if row.joules is not None:
         yield f"{_digits(row.joules)} J a {item}"
+    own, other = row.configuration.pools
+    if result.service.apart:
+        ratio = row.prefilling / (1 - row.prefilling)
+        yield f"{_digits(ratio)} {other.name} of prefill for each {own.name} of decode"
     if row.sent:
         yield f"{format_time(row.sent)} of the step to exchange data"
     yield f"limited by {row.limiter}"

@@ -145,6 +145,7 @@ VIEWS: Mapping[str, str] = {
     "CapacityAnswer": "views.answers:capacity_view",
     "MeshAnswer": "views.sensitivities:mesh_view",
     "ScalingAnswer": "views.sensitivities:scaling_view",
+    "TrainingRun": "views.sensitivities:training_view",
     "Disaggregated": "views.answers:disaggregated_view",
     "GraphBreaks": "views.scripts:graph_breaks_view",
     "ScriptCost": "views.scripts:script_view",

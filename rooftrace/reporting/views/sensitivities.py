@@ -18,7 +18,7 @@ from rooftrace.reporting.renderers import units, view
 from rooftrace.reporting.views.answers import question_section
 from rooftrace.reporting.views.folding import first_rows, grounds
 from rooftrace.studies.sensitivity import Elasticities, Elasticity, Interaction, MainEffect
-from rooftrace.studies.solving import MeshAnswer, MeshRow, ScalingAnswer, mesh_words
+from rooftrace.studies.solving import MeshAnswer, MeshRow, ScalingAnswer, TrainingRun, mesh_words
 from rooftrace.studies.sweeps import grids
 
 ON_SCREEN = 20
@@ -328,6 +328,52 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
         yield view.Note(f"second best: {mesh_words(second.mesh)}, {less:.1%} slower", bullet=1)
     for edge in result.edges:
         yield view.Note(f"at the edge of what was tried: {edge}", bullet=1)
+
+
+def training_view(result: TrainingRun, output: view.Output) -> view.View:
+    """Days, dollars and energy of a training, its interruptions, and the facts of both."""
+    row, item = result.row, result.row.item
+    question = f"a training on {result.tokens:,.4g} {item}s"
+    where = f"{mesh_words(row.mesh)} on {plural(row.chips, 'chip')} of {result.system}"
+    again = "" if row.checkpoint == "none" else f", checkpoint {row.checkpoint}"
+    notes = [
+        view.Note(f"{result.days:,.4g} days, {where}", "strong"),
+        view.Note(f"{result.chip_hours:,.4g} chip-hours", bullet=1),
+        view.Note(
+            f"{result.undisturbed / 86400:,.4g} days without interruptions: step "
+            f"{format_time(row.seconds)}, global batch {row.global_batch:,}, batch {row.batch:,}"
+            f"{again}, {row.items_per_s_per_chip:,.4g} {item}s/s of a chip",
+            bullet=1,
+        ),
+        view.Note(
+            f"goodput {result.goodput:.1%}: an interruption each {_long(result.mtbf)}, "
+            f"{result.interruptions:,.3g} in all; a checkpoint of {format_capacity(row.saved)} in "
+            f"{_long(result.save)} each {_long(result.interval)}; {_long(result.restart.value)} to "
+            "restart",
+            bullet=1,
+        ),
+    ]
+    if result.dollars is not None and result.price is not None:
+        notes.append(view.Note(f"${result.dollars:,.4g} at {result.price.text}", bullet=1))
+    if result.joules is not None and result.power is not None:
+        energy = (
+            f"at most {result.joules / 3.6e9:,.4g} MWh at {result.power.value:,.4g} W of a chip"
+        )
+        notes.append(view.Note(energy, bullet=1))
+    sections = (
+        question_section(result.title, question),
+        view.Section(title="Answer", parts=notes, place=2),
+        grounds(result.rests, (), 3),
+    )
+    return view.View(sections, result.title)
+
+
+def _long(seconds: float) -> str:
+    """Seconds in hours, minutes or less."""
+    for word, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:,.3g} {word}"
+    return str(format_time(seconds))
 
 
 def _scaled(result: ScalingAnswer) -> tuple[view.Column, ...]:

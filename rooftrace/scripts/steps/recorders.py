@@ -61,7 +61,6 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         self._inputs: set[int] = set()  # their storages
         self.entries.weakly = True
         self.entries.real_of = self.device_tensors.copies.of
-        self.origins.tells_compiled = True
 
     def renew(self, record: bool = True, prepare: Callable[[], None] = lambda: None) -> None:
         """Drop the recording, and record another graph from here on, if `record`.

@@ -7,6 +7,7 @@ from rooftrace.studies.solving.meshes import (
     MeshAnswer as MeshAnswer,
     MeshRow as MeshRow,
     ScalingAnswer as ScalingAnswer,
+    TrainingRun as TrainingRun,
     mesh_words as mesh_words,
     meshes_of as meshes_of,
     row_of as row_of,

@@ -58,23 +58,19 @@ class Configuration:
     """A deployment but for its sizes.
 
     case: the step of one of the chips, and how it is priced.  capacity: bytes of one chip that may
-    be used.
+    be used.  prefills: the chip of prefills that run on others; None: the same.
     """
 
     split: Split
     case: SweepCase
     chip: Chip
     capacity: float
+    prefills: Chip | None = None
 
     @property
-    def price(self) -> float | None:
-        """Dollars per hour of one chip; None if unknown."""
-        return None if self.chip.price is None else self.chip.price.value
-
-    @property
-    def power(self) -> float | None:
-        """Watts of one chip; None if unknown."""
-        return None if self.chip.power is None else self.chip.power.value
+    def pools(self) -> tuple[Chip, Chip]:
+        """The chip of the step, and that of the prefills."""
+        return self.chip, self.prefills or self.chip
 
 
 Number = TypeVar("Number", float, Array)
@@ -86,7 +82,8 @@ class Speeds(Generic[Number]):
 
     Seconds: step, sent (of the step, in which chips send to each other and do nothing else), tpot
     (per output token, with the prefills in between; the step, where no requests are given).  rate:
-    tokens or samples per second of all chips.
+    tokens or samples per second of all chips.  prefilling: the share of time, or of the chips, that
+    prefills take.
     """
 
     configuration: Configuration
@@ -94,6 +91,25 @@ class Speeds(Generic[Number]):
     sent: Number
     tpot: Number
     rate: Number
+    prefilling: Number
+
+    def _mean(self, fact: str) -> Number | None:
+        """A fact of a chip, as the mean over those of the step and those of the prefills."""
+        own, other = (getattr(chip, fact) for chip in self.configuration.pools)
+        if own is None or other is None:
+            return None
+        mean: Number = self.prefilling * other.value + (1 - self.prefilling) * own.value
+        return mean
+
+    @property
+    def price(self) -> Number | None:
+        """Dollars per hour of one chip; None if unknown."""
+        return self._mean("price")
+
+    @property
+    def power(self) -> Number | None:
+        """Watts of one chip, see `Chip.drawn`; None if unknown."""
+        return self._mean("drawn")
 
     @property
     def chip(self) -> str:
@@ -145,19 +161,19 @@ class Deployment(Plain, Speeds[float]):
     KEYS = (
         "chip chips **labels **sizes step step_low=low step_high=high sent tpot ttft memory "
         "capacity rate rate_per_chip=per_chip rate_per_user=per_user dollars_per_million=dollars "
-        "joules_each=joules limiter price=configuration.price power=configuration.power"
+        "joules_each=joules limiter price power prefilling prefill_chip=configuration.pools.1.name"
     )
 
     @property
     def dollars(self) -> float | None:
         """Dollars per million tokens or samples; None without a price."""
-        price = self.configuration.price
+        price = self.price
         return None if price is None else price / HOUR / self.per_chip * MILLION
 
     @property
     def joules(self) -> float | None:
-        """Joules per token or sample with the chips at their full power: at most that many."""
-        power = self.configuration.power
+        """Joules per token or sample at the full power of `Chip.drawn`: at most that many."""
+        power = self.power
         return None if power is None else power / self.per_chip
 
     @property
@@ -201,6 +217,22 @@ def closed_loop(
     return tpot, (1 - share) * steady + share * burst
 
 
+def out_of_node(chip: Chip) -> float | None:
+    """byte/s from a chip into another node, by the datasheet; None: unknown."""
+    if chip.system is not None and chip.system.levels:
+        inside = chip.system.size_of(len(chip.system.levels) - 2)
+        return float(chip.system.levels[-1].rate_of(1, inside))
+    link = chip.link("inter")
+    return None if link is None else link.bandwidth.value
+
+
+def sending(pools: Sequence[Chip], nbytes: Any) -> Any:
+    """Seconds in which the chip of a prefill sends the cache of a request to that of the decode
+    steps: at the slower of their networks, without latency; 0 where one is unknown."""
+    rates = [rate for rate in map(out_of_node, pools) if rate is not None]
+    return nbytes / min(rates) if len(rates) == len(pools) else nbytes * 0.0
+
+
 # -- candidates ------------------------------------------------------------------------------------
 
 
@@ -209,11 +241,12 @@ class Service:
     """How requests are served.
 
     mix: the requests; None: single steps.  apart: whether prefills run on separate chips.
-    kept_free: share of the memory that must stay free.
+    prefills: these chips; None: alike.  kept_free: share of the memory that must stay free.
     """
 
     mix: Mix | None = None
     apart: bool = False
+    prefills: Chip | None = None
     kept_free: float = 0.0
 
 
@@ -287,6 +320,7 @@ class Line(Speeds[Array]):
             ttft=value(self.ttft),
             memory=int(self.memory[place]),
             rate=float(self.rate[place]),
+            prefilling=float(self.prefilling[place]),
             limiter=REGIMES[int(self.regime[place])],
         )
 
@@ -355,33 +389,51 @@ class Candidates:
         self, split: Split, case: SweepCase, chips: Sequence[Chip], sizes: Array
     ) -> Iterator[Line]:
         table = evaluated(case.form, self._points(case, sizes), chips, case.conditions)
-        mix, count = self.service.mix, len(sizes)
-        prefills = self._prefills(split, case.conditions, chips)
+        service, count = self.service, len(sizes)
+        mix, other = service.mix, service.prefills
+        try:
+            prefills = self._prefills(split, case.conditions, [other] if other else chips)
+        except (MissingPeakError, SystemSizeError) as error:
+            assert other is not None  # the others can run the step
+            self.left_out[f"prefills on {other.name}: {str(error).split(';')[0]}"] = None
+            return
         for number, chip in enumerate(chips):
             part = {k: column[number * count : (number + 1) * count] for k, column in table.items()}
             step, memory = part["t_est"], np.asarray(part["peak_memory"], dtype=float)
+            made = Configuration(
+                split=split, case=case, chip=chip, capacity=chip.room(service.kept_free),
+                prefills=other,
+            )  # fmt: skip
             if mix is None:
                 tpot, rate, ttft = step, part["items"] / step, np.full(count, np.nan)
+                share = np.zeros(count)
             else:
-                seconds, peaks = (column[number] for column in prefills)
+                seconds, peaks = (column[0 if other else number] for column in prefills)
                 batch = part["items"].astype(float)
                 prefill = mix.mean(seconds) / mix.outputs  # seconds for each output token
                 rate = 1 / (step / batch + prefill)
+                share = prefill * rate
                 tpot, wait = closed_loop(step, mix.mean(seconds), batch, mix.outputs)
-                if self.service.apart:
-                    tpot, wait = step, np.zeros(count)
+                peak = float(np.max(peaks))
+                if service.apart:
+                    cache = part["kv_memory"] / batch * mix.longest / (mix.kv + 1)
+                    tpot, wait = step, sending(made.pools, cache)
+                    memory = np.maximum(memory, self._too_much(made, peak))
+                else:
+                    memory = np.maximum(memory, peak + part["kv_memory"])
                 ttft = wait + float(np.max(seconds))
-                if not self.service.apart:
-                    memory = np.maximum(memory, float(np.max(peaks)) + part["kv_memory"])
             yield Line(
-                configuration=Configuration(
-                    split=split, case=case, chip=chip, capacity=chip.room(self.service.kept_free)
-                ),
-                name=self.name, at=self.at, sizes=sizes,
+                configuration=made, name=self.name, at=self.at, sizes=sizes,
                 step=step, low=part["t_low"], high=part["t_high"], sent=part["t_exposed"],
-                tpot=tpot, ttft=ttft, waits=0 if self.service.apart else 2, memory=memory,
-                rate=rate * split.replicas, regime=part["regime"],
+                tpot=tpot, ttft=ttft, waits=0 if service.apart else 2, memory=memory,
+                rate=rate * split.replicas, prefilling=share, regime=part["regime"],
             )  # fmt: skip
+
+    def _too_much(self, made: Configuration, peak: float) -> float:
+        """Bytes of a chip of the step that stand for a prefill that a chip of its own cannot hold;
+        0 where it can."""
+        room = made.pools[1].room(self.service.kept_free)
+        return peak / room * made.capacity if peak > room else 0.0
 
     def _prefills(
         self, split: Split, conditions: Conditions, chips: Sequence[Chip]

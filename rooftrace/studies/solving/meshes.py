@@ -1,11 +1,11 @@
-"""Meshes of chips for a step: the ways to split chips over axes, and the speed of each."""
+"""Meshes of chips for a step, the speed of each, and a whole training on one of them."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.timing import Pipe, StageCost
+from rooftrace.hardware.chip import Fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class MeshRow(Plain):
     limited_by: str  # "compute", "network (tp)"
     peak: int  # bytes of the process that needs most
     fixed: int  # bytes that it needs whatever the batch: weights, gradients, states
+    saved: int  # bytes of weights and states of all processes, copies of dp_replicate once
     capacity: float  # bytes of one chip that may be used
     price: float | None  # dollar/hour of one chip
     beyond: str  # phrases on exchanges that exceed the measurements; "" for none
@@ -122,6 +124,7 @@ def row_of(
         limited_by=_limit(longest),
         peak=peak,
         fixed=max(map(_fixed, memories)),
+        saved=_saved([e.memory for e in stages.values()] or memories, chips, mesh),
         capacity=capacity,
         price=None if first.chip.price is None else first.chip.price.value,
         beyond="; ".join(
@@ -130,14 +133,20 @@ def row_of(
     )
 
 
-_KEPT = ("weights", "gradients", "optimizer")
+_SAVED = ("weights", "optimizer")
 
 
-def _fixed(memory: Memory) -> int:
+def _fixed(memory: Memory, kinds: Sequence[str] = (*_SAVED, "gradients")) -> int:
     """Bytes of weights, gradients and states together, which no batch makes smaller."""
     moments = memory.timeline.moments
     ends = [moment for moment in moments if moment.part == "optimizer"] or moments[:1]
-    return max((sum(moment.by_kind[kind] for kind in _KEPT) for moment in ends), default=0)
+    return max((sum(moment.by_kind[kind] for kind in kinds) for moment in ends), default=0)
+
+
+def _saved(memories: Sequence[Memory], chips: int, mesh: Mapping[str, int]) -> int:
+    """Bytes of a checkpoint.  memories: of one process, or of the stages of a pipeline."""
+    held = sum(_fixed(memory, _SAVED) for memory in memories)
+    return held * chips // (mesh.get("pp", 1) * mesh.get("dp_replicate", 1))
 
 
 def _peak(memory: Memory, accumulated: int) -> int:
@@ -256,6 +265,134 @@ class ScalingAnswer(Plain, Shown):
     KEYS = "title item system rows=_rows left_out rests_on=rests"
 
 
+# -- trainings -------------------------------------------------------------------------------------
+
+INTERRUPTIONS = Fact.of(
+    "50676 h", "second",
+    "Llama 3 405B (arXiv:2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days of "
+    "16,384 H100",
+    "derived",
+)  # fmt: skip
+RESTART = Fact.of(
+    "10 min", "second",
+    "MegaScale (arXiv:2402.15627): failures are found and diagnosed in less than 10 minutes on "
+    "average",
+    "derived",
+)  # fmt: skip
+STORAGE = Fact.of(
+    "122 MB/s", "byte/s",
+    "Llama 3 405B (arXiv:2407.21783, section 3.3.1): storage of 2 TB/s sustained, over 16,384 "
+    "chips",
+    "derived",
+)  # fmt: skip
+
+
+def goodput(mtbf: float, save: float, interval: float, restart: float) -> float:
+    """The share of the time in which training goes on.  All in seconds.
+
+    mtbf: mean time between interruptions, which come by chance, also in a restart.  save: of a
+    checkpoint, for which training stops.  interval: of training between two of them.  From an
+    interruption on, the work since the last checkpoint is done again, after `restart`: the
+    complete model of Daly, Future Generation Computer Systems 22 (2006).
+    """
+    try:
+        taken = math.exp(restart / mtbf) * math.expm1((interval + save) / mtbf) * mtbf
+    except OverflowError:
+        return 0.0
+    return interval / taken
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingRun(Plain, Shown):
+    """A whole training on one mesh: days, chip-hours, dollars, energy, with interruptions.
+
+    row: its step.  chip_mtbf, restart, storage (byte/s of one chip), price (of one chip and hour),
+    power (of one chip): facts, None where unknown.  asked: seconds of "mtbf" (of all chips), "save"
+    and "interval" that a user names.
+    """
+
+    title: str
+    system: str
+    tokens: float  # or samples
+    row: MeshRow
+    chip_mtbf: Fact = INTERRUPTIONS
+    restart: Fact = RESTART
+    storage: Fact = STORAGE
+    price: Fact | None
+    power: Fact | None
+    asked: Mapping[str, float] = field(default_factory=dict)
+    rests: tuple[str, ...]
+
+    KEYS = (
+        "title system tokens row days chip_hours dollars joules goodput undisturbed mtbf save "
+        "interval restart=restart.value interruptions chip_mtbf storage price power rests_on=rests"
+    )
+
+    def __repr__(self) -> str:
+        text = f"{self.days:,.3g} days on {self.row.chips:,} chips, goodput {self.goodput:.1%}"
+        return short(self, text)
+
+    @property
+    def undisturbed(self) -> float:
+        """Seconds without interruptions and checkpoints."""
+        return self.tokens / self.row.items_per_s
+
+    @property
+    def mtbf(self) -> float:
+        """Seconds between interruptions of all chips together."""
+        return self.asked.get("mtbf", self.chip_mtbf.value / self.row.chips)
+
+    @property
+    def save(self) -> float:
+        """Seconds of a checkpoint: its bytes at the bandwidth of the storage."""
+        written = self.row.saved / (self.storage.value * self.row.chips)
+        return self.asked.get("save", written)
+
+    @property
+    def interval(self) -> float:
+        """Seconds of training between checkpoints: by default the optimum of Young, CACM 17 (1974).
+
+        It is sqrt(2 * save * mtbf), where a checkpoint is much shorter than the time between
+        interruptions.
+        """
+        return self.asked.get("interval", math.sqrt(2 * self.save * self.mtbf))
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time in which training goes on."""
+        return goodput(self.mtbf, self.save, self.interval, self.restart.value)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds with interruptions and checkpoints."""
+        return self.undisturbed / self.goodput
+
+    @property
+    def days(self) -> float:
+        """Days of all."""
+        return self.seconds / 86400
+
+    @property
+    def interruptions(self) -> float:
+        """How many are to be expected."""
+        return self.seconds / self.mtbf
+
+    @property
+    def chip_hours(self) -> float:
+        """Hours of one chip."""
+        return self.row.chips * self.seconds / 3600
+
+    @property
+    def dollars(self) -> float | None:
+        """Dollars of all chips; None without a price."""
+        return None if self.price is None else self.chip_hours * self.price.value
+
+    @property
+    def joules(self) -> float | None:
+        """Joules of all at full power, all the time: at most that many.  None without a power."""
+        return None if self.power is None else self.power.value * self.row.chips * self.seconds
+
+
 # -- meshes ----------------------------------------------------------------------------------------
 
 
@@ -271,7 +408,7 @@ def meshes_of(chips: int, axes: Sequence[str], most: Mapping[str, int]) -> Itera
             yield {axis: size for axis, size in mesh.items() if size > 1} or {axes[0]: 1}
 
 
-_EXPERTS_OVER = ("dp", "fsdp", "dp_shard", "tp")
+_EXPERTS_OVER = ("dp", "fsdp", "dp_shard", "cp", "tp")
 
 
 def with_experts(mesh: Mapping[str, int], most: int) -> Iterator[dict[str, int]]:

@@ -40,16 +40,16 @@ class Objective:
 OBJECTIVES: Mapping[str, Objective] = {
     "largest": Objective("the largest", lambda line: -line.sizes.astype(float)),
     "cheapest": Objective("the fewest dollars per million {item}s",
-                          lambda line: _number_or_nan(line.configuration.price) / line.per_chip),
+                          lambda line: _number_or_nan(line.price) / line.per_chip),
     "energy": Objective("the fewest joules per {item}",
-                        lambda line: _number_or_nan(line.configuration.power) / line.per_chip),
+                        lambda line: _number_or_nan(line.power) / line.per_chip),
     "throughput": Objective("the most {item}s per second of a chip",
                             lambda line: 1 / line.per_chip),
     "latency": Objective("the least time of a step", lambda line: line.tpot),
 }  # fmt: skip
 
 
-def _number_or_nan(number: float | None) -> float:
+def _number_or_nan(number: Any) -> Any:
     return np.nan if number is None else number
 
 

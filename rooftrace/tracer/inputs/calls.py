@@ -415,7 +415,12 @@ class Inputs:
             return tensor.new_empty(size, requires_grad=tensor.requires_grad)
 
         pieces = {name: with_tensors(getattr(self, name), part) for name in ("kwargs", "labels")}
-        return replace(self, find_labels=None, **pieces)
+        text = (
+            f"context parallelism as torch's: {count} processes share each sequence; keys and "
+            "values of all are gathered, their gradients go around a ring"
+        )
+        assumptions = (*self.assumptions, ("plan", text))
+        return replace(self, find_labels=None, assumptions=assumptions, **pieces)
 
     def filled(self, fill: Callable[[Tensor], Tensor]) -> Inputs:
         """The inputs with the result of `fill` in place of each tensor."""

@@ -28,9 +28,9 @@ from rooftrace.tracer.phases.attempts import (
     tell_freed,
 )
 from rooftrace.tracer.phases.calls import ModuleCalls
-from rooftrace.tracer.phases.stepping import optimizer_class, run_optimizer
+from rooftrace.tracer.phases.stepping import optimizer_class, step_all, step_shares
 from rooftrace.tracer.recording import Recorder, attend, overrides
-from rooftrace.tracer.sharding import ddp, fsdp
+from rooftrace.tracer.sharding import ddp, fsdp, zero
 from rooftrace.tracer.values import (
     META,
     REAL_VALUE,
@@ -141,8 +141,9 @@ class PhaseRunner:
         behind: bool = False,
     ) -> None:
         self.calls, self.options, self.target = calls, options, target
-        self._replicas, self.behind = replicas, behind
+        self.replicas, self.behind = replicas, behind
         self.module, self.inputs = calls.module, calls.inputs
+        self.shared = zero.SHARES.get(self.module)
         self._prefilled: dict[str, Any] | None = None
         self._tokens, self._fed = 0, dict[str, Any]()  # the input of a call after a cache
 
@@ -268,7 +269,7 @@ class PhaseRunner:
         with (
             torch.enable_grad(),
             recorder.trained(),
-            self._exchanged(recorder),
+            _exchanged(self, recorder),
             stepping.noted(recorder, self.module) as learnt,
             stepping.foreach_on_meta(),
             _behind_others(self, recorder, parameters),
@@ -276,29 +277,18 @@ class PhaseRunner:
             output = self.calls.call(self.inputs.args, self.inputs.kwargs, self.inputs.labels)
             self.run_backward(recorder, output)
         trained = [p for p in parameters if p.grad is not None]
-        if not trained and not any(map(copies.hooks_of, parameters)):
+        if not (trained or self.shared) and not any(map(copies.hooks_of, parameters)):
             raise RequestError(
                 f"training of {kind}: no parameter got a gradient; its output does not depend on "
                 "them, or an op between has no backward"
             )
-        gradients, stepped = _optimized(recorder, parameters, learnt, self.options)
+        if self.shared:
+            gradients, stepped = step_shares(recorder, self.shared, self.options), None
+        else:
+            gradients, stepped = step_all(recorder, parameters, learnt, self.options)
         # Gradients stay until somebody sets them to None: they are results of the step too.
         results = [*tensors_in(output)[:1], *(p.grad for p in trained)]
         return Step(results, gradients=gradients, optimizer=stepped)
-
-    @contextlib.contextmanager
-    def _exchanged(self, recorder: Recorder) -> Iterator[None]:
-        """Inside, a forward and a backward exchange as replicas do; nothing for one replica."""
-        how = self._replicas
-        if how is None:
-            yield
-            return
-        assume = recorder.values.assume
-        with ddp.reducer_of(self.module, how, recorder.paused, recorder.enter, assume) as reducer:
-            ddp.share_buffers(self.module, how)
-            with ddp.watched(self.module, reducer.ready):
-                yield
-            reducer.finish()
 
     def run_backward(self, recorder: Recorder, output: Any) -> None:
         """Gradients of the loss, or of each output from a unit one."""
@@ -372,11 +362,33 @@ class PhaseRunner:
         )
         for tensor in (*entered, *(t for m in self.module.modules() for t in own_tensors(m))):
             arguments.learn(recorder.values, tensor)
+        if self.shared and phase.trains:
+            self.shared.enter(recorder.enter)
+            recorder.entries.name_tensors(self.shared.parts, "", recorder.recording)
         recorder.name_modules(self.module)
         for name, tensor in arguments.named_inputs(self.module, *used):
             recorder.enter(tensor, "input", name)
         for kind, text in inputs.assumptions:
             recorder.values.assume(kind, text)
+
+
+@contextlib.contextmanager
+def _exchanged(runner: PhaseRunner, recorder: Recorder) -> Iterator[None]:
+    """Inside, a forward and a backward exchange as replicas do; nothing for one replica."""
+    how, shared = runner.replicas, runner.shared
+    if shared:
+        with shared.exchanged(runner.module, runner.behind):
+            yield
+        return
+    if how is None:
+        yield
+        return
+    assume = recorder.values.assume
+    with ddp.reducer_of(runner.module, how, recorder.paused, recorder.enter, assume) as reducer:
+        ddp.share_buffers(runner.module, how)
+        with ddp.watched(runner.module, reducer.ready):
+            yield
+        reducer.finish()
 
 
 @contextlib.contextmanager
@@ -388,7 +400,7 @@ def _behind_others(
     if not runner.behind:
         yield
         return
-    reduce = fsdp.stage(runner.module)
+    reduce = runner.shared.finish if runner.shared else fsdp.stage(runner.module)
     with recorder.paused():
         labels = runner.inputs.labels
         output = runner.calls.call(runner.inputs.args, runner.inputs.kwargs, labels)
@@ -405,26 +417,6 @@ def _behind_others(
     yield
     recorder.here.part = "optimizer"
     reduce()
-
-
-def _optimized(
-    recorder: Recorder,
-    parameters: Sequence[nn.Parameter],
-    learnt: stepping.Learnt,
-    options: Options,
-) -> tuple[dict[int, str], str | None]:
-    """Gradients by storage, and the optimizers that stepped: of hooks, and the requested one."""
-    trained = [p for p in parameters if p.grad is not None]
-    gradients, stepped = learnt.gradients, "+".join(dict.fromkeys(learnt.optimizers)) or None
-    for parameter in trained:
-        gradients |= stepping.gradients_of(recorder, parameter)
-    name, taken = options.optimizer, len(parameters) - len(trained)
-    if taken and name != "none" and any(map(copies.hooks_of, parameters)):
-        stepping.say_hooked(recorder, taken, stepped, name)
-    if not trained:
-        return gradients, stepped or "none"
-    gradients |= run_optimizer(recorder, trained, name, options.dtype)
-    return gradients, stepped and (stepped if name == "none" else f"{stepped}+{name}")
 
 
 # -- One step of a server: requests with caches of different lengths, their new tokens in one row --

@@ -9,7 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -23,20 +23,26 @@ from torch.utils.hooks import RemovableHandle
 
 from rooftrace.errors import RequestError
 from rooftrace.hardware.precisions import bytes_per_element
-from rooftrace.tracer import torch_private
+from rooftrace.tracer import Options, torch_private
 from rooftrace.tracer.recording import Recorder, original_of, replaced
-from rooftrace.tracer.values import META, trees
+from rooftrace.tracer.sharding.zero import SharedStates, local_of, placed_gradient
+from rooftrace.tracer.values import META, copies, trees
 
 _LEARNING_RATE = 1e-3
 """Any: a step costs the same."""
 
 
 def run_optimizer(
-    recorder: Recorder, parameters: Sequence[nn.Parameter], name: str, dtype: str | None
+    recorder: Recorder,
+    parameters: Sequence[nn.Parameter],
+    name: str,
+    dtype: str | None,
+    sums: Mapping[int, Tensor] = MappingProxyType({}),
 ) -> dict[int, str]:
     """Record one step of the optimizer `name` on `parameters`, which have gradients.
 
-    Returns the names of the gradients that it makes itself, by storage.
+    sums: gradients in fp32 that are not those of the parameters, by these' identity: the parameters
+    are parts of weights.  Returns the names of the gradients that it makes itself, by storage.
 
     A first step, not recorded, makes the states.  Weights below fp32 (as they are, or as `dtype`
     will price them) get fp32 masters: gradients are cast up, the step is taken on the masters, and
@@ -45,6 +51,8 @@ def run_optimizer(
     if name == "none":
         return {}
     kind = optimizer_class(name)
+    if sums and not _is_elementwise(kind):
+        raise RequestError(f"--optimizer {name} with --zero 1: it steps whole weights, not parts")
     recorder.here.part, recorder.here.function = "optimizer", kind.__name__
     with torch.no_grad(), functions_unseen(parameters):
         with recorder.paused():
@@ -60,20 +68,56 @@ def run_optimizer(
         low = [(p, s) for p, s in pairs if _is_low(p, dtype)]
         for parameter, tensor in zip(parameters, stepped, strict=True):
             owner = recorder.name_of(parameter)
+            tensor.grad = sums.get(id(parameter), tensor.grad)
             if _is_low(parameter, dtype):
                 recorder.enter(tensor, "optimizer", f"{owner}.master")
             for state, value in states.get(id(tensor), {}).items():
                 if isinstance(value, Tensor):
                     recorder.enter(value, "optimizer", f"{owner}.{state}")
-        wide = _cast_gradients(recorder, low) if low else {}
+        own = [pair for pair in low if id(pair[0]) not in sums]
+        wide = _cast_gradients(recorder, own) if own else {}
         for optimizer in optimizers:
             optimizer.step()
         if low:
             torch_private.foreach_copy_(
-                [_shard(p) for p, _ in low], [_shard(master) for _, master in low]
+                [local_of(p) for p, _ in low], [local_of(master) for _, master in low]
             )
     recorder.here.function = ""
     return wide
+
+
+def step_all(
+    recorder: Recorder,
+    parameters: Sequence[nn.Parameter],
+    learnt: Learnt,
+    options: Options,
+) -> tuple[dict[int, str], str | None]:
+    """Record a step: gradients by storage, and the optimizers, of hooks and the requested one."""
+    trained = [p for p in parameters if p.grad is not None]
+    gradients, stepped = learnt.gradients, "+".join(dict.fromkeys(learnt.optimizers)) or None
+    for parameter in trained:
+        gradients |= gradients_of(recorder, parameter)
+    name, taken = options.optimizer, len(parameters) - len(trained)
+    if taken and name != "none" and any(map(copies.hooks_of, parameters)):
+        say_hooked(recorder, taken, stepped, name)
+    if not trained:
+        return gradients, stepped or "none"
+    gradients |= run_optimizer(recorder, trained, name, options.dtype)
+    return gradients, stepped and (stepped if name == "none" else f"{stepped}+{name}")
+
+
+def step_shares(recorder: Recorder, shared: SharedStates, options: Options) -> dict[int, str]:
+    """Record a step of this process's parts of weights: gradients by storage.
+
+    All others get what it steps: behind other microbatches now, else in the next forward.
+    """
+    parts = [*shared.parts.values()]
+    made = run_optimizer(recorder, parts, options.optimizer, options.dtype, shared.sums)
+    with torch.no_grad():
+        if shared.late:
+            shared.gather()
+        shared.clear()
+    return made
 
 
 def functions_unseen(parameters: Iterable[Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -95,11 +139,11 @@ def _is_elementwise(kind: type) -> bool:
 def _local(parameter: nn.Parameter, stepped: Tensor) -> Tensor:
     """The shard of a tensor that is to be stepped, with the shard of its gradient; a plain tensor
     as it is.  Pending sums of the gradient are exchanged first."""
-    shard = _shard(stepped)
+    shard = local_of(stepped)
     if shard is stepped:
         return stepped
     if stepped is parameter:
-        shard.grad = _shard(_placed(parameter))
+        shard.grad = local_of(placed_gradient(parameter))
     return shard
 
 
@@ -110,12 +154,6 @@ def _alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         mesh = getattr(tensor, "device_mesh", None)
         kinds.setdefault(None if mesh is None else (type(tensor), mesh), []).append(tensor)
     return list(kinds.values())
-
-
-def _shard(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that is here; any other tensor as it is."""
-    local = getattr(tensor, "to_local", None)
-    return tensor if local is None else local()
 
 
 _DEPTH = 6
@@ -212,9 +250,9 @@ def _is_low(parameter: nn.Parameter, dtype: str | None) -> bool:
 def _master(parameter: nn.Parameter) -> Tensor:
     master = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
     master.grad = torch.empty_like(master)
-    shard = _shard(master)
+    shard = local_of(master)
     if shard is not master:
-        shard.grad = _shard(master.grad)
+        shard.grad = local_of(master.grad)
     return master
 
 
@@ -230,22 +268,13 @@ def made_optimizer(kind: Any, parameters: Sequence[Tensor]) -> torch.optim.Optim
     return made
 
 
-def _placed(parameter: nn.Parameter) -> Tensor:
-    """The gradient of a parameter, sharded as the parameter is: pending sums are exchanged."""
-    gradient, mesh = parameter.grad, getattr(parameter, "device_mesh", None)
-    assert gradient is not None
-    if mesh is None or gradient.placements == parameter.placements:  # type: ignore[attr-defined]
-        return gradient
-    return gradient.redistribute(mesh, parameter.placements)  # type: ignore[attr-defined, no-any-return]
-
-
 def _cast_gradients(
     recorder: Recorder, low: Sequence[tuple[nn.Parameter, Tensor]]
 ) -> dict[int, str]:
     """Give each fp32 master the gradient of its weight, cast up; returns their names by storage."""
     wide = [torch.empty_like(master) for _, master in low]
     torch_private.foreach_copy_(
-        [*map(_shard, wide)], [_shard(_placed(p)) for p, _ in low if p.grad is not None]
+        [*map(local_of, wide)], [local_of(placed_gradient(p)) for p, _ in low if p.grad is not None]
     )
     names = {}
     for (parameter, master), gradient in zip(low, wide, strict=True):

@@ -310,10 +310,10 @@ class TargetSource:
         shared = self.job.request.mesh.get("cp", 1)
         phases = self.job.phases or (*(usual[:1] if shared > 1 else usual), "training")
         for phase in phases:
-            if shared > 1 and phase not in ("forward", "prefill", "training"):
+            if shared > 1 and phase in ("decode", "requests"):
                 raise RequestError(
-                    f"--phase {phase} with --mesh cp={shared}: a step of one token has no sequence "
-                    "that processes could share; ask for prefill or training"
+                    f"--phase {phase} with --mesh cp={shared}: processes share the sequences of a "
+                    "prompt or of training, and no step behind a cache; ask for prefill or training"
                 )
         graphs: dict[str, OpGraph] = {}
         for trains in (False, True):
@@ -386,6 +386,7 @@ class TargetSource:
         mesh = self.job.request.mesh
         # A stage whose processes share weights keeps them from one microbatch to the next.
         held = mesh.get("pp", 1) > 1 and sizes_of(mesh)["fsdp"] > 1
+        held = held or self.job.request.zero == 1  # buckets reach over layers
         if (
             trains
             and not held
@@ -418,7 +419,7 @@ class TargetSource:
 
         job, request = self.job, self.job.request
         how: dict[str, Any] = {"checkpoint": request.checkpoint, "plan": request.plan}
-        how["makes_loss"] = job.options.loss is None
+        how |= {"zero": request.zero, "makes_loss": job.options.loss is None}
         if request.mesh.get("cp", 1) > 1:
             inputs = inputs.shared(module, request.mesh["cp"])
         said = huggingface.distribute(module, request.mesh, trains=trains, **how)

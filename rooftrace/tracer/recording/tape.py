@@ -50,7 +50,6 @@ class Origins:
     def __init__(self, here: ThreadPosition, entries: Entries) -> None:
         self._here, self._entries = here, entries
         self.recomputation = Recomputation()
-        self.tells_compiled = False  # which ops torch.compile would compile
         self._last: CompiledCall | None = None  # in which the last kernel ran
         self._said: Origin | None = None  # of every op
         self._by_number: dict[int, Origin] = {}  # of the op of an autograd node
@@ -66,7 +65,7 @@ class Origins:
             return self._said
         here = self._here
         part = self._part_of_own_step(name) if self._entries.own_step else here.part
-        compiled = compiling.call if self.tells_compiled else None
+        compiled = compiling.call
         if part == "optimizer":
             return Origin("", 0, part, here.function, compiled=compiled)
         if part == "backward":
@@ -186,12 +185,12 @@ class Origins:
 
     def compiled_here(self) -> tuple[str, bool] | None:
         """The compiled callable that an op would be in now, and whether it would begin a call."""
-        call = compiling.call if self.tells_compiled else None
+        call = compiling.call
         return None if call is None else (call.name, call is not self._last)
 
     def compiled_repeated(self) -> None:
         """Ops that ran here are recorded by reference to equal ones."""
-        self._last = compiling.call if self.tells_compiled else None
+        self._last = compiling.call
 
 
 # -- tape ------------------------------------------------------------------------------------------

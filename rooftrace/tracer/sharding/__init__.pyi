@@ -4,6 +4,7 @@ from rooftrace.tracer.sharding import (
     huggingface as huggingface,
     plans as plans,
     splitting as splitting,
+    zero as zero,
 )
 from rooftrace.tracer.sharding.fsdp import fake_mesh as fake_mesh
 from rooftrace.tracer.sharding.schedules import (

@@ -14,22 +14,23 @@ from rooftrace.errors import RequestError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_traffic
 from rooftrace.tracer import TraceError
-from rooftrace.tracer.names import PLANS
+from rooftrace.tracer.names import PLANS, SHARDED
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
 from rooftrace.tracer.sharding.plans import (
     as_engines,
     check_divides,
     cut_experts,
-    cut_sequences,
     cut_vocabulary,
     has_experts,
     is_tied,
-    why_sequences_stay,
 )
+from rooftrace.tracer.sharding.sequences import cut_sequences, why_sequences_stay
+from rooftrace.tracer.sharding.zero import SHARES, SharedStates
 
-_SHARDED = ("dp", "fsdp", "dp_shard")
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
-_KNOWN = ("pp", *_REPLICATED, *_SHARDED, "cp", "tp", "ep")
+_VIEWS = ("ep", "etp")
+"""Axes of experts: they are views of the processes of the others, and add none."""
+_KNOWN = ("pp", *_REPLICATED, *SHARDED, "cp", "tp", *_VIEWS)
 DENSE = ("pp", "dp_replicate", "fsdp", "tp")
 """Axes of transformers' mesh, outermost first."""
 
@@ -38,17 +39,18 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
     """The sizes of a mesh by transformers' names of the axes.
 
     "dp" and "fsdp" are replicas that share their weights in training; "dp_replicate" are full
-    copies of these.  "fsdp" has the processes of "cp", too.  "ep" is a view of the processes of the
-    others, and adds none.  Raises RequestError for another axis, and for sizes that do not divide.
+    copies of these.  "fsdp" has the processes of "cp", too.  "ep" spreads experts over the
+    processes of the others, and "etp" splits each of them, among tokens that replicas gather; 0:
+    not asked for.  Raises RequestError for another axis, and for sizes that do not divide.
     """
-    sizes = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1}
+    sizes = {"pp": 1, "dp_replicate": 1, "fsdp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1}
     for axis, size in mesh.items():
         if axis not in _KNOWN:
             raise RequestError(
                 f"--mesh {axis}={size}: axes of a Hugging Face model are {', '.join(_KNOWN)}; a "
                 "function build(mesh) in file.py:build takes any"
             )
-        name = "fsdp" if axis in _SHARDED else "dp_replicate" if axis in _REPLICATED else axis
+        name = "fsdp" if axis in SHARDED else "dp_replicate" if axis in _REPLICATED else axis
         sizes[name] *= size
     sizes["fsdp"] *= sizes["cp"]
     inside = sizes["fsdp"] * sizes["tp"]
@@ -57,13 +59,21 @@ def sizes_of(mesh: Mapping[str, int]) -> dict[str, int]:
             f"--mesh ep={sizes['ep']}: experts are spread over the {inside} processes of dp x cp x "
             "tp; expected a size that divides that"
         )
+    if "etp" not in mesh:
+        sizes["etp"] = 0
+    elif sizes["ep"] * sizes["etp"] != inside:
+        raise RequestError(
+            f"--mesh etp={sizes['etp']}: experts are over the {inside} processes of dp x cp x tp; "
+            f"expected ep x etp = {inside}, found {sizes['ep']} x {sizes['etp']}"
+        )
     return sizes
 
 
 def processes(mesh: Mapping[str, int]) -> dict[str, int]:
-    """The mesh without the axis that adds no processes."""
+    """The mesh without the axes that add no processes."""
     sizes_of(mesh)
-    return {axis: size for axis, size in mesh.items() if axis != "ep"} or {"dp": mesh.get("ep", 1)}
+    dense = {axis: size for axis, size in mesh.items() if axis not in _VIEWS}
+    return dense or {"dp": mesh.get("ep", 1)}
 
 
 def distribute(
@@ -73,14 +83,15 @@ def distribute(
     trains: bool,
     checkpoint: str = "none",
     plan: str = "engines",
+    zero: int = 3,
     makes_loss: bool = True,
 ) -> str:
     """Spread a model over the mesh of the running `fake_mesh`, in place.
 
-    trains: replicas share their weights (FSDP2), with gradients reduced in fp32; else each has all.
-    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`; makes_loss: see `cut_sequences`.
-    Returns a sentence on what tensor parallelism leaves whole; "" without it.  Raises RequestError
-    where there is no plan for this model.
+    trains: replicas share what `zero` says, with gradients reduced in fp32; else each has all.
+    checkpoint: see `names.CHECKPOINTS`; plan: `names.PLANS`; zero: `names.ZERO`; makes_loss:
+    `cut_sequences`.  Returns a sentence on what tensor parallelism leaves whole, or on what
+    replicas share; "" without these.  Raises RequestError where there is no plan for this model.
     """
     if not mesh:
         if trains:
@@ -88,28 +99,27 @@ def distribute(
         return ""
     sizes = sizes_of(mesh)
     by_engines = sizes["tp"] > 1 and plan == "engines"
-    # Processes that share their tokens cut experts as engines do.
-    shared = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
-    cut = by_engines and shared and any(map(has_experts, model.modules()))
+    gathers = sizes["etp"] > 0
+    if gathers:
+        _check_gathers(model, sizes["etp"], trains, plan)
+    # Processes that share their tokens, or gather them, cut experts as engines do.
+    together = not trains and (sizes["ep"] == 1 or sizes["fsdp"] == 1)
+    cut = gathers or (by_engines and together and any(map(has_experts, model.modules())))
     loose: Any = model
     before = {name: weight.numel() for name, weight in model.named_parameters()}
     tied = is_tied(model)
     try:
-        rules = as_engines(model, sizes["tp"], trains=trains, cut=cut) if by_engines else {}
+        how = {"trains": trains, "cut": cut, "gathers": gathers}
+        rules = as_engines(model, sizes["tp"], **how) if by_engines else {}
         config = _configuration(model, {**sizes, "ep": 1} if cut else sizes, rules, trains)
         manager = _meshes(mesh, sizes, trains)
         loose.config.distributed_config = config
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
         stays = None
         if by_engines and trains:
-            stays = why_sequences_stay(model, tp) if sizes["ep"] == 1 else "experts are on ep"
-            if not stays:
-                cut_sequences(model, manager.get_mesh("tp"), tp, makes_loss=makes_loss)
-                tp = {}
-        elif by_engines:
-            cut_vocabulary(model, manager.get_mesh("tp"))
-        if cut:
-            cut_experts(model, manager.get_mesh("tp"), sizes["ep"])
+            stays = _sequences_stay(model, manager, tp, sizes, makes_loss)
+            tp = tp if stays else {}
+        _cut(model, manager, sizes, words=by_engines and not trains, experts=cut)
         _split(model, manager, sizes, tp, ep, config.ep_implementation)
         if tied:  # as transformers does after it has loaded weights
             loose.get_output_embeddings().weight = loose.get_input_embeddings().weight
@@ -117,15 +127,46 @@ def distribute(
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
-            from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
-
-            apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+            said = "; ".join(filter(None, (said, _share(model, manager, fsdp, ep, zero))))
     except RequestError:
         raise
     except (ValueError, NotImplementedError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise RequestError(f"{type(model).__name__} over {shown(mesh)}: {reason}") from error
     return said
+
+
+def _cut(
+    model: nn.Module, manager: Any, sizes: Mapping[str, int], *, words: bool, experts: bool
+) -> None:
+    """Cut the vocabulary, or experts, as inference engines do."""
+    if words:
+        cut_vocabulary(model, manager.get_mesh("tp"))
+    if experts:
+        replicas = manager.get_mesh("fsdp") if sizes["etp"] > 0 else None
+        cut_experts(model, manager.get_mesh("tp"), replicas, sizes["ep"])
+
+
+def _sequences_stay(
+    model: nn.Module, manager: Any, styles: Mapping[str, str], sizes: Mapping[str, int], loss: bool
+) -> str:
+    """Cut sequences of a model that trains, with all else; else say why they stay whole."""
+    stays = why_sequences_stay(model, styles) if sizes["ep"] == 1 else "experts are on ep"
+    if not stays:
+        cut_sequences(model, manager.get_mesh("tp"), styles, makes_loss=loss)
+    return stays
+
+
+def _check_gathers(model: nn.Module, size: int, trains: bool, plan: str) -> None:
+    """Raise RequestError where experts cannot be split among gathered tokens."""
+    why = ""
+    if trains or plan != "engines":
+        why = "is how inference engines split experts; a training step, and --plan transformers"
+        why += ", have ep alone"
+    elif not any(map(has_experts, model.modules())):
+        why = f"splits experts, and {type(model).__name__} has none that it can split"
+    if why:
+        raise RequestError(f"--mesh etp={size}: {why}")
 
 
 _NAMED = 3
@@ -193,12 +234,12 @@ def _ring(model: nn.Module, sizes: Mapping[str, int]) -> Any:
     Each process has a chunk from the front of a sequence, and its mirror image.  Where attention is
     not causal, it has one chunk.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
-
     count = sizes["cp"]
     if count == 1:
         return contextlib.nullcontext()
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
     shared = {**sizes, "fsdp": sizes["fsdp"] // count}
     names = ("pp", "dp_replicate", "fsdp", "cp", "tp")
     places = init_device_mesh("cpu", tuple(shared[n] for n in names), mesh_dim_names=names)
@@ -247,7 +288,7 @@ def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> 
 
     ours = {
         name: "+".join(axis for axis in mesh if axis in kinds and mesh[axis] > 1) or name
-        for name, kinds in (("fsdp", (*_SHARDED, "cp")), ("dp_replicate", _REPLICATED))
+        for name, kinds in (("fsdp", (*SHARDED, "cp")), ("dp_replicate", _REPLICATED))
     }
     dense = init_device_mesh("cpu", tuple(sizes[n] for n in DENSE), mesh_dim_names=DENSE)
     others = sizes["fsdp"] * sizes["tp"] // sizes["ep"]
@@ -256,7 +297,8 @@ def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> 
         (sizes["pp"], sizes["dp_replicate"], others, sizes["ep"]),
         mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"),
     )
-    for view in (experts, dense) if trains or sizes["tp"] > 1 else (dense, experts):
+    dense_last = trains or sizes["tp"] > 1 or sizes["etp"] > 0
+    for view in (experts, dense) if dense_last else (dense, experts):
         axes.update(named_groups(view, ours))
     return TransformersDeviceMesh(dense, experts)
 
@@ -274,6 +316,39 @@ def _split(
         _check_experts(model, sizes["ep"], ep)
         experts, around = manager.get_mesh("ep"), manager.get_mesh("tp")
         apply_expert_parallelism(model, experts, around, ep, ep_implementation=exchange)
+
+
+_SHARING = (
+    "replicas have weights, and gradients in fp32, whole; each steps a part of every bucket, as in "
+    "Megatron-LM's distributed optimizer: gradients are reduced during backward, and weights "
+    "gathered during the next forward (in a pipeline, both once a step, beside nothing)"
+)
+
+
+def _share(model: Any, manager: Any, fsdp: Any, ep: Mapping[str, str], zero: int) -> str:
+    """Let replicas share what a stage of ZeRO says; of experts, those that have the same.
+
+    Returns a sentence on it; "" for FSDP2.
+    """
+    if zero > 1:
+        from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
+
+        apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+        if zero == 2:
+            model.set_reshard_after_forward(False)
+        return ""
+    groups = {name: manager.get_mesh(name).get_group() for name in ("fsdp", "efsdp")}
+    routed = [m for n, m in model.named_modules() if ep.get(n) == "ep_dispatch_experts"]
+    experts = {id(weight) for module in routed for weight in module.parameters()}
+    sets: dict[str, list[nn.Parameter]] = {"fsdp": [], "efsdp": []}
+    for weight in model.parameters():
+        if weight.requires_grad:
+            sets["efsdp" if id(weight) in experts else "fsdp"].append(weight)
+    copies = manager.get_mesh("dp_replicate").get_group()
+    shares = [(groups[name], weights) for name, weights in sets.items() if weights]
+    replicas = copies.size() * groups["fsdp"].size()
+    SHARES[model] = SharedStates(shares, copies if copies.size() > 1 else None, replicas)
+    return _SHARING
 
 
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:
@@ -317,7 +392,8 @@ _KEPT = (
 def _policy(seen: dict[bool, int], context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    if op is torch.ops.aten.mm.default:
+    # A product in fp8 is one to a policy that counts `mm`: of operands of a tensor subclass.
+    if op in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default):
         seen[context.is_recompute] += 1
         if seen[context.is_recompute] % 2:
             return CheckpointPolicy.MUST_SAVE

@@ -1,6 +1,5 @@
 from rooftrace.tracer.targets import (
     checkpoints as checkpoints,
-    filenames as filenames,
     isolation as isolation,
     quantized_weights as quantized_weights,
 )

@@ -24,7 +24,7 @@ from torch import Tensor
 from rooftrace._reading import FileKind, json_of, opened, record_of, text_of
 from rooftrace.errors import hint
 from rooftrace.hardware.units import plural
-from rooftrace.tracer.targets.filenames import ENDS, INDEX, MODEL, SAFETENSORS, TORCH, in_folder
+from rooftrace.tracer.names import ENDS, INDEX, MODEL, SAFETENSORS, TORCH, in_folder
 from rooftrace.tracer.values import dtype_name, trees
 
 # -- slices ----------------------------------------------------------------------------------------

@@ -135,6 +135,10 @@ def _settings(function: Any, target: str, request: Request) -> Mapping[str, Any]
             f"--checkpoint {request.checkpoint}: {target} is code, which checkpoints its module "
             "itself"
         )
+    if request.zero != names.ZERO[-1]:
+        raise RequestError(
+            f"--zero {request.zero}: {target} is code, which shards its module itself"
+        )
     if not request.mesh:
         return request.settings
     from rooftrace.tracer.sharding import fsdp

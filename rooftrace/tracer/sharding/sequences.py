@@ -1,0 +1,329 @@
+"""Sequence parallelism: processes of "tp" share the positions of a sequence in training.
+
+Each has a part of them wherever nothing else is cut: all-gather before a block, reduce-scatter
+after it (Korthikanti et al., arXiv:2205.05198, section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rooftrace.errors import RequestError
+from rooftrace.graph import pattern_of
+from rooftrace.tracer.sharding.plans import (
+    DOWN,
+    WHOLE,
+    check_divides,
+    cut_words,
+    own_rows,
+    put_part,
+)
+from rooftrace.tracer.sharding.splitting import base_of, layers_of
+
+_c10d: Any = torch.ops._c10d_functional
+
+
+class _Exchanged(torch.autograd.Function):
+    """A tensor as one function exchanges it; another exchanges its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, there: Any, back: Any) -> torch.Tensor:
+        ctx.back = back
+        return there(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return ctx.back(grads[0]), None, None
+
+
+class _Processes:
+    """Exchanges among the processes of "tp"; sequences are [batch, positions, width]."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.size: int = mesh.size()
+        self.rank: int = mesh.get_local_rank()
+        self.group = mesh.get_group().group_name
+
+    def gather(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """All positions; the parts of all along another dimension."""
+        rows = part.transpose(0, dim).contiguous()
+        made = _c10d.all_gather_into_tensor(rows, self.size, self.group)
+        return _c10d.wait_tensor(made).transpose(0, dim).contiguous()  # type: ignore[no-any-return]
+
+    def scatter(self, whole: torch.Tensor) -> torch.Tensor:
+        """Own positions of the sum over all processes."""
+        rows = self._checked(whole).transpose(0, 1).contiguous()
+        made = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self.group)
+        return _c10d.wait_tensor(made).transpose(0, 1).contiguous()  # type: ignore[no-any-return]
+
+    def own(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Own positions of what all have; an own part along another dimension."""
+        checked = self._checked(whole) if dim == 1 else whole
+        return checked.chunk(self.size, dim)[self.rank].contiguous()
+
+    def add(self, x: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        """The sum, or the maximum, over all processes."""
+        made = _c10d.all_reduce(x.contiguous(), how, self.group)
+        return _c10d.wait_tensor(made)  # type: ignore[no-any-return]
+
+    def _checked(self, whole: torch.Tensor) -> torch.Tensor:
+        check_divides("tp", self.size, whole.shape[1], "positions")
+        return whole
+
+
+_HALVES = ("packed_colwise", "packed_rowwise")
+_CUT = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}
+"""The dimension that a style of transformers cuts; a vector has one."""
+_ADDED = ("rowwise", "packed_rowwise")
+"""Styles whose results all processes add up."""
+_UNCUT = (
+    "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params",
+    "all_reduce", WHOLE,
+)  # fmt: skip
+"""Styles of parts of a block that all processes have whole, or whose weights have styles."""
+
+
+def why_sequences_stay(model: Any, styles: Mapping[str, str]) -> str:
+    """The part of a model that `cut_sequences` cannot take, as a clause; "" where it can.
+
+    styles: of modules and weights, by their paths.
+    """
+    if model.get_output_embeddings() is None:
+        return "there is no head"
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        layers = layers_of(model)
+    except RequestError:
+        return "there is no list of layers"
+    for layer in layers:
+        for name, weight in layer.named_parameters():
+            path, child = f"{names[layer]}.{name}", f"{names[layer]}.{name.partition('.')[0]}"
+            if not _is_block(child, styles) and (weight.dim() > 1 or path == child):
+                return f"{pattern_of(path)} is whole"
+    for name, style in styles.items():
+        if "." in name and pattern_of(name) != name and style not in (*_CUT, *_UNCUT):
+            return f"{pattern_of(name)} is {style}"
+    return ""
+
+
+def _is_block(path: str, styles: Mapping[str, str]) -> bool:
+    """Whether a child of a layer has parts that are cut."""
+    return any(n.startswith(f"{path}.") and style in _CUT for n, style in styles.items())
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def cut_sequences(
+    model: Any, mesh: Any, styles: Mapping[str, str], *, makes_loss: bool = True
+) -> None:
+    """Shard a model that trains, in place, with its sequences wherever nothing else is cut.
+
+    Weights of its blocks are cut by these styles, the vocabulary by rows.  makes_loss: the model
+    makes it, of the logits of own words; else logits are gathered.  What all processes have whole
+    gets the sum of its gradients.
+    """
+    ranks, names = _Processes(mesh), {module: name for name, module in model.named_modules()}
+    layers = [layer for layer in layers_of(model) if _has_weights(layer)]
+    for layer in layers:
+        for child in layer.children():
+            if _is_block(names[child], styles):
+                _cut_weights(child, names[child], styles, ranks)
+                _around(child, ranks)
+            else:
+                _share(child, ranks)
+    _cut_ends(model, layers[0], ranks)
+    _cut_head(model, ranks, makes_loss)
+
+
+def _cut_weights(block: nn.Module, path: str, styles: Mapping[str, str], ranks: _Processes) -> None:
+    """Leave a process its part of the weights of a block."""
+    for place, module in list(block.named_modules(prefix=path)):
+        shared = dict[str, float]()
+        for name, weight in list(module.named_parameters(recurse=False)):
+            style = styles.get(f"{place}.{name}", "")
+            if style in _CUT and not (weight.dim() == 1 and style in _ADDED):
+                dim = max(_CUT[style], -weight.dim())
+                check_divides("tp", ranks.size, weight.shape[dim], "channels")
+                halves = weight.chunk(2, dim) if style in _HALVES else (weight,)
+                parts = [half.chunk(ranks.size, dim)[ranks.rank] for half in halves]
+                put_part(module, name, torch.cat(parts, dim))
+            else:  # a bias of sums is added once: a share of it by each process
+                is_added = style in _ADDED or name == f"{DOWN}_bias"
+                shared[name] = 1 / ranks.size if is_added else 1.0
+        _share_weights(module, shared, ranks)
+
+
+def _share(part: nn.Module, ranks: _Processes) -> None:
+    """Let the weights of a part get the sum of their gradients."""
+    for module in part.modules():
+        names = (name for name, _ in module.named_parameters(recurse=False))
+        _share_weights(module, dict.fromkeys(names, 1.0), ranks)
+
+
+def _share_weights(module: Any, scales: Mapping[str, float], ranks: _Processes) -> None:
+    """Let these weights of a module get the sum of their gradients; they count by a scale."""
+    forward, share = module.forward, _exchange(_same, ranks.add)
+
+    def shared(*args: Any, **kwargs: Any) -> Any:
+        before = {name: module._parameters[name] for name in scales}
+        for name, scale in scales.items():
+            lent = share(before[name])
+            module._parameters[name] = lent if scale == 1 else lent * scale
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(before)
+
+    if scales:
+        module.forward = shared
+
+
+def _exchange(there: Any, back: Any) -> Any:
+    loose: Any = _Exchanged
+    return lambda x: loose.apply(x, there, back)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _with_first(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call, of which the first one is changed."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    name = _first(kwargs)
+    return args, {**kwargs, name: change(kwargs[name])}
+
+
+def _first(kwargs: Mapping[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+
+
+def _around(block: Any, ranks: _Processes) -> None:
+    """Let a block take all positions, and add up its results for each process's own ones."""
+    forward = block.forward
+    enter, leave = _exchange(ranks.gather, ranks.scatter), _exchange(ranks.scatter, ranks.gather)
+
+    def of_all(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _with_first(enter, args, kwargs)
+        shape = (args[0] if args else kwargs[_first(kwargs)]).shape
+        result = forward(*args, **kwargs)
+        if isinstance(result, tuple):
+            return leave(result[0].view(shape)), *result[1:]
+        return leave(result.view(shape))
+
+    block.forward = of_all
+
+
+def _cut_ends(model: Any, first: nn.Module, ranks: _Processes) -> None:
+    """Cut the embedding, and the hidden states that enter the first layer of a process."""
+    base = base_of(model)
+    parts = [part for part in base.children() if _has_weights(part)]
+    place = next(n for n, part in enumerate(parts) if any(m is first for m in part.modules()))
+    for part in parts[place + 1 :]:
+        _share(part, ranks)
+    embedding: Any = model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        cut_words(embedding, ranks.rank, ranks.size)
+    if not _has_weights(layers_of(model)[0]):
+        change = _handed(model, ranks.size)
+    elif place == 1 and any("Rotary" in type(child).__name__ for child in base.children()):
+        # Positions are turned in attention, and nothing is added to what was looked up.
+        change = _exchange(ranks.scatter, ranks.gather)
+    else:
+        looked_up, add = embedding.forward, _exchange(ranks.add, _same)
+        embedding.forward = lambda ids: add(looked_up(ids))
+        change = _exchange(ranks.own, ranks.gather)
+    enter = partial(_with_first, change)
+    first.register_forward_pre_hook(lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True)
+
+
+def _handed(model: Any, size: int) -> Any:
+    """A function that gives the first layer of a stage the part that the stage before handed on.
+
+    Until then the model sees a tensor of as many positions as all processes have.
+    """
+    parts = list[torch.Tensor]()
+
+    def keep(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        parts.append(part := kwargs["inputs_embeds"])
+        batch, positions, width = part.shape
+        whole = part.new_empty(()).expand(batch, positions * size, width)
+        return args, {**kwargs, "inputs_embeds": whole}
+
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    model.sequence_parts = size
+    return lambda whole: parts.pop()
+
+
+def _cut_head(model: Any, ranks: _Processes, makes_loss: bool) -> None:
+    """Let each process have the logits of its own words, and of all positions."""
+    head: Any = model.get_output_embeddings()
+    if not hasattr(head, "out_features"):  # a stage before the last one
+        return
+    forward, words = head.forward, head.out_features
+    for name, weight in list(head.named_parameters()):
+        put_part(head, name, own_rows(weight, ranks.rank, ranks.size))
+    start = ranks.rank * head.weight.shape[0]
+    enter = _exchange(ranks.gather, ranks.scatter)
+    leave = _exchange(partial(ranks.gather, dim=-1), partial(ranks.own, dim=-1))
+
+    def of_own(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = forward(enter(hidden))
+        return logits[..., : words - start] if makes_loss else leave(logits)[..., :words]
+
+    head.forward = of_own
+    if makes_loss:
+        model.loss_function = partial(_loss, ranks, start)
+
+
+def _loss(
+    ranks: _Processes,
+    start: int,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int | None = None,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """transformers' loss of a causal language model, of the logits of own words."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    told = shift_labels.flatten()
+    losses = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits.float().flatten(0, -2), told - start, ranks
+    )
+    kept = told != ignore_index
+    count = kept.sum() if num_items_in_batch is None else num_items_in_batch
+    loss: torch.Tensor = losses.masked_fill(~kept, 0.0).sum() / count
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each row of logits, whose columns are spread over processes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: _Processes) -> Any:
+        shifted = logits - ranks.add(logits.amax(-1), "max")[:, None]
+        others = (words < 0) | (words >= logits.shape[-1])
+        column = words.masked_fill(others, 0)[:, None]
+        told = ranks.add(shifted.gather(1, column)[:, 0].masked_fill(others, 0.0))
+        shares = shifted.exp_()
+        total = ranks.add(shares.sum(-1))
+        ctx.save_for_backward(shares.div_(total[:, None]), column, others)
+        return total.log() - told
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        shares, column, others = ctx.saved_tensors
+        own = grads[0].masked_fill(others, 0.0)[:, None]
+        return (shares * grads[0][:, None]).scatter_add_(1, column, -own), None, None
