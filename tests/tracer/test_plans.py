@@ -31,6 +31,7 @@ OSS: dict[str, Any] = {**MIXTRAL, "model_type": "gpt_oss", "head_dim": 16, "inte
                        "layer_types": ["full_attention"] * 2}  # fmt: skip
 TIED: dict[str, Any] = {**MIXTRAL, "model_type": "gemma2", "num_key_value_heads": 4,
                         "head_dim": 16, "layer_types": ["full_attention"] * 2}  # fmt: skip
+FUSED: dict[str, Any] = {**TIED, "model_type": "glm", "pad_token_id": 0}
 PROCESSES = 4
 
 
@@ -96,6 +97,7 @@ LEARNING = [  # attention of heads, latent attention and experts, one vocabulary
     ({**QWEN, "model_type": "qwen2", "num_key_value_heads": 4}, {"tp": 4}),
     (DEEPSEEK, {"tp": 4}),
     (TIED, {"tp": 4}),
+    (FUSED, {"tp": 4}),
     ({**OSS, "num_key_value_heads": 4}, {"tp": 4}),
     ({**SHARED, "model_type": "gpt_neox"}, {"tp": 4}),
 ]
@@ -110,6 +112,7 @@ CASES = [
     (OSS, {"tp": 4}),
     (OSS, {"tp": 4, "ep": 2}),
     (TIED, {"tp": 4}),
+    (FUSED, {"tp": 4}),
     (DEEPSEEK, {"dp": 4, "etp": 4}),
     (DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}),
     (DEEPSEEK, {"dp": 2, "tp": 2, "etp": 4}),
@@ -213,6 +216,13 @@ def test_attention_that_counts_on_all_heads_stays_whole() -> None:
     shapes = weights(spread_graph(config, {"tp": 2}, "decode", 2, 5))
     assert shapes["self_attn.q_proj.weight"] == (64, 64)
     assert shapes["mlp.up_proj.weight"] == (64, 64)  # 128 channels over two processes
+
+
+@pytest.mark.parametrize("phase", ["decode", "training"])
+def test_gate_and_channels_of_one_product_are_cut_each(phase: str) -> None:
+    shapes = weights(spread_graph(FUSED, {"tp": 4}, phase, 2, 8))
+    assert shapes["mlp.gate_up_proj.weight"] == (2 * 128 // 4, 64)
+    assert shapes["mlp.down_proj.weight"] == (64, 128 // 4)
 
 
 def test_training_cuts_sequences_and_words() -> None:

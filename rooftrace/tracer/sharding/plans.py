@@ -60,6 +60,8 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
                 styles = dict.fromkeys(("", *block.state_dict()), WHOLE)
             elif place not in own:
                 styles = dict(_rules_of_experts(block))
+        elif _is_fused(block):
+            styles = {_PACKED: "packed_colwise", DOWN: "rowwise"}
         elif not any(f"{place}.{name}" in own for name in children):
             styles = dict(_rules_of(block, children, trains, ready))
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
@@ -111,6 +113,13 @@ def _rules_of(
         yield "", "local_params"
 
 
+def _is_fused(block: Any) -> bool:
+    """Whether one product makes gate and channels of an MLP, one after the other (Phi-3, GLM)."""
+    parts = [part for name, part in block.named_children() if name in (_PACKED, DOWN)]
+    sizes = [(p.in_features, p.out_features) for p in parts if isinstance(p, nn.Linear)]
+    return len(sizes) == 2 and sizes[0] == (sizes[1][1], 2 * sizes[1][0])
+
+
 def _rules_of_experts(experts: nn.Module) -> Iterator[tuple[str, str]]:
     turned = experts.is_transposed
     yield _PACKED, "rowwise" if turned else "packed_colwise"
@@ -133,10 +142,12 @@ def is_tied(model: Any) -> bool:
 
 
 def _vocabulary(model: Any, size: int) -> nn.Embedding | None:
-    """The embedding of tokens, where `cut_vocabulary` cuts it; None where it does not divide."""
-    embedding = model.get_input_embeddings()
+    """The embedding of tokens, where `cut_vocabulary` cuts it; None where it does not divide, or is
+    the weight of a head that stays whole."""
+    embedding, own = model.get_input_embeddings(), {model.get_output_embeddings()}
     fits = isinstance(embedding, nn.Embedding) and not embedding.num_embeddings % size
-    return embedding if fits else None
+    planned = own & {part for name, part in model.named_modules() if name in (model.tp_plan or ())}
+    return embedding if fits and (planned or not is_tied(model)) else None
 
 
 def cut_vocabulary(model: Any, mesh: Any) -> None:
