@@ -141,7 +141,9 @@ def answered(
     rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds per token and to the first one of rows of one engine on one chip."""
-    how = Conditions.of(rt.tools.execution_model("serving", library=engine))
+    # dsr1_fp8_b200_docker.sh and dsr1_fp4_b200_docker.sh of InferenceMAX: --kv-cache-dtype fp8_e4m3
+    cache = "fp8" if engine == "sglang" and rows.system.iloc[0] not in HOPPER else None
+    how = Conditions.of(rt.tools.execution_model("serving", library=engine), None, None, cache)
     clients = rows.batch_size.to_numpy(dtype=np.int64)
     prompt, answer = (np.rint(rows[n] * MEAN).to_numpy(dtype=np.int64) for n in ("isl", "osl"))
     batch = np.minimum(clients, kept_at_once(decode, chip, how, prompt, answer, engine))

@@ -180,6 +180,8 @@ def kernel_of(library: str, chip: Chip, form: str, widened: bool = False) -> str
     newer = StepCell.generation_of(chip) == "blackwell"
     if form == "fp8" and widened and newer and library in ("trtllm", "vllm"):
         return "trtllm-gen"
+    if library == "sglang" and newer and form in ("fp8", "fp8 blocks", "fp4"):
+        return "trtllm-gen"  # flashinfer_trtllm, its default there (server_args.py)
     if library == "trtllm":
         if form == "int4":
             return "trtllm-gen" if newer else "matmul_ogs"

@@ -8,6 +8,7 @@ from typing import Any
 from rooftrace.hardware.units import (
     format_bandwidth,
     format_capacity,
+    format_count,
     format_flop_rate,
     format_flops,
     format_time,
@@ -338,7 +339,7 @@ def training_view(result: TrainingRun, output: view.Output) -> view.View:
     again = "" if row.checkpoint == "none" else f", checkpoint {row.checkpoint}"
     notes = [
         view.Note(f"{result.days:,.4g} days, {where}", "strong"),
-        view.Note(f"{result.chip_hours:,.4g} chip-hours", bullet=1),
+        view.Note(f"{format_count(result.chip_hours)} chip-hours", bullet=1),
         view.Note(
             f"{result.undisturbed / 86400:,.4g} days without interruptions: step "
             f"{format_time(row.seconds)}, global batch {row.global_batch:,}, batch {row.batch:,}"
