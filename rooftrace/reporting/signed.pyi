@@ -750,7 +750,7 @@ def training_run(
     mtbf: float | str | None = ...,
     restart: float | str | None = ...,
     storage: float | str | None = ...,
-    save: float | str | None = ...,
+    save_time: float | str | None = ...,
     interval: float | str | None = ...,
     global_batch: int | None = ...,
     phases: Sequence[str] | None = ...,
@@ -792,7 +792,7 @@ def training_run(
     which the best mesh is taken (see `best_mesh`).  price: dollar/hour of one chip.  power: watts
     of one, with its share of the node.  pue: energy of the building over that of its computers.
     mtbf: seconds between interruptions of all chips.  restart: seconds until training goes on.
-    storage: byte/s at which all chips write a checkpoint.  save: seconds for which one stops
+    storage: byte/s at which all chips write a checkpoint.  save_time: seconds for which one stops
     training.  interval: seconds of training between two.  These may be texts, as "3 h".  Other
     arguments are those of `best_mesh`.
 

@@ -403,7 +403,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--mtbf": (("--mtbf", "3 h"),),
                 "--restart": (("--restart", "1 h"),),
                 "--storage": (("--storage", "1 GB/s"),),
-                "--save": (("--save", "1 min"),),
+                "--save-time": (("--save-time", "1 min"),),
                 "--interval": (("--interval", "1 h"),),
                 "--pue": (("--pue", "1.2"),),
                 "--power": (("--power", "9"),),

@@ -244,7 +244,8 @@ def test_a_training_names_what_it_rests_on(config: str, run: Run) -> None:
     ):  # fmt: skip
         assert words in told, words
     named = json.loads(run(
-        *asked, "--mtbf", "100 h", "--save", "1 min", "--interval", "1 h", "--restart", "5 min",
+        *asked, "--mtbf", "100 h", "--save-time", "1 min", "--interval", "1 h",
+        "--restart", "5 min",
         "--price", "3", "--power", "1000", "--pue", "1.5", "--format", "json",
     ).out)  # fmt: skip
     assert (named["mtbf"], named["save"], named["interval"], named["restart"]) == (
@@ -263,7 +264,7 @@ def test_a_training_names_what_it_rests_on(config: str, run: Run) -> None:
         (("--tokens", "1T", "--pue", "0.9"), "pue 0.9: expected a factor of at least 1"),
         (("--tokens", "1T", "--phase", "decode"), "phase decode with --find run"),
         (("--tokens", "1T", "--kept-free", "0.99999"), "--find mesh says what does"),
-        (("--tokens", "1T", "--mtbf", "1 s", "--save", "1 h"), "this training never ends"),
+        (("--tokens", "1T", "--mtbf", "1 s", "--save-time", "1 h"), "this training never ends"),
     ],
 )
 def test_a_training_that_cannot_be_told(

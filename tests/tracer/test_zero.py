@@ -48,11 +48,12 @@ def ours(rank: int, config: dict[str, Any], mesh: dict[str, int], folder: str) -
     """The largest error of weights that our buckets step, beside one process with all batches."""
     whole, spread = (seeded(config) for _ in range(2))
     before = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
-    batches = torch.randint(128, (4, 2, 5), generator=torch.Generator().manual_seed(1))
+    batches = torch.randint(128, (4, 2, 6), generator=torch.Generator().manual_seed(1))
     replicas = 4 // mesh.get("tp", 1)
     (sum(loss_of(whole, ids) for ids in batches[:replicas]) / replicas).backward()
     torch.optim.SGD(whole.parameters(), lr=0.5).step()
-    huggingface.distribute(spread, mesh, trains=True, zero=1)
+    # The plan whose weights say what they are a part of.
+    huggingface.distribute(spread, mesh, trains=True, zero=1, plan="transformers")
     shared = zero.SHARES[spread]
     with shared.exchanged(spread, late=False):
         loss_of(spread, batches[rank // mesh.get("tp", 1)]).backward()

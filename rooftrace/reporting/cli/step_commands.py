@@ -202,7 +202,7 @@ def solve(target: str, output: CommandOutput, arguments: dict[str, Any]) -> None
 _WITHOUT_STEP = ("rates", "passing", "chips", "mesh", "scaling", "run", "critical-batch")
 _MESHES = {"mesh": "best_mesh", "scaling": "scaling", "run": "training_run"}
 _SERVICE = ("ttft", "mix", "apart", "prefill_chip", "power", "pue")
-_TRAINED = ("tokens", "mtbf", "restart", "storage", "save", "interval")
+_TRAINED = ("tokens", "mtbf", "restart", "storage", "save_time", "interval")
 _UNUSED: Mapping[str, Sequence[str]] = {
     "mesh": (*_SERVICE, "link", "alpha", *_TRAINED),
     "scaling": (*_SERVICE, "over", "step", "tpot", "link", "alpha", "global_batch", *_TRAINED),

@@ -178,13 +178,13 @@ class TrainingArguments:
         "of each, as in the training of Llama 3 405B.",
         metavar="BANDWIDTH",
     )
-    save: float | str | None = option(
+    save_time: float | str | None = option(
         help="With --find run: time for which a checkpoint stops training; default: its bytes over "
         "--storage.",
         metavar="TIME",
     )
     interval: float | str | None = option(
-        help="With --find run: training between two checkpoints; default: sqrt(2 x --save x "
+        help="With --find run: training between two checkpoints; default: sqrt(2 x --save-time x "
         "--mtbf).",
         metavar="TIME",
     )

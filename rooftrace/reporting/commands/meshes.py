@@ -422,7 +422,7 @@ def training_run(
     which the best mesh is taken (see `best_mesh`).  price: dollar/hour of one chip.  power: watts
     of one, with its share of the node.  pue: energy of the building over that of its computers.
     mtbf: seconds between interruptions of all chips.  restart: seconds until training goes on.
-    storage: byte/s at which all chips write a checkpoint.  save: seconds for which one stops
+    storage: byte/s at which all chips write a checkpoint.  save_time: seconds for which one stops
     training.  interval: seconds of training between two.  These may be texts, as "3 h".  Other
     arguments are those of `best_mesh`.
 
@@ -459,7 +459,7 @@ def _training(
     question: MeshQuestion, answer: MeshAnswer, row: MeshRow, tokens: float,
     arguments: TrainingArguments,
 ) -> TrainingRun:  # fmt: skip
-    told = {n: getattr(arguments, n) for n in ("mtbf", "save", "interval")}
+    told = {n: getattr(arguments, n) for n in ("mtbf", "save_time", "interval")}
     facts = {}
     for name, unit, share in (("restart", "second", 1), ("storage", "byte/s", row.chips)):
         if (value := getattr(arguments, name)) is not None:
@@ -468,7 +468,8 @@ def _training(
     run = TrainingRun(
         title=answer.title, system=answer.system, tokens=tokens, row=row,
         price=question.chip.price, power=question.chip.drawn,
-        asked={n: questions.amount_of(n, v) for n, v in told.items() if v is not None},
+        asked={n.removesuffix("_time"): questions.amount_of(n, v)
+               for n, v in told.items() if v is not None},
         rests=answer.rests, **facts,
     )  # fmt: skip
     if not run.goodput:
@@ -491,7 +492,7 @@ def _of_training(question: MeshQuestion, run: TrainingRun) -> Iterator[str]:
         who = "each process writes what it has" if question.job.is_code else "each part once"
         yield (
             f"checkpoint: weights and states of the optimizer, {who}; training waits for it, at "
-            f"{run.storage.text} of a chip ({run.storage.source}); --storage, --save"
+            f"{run.storage.text} of a chip ({run.storage.source}); --storage, --save-time"
         )
     if "interval" not in run.asked:
         yield "interval of checkpoints: sqrt(2 x save x mtbf), the optimum of Young; --interval"
