@@ -72,7 +72,12 @@ class _Processes:
         return _c10d.wait_tensor(made)  # type: ignore[no-any-return]
 
     def _checked(self, whole: torch.Tensor) -> torch.Tensor:
-        check_divides("tp", self.size, whole.shape[1], "positions")
+        if whole.shape[1] % self.size:
+            raise RequestError(
+                f"--mesh tp={self.size}: {whole.shape[1]:,} positions cannot be spread evenly over "
+                f"it; expected a multiple of {self.size}, or --plan transformers, which keeps "
+                "sequences whole"
+            )
         return whole
 
 
