@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 from torch.autograd.profiler import profile
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,6 +28,26 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, WORDS, LAYERS, BATCH, SEQ = 32, 8, 64, 2, 2, 16
 MICROBATCHES = 4
+PROCESSES = 4
+
+
+def on_processes(run: Callable[..., None], *args: Any) -> list[str]:
+    """What each of the real processes, forked with all imports, writes into a file.
+
+    run: of a rank, these arguments and a folder; the file there has the name of the rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(run, (*args, folder), PROCESSES, start_method="fork")
+        return [Path(folder, f"{rank}").read_text() for rank in range(PROCESSES)]
+
+
+def in_fresh_interpreter(module: str, name: str) -> list[str]:
+    """The lines that a function prints in an interpreter in which no mesh has been."""
+    code = f"from {module} import {name}; {name}()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
+    )
+    return done.stdout.splitlines()
 
 
 class Attention(nn.Module):

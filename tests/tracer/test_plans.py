@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer.sharding import huggingface
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
+from tests.tracer.sharded_models import PROCESSES, in_fresh_interpreter, on_processes
 
 pytestmark = needs_plans
 QWEN: dict[str, Any] = {**MIXTRAL, "model_type": "qwen3_moe", "num_key_value_heads": 2,
@@ -32,7 +29,6 @@ OSS: dict[str, Any] = {**MIXTRAL, "model_type": "gpt_oss", "head_dim": 16, "inte
 TIED: dict[str, Any] = {**MIXTRAL, "model_type": "gemma2", "num_key_value_heads": 4,
                         "head_dim": 16, "layer_types": ["full_attention"] * 2}  # fmt: skip
 FUSED: dict[str, Any] = {**TIED, "model_type": "glm", "pad_token_id": 0}
-PROCESSES = 4
 
 
 def model_of(config: dict[str, Any]) -> Any:
@@ -59,7 +55,7 @@ def one_process(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
         huggingface.distribute(model, mesh, trains=False)
         spread = model(ids, use_cache=False).logits
     error = (whole - spread).abs().max() / whole.abs().max()
-    Path(folder, f"error-{rank}").write_text(f"{error:.3e}")
+    Path(folder, f"{rank}").write_text(f"{error:.3e}")
     dist.destroy_process_group()
 
 
@@ -89,7 +85,7 @@ def one_learner(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
     said = huggingface.distribute(model, mesh, trains=True)
     assert "and sequences (" in said
     error = (whole - learnt(model, ids)).abs().max()
-    Path(folder, f"error-{rank}").write_text(f"{error:.3e}")
+    Path(folder, f"{rank}").write_text(f"{error:.3e}")
     dist.destroy_process_group()
 
 
@@ -127,12 +123,7 @@ def all_cases() -> None:
     learners = [(one_learner, *case) for case in LEARNING]
     for process, config, mesh in [*((one_process, *case) for case in CASES), *learners]:
         model_of(config)
-        with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.start_processes(
-                process, (config, mesh, folder), PROCESSES, start_method="fork"
-            )
-            errors = [Path(folder, f"error-{rank}").read_text() for rank in range(PROCESSES)]
-        largest.append(max(map(float, errors)))
+        largest.append(max(map(float, on_processes(process, config, mesh))))
     print(json.dumps(largest))
 
 
@@ -140,11 +131,7 @@ def all_cases() -> None:
 @pytest.mark.subprocess
 def test_real_processes_compute_what_the_whole_model_does() -> None:
     # A fresh interpreter: groups of meshes that were there would be known to the forked ones.
-    code = "from tests.tracer.test_plans import all_cases; all_cases()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
-    errors = json.loads(done.stdout.splitlines()[-1])
+    errors = json.loads(in_fresh_interpreter(__name__, "all_cases")[-1])
     assert len(errors) == len(CASES) + len(LEARNING)
     assert max(errors) < 1e-5
 

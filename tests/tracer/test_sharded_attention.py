@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -37,7 +35,7 @@ from rooftrace.reporting.commands.sweeps import lengths_in
 from rooftrace.tracer import Job
 from rooftrace.tracer.sharding import huggingface
 from tests.tracer.expert_models import needs_plans
-from tests.tracer.sharded_models import allocated
+from tests.tracer.sharded_models import allocated, in_fresh_interpreter, on_processes
 
 WIDTH, HEADS, SEQ = 64, 4, 128
 _aten = torch.ops.aten
@@ -329,12 +327,7 @@ def real_processes() -> None:
     """Print what each of four processes finds, for each mesh."""
     small_llama()
     for mesh in MESHES:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.start_processes(
-                one_process, (mesh, folder), 4, start_method="fork"
-            )
-            found = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(4)]
-        print(json.dumps(found))
+        print(json.dumps([json.loads(text) for text in on_processes(one_process, mesh)]))
 
 
 def shared(mesh: dict[str, int], phase: str = "training", config: Any = LLAMA, **how: Any) -> Any:
@@ -350,11 +343,8 @@ def shared(mesh: dict[str, int], phase: str = "training", config: Any = LLAMA, *
 @pytest.mark.slow
 @pytest.mark.subprocess
 def test_real_processes_share_sequences_as_the_trace_says() -> None:
-    code = "from tests.tracer.test_sharded_attention import real_processes; real_processes()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
-    for mesh, line in zip(MESHES, done.stdout.splitlines()[-2:], strict=True):
+    lines = in_fresh_interpreter(__name__, "real_processes")
+    for mesh, line in zip(MESHES, lines[-2:], strict=True):
         found = json.loads(line)
         assert max(process["error"] for process in found) < 1e-5
         graph = shared(mesh, optimizer="none")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -14,19 +12,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer import trace_target
 from rooftrace.tracer.sharding import huggingface, zero
 from tests.tracer.expert_models import MIXTRAL, needs_plans
-from tests.tracer.sharded_models import allocated
+from tests.tracer.sharded_models import (
+    PROCESSES,
+    allocated,
+    in_fresh_interpreter,
+    on_processes,
+)
 from tests.tracer.test_plans import model_of
 from tests.tracer.test_sharded import Exchanges
 
 pytestmark = needs_plans
-PROCESSES = 4
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4,
     "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 128,
@@ -146,23 +148,14 @@ def run_all() -> None:
     kept = []
     for run, config, mesh in [*((ours, *case) for case in CASES), (plain, LLAMA, {"dp": 4})]:
         model_of(config)
-        with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.start_processes(
-                started, (run, config, mesh, folder), PROCESSES, start_method="fork"
-            )
-            texts = [Path(folder, f"{rank}").read_text() for rank in range(PROCESSES)]
-        kept.append([json.loads(text) for text in texts])
+        kept.append([json.loads(text) for text in on_processes(started, run, config, mesh)])
     print(json.dumps(kept))
 
 
 @pytest.mark.slow
 @pytest.mark.subprocess
 def test_real_processes_step_as_one_does_and_exchange_and_hold_what_a_trace_says() -> None:
-    code = "from tests.tracer.test_zero import run_all; run_all()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
-    *errors, others = json.loads(done.stdout.splitlines()[-1])
+    *errors, others = json.loads(in_fresh_interpreter(__name__, "run_all")[-1])
     assert len(errors) == len(CASES)
     for of_processes in errors:
         assert all(error < 1e-4 and weights > 10 for error, weights in of_processes)

@@ -393,14 +393,9 @@ def scaling(
     """
     counts = USUAL_COUNTS if chips is None else questions.counts_of(chips)
     question = _mesh_question(
-        scaling,
-        target,
-        kwargs,
-        {"price": price},
-        find="scaling",
-        kept_free=kept_free,
+        scaling, target, kwargs, {"price": price}, find="scaling", kept_free=kept_free,
         counts=counts,
-    )
+    )  # fmt: skip
     with telling(progress):
         return scaled(question)
 

@@ -25,7 +25,7 @@ from rooftrace.tracer.sharding.plans import (
     is_tied,
 )
 from rooftrace.tracer.sharding.sequences import cut_sequences, why_sequences_stay
-from rooftrace.tracer.sharding.zero import SHARES, SharedStates
+from rooftrace.tracer.sharding.zero import SHARES, SharedStates, local_of
 
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
 _VIEWS = ("ep", "etp")
@@ -182,8 +182,7 @@ def _on_whole(
     """
     whole: dict[str, int] = {}
     for name, weight in model.named_parameters():
-        local: Any = weight
-        kept = local.to_local() if hasattr(local, "to_local") else local
+        kept = local_of(weight)
         if kept.numel() == before.get(name):
             whole[pattern_of(name)] = kept.numel() * kept.element_size()
     largest = sorted(whole, key=lambda name: -whole[name])[:_NAMED]
