@@ -313,10 +313,14 @@ def one_process(rank: int, mesh: dict[str, int], folder: str) -> None:
             outputs = model(**part, labels=part["input_ids"])
             outputs.loss.backward()
 
+        def peak_of_a_step() -> int:
+            model.zero_grad()
+            return allocated(again)
+
         with Sent() as sent:
             again()
-        model.zero_grad()
-        peak = allocated(again)
+        # A busy thread of gloo lets go late of what it sent, so the least is a step's own.
+        peak = min(peak_of_a_step() for _ in range(5))
     held = sum(weight.to_local().nbytes for weight in model.parameters())
     found = {"error": float(error), "sent": sent.seen, "peak": peak + held}
     Path(folder, str(rank)).write_text(json.dumps(found))
