@@ -72,8 +72,8 @@ rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Archi
 Microbenchmarking", 2024).  The rest is that of the same chips."""
 CUDNN_HOPPER = replace(HOPPER, products=1.5)
 """cuDNN 9.19 on H200 and H100: 95 prompts (`rooftrace measure`, 2026-11-27, and benchmarks/kernels,
-2026-11-26), which are met within 9 % (mean), 13 of H100 as those of H200.  The rest is HOPPER's; its
-calls for one query take 0.84 to 1.65 times what follows."""
+2026-11-26), which are met within 9 % (mean), 13 of H100 as those of H200.  The rest is that of
+HOPPER; calls for one query take 0.84 to 1.65 times what follows."""
 FLASHINFER_RATES = AttentionKnobs(
     products=0.81, stream=0.82, start=3e-6, combine=1.9e-6, merge=2.1e-7, request=2e-9
 )
