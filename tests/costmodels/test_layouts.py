@@ -8,7 +8,7 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.plans import Plan, plan
 from rooftrace.costmodels.fusion.traffic import keeps_channels_last
 from rooftrace.costmodels.kernels.engines import op_class
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, load_knobs
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, NATIVE, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 
@@ -79,6 +79,52 @@ def test_classes_go_by_the_layout(convolution: nn.Module, first: str, last: str)
     graph = traced(convolution)
     (op,) = (op for op in graph.ops if op.kind == "kernel")
     assert (op_class(op, graph), op_class(op, graph, channels_last=True)) == (first, last)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native"), [(torch.bfloat16, True), (torch.float32, True), (torch.float16, False)]
+)
+def test_cudnn_takes_depthwise_convolutions_of_one_dimension_in_fp16(
+    dtype: torch.dtype, native: bool
+) -> None:
+    x = torch.empty(4, 64, 32, device="meta", dtype=dtype)
+    for window in (3, 15):
+        graph = rt.trace(nn.Conv1d(64, 64, window, groups=64).to("meta", dtype), x)
+        assert [op_class(op, graph) == NATIVE for op in graph.ops] == [native]
+
+
+class Convolved(nn.Module):
+    """A depthwise convolution, or with a gradient of its result those of image and filters."""
+
+    def forward(self, x: torch.Tensor, filters: torch.Tensor, *grad: torch.Tensor) -> object:
+        n = x.dim() - 2
+        how = ([1] * n, [k // 2 for k in filters.shape[2:]], [1] * n, False, [0] * n, x.shape[1])
+        if not grad:
+            return torch.ops.aten.convolution(x, filters, None, *how)
+        wanted = [True, True, False]
+        return torch.ops.aten.convolution_backward(*grad, x, filters, None, *how, wanted)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "forward", "backward"),
+    [  # calls on H200, in us (benchmarks/kernels/h200-2026-11-27.jsonl.gz)
+        ((8, 512, 2048), (3,), 86.8, 118.1),
+        ((8, 512, 2048), (31,), 162.6, 583.6),
+        ((64, 192, 56, 56), (3, 3), 363.7, 1182.8),
+        ((64, 384, 14, 14), (7, 7), 175.4, 675.2),
+        ((64, 192, 56, 56), (13, 13), 3196.7, 13154.9),
+    ],
+)
+def test_native_depthwise_convolutions_take_the_time_of_their_instructions(
+    shape: tuple[int, ...], window: tuple[int, ...], forward: float, backward: float
+) -> None:
+    x = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+    filters = torch.empty(shape[1], 1, *window, device="meta", dtype=torch.bfloat16)
+    chip, knobs = load_chip("h200-sxm"), load_knobs("typical-eager")
+    for measured, grad in ((forward, ()), (backward, (x,))):
+        table, _ = kernel_table(plan(rt.trace(Convolved(), x, filters, *grad), "eager"), chip)
+        seconds = float(table.seconds(knobs, layouts=True).device.sum())
+        assert seconds == pytest.approx(measured * 1e-6, rel=0.12)
 
 
 def test_groups_that_no_kernel_suits_take_the_time_of_wide_ones() -> None:

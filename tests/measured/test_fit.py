@@ -15,7 +15,7 @@ from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels import numbers
 from rooftrace.costmodels.kernels.engines import group_class, op_class, p_norm
 from rooftrace.costmodels.kernels.intervals import Residuals
-from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs, Share
+from rooftrace.costmodels.kernels.knobs import CLASSES, NATIVE, Knobs, Share
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime
@@ -158,7 +158,7 @@ def test_classes_go_by_the_heaviest_op_of_a_kernel() -> None:
         graph = rt.trace(Net(), torch.empty(2, 8, 32, 32))
     kernels = [op for op in graph.ops if op.kind == "kernel"]
     assert [op_class(op, graph) for op in kernels] == [
-        "conv", "conv 1x1", "depthwise conv", "depthwise conv, large", "grouped conv",
+        "conv", "conv 1x1", NATIVE, NATIVE, "grouped conv",
         "batch norm", "elementwise", "reduction", "softmax",
     ]  # fmt: skip
     assert group_class(graph, [op.id for op in kernels[-4:]]) == "batch norm"
@@ -176,7 +176,7 @@ def test_the_backward_of_convolutions_is_of_a_class_of_its_own() -> None:
         "conv 1x1 backward",
         "conv backward",
         "grouped conv backward",
-        "depthwise conv backward",
+        NATIVE,
     ]
 
 

@@ -96,6 +96,35 @@ def has_channels_last(value: Tensor) -> bool:
     return len(value.shape) > 3 and value.stride[1] == 1 and value.shape[1] > 1
 
 
+def is_depthwise_native(op: Op, graph: OpGraph) -> bool:
+    """Whether PyTorch's own kernels run a convolution on a GPU of NVIDIA (DepthwiseConv2d.cu).
+
+    That is a group for each channel, channels first, no transposed one.  cuDNN has those in fp16
+    with windows of one dimension at stride 1, and square ones by their sizes
+    (`use_cudnn_depthwise` and `check_cudnn_depthwise_workload_with_filter` in Convolution.cpp).
+    """
+    source, shape = op.arguments.get("input", op.arguments.get("self")), weight_shape(op, graph)
+    if not isinstance(source, Ref) or shape is None or len(shape) > 4 or shape[1] > 1:
+        return False
+    image = graph.values[source.id]
+    batch, channels, *_, width = image.shape
+    groups, transposed = op.arguments.get("groups", 1), op.arguments.get("transposed", False)
+    if has_channels_last(image) or groups != channels or transposed:
+        return False
+    strides, dilations = (op.arguments.get(name, (1,)) for name in ("stride", "dilation"))
+    if image.dtype != "fp16" or channels < 32 or max(dilations) > 1 or len({*strides}) > 1:
+        return True
+    stride, window = strides[-1], shape[-1]
+    flat = math.prod(image.shape[2:-1]) == 1
+    if stride == 1 and flat:
+        return False
+    if flat or shape[2] != window or window not in (1, 3, 5) or width < 7 or stride > 2:
+        return True
+    if window == 1 < stride:
+        return not (width <= 28 if batch == 1 else batch <= 16 and channels >= 128 and width == 7)
+    return stride == 2 and batch > 1 and channels < (256 if width >= 28 else 512)
+
+
 # -- moved -----------------------------------------------------------------------------------------
 # Bytes through HBM of a kernel group.
 #

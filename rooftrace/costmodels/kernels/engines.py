@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import smaller
 from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
-from rooftrace.costmodels.kernels.knobs import BACK, CLASSES, LAST, UNITS, library_products
+from rooftrace.costmodels.kernels.knobs import (
+    BACK,
+    CLASSES,
+    LAST,
+    NATIVE,
+    UNITS,
+    library_products,
+)
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph
@@ -28,10 +35,6 @@ if TYPE_CHECKING:
 # Kernels of one class reach similar shares of a chip's peaks.  A group's class is that of its
 # heaviest op: a convolution with its epilogue is a convolution.
 
-LARGE_WINDOW = 5
-"""With channels first, depthwise convolutions with a wider window run on slower kernels: PyTorch
-has unrolled ones for 1, 3 and 5 (`DepthwiseConv2d.cu`), cuDNN's are used up to 5
-(`check_cudnn_depthwise_workload_with_filter`)."""
 LARGE_WINDOW_LAST = 7
 """With channels last cuDNN has such kernels up to this; wider windows, and groups of one channel
 that make several, go to one for any groups (`conv2d_grouped_direct_kernel`), which is several times
@@ -82,8 +85,7 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
             return "depthwise conv, general"
         if last:
             return f"depthwise conv{LAST}"
-        large = max(window) > LARGE_WINDOW
-        return "depthwise conv, large" if large else f"depthwise conv{back}"
+        return NATIVE if traffic.is_depthwise_native(op, graph) else f"depthwise conv{back}"
     if all(size == 1 for size in window):
         return f"conv 1x1{ending}"
     if len(window) == 3:

@@ -53,6 +53,9 @@ LAST = ", channels last"
 without a share for such a class uses that of the class without the suffix."""
 BACK = " backward"
 """Suffix of the classes of gradients of convolutions, where kernels differ; the same holds."""
+NATIVE = "depthwise conv, large"
+"""The class of PyTorch's own kernels of depthwise convolutions: all that cuDNN does not take, among
+them those with large windows."""
 GROUPED = ("grouped conv", f"grouped conv{LAST}")
 CLASSES = (
     "conv",
@@ -66,7 +69,7 @@ CLASSES = (
     *GROUPED,
     "depthwise conv",
     f"depthwise conv{LAST}",
-    "depthwise conv, large",
+    NATIVE,
     "depthwise conv, general",
     "depthwise conv backward",
     "grouped conv backward",

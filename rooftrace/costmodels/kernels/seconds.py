@@ -25,7 +25,14 @@ from rooftrace.costmodels.kernels.engines import (
     tile_shares,
     tile_terms,
 )
-from rooftrace.costmodels.kernels.knobs import CLASSES, GROUPED, UNITS, Knobs, library_products
+from rooftrace.costmodels.kernels.knobs import (
+    CLASSES,
+    GROUPED,
+    NATIVE,
+    UNITS,
+    Knobs,
+    library_products,
+)
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Share
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
@@ -167,7 +174,7 @@ class KernelTable:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
-      index               seconds of an SM's instructions for indices
+      index               seconds of an SM's instructions for indices, or of depthwise convolutions
       vector, matrix      seconds at the peak: vector work; matrix work but for the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
       rows, columns,
@@ -263,11 +270,14 @@ def _shared_seconds(
     t_memory = sent / (bandwidth * memory)
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
-    rest = (d["vector"] + d["matrix"]) / compute + d["index"] / max(1, knobs.compute)
+    index = d["index"] / max(1, knobs.compute)
+    rest = (d["vector"] + d["matrix"]) / compute + index
     reached = _product_shares(table, knobs, compute, odd)
     product = d["flop"] / (d["rate"] * reached)
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0
     product = np.where(aside, d["flop"] / (slow * compute), product)
+    counted = aside & (d["index"] > 0)  # depthwise convolutions by their instructions
+    rest, product = np.where(counted, index, rest), np.where(counted, 0.0, product)
     engine, tiling = matrix_engine(chip), knobs.tiling
     t_compute = rest + product
     tiled = np.flatnonzero(d["flop"] > 0)
@@ -402,7 +412,7 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "bytes": kernels.bytes,
         "warm": kernels.warm,
         "moved": kernels.moved,
-        "index": _index_seconds(kernels.index, chip),
+        "index": _index_seconds(kernels, chip),
     }
     data |= _work_columns(kernels, chip, execution)
     data |= attention_rows.columns_of(kernels, chip, execution)
@@ -415,11 +425,13 @@ ISSUED = 128
 C++ Programming Guide, compute capabilities).  A CU of CDNA has 128 lanes too."""
 
 
-def _index_seconds(instructions: Array, chip: Chip) -> Array:
-    """Seconds in which the SMs of a GPU issue `index_work`; 0 where their number is unknown."""
+def _index_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
+    """Seconds in which the SMs of a GPU issue `group_index`; 0 where their number is unknown, and
+    of depthwise convolutions on GPUs that are not NVIDIA's, whose kernels are others."""
     if chip.kind != "gpu" or chip.sm_count is None or chip.clock is None:
-        return np.zeros(len(instructions))
-    return instructions / (ISSUED * chip.sm_count.value * chip.clock.value)
+        return np.zeros(len(kernels))
+    others = (kernels.kind == CLASSES.index(NATIVE)) & (chip.vendor != "NVIDIA")
+    return np.where(others, 0.0, kernels.index) / (ISSUED * chip.sm_count.value * chip.clock.value)
 
 
 def _work_columns(

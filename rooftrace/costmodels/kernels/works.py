@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace._amounts import larger, smaller
-from rooftrace.costmodels.fusion import Plan
+from rooftrace.costmodels.fusion import Plan, traffic
 from rooftrace.costmodels.kernels.engines import group_class
 from rooftrace.costmodels.kernels.intervals import WIDE, StepCell
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, NATIVE
 from rooftrace.costmodels.memory import Visits
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work, find_rule
 from rooftrace.graph import Op, OpGraph, Tensor
@@ -408,7 +409,7 @@ def kernel_bytes(
             if access.wire == "hbm" and access.storage not in weights
         )
         moved = 0 if kind.endswith(LAST) else activations
-        yield kind, warm[number], moved, group_index(planned, number)
+        yield kind, warm[number], moved, group_index(planned, number, kind)
 
 
 # -- index arithmetic ------------------------------------------------------------------------------
@@ -433,9 +434,14 @@ variance with those of others, a division at every step.  Eager steps of timm's 
 norms say 340 of each thread on RTX 4090 (156 models), 280 on RTX 3090 (154)."""
 
 
-def group_index(planned: Plan, number: int) -> int:
-    """The `index_work` of a group; 0 of a kernel that a compiler writes, or an engine has."""
+def group_index(planned: Plan, number: int, kind: str) -> int:
+    """The `index_work` of a group; 0 of a kernel that a compiler writes, or an engine has.
+
+    kind: its class; kernels of NATIVE have their `depthwise_work`, however they are run.
+    """
     ops = planned.groups[number].ops
+    if kind == NATIVE:
+        return sum(depthwise_work(planned.graph.ops[i], planned.graph) for i in ops)
     generated = planned.execution.fusion != "none" and number not in planned.eager
     return 0 if generated or len(ops) > 1 else index_work(planned.graph.ops[ops[0]], planned.graph)
 
@@ -497,3 +503,46 @@ def _joined(
         else:
             dims.append((shape[d], steps))
     return dims
+
+
+# -- depthwise convolutions ------------------------------------------------------------------------
+# A thread of PyTorch's own kernels makes one value of the result, or of the image's gradient, tap
+# by tap; a block sums the gradient of one tap of a channel, a warp for each image
+# (DepthwiseConv2d.cu).  What takes time is instructions, not products or bytes.  All numbers are
+# clocks of one of an SM's 128 lanes: 46 calls on H200, torch 2.11, 2026-11-27 (benchmarks/kernels).
+
+DEPTHWISE = (270, 67, 9.2)
+"""For a value of the result, for each row of the window, and for each tap."""
+DEPTHWISE_UNROLLED = (173, 0, 16)
+"""The same with square windows of 1, 3 and 5, for which the kernel is unrolled."""
+DEPTHWISE_IMAGE = (195, 56, 18)
+"""The same of the gradient of the image."""
+DEPTHWISE_FILTERS = (48, 2100)
+"""Of the gradient of the filters, for each tap: for 32 positions of a warp each, and its rest."""
+_WARP = 32
+
+
+def depthwise_work(op: Op, graph: OpGraph) -> int:
+    """Clocks of lanes that PyTorch's own kernels of a depthwise convolution take; 0 without one."""
+    shape = traffic.weight_shape(op, graph)
+    if shape is None or not traffic.is_depthwise_native(op, graph):
+        return 0
+    window = shape[2:]
+    sizes = (1, math.prod(window[:-1]), math.prod(window))
+
+    def each(clocks: Sequence[float]) -> float:
+        return sum(number * size for number, size in zip(clocks, sizes, strict=True))
+
+    if "grad_output" not in op.arguments:
+        unrolled = window in ((1, 1), (3, 3), (5, 5))
+        return round(
+            graph.values[op.outputs[0]].elements
+            * each(DEPTHWISE_UNROLLED if unrolled else DEPTHWISE)
+        )
+    grad, image = (graph.values[op.arguments[name].id] for name in ("grad_output", "input"))
+    wants_image, wants_filters, *_ = op.arguments.get("output_mask", (True, True))
+    warps = -(-math.prod(grad.shape[2:]) // _WARP)
+    clocks, rest = DEPTHWISE_FILTERS
+    filters = grad.shape[0] * math.prod(shape) * (clocks * _WARP * warps + rest)
+    work = image.elements * each(DEPTHWISE_IMAGE) if wants_image else 0.0
+    return round(work + (filters if wants_filters else 0.0))

@@ -206,7 +206,7 @@ def _group(
             )
             for access, size in cost.traffic.items()
         ),
-        index=group_index(planned, index),
+        index=group_index(planned, index, kind),
         eager=index in planned.eager,
         exchange=exchange,
         of_experts=queue.computes_experts(planned, index),
