@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import Plan, plan
 from rooftrace.costmodels.fusion.traffic import keeps_channels_last
 from rooftrace.costmodels.kernels.engines import op_class
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, NATIVE, load_knobs
+from rooftrace.costmodels.kernels.knobs import CLASSES, FEW, LAST, NATIVE, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.hardware.chipfile import load_chip
 
@@ -159,7 +160,31 @@ def test_gradients_of_convolutions_read_and_write_a_copy_of_each_operand() -> No
 
 def test_the_channels_of_an_rgb_image_are_not_odd() -> None:
     graph = traced(nn.Conv2d(3, 64, 7), 3)
-    assert op_class(graph.ops[-1], graph, channels_last=True) == "conv"
+    assert op_class(graph.ops[-1], graph, channels_last=True) == f"conv{FEW}"
+
+
+def test_images_and_groups_take_the_measured_time_on_hopper() -> None:
+    """Calls on H200 in bf16, channels last, in us (benchmarks/kernels/h200-2026-11-27.jsonl.gz)."""
+    chip, knobs = load_chip("h200-sxm"), execution_model("eager").knobs_on(load_chip("h200-sxm"))
+    assert knobs is not None
+    for sizes, shape, groups, measured in (
+        ((3, 768, 16, 16), (64, 3, 224, 224), 1, 446.9),
+        ((3, 1024, 14, 14), (64, 3, 224, 224), 1, 508.5),
+        ((384, 384, 3, 1), (64, 384, 28, 28), 96, 74.2),
+        ((384, 384, 3, 1), (64, 384, 28, 28), 24, 53.7),
+        ((384, 384, 3, 1), (64, 384, 28, 28), 6, 59.5),
+        ((192, 192, 7, 1), (64, 192, 56, 56), 192, 266.0),
+        ((192, 192, 13, 1), (64, 192, 56, 56), 192, 24364.5),
+    ):
+        window, stride = sizes[2:]
+        padding = window // 2 if stride == 1 else 0
+        model = nn.Conv2d(*sizes, padding, groups=groups, bias=False)
+        x = torch.empty(shape, device="meta", dtype=torch.bfloat16)
+        x = x.to(memory_format=torch.channels_last)
+        graph = rt.trace(model.to("meta", torch.bfloat16), x)
+        table, _ = kernel_table(plan(graph, "eager"), chip)
+        seconds = float(table.seconds(knobs, layouts=True).device.sum())
+        assert seconds == pytest.approx(measured * 1e-6, rel=0.3)
 
 
 class Excite(nn.Module):

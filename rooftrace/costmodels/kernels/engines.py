@@ -13,11 +13,12 @@ from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
 from rooftrace.costmodels.kernels.knobs import (
     BACK,
     CLASSES,
+    FEW,
     LAST,
     NATIVE,
     UNITS,
     library_products,
-)
+)  # fmt: skip
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph
@@ -82,9 +83,9 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         if not alone:
             return f"grouped conv{back or ending}"
         if last and (max(window) > LARGE_WINDOW_LAST or shape[0] != groups):
-            return "depthwise conv, general"
+            return "depthwise conv backward" if back else "depthwise conv, general"
         if last:
-            return f"depthwise conv{LAST}"
+            return f"depthwise conv{back}{LAST}"
         return NATIVE if traffic.is_depthwise_native(op, graph) else f"depthwise conv{back}"
     if all(size == 1 for size in window):
         return f"conv 1x1{ending}"
@@ -92,27 +93,10 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
         return "conv 3d"
     # Adjacent channels that are no multiple of such a load are loaded in smaller pieces.
     load = ACCESS * 8 // precision(image.dtype).bits
+    if shape[1] < load and not back:
+        return f"conv{FEW}{ending}"
     odd = shape[0] % load or (shape[1] % load and shape[1] > load)
     return "conv, odd channels" if last and odd else f"conv{ending}"
-
-
-GROUP_WIDTHS = (4, 8, 16, 32)
-"""Channels of a group for which cuDNN has kernels of their own: no document says it, steps do."""
-GROUP_TILE = (64, 128)
-"""Groups as wide as some of the first fill tiles; all others are padded to the second."""
-
-
-def group_columns(width: Array) -> Array:
-    """Output channels that a grouped convolution computes for groups of `width`, by `GROUP_WIDTHS`.
-
-    Steps with channels last on RTX 4090 (timm): groups of 24 to 120 channels take one time for each
-    value that is read and written, as if all were 128 wide; those of 4 to 32 are limited by memory.
-    """
-    import numpy as np
-
-    fill, tile = GROUP_TILE
-    fits = np.isin(width, GROUP_WIDTHS) | (width % fill == 0)
-    return np.where(fits, width, np.ceil(width / tile) * tile)
 
 
 # -- engines ---------------------------------------------------------------------------------------

@@ -56,10 +56,15 @@ BACK = " backward"
 NATIVE = "depthwise conv, large"
 """The class of PyTorch's own kernels of depthwise convolutions: all that cuDNN does not take, among
 them those with large windows."""
+FEW = ", few channels"
+"""Suffix, before the others, of the classes of images with fewer channels than 16 bytes hold; the
+same holds."""
 GROUPED = ("grouped conv", f"grouped conv{LAST}")
 CLASSES = (
     "conv",
     f"conv{LAST}",
+    f"conv{FEW}",
+    f"conv{FEW}{LAST}",
     "conv 1x1",
     f"conv 1x1{LAST}",
     f"conv{BACK}",
@@ -72,6 +77,7 @@ CLASSES = (
     NATIVE,
     "depthwise conv, general",
     "depthwise conv backward",
+    f"depthwise conv{BACK}{LAST}",
     "grouped conv backward",
     *KINDS[1:],
 )
@@ -179,9 +185,10 @@ class Knobs(Plain):
                 )
 
     def share(self, name: str) -> Share:
-        """The share of a class of kernels, else that of the class without its suffix."""
-        share = self.shares.get(name)
-        return share or self.shares.get(name.removesuffix(LAST).removesuffix(BACK), PLAIN)
+        """The share of a class of kernels, else that of the class without its suffixes."""
+        usual = name.replace(FEW, "")
+        names = (name, usual, usual.removesuffix(LAST).removesuffix(BACK))
+        return next((self.shares[each] for each in names if each in self.shares), PLAIN)
 
     def with_shares(self, **changes: Mapping[str, Any]) -> Knobs:
         """Knobs with some shares of classes changed: with_shares(compute={"mm": 0.9})."""
