@@ -344,10 +344,12 @@ def _phase(phase: str, guidance: Guidance) -> list[view.Part]:
 
 
 def _line(what_if: WhatIf) -> str:
-    """The action, its gain, the limit it acts on, its needs, and the option that prices it."""
+    """The action and its line, its gain, the limit it acts on, its needs, and its option."""
     most = "at most " if what_if.at_most else ""
+    known = what_if.source and what_if.lever != "together"
+    where = f" at {units.CODE.page(what_if.source)}" if known else ""
     parts = [
-        f"**{what_if.action}**: {most}{format_time(what_if.gain)} less "
+        f"**{what_if.action}**{where}: {most}{format_time(what_if.gain)} less "
         f"({format_share(what_if.share)}), {format_time(what_if.t_before)} -> "
         f"{format_time(what_if.t_after)}.",
         f"Acts on {words.LIMITS[what_if.acts_on]}: {what_if.rests_on}.",
@@ -384,6 +386,7 @@ def helping_on_screen(results: Results) -> view.Section:
     columns = (
         view.Column("phase", units.TEXT, "suggestion"),
         view.Column("action", units.TEXT, f"what to do, {results.main}", clipped=30),
+        view.Column("source", units.TEXT, "line", clipped=12, drop=3),
         view.Column("limit", units.TEXT, "acts on", drop=1),
         view.Column("after", units.SECOND, "then"),
         view.Column("gain", units.SECOND, "less", mark="strong"),
@@ -410,6 +413,7 @@ def _row(what_if: WhatIf, action: str) -> dict[str, Any]:
     unfit = what_if.before.memory.fits(what_if.before.chip) and not what_if.fits
     return {
         "action": view.Cell(f"{action} (no longer fits)", "bad") if unfit else action,
+        "source": "" if what_if.lever == "together" else what_if.source.rpartition("/")[2],
         "limit": view.Cell(words.LIMITS[what_if.acts_on], what_if.acts_on),
         "after": what_if.t_after,
         "gain": view.Cell(what_if.gain, before="≤ " if what_if.at_most else ""),
