@@ -264,16 +264,48 @@ def _is_image_first(graph: OpGraph, op: Op) -> bool:
     return len(image.shape) == 4 and not has_channels_last(image)
 
 
+_KEEPING = ("convolution", "batch_norm", "pool2d", "upsample", "cat")
+"""Parts of names of kernels whose results lie as their images do, beside elementwise ones.
+
+Convolutions follow the weight, too (`cudnn_conv_suggest_memory_format` of ATen's ConvUtils.h).
+Group and layer norms make contiguous images of any (`group_norm_kernel.cu`).
+"""
+
+
 def with_channels_last(graph: OpGraph) -> OpGraph:
-    """All four-dimensional floats that lie contiguous in memory lie with channels last."""
-    values = []
-    for tensor in graph.values:
+    """Images and weights of the step lie with channels last, and what kernels make of them.
+
+    Views by other dimensions stay as they are: whether they then need a copy is not known.
+    """
+    values, turned = list(graph.values), set[int]()
+
+    def turn(value: int) -> None:
+        tensor = values[value]
         if len(tensor.shape) == 4 and tensor.stride == Tensor.contiguous(tensor.shape):
             count, channels, height, width = tensor.shape
-            row = Tensor.contiguous((count, height, width, channels))
-            tensor = replace(tensor, stride=(row[0], row[3], row[1], row[2]))
-        values.append(tensor)
+            step = Tensor.contiguous((count, height, width, channels))
+            values[value] = replace(tensor, stride=(step[0], step[3], step[1], step[2]))
+            turned.add(value)
+
+    for value in graph.external:
+        if graph.values[value].storage == value:
+            turn(value)
+    for op in graph.ops:
+        if op.kind == "view":
+            for value in op.outputs:
+                alike = [v for v in op.inputs if graph.values[v].stride == values[value].stride]
+                if not turned.isdisjoint(alike):
+                    turn(value)
+        elif not turned.isdisjoint(op.inputs) and _keeps_layout(op):
+            for value in op.outputs:
+                turn(value)
     return graph.replace(values=tuple(values))
+
+
+def _keeps_layout(op: Op) -> bool:
+    rule = find_rule(op.target)
+    pointwise = rule is not None and rule.fusion == "pointwise" and op.name != "aten.clone"
+    return pointwise or any(part in op.name for part in _KEEPING)
 
 
 # -- odd sizes -------------------------------------------------------------------------------------
