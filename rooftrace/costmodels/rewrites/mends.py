@@ -241,16 +241,12 @@ def _emit_backward(edit: Editor, match: _Apart, kept: tuple[Ref, ...]) -> None:
         for t in (edit.values[ref.id] for ref in operands)
     ]
     empty = edit.value((0,), "fp32", "gradients", like.repeats)
-    grad = edit.viewed(like, match.grad_out, *_laid(edit.values[out.id]))
+    grad = edit.viewed(like, match.grad_out, edit.values[out.id].shape, edit.values[out.id].stride)
     arguments = {"grad_out": grad, **_attention(operands), "out": out, "logsumexp": logsumexp}
     arguments["is_causal"] = match.is_causal
     edit.emit(like, ATTENTION_BACKWARD, arguments, (*made, empty))
     for value, new in zip(match.grads, made, strict=True):
         edit.becomes(like, value, Ref(new))
-
-
-def _laid(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tensor.shape, tensor.stride
 
 
 # -- layouts of images -----------------------------------------------------------------------------
@@ -397,7 +393,8 @@ def with_fused_optimizer(graph: OpGraph) -> OpGraph:
             for group in groups.values():
                 more: Mapping[str, Any] = {"weight_decay": 0.01 if "mul_" in named else 0.0}
                 outputs = tuple(
-                    edit.view(ref, *_laid(values[ref.id]), op.repeats) for ref in group["self"]
+                    edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
+                    for ref in group["self"]
                 )
                 edit.emit(op, "aten._fused_adamw_.default", {**group, **more}, outputs)
         elif op.id not in gone:
@@ -483,3 +480,121 @@ def without_copies(graph: OpGraph) -> OpGraph:
                     moved.add(value)
         ops.append(op)
     return released(graph.with_ops(ops, values=tuple(values)), graph).verify()
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def with_checkpoints(graph: OpGraph) -> OpGraph:
+    """Layers keep nothing for backward but their inputs, and run again in front of it.
+
+    A layer is an item of a list of modules.  As `torch.utils.checkpoint` does, it runs again up to
+    the last value that backward reads.
+    """
+    layers: dict[tuple[str, tuple[int, ...]], list[Op]] = {}
+    for op in graph.ops:
+        path = _layer(op.module)
+        if path and op.part == "forward":
+            layers.setdefault((path, op.repeats), []).append(op)
+    edit, ops = Editor(graph), list(graph.ops)
+    again: dict[int, list[Op]] = {}  # before the op of this number
+    reads = [ref.then for op in graph.ops for ref in op.reads]
+    handed_on = {then.value for then in reads if then is not None}  # to the next iteration
+    for forward in layers.values():
+        inside = {op.id for op in forward}
+        made = (
+            {value for op in forward for value in op.outputs}
+            - handed_on
+            - {
+                value
+                for op in graph.ops
+                if op.part == "forward" and op.id not in inside
+                for value in op.inputs
+            }
+        )
+        readers = [
+            op for op in graph.ops if op.part == "backward" and not made.isdisjoint(op.inputs)
+        ]
+        if not readers:
+            continue
+        saved = {value for op in readers for value in op.inputs} & made
+        last = max(op.id for op in forward if not saved.isdisjoint(op.outputs))
+        now = _copied(edit, [op for op in forward if op.id <= last], again, readers[0].id)
+        for op in readers:
+            arguments = {name: _reading(item, now) for name, item in ops[op.id].arguments.items()}
+            ops[op.id] = replace(ops[op.id], arguments=arguments, inputs=tuple(refs(arguments)))
+        for op in ops:
+            if op.holds and op.id not in inside:
+                holds = tuple(ref for ref in op.holds if ref.id not in made)
+                ops[op.id] = replace(op, holds=holds)
+    for op in ops:
+        edit.ops += again.get(op.id, ())
+        edit.ops.append(op)
+    return edit.done().verify()
+
+
+def layer_lists(graph: OpGraph) -> list[str]:
+    """The lists of modules whose items `with_checkpoints` runs again, by their paths."""
+    paths = (_layer(op.module) for op in graph.ops if op.part == "forward")
+    return sorted({path.rpartition(".")[0] or "the model" for path in paths if path})
+
+
+def _layer(path: str) -> str:
+    """The path of the outermost item of a list of modules that a path leads into; "" for none."""
+    parts = path.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def _copied(
+    edit: Editor, forward: Sequence[Op], again: dict[int, list[Op]], place: int
+) -> dict[int, int]:
+    """Put copies of ops in front of an op; the values that they make, by those of the originals."""
+    now: dict[int, int] = {}
+    for op in forward:
+        for value in op.outputs:
+            tensor = edit.values[value]
+            now[value] = len(edit.values)
+            storage = now.get(tensor.storage, tensor.storage)
+            edit.values.append(replace(tensor, storage=storage, name="", then=None))
+        arguments = {name: _reading(item, now) for name, item in op.arguments.items()}
+        again.setdefault(place, []).append(
+            replace(
+                op,
+                part="recompute",
+                arguments=arguments,
+                inputs=tuple(refs(arguments)),
+                outputs=tuple(now[value] for value in op.outputs),
+                holds=(),
+            )
+        )
+    return now
+
+
+def _reading(item: Argument, now: Mapping[int, int]) -> Argument:
+    """An argument with other values in place of some; those of neighbours stay."""
+    if isinstance(item, tuple):
+        return tuple(_reading(part, now) for part in item)
+    if isinstance(item, Ref) and item.then is None and item.id in now:
+        return replace(item, id=now[item.id])
+    return item
+
+
+SMALLEST = 4096
+"""States of fewer numbers stay in 32 bits (`min_8bit_size` of bitsandbytes' optimizers)."""
+
+
+def with_small_states(graph: OpGraph) -> OpGraph:
+    """The states of the optimizer have 8 bits, and one kernel updates all, as in bitsandbytes.
+
+    Its scale for each block of 256 numbers is not counted.
+    """
+    graph = with_fused_optimizer(graph) if _moments(graph) else graph
+    fused = [op for op in graph.ops if op.name.startswith("aten._fused_")]
+    states = {value for op in fused for value in refs({n: op.arguments.get(n) for n in _STATES})}
+    large = {value for value in states if graph.values[value].elements >= SMALLEST}
+    small = [replace(t, dtype="uint8") if t.storage in large else t for t in graph.values]
+    return graph.replace(values=tuple(small))
+
+
+_STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "momentum_buffer_list", "state_sums")

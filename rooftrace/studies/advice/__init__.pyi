@@ -3,6 +3,7 @@ from rooftrace.studies.advice.breaks import (
     GraphBreaks as GraphBreaks,
     price_breaks as price_breaks,
 )
+from rooftrace.studies.advice.fits import fitting as fitting
 from rooftrace.studies.advice.variants import (
     Headroom as Headroom,
     NamedNumbers as NamedNumbers,

@@ -41,12 +41,13 @@ LEVERS = (
     "weights",
     "cache",
     "kernels",
+    "memory",
     "together",
 )
 """Changes of a what-if: the attention kernel, which ops share a kernel, how kernels are launched,
 the graph, the order of dimensions in memory, odd sizes, the optimizer's kernels, waits of the host
 for the device, copies, the precision of everything, of the weights, or of the KV cache, kernels
-larger than a compiler makes; the last is several of these at once."""
+larger than a compiler makes, memory; the last is several of these at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class WhatIf(Plain, Compared):
     option: str  # options of rooftrace, or a call, for the same; may be empty
     needs: str  # its assumptions and costs
     at_most: bool = False  # whether the gain is an upper bound
+    runs: int = 1  # of `after` for as much work, whose gradients add up; the optimizer steps once
 
     KEYS = (
         "lever action source option t_before t_after gain share at_most acts_on needs rests_on "
@@ -68,8 +70,11 @@ class WhatIf(Plain, Compared):
     def source(self) -> str:
         """The line whose kernels lose most seconds, "model.py:12".
 
-        Where only launches change it is the line with most kernels; "" where no line is known.
+        Where only launches change it is the line with most kernels; "" where no line is known, and
+        where no line of the step changes.
         """
+        if self.lever == "together" or self.runs > 1:
+            return ""
         lines, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
         for sign, step in ((1, self.before), (-1, self.after)):
             for row in step.rows:
@@ -85,6 +90,14 @@ class WhatIf(Plain, Compared):
         few = self.before.times.t_serial * LEAST
         ranked_lines = lines if lines[best] > (0 if self.lever == "wait" else few) else kernels
         return max(ranked_lines, key=ranked_lines.__getitem__, default="")
+
+    @property
+    def t_after(self) -> float:
+        """Seconds of as much work with the change."""
+        if self.runs == 1:
+            return self.after.t_est
+        once = self.after.by_part()["optimizer"].seconds if self.after.memory.optimizer else 0.0
+        return self.runs * (self.after.t_est - once) + once
 
     @cached_property
     def acts_on(self) -> Annotated[str, ("enum", REGIMES)]:
@@ -105,13 +118,15 @@ class WhatIf(Plain, Compared):
 
     @property
     def peak(self) -> int:
-        """Bytes alive at the peak of the step with the change."""
-        return self.after.memory.peak
+        """Bytes alive at the peak with the change; gradients that add up are there all the time."""
+        memory = self.after.memory
+        kept = memory.gradients - memory.at_peak.get("gradients", 0) if self.runs > 1 else 0
+        return memory.peak + kept
 
     @property
     def fits(self) -> bool:
         """Whether the step with the change fits the chip."""
-        return self.after.memory.fits(self.after.chip)
+        return self.peak <= self.after.chip.room()
 
     def __repr__(self) -> str:
         return short(self, str(self))
@@ -136,8 +151,9 @@ class Guidance(Plain):
     options: tuple[WhatIf, ...]
     together: WhatIf | None = None
     ranks: tuple[int, ...] = ()
+    fitting: tuple[WhatIf, ...] = ()  # after which the step fits its chip, shortest first
 
-    KEYS = "execution=step.execution.name what_ifs=options together?"
+    KEYS = "execution=step.execution.name what_ifs=options together? to_fit=fitting"
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per what-if, in order, the last one for all together; seconds and bytes."""
@@ -184,7 +200,7 @@ def guidance(
     step = graph if isinstance(graph, Estimate) else estimate(graph, chip, execution)
     if not step.t_est:
         return Guidance(step, ())
-    priced = ((change, _priced(step, change)) for change in changes_of(step))
+    priced = ((change, priced_change(step, change)) for change in changes_of(step))
     helping = [(change, w) for change, w in priced if w is not None and w.share >= LEAST]
     helping.sort(key=lambda pair: -pair[1].gain)
     options = [what_if for _, what_if in helping]
@@ -196,11 +212,11 @@ def guidance(
     if len(chosen) < 2:
         return Guidance(step, tuple(options))
     ranks = tuple(options.index(what_if) + 1 for change, what_if in helping if change in chosen)
-    together = _priced(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
+    together = priced_change(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
     return Guidance(step, tuple(options), together, ranks)
 
 
-def _priced(step: Estimate, change: StepChange) -> WhatIf | None:
+def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
     """The what-if of a change; None where the chip has no rate for its precision."""
     before = by_rules(step) if change.regroups else step
     model = change.applied(before.execution)
@@ -212,7 +228,7 @@ def _priced(step: Estimate, change: StepChange) -> WhatIf | None:
         return None
     return WhatIf(
         lever=change.lever,
-        action=change.action,
+        action=f"{change.action[:1].upper()}{change.action[1:]}",
         option=change.option(before.execution),
         needs=change.needs,
         before=before,
