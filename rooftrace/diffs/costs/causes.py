@@ -16,7 +16,7 @@ from rooftrace.diffs.costs.clusters import (
     size,
     tensor_of,
 )
-from rooftrace.diffs.costs.sides import LayerCount, Side, Sides
+from rooftrace.diffs.costs.sides import LayerCount, Read, Side, Sides
 from rooftrace.graph import PARTS, Op, OpGraph, Tensor, pattern_of
 from rooftrace.hardware.units import arrow, few, format_flop_rate, listed, plural
 
@@ -171,21 +171,35 @@ def parameters(graph: OpGraph) -> frozenset[str]:
 
 
 def tied(sides: Sides) -> list[str]:
-    """Parameters that became one, or are no longer one: "head.weight is embed.weight now"."""
-    graphs = sides.before.graph, sides.after.graph
-    # A layer that stands for many has the name of one of them.
-    names = [{*map(pattern_of, parameters(graph))} for graph in graphs]
-    texts: dict[str, None] = {}
+    """Parameters that became one, or are no longer one: "head.weight is embed.weight now".
+
+    The parameter that is shared has at least as many readers more as kernels moved to it: else
+    two kernels were matched that read other parameters of one size.
+    """
+    first, second = (_readers(side) for side in (sides.before, sides.after))
+    moved: Counter[tuple[str, str]] = Counter()
     for pair in sides.matching.pairs:
         for a, b in sides.reads(pair.before, pair.after):
-            if a.origin < 0 and b.origin < 0:
-                old = pattern_of(graphs[0].values[-1 - a.origin].name)
-                new = pattern_of(graphs[1].values[-1 - b.origin].name)
-                if old in names[0] - names[1] and new in names[0] & names[1]:
-                    texts[f"{old} is {new} now, one parameter"] = None
-                if new in names[1] - names[0] and old in names[0] & names[1]:
-                    texts[f"{new} is a parameter of its own, no longer {old}"] = None
+            old, new = _parameter(sides.before, a), _parameter(sides.after, b)
+            moved[old, new] += bool(old and new and old != new)
+    texts: dict[str, None] = {}
+    for (old, new), kernels in moved.items():
+        if not second[old] and second[new] >= first[new] + kernels > kernels > 0:
+            texts[f"{old} is {new} now, one parameter"] = None
+        if not first[new] and first[old] >= second[old] + kernels > kernels > 0:
+            texts[f"{new} is a parameter of its own, no longer {old}"] = None
     return list(texts)[:1]
+
+
+def _readers(side: Side) -> Counter[str]:
+    """By parameter, the reads of kernels."""
+    return Counter(_parameter(side, read) for each in side.flow.reads.values() for read in each)
+
+
+def _parameter(side: Side, read: Read) -> str:
+    """The parameter that is read; a layer that stands for many has the name of one of them."""
+    tensor = side.graph.values[-1 - read.origin] if read.origin < 0 else None
+    return pattern_of(tensor.name) if tensor and tensor.role == "weights" else ""
 
 
 def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:
