@@ -111,3 +111,13 @@ def test_parameters_are_tied_where_kernels_share_one(edits, there_says, back_say
         words = [row.cause for row in found.rows if "one parameter" in row.cause]
         words += [row.cause for row in found.rows if "of its own" in row.cause]
         assert [says in cause for cause in words] == [True] * bool(says), words
+
+
+def test_a_guard_that_reads_a_value_is_a_synchronisation(folder):
+    guard = "        if x.isnan().any().item():  # here\n            raise ValueError('nan')\n"
+    edits = (("        gate = F.silu", guard + "        gate = F.silu"),)
+    there, back, line = compared(Case("guard", edits, (), ""), folder)
+    for found, sign in ((there, "+"), (back, "-")):
+        waiting = found.rows[-1]
+        assert waiting.cause.endswith(f"for the host; {sign}synchronisation by item() x4")
+        assert (waiting.line, waiting.where) == (line, "layers.*.mlp x4")

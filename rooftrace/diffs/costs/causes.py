@@ -50,7 +50,7 @@ def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[st
     ]
     if structure:
         return [*structure, *sizes], []
-    parts = [*sizes, *_ops(code, first), *_parameters(code, first), *_own(code, first)]
+    parts = [*sizes, *ops_words(code, first), *_parameters(code, first), *_own(code, first)]
     return [], parts or _without_words(code, first)
 
 
@@ -239,7 +239,7 @@ def _inputs(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         yield text
 
 
-def _ops(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+def ops_words(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
     """Kernels that are new, gone, or replace others."""
     new = [edit for edit in edits if edit.before is None]
     gone = [edit for edit in edits if edit.after is None]
@@ -441,6 +441,8 @@ def kind_of_call(side: Side, op: Op) -> str:
 
 def call(op: Op) -> str:
     """The call in the code that an op is of: ".contiguous()", or its name in backward."""
+    if op.kind == "sync":
+        return f"synchronisation by {op.function or op.name}()"
     name = op.name.rpartition(".")[2]
     if op.part != "forward" or not op.function.isidentifier() or op.function.startswith("__"):
         return name

@@ -206,9 +206,14 @@ class Bisection(Plain):
             lines.append(f"it may be one of these too, which do not build: {listed}")
         lines.append(
             f"of {self.commits} commits {self.traced} were traced, {self.reused} have the files of "
-            f"one of these, {len(self.skipped)} do not build and were skipped; where a history "
-            "crosses the limit several times, this is one of the crossings"
+            f"one of these, {len(self.skipped)} do not build and were skipped"
         )
+        if self.commits > 2:  # the least in which a cost rises, falls and rises
+            lines.append(
+                "where the cost goes up and down over the range, this is one of the rises: for a "
+                f"later one begin the range at a commit after {self.first.short} without it, for "
+                f"an earlier one end the range at a commit before {self.last_without.short} with it"
+            )
         lines += [f"skipped {commit}: {reason}" for commit, reason in self.skipped]
         return lines
 
