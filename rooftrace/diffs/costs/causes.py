@@ -6,8 +6,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from rooftrace.diffs.changes import union
 from rooftrace.diffs.costs.changes import exchange_words
 from rooftrace.diffs.costs.clusters import (
+    OPTIMIZER,
     Cluster,
     Edit,
     differing_reads,
@@ -40,6 +42,8 @@ def cause_of(sides: Sides, cluster: Cluster, code: Sides, edits: Sequence[Edit])
 
 def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[str]]:
     """Changes of the code: layers and recomputation, else op by op."""
+    if all(op_of(code, edit).part == OPTIMIZER for edit in edits) and (words := _updates(code)):
+        return [], words
     first = leading(code, edits)
     structure = [*map(_layers_words, layers_of(code, first)), *_recomputed(code, first)]
     sizes = [
@@ -144,6 +148,25 @@ def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
                 changes.setdefault(difference(first, second), {})[arrow(old, name)] = None
     for (text, note), names in changes.items():
         yield f"{few(list(names), _MOST)} {text}{note}"
+
+
+def _updates(sides: Sides) -> list[str]:
+    """The parameters of which the optimizer has more, fewer or others to update.
+
+    Its kernels take many at once, so that those of two sides face each other at random.
+    """
+    sizes = [
+        {pattern_of(tensor.name): tensor for tensor in values if tensor.role == "weights"}
+        for values in (side.graph.values for side in (sides.before, sides.after))
+    ]
+    texts: dict[str, dict[str, None]] = {}
+    for name, old, new in union(sizes[0], sizes[1], None):
+        if old is None or new is None:
+            texts.setdefault("", {})[f"{'+' if old is None else '-'}{name}"] = None
+        elif size(old) != size(new):
+            texts.setdefault(f" {''.join(difference(old, new))}", {})[name] = None
+    words = [few(list(names), _MOST) + text for text, names in texts.items()]
+    return [f"the update of {few(words, _MOST)}"] if words else []
 
 
 def _parameters(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:

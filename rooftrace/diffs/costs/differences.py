@@ -256,7 +256,7 @@ def _alike(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
     groups: dict[Hashable, list[Cluster]] = defaultdict(list)
     for number, cluster in enumerate(clusters):
         words: Hashable = number
-        if cluster.edits and not _is_optimizer(sides, cluster):
+        if cluster.edits:
             structure, parts = change_words(sides, cluster.edits)
             # Other counts and other names of parameters are the same change elsewhere.
             kinds = [_COUNT.sub("", part) for part in parts if "parameter " not in part]

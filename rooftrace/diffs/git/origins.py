@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,30 @@ def removed(
     if after is None and _removed_here(repository, file, number):
         return UNCOMMITTED
     return None
+
+
+def making(
+    repository: Repository, before: str, after: str | None, files: Sequence[str], module: str
+) -> str | None:
+    """The line "file.py:12" of `after` that sets a module or parameter, and is not in `before`.
+
+    None where no such line or several of the files have the last name of its path.
+    """
+    names = [name for name in module.split(".") if name.isidentifier()]
+    ends = [before] if after is None else [before, after]
+    options = ("-U0", "--no-ext-diff", "--no-prefix", *ends, "--", *files)
+    told = repository.tried("diff", *options) if names and files else None
+    found, file, number = [], "", 0
+    for text in (told or "").splitlines():
+        if text.startswith("+++ "):
+            file = text[4:]
+        elif text.startswith("@@ "):
+            number = int(text.split("+")[1].partition(" ")[0].partition(",")[0])
+        elif text.startswith("+"):
+            if re.search(rf"\b{names[-1]}\b[^=(]*=[^=]", text):
+                found.append(f"{file}:{number}")
+            number += 1
+    return found[0] if len(found) == 1 else None
 
 
 def _removed_here(repository: Repository, file: str, number: int) -> bool:
@@ -173,6 +198,9 @@ class LineChange(Plain):
     # "wrote"; "removed" for a line that is gone; "lacks" for one whose commit the side after lacks.
     kind: str
     commit: Commit | None  # None: not committed yet
+    of: str = ""  # the line of the row, where `source` is the one that makes its module
+
+    KEYS = "phase source kind commit of?"
 
     def __str__(self) -> str:
         who = "" if self.commit is None else f"by {self.commit.signed}"
