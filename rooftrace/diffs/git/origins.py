@@ -66,7 +66,7 @@ def making(
     ends = [before] if after is None else [before, after]
     options = ("-U0", "--no-ext-diff", "--no-prefix", *ends, "--", *files)
     told = repository.tried("diff", *options) if names and files else None
-    found, file, number = [], "", 0
+    lines, file, number = [], "", 0
     for text in (told or "").splitlines():
         if text.startswith("+++ "):
             file = text[4:]
@@ -74,9 +74,9 @@ def making(
             number = int(text.split("+")[1].partition(" ")[0].partition(",")[0])
         elif text.startswith("+"):
             if re.search(rf"\b{names[-1]}\b[^=(]*=[^=]", text):
-                found.append(f"{file}:{number}")
+                lines.append(f"{file}:{number}")
             number += 1
-    return found[0] if len(found) == 1 else None
+    return lines[0] if len(lines) == 1 else None
 
 
 def _removed_here(repository: Repository, file: str, number: int) -> bool:
