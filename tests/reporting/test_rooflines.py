@@ -86,11 +86,14 @@ def test_a_column_names_each_of_five_models_once_inside_the_figure() -> None:
         rt.trace(nn.Linear(256 * n, 256 * n), torch.empty(64 * n, 256 * n, device="meta"))
         for n in (1, 2, 4, 8, 16)
     ]
-    figure = roofline_figure(rt.roofline(graphs, chip=["h100-sxm", "l4"]), MEDIA["paper-column"])
+    given = ["Small", "Base", "Large", "Huge", "Giant"]
+    result = rt.roofline(graphs, chip=["h100-sxm", "l4"], names=given)
+    assert result.models == given
+    figure = roofline_figure(result, MEDIA["paper-column"])
     figure.canvas.draw()
     labels = [text for text in figure.texts if text.get_fontsize() == 9.5]  # not of the title
-    names = [text for text in labels if text.get_text().startswith("Linear ")]
-    assert sorted(text.get_text() for text in names) == [f"Linear {n}" for n in range(1, 6)]
+    names = [text for text in labels if text.get_text() in given]
+    assert sorted(text.get_text() for text in names) == sorted(given)
     inside = figure.axes[0].get_window_extent()
     boxes = [text.get_window_extent() for text in names]
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
@@ -106,6 +109,8 @@ def test_a_column_names_each_of_five_models_once_inside_the_figure() -> None:
         ({"batch": 0}, "batch=0: expected whole numbers above 0"),
         ({"batch": ()}, "batch=none: expected"),
         ({"batch": range(1, 400)}, "expected 200 at most"),
+        ({"names": ["a", "b"]}, "names 'a,b': expected 1 name, one for each target"),
+        ({"names": [""]}, "names '': expected 1 name"),
     ],
 )
 def test_a_wrong_call_is_refused(asked: dict, said: str) -> None:
