@@ -145,6 +145,27 @@ def test_switches_show_the_step_that_they_name(report: rt.types.Report, opened: 
                 estimate = report.estimate(phase, execution, chip.name)
                 assert format_time(estimate.t_est) in verdict(page)
                 assert format_time(estimate.t_bound) in verdict(page)
+                assert format_capacity(estimate.memory.peak) in verdict(page)
+
+
+def test_a_price_of_a_chip_becomes_one_of_a_million_items(
+    report: rt.types.Report, opened: Open
+) -> None:
+    page = opened(report_page(report), "#phase=forward")
+    step = report.estimate("forward")
+    hours = 1_000_000 / step.items * step.t_est / 3600
+    page.fill('input[type="number"]', str(25 / hours))
+    assert "$25\n" in verdict(page)
+
+
+def test_the_first_screen_is_the_picture(report: rt.types.Report, opened: Open) -> None:
+    page = opened(report_page(report), viewport={"width": 1366, "height": 768})
+    for part in ('[data-testid="verdict"]', ".picture figure svg"):
+        box = page.locator(part).bounding_box()
+        assert box["y"] + box["height"] <= 768, part
+    for link in page.locator("nav.contents a").all():  # all are reachable without scrolling
+        box = link.bounding_box()
+        assert box["x"] + box["width"] <= 1366
 
 
 def test_a_link_opens_what_it_was_made_of(report: rt.types.Report, opened: Open) -> None:

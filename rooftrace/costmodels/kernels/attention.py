@@ -432,7 +432,8 @@ def _kernels(
     newest = {"hopper": "flash3", "blackwell": "trtllm", "rocm": "rocm"}.get(on.family, "flash2")
     library = sizes.get("library", np.full(len(masked), LIBRARIES.index(newest)))
     amd = (library == LIBRARIES.index("aotriton")) | (library == LIBRARIES.index("rocm"))
-    masked = masked & ~amd
+    cudnns = library == LIBRARIES.index("cudnn")
+    masked = masked & ~amd & ~cudnns  # those take a mask of numbers
     by = {name: ~masked & (library == place) for place, name in enumerate(LIBRARIES)}
     prompt = sizes["queries"] > 1
     blocks = attention_blocks(sizes, on.units, PAGED2)
@@ -441,7 +442,7 @@ def _kernels(
     chosen = [
         (EFFICIENT, masked),
         (FLASH3, by["flash3"]),
-        (cudnn, by["cudnn"]),
+        (cudnn, cudnns),
         (PAGED2, by["flash2"] & paged),
         (SPLIT2, by["flash2"] & ~paged & few),
         (FLASH2, (by["flash2"] & ~paged) | (by["rocm"] & prompt)),

@@ -150,8 +150,8 @@ def report_page(results: Results) -> str:
     from rooftrace.reporting.sections import report_view
 
     plain = report_view(results, "page")
-    explore = Section(title="Explore", parts=[Image("explorer")])  # the page lists its contents
-    sections = tuple(explore if part.contents else part for part in plain.sections)
+    explore = Section(title="Explore", parts=[Image("explorer")])
+    sections = (explore, *(part for part in plain.sections if not part.contents))
     data = to_json(contents(results)).decode().replace("<", "\\u003c")  # so that it ends no element
     island = f'<script type="application/json" id="contents">{data}</script>'
     written = as_hypertext(replace(plain, sections=sections), {"explorer": _EXPLORER})
