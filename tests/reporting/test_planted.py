@@ -14,7 +14,7 @@ from tests.reporting.planted import CHIP, HALF, PAIRS, Pair, Way, normal, optimi
 FIRST, OFF = 3, 0.2  # of what would help; of the mended model's time, and of what mending gains
 
 
-def estimated(way: Way) -> rt.types.Estimate:
+def estimated(way: Way, chip: str = CHIP) -> rt.types.Estimate:
     """One side of a pair, priced by a trace of its own."""
     module, inputs = way.built("meta")
     if way.train is not None:
@@ -24,7 +24,7 @@ def estimated(way: Way) -> rt.types.Estimate:
     else:
         graph = rt.trace(module, *inputs)
     execution = rt.tools.execution_model("eager", **way.execution)
-    return rt.estimate(graph, chip=CHIP, execution=execution)
+    return rt.estimate(graph, chip=chip, execution=execution)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)

@@ -392,10 +392,10 @@ def helping_on_screen(results: Results) -> view.Section:
         view.Column("phase", units.TEXT, "suggestion"),
         view.Column("action", units.TEXT, f"what to do, {results.main}", clipped=30),
         view.Column("source", units.TEXT, "line", clipped=12, drop=3),
-        view.Column("limit", units.TEXT, "acts on", drop=1),
-        view.Column("after", units.SECOND, "then"),
-        view.Column("gain", units.SECOND, "less", mark="strong"),
-        view.Column("share", units.SHARE, "share", drop=2),
+        view.Column("limit", units.TEXT, "limit", drop=1),
+        view.Column("after", units.SECOND, "step then"),
+        view.Column("gain", units.SECOND, "saves", mark="strong"),
+        view.Column("share", units.SHARE, "of step", drop=2),
     )
     table = view.Table(columns=columns, rows=rows, on="screen")
     return view.Section(place=3, parts=[table])
