@@ -339,8 +339,8 @@ def test_no_attention_takes_less_for_more(
     """Requests, queries, keys before them, and groups of heads: each grows by itself.
 
     Only where the first query of a paged cache joins its group into one tile, more queries can take
-    less: FlashAttention 2 copies queries to do so (`prepare`), and splits keys of such tiles alone, as
-    cuDNN does on Hopper.
+    less: FlashAttention 2 copies queries to do so (`prepare`), and splits keys of such tiles alone,
+    as cuDNN does on Hopper.
     So can what passes a rule of a library.
     """
     on, library_on_chip = engine(chip), library_on(library, load_chip(chip))
