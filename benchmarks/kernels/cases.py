@@ -312,6 +312,19 @@ def convolutions() -> Iterator[Case]:
         yield from convolution(256, (56, 56), 3, 32, layout, dtype, batch=64)
         yield from convolution(512, (14, 14), 3, 1, layout, dtype, batch=64)
         yield from convolution(320, (64, 64), 3, 1, layout, dtype)
+    yield from first_layers()
+    for width, layout in product((4, 8, 16, 32, 48, 64), layouts):
+        yield from convolution(384, (28, 28), 3, 384 // width, layout, "bf16", batch=64)
+
+
+def first_layers() -> Iterator[Case]:
+    """Convolutions of three channels: patches, and stems."""
+    kinds = ((16, 16, 768), (14, 14, 1024), (4, 4, 96), (7, 2, 64), (3, 2, 32), (3, 1, 64))
+    for (window, stride, out), layout, dtype in product(
+        kinds, ("first", "last"), ("bf16", "fp16", "fp32")
+    ):
+        sizes = {"batch": 64, "out": out, "stride": stride}
+        yield from convolution(3, (224, 224), window, 1, layout, dtype, **sizes)
 
 
 def gradients() -> Iterator[Case]:

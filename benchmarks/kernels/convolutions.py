@@ -27,7 +27,8 @@ def convolution_call(kernel: str, sizes: dict[str, Any], device: str) -> Call:
         image = image.movedim(1, -1).contiguous().movedim(-1, 1)
         if many == 2:
             filters = filters.contiguous(memory_format=torch.channels_last)
-    stride, padding = [sizes["stride"]] * many, [width // 2 for width in window]
+    stride = [sizes["stride"]] * many
+    padding = [0 if width == sizes["stride"] else width // 2 for width in window]  # of patches: 0
     how = (stride, padding, [1] * many, False, [0] * many, groups)
 
     def forward() -> torch.Tensor:
