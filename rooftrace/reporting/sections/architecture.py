@@ -160,6 +160,7 @@ def elsewhere(results: Results) -> view.Section:
     """Questions that other commands answer for this model, each with its command."""
     graph = results.estimate(results.phases[0]).graph
     target = shlex.quote(str(graph.provenance.get("target") or "TARGET"))
+    stored = target if ":" in target else "FILE"  # code makes weights, a configuration has none
     chip = f"--chip {results.chips[0].name}"
     phase = results.phases[-1]
     on = f"{target} {chip} --phase {phase}"
@@ -174,7 +175,7 @@ def elsewhere(results: Results) -> view.Section:
         ("Traffic between chips", f"report {target} --system dgx-h200 --mesh tp=8"),
         (
             "Values of weights, as statistics",
-            "inventory FILE --weights",
+            f"inventory {stored} --weights",
         ),
     ]
     if any(results.estimate(name).graph.phase == "decode" for name in results.phases):
