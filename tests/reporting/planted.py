@@ -364,7 +364,7 @@ PAIRS = (
         "fusion",
         "fusion",
         "Compile",
-        Way(make=WrittenGelu, inputs=normal(16384, 16384)),
+        Way(make=WrittenGelu, inputs=normal(16384, 32768)),
         make=Gelu,
     ),
     _same(

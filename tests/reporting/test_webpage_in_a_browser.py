@@ -20,6 +20,7 @@ import rooftrace as rt
 from rooftrace.hardware.units import format_capacity, format_time
 from rooftrace.reporting.html import report_page, result_page
 from rooftrace.reporting.renderers import units, view
+from rooftrace.reporting.views import file_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("ROOFTRACE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), "")
@@ -277,6 +278,21 @@ def test_tables_below_are_sorted_and_filtered(opened: Open) -> None:
     page.fill('input[type="search"]', "row 1")
     shown = [name for name in names if name.startswith("row 1")]
     assert page.locator("tbody tr:visible").count() == len(shown)
+
+
+def test_sliders_over_a_sweep_show_the_estimate_of_their_place(opened: Open) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU()), torch.empty(8, 64)
+    chips = ["h200-sxm", "l4"]
+    swept = rt.sweep(model, x, over={"batch": (8, 64, 512)}, chip=chips)
+    page = opened(file_of(swept, "html").decode())
+    for place, batch in ((2, 512), (0, 8)):
+        for chip in chips:
+            page.locator('.live input[type="range"]').fill(str(place))
+            page.select_option(".live select", label=chip)
+            alone = rt.estimate(model, torch.empty(batch, 64), chip=chip)
+            told = page.inner_text(".live dl")
+            assert format_time(alone.t_est) in told and format_time(alone.t_bound) in told
+            assert page.locator("tr.picked").count() == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,7 +1,6 @@
 """Findings: lines of the user's code that a small change makes faster, as edits of a graph.
 
-Each finding is read off the captured graph, and its edit makes the graph of the mended code: the
-same results, by other ops, in another layout or with other sizes.
+Each is read off the captured graph; its edit makes the graph of the mended code: the same results.
 """
 
 from __future__ import annotations
@@ -41,10 +40,11 @@ class Mend(NamedTuple):
     at_most: bool = False
 
 
-def findings(graph: OpGraph, load: int) -> Iterator[Mend]:
+def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
     """Every finding of a captured graph; whether it is worth anything is for prices to say.
 
-    load: bytes that a thread loads at once, where rows begin at multiples of that.
+    load: bytes that a thread loads at once, where rows begin at multiples of that.  compiled:
+    whether a compiler makes one kernel of the optimizer already.
     """
     if any(_is_unfused(op) for op in graph.ops):
         yield Mend(
@@ -68,7 +68,7 @@ def findings(graph: OpGraph, load: int) -> Iterator[Mend]:
             "rows of zeros in these weights, and what reads their results to leave them out",
             lambda graph: with_sizes(graph, odd),
         )
-    if _moments(graph):
+    if not compiled and _moments(graph):
         yield Mend(
             "optimizer",
             "Update the weights in one fused kernel (fused=True of the optimizer)",

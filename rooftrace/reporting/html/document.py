@@ -330,12 +330,13 @@ def _page_table(table: Table) -> str:
         f'<th scope="col"{_page_side(column)}>{inline(column.name("page"))}</th>'
         for column in columns
     )
+    axes = f' data-axes="{table.axes}"' if table.axes else ""
     rows = "\n".join(
         f"<tr>{''.join(_page_cell(column, row) for column in columns)}</tr>" for row in table.rows
     )
     return (
-        f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>'
-        "\n</table></div>"
+        f'<div class="table"><table{axes}>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}'
+        "\n</tbody>\n</table></div>"
     )
 
 

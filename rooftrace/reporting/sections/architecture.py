@@ -160,20 +160,22 @@ def elsewhere(results: Results) -> view.Section:
     """Questions that other commands answer for this model, each with its command."""
     graph = results.estimate(results.phases[0]).graph
     target = shlex.quote(str(graph.provenance.get("target") or "TARGET"))
+    stored = target if ":" in target else "FILE"  # code makes weights, a configuration has none
     chip = f"--chip {results.chips[0].name}"
     phase = results.phases[-1]
     on = f"{target} {chip} --phase {phase}"
     sizes = "--grid batch=1,8,64 --grid kv=1024,4096" if phase == "decode" else "--grid batch=1,8"
+    swept = f"{on} --over batch=1,2,4,8,16,32,64 --format html > sweep.html"
     rows = [
         ("FLOP, bytes and time of every kernel as formulas", f"explain {on}"),
-        ("Other batches, lengths and chips", f"sweep {on} --over batch=1,8,64"),
+        ("Other batches, lengths and chips, as a page with sliders", f"sweep {swept}"),
         ("What moves the time most", f"sensitivity {on}"),
         ("Every combination of sizes, as CSV", f"sensitivity {on} {sizes} --out grid.csv"),
         ("Shapes of matrix products", f"report {on} --table census"),
         ("Traffic between chips", f"report {target} --system dgx-h200 --mesh tp=8"),
         (
             "Values of weights, as statistics",
-            "inventory FILE --weights",
+            f"inventory {stored} --weights",
         ),
     ]
     if any(results.estimate(name).graph.phase == "decode" for name in results.phases):

@@ -205,7 +205,7 @@ def guidance(
     helping.sort(key=lambda pair: -pair[1].gain)
     options = [what_if for _, what_if in helping]
     larger = _larger_kernels(step)
-    if larger is not None and larger.share >= LEAST:
+    if larger is not None and larger.share >= LEAST and not _repeats(larger, options):
         options.append(larger)
     options.sort(key=lambda what_if: -what_if.gain)
     chosen = merged([change for change, _ in helping])
@@ -216,11 +216,21 @@ def guidance(
     return Guidance(step, tuple(options), together, ranks)
 
 
+def _repeats(larger: WhatIf, options: Sequence[WhatIf]) -> bool:
+    """Whether a change of the same line, without new kernels, saves as much as larger kernels."""
+    code = ("attention", "layout", "rewrite")
+    return any(
+        w.lever in code and w.gain > larger.gain and w.source == larger.source for w in options
+    )
+
+
 def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
     """The what-if of a change; None where the chip has no rate for its precision."""
     before = by_rules(step) if change.regroups else step
     model = change.applied(before.execution)
     graph = change.edited(step.plan.source)
+    if graph is not None and change.lever != "memory" and _reach(step, graph) < LEAST:
+        return None
     variant = Variant(graph=graph, precisions=change.precisions, execution=model)
     try:
         after = Study(step).estimate(variant)
@@ -235,6 +245,29 @@ def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
         after=after,
         at_most=change.at_most,
     )
+
+
+def _reach(step: Estimate, graph: OpGraph) -> float:
+    """The share of the step in kernels that another graph of it has no more, or changes.
+
+    No change of these can save more: what the host takes for each kernel is counted, too.
+    """
+    source = step.plan.source
+    kept = {(op.target, op.inputs, op.outputs) for op in graph.ops}
+    changed = {place for place, old in enumerate(source.values) if graph.values[place] != old}
+    for op in source.ops:
+        if (op.target, op.inputs, op.outputs) not in kept:
+            if op.kind == "sync":
+                return 1.0
+            changed.update(op.outputs)
+    ops = step.plan.graph.ops
+    reached = [
+        row
+        for row in step.rows
+        if any(not changed.isdisjoint((*ops[i].inputs, *ops[i].outputs)) for i in row.ops)
+    ]
+    launched = sum(row.count for row in reached) / max(step.kernels, 1) * step.times.t_launch
+    return (launched + sum(row.timing.t_device for row in reached)) / step.t_est
 
 
 def by_rules(step: Estimate) -> Estimate:
@@ -345,7 +378,8 @@ def changes_of(step: Estimate) -> Iterator[StepChange]:
     """Every change that may help this step; which of them does is for prices to say."""
     yield from _how_run(step.execution, step.graph, step.chip)
     yield from _rewrites(step)
-    for mend in findings(step.plan.source, engines.ACCESS):
+    compiled = step.execution.fusion == "detected" and step.execution.dispatch != "mixed"
+    for mend in findings(step.plan.source, engines.ACCESS, compiled):
         yield StepChange(
             lever=mend.lever,
             action=mend.action,

@@ -63,13 +63,15 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
 def of_one_build(root: nn.Module) -> Iterator[list[nn.Module]]:
     """Modules inside that have one build, where there are several, in order.
 
-    Those of torch itself are no code of the user's, and too small to matter.
+    Of torch's own only those of transformers: the others call an op or two.
     """
     builds: dict[int, Any] = {}
     by_build: dict[Any, list[nn.Module]] = {}
     for module in reversed(list(root.modules())):
         build = builds[id(module)] = build_of(module, builds)
-        if not type(module).__module__.startswith("torch.") and build is not None:
+        home = type(module).__module__
+        small = home.startswith("torch.") and home != nn.TransformerEncoderLayer.__module__
+        if not small and build is not None:
             by_build.setdefault(build, []).append(module)
     yield from (equal[::-1] for equal in by_build.values() if len(equal) > 1)
 

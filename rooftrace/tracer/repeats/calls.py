@@ -354,6 +354,7 @@ def _modes() -> tuple[Any, ...]:
         backends.mem_efficient_sdp_enabled(),
         backends.math_sdp_enabled(),
         backends.cudnn_sdp_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
     )
 
 
