@@ -60,6 +60,8 @@ ATTENTION = 32768
 SLOWER = {"forward": 1.4, "backward": 2.0}
 """Times that attention in Triton takes of FlashAttention 2."""
 
+EAGER = rt.tools.execution_model("eager", attention_library="flash2")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -268,7 +270,7 @@ def main() -> None:
         on = rt.load_chip(chip)
         for row in here:
             graph = traced(row, given.cache)
-            cases.append(step_case(row.name, graph, on, "eager", row.seconds, row.model))
+            cases.append(step_case(row.name, graph, on, EAGER, row.seconds, row.model))
         found.append(predicted(here, cases, chip))
         for row, seconds in zip(here, found[-1].by["nothing"], strict=True):
             cell = StepCell(

@@ -231,12 +231,13 @@ def served(step: EngineStep, config: Mapping[str, Any], chip: str, path: Path) -
 
 @dataclass(frozen=True)
 class Traced:
-    """A trace and the graph of what ran."""
+    """A trace, the graph of what ran, and how it ran."""
 
     name: str
     path: Path
     chip: str
     graph: rt.types.OpGraph
+    how: ExecutionModel
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,12 @@ def chip_of(path: Path, trace: Trace) -> str | None:
     kernels = " ".join(trace.kernels.names.items)
     by_kernel = ((chip,) for word, chip in IN_KERNELS if word in kernels)
     return next((chips[0] for chips in (*named, *by_kernel) if chips), None)
+
+
+def execution_of(trace: Trace) -> ExecutionModel:
+    """Eager, with FlashAttention 2 where PyTorch took it: it did on Hopper before 2.11."""
+    flash2 = any("pytorch_flash" in name for name in trace.kernels.names.items)
+    return rt.tools.execution_model("eager", attention_library="flash2" if flash2 else None)
 
 
 def kernels(one: Traced, how: ExecutionModel) -> Kernels:
@@ -327,7 +334,6 @@ def main() -> None:
     sums: dict[str, list[float]] = {}
     left_out: list[str] = []
     found: list[tuple[Traced, Kernels]] = []
-    typical = rt.tools.execution_model("eager")
     print(HEAD)
     for path in sorted(folder.glob("*.json.gz")) + sorted(folder.glob("*.json")):
         short = path.name.partition(".json")[0]
@@ -358,9 +364,9 @@ def main() -> None:
                 left_out.append(f"{short}: no function of targets.py is of its model")
                 continue
             name = short
-            one = Traced(name, path, chip, rt.trace(built[0], *built[1]))
+            one = Traced(name, path, chip, rt.trace(built[0], *built[1]), execution_of(trace))
             try:
-                here = kernels(one, typical)
+                here = kernels(one, one.how)
             except ValueError as problem:
                 left_out.append(f"{short}: {str(problem)[:200]}")
                 continue
@@ -395,11 +401,10 @@ def fits(found: list[tuple[Traced, Kernels]]) -> Iterator[tuple[str, float, str]
         for kind, free in (("two numbers", FEW), ("as chosen", None)):
             print(f"{kind} from {seen.name}", file=sys.stderr)
             fitted = rt.calibrate(
-                seen.path, seen.chip, "eager", seen.graph, free=free, factors=False
+                seen.path, seen.chip, seen.how, seen.graph, free=free, factors=False
             )
-            how = rt.tools.execution_model("eager", knobs=fitted.knobs)
             for one, _ in others:
-                after = kernels(one, how)
+                after = kernels(one, replace(one.how, knobs=fitted.knobs))
                 row = line(one.name, one.chip, f"{kind}, {seen.name}", after)
                 yield f"{kind}, {one.chip}", after.error, row
         for one, was in others:

@@ -269,6 +269,73 @@ def scans() -> Iterator[Case]:
         yield Case("cuda", "causal_conv1d_cuda_update", given)
 
 
+# -- convolutions, and gradients -----------------------------------------------------------------
+
+
+def convolution(
+    channels: int,
+    size: tuple[int, ...],
+    window: int,
+    groups: int,
+    layout: str,
+    dtype: str,
+    **more: Any,
+) -> Iterator[Case]:
+    """Forward and backward; a window of one dimension is as wide as `size` is long in number."""
+    sizes = {"batch": 8, "channels": channels, "out": channels, "size": size, "stride": 1}
+    sizes |= {"window": (window,) * len(size), "groups": groups, "layout": layout, "dtype": dtype}
+    for kernel in ("convolution", "convolution_backward"):
+        yield Case("conv", kernel, {**sizes, **more})
+
+
+def convolutions() -> Iterator[Case]:
+    """Depthwise ones of sequences and of images by window; dense and grouped ones beside them."""
+    layouts = ("first", "last")
+    for window, layout in product((15, 3, 31, 4, 7, 5, 9), layouts):
+        yield from convolution(512, (2048,), window, 512, layout, "bf16")
+    for layout, dtype in product(layouts, ("fp32", "fp16")):
+        yield from convolution(512, (2048,), 15, 512, layout, dtype)
+    for channels, length in ((256, 1024), (2048, 2048), (512, 16384)):
+        yield from convolution(channels, (length,), 15, channels, "first", "bf16")
+    for layout in layouts:
+        yield from convolution(512, (2048,), 15, 1, layout, "bf16")
+        yield from convolution(512, (2048,), 1, 1, layout, "bf16")
+    for window, layout in product((7, 3, 5, 9, 13, 31), layouts):
+        yield from convolution(192, (56, 56), window, 192, layout, "bf16", batch=64)
+    for layout, dtype in product(layouts, ("fp32", "fp16")):
+        yield from convolution(192, (56, 56), 7, 192, layout, dtype, batch=64)
+    for channels, side, layout in product((384, 768), (28, 14), layouts):
+        yield from convolution(channels, (side, side), 7, channels, layout, "bf16", batch=64)
+    for layout, dtype in product(layouts, ("bf16", "fp32")):
+        yield from convolution(256, (56, 56), 3, 1, layout, dtype, batch=64)
+        yield from convolution(256, (56, 56), 1, 1, layout, dtype, batch=64)
+        yield from convolution(256, (56, 56), 3, 32, layout, dtype, batch=64)
+        yield from convolution(512, (14, 14), 3, 1, layout, dtype, batch=64)
+        yield from convolution(320, (64, 64), 3, 1, layout, dtype)
+    yield from first_layers()
+    for width, layout in product((4, 8, 16, 32, 48, 64), layouts):
+        yield from convolution(384, (28, 28), 3, 384 // width, layout, "bf16", batch=64)
+
+
+def first_layers() -> Iterator[Case]:
+    """Convolutions of three channels: patches, and stems."""
+    kinds = ((16, 16, 768), (14, 14, 1024), (4, 4, 96), (7, 2, 64), (3, 2, 32), (3, 1, 64))
+    for (window, stride, out), layout, dtype in product(
+        kinds, ("first", "last"), ("bf16", "fp16", "fp32")
+    ):
+        sizes = {"batch": 64, "out": out, "stride": stride}
+        yield from convolution(3, (224, 224), window, 1, layout, dtype, **sizes)
+
+
+def gradients() -> Iterator[Case]:
+    """The backward of causal attention."""
+    for heads, keys in product((LLAMA, GPT_OSS), (8192, 32768, 2048, 4096, 16384)):
+        for kernel in ("flash_backward", "cudnn_backward"):
+            yield attention("gradients", kernel, (heads[0], heads[0], heads[2]), keys, "causal")
+    for kernel in ("flash_backward", "cudnn_backward"):
+        yield attention("gradients", kernel, (32, 32, 128), 2048, "causal", batch=16)
+
+
 # -- experts, and what all others are read beside --------------------------------------------------
 
 EXPERTS = {
@@ -301,5 +368,6 @@ def baseline() -> Iterator[Case]:
 def cases() -> list[Case]:
     """All of them; each group begins with what tells most."""
     attentions = (prompts, decoding, packed, masked, third)
-    parts = (baseline, *attentions, delta_rules, state_spaces, scans, grouped)
+    recurrent = (delta_rules, state_spaces, scans)
+    parts = (baseline, *attentions, *recurrent, convolutions, gradients, grouped)
     return [case for part in parts for case in part()]

@@ -27,7 +27,9 @@ from sized import sized
 
 import rooftrace as rt
 
-LIBRARIES = {"flash": "flash2", "varlen": "flash2", "cudnn": "cudnn", "fa3": "flash3"}
+LIBRARIES = {
+    "flash": "flash2", "varlen": "flash2", "efficient": "flash2", "cudnn": "cudnn", "fa3": "flash3",
+}  # fmt: skip
 CHIPS = {"H100": "h100-sxm", "H200": "h200-sxm"}
 KEPT = ("group", "kernel", "ms", "low", "high", "calls", "how", "kernels", "took", "error")
 
@@ -80,17 +82,14 @@ def reads_mask(row: dict[str, Any]) -> bool:
 def compared(row: dict[str, Any], chip: str) -> Compared:
     """A case, priced as the program ran that was measured."""
     sizes, library = sizes_of(row), LIBRARIES.get(row["kernel"])
-    execution = rt.tools.execution_model("efficient")
-    if row["kernel"] in ("efficient", "default"):
-        execution = rt.tools.execution_model("eager")
-    elif library:
-        execution = rt.tools.execution_model("efficient", attention_library=library)
+    preset = "eager" if row["kernel"] in ("efficient", "default") else "efficient"
+    execution = rt.tools.execution_model(preset, attention_library=library)
     module, given = module_of(row["kernel"], sizes)
     priced = rt.estimate(rt.trace(module, *given), chip, execution)
     seconds = sum(one.timing.t_device for one in priced.rows)
     by_sizes = None
     if "mask" in row and priced.knobs is not None:
-        by_sizes = sized(sizes, priced.chip, library or "flash2", reads_mask(row), priced.knobs)
+        by_sizes = sized(sizes, priced.chip, library or "cudnn", reads_mask(row), priced.knobs)
     return Compared(row, seconds * 1e3, priced.t_bound * 1e3, priced.kernels, by_sizes)
 
 

@@ -1,4 +1,4 @@
-"""Times attention, scans, delta rules and grouped products on the GPU at hand.
+"""Times attention, scans, delta rules, convolutions and grouped products on the GPU at hand.
 
     pip install torch triton einops flash-linear-attention
     MAMBA_KEEP_CUDA_BUILD=TRUE pip install --no-build-isolation mamba-ssm causal-conv1d
@@ -37,7 +37,8 @@ LEAST, MOST, SECONDS = 20, 60, 0.25
 LONG = 3.0
 """Milliseconds from which a call is launched, not replayed."""
 GROUPS = (
-    "baseline", "sdpa", "decode", "varlen", "fa3", "flex", "fla", "mamba", "cuda", "experts"
+    "baseline", "sdpa", "decode", "varlen", "fa3", "flex", "fla", "mamba", "cuda", "experts",
+    "conv", "gradients",
 )  # fmt: skip
 PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d")
 TAKES = 60.0
@@ -50,6 +51,11 @@ def call_of(case: Case, device: str) -> Callable[[], Any]:
         from attention import attention_call
 
         return attention_call(case.kernel, case.sizes, device)
+    if case.group in ("conv", "gradients"):
+        from convolutions import convolution_call, gradient_call
+
+        call = convolution_call if case.group == "conv" else gradient_call
+        return call(case.kernel, case.sizes, device)
     from recurrent import recurrent_call
 
     return recurrent_call(case.kernel, case.sizes, device)

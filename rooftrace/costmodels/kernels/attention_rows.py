@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 # -- which library's kernel runs -------------------------------------------------------------------
 # An execution names the library (`ExecutionModel.attention_kernels`).  Names of `_CHOICES` are of
 # engines, and the kernel depends on the chip: "sdpa" is `scaled_dot_product_attention` of PyTorch,
-# FlashAttention 2, and cuDNN's on Blackwell (`check_prefer_cudnn_attention` in sdp_utils.cpp); the
-# engines choose FlashAttention 3 on Hopper, and trtllm-gen on Blackwell.  Attention on latents has
-# kernels of its kind.
+# FlashAttention 2, and cuDNN's on Hopper and Blackwell (`check_prefer_cudnn_attention` in
+# sdp_utils.cpp; on Hopper since 2.11); the engines choose FlashAttention 3 on Hopper, and
+# trtllm-gen on Blackwell.  Attention on latents has kernels of its kind.
 
 SDPA = "sdpa"
 """The library whose kernel PyTorch's `scaled_dot_product_attention` runs."""
@@ -70,6 +70,10 @@ OLD_INSTRUCTIONS = replace(HOPPER, products=0.62, convert=0.0, start=1.3e-6, com
 """FlashAttention 2 on Hopper.  It uses the matrix instructions of sm_80, which reach 0.62 of the
 rate there (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via
 Microbenchmarking", 2024).  The rest is that of the same chips."""
+CUDNN_HOPPER = replace(HOPPER, products=1.5)
+"""cuDNN 9.19 on H200 and H100: 95 prompts (`rooftrace measure`, 2026-11-27, and benchmarks/kernels,
+2026-11-26), which are met within 9 % (mean), 13 of H100 as those of H200.  The rest is that of
+HOPPER; calls for one query take 0.84 to 1.65 times what follows."""
 FLASHINFER_RATES = AttentionKnobs(
     products=0.81, stream=0.82, start=3e-6, combine=1.9e-6, merge=2.1e-7, request=2e-9
 )
@@ -108,7 +112,7 @@ RATES: Mapping[str, AttentionKnobs] = {
 }  # fmt: skip
 """Of libraries that have the same numbers on every chip."""
 _CHOICES: Mapping[str, tuple[str, ...]] = {
-    SDPA: ("flash2", "flash2", "cudnn", "aotriton"),
+    SDPA: ("flash2", "cudnn", "cudnn", "aotriton"),
     "vllm": ("flash2", "flash3", "trtllm", "rocm"),
     "sglang": ("flashinfer", "flash3", "trtllm", "rocm"),
     "trtllm": ("trtllm", "trtllm", "trtllm", "rocm"),
@@ -161,8 +165,10 @@ def attention_knobs(
         return replace(rates, products=flash2.products) if library == "flashinfer" else rates
     if library in RATES:
         return RATES[library]
+    if library == "cudnn" and family == "hopper":
+        return CUDNN_HOPPER
     if library == "trtllm" and family != "blackwell":
-        return TRTLLM_HOPPER if nvidia else replace(flash2, prepare=0.0)
+        return TRTLLM_HOPPER if nvidia else replace(flash2)
     return TRTLLM_GEN if family == "blackwell" else HOPPER if nvidia else flash2
 
 
