@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 
+from rooftrace._processes import collector_off
 from rooftrace._progress import tell
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, plan
 from rooftrace.costmodels.rewrites import reprice
@@ -80,8 +81,9 @@ class Conditions:
 
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
-        (planned,) = Plan.each(self._repriced(graph), [self.execution], savings=False)
-        return numbers_of(planned, with_memory)
+        with collector_off.used():  # a plan is many objects, of which none is garbage meanwhile
+            (planned,) = Plan.each(self._repriced(graph), [self.execution], savings=False)
+            return numbers_of(planned, with_memory)
 
     def _repriced(self, graph: OpGraph) -> OpGraph:
         return reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
