@@ -86,6 +86,19 @@ def test_a_terminal_sees_the_seconds_and_the_memory_of_what_takes_long(
     assert re.search(rf"tracing forward \(\d+ s{memory}\)", shown.getvalue())
 
 
+def test_a_pipe_sees_the_last_message_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setattr("rooftrace.reporting.cli.shared._EVERY", 0.05)
+    with progress():
+        tell("tracing forward")
+        sleep(0.3)
+    written = shown.getvalue()
+    assert re.fullmatch(r"(starting \(\d+ s\)\n)?(tracing forward \(\d+ s\)\n){2,}", written)
+    sleep(0.2)
+    assert shown.getvalue() == written
+
+
 def test_a_command_that_ends_collects_nothing_until_it_ends(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -220,11 +220,9 @@ engines, priced from the published config of their model and the requests that t
 third column says what was fitted to the kernels of which other trace. The duration of a kernel in a
 trace of an NVIDIA GPU does not hold the pause before the next one, of about 1 us; the predicted one
 does. Products of few rows take 1.4 to 2 times as long on H100 here as in a loop over one product
-(the first section), and elementwise kernels that broadcast are bound by their index arithmetic,
-which is not modelled. The numbers of products on MI300X are from these
-traces; they meet 26 batched products of another library there (AITER's tuned tables, MIT) within
-8 %. A convolution on MI300X (MIOpen) takes five kernels, of which one is predicted. All traces
-were looked at.""",
+(the first section). The numbers of products on MI300X are from these traces; they meet 26 batched
+products of another library there (AITER's tuned tables, MIT) within 8 %. A convolution on MI300X
+(MIOpen) takes five kernels, of which one is predicted. All traces were looked at.""",
     ),
 )
 

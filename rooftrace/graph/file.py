@@ -340,10 +340,12 @@ class _RoutingFacts(TypedDict, total=False):
 
     policy: str
     rows: int
-    chosen: int
+    chosen: int | float  # of a process of several: the mean
     classes: int
     distinct: float
     drawn: int
+    processes: int
+    chosen_each: int
 
 
 class _Assumption(NamedTuple):

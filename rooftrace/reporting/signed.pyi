@@ -966,6 +966,7 @@ def roofline(
     batch: int | Sequence[int] | None = ...,
     seq: int | Sequence[int] | None = ...,
     kv: int | Sequence[int] | None = ...,
+    names: Sequence[str] | None = ...,
     progress: Callable[[str], None] | None = ...,
     phases: Sequence[str] | None = ...,
     inputs: Mapping[str, str] | None = ...,
@@ -1001,11 +1002,12 @@ def roofline(
 
     sources: targets, graphs, or graphs by phase.  batch, seq, kv: a size, or several values of one
     of them; each value is traced, and `plot` joins its points.  phases: by default those
-    that fit each source.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for
-    all sources.
+    that fit each source.  names: one for each source, in tables and figures; default: those of
+    the models.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for all.
 
-    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError
-    for no source, for several values of two sizes, and the errors of `report`.
+    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError for no
+    source, names that are not one for each, several values of two sizes, and the errors of
+    `report`.
     """
 
 def run(

@@ -223,3 +223,60 @@ def test_kernels_add_up_to_those_of_the_step() -> None:
 def test_a_model_without_kernels_has_no_parts() -> None:
     empty = made(nn.Identity(), torch.ones(2))
     assert empty.patterns == empty.attention == empty.kernels == empty.wirings == ()
+
+
+class Latent(nn.Module):
+    """Keys and values of four heads, widened from a latent of 24; adapters: as LoRA does it."""
+
+    def __init__(self, adapters: bool) -> None:
+        super().__init__()
+        self.q, self.adapters = nn.Linear(64, 64), adapters
+        self.down, self.norm, self.up = nn.Linear(64, 24), nn.LayerNorm(24), nn.Linear(24, 128)
+        self.base = nn.Linear(64, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kv = self.up(self.norm(self.down(x)))
+        kv = kv + self.base(x) if self.adapters else kv
+        k, v = kv.unflatten(-1, (2, 4, 16)).unbind(2)
+        q = self.q(x).unflatten(-1, (4, 16))
+        return nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        )
+
+
+@pytest.mark.parametrize("execution", ["eager", "efficient"])
+def test_attention_over_a_latent_is_not_multi_head(execution: str) -> None:
+    for adapters, rank, kind in ((False, 24, "latent (MLA), rank 24"), (True, 0, "multi-head")):
+        step = rt.estimate(Latent(adapters), torch.randn(2, 8, 64), execution=execution)
+        attention = anatomy(step).attention
+        assert [(each.latent, each.kind) for each in attention] == [(rank, kind)]
+
+
+class Traits(nn.Module):
+    """A table that is the head too, one of positions, a gate, and an activation without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.wpe = nn.Embedding(100, 32), nn.Embedding(16, 32)
+        self.gate, self.up, self.act = nn.Linear(32, 32), nn.Linear(32, 32), nn.GELU()
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.table(tokens) + self.wpe.weight)
+        x = nn.functional.silu(self.gate(x)) * self.up(x)
+        return nn.functional.linear(self.act(x), self.table.weight)
+
+
+def test_traits_are_those_of_the_ops() -> None:
+    anatomy_of = made(Traits(), torch.zeros(1, 16, dtype=torch.long))
+    assert dict(anatomy_of.traits) == {
+        "class": "Traits",
+        "attention": "none",
+        "positions": "weights, wpe.weight",
+        "norms": "LayerNorm x 1",
+        "activations": "gated silu in Traits x 1, gelu in GELU x 1",
+        "tied weights": "table.weight",
+    }
+    sizes = dict(anatomy_of.families)
+    assert sum(sizes.values()) == sum(p.numel() for p in Traits().parameters())
+    assert sizes["norm"] == 64 and sizes["embedding"] == 100 * 32

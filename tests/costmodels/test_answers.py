@@ -103,7 +103,11 @@ def test_a_limit_holds_with_a_chance_that_rises_with_it(target: str, form: rt.ty
         assert answer.chances == {"tpot": answer.chance}
         assert answer.chance == pytest.approx(steps[0].chance(limit))
         assert answer.to_dict()["chance"] == answer.chance
-        assert f"holds with a chance of {answer.chance:.0%}" in str(answer)
+        shown = " ".join(str(answer).split())
+        assert f"holds with a chance of {answer.chance:.0%}" in shown
+        stored = "weights bf16, cache bf16"
+        assert f"({answer.best.labels['execution']}, {stored}): {answer.chance:.0%}" in shown
+        assert "one copy of the model" in shown
     assert chances == sorted(set(chances)) and chances[0] > 0.2 and chances[-1] < 0.8
 
 
@@ -184,6 +188,13 @@ def test_the_cheapest_is_that_of_a_loop_over_chips_precisions_and_batches(target
     assert answer.second is not None
     assert (answer.second.chip, answer.second.labels["dtype"]) == second[:2]
     assert answer.second.dollars == pytest.approx(expected[second], rel=1e-9)
+
+
+def test_an_answer_at_an_edge_of_what_was_looked_at_says_so(form: rt.types.Form) -> None:
+    for find, batch, end in (("latency", 20, "smallest"), ("throughput", 23, "largest")):
+        answer = rt.solve(form, find=find, kv=600, over=range(20, 24), chips=1)
+        assert answer.best is not None and answer.best.sizes["batch"] == batch
+        assert f"batch {batch} is the {end} that was looked at" in " ".join(str(answer).split())
 
 
 @pytest.mark.slow

@@ -82,3 +82,42 @@ def test_only_memory_differs_where_a_list_of_layers_becomes_a_sequential(folder)
     (held,) = there.held
     assert held.bytes.delta == there.totals["memory"].delta == 2 * 512 * 256 * 2
     assert held.held.op == "aten.add"
+
+
+HEAD = "        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)\n"
+TIED = ((HEAD, HEAD + "        self.head.weight = self.embed.weight\n"),)
+FUSED = (
+    ("self.q = nn.Linear(WIDTH, WIDTH", "self.qkv = nn.Linear(WIDTH, 3 * WIDTH"),
+    ("        self.k = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n", ""),
+    ("        self.v = nn.Linear(WIDTH, KV_HEADS * head, bias=False)\n", ""),
+    ("        q = self.q(x)", "        q, k, v = self.qkv(x).chunk(3, -1)\n        q = q"),
+    ("k = self.k(x)", "k = k"),
+    ("v = self.v(x)", "v = v"),
+)
+
+
+@pytest.mark.parametrize(
+    ("edits", "there_says", "back_says"),
+    [
+        (TIED, "head.weight is embed.weight now", "head.weight is a parameter of its own, no lon"),
+        (FUSED, "", ""),
+    ],
+    ids=["tied", "fused qkv"],
+)
+def test_parameters_are_tied_where_kernels_share_one(edits, there_says, back_says, folder):
+    """And not where the update of all parameters has fewer of them, so that others face."""
+    there, back, _ = compared(Case("tied", edits, (), ""), folder, "training")
+    for found, says in ((there, there_says), (back, back_says)):
+        words = [row.cause for row in found.rows if "one parameter" in row.cause]
+        words += [row.cause for row in found.rows if "of its own" in row.cause]
+        assert [says in cause for cause in words] == [True] * bool(says), words
+
+
+def test_a_guard_that_reads_a_value_is_a_synchronisation(folder):
+    guard = "        if x.isnan().any().item():  # here\n            raise ValueError('nan')\n"
+    edits = (("        gate = F.silu", guard + "        gate = F.silu"),)
+    there, back, line = compared(Case("guard", edits, (), ""), folder)
+    for found, sign in ((there, "+"), (back, "-")):
+        waiting = found.rows[-1]
+        assert waiting.cause.endswith(f"for the host; {sign}synchronisation by item() x4")
+        assert (waiting.line, waiting.where) == (line, "layers.*.mlp x4")

@@ -312,6 +312,49 @@ def test_strided_operands_are_taken_apart_as_a_trace_of_h100_shows(
     assert times == [pytest.approx(measured, rel=0.18)]
 
 
+MATRIX = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta")
+HEADS_OF = torch.empty(16, 4096, 32, 128, dtype=torch.bfloat16, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "bf16", "fp32"),
+    [
+        (lambda x: x + x[0], MATRIX, 166.0, 199.1),
+        (lambda x: x * x[0, 0], MATRIX, 151.6, 188.7),  # a tensor of one element
+        (lambda x: x.t().contiguous(), MATRIX, 427.9, 459.6),
+        (lambda x: x.transpose(1, 2).contiguous(), HEADS_OF, 723.2, 859.8),
+        (lambda x: x[..., :64].contiguous(), HEADS_OF, 315.4, 392.6),
+        (lambda x: x.permute(0, 2, 3, 1).contiguous(), HEADS_OF, 1730.6, 1934.7),
+        (lambda x: x.to(torch.float32 if x.dtype.itemsize == 2 else torch.bfloat16),
+         MATRIX, 192.0, 92.2),
+        (lambda x: x + x.float(), MATRIX, 260.8, 127.3),
+        (lambda x: x.clone(), MATRIX, 62.8, None),
+    ],
+)  # fmt: skip
+def test_a_kernel_takes_what_it_took_on_h200(
+    function: Callable[[Tensor], Tensor], x: Tensor, bf16: float, fp32: float | None
+) -> None:
+    """Kernels of torch 2.11, in microseconds: each element apart, lines apart, and casts."""
+    for each, measured in ((x, bf16), (x.float(), fp32)):
+        if measured is not None:
+            graph = rt.trace(Calls(function), each)
+            rows = rt.estimate(graph, chip="h200-sxm", execution="eager").rows
+            assert rows[-1].timing.t_device == pytest.approx(measured * 1e-6, rel=0.1)
+
+
+def test_lines_that_threads_share_are_looked_up_once() -> None:
+    """A warp that reads three channels apart has the next pixels on the lines of the first."""
+
+    def seconds(channels: int, pixels: int) -> float:
+        x = torch.empty(64, channels, pixels, dtype=torch.bfloat16, device="meta")
+        graph = rt.trace(Calls(lambda x: x.transpose(1, 2).contiguous()), x)
+        (row,) = rt.estimate(graph, chip="h200-sxm", execution="eager").rows
+        return row.timing.t_device
+
+    assert seconds(4, 2**18) < 0.6 * seconds(2**10, 2**10)
+    assert seconds(2**10, 2**10) == pytest.approx(seconds(2**11, 2**9), rel=0.01)
+
+
 def strided_over_plain(function: Callable[[Tensor], Tensor], x: Tensor, **how: str) -> float:
     """Device seconds of an op on the transpose of a matrix, over those on the matrix."""
     both = [rt.estimate(rt.trace(Calls(function), each), **how) for each in (x.t(), x)]

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.plans import plan
-from rooftrace.studies.advice.savings import ATTENTION, CHAIN, EPILOGUE, Headroom, headroom
+from rooftrace.studies.advice.variants import ATTENTION, CHAIN, EPILOGUE, Headroom, headroom
 from tests.costmodels.graph_support import Builder
 from tests.costmodels.random_graphs import programs
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 
 import pytest
 import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.reporting.cli import cli
 from rooftrace.reporting.html.document import as_hypertext
 from rooftrace.reporting.renderers.markdown import as_page
 from rooftrace.reporting.renderers.view import Section, View
-from rooftrace.reporting.sections.architecture import architecture
+from rooftrace.reporting.sections.architecture import architecture, elsewhere
 from rooftrace.reporting.sections.phase import INDICATORS, indicators, worked_example
 
 HOSTILE = 'a"] --> b; <script>alert(1)</script> %% `x` #quot; \u202e|end'
@@ -42,6 +45,7 @@ def test_indicators_follow_from_each_other_as_their_formulas_say(report: rt.type
         assert value["F_matrix"] == 2 * 2 * 64 * 1024 * 4096
         assert value["P_effective"] == pytest.approx(value["F_theory"] / value["T_comp"])
         assert value["F_realizable"] == pytest.approx(value["T_comp"] * e.peak)
+        assert value["eta"] == pytest.approx(value["P_effective"] / e.peak)
         assert value["AI_hbm"] == pytest.approx(value["F_useful"] / e.bytes_hbm)
         assert value["AI_weights_only"] == pytest.approx(
             value["F_useful"] / (2 * (2 * 1024 * 4096 + 4096 + 1024))
@@ -56,7 +60,7 @@ def test_indicators_stand_under_each_execution(report: rt.types.Report) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert [re.match(r"\| `(\w+)`", row)[1] for row in rows] == [name for name, *_ in INDICATORS]
     assert "| eager" in text and "| efficient" in text
-    assert f"| {report.estimate('forward').ridge:.1f} FLOP/byte" in rows[8]
+    assert f"| {report.estimate('forward').ridge:.1f} FLOP/byte" in rows[9]
 
 
 def test_the_worked_example_comes_to_the_time_of_its_kernel(report: rt.types.Report) -> None:
@@ -68,6 +72,30 @@ def test_the_worked_example_comes_to_the_time_of_its_kernel(report: rt.types.Rep
     largest = max(row.timing.t_device for row in estimate.rows)
     assert f"{largest / estimate.t_est:.1%}".replace("%", " % of the step") in text
     assert worked_example(rt.estimate(nn.Identity(), torch.ones(2))).parts == ()
+
+
+def test_settings_of_a_configuration_stand_in_the_report() -> None:
+    @dataclasses.dataclass
+    class Config:
+        width: int = 8
+        act: str = "relu"
+        inner: object = None
+
+    model = nn.Linear(8, 8)
+    model.config = Config(inner=object())
+    plain = page(architecture(rt.report(model, torch.ones(2, 8), phases=["forward"])))
+    rows = re.findall(r"^\| `(\w+)`\s+\| (\w+)\s+\|$", plain, re.MULTILINE)
+    assert rows == [("width", "8"), ("act", "relu")]
+    assert '  "head" : 72' in plain  # the pie: 8 x 8 weights and 8 of the bias
+
+
+def test_commands_for_other_questions_are_ones_that_there_are() -> None:
+    section = elsewhere(rt.report(nn.ReLU(), torch.ones(8)))
+    for line in re.findall(r"`rooftrace (.*?)`", page(section)):
+        command, *words = shlex.split(line)
+        options = cli.commands[command].params
+        known = {name for option in options for name in option.opts}
+        assert {word for word in words if word.startswith("--")} <= known, line
 
 
 def test_what_does_not_apply_says_so() -> None:
@@ -83,7 +111,7 @@ def test_names_cannot_break_a_diagram_or_a_page() -> None:
     model.add_module(HOSTILE.replace(".", ""), Bad(8, 8))
     section = architecture(rt.report(model, torch.ones(4, 8), phases=["forward"]))
     text = page(section)
-    (diagram,) = re.findall(r"```mermaid\n(.*?)\n```", text, re.DOTALL)
+    (diagram,) = re.findall(r"```mermaid\n(flow.*?)\n```", text, re.DOTALL)
     lines = diagram.splitlines()
     assert lines[0] == "flowchart TD"
     for line in lines[1:]:

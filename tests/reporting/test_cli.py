@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import click
@@ -50,10 +51,12 @@ def test_the_largest_batch_is_asked_for(run: Run, tmp_path: Path) -> None:
     options = ("--phase", "forward,training", "--chip", "l4,h100-sxm", "--max-batch")
     out = tmp_path / "report"
     ran = run("report", CONTROL_FLOW, *options, "--out", out, "--format", "json,md")
-    assert ran.code == 0 and "largest batch" in ran.out
+    head = next(line for line in ran.out.splitlines() if line.startswith("memory "))
+    assert ran.code == 0 and head.split()[1:4] == ["weights", "gradients", "optimizer"]
     chips = json.loads((out / "report.json").read_text())["memory"]["training"]["chips"]
     found = [chips[name]["max_batch"]["batch"] for name in ("l4", "h100-sxm")]
     assert 0 < found[0] <= found[1]
+    assert re.search(rf"^largest batch: forward .*, training {found[0]:,}$", ran.out, re.MULTILINE)
     assert f"{found[0]:,}" in ran.out
     page = " ".join((out / "report.md").read_text().split())
     assert "| Largest batch | on one l4 | on one h100-sxm |" in page

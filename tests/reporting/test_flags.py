@@ -242,6 +242,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 "--system": (("--system", "dgx-h100"), ("--system", "dgx-h101")),
                 "--execution": (("--execution", "eager"),),
                 "--plot": (("--plot", "roofs.svg"), ("--plot", "roofs.jpg")),
+                "--names": (("--names", "Mine"), ("--names", "Mine,Yours")),
                 "--style": (("--style", "paper"),),
                 "--format": (("--format", "md"),),
                 "--out": (("--out", "roofs.csv"),),

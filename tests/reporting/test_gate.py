@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -194,7 +195,21 @@ def test_a_comment_fails_nothing_unless_the_check_is_strict(
     assert run("check", "--strict").code == 0
 
 
-def test_a_passed_budget_names_the_module_and_its_ops(
+def test_a_step_that_no_longer_fits_its_chip_is_named(
+    repo: Path, run: Run, change: Callable[[str, str], None]
+) -> None:
+    """At the peak the middle and its gelu are alive: 2 x 4 x 64 numbers of 4 bytes for each row."""
+    change("torch.ones(8, 16, 64)", 'torch.empty(2**23, 16, 64, device="meta")')
+    ran = run("check")
+    rows, room = 2**23 * 16, rt.load_chip("h200-sxm").room()
+    assert room < rows * 2 * 4 * 64 * 4
+    (line,) = [line for line in ran.out.splitlines() if "no longer fits" in line]
+    peak, most = re.search(r"h200-sxm no longer fits: ([\d.]+) of ([\d.]+) GiB", line).groups()
+    assert float(peak) >= rows * 2 * 4 * 64 * 4 / 2**30 and float(most) < float(peak)
+    assert line.lstrip("- ") in run("check", "--format", "github").out
+
+
+def test_an_exceeded_budget_names_the_module_and_its_ops(
     repo: Path, run: Run, change: Callable[[str, str], None]
 ) -> None:
     change("self.up(self.norm(x))", CASTS)

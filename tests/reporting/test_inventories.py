@@ -6,14 +6,12 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.reporting.commands.compat import _WITHOUT_USE
 from rooftrace.reporting.commands.inventories import MOST, distributions
 from rooftrace.reporting.views.results import as_markdown
 from tests.reporting.conftest import Run
@@ -202,17 +200,36 @@ def test_a_dump_goes_to_a_logger(caplog: pytest.LogCaptureFixture, tmp_path: Pat
     assert all("\n" not in record.message for record in caplog.records)
 
 
-def test_every_argument_of_the_habit_acts_or_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    values: dict[str, Any] = {name: True for name in _WITHOUT_USE}
-    rt.tools.dump_model_info(model(), plot_distributions=False, **values)
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        ((nn.Linear(48, 8),), "fp32[1, 48]"),
+        ((nn.Conv2d(3, 4, 7), nn.ReLU()), "fp32[1, 3, 224, 224]"),
+        ((nn.Embedding(50, 8), nn.Linear(8, 8)), "int64[1, 128]"),
+    ],
+)
+def test_a_dump_without_inputs_prices_a_step_and_says_its_guess(
+    layers: tuple[nn.Module, ...], shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.md"
+    rt.tools.dump_model_info(nn.Sequential(*layers), plot_distributions=False, report_path=path)
+    out, page = capsys.readouterr().out, path.read_text()
+    assert "limited by" in out and "The input is a guess" in out
+    assert "## Verdict" in page and shape.partition("[")[2] in page.partition("is a guess")[2]
+
+
+def test_a_dump_of_a_model_of_hugging_face_needs_no_inputs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        vocab_size=100, max_position_embeddings=64,
+    )  # fmt: skip
+    made = transformers.LlamaForCausalLM(config)
+    rt.tools.dump_model_info(made, plot_distributions=False, phases=["decode"])
     out = capsys.readouterr().out
-    assert all(f"{name}=True" in out for name in _WITHOUT_USE)
-    rt.tools.dump_model_info(
-        model(), plot_distributions=False, tensor_core_b_sat=64, save_path="x.png"
-    )
-    out = capsys.readouterr().out
-    assert "tensor_core_b_sat=64: not used; it is of a report" in out
-    assert "nothing is drawn with plot_distributions=False" in out
+    assert "decode 1 x 1 token" in out and "The batch is a guess: 1" in out
 
 
 def test_a_report_where_the_module_can_be_called(
@@ -244,22 +261,23 @@ def test_the_saturation_of_a_dump_is_that_of_its_report(tmp_path: Path) -> None:
     assert times[0] != times[1]
 
 
-def test_a_report_of_a_module_that_is_not_called_says_so(
+def test_a_report_of_a_module_that_cannot_be_called_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "model.md"
-    rt.tools.dump_model_info(model(), plot_distributions=False, report_path=path)
+    narrow = nn.Sequential(nn.Linear(8, 4), nn.Linear(8, 4))
+    rt.tools.dump_model_info(narrow, plot_distributions=False, report_path=path)
     text = path.read_text()
-    assert "262,912 trainable" in text
-    assert "No costs of a step: Sequential: missing a required argument" in text
-    assert "pass input_data=" in text and "pass input_data=" in capsys.readouterr().out
+    assert "72 trainable" in text
+    assert "No costs of a step: " in text and "The input is a guess" in text
+    assert "No costs of a step: " in capsys.readouterr().out
+    rt.tools.dump_model_info(narrow, plot_distributions=False)
+    assert "note: no report: " in capsys.readouterr().out
 
 
 def test_arguments_of_a_dump_that_make_no_sense() -> None:
     for wrong, message in (
         ({"report_path": "x.html"}, r"expected a \.md file or a folder"),
-        ({"batch": 8}, "batch: they are of a report"),
-        ({"input_data": torch.ones(1)}, "input_data: they are of a report"),
         ({"report_path": "x.md", "tensor_core_b_sat": -1}, "positive number of rows"),
         ({"enable_tensor_core_model": False, "tensor_core_b_sat": 64}, "enable_tensor_core_model"),
     ):

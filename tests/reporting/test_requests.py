@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import TYPICAL, execution_model
+from rooftrace.costmodels.rewrites import check_precisions
 from rooftrace.reporting import signed
 from rooftrace.reporting.cli import cli
 from rooftrace.reporting.commands import calls
@@ -78,6 +80,20 @@ def test_functions_show_all_that_they_take() -> None:
         shown = inspect.signature(function).parameters
         options = {each.name for each in CALLS[name].options()}
         assert options <= {*shown, "over", "vary"}, name
+
+
+def test_the_help_of_precisions_names_what_they_take() -> None:
+    texts = {each.name: each.help for each in options_of(PrecisionOptions)}
+    word = re.compile(r"\b(?:bf16|(?:mx|nv)?fp\d+|int\d\w*)\b")
+    named = {name: word.findall(text) for name, text in texts.items()}
+    assert {"fp32", "bf16", "fp8", "nvfp4"} <= {*named["dtype"]}
+    assert {"int8", "int4", "int4_g128"} <= {*named["weights_dtype"]}
+    for name in named["dtype"]:
+        check_precisions(name, None, None)
+    for name in named["weights_dtype"]:
+        check_precisions(None, name, None)
+    for name in named["kv_dtype"]:
+        check_precisions(None, None, name)
 
 
 TYPED: dict[str, Any] = {

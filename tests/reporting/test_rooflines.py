@@ -9,6 +9,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.reporting.figures.printing import MEDIA
 from rooftrace.reporting.figures.roofline import _points, roofline_figure
 from tests.reporting.conftest import Run
 
@@ -80,6 +81,27 @@ def test_the_figure_has_a_ridge_for_each_chip_and_no_text_over_another(steps) ->
         assert min(wide, min(one.y1, other.y1) - max(one.y0, other.y0)) < 3
 
 
+def test_a_column_names_each_of_five_models_once_inside_the_figure() -> None:
+    graphs = [
+        rt.trace(nn.Linear(256 * n, 256 * n), torch.empty(64 * n, 256 * n, device="meta"))
+        for n in (1, 2, 4, 8, 16)
+    ]
+    given = ["Small", "Base", "Large", "Huge", "Giant"]
+    result = rt.roofline(graphs, chip=["h100-sxm", "l4"], names=given)
+    assert result.models == given
+    figure = roofline_figure(result, MEDIA["paper-column"])
+    figure.canvas.draw()
+    labels = [text for text in figure.texts if text.get_fontsize() == 9.5]  # not of the title
+    names = [text for text in labels if text.get_text() in given]
+    assert sorted(text.get_text() for text in names) == sorted(given)
+    inside = figure.axes[0].get_window_extent()
+    boxes = [text.get_window_extent() for text in names]
+    assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
+    for one, other in itertools.combinations(boxes, 2):
+        wide = min(one.x1, other.x1) - max(one.x0, other.x0)
+        assert min(wide, min(one.y1, other.y1) - max(one.y0, other.y0)) < 3
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -87,6 +109,8 @@ def test_the_figure_has_a_ridge_for_each_chip_and_no_text_over_another(steps) ->
         ({"batch": 0}, "batch=0: expected whole numbers above 0"),
         ({"batch": ()}, "batch=none: expected"),
         ({"batch": range(1, 400)}, "expected 200 at most"),
+        ({"names": ["a", "b"]}, "names 'a,b': expected 1 name, one for each target"),
+        ({"names": [""]}, "names '': expected 1 name"),
     ],
 )
 def test_a_wrong_call_is_refused(asked: dict, said: str) -> None:

@@ -190,6 +190,23 @@ def test_memory_of_a_page_is_that_of_the_timeline(report: rt.types.Report) -> No
     assert sum(data["modules"].values()) == sum(tensor.bytes for tensor in need.tensors)
 
 
+def test_the_peak_of_a_step_is_that_of_its_execution() -> None:
+    model = Stack()
+    report = rt.report(model, torch.randn(8, 32), execution=["efficient", "naive"])
+    steps = contents(report)["steps"]
+    for phase in report.phases:
+        for execution in ("efficient", "naive"):
+            alone = rt.estimate(model, torch.randn(8, 32), phase=phase, execution=execution)
+            assert steps[phase][execution]["peak"] == alone.memory.peak
+        assert report.memory[phase].peak == steps[phase][report.main]["peak"]
+
+
+def test_the_picture_stands_before_the_words(report: rt.types.Report) -> None:
+    page = report_page(report)
+    assert page.index('id="explorer"') < page.index('<section id="verdict">')
+    assert page.index('href="#explore"') < page.index('href="#verdict"')
+
+
 def test_a_kernel_says_its_shapes_and_the_formula_of_its_rule(report: rt.types.Report) -> None:
     data = contents(report)
     groups = data["steps"]["forward"]["naive"]["groups"]

@@ -20,6 +20,7 @@ import rooftrace as rt
 from rooftrace.hardware.units import format_capacity, format_time
 from rooftrace.reporting.html import report_page, result_page
 from rooftrace.reporting.renderers import units, view
+from rooftrace.reporting.views import file_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = os.environ.get("ROOFTRACE_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), "")
@@ -145,6 +146,27 @@ def test_switches_show_the_step_that_they_name(report: rt.types.Report, opened: 
                 estimate = report.estimate(phase, execution, chip.name)
                 assert format_time(estimate.t_est) in verdict(page)
                 assert format_time(estimate.t_bound) in verdict(page)
+                assert format_capacity(estimate.memory.peak) in verdict(page)
+
+
+def test_a_price_of_a_chip_becomes_one_of_a_million_items(
+    report: rt.types.Report, opened: Open
+) -> None:
+    page = opened(report_page(report), "#phase=forward")
+    step = report.estimate("forward")
+    hours = 1_000_000 / step.items * step.t_est / 3600
+    page.fill('input[type="number"]', str(25 / hours))
+    assert "$25\n" in verdict(page)
+
+
+def test_the_first_screen_is_the_picture(report: rt.types.Report, opened: Open) -> None:
+    page = opened(report_page(report), viewport={"width": 1366, "height": 768})
+    for part in ('[data-testid="verdict"]', ".picture figure svg"):
+        box = page.locator(part).bounding_box()
+        assert box["y"] + box["height"] <= 768, part
+    for link in page.locator("nav.contents a").all():  # all are reachable without scrolling
+        box = link.bounding_box()
+        assert box["x"] + box["width"] <= 1366
 
 
 def test_a_link_opens_what_it_was_made_of(report: rt.types.Report, opened: Open) -> None:
@@ -256,6 +278,21 @@ def test_tables_below_are_sorted_and_filtered(opened: Open) -> None:
     page.fill('input[type="search"]', "row 1")
     shown = [name for name in names if name.startswith("row 1")]
     assert page.locator("tbody tr:visible").count() == len(shown)
+
+
+def test_sliders_over_a_sweep_show_the_estimate_of_their_place(opened: Open) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU()), torch.empty(8, 64)
+    chips = ["h200-sxm", "l4"]
+    swept = rt.sweep(model, x, over={"batch": (8, 64, 512)}, chip=chips)
+    page = opened(file_of(swept, "html").decode())
+    for place, batch in ((2, 512), (0, 8)):
+        for chip in chips:
+            page.locator('.live input[type="range"]').fill(str(place))
+            page.select_option(".live select", label=chip)
+            alone = rt.estimate(model, torch.empty(batch, 64), chip=chip)
+            told = page.inner_text(".live dl")
+            assert format_time(alone.t_est) in told and format_time(alone.t_bound) in told
+            assert page.locator("tr.picked").count() == 1
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,6 +1,10 @@
 """Experts over processes: what they send, get and compute, with the choices of all in balance."""
 
+import json
 from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import rooftrace as rt
 from rooftrace.costmodels.timing import collective_seconds, expert_exchange_seconds
 from rooftrace.errors import RequestError
 from rooftrace.hardware.systems import load_system
+from rooftrace.tracer.phases import running
 from rooftrace.tracer.values import masks
 from tests.conftest import in_turn
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
@@ -112,6 +117,29 @@ def test_the_balance_is_an_assumption_of_the_result() -> None:
     assert all("sends as many rows to each" in a.text and a.kind == "routing" for a in said)
     resting = {n for op in grouped(graph) for n in op.assumptions}
     assert {a.id for a in said} <= resting
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_choices_of_all_come_back_from_a_file(name: str, tmp_path: Path) -> None:
+    """Mixtral's 2 of 8 experts on 4 processes: half an expert of each is chosen."""
+    graph = spread_graph(CONFIGS[name][0], {"dp": 4, "ep": 4}, "decode", 3, 5)
+    rt.save(graph, tmp_path / "graph.json")
+    assert rt.load(tmp_path / "graph.json") == graph
+
+
+@pytest.mark.parametrize(("name", "mesh"), in_turn(CONFIGS, [{}, {"dp": 4, "ep": 4}, {"tp": 2}]))
+def test_a_prompt_of_which_the_cache_is_read_routes_no_token(
+    name: str, mesh: Mapping[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step behind it is that behind a prompt that is run in full."""
+    config = {**CONFIGS[name][0], "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = partial(rt.trace, str(tmp_path / "config.json"), mesh=mesh or None, phase="decode")
+    many = run(batch=3, kv=masks.MAX_CHOSEN)  # choices of more tokens are not followed
+    assert {op.facts["rows_routed"] for op in grouped(many)} <= {6, 3, 12}
+    short = run(batch=3, kv=6)
+    monkeypatch.setattr(running, "experts_by_size", lambda _: nullcontext())
+    assert run(batch=3, kv=6) == short
 
 
 def test_experts_that_do_not_divide_are_refused_in_a_line() -> None:

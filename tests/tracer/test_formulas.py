@@ -125,6 +125,16 @@ def test_points_alone_prove_no_curve(values: list[int]) -> None:
         )
 
 
+def test_a_few_samples_beside_many_alike_prove_no_term() -> None:
+    """As many samples beside the others as terms that only they give: any numbers would fit."""
+    samples = [(2, 12278), (2, 512), (4, 12273), (2, 9392), (4, 9399), (3, 9396), (2, 9385)]
+    fitter = Fitter([*samples, (2, 9398)])
+    rows = {2: 23_551, 3: 28_415, 4: 32_702}  # that an embedding reads: words may be equal
+    assert fitter.fit([rows[batch] for batch, _ in fitter.samples]) is None
+    size = fitter.fit([64 * batch * kv + 5 for batch, kv in fitter.samples])
+    assert size is not None and size.at((7, 1000)) == 64 * 7 * 1000 + 5
+
+
 # -- draws -----------------------------------------------------------------------------------------
 
 

@@ -159,7 +159,18 @@ class Unused(Stack):
     kind = Kind
 
 
-REPEATED = [AfterNorm, WithDropout, Between, Tuples, Masked, Frozen, Unused]
+class OfTorch(Stack):
+    """Layers of torch itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (
+            nn.TransformerEncoderLayer(WIDTH, 2, 32, 0.0, batch_first=True) for _ in range(COUNT)
+        )
+        self.layers = nn.ModuleList(layers)
+
+
+REPEATED = [AfterNorm, WithDropout, Between, Tuples, Masked, Frozen, Unused, OfTorch]
 
 
 # -- stacks of which some or all layers have to be run ---------------------------------------------

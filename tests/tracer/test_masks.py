@@ -278,6 +278,22 @@ def test_a_truth_is_reduced_at_any_size() -> None:
     assert not graph.assumptions
 
 
+@pytest.mark.parametrize("batch", [2, 1 << 14])
+@pytest.mark.parametrize("length", [1, 300])
+def test_documents_are_counted_at_any_batch(batch: int, length: int) -> None:
+    """As transformers tells packed sequences: a position that does not follow begins another."""
+    x = torch.empty(batch, 300, device="meta")
+
+    def documents(x: Tensor) -> Tensor:
+        position = (torch.arange(300, device=x.device) % length).expand(x.shape)
+        begins = position.diff(prepend=position[:, :1] - 1) != 1
+        return x if bool((begins.cumsum(-1)[:, -1] == 0).all()) else x * 2
+
+    graph = rt.trace(documents, x)
+    assert not graph.assumptions
+    assert ("aten.mul.Tensor" in {op.target for op in graph.ops}) == (length < 300)
+
+
 def test_unknown_parts_are_named_and_known_parts_kept() -> None:
     size = 3_000
 

@@ -9,15 +9,20 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import rooftrace as rt
+from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.inputs.calls import call_inputs
 from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.request import Options
 
 LAYERS = 7
 
@@ -285,3 +290,110 @@ def test_what_the_garbage_collector_calls_is_no_code_of_a_layer() -> None:
     finally:
         gc.callbacks.remove(collected)
     assert len(LOG.modules) == 2  # the first of all knows the values of its input
+
+
+class Attending(nn.Module):
+    """A layer with a place in a cache of transformers; `use` is what else its code does there."""
+
+    def __init__(self, number: int, use: Callable[[Any, Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layer_idx, self.use = number, use
+
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
+        LOG.append(self)
+        keys, values = self.keys(x)[:, None], self.values(x)[:, None]
+        keys, values = self.use(self, cache, keys) or cache.update(keys, values, self.layer_idx)
+        read: Tensor = F.scaled_dot_product_attention(x[:, None], keys, values)
+        return torch.relu(x + read[:, 0])
+
+
+class Attention(nn.Module):
+    """Layers with a cache that is there before the first of them."""
+
+    def __init__(self, use: Callable[[Any, Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Attending(number, use) for number in range(LAYERS))
+
+    def forward(self, ids: Tensor, memory: Any = None) -> Any:
+        library = pytest.importorskip("transformers.cache_utils")
+        if memory is None:
+            memory = library.DynamicCache()
+            memory.layers = [library.DynamicLayer() for _ in range(LAYERS)]
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return {"x": x, "memory": memory}
+
+
+def nothing_else(layer: Any, cache: Any, x: Tensor) -> None:
+    pass
+
+
+def its_parity(layer: Any, cache: Any, x: Tensor) -> None:
+    layer.keys(x) if layer.layer_idx % 2 else None
+
+
+def its_number_in_a_variable(layer: Any, cache: Any, x: Tensor) -> Any:
+    number = layer.layer_idx
+    part = x[:, :, : 1 + number % 2]
+    return cache.update(part, part, number)
+
+
+def its_number_for_another_call(layer: Any, cache: Any, x: Tensor) -> None:
+    parity(layer, x, layer.layer_idx)
+
+
+def parity(layer: Any, x: Tensor, number: int) -> None:
+    layer.keys(x) if number % 2 else None
+
+
+def another_layers_place(layer: Any, cache: Any, x: Tensor) -> Any:
+    return cache.update(x, x, 0)
+
+
+def how_long_the_first_is(layer: Any, cache: Any, x: Tensor) -> None:
+    layer.keys(x) if cache.get_seq_length(0) else None
+
+
+def how_many_are_filled(layer: Any, cache: Any, x: Tensor) -> None:
+    layer.keys(x) if sum(place.is_initialized for place in cache.layers) % 2 else None
+
+
+USES = (
+    its_parity,
+    its_number_in_a_variable,
+    its_number_for_another_call,
+    another_layers_place,
+    how_long_the_first_is,
+    how_many_are_filled,
+)
+
+
+def with_caches(use: Callable[..., Any], phase: str) -> tuple[set[nn.Module], OpGraph, OpGraph]:
+    """Layers that ran in the trace, its graph written out, and that of layers that all run."""
+    model = Attention(use).eval()
+    inputs = call_inputs(model, (torch.ones(2, 3, dtype=torch.long),), {})
+    every = trace_phases(model, inputs, (phase,), Options(repeats=False))[phase]
+    LOG.modules.clear()
+    graph = trace_phases(model, inputs, (phase,))[phase].expand()
+    ran, graphs = set(LOG.modules), [graph, every]
+    if phase == "training":  # what is held there is that of one layer for all
+        ops = ([structs.replace(op, holds=()) for op in graph.ops] for graph in graphs)
+        graphs = [graph.replace(ops=tuple(of)) for graph, of in zip(graphs, ops, strict=True)]
+    return ran, graphs[0], graphs[1]
+
+
+@pytest.mark.parametrize("phase", ["forward", "decode", "training"])
+def test_a_layer_passes_its_number_to_a_cache_and_does_nothing_else_with_it(phase: str) -> None:
+    ran, graph, every = with_caches(nothing_else, phase)
+    assert len(ran) <= 3  # the first of all knows the values of its input
+    assert graph == every
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_layers_that_use_their_number_or_a_cache_otherwise_all_run(use: Callable[..., Any]) -> None:
+    ran, graph, every = with_caches(use, "forward")
+    assert len(ran) == LAYERS
+    assert graph == every

@@ -157,3 +157,10 @@ def test_models_that_load_kernels_by_themselves_are_known() -> None:
     call = re.compile(rb"\bget_kernel\(")
     found = {p.parent.name for p in models.glob("*/modeling_*.py") if call.search(p.read_bytes())}
     assert found <= set(configs._kernels())
+
+
+def test_a_type_that_loads_no_kernels_imports_nothing_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(configs, "_kernels", lambda: pytest.fail("looks for its kernels"))
+    check_config({"model_type": "llama", "text_config": {"model_type": "bert"}}, "config.json")

@@ -456,3 +456,19 @@ def test_lengths_of_shared_sequences_are_those_that_divide() -> None:
     job = Job.of(rt.trace, "llama-3.1-8b", (), {"mesh": {"cp": 4}})
     assert lengths_in(job, "seq", range(12, 41)) == range(16, 41, 8)
     assert lengths_in(job, "batch", range(12, 41)) == range(12, 41)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "lengths"),
+    [
+        ({"tp": 8}, "engines", range(16, 41, 8)),
+        ({"tp": 8}, "transformers", range(12, 41)),
+        ({"cp": 4, "tp": 8}, "engines", range(32, 41, 32)),
+    ],
+)
+def test_lengths_of_a_training_over_tp_are_those_that_divide(
+    mesh: dict[str, int], plan: str, lengths: range
+) -> None:
+    said = {"mesh": mesh, "plan": plan, "phase": "training"}
+    job = Job.of(rt.trace, "llama-3.1-8b", (), said).of_one_phase()
+    assert lengths_in(job, "seq", range(12, 41)) == lengths

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates.nodes import Aligned, aligned, with_shape
 from rooftrace.costmodels.estimates.rows import Row
-from rooftrace.costmodels.fusion import Plan, runs
+from rooftrace.costmodels.fusion import ExecutionModel, Plan, runs
 from rooftrace.costmodels.kernels import Knobs, engines
+from rooftrace.costmodels.kernels.engines import TileUse
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Cost, Work, find_rule
 from rooftrace.graph import Op, pattern_of
 from rooftrace.hardware import Chip
@@ -20,8 +21,6 @@ from rooftrace.hardware.units import format_flops
 
 if TYPE_CHECKING:
     import pandas
-
-    from rooftrace.costmodels.estimates import tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +139,7 @@ class Census(Plain, Shown):
 
 # -- counting --------------------------------------------------------------------------------------
 # Rows are exact: their FLOP and those of the attention kernels are the matrix FLOP of the step.
-# Efficiencies of tiles and waves are those of the kernel model (`tiles`), None where it has none.
+# Efficiencies of tiles and waves are those of `tiled_kernels`, None where it models none.
 # A convolution stands as an im2col product: M the positions of all images, N the output channels
 # of a group, K the values that each of them sums.
 
@@ -194,8 +193,6 @@ def census(
     headline: FLOP/s of its peak.  t_serial: seconds that shares are of.  align: bytes; sizes are
     odd whose rows in memory are no multiple of them.  Raises ValueError for less than 1 byte.
     """
-    from rooftrace.costmodels.estimates.tiles import tiled_kernels  # loads numpy
-
     if align < 1:
         raise ValueError(f"align={align}: expected bytes, 1 or more; usual are 16 and 128")
     calls = [call for row in rows for call in _calls_of(planned, chip, row)]
@@ -274,7 +271,7 @@ def _product(
     planned: Plan,
     chip: Chip,
     call: _Call,
-    kernel: tiles.TiledKernel,
+    kernel: TiledKernel,
     more: tuple[int, float] | None,
     t_serial: float,
 ) -> Product:
@@ -336,3 +333,93 @@ def _sum(group: Sequence[Product]) -> Product:
     for name in _LISTS:
         sums[name] = tuple(dict.fromkeys(item for p in group for item in getattr(p, name)))
     return replace(first, **sums)
+
+
+# -- tiles -----------------------------------------------------------------------------------------
+# Single kernels of a plan, also with other sizes: their seconds, the tiles of their products.
+
+
+@dataclass(frozen=True, slots=True)
+class TiledKernel:
+    """Seconds of one kernel without its launch, and the tiles of its products.
+
+    A product that is not in `uses` is not modelled by tiles.
+    """
+
+    seconds: float
+    untiled: float  # seconds if every tile and every wave were full
+    uses: Mapping[Work, TileUse] = field(default_factory=dict)
+
+
+def tiled_kernels(
+    planned: Plan,
+    chip: Chip,
+    knobs: Knobs | None,
+    headline: float,
+    wanted: Iterable[tuple[int, Cost]],
+) -> list[TiledKernel]:
+    """Kernels in the place of those of a plan, priced as `time_plan` prices them, without links.
+
+    knobs: None: at the datasheet's rates.  headline: FLOP/s.  wanted: numbers of groups of the
+    plan, each with the cost of one kernel in its place.
+    """
+    import numpy as np
+
+    from rooftrace.costmodels.kernels import seconds, works
+
+    wanted = list(wanted)
+    if not wanted:
+        return []
+    execution, reuse = planned.execution, knobs is not None and knobs.cache != 1
+    held = list(works.kernel_bytes(planned, chip, reuse))
+    kernels, place = works.kernels_of(
+        works.SizedKernel(cost, *held[group], eager=group in planned.eager)
+        for group, cost in wanted
+    )
+    if knobs is not None:
+        taken = seconds.seconds_by_knobs(kernels, chip, knobs, execution, planned.copies_layouts)
+        tiled, untiled, choices = taken.device, taken.untiled, taken.choice.tolist()
+    else:
+        memory = kernels.bytes / chip.memory_bandwidth.value
+        tiled, untiled = (
+            np.maximum(memory, seconds.peak_seconds(kernels, chip, execution, headline, tiled=each))
+            for each in (True, False)
+        )
+        choices = [None] * len(kernels)
+    return [
+        TiledKernel(
+            float(tiled[row]), float(untiled[row]), _uses(cost, chip, execution, choices[row])
+        )
+        for row, (_, cost) in zip(place, wanted, strict=True)
+    ]
+
+
+def _uses(
+    cost: Cost, chip: Chip, execution: ExecutionModel, choice: int | None
+) -> Mapping[Work, TileUse]:
+    """The tiles of the products of a kernel that have sizes.
+
+    choice: those of its longest product, -1 for none, by knobs; None: each has its fastest ones, at
+    the datasheet's rates.
+    """
+    import numpy as np
+
+    uses: dict[Work, TileUse] = {}
+    engine, use = engines.matrix_engine(chip), execution.utilization
+    if engine is None or choice == -1 or (choice is None and not use.tiles):
+        return uses
+    longest = 0.0
+    for work, flop in cost.computed().items():
+        if work.operation not in MATRIX or work.shape is None or 0 in work.shape:
+            continue
+        name, precision = engines.product_engine(work, chip, execution)
+        rate = chip.peak(name, precision)
+        numbers = engines.product_sizes(work, work.shape, flop, float(name == "matrix"), chip)
+        sizes = {size: np.array([float(number)]) for size, number in numbers.items()}
+        if choice is None:
+            rates = np.array([rate * use.eta(work.rows)])
+            place = int(engines.tile_seconds(sizes, rates, engine).argmin())
+            uses[work] = TileUse.of(place, sizes, engine.units)
+        elif flop / rate >= longest:  # of equal ones the last
+            longest, uses = flop / rate, {work: TileUse.of(choice, sizes, engine.units)}
+    return uses

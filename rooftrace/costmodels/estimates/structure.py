@@ -5,6 +5,7 @@ Nothing is taken from a template or from the name of a model.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,11 +43,14 @@ class AttentionCalls:
     queries: int  # positions
     keys: int  # positions
     useful: float  # share of the scores that the mask lets through
+    latent: int = 0  # numbers of the latent that keys and values are made of; 0: of the input
     count: int  # kernels of a step
 
     @property
     def kind(self) -> str:
-        """Sharing of keys and values by heads: multi-head, grouped-query or multi-query."""
+        """Latent, or the sharing of keys and values: multi-head, grouped-query or multi-query."""
+        if self.latent:
+            return f"latent (MLA), rank {self.latent:,}"
         if self.heads_kv == self.heads:
             return "multi-head"
         return "multi-query" if self.heads_kv == 1 else "grouped-query"
@@ -65,6 +69,8 @@ class KernelKind:
 class Anatomy:
     """The parts of a traced model in one phase, most of each first."""
 
+    traits: tuple[tuple[str, str], ...]  # what it has, and of which kind
+    families: tuple[tuple[str, int], ...]  # parameters by the family of the op that reads them
     patterns: tuple[ModulePattern, ...]
     classes: tuple[tuple[str, int], ...]  # of modules that ran with none inside, and how many
     attention: tuple[AttentionCalls, ...]
@@ -74,10 +80,13 @@ class Anatomy:
 
 def anatomy(estimate: Estimate) -> Anatomy:
     """The parts of an estimate's model, by the graph as its execution runs it."""
+    attention = tuple(_attention(estimate.plan))
     return Anatomy(
+        traits=tuple(_traits(estimate, attention)),
+        families=tuple(_families(estimate.plan)),
         patterns=tuple(_patterns(estimate.plan.source)),
         classes=tuple(_classes(estimate.plan.source)),
-        attention=tuple(_attention(estimate.plan)),
+        attention=attention,
         kernels=tuple(_kernels(estimate)),
         wirings=wirings(estimate),
     )
@@ -109,6 +118,25 @@ def _patterns(graph: OpGraph) -> list[ModulePattern]:
     return sorted(patterns, key=lambda entry: (-entry.params, entry.pattern))
 
 
+def _families(planned: Plan) -> list[tuple[str, int]]:
+    """Parameters by the family of the first op that reads them, casts and scales looked through."""
+    graph, families = planned.graph, dict[int, str]()
+    origin = {i: i for i in graph.external if graph.values[i].role == "weights"}  # of a storage
+    for op in graph.ops:
+        read = [graph.values[index].storage for index in op.inputs]
+        own = [origin[storage] for storage in read if storage in origin]
+        if op.family != "elementwise":
+            families |= {index: op.family for index in own if index not in families}
+        elif len(own) == len(read):
+            origin |= {graph.values[index].storage: own[0] for index in op.outputs if own}
+    counts: Counter[str] = Counter()
+    for index in graph.external:
+        tensor = graph.values[index]
+        if tensor.role == "weights" and tensor.storage == index and tensor.name:
+            counts[families.get(index, "other")] += graph.times(tensor) * tensor.elements
+    return counts.most_common()
+
+
 def _classes(graph: OpGraph) -> list[tuple[str, int]]:
     """Classes of the modules that have no others inside, as often as they run."""
     around = {path.rpartition(".")[0] for path in graph.modules if path}
@@ -125,6 +153,7 @@ def _classes(graph: OpGraph) -> list[tuple[str, int]]:
 
 def _attention(planned: Plan) -> Iterator[AttentionCalls]:
     graph, counts = planned.graph, Counter[tuple[int | float, ...]]()
+    made = _makers(graph)
     for op, cost in zip(graph.ops, planned.op_costs, strict=True):
         rule = find_rule(op.target)
         if op.part != "forward" or rule is None or rule.kind_of(cost) != ATTENTION:
@@ -135,9 +164,27 @@ def _attention(planned: Plan) -> Iterator[AttentionCalls]:
         query, key, value = shapes
         dense = cost.flops()
         useful = cost.flops(counts=("useful",)) / dense if dense else 1.0
-        sizes = (query[1], key[1], query[3], value[3], query[2], key[2], useful)
+        sizes = (
+            query[1],
+            key[1],
+            query[3],
+            value[3],
+            query[2],
+            key[2],
+            useful,
+            _latent(graph, op, made),
+        )
         counts[sizes] += graph.times(op)
-    for (heads, heads_kv, width, wide, queries, keys, useful), count in counts.most_common():
+    for (
+        heads,
+        heads_kv,
+        width,
+        wide,
+        queries,
+        keys,
+        useful,
+        latent,
+    ), count in counts.most_common():
         yield AttentionCalls(
             heads=int(heads),
             heads_kv=int(heads_kv),
@@ -146,8 +193,137 @@ def _attention(planned: Plan) -> Iterator[AttentionCalls]:
             queries=int(queries),
             keys=int(keys),
             useful=useful,
+            latent=int(latent),
             count=count,
         )
+
+
+# -- what a latent is, and the traits of a model ---------------------------------------------------
+
+_PRODUCTS = ("mm", "bmm")
+"""Kinds of ops that multiply matrices."""
+_POSITIONS = re.compile(r"(^|[._])(wpe|pos|position|relative)([._]|$)")
+"""Names of weights that stand for positions."""
+
+
+def _makers(graph: OpGraph) -> Mapping[int, Sequence[Op]]:
+    """The ops that write into each storage."""
+    made: dict[int, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        for index in op.outputs:
+            made[graph.values[index].storage].append(op)
+    return made
+
+
+def _is_product(op: Op, graph: OpGraph) -> bool:
+    """Whether an op multiplies by weights."""
+    rule = find_rule(op.target)
+    return (
+        rule is not None
+        and rule.kind in _PRODUCTS
+        and any(graph.values[index].role == "weights" for index in op.inputs)
+    )
+
+
+def _products(
+    graph: OpGraph, made: Mapping[int, Sequence[Op]], indices: Sequence[int], module: str
+) -> list[Op]:
+    """The last products with weights, inside of a module, that values are made by."""
+    products, seen, waiting = {}, set[int](), [graph.values[index].storage for index in indices]
+    while waiting:
+        storage = waiting.pop()
+        if storage in seen:
+            continue
+        seen.add(storage)
+        for op in made.get(storage, ()):
+            if module and not f"{op.module}.".startswith(f"{module}."):
+                continue
+            if _is_product(op, graph):
+                products[op.id] = op
+            else:
+                waiting += [graph.values[index].storage for index in op.inputs]
+    return list(products.values())
+
+
+def _latent(graph: OpGraph, attention: Op, made: Mapping[int, Sequence[Op]]) -> int:
+    """Numbers of the latent that the values of an attention are made of; 0: of no latent.
+
+    A latent is what one product of the attention's module makes and a second one widens to the
+    values of all heads (low-rank joint compression, DeepSeek-V2, section 2.1.2).
+    """
+    ranks = set()
+    for op in _products(graph, made, attention.inputs[2:3], attention.module):
+        read = [i for i in op.inputs if graph.values[i].role != "weights"]
+        if not _products(graph, made, read, attention.module):
+            return 0
+        ranks |= {int(graph.values[i].shape[-1]) for i in read if graph.values[i].shape}
+    return min(ranks, default=0)
+
+
+def _traits(estimate: Estimate, attention: Sequence[AttentionCalls]) -> Iterator[tuple[str, str]]:
+    """The kinds of a model's parts, as its ops, its fused groups and the names of classes say."""
+    graph = estimate.plan.source
+    yield "class", str(graph.model.get("class") or graph.modules.get("") or "not known")
+    kinds = dict.fromkeys(
+        f"{each.kind}{', masked' if each.useful < 1 else ''}" for each in attention
+    )
+    yield "attention", "; ".join(kinds) or "none"
+    groups = {row.name for row in estimate.rows}
+    classes = dict(_classes(graph))
+    rotary = any("rotary" in name.lower() for name in (*groups, *classes))
+    weights = [graph.values[index] for index in graph.external]
+    names = [tensor.name or "" for tensor in weights if tensor.role == "weights"]
+    places = [name for name in names if _POSITIONS.search(name)]
+    said = ["rotary (RoPE)"] if rotary else []
+    said += [f"weights, {pattern_of(places[0])}"] if places else []
+    yield "positions", "; ".join(said) or "none found"
+    norms = [f"{name} x {count:,}" for name, count in classes.items() if "norm" in name.lower()]
+    others = {
+        n.removeprefix("aten.native_").removesuffix(" (fused)") for n in groups if "norm" in n
+    }
+    norms = norms or sorted({n.replace("_", " ") for n in others if "backward" not in n})
+    yield "norms", ", ".join(norms) or "none"
+    active = ", ".join(f"{kind} x {count:,}" for kind, count in _activations(graph).items())
+    yield "activations", active or "none"
+    yield "tied weights", ", ".join(_tied(graph)) or "none"
+
+
+def _activations(graph: OpGraph) -> Mapping[str, int]:
+    """Activations of the forward pass by op, class of module and gate, as often as they run.
+
+    Gated: what it makes is multiplied by another tensor than the one that it reads.
+    """
+    factors: dict[int, set[int]] = defaultdict(set)  # by storage: those that it is multiplied by
+    for op in graph.ops:
+        if op.target.startswith("aten.mul."):
+            read = {graph.values[index].storage for index in op.inputs}
+            for storage in read:
+                factors[storage] |= read - {storage}
+    counts: Counter[str] = Counter()
+    for op in graph.ops:
+        rule = find_rule(op.target)
+        if op.part == "forward" and rule is not None and rule.fused == "activation":
+            own = {graph.values[index].storage for index in op.inputs}
+            gated = any(factors[graph.values[index].storage] - own for index in op.outputs)
+            name = op.target.split(".")[1].rstrip("_")
+            kind = graph.modules.get(op.module) or "functions"
+            counts[f"{'gated ' if gated else ''}{name} in {kind}"] += graph.times(op)
+    return counts
+
+
+def _tied(graph: OpGraph) -> list[str]:
+    """Weights that rows are looked up in and that are a matrix of a product too."""
+    used: dict[int, set[str]] = defaultdict(set)
+    for op in graph.ops:
+        rule = find_rule(op.target)
+        if rule is None or op.part != "forward":
+            continue
+        use = "rows" if rule.fused == "embedding" else "product" if rule.kind in _PRODUCTS else ""
+        for index in op.inputs if use else ():
+            tensor = graph.values[index]
+            if tensor.role == "weights":
+                used[tensor.storage].add(use)
+    return [graph.values[s].name or "" for s, uses in used.items() if uses == {"rows", "product"}]
 
 
 def _kernels(estimate: Estimate) -> Sequence[KernelKind]:

@@ -21,6 +21,7 @@ from rooftrace.costmodels.fusion.plans import (
     Plan as Plan,
     Unsupported as Unsupported,
     plan as plan,
+    waits as waits,
     waits_of as waits_of,
 )
 from rooftrace.costmodels.fusion.traffic import (

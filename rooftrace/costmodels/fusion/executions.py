@@ -218,9 +218,9 @@ class ExecutionModel(Plain):
 
     @property
     def untimed(self) -> ExecutionModel:
-        """This execution without constants that only times depend on: its plans are the same."""
+        """This execution without what only times depend on: its plans are the same."""
         knobs = self.knobs if self.traffic is not None else None
-        return replace(self, knobs=knobs, utilization=Utilization())
+        return replace(self, knobs=knobs, utilization=Utilization(), tf32=False)
 
     @property
     def outside(self) -> ExecutionModel:

@@ -392,7 +392,6 @@ class Plan:
     costs: tuple[Cost, ...]  # of each of them, once
     launches: tuple[Launch, ...]  # of the host
     coverage: Coverage
-    compulsory: int  # bytes that any execution moves
     notes: tuple[str, ...] = ()  # on rewrites and the like, a sentence each
     own_notes: tuple[str, ...] = ()  # notes on rules and joins that users and packages add
 
@@ -442,6 +441,11 @@ class Plan:
         kernel: its place in `groups`, which is the `index` of its row in an Estimate.
         """
         return self.groups[kernel].why(self.graph)
+
+    @cached_property
+    def compulsory(self) -> int:
+        """Bytes that any execution moves."""
+        return traffic.compulsory_bytes(self.graph, self.op_costs)
 
     @cached_property
     def bytes(self) -> Bytes:
@@ -582,7 +586,6 @@ def _planned(
         costs=costs,
         launches=launches_of(rewritten, groups, model, op_costs),
         coverage=coverage_of(rewritten, op_costs, has_rule),
-        compulsory=traffic.compulsory_bytes(rewritten, op_costs),
         notes=(
             *notes,
             *attention_apart(rewritten),

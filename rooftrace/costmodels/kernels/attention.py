@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -146,9 +146,12 @@ FLASH3 = AttentionKernel(
     rows=128, keys=128, packs=inf, splits=inf, alone=True, vector=0, balanced=True,
     most=32, sorts=992,
 )  # fmt: skip
+CUDNN = replace(FLASH3, packs=1, splits=1)
 EFFICIENT = AttentionKernel(rows=64, keys=64, packs=0, splits=0, alone=False, vector=75)
 """FlashAttention 2 as it is, with few blocks, and with a paged cache; 3 as servers call it (with
-offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); memory-efficient.
+offsets, heads always share tiles: `should_pack_gqa` in its hopper/heuristics.h); cuDNN on Hopper,
+which splits the keys of one query alone (16 of them over 16,384 keys: one kernel of 0.76 ms on
+H200, torch 2.11, that four splits would take 0.2 for); memory-efficient.
 Keys of a step are those of `run_mha_fwd_splitkv_dispatch`.  Sources of `vector`: see AMPERE and
 GEFORCE."""
 FLASHINFER = AttentionKernel(
@@ -438,7 +441,7 @@ def _kernels(
     prompt = sizes["queries"] > 1
     blocks = attention_blocks(sizes, on.units, PAGED2)
     few = (blocks.count < _FEW * on.units) | (blocks.tiles == 1)
-    cudnn = FLASH3 if on.family == "hopper" else TRTLLM
+    cudnn = CUDNN if on.family == "hopper" else TRTLLM
     chosen = [
         (EFFICIENT, masked),
         (FLASH3, by["flash3"]),

@@ -292,14 +292,15 @@ def library_kernel(work: Work, chip: Chip, library: str) -> tuple[int, bool]:
 # 16 bytes of TMA and cp.async (CUDA C++ Programming Guide), the conditions of `host_softmax` in
 # SoftMax.cu of ATen.
 
-ACCESS = 16
-"""Bytes that a thread loads at once."""
+ACCESS, WORD = 16, 4
+"""Bytes that a thread loads at once, and those of its registers: rows of 2-byte elements of which
+some begin inside a register are loaded by kernels with the instructions of sm_75 (cutlass_75)."""
 LONG = 1024
 """Softmax keeps rows of at most so many elements in registers, wherever they begin."""
 
 
-def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
-    """1 where rows in memory begin at no multiple of `ACCESS` bytes, and that slows the kernel.
+def misaligned(work: Work, sizes: Mapping[str, Any], access: int = ACCESS) -> Amount:
+    """1 where rows in memory begin at no multiple of `access` bytes, and that slows the kernel.
 
     sizes: "M", "N" and "K" of the work (those in `work.lined`), numbers or arrays of one length.
     A fractional mean counts as aligned.
@@ -309,7 +310,7 @@ def misaligned(work: Work, sizes: Mapping[str, Any]) -> Amount:
     least = 1 if work.operation in MATRIX else LONG
     for name in work.lined:
         size = sizes[name]
-        rest = size * width % ACCESS
+        rest = size * width % access
         odd = odd + (size > least) * (size % 1 == 0) * (rest != 0)
     flags: Amount = 1.0 * (odd > 0)
     return flags

@@ -90,6 +90,8 @@ class Share:
     spread: float = knob(0.0, most=WIDEST)
     # `layout` of activations in fp32, whose kernels of cuDNN read NCHW more often; None: the same.
     layout_fp32: float | None = knob(None)
+    # `odd` of products whose rows begin inside a word of 4 bytes; None: the same.
+    odd_word: float | None = knob(None)
 
     def __post_init__(self) -> None:
         check_knobs(self)

@@ -18,6 +18,7 @@ from rooftrace.costmodels.kernels.attention import attention_engine
 from rooftrace.costmodels.kernels.engines import (
     SIZES,
     TILED,
+    WORD,
     TileTerms,
     matrix_engine,
     misaligned,
@@ -183,7 +184,8 @@ class KernelTable:
       width_a, width_b    bytes of a stored element of its operands
       padded              whether its tiles are computed in full (see `tile_terms`)
       unit                the index in `UNITS` of the engine and precision of that product
-      odd                 whether rows of it, or else of vector work, are `misaligned`
+      odd                 1 where rows of it, or else of vector work, are `misaligned`, 2 where they
+                          are to a `WORD`, too
       kernel              the place in `engines.KERNELS` of the library's kernel that runs it
       rounded             numbers of its activations that a kernel rounds before
     """
@@ -263,7 +265,8 @@ def _shared_seconds(
     memory = knobs.memory * np.array([s.memory for s in shares])[table.kind]
     layout = _layouts(table, shares) if layouts else 0.0
     aside = np.array([s.engine == "vector" for s in shares])[table.kind]
-    odd = np.where(d["odd"] > 0, np.array([s.odd for s in shares])[table.kind], 1.0)
+    odds = np.array([(1.0, s.odd, s.odd if s.odd_word is None else s.odd_word) for s in shares])
+    odd = odds[table.kind, d["odd"].astype(np.int64)]
     bandwidth = chip.memory_bandwidth.value
 
     sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
@@ -464,7 +467,8 @@ def _work_columns(
         most[at] = np.where(larger, seconds, most[at])
         numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
         numbers |= engines.product_sizes(key, work.shape, work.flop, on.padded, chip)
-        numbers["odd"] = misaligned(key, {"M": m, "N": n, "K": k})
+        lengths = {"M": m, "N": n, "K": k}
+        numbers["odd"] = misaligned(key, lengths) + misaligned(key, lengths, WORD)
         numbers["kernel"], rounds = engines.library_kernel(key, chip, execution.library)
         numbers["rounded"] = rounds * m * k * numbers["products"]
         for name, number in numbers.items():

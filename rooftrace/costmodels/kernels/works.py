@@ -20,6 +20,7 @@ from rooftrace.costmodels.memory import Visits
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work, find_rule
 from rooftrace.graph import Op, OpGraph, Tensor
 from rooftrace.hardware import Chip
+from rooftrace.hardware.precisions import storage_bytes
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array, Places
@@ -417,14 +418,29 @@ def kernel_bytes(
 # are strided or broadcast it takes them apart one by one (`elementwise_kernel` in CUDALoops.cuh of
 # ATen): for each element it divides the index by the size of each dimension, and multiplies the
 # rest by the strides of each operand (`OffsetCalculator`), over the dimensions that TensorIterator
-# cannot join.  Joining inputs that lie in another order than the result divides without a prepared
-# reciprocal (`CatArrIndexToOffset` in Shape.cu).  That keeps an SM busier than the bytes keep HBM.
+# cannot join.  A tensor of one element on the device is such an operand.  Where operands differ in
+# precision, each is loaded and stored by a switch over its type (`fetch_and_cast` and
+# `cast_and_store` in DynamicCast.h).  Joining inputs that lie in another order than the result
+# divides without a prepared reciprocal (`CatArrIndexToOffset` in Shape.cu).  That keeps an SM
+# busier than the bytes keep HBM.
 
-INDEX = (40, 15)
-"""Instructions that an SM issues for one thread for an element of a strided kernel, and for each
-dimension: 8 kernels of Qwen1.5-0.5B on H100, and of the same on MI300X (traces of TraceLens)."""
+INDEX_ELEMENT, INDEX_THREAD, INDEX_DIVISION = 56, 40, 3
+"""Instructions that an SM issues for one element of a strided kernel; for each thread, which has 4
+elements, or 2 where those of the result have 4 bytes or more (`unroll_factor` in CUDALoops.cuh);
+and for each dimension of an element, beside one for each operand there: add of a row and of a
+tensor of one element, and clones of transposed heads, a slice and expanded heads, in bf16 and fp32
+on H200, torch 2.11, 2026-11-27 (10 kernels, each within 11 %)."""
+INDEX_CAST = (36, 28)
+"""Instructions for an element of a kernel that casts as it loads, and for each operand: bf16 to
+fp32, and bf16 + fp32, of 67 M elements on H200, torch 2.11, 2026-11-27."""
+LINE = 128
+"""Bytes of a line of L1, of which an SM looks one up in a clock, in which it issues an instruction
+for 128 threads: a load whose threads lie on lines of their own takes as long as 128 instructions of
+each.  A transposed matrix on H200 (67 M elements, bf16 and fp32) says 138."""
+WARP = 32
 INDEX_JOINED = (45, 30)
-"""The same of inputs that are joined, for each dimension but the first: one kernel of each."""
+"""Instructions for an element of inputs that are joined, and for each dimension but the first: one
+kernel of Qwen1.5-0.5B on H100, and of the same on MI300X (traces of TraceLens)."""
 
 
 NORM_ROW = 128 * 300
@@ -457,7 +473,7 @@ def index_work(op: Op, graph: OpGraph) -> int:
     if rule.kind not in (None, "copy", "cast") or "._foreach_" in op.target:
         return 0
     out = graph.values[op.outputs[0]]
-    inputs = [graph.values[i] for i in op.inputs if graph.values[i].elements > 1]
+    inputs = [graph.values[i] for i in op.inputs]
     order = sorted(range(len(out.shape)), key=lambda d: out.stride[d])
     if "places" in rule.traits:
         inputs = [t for t in inputs if len(t.shape) == len(order)]
@@ -466,11 +482,47 @@ def index_work(op: Op, graph: OpGraph) -> int:
         each, per = INDEX_JOINED
         return out.elements * (each + per * (len(order) - 1))
     strides = [out.stride, *(_broadcast(t, out.shape) for t in inputs)]
-    dims = _joined(out.shape, [each for each in strides if each is not None], order)
-    if None in strides or (len(dims) < 2 and all(set(steps) == {1} for _, steps in dims)):
+    known = [each for each in strides if each is not None]
+    dims = _joined(out.shape, known, order)
+    if len(known) < len(strides):
         return 0
-    each, per = INDEX
-    return out.elements * (each + per * len(dims))
+    casts = len(strides) if op.name.startswith("aten.") and _casts(rule.kind, inputs, out) else 0
+    each, per = INDEX_CAST
+    if len(dims) < 2 and all(set(steps) == {1} for _, steps in dims):
+        return out.elements * (each + per * casts) if casts else 0
+    width = storage_bytes(out.dtype, 1)
+    each = INDEX_ELEMENT + INDEX_THREAD // (2 if width >= 4 else 4) + per * casts
+    each += (INDEX_DIVISION + len(strides)) * len(dims) + _lines(dims, [out, *inputs])
+    return out.elements * each
+
+
+def _casts(kind: str | None, inputs: Sequence[Tensor], out: Tensor) -> bool:
+    """Whether an elementwise kernel has operands of other precisions than it computes in.
+
+    Copies that round to 16 or 8 bits have kernels of their own (`direct_copy_kernel_cuda`).
+    """
+    if kind is None:
+        return len({t.dtype for t in inputs} - {"bool"}) > 1
+    narrow = {"fp32": ("bf16", "fp16"), "bf16": (), "fp16": ()}
+    return any(
+        t.dtype != out.dtype
+        and (t.dtype not in narrow or out.dtype not in narrow[t.dtype])
+        and not (t.dtype in narrow and out.dtype.startswith("fp8"))
+        for t in inputs
+    )
+
+
+def _lines(dims: Sequence[tuple[int, tuple[int, ...]]], operands: Sequence[Tensor]) -> int:
+    """Instructions that threads could issue while lines of L1 are looked up for one element, of
+    operands whose neighbours lie apart; 0 of others."""
+    (size, steps), (_, outer) = dims[0], dims[1] if len(dims) > 1 else (1, (LINE,) * len(operands))
+    lines = 0
+    for step, next_step, tensor in zip(steps, outer, operands, strict=True):
+        width = storage_bytes(tensor.dtype, 1)
+        if step > 1:
+            rows = max(size * LINE // WARP, next_step * width) if size < WARP else LINE
+            lines += min(LINE, step * width, rows)
+    return lines
 
 
 def _broadcast(value: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:

@@ -232,14 +232,18 @@ def with_pairs(graph: OpGraph) -> OpGraph:
     return graph.replace(ops=tuple(ops)) if pairs_of else graph
 
 
-def with_libraries(graph: OpGraph) -> tuple[OpGraph, int]:
+def with_libraries(graph: OpGraph, compiled: bool) -> tuple[OpGraph, int]:
     """Attention ops get the fact that they run on the memory-efficient kernel.
 
     Flash attention takes fp16 and bf16 (`check_dtypes_flash_attention` of ATen's sdp_utils.cpp),
-    and no mask but by numbers (`check_for_attn_mask`).  Hand-written attention calls no library.
+    and no mask but by numbers (`check_for_attn_mask`).  Hand-written attention calls no library
+    where it is compiled; elsewhere one kernel for it is the library's.
     """
     ops, count = [], 0
     for op in graph.ops:
+        if WRITTEN_OUT in op.facts and not compiled:
+            facts = {name: fact for name, fact in op.facts.items() if name != WRITTEN_OUT}
+            op, count = replace(op, facts=facts), count + graph.times(op)
         if op.target in (ATTENTION, ATTENTION_BACKWARD) and WRITTEN_OUT not in op.facts:
             wide = precision(graph.values[operand(op, "query").id].dtype).bits > _HALF
             masked = isinstance(op.arguments.get("mask"), Ref) and BY_LENGTHS not in op.facts

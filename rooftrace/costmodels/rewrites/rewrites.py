@@ -271,7 +271,7 @@ def rewrite(
         "write",
         "the new rows only, into a cache that has room",
     )
-    graph, _ = with_libraries(graph)
+    graph, _ = with_libraries(graph, detected)
     mixed = execution.dispatch == "mixed"
     for form in EAGER_FORMS:
         wanted = execution.beside and (execution.fusion == "none" or mixed)

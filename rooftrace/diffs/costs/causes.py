@@ -6,8 +6,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
+from rooftrace.diffs.changes import union
 from rooftrace.diffs.costs.changes import exchange_words
 from rooftrace.diffs.costs.clusters import (
+    OPTIMIZER,
     Cluster,
     Edit,
     differing_reads,
@@ -16,7 +18,7 @@ from rooftrace.diffs.costs.clusters import (
     size,
     tensor_of,
 )
-from rooftrace.diffs.costs.sides import LayerCount, Side, Sides
+from rooftrace.diffs.costs.sides import LayerCount, Read, Side, Sides
 from rooftrace.graph import PARTS, Op, OpGraph, Tensor, pattern_of
 from rooftrace.hardware.units import arrow, few, format_flop_rate, listed, plural
 
@@ -40,6 +42,8 @@ def cause_of(sides: Sides, cluster: Cluster, code: Sides, edits: Sequence[Edit])
 
 def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[str]]:
     """Changes of the code: layers and recomputation, else op by op."""
+    if all(op_of(code, edit).part == OPTIMIZER for edit in edits) and (words := _updates(code)):
+        return [], words
     first = leading(code, edits)
     structure = [*map(_layers_words, layers_of(code, first)), *_recomputed(code, first)]
     sizes = [
@@ -50,7 +54,7 @@ def change_words(code: Sides, edits: Sequence[Edit]) -> tuple[list[str], list[st
     ]
     if structure:
         return [*structure, *sizes], []
-    parts = [*sizes, *_ops(code, first), *_parameters(code, first), *_own(code, first)]
+    parts = [*sizes, *ops_words(code, first), *_parameters(code, first), *_own(code, first)]
     return [], parts or _without_words(code, first)
 
 
@@ -146,6 +150,25 @@ def _weights(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         yield f"{few(list(names), _MOST)} {text}{note}"
 
 
+def _updates(sides: Sides) -> list[str]:
+    """The parameters of which the optimizer has more, fewer or others to update.
+
+    Its kernels take many at once, so that those of two sides face each other at random.
+    """
+    sizes = [
+        {pattern_of(tensor.name): tensor for tensor in values if tensor.role == "weights"}
+        for values in (side.graph.values for side in (sides.before, sides.after))
+    ]
+    texts: dict[str, dict[str, None]] = {}
+    for name, old, new in union(sizes[0], sizes[1], None):
+        if old is None or new is None:
+            texts.setdefault("", {})[f"{'+' if old is None else '-'}{name}"] = None
+        elif size(old) != size(new):
+            texts.setdefault(f" {''.join(difference(old, new))}", {})[name] = None
+    words = [few(list(names), _MOST) + text for text, names in texts.items()]
+    return [f"the update of {few(words, _MOST)}"] if words else []
+
+
 def _parameters(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
     """Parameters that only one side has, among those that new or lost kernels read."""
     for number, sign in ((1, "+"), (0, "-")):
@@ -171,21 +194,35 @@ def parameters(graph: OpGraph) -> frozenset[str]:
 
 
 def tied(sides: Sides) -> list[str]:
-    """Parameters that became one, or are no longer one: "head.weight is embed.weight now"."""
-    graphs = sides.before.graph, sides.after.graph
-    # A layer that stands for many has the name of one of them.
-    names = [{*map(pattern_of, parameters(graph))} for graph in graphs]
-    texts: dict[str, None] = {}
+    """Parameters that became one, or are no longer one: "head.weight is embed.weight now".
+
+    The parameter that is shared has at least as many readers more as kernels moved to it: else
+    two kernels were matched that read other parameters of one size.
+    """
+    first, second = (_readers(side) for side in (sides.before, sides.after))
+    moved: Counter[tuple[str, str]] = Counter()
     for pair in sides.matching.pairs:
         for a, b in sides.reads(pair.before, pair.after):
-            if a.origin < 0 and b.origin < 0:
-                old = pattern_of(graphs[0].values[-1 - a.origin].name)
-                new = pattern_of(graphs[1].values[-1 - b.origin].name)
-                if old in names[0] - names[1] and new in names[0] & names[1]:
-                    texts[f"{old} is {new} now, one parameter"] = None
-                if new in names[1] - names[0] and old in names[0] & names[1]:
-                    texts[f"{new} is a parameter of its own, no longer {old}"] = None
+            old, new = _parameter(sides.before, a), _parameter(sides.after, b)
+            moved[old, new] += bool(old and new and old != new)
+    texts: dict[str, None] = {}
+    for (old, new), kernels in moved.items():
+        if not second[old] and second[new] >= first[new] + kernels > kernels > 0:
+            texts[f"{old} is {new} now, one parameter"] = None
+        if not first[new] and first[old] >= second[old] + kernels > kernels > 0:
+            texts[f"{new} is a parameter of its own, no longer {old}"] = None
     return list(texts)[:1]
+
+
+def _readers(side: Side) -> Counter[str]:
+    """By parameter, the reads of kernels."""
+    return Counter(_parameter(side, read) for each in side.flow.reads.values() for read in each)
+
+
+def _parameter(side: Side, read: Read) -> str:
+    """The parameter that is read; a layer that stands for many has the name of one of them."""
+    tensor = side.graph.values[-1 - read.origin] if read.origin < 0 else None
+    return pattern_of(tensor.name) if tensor and tensor.role == "weights" else ""
 
 
 def _outside(sides: Sides, edit: Edit) -> Iterator[tuple[Tensor, Tensor]]:
@@ -225,7 +262,7 @@ def _inputs(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
         yield text
 
 
-def _ops(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
+def ops_words(sides: Sides, edits: Sequence[Edit]) -> Iterator[str]:
     """Kernels that are new, gone, or replace others."""
     new = [edit for edit in edits if edit.before is None]
     gone = [edit for edit in edits if edit.after is None]
@@ -427,6 +464,8 @@ def kind_of_call(side: Side, op: Op) -> str:
 
 def call(op: Op) -> str:
     """The call in the code that an op is of: ".contiguous()", or its name in backward."""
+    if op.kind == "sync":
+        return f"synchronisation by {op.function or op.name}()"
     name = op.name.rpartition(".")[2]
     if op.part != "forward" or not op.function.isidentifier() or op.function.startswith("__"):
         return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 
@@ -22,6 +22,7 @@ from rooftrace.diffs.costs.causes import (
     layer_of,
     layers_of,
     leading,
+    ops_words,
     tied,
 )
 from rooftrace.diffs.costs.changes import hidden, mesh_words, module_changes, network_totals
@@ -255,7 +256,7 @@ def _alike(sides: Sides, clusters: Sequence[Cluster]) -> list[Cluster]:
     groups: dict[Hashable, list[Cluster]] = defaultdict(list)
     for number, cluster in enumerate(clusters):
         words: Hashable = number
-        if cluster.edits and not _is_optimizer(sides, cluster):
+        if cluster.edits:
             structure, parts = change_words(sides, cluster.edits)
             # Other counts and other names of parameters are the same change elsewhere.
             kinds = [_COUNT.sub("", part) for part in parts if "parameter " not in part]
@@ -424,7 +425,21 @@ def _waiting(sides: Sides) -> list[changes.DiffRow]:
         waits.append(side.estimate.t_est - busy + hidden(side.estimate))
     change = Change(*waits)
     longer = "longer" if change.delta > 0 else "less long"
-    return _without_kernels(sides, change, f"the device waits {longer} for the host")
+    edits = [*_synchronising(sides, 1), *_synchronising(sides, 0)]
+    cause = "; ".join([f"the device waits {longer} for the host", *ops_words(sides, edits)])
+    modules, (before, after) = _modules(sides, edits), _lines(sides, edits)
+    names, count = tuple(modules), sum(modules.values())
+    rows = _without_kernels(sides, change, cause)
+    return [replace(row, modules=names, count=count, before=before, after=after) for row in rows]
+
+
+def _synchronising(sides: Sides, number: int) -> Iterator[Edit]:
+    """The ops of one side at which the host waits, and on the other side does not."""
+    partners, there = sides.partners[number], sides[1 - number].waits
+    for kernel, op in sides[number].waits.items():
+        if kernel >= 0 and partners.get(kernel) not in there:
+            times = sides[number].graph.times(sides[number].graph.ops[op])
+            yield Edit(None, op, times) if number else Edit(op, None, times)
 
 
 def _without_kernels(sides: Sides, change: Change, cause: str) -> list[changes.DiffRow]:

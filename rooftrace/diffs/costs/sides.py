@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.costmodels.estimates import Estimate
-from rooftrace.costmodels.fusion import runs
+from rooftrace.costmodels.fusion import runs, waits
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, AttentionSizes, Cost, Work, find_rule
 from rooftrace.diffs import Change
@@ -161,6 +161,16 @@ class Side:
             for op in row.ops:
                 rows[op].append(number)
         return {op: tuple(numbers) for op, numbers in rows.items()}
+
+    @cached_property
+    def waits(self) -> Mapping[int, int]:
+        """The ops at which the host waits for a value, by the kernel that makes the value."""
+        origins, graph = self.flow.origins, self.graph
+        return {
+            origins[op.inputs[0]] if op.kind == "sync" and op.inputs else op.id: op.id
+            for op in graph.ops
+            if waits(graph, op)
+        }
 
     def cost(self, op: int) -> Cost:
         """The cost of an op alone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,30 @@ def removed(
     if after is None and _removed_here(repository, file, number):
         return UNCOMMITTED
     return None
+
+
+def making(
+    repository: Repository, before: str, after: str | None, files: Sequence[str], module: str
+) -> str | None:
+    """The line "file.py:12" of `after` that sets a module or parameter, and is not in `before`.
+
+    None where no such line or several of the files have the last name of its path.
+    """
+    names = [name for name in module.split(".") if name.isidentifier()]
+    ends = [before] if after is None else [before, after]
+    options = ("-U0", "--no-ext-diff", "--no-prefix", *ends, "--", *files)
+    told = repository.tried("diff", *options) if names and files else None
+    lines, file, number = [], "", 0
+    for text in (told or "").splitlines():
+        if text.startswith("+++ "):
+            file = text[4:]
+        elif text.startswith("@@ "):
+            number = int(text.split("+")[1].partition(" ")[0].partition(",")[0])
+        elif text.startswith("+"):
+            if re.search(rf"\b{names[-1]}\b[^=(]*=[^=]", text):
+                lines.append(f"{file}:{number}")
+            number += 1
+    return lines[0] if len(lines) == 1 else None
 
 
 def _removed_here(repository: Repository, file: str, number: int) -> bool:
@@ -173,6 +198,9 @@ class LineChange(Plain):
     # "wrote"; "removed" for a line that is gone; "lacks" for one whose commit the side after lacks.
     kind: str
     commit: Commit | None  # None: not committed yet
+    of: str = ""  # the line of the row, where `source` is the one that makes its module
+
+    KEYS = "phase source kind commit of?"
 
     def __str__(self) -> str:
         who = "" if self.commit is None else f"by {self.commit.signed}"
@@ -206,9 +234,14 @@ class Bisection(Plain):
             lines.append(f"it may be one of these too, which do not build: {listed}")
         lines.append(
             f"of {self.commits} commits {self.traced} were traced, {self.reused} have the files of "
-            f"one of these, {len(self.skipped)} do not build and were skipped; where a history "
-            "crosses the limit several times, this is one of the crossings"
+            f"one of these, {len(self.skipped)} do not build and were skipped"
         )
+        if self.commits > 2:  # the least in which a cost rises, falls and rises
+            lines.append(
+                "where the cost goes up and down over the range, this is one of the rises: for a "
+                f"later one begin the range at a commit after {self.first.short} without it, for "
+                f"an earlier one end the range at a commit before {self.last_without.short} with it"
+            )
         lines += [f"skipped {commit}: {reason}" for commit, reason in self.skipped]
         return lines
 

@@ -334,19 +334,26 @@ class _Solver:
         self.chosen = _independent(self.rows)
         self.inverse: list[_Row] | None = None
         if len(self.chosen) == len(basis):
-            self.inverse = _inverse([self.rows[i] for i in self.chosen])
+            inverse = _inverse([self.rows[i] for i in self.chosen])
+            # A chosen row of which no other row has a part fits any value.
+            others = [row for i, row in enumerate(self.rows) if i not in self.chosen]
+            shared = [any(_dot(row, part) for row in others) for part in zip(*inverse, strict=True)]
+            self.inverse = inverse if all(shared) else None
 
     def solved(self, values: Sequence[int]) -> Formula | None:
         """The formula with these values at the samples; None if this basis has none."""
         if self.inverse is None:
             return None
         solved = [values[i] for i in self.chosen]
-        factors = [sum((a * v for a, v in zip(row, solved, strict=True)), Fraction(0))
-                   for row in self.inverse]  # fmt: skip
+        factors = [_dot(row, solved) for row in self.inverse]
         for row, value in zip(self.rows, values, strict=True):
-            if sum(f * n for f, n in zip(factors, row, strict=True)) != value:
+            if _dot(factors, row) != value:
                 return None
         return Formula.of(dict(zip(self.basis, factors, strict=True)))
+
+
+def _dot(first: Iterable[Any], second: Iterable[Any]) -> Fraction:
+    return sum((a * b for a, b in zip(first, second, strict=True)), Fraction(0))
 
 
 def _monomial(sample: Sequence[int], powers: Powers) -> int:

@@ -148,6 +148,7 @@ def check(path: str | None, output: CommandOutput, arguments: dict[str, Any]) ->
     from rooftrace.reporting.gates import (
         causes_since,
         checking,
+        chips_of,
         former,
         locked,
         lockfile,
@@ -177,7 +178,12 @@ def check(path: str | None, output: CommandOutput, arguments: dict[str, Any]) ->
     with progress():
         cause = None if update else causes_since(settings, before)
         result = checking.compare_locks(
-            before, after, settings, strict="strict" in arguments, cause=cause
+            before,
+            after,
+            settings,
+            strict="strict" in arguments,
+            cause=cause,
+            rooms={chip.name: chip.room() for chip in chips_of(settings)},
         )
     output.write(result)
     if update:

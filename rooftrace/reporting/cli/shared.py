@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -57,7 +58,8 @@ def console() -> Any:
 def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
     """Show messages of the calls inside as a spinner on stderr, where that is a terminal.
 
-    kept: messages that match stay as a line, also where stderr is a file.
+    Elsewhere the last message is a line every `_EVERY` seconds.  kept: messages that match stay as
+    a line in both.
     """
     from rich.console import Console
     from rich.text import Text
@@ -67,12 +69,28 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
     def is_kept(text: str) -> bool:
         return text.startswith(WARNING) or (kept is not None and kept.fullmatch(text) is not None)
 
-    if not console.is_terminal:
-        with rt.tools.telling(lambda text: complain(text, who="") if is_kept(text) else None):
-            yield
-        return
-
     begin = time.monotonic()
+    if not console.is_terminal:
+        doing, done = ["starting"], threading.Event()
+
+        def hear(text: str) -> None:
+            doing[0] = text
+            if is_kept(text):
+                complain(text, who="")
+
+        def write() -> None:
+            while not done.wait(_EVERY):
+                complain(f"{doing[0]} ({time.monotonic() - begin:.0f} s)", who="")
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        try:
+            with rt.tools.telling(hear):
+                yield
+        finally:
+            done.set()
+            writer.join()
+        return
 
     class Doing:
         """The message, with seconds and memory at the time of drawing."""
@@ -95,8 +113,8 @@ def progress(kept: re.Pattern[str] | None = None) -> Iterator[None]:
         yield
 
 
-_SOON = 2.0
-"""Show seconds and memory after so many seconds."""
+_SOON, _EVERY = 2.0, 10.0
+"""Seconds after which seconds and memory are shown, and from line to line in a file or a pipe."""
 
 
 def _memory() -> str:

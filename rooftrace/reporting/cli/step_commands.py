@@ -69,7 +69,10 @@ _ROOFLINE = f"""{TARGET_HELP}
     ),
 )
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-def roofline(targets: tuple[str, ...], output: CommandOutput, arguments: dict[str, Any]) -> None:
+@click.option("--names", metavar="A,B", help="A name for each TARGET, in tables and figures.")
+def roofline(
+    targets: tuple[str, ...], names: str | None, output: CommandOutput, arguments: dict[str, Any]
+) -> None:
     """Place steps of several TARGETs under the roofs of chips."""
     if output.style != "screen" and output.plot is None and output.format != "tex":
         raise RequestError(
@@ -77,7 +80,8 @@ def roofline(targets: tuple[str, ...], output: CommandOutput, arguments: dict[st
             "--format tex"
         )
     with progress():
-        result = rt.roofline(list(targets), **arguments)
+        named = None if names is None else names.split(",")
+        result = rt.roofline(list(targets), names=named, **arguments)
         if output.plot is not None:
             result.plot(output.plot, style=output.style)
     output.write(result)

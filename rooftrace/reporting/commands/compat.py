@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rooftrace.hardware import Chip
 from rooftrace.reporting.commands.estimates import Module, Source, estimate, estimated
 from rooftrace.reporting.commands.inventories import inventory
 from rooftrace.reporting.commands.requests import StepRequest
+from rooftrace.reporting.commands.rooflinesteps import SIZES
 from rooftrace.reporting.views import as_markdown, shown
 from rooftrace.weights.inventory import ModelInfo
 
@@ -27,18 +28,6 @@ from rooftrace.weights.inventory import ModelInfo
 
 PLOT = "model_weight_distributions.png"
 """The file of the figure if no path is named."""
-_WITHOUT_USE = {
-    "include_architecture_diagrams": "modules stand in tables; rt.summary(model, ...) is a tree",
-    "include_appendix_derivations": "formulas stand in docs/rules.md, words in each report",
-    "sensitivity_enable": "a report has no grid of factors",
-    "sensitivity_profile": "a report has no grid of factors",
-    "roofline_x_limits": "the axes of a roofline follow its points",
-    "roofline_y_limits": "the axes of a roofline follow its points",
-    "roofline_label_mode": "labels stand where there is room for them",
-}
-"""Arguments that are taken and change nothing, with the reasons."""
-_OF_A_REPORT = ("enable_tensor_core_model", "tensor_core_b_sat")
-"""Arguments that change nothing without report_path."""
 
 
 def dump_model_info(
@@ -47,62 +36,44 @@ def dump_model_info(
     plot_distributions: bool = True,
     save_path: str | os.PathLike[str] | None = None,
     report_path: str | os.PathLike[str] | None = None,
-    include_architecture_diagrams: bool | None = None,
-    include_appendix_derivations: bool | None = None,
+    *,
     enable_tensor_core_model: bool | None = None,
     tensor_core_b_sat: float | None = None,
-    sensitivity_enable: bool | None = None,
-    sensitivity_profile: str | None = None,
-    roofline_x_limits: Sequence[float] | None = None,
-    roofline_y_limits: Sequence[float] | None = None,
-    roofline_label_mode: str | None = None,
-    *,
     input_data: Any = None,
     chip: str | Chip | None = None,
     **sizes: Any,
 ) -> ModelInfo:
-    """Print the inventory of a module, draw its weights, and write a report if a path is given.
+    """Print the inventory of a module and the costs of its steps on `chip`, and draw its weights.
 
     logger: gets the lines in place of stdout.  plot_distributions: draw a histogram of each tensor
     into save_path (model_weight_distributions.png here, if left out).
 
-    report_path: a .md file for the inventory and the costs of a step on `chip`, with a folder of
-    the same name for figures and data; or a folder for all.  It needs a call of the module:
-    input_data (a tensor, a tuple, or a dict of arguments), or sizes as `rt.report` takes them.
-    Without one the file has the inventory and the reason.  enable_tensor_core_model and
-    tensor_core_b_sat add the execution model `seed-efficient`, with that saturation.
+    input_data: a tensor, a tuple, or a dict of arguments of the module's call; or sizes, as
+    `rt.report` takes them.  Without either a model of Hugging Face is called with a batch of 1, and
+    another one with an input for its first layer (`_guessed`); a line says so.  report_path: a .md
+    file for all of it, with a folder of the same name for figures and data; or a folder.
+    enable_tensor_core_model and tensor_core_b_sat add the execution model `seed-efficient`, with
+    that saturation.
 
-    The other arguments change nothing; a line names them, and also a figure or report that fails.
+    A line names a figure or a report that fails; the page then has the inventory and the reason.
     Raises RequestError for a model that is no module, and for arguments that make no sense.
     """
-    arguments = dict(locals())
-    _check(report_path, input_data, sizes)
-    names = (*_WITHOUT_USE, *(_OF_A_REPORT if report_path is None else ()))
+    if report_path is not None and Path(report_path).suffix not in ("", ".md"):
+        raise RequestError(
+            f"report_path={os.fspath(report_path)!r}: expected a .md file or a folder"
+        )
     executions = _executions(enable_tensor_core_model, tensor_core_b_sat)
     made = inventory(model)
     tell, warn = _outputs(logger)
     tell(shown(made, "text"))
-    for line in _unused({name: arguments[name] for name in names}):
-        warn(line)
     if plot_distributions:
         _trying("figure", warn, lambda: _draw(made, Path(save_path or PLOT), tell))
     elif save_path is not None:
         warn(f"save_path={os.fspath(save_path)!r}: nothing is drawn with plot_distributions=False")
-    if report_path is not None:
-        path, how = Path(report_path), {"chip": chip, "execution": executions, **sizes}
-        _trying("report", warn, lambda: _report(model, made, path, input_data, how, tell))
+    how = {"chip": chip, "execution": executions, **sizes}
+    path = None if report_path is None else Path(report_path)
+    _trying("report", warn, lambda: _report(model, made, path, input_data, how, tell))
     return made
-
-
-def _check(report_path: Any, input_data: Any, sizes: Mapping[str, Any]) -> None:
-    if report_path is None:
-        unused = [*sizes, *(["input_data"] if input_data is not None else [])]
-        if unused:
-            raise RequestError(f"{', '.join(unused)}: they are of a report; say report_path= too")
-    elif Path(report_path).suffix not in ("", ".md"):
-        raise RequestError(
-            f"report_path={os.fspath(report_path)!r}: expected a .md file or a folder"
-        )
 
 
 def _executions(tensor_core: bool | None, b_sat: float | None) -> list[str | ExecutionModel]:
@@ -129,17 +100,7 @@ def _outputs(logger: logging.Logger | None) -> tuple[Callable[[str], None], Call
         for line in text.splitlines():
             logger.info("%s", line)
 
-    return tell, lambda line: logger.warning("%s", line)
-
-
-def _unused(arguments: Mapping[str, Any]) -> Iterable[str]:
-    """A sentence for each reason for which arguments change nothing."""
-    by_reason: dict[str, list[str]] = {}
-    for name, value in arguments.items():
-        if value is not None:
-            reason = _WITHOUT_USE.get(name, "it is of a report; say report_path= too")
-            by_reason.setdefault(reason, []).append(f"{name}={value!r:.40}")
-    return [f"{', '.join(names)}: not used; {reason}" for reason, names in by_reason.items()]
+    return tell, lambda line: logger.warning("%s", " ".join(line.split()))
 
 
 def _trying(output: str, warn: Callable[[str], None], do: Callable[[], None]) -> None:
@@ -157,35 +118,86 @@ def _draw(made: ModelInfo, path: Path, tell: Callable[[str], None]) -> None:
     tell(f"weights drawn to {path}")
 
 
+_SIDE, _LENGTH = 224, 128
+"""Pixels of each side, and positions, of a guessed input."""
+
+
+def _guessed(model: Any) -> tuple[tuple[Any, ...], str]:
+    """An input for the first layer of a module, one sample, and words about it; () for none.
+
+    Token ids for an embedding, rows for a linear layer, an image (or a line, or a volume) for a
+    convolution, a sequence for a recurrent layer.  Of a timm model the size that it declares.
+    """
+    from rooftrace.tracer.inputs import calls
+
+    declared = (getattr(model, "default_cfg", None) or {}).get("input_size")
+    for name, layer in model.named_modules():
+        kind = type(layer).__name__
+        shape: tuple[int, ...] = ()
+        if kind == "Embedding":
+            return (calls.typed_input((1, _LENGTH), "int64"),), f"int64[1, {_LENGTH}], for {name}"
+        if kind in ("Conv1d", "Conv2d", "Conv3d"):
+            shape = (layer.in_channels, *[_SIDE] * len(layer.kernel_size))
+        elif kind == "Linear":
+            shape = (layer.in_features,)
+        elif kind in ("LSTM", "GRU", "RNN"):
+            shape = (_LENGTH, layer.input_size)
+        if shape:
+            shape = (1, *(declared or shape))
+            return (calls.floating_input(model, shape),), f"{list(shape)}, for {name or kind}"
+    return (), ""
+
+
+def _called(
+    model: Module, input_data: Any, how: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], str]:
+    """Arguments for `report`, by place and by name, and a line on what is a guess."""
+    if isinstance(input_data, Mapping):
+        return (), {**input_data, **how}, ""
+    if input_data is not None:
+        many = isinstance(input_data, (tuple, list))
+        return tuple(input_data) if many else (input_data,), dict(how), ""
+    if any(name in how for name in ("inputs", *SIZES)):
+        return (), dict(how), ""
+    if hasattr(model, "main_input_name"):
+        return (), {**how, "batch": 1}, "The batch is a guess: 1; batch= says another.\n"
+    args, guess = _guessed(model)
+    return args, dict(how), f"The input is a guess: {guess}; input_data= says another.\n"
+
+
 def _report(
     model: Module,
     made: ModelInfo,
-    path: Path,
+    path: Path | None,
     input_data: Any,
     how: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> None:
-    """The inventory and the report as one page; without a report, the inventory and the reason."""
+    """Price the module and show one screen; with a path, the inventory and the report as a page.
+
+    Without a report the page has the inventory and the reason.
+    """
     from rooftrace.reporting.commands.reports import report
 
-    folder = path.with_suffix("")
-    page = path if path.suffix else folder / "inventory.md"
-    named = dict(input_data) if isinstance(input_data, Mapping) else {}
-    args = () if named or input_data is None else input_data
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    args, named, note = _called(model, input_data, how)
+    folder = None if path is None else path.with_suffix("")
     try:
-        result = report(model, *args, **named, **how)
-        result.write(folder)
-        rest = f"{as_markdown(result)}\nFigures and data: `{folder.name}/`\n"
+        result = report(model, *args, **named)
+        tell(f"\n{shown(result, 'text')}\n{note}".rstrip())
+        if folder is not None:
+            result.write(folder)
+            rest = f"{note}\n{as_markdown(result)}\nFigures and data: `{folder.name}/`\n"
     except (ValueError, LookupError, RuntimeError, OSError) as error:
-        reason = worded(error)
-        if not named and input_data is None:
-            reason += "; pass input_data=, or sizes such as batch=8"
-        rest = f"No costs of a step: {' '.join(reason.split())}\n"
-        tell(f"{page} has the inventory alone: {reason}")
-    text = f"{as_markdown(made)}\n{rest}{FORMATS['md'].mark}"
-    write_bytes(page, text.encode(), own_name=not path.suffix)
-    tell(f"report written to {page}")
+        guess = f" ({note.strip()})" if note else ""
+        rest = f"No costs of a step: {' '.join(worded(error).split())}{guess}\n"
+        if path is None:
+            raise RequestError(f"{worded(error)}{guess}") from error
+        tell(rest)
+    if path is not None and folder is not None:
+        page = path if path.suffix else folder / "inventory.md"
+        text = f"{as_markdown(made)}\n{rest}{FORMATS['md'].mark}"
+        write_bytes(page, text.encode(), own_name=not path.suffix)
+        tell(f"report written to {page}")
 
 
 # -- counters --------------------------------------------------------------------------------------

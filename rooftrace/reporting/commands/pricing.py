@@ -132,12 +132,15 @@ class PrecisionOptions:
     """The storage precisions to price in; None: as they were traced."""
 
     dtype: str | Sequence[str | None] | None = option(
-        help="Price the floats of the model in this precision (fp8, bf16, int4 ...).",
+        help="Price the floats of the model as fp64, fp32, bf16, fp16, fp8, mxfp8, fp4, mxfp4 or "
+        "nvfp4; integers are for weights and caches.",
         read=options.several,
     )
-    weights_dtype: str | None = option(help="Price weights in this precision.")
+    weights_dtype: str | None = option(
+        help="Price weights as such floats, or as int8, int4, int4_g128 (a scale for 128) ..."
+    )
     kv_dtype: str | Sequence[str | None] | None = option(
-        help="Price the KV cache in this precision.", read=options.several
+        help="Price the KV cache as such floats, or as int8 or int4.", read=options.several
     )
 
 

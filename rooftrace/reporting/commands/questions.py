@@ -36,6 +36,8 @@ def grounds_of(
             "several chips: the step of one of them, traced over a mesh; "
             f"{'; '.join(dict.fromkeys(map(_joined, chips)))}"
         )
+    if counts:
+        yield "one copy of the model; n copies answer n times as many requests as fast"
     meshed = question.counts is not None or question.job.request.mesh or question.form is not None
     if counts and not meshed:
         more = "" if question.find not in WORDS else (

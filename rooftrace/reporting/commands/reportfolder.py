@@ -298,9 +298,8 @@ def build_report(
             progress(", ".join([phase, *(model.name for model in models)]))
         for model, planned in zip(models, Plan.each(graph, models), strict=True):
             estimates[phase][model.name] = {chip.name: estimate(planned, chip) for chip in targets}
-    main = models[-1].name
-    peaks = {phase: next(iter(estimates[phase][main].values())).memory for phase in graphs}
-    return Report(estimates, peaks, dict(graphs))
+    made = Report(estimates, {}, dict(graphs))
+    return replace(made, memory={phase: made.estimate(phase).memory for phase in graphs})
 
 
 def _with_detected(models: Sequence[ExecutionModel]) -> Iterator[ExecutionModel]:

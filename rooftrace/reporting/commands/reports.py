@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rooftrace.costmodels.fusion import ExecutionModel, plan
 from rooftrace.costmodels.memory import LargestBatch, Memory, largest
 from rooftrace.costmodels.rewrites import reprice
 from rooftrace.errors import RequestError, is_ours
+from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
@@ -29,6 +30,7 @@ from rooftrace.reporting.commands.reportfolder import (
 )
 from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.rooflinesteps import FIGURE, PAGE, Reports, names_of
+from rooftrace.studies.advice import WhatIf, fitting
 from rooftrace.tracer import Job
 from rooftrace.tracer.phases import at_batches
 
@@ -69,6 +71,7 @@ def report(
         check_folder(Path(out), **how)
     with telling(progress):
         result = build_report(request.graphs(), chips, models, tell)
+        result = replace(result, fitting=_fitting(result, request.job))
         if max_batch:
             again = replace(request.job.without("batch"), phases=tuple(result.phases))
             result = replace(result, largest=_largest(again, chips, models[-1]))
@@ -96,6 +99,28 @@ def largest_batch(
     request.job.refuse(("batch",), "the batch is what is looked for; leave it out")
     with telling(progress):
         return _largest(request.job, request.chips, request.model)
+
+
+def _fitting(result: Report, job: Job) -> dict[str, tuple[WhatIf, ...]]:
+    """Changes after which a phase fits the first chip, of each phase that does not."""
+    steps = {phase: result.estimate(phase) for phase in result.phases}
+    fixed = job.is_graph or job.is_script or job.is_step or job.request.mesh
+
+    @cache
+    def traces() -> Any:
+        return at_batches(replace(job.without("batch"), phases=tuple(result.phases)))[1]
+
+    def at(phase: str, batch: int) -> OpGraph:
+        try:
+            return reprice(traces()(phase, batch), *job.precisions)
+        except RuntimeError as error:  # a TraceError, or torch's
+            raise RequestError(f"{phase} at batch {batch}: {error}") from error
+
+    return {
+        phase: fitting(step, None if fixed else partial(at, phase))
+        for phase, step in steps.items()
+        if not step.memory.fits(step.chip)
+    }
 
 
 def _largest(

@@ -18,7 +18,7 @@ from rooftrace._progress import tell
 from rooftrace.costmodels.estimates import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.ops import own_rules
-from rooftrace.diffs.costs import Diff
+from rooftrace.diffs.costs import Diff, changes
 from rooftrace.diffs.git import RevisionError, origins, repositories
 from rooftrace.diffs.git.origins import Bisection, DiffOrigins, LineChange, SideOrigin
 from rooftrace.diffs.git.repositories import Commit, Repository, repository_at
@@ -230,7 +230,7 @@ def _is_pointer(path: str) -> bool:
 
 # -- who changed a line ----------------------------------------------------------------------------
 
-_ROWS = 3
+_ROWS = 6
 """Rows of a phase whose commits are looked up: each takes a run of `git blame`."""
 
 
@@ -254,20 +254,22 @@ def origins_of(
     ends = (commit.hash, end.hash if end is not None else None)
     return replace(
         made,
-        lines=_line_changes(repository, ends, result),
+        lines=_line_changes(repository, ends, result, files),
         touching=repository.touching(commit.hash, ends[1] or "HEAD", files),
         uncommitted=repository.uncommitted(files) if end is None else (),
     )
 
 
 def _line_changes(
-    repository: Repository, ends: tuple[str, str | None], result: Diff
+    repository: Repository, ends: tuple[str, str | None], result: Diff, files: Sequence[str]
 ) -> list[LineChange]:
     """The commits behind the first rows of each phase."""
     lines = []
     for phase in result.phases:
         for row in phase.rows[:_ROWS]:
             line = _line_change(repository, ends, phase.phase, row.before, row.after)
+            if line is None and row.modules:
+                line = _made_otherwise(repository, ends, files, phase.phase, row)
             if line is not None and line not in lines:
                 lines.append(line)
     return lines
@@ -291,6 +293,19 @@ def _line_change(
             made = commit if isinstance(commit, Commit) else None
             return LineChange(phase=phase, source=source, kind=kind, commit=made)
     return None
+
+
+def _made_otherwise(
+    repository: Repository,
+    ends: tuple[str, str | None],
+    files: Sequence[str],
+    phase: str,
+    row: changes.DiffRow,
+) -> LineChange | None:
+    """The commit that wrote the line which makes the module of a row."""
+    source = origins.making(repository, *ends, files, row.modules[0])
+    line = source and _line_change(repository, ends, phase, None, source)
+    return replace(line, of=row.line or "") if line else None
 
 
 def _written_apart(

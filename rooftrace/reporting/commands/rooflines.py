@@ -12,6 +12,7 @@ from rooftrace.costmodels.fusion import ExecutionModel, plan
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
+from rooftrace.hardware.units import plural
 from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
@@ -29,6 +30,7 @@ def roofline(
     batch: int | Sequence[int] | None = None,
     seq: int | Sequence[int] | None = None,
     kv: int | Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Rooflines:
@@ -36,15 +38,21 @@ def roofline(
 
     sources: targets, graphs, or graphs by phase.  batch, seq, kv: a size, or several values of one
     of them; each value is traced, and `plot` joins its points.  phases: by default those
-    that fit each source.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for
-    all sources.
+    that fit each source.  names: one for each source, in tables and figures; default: those of
+    the models.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for all.
 
-    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError
-    for no source, for several values of two sizes, and the errors of `report`.
+    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError for no
+    source, names that are not one for each, several values of two sizes, and the errors of
+    `report`.
     """
     several = [sources] if _is_one(sources) else list(sources)
     if not several:
         raise RequestError("roofline(sources=...): expected at least one target, got none")
+    if names is not None and (len({*names} - {""}), len(names)) != (len(several),) * 2:
+        raise RequestError(
+            f"names {','.join(names)!r}: expected {plural(len(several), 'name')}, one for each "
+            "target and no two alike"
+        )
     steps, over = _steps({"batch": batch, "seq": seq, "kv": kv})
     pricing, others = PricingOptions.parted(kwargs)
     (model,), chips = conditions_of(roofline, pricing, *several)
@@ -65,7 +73,8 @@ def roofline(
             graphs = dict(priced(job).graphs)
             check_groups(graphs.values, [model])
             traced.append((source, sizes, graphs))
-        rows = list(_rows(traced, _names(several, traced), chips, model))
+        own = [name for name in names or () for _ in steps]
+        rows = list(_rows(traced, own or _names(several, traced), chips, model))
     return Rooflines(tuple(rows), over)
 
 

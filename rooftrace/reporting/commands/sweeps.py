@@ -178,9 +178,17 @@ def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Level
 
 
 def lengths_in(job: Job, name: str, values: range) -> range:
-    """The values of a size; of a sequence those that its processes share in two chunks each."""
-    chunks = 2 * job.request.mesh.get("cp", 1)
-    if name != "seq" or chunks == 2 or job.is_code:
+    """The values of a size; of a sequence those that its processes share evenly.
+
+    Processes of "cp" have two chunks each.  Where a model trains, those of "tp" share the positions
+    of each of "cp", too: see `cut_sequences`.
+    """
+    mesh, trains = job.request.mesh, "training" in (job.phases or ())
+    around = mesh.get("cp", 1)
+    chunks = 2 * around if around > 1 else 1
+    if trains and job.request.plan == "engines":
+        chunks = math.lcm(chunks, around * mesh.get("tp", 1))
+    if name != "seq" or chunks == 1 or job.is_code:
         return values
     return range(-(-values.start // chunks) * chunks, values.stop, chunks)
 

@@ -197,7 +197,7 @@ def roofline_figure(result: rooflinesteps.Rooflines, medium: Medium = SCREEN) ->
     by_chip = {
         chip: [row.estimate for row in result.rows if row.chip == chip] for chip in result.chips
     }
-    points = _points(result)
+    points = _points(result, brief=medium.is_narrow)
     names = ", ".join(result.models)
     shapes = [
         f"{SHAPES[style.MARKERS[i % len(style.MARKERS)]]} {chip}"
@@ -220,7 +220,8 @@ _CAPS = {
 }
 
 
-def _points(result: rooflinesteps.Rooflines) -> list[Point]:
+def _points(result: rooflinesteps.Rooflines, *, brief: bool = False) -> list[Point]:
+    """The points of all steps.  brief: the shape alone tells the chip, one label a model."""
     kinds = result.models if len(result.models) > 1 else result.phases
     tones = (
         {name: MODELS[i % len(MODELS)] for i, name in enumerate(kinds)}
@@ -234,9 +235,10 @@ def _points(result: rooflinesteps.Rooflines) -> list[Point]:
             assert row.rate is not None and row.intensity is not None
             kind = row.model if len(result.models) > 1 else row.phase
             marker = style.MARKERS[result.chips.index(row.chip) % len(style.MARKERS)]
+            label = _label(result, seen, place, brief)
             drawn.append(
                 Point(
-                    row.intensity, row.rate, _label(result, seen, place), tones[kind], marker,
+                    row.intensity, row.rate, label, tones[kind], marker,
                     size=9.0 if place in (0, len(seen) - 1) else 7.0,
                     line=f"{row.model}\n{row.phase}\n{row.chip}" if len(seen) > 1 else "",
                     caps=_caps(row),
@@ -253,17 +255,22 @@ def _caps(row: rooflinesteps.RooflineRow) -> tuple[tuple[str, float], ...]:
 
 
 def _label(
-    result: rooflinesteps.Rooflines, line: Sequence[rooflinesteps.RooflineRow], place: int
+    result: rooflinesteps.Rooflines,
+    line: Sequence[rooflinesteps.RooflineRow],
+    place: int,
+    brief: bool,
 ) -> str:
     """The full name of the last point; of the first, the size."""
     row = line[place]
+    if brief and row.chip != result.chips[0]:
+        return ""
     size = f"{result.over} {row.sizes[result.over]:,}" if result.over else ""
     if place < len(line) - 1:
         return size if place == 0 else ""
     parts = [
         row.model if len(result.models) > 1 else "",
         row.phase if len(result.phases) > 1 or len(result.models) == 1 else "",
-        row.chip if len(result.chips) > 1 else "",
+        row.chip if len(result.chips) > 1 and not brief else "",
     ]
     name = " ".join(filter(None, parts))
     time = f"{words.time_word([row.estimate])} {format_time(row.estimate.t_est)}"

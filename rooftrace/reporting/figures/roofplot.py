@@ -266,13 +266,15 @@ def _texts(
         for point in sorted(points, key=lambda p: (p.x, -p.y, p.label))
         if point.label
     ]
+    alone = len(chips) == 1
     on_line: dict[str, Any] = {"slide": SLIDE, "first": True, "leader": False}
     for roof in chips:
         for name, rate in roof.ceilings:
-            text = f"{name}  {format_flop_rate(rate)}"
-            text = text if brief and len(chips) == 1 else f"{roof.chip.name} {text}"
+            # In a column the rates and ridges of several chips stand on the axes alone.
+            text = f"{name}  {format_flop_rate(rate)}" if not brief or alone else name
+            text = text if brief and alone else f"{roof.chip.name} {text}"
             notes.append(style.PlotText(right, rate, text, roof.colour, **on_line))
-            if name.startswith("matrix") or rate == roof.top:
+            if (name.startswith("matrix") or rate == roof.top) and (alone or not brief):
                 ridge = rate / roof.bandwidth
                 text = format_intensity(ridge) if brief else f"ridge {format_intensity(ridge)}"
                 notes.append(style.PlotText(ridge, rate, text, roof.colour, first=True))

@@ -6,6 +6,7 @@ from rooftrace.reporting.gates import (
 )
 from rooftrace.reporting.gates.making import (
     causes_since as causes_since,
+    chips_of as chips_of,
     former as former,
     locked as locked,
     size_words as size_words,

@@ -12,7 +12,7 @@ from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.diffs import Change, Limit
 from rooftrace.diffs.changes import TOTALS, union
-from rooftrace.hardware.units import plural
+from rooftrace.hardware.units import format_capacity, plural
 from rooftrace.reporting.gates.lock import (
     BY_MODULE,
     ROOT,
@@ -39,6 +39,17 @@ class ModuleShift:
     ops: Mapping[str, int] = field(default_factory=dict)  # those removed are below 0
 
 
+@dataclass(frozen=True, slots=True)
+class CodeCause:
+    """A change of the code that moved a cost, in a sentence.
+
+    place: its modules and line, by which it is the same cause in other steps; "" if unknown.
+    """
+
+    text: str
+    place: str = ""
+
+
 class _LockedChange(Change):
     """A cost of a lock before and after."""
 
@@ -58,9 +69,16 @@ class Shift(Plain):
     limit: Limit = SAME
     budget: str = ""  # its key in [tool.rooftrace.budgets]; "": none
     modules: tuple[ModuleShift, ...] = ()  # that moved, most first
-    causes: tuple[str, ...] = ()  # sentences on the code that changed
+    causes: tuple[CodeCause, ...] = ()
 
-    KEYS = "**place._asdict metric module before after relative budget limit=_limit modules causes"
+    KEYS = (
+        "**place._asdict metric module before after relative budget limit=_limit modules "
+        "causes=_causes"
+    )
+
+    @property
+    def _causes(self) -> list[str]:
+        return [cause.text for cause in self.causes]
 
     @property
     def _limit(self) -> str | None:
@@ -109,8 +127,8 @@ class Shift(Plain):
         return text
 
 
-Cause: TypeAlias = Callable[[Shift], Sequence[str]]
-"""Sentences on the code that moved a cost, from its former revision; may be none."""
+Cause: TypeAlias = Callable[[Shift], Sequence[CodeCause]]
+"""The changes of the code that moved a cost, from its former revision; may be none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +146,21 @@ class GateOutcome(Plain, Shown):
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # files, by target
     strict: bool = False  # whether the lock must be equal to a new one
     improvements: str = ""
+    rooms: Mapping[str, float] = field(default_factory=dict)  # bytes for a step, by chip
+
+    @property
+    def unfit(self) -> list[str]:
+        """Sentences on steps that fitted their chip, and do not any more."""
+        locked, texts = self.before.places(), dict[str, None]()
+        for place, costs in self.after.places().items():
+            room = self.rooms.get(place.chip, math.inf)
+            if place in locked and locked[place].memory <= room < costs.memory:
+                peak, unit = format_capacity(costs.memory).split(" ")
+                most = format_capacity(room)
+                peak += "" if most.endswith(f" {unit}") else f" {unit}"
+                step = f"{place.target}, {place.phase} on {place.chip}"
+                texts[f"{step} no longer fits: {peak} of {most}"] = None
+        return list(texts)
 
     @property
     def same(self) -> bool:
@@ -169,7 +202,7 @@ class GateOutcome(Plain, Shown):
         ]
 
     schema = "rooftrace.check/1"
-    KEYS = "schema lock failed verdict over under other stale versions sources steps=_steps"
+    KEYS = "schema lock failed verdict over under other stale unfit versions sources steps=_steps"
 
 
 def compare_locks(
@@ -179,11 +212,12 @@ def compare_locks(
     *,
     strict: bool = False,
     cause: Cause | None = None,
+    rooms: Mapping[str, float] | None = None,
 ) -> GateOutcome:
     """Compare the lock `before` with the costs now.
 
-    cause: gives sentences for each exceeded budget.  Raises BudgetError for a budget of a module or
-    a phase that neither of the two has.
+    cause: gives the causes of each exceeded budget.  rooms: bytes for a step, by chip.  Raises
+    BudgetError for a budget of a module or a phase that neither of the two has.
     """
     _check_budgets(before, after, settings)
     locked, now = before.places(), after.places()
@@ -209,6 +243,7 @@ def compare_locks(
         sources=_sources(before, after),
         strict=strict,
         improvements=settings.improvements,
+        rooms=rooms or {},
     )
 
 

@@ -27,20 +27,22 @@ from rooftrace.reporting.commands import diff, in_precisions, priced
 from rooftrace.reporting.commands.calls import Kept
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
 from rooftrace.reporting.gates import lock as records, lockfile
-from rooftrace.reporting.gates.checking import Shift
+from rooftrace.reporting.gates.checking import CodeCause, Shift
 from rooftrace.tracer import Job, names
 from rooftrace.tracer.phases.apart import Traced, trace_each_apart
 
 # -- causes ----------------------------------------------------------------------------------------
 
-_MOST = 2
-"""Causes of a phase that are named."""
+_MOST = 3
+"""Causes of a cost that are named."""
+_PART = 0.05
+"""The least share of a change of which a cause is named."""
 
 
 def causes_since(
     settings: lockfile.Settings, lock: records.Lock
-) -> Callable[[Shift], Sequence[str]] | None:
-    """A function that gives the causes of a shift since `lock` was committed, in sentences.
+) -> Callable[[Shift], Sequence[CodeCause]] | None:
+    """A function that gives the causes of a shift since `lock` was committed.
 
     It builds the code of that commit from git, once for each target, chip and execution.  None
     outside of git, or where the lock is not committed as it is.
@@ -63,20 +65,18 @@ class _History:
         self.settings, self.lock, self.commit = settings, lock, commit
         self._made: dict[tuple[str, str, str], Diff | str] = {}
 
-    def causes(self, shift: Shift) -> Sequence[str]:
-        """Sentences on the phase of a shift, the largest cause first."""
+    def causes(self, shift: Shift) -> Sequence[CodeCause]:
+        """The changes of the code behind a shift, the largest first."""
         made = self._diff(shift.place)
         if isinstance(made, str):
-            return [made]
+            return [CodeCause(made)]
         rows = [row for p in made.phases if p.phase == shift.place.phase for row in p.rows]
-        sentences = [self._sentence(made, row) for row in rows[:_MOST]]
-        if len(rows) > _MOST:
-            sentences.append(f"and {plural(len(rows) - _MOST, 'more cause')}")
-        return sentences
+        first = _behind(rows, shift)[:_MOST]
+        return [CodeCause(self._sentence(made, row), row.place) for row in first]
 
     def _sentence(self, made: Diff, row: changes.DiffRow) -> str:
         lines = () if made.origins is None else made.origins.lines
-        who = next((str(line) for line in lines if line.source == row.line), row.lines)
+        who = next((str(line) for line in lines if row.line in (line.of, line.source)), row.lines)
         return "; ".join(filter(None, (row.cause, f"in {row.where}" if row.where else "", who)))
 
     def _diff(self, place: records.StepKey) -> Diff | str:
@@ -149,6 +149,24 @@ def former(settings: lockfile.Settings, *, update: bool = False) -> records.Lock
         if update and settings.targets:
             return None
         raise
+
+
+def _behind(rows: Sequence[changes.DiffRow], shift: Shift) -> list[changes.DiffRow]:
+    """The rows of a diff behind a shift: those that moved its metric, the largest first.
+
+    All rows where none did, and of a metric that is not known by row.
+    """
+    inside = [
+        row
+        for row in rows
+        if not shift.module or any(f"{m}.".startswith(f"{shift.module}.") for m in row.modules)
+    ]
+    total = shift.after - (shift.before or 0)
+    if shift.metric not in records.BY_MODULE or not total:
+        return inside or list(rows)
+    shares = [(getattr(row, shift.metric).delta / total, row) for row in inside]
+    moved = [(share, row) for share, row in shares if share >= _PART]
+    return [row for _, row in sorted(moved, key=lambda each: -each[0])] or inside or list(rows)
 
 
 def size_words(lock: records.Lock) -> str:

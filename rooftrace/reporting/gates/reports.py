@@ -30,7 +30,7 @@ def gate_view(result: GateOutcome, output: view.Output = "both") -> view.View:
     """The verdict, exceeded budgets with their causes, and other costs that moved."""
     mark = "bad" if result.failed else "good"
     head: list[view.Part] = [view.Note(result.verdict(), mark, label="check  ")]
-    head += [_item(line, "warn") for line in result.stale]
+    head += [_item(line, "warn") for line in (*result.unfit, *result.stale)]
     sections = [view.Section(parts=head, place=1)]
     if result.over:
         parts = _table(result.over, output)
@@ -70,14 +70,18 @@ _COLUMNS = (
 )
 
 
-def shift_table(shifts: Sequence[Shift]) -> view.Table:
-    """Costs before and after, one a line, with bars on a page."""
+def shift_table(shifts: Sequence[Shift], alike: Sequence[int] = ()) -> view.Table:
+    """Costs before and after, one a line, with bars on a page.
+
+    alike: how many steps each stands for; default 1.
+    """
     longest = max((abs(shift.relative or 0) for shift in shifts), default=0) or 1
     allowed = any(shift.budget for shift in shifts)
     columns = _COLUMNS if allowed else _COLUMNS[:-1]
-    return view.Table(
-        columns=columns, rows=[_row(shift, longest) for shift in shifts], padded=False
-    )
+    rows = [_row(shift, longest) for shift in shifts]
+    for row, steps in zip(rows, alike, strict=False):
+        row["step"] += f" and {steps - 1} more" if steps > 1 else ""
+    return view.Table(columns=columns, rows=rows, padded=False)
 
 
 def _row(shift: Shift, longest: float) -> dict[str, Any]:
@@ -123,26 +127,48 @@ def change_words(shift: Shift) -> str:
 def cause_notes(
     shifts: Sequence[Shift], output: view.Output, most: int | None = None
 ) -> Iterator[view.Part]:
-    """The causes of shifts, once for a phase: on another chip the same modules moved."""
+    """The causes of shifts: each change of the code once, then the modules of each phase.
+
+    On another chip the same modules moved.  most: causes of each of the two; modules then stand
+    only for shifts without a change of the code.
+    """
+    code: dict[tuple[str, str], tuple[str, dict[str, dict[str, None]]]] = {}
     first: dict[tuple[str, ...], Shift] = {}
     for shift in shifts:
-        key = (shift.place.target, shift.place.phase, shift.metric, shift.module)
-        if cause_lines(shift, output):
-            first.setdefault(key, shift)
+        cost = shift.cost if output == "screen" else units.CODE.page(shift.cost)
+        for cause in shift.causes:
+            key = shift.place.target, cause.place or cause.text
+            phases = code.setdefault(key, (cause.text, {}))[1]
+            phases.setdefault(shift.place.phase, {})[cost] = None
+        key_ = (shift.place.target, shift.place.phase, shift.metric, shift.module)
+        if shift.modules and not (most and shift.causes):
+            first.setdefault(key_, shift)
+    heads: dict[str, None] = {}
+    for (target, _), (text, phases) in list(code.items())[:most]:
+        if target not in heads:
+            heads[target] = None
+            yield view.Note(f"Cause in the code of {target}:", "strong")
+        costs = [f"{listed(list(names))} in {phase}" for phase, names in phases.items()]
+        yield _item(f"{text} ({'; '.join(costs)})")
     for shift in list(first.values())[:most]:
         cost = shift.cost if output == "screen" else units.CODE.page(shift.cost)
         yield view.Note(f"Cause of {cost} in {shift.place}:", "strong")
-        yield from map(_item, cause_lines(shift, output))
-    if most is not None and len(first) > most:
-        yield view.Note(f"and {plural(len(first) - most, 'more cause')}")
+        yield from map(_item, module_lines(shift, output))
+    if most is not None and (more := max(len(code) - most, 0) + max(len(first) - most, 0)):
+        yield view.Note(f"and {plural(more, 'more cause')}")
 
 
 def cause_lines(shift: Shift, output: view.Output = "screen") -> list[str]:
     """The causes of a shift: sentences on the code that changed, then the modules."""
+    return [*(cause.text for cause in shift.causes), *module_lines(shift, output)]
+
+
+def module_lines(shift: Shift, output: view.Output) -> list[str]:
+    """The modules behind a shift, one a line."""
     modules = [module_words(module, shift.metric, output) for module in shift.modules[:_MODULES]]
     if len(shift.modules) > _MODULES:
         modules.append(f"and {plural(len(shift.modules) - _MODULES, 'more module')}")
-    return [*shift.causes, *modules]
+    return modules
 
 
 def module_words(module: ModuleShift, metric: str, output: view.Output) -> str:
@@ -188,8 +214,10 @@ MARKER = "<!-- rooftrace check -->"
 """The first line of a comment, by which it is found again."""
 MOST = 60_000
 """Letters of a comment; GitHub takes 65,536."""
-_ROWS = 10
-_CAUSES = 5
+_ROWS = 8
+_CAUSES = 4
+_LINES = 40
+"""Lines of a comment before what is folded away."""
 _CHART = 8
 
 
@@ -197,19 +225,27 @@ def comment(result: GateOutcome) -> str:
     """A comment: the verdict, a table with bars, the causes; the figure and all steps folded."""
     sign = "❌" if result.failed else "✅"
     parts: list[view.Part] = [view.Note(f"{sign} {result.verdict()}", "strong")]
-    parts += [view.Note(line, bullet=1) for line in result.stale]
+    parts += [view.Note(line, bullet=1) for line in (*result.unfit, *result.stale)]
     shifts = result.over or result.under or result.other
     if shifts:
-        parts.append(shift_table(shifts[:_ROWS]))
-        if len(shifts) > _ROWS:
-            parts.append(view.Note(f"and {len(shifts) - _ROWS} more"))
+        alike: dict[tuple[object, ...], list[Shift]] = {}
+        for shift in shifts:
+            key = (*shift.place[:2], shift.cost, shift.limit, shift.before, shift.after)
+            alike.setdefault(key, []).append(shift)
+        groups = list(alike.values())[:_ROWS]
+        parts.append(shift_table([group[0] for group in groups], [*map(len, groups)]))
+        if len(alike) > _ROWS:
+            parts.append(view.Note(f"and {len(alike) - _ROWS} more"))
     parts += cause_notes(result.over, "page", _CAUSES)
     parts += why_notes(result)
-    short = as_page(view.View((view.Section(parts=parts),), "Costs", level=3))
+    text = f"{MARKER}\n{as_page(view.View((view.Section(parts=parts),), 'Costs', level=3))}"
+    lines = text.splitlines()
+    text = "\n".join(lines[:_LINES]) + "\n"
     folded = [("Figure", _chart(shifts)), ("All steps", _all_steps(result))]
-    if result.over and (result.under or result.other or len(result.over) > _ROWS):
-        folded.insert(1, ("All that moved", as_page(replace(gate_view(result, "page"), title=""))))
-    text = f"{MARKER}\n{short}"
+    folded.insert(0, ("More", "\n".join(lines[_LINES:])))
+    coded = any(shift.causes for shift in result.over)
+    if result.over and (coded or result.under or result.other or len(result.over) > _ROWS):
+        folded.insert(2, ("All that moved", as_page(replace(gate_view(result, "page"), title=""))))
     for title, body in folded:
         block = f"\n<details><summary>{title}</summary>\n\n{body.strip()}\n\n</details>\n"
         if body and len(text) + len(block) < MOST:

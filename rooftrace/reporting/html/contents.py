@@ -249,6 +249,7 @@ def _chip(results: Results, name: str) -> dict[str, Any]:
         "title": chip.title,
         "bandwidth": chip.memory_bandwidth.value,
         "capacity": chip.memory_capacity.value,
+        "room": chip.room(),
         "ceilings": [
             {"name": name, "rate": rate}
             for name, rate in sorted(rates.items(), key=lambda entry: -entry[1])
@@ -263,7 +264,9 @@ def _step(estimates: Sequence[Estimate], interned: Interned) -> dict[str, Any]:
         "flops": first.flops,
         "bytes": first.bytes_hbm,
         "floor": first.bytes_compulsory,
+        "intensity": first.ai_hbm,
         "kernels": first.kernels,
+        "peak": first.memory.peak,
         "item": first.item,
         "roles": {role: size for role, size in first.bytes.to_dict().items() if size},
         "on": [_on_chip(estimate) for estimate in estimates],
@@ -282,6 +285,7 @@ def _on_chip(estimate: Estimate) -> dict[str, Any]:
         "waiting": estimate.times.t_launch,
         "mfu": estimate.mfu,
         "rate": estimate.items_per_s,
+        "rate_per_chip": estimate.items_per_s_per_chip,
         "limits": estimate.times.regime_shares,
         "ridge": estimate.ridge,
     }

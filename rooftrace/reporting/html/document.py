@@ -150,8 +150,8 @@ def report_page(results: Results) -> str:
     from rooftrace.reporting.sections import report_view
 
     plain = report_view(results, "page")
-    explore = Section(title="Explore", parts=[Image("explorer")])  # the page lists its contents
-    sections = tuple(explore if part.contents else part for part in plain.sections)
+    explore = Section(title="Explore", parts=[Image("explorer")])
+    sections = (explore, *(part for part in plain.sections if not part.contents))
     data = to_json(contents(results)).decode().replace("<", "\\u003c")  # so that it ends no element
     island = f'<script type="application/json" id="contents">{data}</script>'
     written = as_hypertext(replace(plain, sections=sections), {"explorer": _EXPLORER})
@@ -330,12 +330,13 @@ def _page_table(table: Table) -> str:
         f'<th scope="col"{_page_side(column)}>{inline(column.name("page"))}</th>'
         for column in columns
     )
+    axes = f' data-axes="{table.axes}"' if table.axes else ""
     rows = "\n".join(
         f"<tr>{''.join(_page_cell(column, row) for column in columns)}</tr>" for row in table.rows
     )
     return (
-        f'<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>'
-        "\n</table></div>"
+        f'<div class="table"><table{axes}>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}'
+        "\n</tbody>\n</table></div>"
     )
 
 

@@ -98,6 +98,7 @@ class Table:
     leading: int = 1
     sets: int = 1
     group: Callable[[Any], str] | None = None  # a heading on a screen above rows that share it
+    axes: int = 0  # on a page of HTML, choices over so many first columns pick the row to show
     padded: bool = True  # on a page, cells are padded so that the source reads as a table
     on: Output = "both"
 

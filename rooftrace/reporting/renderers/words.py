@@ -206,7 +206,7 @@ def fit_words(memory: Mapping[str, Memory], chip: Chip, processes: int = 1) -> t
         by_count.setdefault(memory[phase].chips_needed(chip), []).append(phase)
     needs = listed(
         [
-            f"{listed(phases)} {'needs' if len(phases) == 1 else 'need'} {count:,}"
+            f"{listed(phases)} {'needs' if len(phases) == 1 else 'need'} {plural(count, 'chip')}"
             for count, phases in by_count.items()
         ]
     )

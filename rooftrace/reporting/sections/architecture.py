@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,13 @@ def architecture(results: Results) -> view.Section:
         f"Read from the graph of {phase}, as {estimate.execution.name} runs it; a star stands for "
         "the number of a module in a stack."
     )
-    parts: list[view.Part] = [view.Note(source), *_modules(made), *_attention(made), *_kinds(made)]
+    parts: list[view.Part] = [
+        *_fingerprint(results, made),
+        view.Note(source),
+        *_modules(made),
+        *_attention(made),
+        *_kinds(made),
+    ]
     if absent := _absent(results):
         parts.append(view.Note(f"Not in this report: {'; '.join(absent)}."))
     parts += [diagram(wiring) for wiring in made.wirings]
@@ -55,6 +63,25 @@ def _absent(results: Results) -> list[str]:
     return absent
 
 
+def _fingerprint(results: Results, made: Anatomy) -> Iterator[view.Part]:
+    """The traits of the model, and the settings of its configuration."""
+    traits = [*made.traits]
+    routers = dict.fromkeys((row.experts, row.chosen) for row in routed(results))
+    told = [f"{experts:,}, {chosen:,} for a token" for experts, chosen in routers]
+    traits.append(("routed experts", "; ".join(told) or "none"))
+    columns = (
+        view.Column("name", units.TEXT, "Trait", of=lambda row: row[0]),
+        view.Column("value", units.TEXT, "Kind", of=lambda row: str(row[1])),
+    )
+    yield view.Table(columns=columns, rows=traits)
+    if config := results.model.get("config"):
+        columns = (
+            view.Column("name", units.CODE, "Setting", of=lambda row: row[0]),
+            view.Column("value", units.TEXT, "Value", of=lambda row: str(row[1])),
+        )
+        yield view.Table(columns=columns, rows=list(config.items()))
+
+
 def _modules(made: Anatomy) -> Iterator[view.Part]:
     classes = [f"{count:,} {units.CODE.page(kind)}" for kind, count in made.classes]
     if len(classes) > CLASSES_SHOWN:
@@ -66,6 +93,14 @@ def _modules(made: Anatomy) -> Iterator[view.Part]:
     if not total:
         yield view.Note("No module has parameters that the step touches.")
         return
+    by_family = (
+        view.Column("family", units.TEXT, "Parameters of", of=lambda row: row[0]),
+        view.Column("params", units.NUMBER, "Number", of=lambda row: row[1]),
+        view.Column("share", units.SHARE, "Share", of=lambda row: ratio(row[1], total)),
+    )
+    yield view.Table(columns=by_family, rows=made.families)
+    pie = [f"  {json.dumps(_label(family))} : {count}" for family, count in made.families]
+    yield view.Note("\n".join(["pie title Parameters", *pie]), code="mermaid")
     columns = (
         view.Column("pattern", units.MODULE, "Module"),
         view.Column("kind", units.CODE, "Class", of=lambda p: p.kind or None),
@@ -119,6 +154,42 @@ def _kinds(made: Anatomy) -> Iterator[view.Part]:
             f"{plural(len(rest), 'other kind')} with {format_share(ratio(seconds, total))} of the "
             "time."
         )
+
+
+def elsewhere(results: Results) -> view.Section:
+    """Questions that other commands answer for this model, each with its command."""
+    graph = results.estimate(results.phases[0]).graph
+    target = shlex.quote(str(graph.provenance.get("target") or "TARGET"))
+    stored = target if ":" in target else "FILE"  # code makes weights, a configuration has none
+    chip = f"--chip {results.chips[0].name}"
+    phase = results.phases[-1]
+    on = f"{target} {chip} --phase {phase}"
+    sizes = "--grid batch=1,8,64 --grid kv=1024,4096" if phase == "decode" else "--grid batch=1,8"
+    swept = f"{on} --over batch=1,2,4,8,16,32,64 --format html > sweep.html"
+    rows = [
+        ("FLOP, bytes and time of every kernel as formulas", f"explain {on}"),
+        ("Other batches, lengths and chips, as a page with sliders", f"sweep {swept}"),
+        ("What moves the time most", f"sensitivity {on}"),
+        ("Every combination of sizes, as CSV", f"sensitivity {on} {sizes} --out grid.csv"),
+        ("Shapes of matrix products", f"report {on} --table census"),
+        ("Traffic between chips", f"report {target} --system dgx-h200 --mesh tp=8"),
+        (
+            "Values of weights, as statistics",
+            f"inventory {stored} --weights",
+        ),
+    ]
+    if any(results.estimate(name).graph.phase == "decode" for name in results.phases):
+        decode = f"solve {target} {chip} --find critical-batch"
+        rows.insert(4, ("Batch from which computing limits decode, over devices", decode))
+    columns = (
+        view.Column("what", units.TEXT, "What", of=lambda row: row[0]),
+        view.Column("command", units.CODE, "Command", of=lambda row: f"rooftrace {row[1]}"),
+    )
+    note = "Each takes the sizes of this report too, as `--seq` and `--dtype`. " + (
+        "TARGET: what builds the model, as `model.py:build`." if target == "TARGET" else ""
+    )
+    table = view.Table(columns=columns, rows=rows)
+    return view.Section(title="What other commands show", parts=[table, view.Note(note.strip())])
 
 
 # -- diagrams ----------------------------------------------------------------------------------

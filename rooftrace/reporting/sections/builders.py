@@ -23,7 +23,7 @@ from rooftrace._extensions import failures, load, owner, refuse_second, track
 from rooftrace.errors import hint, worded
 from rooftrace.hardware.units import format_traffic
 from rooftrace.reporting.renderers import units, view, words
-from rooftrace.reporting.sections.architecture import architecture
+from rooftrace.reporting.sections.architecture import architecture, elsewhere
 from rooftrace.reporting.sections.heads import head, pipelines, title, verdict
 from rooftrace.reporting.sections.memory import fit, network
 from rooftrace.reporting.sections.phase import phase
@@ -177,6 +177,7 @@ AFTER_PHASES = (
     Listed(islands_of, "page"),
     Listed(coverage, "page"),
     Listed(chips, "page"),
+    Listed(elsewhere, "page"),
 )
 LAST = (Listed(glossary, "page"),)
 _ADDED: dict[str, Listed] = track({})

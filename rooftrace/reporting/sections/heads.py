@@ -208,16 +208,12 @@ def _headlines(results: Results, first: bool = False) -> list[str]:
 
 
 def verdict(results: Results) -> view.Section:
-    """A paragraph on fit, time and limits; then a line each on phases, executions and trust."""
+    """A sentence on fit, one on a pipeline; then a line each on phases, executions and trust."""
     fits, sentence = words.fit_words(
         memory_by_phase(results), results.chips[0], _processes(results)
     )
-    notes = [view.Note(sentence, "bad")] if sentence and not fits else []
-    pipes = [_piped(pipe) for pipe in piped(results)[:1]]
-    steps = "; ".join(_limited(results.estimate(phase)) for phase in results.phases)
-    steps = "".join([*pipes, steps])
-    fit = f" {sentence}" if fits else ""
-    notes.append(view.Note(f"{steps[0].upper()}{steps[1:]}.{fit}"))
+    notes = [view.Note(sentence, "" if fits else "bad")] if sentence else []
+    notes += [view.Note(_piped(pipe)) for pipe in piped(results)[:1]]
     lines = [_phase_sentence(results.estimate(phase)) for phase in results.phases]
     if len(results.executions) > 1:
         lines.append(_speed_sentence(results))
@@ -238,23 +234,14 @@ def verdict(results: Results) -> view.Section:
 
 
 def _piped(pipe: Pipe) -> str:
-    """ "training in 4 stages (1f1b, 16 microbatches) is expected to take 1.2 s, bubble 16 %"."""
+    """ "Training in 4 stages (1f1b, 16 microbatches) is expected to take 1.2 s, of which ..."."""
     made = pipe.made
     takes = "is expected to take" if pipe.first.expected else "takes at least"
     return (
-        f"{pipe.phase} in {words.plural(made.stages, 'stage')} ({made.schedule}, "
+        f"{pipe.phase.capitalize()} in {words.plural(made.stages, 'stage')} ({made.schedule}, "
         f"{made.microbatches:,} microbatches) {takes} {format_time(made.seconds)}, of which "
-        f"{format_share(made.bubble)} is waiting of processes for each other; with one "
-        "microbatch, "
-    )
-
-
-def _limited(estimate: Estimate) -> str:
-    """ "decode is expected to take 56.2 ms, limited by HBM 77%, launch 13%"."""
-    takes = "is expected to take" if estimate.expected else "takes at least"
-    return (
-        f"{estimate.step} {takes} {format_time(estimate.t_est)}, "
-        f"limited by {words.regime_words(estimate.times)}"
+        f"{format_share(made.bubble)} is waiting of processes for each other. "
+        "Below, a stage with one microbatch:"
     )
 
 

@@ -58,6 +58,8 @@ def fit(results: Results) -> view.Section:
             for phase, batches in results.largest.items()
         ]
         note = "Found by tracing: this batch fits, and one more does not."
+        batches = [f"{row['phase']} {row[f'on {names[0]}']}" for row in rows]
+        parts.insert(1, view.Note(f"largest batch: {', '.join(batches)}", on="screen"))
         parts += [view.Table(columns=columns, rows=rows, on="page"), view.Note(note, on="page")]
     return view.Section(title="Does it fit", place=6, parts=[*parts, view.Image("memory.png")])
 
@@ -170,18 +172,14 @@ def _on_screen(results: Results) -> view.Table:
         view.Column("share", units.SHARE, f"of {format_capacity(capacity)}"),
         view.Column("chips", units.COUNT, "chips", drop=1),
     ]
-    if results.largest:
-        columns.append(view.Column("largest", units.WORDS, "largest batch"))
     rows = []
     for phase, need in results.memory.items():
-        batch = results.largest.get(phase, {}).get(chip.name)
         row = {
             "phase": f"  {phase}",
             **sizes[phase],
             "peak": need.peak,
             "share": need.peak / capacity,
             "chips": need.chips_needed(chip),
-            "largest": words.batch_words(batch) if batch is not None else "",
         }
         mark = "" if need.fits(chip) else "bad"
         rows.append({key: view.Cell(value, mark) for key, value in row.items()})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._escapes import file_part
 from rooftrace.costmodels.estimates.rows import lead_op
+from rooftrace.costmodels.fusion import execution_model
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Work
 from rooftrace.graph import ROLES, pattern_of
 from rooftrace.hardware.units import (
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rooftrace.studies.advice import Headroom, Saving
 
 MODULES_SHOWN = 25
+_SEED_ROWS = execution_model("seed-efficient").utilization.b_sat
 SUMS = (
     view.Column("flops", units.FLOP, "FLOP"),
     view.Column("bytes", units.BYTE, "HBM"),
@@ -280,6 +282,13 @@ INDICATORS: tuple[_Formula, ...] = (
         "F_theory / T_comp",
         lambda e: ratio(e.flops, e.times.t_comp),
         format_flop_rate,
+    ),
+    (
+        "eta",
+        "F_theory / F_realizable. Of a product: the share of whole tiles in whole waves that it "
+        f"fills, times that of the knobs; in seed-efficient min(1, rows / {_SEED_ROWS:g})",
+        lambda e: ratio(e.flops, e.flops_realizable),
+        format_share,
     ),
     ("AI_hbm", "F_useful / HBM bytes", lambda e: e.ai_hbm, format_intensity),
     (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeAlias, TypedDict, TypeVar
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas
 
     from rooftrace.costmodels.fusion import Unsupported
-    from rooftrace.studies.advice import Guidance
+    from rooftrace.studies.advice import Guidance, WhatIf
 
 # -- tallies ---------------------------------------------------------------------------------------
 
@@ -91,6 +91,8 @@ class Results(Shown):
     graphs: Mapping[str, OpGraph]  # by phase
     # The largest batch that fits, by phase and chip, if requested.
     largest: Mapping[str, Mapping[str, LargestBatch]] = field(default_factory=dict)
+    # Changes after which a phase fits the first chip, by phase, where it does not.
+    fitting: Mapping[str, tuple[WhatIf, ...]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         name = self.model.get("name") or "model"
@@ -216,7 +218,10 @@ class Results(Shown):
         """Suggestions for each phase, best first: main execution, first chip."""
         from rooftrace.studies.advice import guidance
 
-        return {phase: guidance(self.estimate(phase)) for phase in self.phases}
+        return {
+            phase: replace(guidance(self.estimate(phase)), fitting=self.fitting.get(phase, ()))
+            for phase in self.phases
+        }
 
     @cached_property
     def headroom(self) -> Mapping[str, Headroom]:

@@ -333,24 +333,28 @@ def helping(results: Results) -> view.Section:
 def _phase(phase: str, guidance: Guidance) -> list[view.Part]:
     step = guidance.step
     head = f"**{phase.capitalize()}** ({step.execution.name}, {format_time(step.t_est)})"
-    if not guidance.options:
-        return [view.Note(f"{head}: {NOTHING}.")]
-    notes = [view.Note(f"{head}:")]
+    notes = [view.Note(f"{head}:" if guidance.options else f"{head}: {NOTHING}.")]
     for number, what_if in enumerate(guidance.options, 1):
         notes.append(view.Note(_line(what_if), number=number))
     if guidance.together is not None:
         notes.append(view.Note(_line(guidance.together)))
+    if guidance.fitting:
+        notes.append(view.Note(f"To make it fit one {step.chip.name}, least loss first:"))
+    for number, what_if in enumerate(guidance.fitting, 1):
+        notes.append(view.Note(_line(what_if), number=number))
     return [*notes]
 
 
 def _line(what_if: WhatIf) -> str:
-    """The action, its gain, the limit it acts on, its needs, and the option that prices it."""
+    """The action and its line, its gain, the limit it acts on, its needs, and its option."""
     most = "at most " if what_if.at_most else ""
+    where = f" at {units.CODE.page(what_if.source)}" if what_if.source else ""
     parts = [
-        f"**{what_if.action}**: {most}{format_time(what_if.gain)} less "
-        f"({format_share(what_if.share)}), {format_time(what_if.t_before)} -> "
+        f"**{what_if.action}**{where}: {most}{format_time(abs(what_if.gain))} "
+        f"{'less' if what_if.gain >= 0 else 'more'} "
+        f"({format_share(abs(what_if.share))}), {format_time(what_if.t_before)} -> "
         f"{format_time(what_if.t_after)}.",
-        f"Acts on {words.LIMITS[what_if.acts_on]}: {what_if.rests_on}.",
+        *([f"Acts on {words.LIMITS[what_if.acts_on]}: {what_if.rests_on}."] * (what_if.gain > 0)),
         f"Needs {what_if.needs}.",
     ]
     if text := fit_words(what_if):
@@ -374,20 +378,24 @@ def fit_words(what_if: WhatIf) -> str:
 
 def helping_on_screen(results: Results) -> view.Section:
     """The first few of each phase, and all together; nothing for an estimate without a report."""
-    if not results.memory or not any(guide.options for guide in results.guidance.values()):
+    guides = results.guidance.values() if results.memory else ()
+    if not any(guide.options or guide.fitting for guide in guides):
         return view.Section()
     most = min(MOST, max(LEAST, ON_A_SCREEN // len(results.phases)))
     rows: list[dict[str, Any]] = []
     for phase, guidance in results.guidance.items():
         lines = list(_whatif_rows(guidance, most)) or [{"action": NOTHING}]
+        fit = enumerate(guidance.fitting[:most], 1)
+        lines += [_row(way, f"to fit {number}. {way.action}") for number, way in fit]
         rows += [{"phase": "" if place else phase, **line} for place, line in enumerate(lines)]
     columns = (
         view.Column("phase", units.TEXT, "suggestion"),
         view.Column("action", units.TEXT, f"what to do, {results.main}", clipped=30),
-        view.Column("limit", units.TEXT, "acts on", drop=1),
-        view.Column("after", units.SECOND, "then"),
-        view.Column("gain", units.SECOND, "less", mark="strong"),
-        view.Column("share", units.SHARE, "share", drop=2),
+        view.Column("source", units.TEXT, "line", clipped=12, drop=3),
+        view.Column("limit", units.TEXT, "limit", drop=1),
+        view.Column("after", units.SECOND, "step then"),
+        view.Column("gain", units.SECOND, "saves", mark="strong"),
+        view.Column("share", units.SHARE, "of step", drop=2),
     )
     table = view.Table(columns=columns, rows=rows, on="screen")
     return view.Section(place=3, parts=[table])
@@ -410,6 +418,7 @@ def _row(what_if: WhatIf, action: str) -> dict[str, Any]:
     unfit = what_if.before.memory.fits(what_if.before.chip) and not what_if.fits
     return {
         "action": view.Cell(f"{action} (no longer fits)", "bad") if unfit else action,
+        "source": what_if.source.rpartition("/")[2],
         "limit": view.Cell(words.LIMITS[what_if.acts_on], what_if.acts_on),
         "after": what_if.t_after,
         "gain": view.Cell(what_if.gain, before="≤ " if what_if.at_most else ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,8 @@ def _answer(result: serving.ServingAnswer) -> Iterator[view.Note]:
                     yield view.Note(f"{_LIMITS[name]} {_value(nearest, name)}, {-free:.1%} over "
                                     f"{_limit(result, nearest, name)}", bullet=1)  # fmt: skip
         return
-    yield view.Note(_deployed(best, result.name), "strong")
+    holds = "" if result.chance is None else f": {result.chance:.0%} chance to hold the limits"
+    yield view.Note(f"{_deployed(best, result.name)}{holds}", "strong")
     for name, free in result.margins(best).items():
         chance = result.chances.get(name)
         left = f"{free:.1%} left" if chance is None else f"holds with a chance of {chance:.0%}"
@@ -105,10 +107,17 @@ def _edge(result: serving.ServingAnswer, best: Any) -> Iterator[view.Note]:
     if result.breaks and result.objective == "largest":
         broken = " and ".join(_LIMITS[name] for name in result.breaks)
         yield view.Note(f"{result.name} {size + 1:,} breaks: {broken}", bullet=1)
-    elif size == result.sizes[1]:
+    elif size in result.sizes and size > 1:
+        end = "largest" if size == result.sizes[1] else "smallest"
         yield view.Note(
-            f"{result.name} {size:,} is the largest that was looked at; --over {result.name}=1..N "
+            f"{result.name} {size:,} is the {end} that was looked at; --over {result.name}=1..N "
             "looks farther", "warn", bullet=1,
+        )  # fmt: skip
+    counts = {line.chips for line in result.curves}
+    if len(counts) > 1 and best.chips == max(counts) and result.objective != "largest":
+        yield view.Note(
+            f"{best.chips:,} chips are the most that were looked at; --chips names others", "warn",
+            bullet=1,
         )  # fmt: skip
     if result.span is not None and result.objective == "largest":
         safe, lucky = (
@@ -125,8 +134,22 @@ def _deployed(row: Any, name: str) -> str:
     chips = f"{row.chips} x {row.chip}" if row.chips > 1 else row.chip
     sizes = [f"{name} {row.sizes[name]:,}"]
     sizes += [f"{other} {size:,}" for other, size in row.sizes.items() if other != name]
-    labels = [str(value) for key, value in row.labels.items() if key not in ("phase",)]
-    return f"{', '.join(sizes)} on {chips} ({', '.join(labels)})"
+    told = ("phase", "dtype", "weights_dtype", "kv_dtype")
+    labels = [str(value) for key, value in row.labels.items() if key not in told]
+    return f"{', '.join(sizes)} on {chips} ({', '.join([*labels, *_stored(row)])})"
+
+
+def _stored(row: Any) -> Iterator[str]:
+    """ "weights fp8", "cache bf16": the precision that holds most bytes of each."""
+    graph = row.estimate.plan.source
+    for role, name in (("weights", "weights"), ("kv", "cache")):
+        sizes = Counter[str]()
+        for index in graph.external:
+            tensor = graph.values[index]
+            if tensor.role == role and tensor.storage == index:
+                sizes[tensor.dtype] += graph.times(tensor) * tensor.nbytes
+        if sizes:
+            yield f"{name} {sizes.most_common(1)[0][0]}"
 
 
 def _worth(row: Any, result: serving.ServingAnswer) -> Iterator[str]:

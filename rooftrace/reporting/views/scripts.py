@@ -48,7 +48,7 @@ _TURNS = (
     view.Column("flops", units.FLOP, "FLOP", drop=1),
     view.Column("bytes_hbm", units.BYTE, "HBM", drop=3),
     view.Column("loading", units.SECOND, "data here", drop=2),
-    view.Column("label", units.CODE, "called", flexible=True),
+    view.Column("label", units.CODE, "called", clipped=24),
 )
 _SHAPES = (
     _KIND,

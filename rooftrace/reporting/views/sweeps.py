@@ -98,13 +98,16 @@ def lines_table(frame: Any, labels: Sequence[str], names: Sequence[str]) -> view
         view.Column("t_high", units.SECOND, "to", drop=1),
         view.Column("t_bound", units.SECOND, "bound"),
         view.Column("items_per_s", units.RATE, "items/s"),
+        view.Column("flops", units.FLOP, "FLOP", on="page"),
+        view.Column("bytes_hbm", units.BYTE, "HBM", on="page"),
         view.Column("regime", units.TEXT, "limited by"),
         view.Column("regime_share", units.SHARE, "share", drop=2),
         view.Column("peak_memory", units.CAPACITY, "memory", drop=2),
         view.Column("fits", units.TEXT, "fits"),
     ]
     rows = [_row(line) for line in frame.to_dict("records")]
-    return view.Table(columns=columns, rows=rows, padded=False)
+    axes = len(labels) + 1 + len(names)
+    return view.Table(columns=columns, rows=rows, padded=False, axes=axes)
 
 
 def _row(line: Mapping[str, Any]) -> dict[str, Any]:

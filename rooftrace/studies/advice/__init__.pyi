@@ -3,17 +3,16 @@ from rooftrace.studies.advice.breaks import (
     GraphBreaks as GraphBreaks,
     price_breaks as price_breaks,
 )
-from rooftrace.studies.advice.savings import (
-    Headroom as Headroom,
-    Saving as Saving,
-    headroom as headroom,
-)
+from rooftrace.studies.advice.fits import fitting as fitting
 from rooftrace.studies.advice.variants import (
+    Headroom as Headroom,
     NamedNumbers as NamedNumbers,
+    Saving as Saving,
     Study as Study,
     UnknownNumberError as UnknownNumberError,
     Variant as Variant,
     VariantOutcome as VariantOutcome,
+    headroom as headroom,
 )
 from rooftrace.studies.advice.whatifs import (
     Guidance as Guidance,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,17 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimates import Estimate, estimate
+from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_of
+from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
-from rooftrace.costmodels.rewrites import applicable
+from rooftrace.costmodels.rewrites import Edit, applicable, findings
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.precisions import compute_family, precision
 from rooftrace.hardware.units import format_flops, format_share, format_time, format_traffic, listed
-from rooftrace.studies.advice.savings import Headroom
-from rooftrace.studies.advice.variants import Compared, Study, Variant
+from rooftrace.studies.advice.variants import Compared, Headroom, Study, Variant
 
 if TYPE_CHECKING:
     import pandas
@@ -30,15 +32,22 @@ LEVERS = (
     "fusion",
     "launch",
     "rewrite",
+    "layout",
+    "padding",
+    "optimizer",
+    "wait",
+    "copy",
     "compute",
     "weights",
     "cache",
     "kernels",
+    "memory",
     "together",
 )
 """Changes of a what-if: the attention kernel, which ops share a kernel, how kernels are launched,
-the graph, the precision of everything, of the weights, or of the KV cache, kernels larger than a
-compiler makes; the last is several of these at once."""
+the graph, the order of dimensions in memory, odd sizes, the optimizer's kernels, waits of the host
+for the device, copies, the precision of everything, of the weights, or of the KV cache, kernels
+larger than a compiler makes, memory; the last is several of these at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +59,45 @@ class WhatIf(Plain, Compared):
     option: str  # options of rooftrace, or a call, for the same; may be empty
     needs: str  # its assumptions and costs
     at_most: bool = False  # whether the gain is an upper bound
+    runs: int = 1  # of `after` for as much work, whose gradients add up; the optimizer steps once
 
     KEYS = (
-        "lever action option t_before t_after gain share at_most acts_on needs rests_on peak fits"
+        "lever action source option t_before t_after gain share at_most acts_on needs rests_on "
+        "peak fits"
     )
+
+    @cached_property
+    def source(self) -> str:
+        """The line whose kernels lose most seconds, "model.py:12".
+
+        Where only launches change it is the line with most kernels; "" where no line is known, and
+        where no line of the step changes.
+        """
+        if self.lever == "together" or self.runs > 1:
+            return ""
+        lines, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
+        for sign, step in ((1, self.before), (-1, self.after)):
+            for row in step.rows:
+                line = lead_op(step.plan, step.plan.groups[row.index]).source
+                lines[line] += sign * row.timing.t_device
+                kernels[line] += row.count if sign > 0 else 0
+        if self.lever == "wait":
+            waiting = [op for op in self.before.graph.ops if op.kind == "sync"]
+            lines.clear()
+            for op in waiting:
+                lines[op.source] += self.before.graph.times(op)
+        best = max(lines, key=lines.__getitem__, default="")
+        few = self.before.times.t_serial * LEAST
+        ranked_lines = lines if lines[best] > (0 if self.lever == "wait" else few) else kernels
+        return max(ranked_lines, key=ranked_lines.__getitem__, default="")
+
+    @property
+    def t_after(self) -> float:
+        """Seconds of as much work with the change."""
+        if self.runs == 1:
+            return self.after.t_est
+        once = self.after.by_part()["optimizer"].seconds if self.after.memory.optimizer else 0.0
+        return self.runs * (self.after.t_est - once) + once
 
     @cached_property
     def acts_on(self) -> Annotated[str, ("enum", REGIMES)]:
@@ -74,13 +118,15 @@ class WhatIf(Plain, Compared):
 
     @property
     def peak(self) -> int:
-        """Bytes alive at the peak of the step with the change."""
-        return self.after.memory.peak
+        """Bytes alive at the peak with the change; gradients that add up are there all the time."""
+        memory = self.after.memory
+        kept = memory.gradients - memory.at_peak.get("gradients", 0) if self.runs > 1 else 0
+        return memory.peak + kept
 
     @property
     def fits(self) -> bool:
         """Whether the step with the change fits the chip."""
-        return self.after.memory.fits(self.after.chip)
+        return self.peak <= self.after.chip.room()
 
     def __repr__(self) -> str:
         return short(self, str(self))
@@ -105,8 +151,9 @@ class Guidance(Plain):
     options: tuple[WhatIf, ...]
     together: WhatIf | None = None
     ranks: tuple[int, ...] = ()
+    fitting: tuple[WhatIf, ...] = ()  # after which the step fits its chip, shortest first
 
-    KEYS = "execution=step.execution.name what_ifs=options together?"
+    KEYS = "execution=step.execution.name what_ifs=options together? to_fit=fitting"
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per what-if, in order, the last one for all together; seconds and bytes."""
@@ -153,40 +200,74 @@ def guidance(
     step = graph if isinstance(graph, Estimate) else estimate(graph, chip, execution)
     if not step.t_est:
         return Guidance(step, ())
-    priced = ((change, _priced(step, change)) for change in changes_of(step))
+    priced = ((change, priced_change(step, change)) for change in changes_of(step))
     helping = [(change, w) for change, w in priced if w is not None and w.share >= LEAST]
     helping.sort(key=lambda pair: -pair[1].gain)
     options = [what_if for _, what_if in helping]
     larger = _larger_kernels(step)
-    if larger is not None and larger.share >= LEAST:
+    if larger is not None and larger.share >= LEAST and not _repeats(larger, options):
         options.append(larger)
     options.sort(key=lambda what_if: -what_if.gain)
     chosen = merged([change for change, _ in helping])
     if len(chosen) < 2:
         return Guidance(step, tuple(options))
     ranks = tuple(options.index(what_if) + 1 for change, what_if in helping if change in chosen)
-    together = _priced(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
+    together = priced_change(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
     return Guidance(step, tuple(options), together, ranks)
 
 
-def _priced(step: Estimate, change: StepChange) -> WhatIf | None:
+def _repeats(larger: WhatIf, options: Sequence[WhatIf]) -> bool:
+    """Whether a change of the same line, without new kernels, saves as much as larger kernels."""
+    code = ("attention", "layout", "rewrite")
+    return any(
+        w.lever in code and w.gain > larger.gain and w.source == larger.source for w in options
+    )
+
+
+def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
     """The what-if of a change; None where the chip has no rate for its precision."""
     before = by_rules(step) if change.regroups else step
     model = change.applied(before.execution)
-    variant = Variant(precisions=change.precisions, execution=model)
+    graph = change.edited(step.plan.source)
+    if graph is not None and change.lever != "memory" and _reach(step, graph) < LEAST:
+        return None
+    variant = Variant(graph=graph, precisions=change.precisions, execution=model)
     try:
         after = Study(step).estimate(variant)
     except MissingPeakError:
         return None
     return WhatIf(
         lever=change.lever,
-        action=change.action,
+        action=f"{change.action[:1].upper()}{change.action[1:]}",
         option=change.option(before.execution),
         needs=change.needs,
         before=before,
         after=after,
         at_most=change.at_most,
     )
+
+
+def _reach(step: Estimate, graph: OpGraph) -> float:
+    """The share of the step in kernels that another graph of it has no more, or changes.
+
+    No change of these can save more: what the host takes for each kernel is counted, too.
+    """
+    source = step.plan.source
+    kept = {(op.target, op.inputs, op.outputs) for op in graph.ops}
+    changed = {place for place, old in enumerate(source.values) if graph.values[place] != old}
+    for op in source.ops:
+        if (op.target, op.inputs, op.outputs) not in kept:
+            if op.kind == "sync":
+                return 1.0
+            changed.update(op.outputs)
+    ops = step.plan.graph.ops
+    reached = [
+        row
+        for row in step.rows
+        if any(not changed.isdisjoint((*ops[i].inputs, *ops[i].outputs)) for i in row.ops)
+    ]
+    launched = sum(row.count for row in reached) / max(step.kernels, 1) * step.times.t_launch
+    return (launched + sum(row.timing.t_device for row in reached)) / step.t_est
 
 
 def by_rules(step: Estimate) -> Estimate:
@@ -231,12 +312,19 @@ class StepChange:
     needs: str
     precisions: Mapping[str, str] = field(default_factory=dict)
     execution: Mapping[str, Any] = field(default_factory=dict)
+    edits: tuple[Edit, ...] = ()
     at_most: bool = False
 
     @property
     def regroups(self) -> bool:
         """Whether kernels are formed in another way than in a run whose bytes were measured."""
-        return not {"fusion", "attention"}.isdisjoint(self.execution)
+        return bool(self.edits) or not {"fusion", "attention"}.isdisjoint(self.execution)
+
+    def edited(self, graph: OpGraph) -> OpGraph | None:
+        """The graph of the mended code; None where nothing of it changes."""
+        for edit in self.edits:
+            graph = edit(graph)
+        return graph if self.edits else None
 
     def applied(self, model: ExecutionModel) -> ExecutionModel:
         """The execution model with this change; rewrites are added to those that it has."""
@@ -246,7 +334,9 @@ class StepChange:
         return replace(model, **fields, name=f"{model.name}, {self.lever}") if fields else model
 
     def option(self, model: ExecutionModel) -> str:
-        """Options of the command line for it, else a call in Python."""
+        """Options of the command line for it, else a call in Python; "" where code changes."""
+        if self.edits:
+            return ""
         texts = [f"--{name.replace('_', '-')} {value}" for name, value in self.precisions.items()]
         fields = dict(self.execution)
         if rewrites := fields.pop("rewrites", ()):
@@ -288,6 +378,15 @@ def changes_of(step: Estimate) -> Iterator[StepChange]:
     """Every change that may help this step; which of them does is for prices to say."""
     yield from _how_run(step.execution, step.graph, step.chip)
     yield from _rewrites(step)
+    compiled = step.execution.fusion == "detected" and step.execution.dispatch != "mixed"
+    for mend in findings(step.plan.source, engines.ACCESS, compiled):
+        yield StepChange(
+            lever=mend.lever,
+            action=mend.action,
+            needs=mend.needs,
+            edits=(mend.edit,),
+            at_most=mend.at_most,
+        )
     yield from _precisions(step)
 
 
@@ -478,5 +577,6 @@ def all_of(chosen: Sequence[StepChange], action: str) -> StepChange:
         needs="what each of them needs",
         precisions={name: v for change in chosen for name, v in change.precisions.items()},
         execution=execution,
+        edits=tuple(edit for change in chosen for edit in change.edits),
         at_most=any(change.at_most for change in chosen),
     )

@@ -104,6 +104,15 @@ class Template:
         """The part of the step that it belongs to."""
         return self.ops[0].part
 
+    @property
+    def numbered(self) -> list[tuple[bool, int]]:
+        """Ids of the values made, in order, and between them places of inputs (constants) that
+        appear there; each with whether it is of an input."""
+        start = min(self.values)
+        places = [(v, (True, place)) for place, (v, _) in enumerate(self.inputs) if v > start]
+        made = [(value, (False, value)) for value in self.values]
+        return [item for _, item in sorted(made + places)]
+
 
 def template(
     graph: OpGraph,
@@ -364,7 +373,13 @@ class _Inlined:
     ) -> tuple[dict[int, int], dict[int, dict[int, int]], int]:
         """New ids of old values, and of the values of each block by the id of its call."""
         calls = {op.outputs[0]: op for op in ops if op.target == REPEATED}
-        results = {value for op in calls.values() for value in op.outputs}
+        elsewhere = {value for op in calls.values() for value in op.outputs}
+        elsewhere.update(
+            op.arguments["inputs"][place].id
+            for op in calls.values()
+            for outside, place in self._template(op).numbered
+            if outside
+        )
         ids: dict[int, int] = {}
         inner: dict[int, dict[int, int]] = {}
         count = 0
@@ -372,11 +387,16 @@ class _Inlined:
             if value in calls:
                 op = calls[value]
                 block = self._template(op)
-                inner[op.id] = {v: count + i for i, v in enumerate(block.values)}
-                count += len(block.values)
+                inner[op.id] = {}
+                for outside, item in block.numbered:
+                    if outside:
+                        ids[op.arguments["inputs"][item].id] = count
+                    else:
+                        inner[op.id][item] = count
+                    count += 1
                 made = (inner[op.id][v] for v in block.results)
                 ids.update(zip(op.outputs, made, strict=True))
-            elif value not in results:
+            elif value not in elsewhere:
                 ids[value] = count
                 count += 1
         return ids, inner, count

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import platform
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -191,7 +194,43 @@ def describe(module: nn.Module) -> dict[str, Any]:
         "bytes_parameters": trees.stored_bytes(parameters),
         "bytes_buffers": trees.stored_bytes(buffers),
         **as_stored(module),
+        **_configured(config),
     }
+
+
+_MOST_SETTINGS, _LONGEST_SETTING = 80, 60
+_NO_SETTINGS = ("name_or_path", "transformers_version")
+
+
+def _configured(config: Any) -> dict[str, Any]:
+    """The settings of a module's configuration that are numbers, switches or short texts.
+
+    Of one of Hugging Face those that differ from what every model has; of a record or a mapping
+    all.  Settings inside of settings have both names, with a dot between.
+    """
+    differing = getattr(config, "to_diff_dict", None)
+    if callable(differing):
+        config = None
+        with contextlib.suppress(Exception):  # code of a model may compare with what it cannot make
+            config = differing()
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    settings = dict(_settings(config)) if isinstance(config, Mapping) else {}
+    return {"config": dict(islice(settings.items(), _MOST_SETTINGS))} if settings else {}
+
+
+def _settings(config: Mapping[Any, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        name = f"{head}{key}"
+        if isinstance(value, Mapping) and not head:
+            yield from _settings(value, f"{name}.")
+        elif str(key).startswith("_") or key in _NO_SETTINGS:
+            continue
+        elif isinstance(value, str):
+            if 0 < len(value) <= _LONGEST_SETTING:
+                yield name, value
+        elif isinstance(value, (bool, int, float)) and math.isfinite(value):
+            yield name, value
 
 
 def declared_in(module: nn.Module) -> Iterator[tuple[str, Tensor, str]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from rooftrace.errors import NoCacheError, RequestError
 from rooftrace.tracer import names
 from rooftrace.tracer.inputs import Inputs, calls as arguments
+from rooftrace.tracer.sharding import plans, zero
 from rooftrace.tracer.values import META, REAL_VALUE, parameters_of, tensors_in, trees, with_tensors
 
 
@@ -26,6 +28,31 @@ class EncoderOutputs(tuple[Any, ...]):
         if name.startswith("_"):
             raise AttributeError(name)
         return self[0] if name == "last_hidden_state" else None
+
+
+@contextlib.contextmanager
+def experts_by_size(module: nn.Module) -> Iterator[None]:
+    """Inside, experts give results of their tokens' sizes and precision, and route no token.
+
+    For calls of which only the cache is read: its sizes depend on no choice of experts.
+    """
+    some = [part for part in module.modules() if plans.has_experts(part)]
+    before = [part.__dict__.get("forward") for part in some]
+    for part in some:
+        part.__dict__["forward"] = _sized
+    try:
+        yield
+    finally:
+        for part, forward in zip(some, before, strict=True):
+            if forward is None:
+                del part.__dict__["forward"]
+            else:
+                part.__dict__["forward"] = forward
+
+
+def _sized(tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The result of experts; `ep_forward` of transformers returns a plain tensor of a DTensor."""
+    return torch.empty_like(zero.local_of(tokens))
 
 
 def drained(output: Any) -> Any:

@@ -384,11 +384,11 @@ def foreach_on_meta() -> Iterator[None]:
 
 def on_meta() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Modules and their functions by which `foreach_on_meta` holds."""
-    name = "_get_foreach_kernels_supported_devices"
+    names = ("_get_foreach_kernels_supported_devices", "_get_fused_kernels_supported_devices")
     for module in (torch_private.FOREACH, Optimizer.__module__):
         home = sys.modules[module]
-        if hasattr(home, name):
-            yield home, {name: functools.partial(_also_meta, original_of(home, name))}
+        there = [name for name in names if hasattr(home, name)]
+        yield home, {n: functools.partial(_also_meta, original_of(home, n)) for n in there}
 
 
 def _also_meta(devices: Callable[[], list[str]]) -> list[str]:

@@ -171,12 +171,13 @@ def _balanced(facts: Mapping[str, Any], counts: Tensor) -> tuple[Tensor, Tensor]
     """
     processes, columns = counts.shape
     rows = int(counts.sum())
-    number = torch.arange(rows)
-    senders = number * processes // max(rows, 1)
     reached = max(min(facts["drawn"], columns), 1)
-    classes = (number % reached) * columns // reached
-    gets = torch.bincount(senders * columns + classes, minlength=counts.numel())
-    sends = torch.bincount(number * counts.numel() // max(rows, 1), minlength=counts.numel())
+    # Row n comes from process n * processes // rows, for the class n % reached of those reached.
+    ends = -(torch.arange(processes + 1) * -rows // processes)  # where each one's rows begin
+    before = (ends[:, None] - torch.arange(reached) + reached - 1) // reached  # rows of a class
+    gets = torch.zeros_like(counts, dtype=torch.long)
+    gets[:, torch.arange(reached) * columns // reached] = before.diff(dim=0)
+    sends = (-(torch.arange(counts.numel() + 1) * -rows // counts.numel())).diff()
     return gets, sends
 
 

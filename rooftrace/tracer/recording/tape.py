@@ -67,7 +67,8 @@ class Origins:
         part = self._part_of_own_step(name) if self._entries.own_step else here.part
         compiled = compiling.call
         if part == "optimizer":
-            return Origin("", 0, part, here.function, compiled=compiled)
+            line = source_line(4) if self._entries.own_step else ""
+            return Origin("", 0, part, here.function, line, compiled=compiled)
         if part == "backward":
             if not self._runs_again():
                 return self._of_backward(compiled)

@@ -18,6 +18,7 @@ from rooftrace.tracer import source_line, torch_private
 from rooftrace.tracer.recording import Tape, taperecords
 from rooftrace.tracer.repeats import blocks
 from rooftrace.tracer.repeats.blocks import RecordedCall
+from rooftrace.tracer.repeats.outside import CachedLayer
 from rooftrace.tracer.values import masks, own_tensors, trees
 
 # -- alike modules ---------------------------------------------------------------------------------
@@ -62,13 +63,15 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
 def of_one_build(root: nn.Module) -> Iterator[list[nn.Module]]:
     """Modules inside that have one build, where there are several, in order.
 
-    Those of torch itself are no code of the user's, and too small to matter.
+    Of torch's own only those of transformers: the others call an op or two.
     """
     builds: dict[int, Any] = {}
     by_build: dict[Any, list[nn.Module]] = {}
     for module in reversed(list(root.modules())):
         build = builds[id(module)] = build_of(module, builds)
-        if not type(module).__module__.startswith("torch.") and build is not None:
+        home = type(module).__module__
+        small = home.startswith("torch.") and home != nn.TransformerEncoderLayer.__module__
+        if not small and build is not None:
             by_build.setdefault(build, []).append(module)
     yield from (equal[::-1] for equal in by_build.values() if len(equal) > 1)
 
@@ -175,14 +178,31 @@ def same_state(before: list[Any], after: list[Any]) -> bool:
 # -- arguments -------------------------------------------------------------------------------------
 
 
+_GONE = torch.empty(0)  # stands for a tensor that was let go
+
+
 class Arguments:
-    """The arguments of a module's call and the tensors of the module."""
+    """The arguments of a module's call and the tensors of the module.
+
+    cached: the layer of a cache among the arguments that the call may read and change.  Its tensors
+    count as arguments; the cache alone holds them.
+    """
 
     def __init__(self, tape: Tape, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._tape, self._module = tape, module
         self._leaves, self._structure = torch_private.tree_flatten((args, kwargs))
-        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self._given = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        others = [x for x in self._leaves if not isinstance(x, Tensor) and type(x) not in PLAIN]
+        self.cached = CachedLayer.of(module, others[0]) if len(others) == 1 else None
+        state = self.cached.state.values() if self.cached else ()
+        self._state = [weakref.ref(item) for item in state if isinstance(item, Tensor)]
         self.look = self._look()  # equal calls have equal looks; None: unknown
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments, and those that their cache held."""
+        held = (reference() for reference in self._state)
+        return [*self._given, *(_GONE if tensor is None else tensor for tensor in held)]
 
     @cached_property
     def module_tensors(self) -> list[Tensor]:
@@ -191,14 +211,22 @@ class Arguments:
         return [tensor for _, part, _ in parts for tensor in own_tensors(part)]
 
     def _look(self) -> Any:
-        plain = [leaf for leaf in self._leaves if not isinstance(leaf, Tensor)]
-        if not all(type(leaf) in PLAIN for leaf in plain):
+        leaves, cached = self._leaves, self.cached
+        if cached is not None:
+            leaves = [cached.kind if leaf is cached.cache else leaf for leaf in leaves]
+            leaves += [item for name in cached.state.items() for item in name]
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        if not all(type(x) in PLAIN or (cached and x is cached.kind) for x in plain):
+            return None
+        if torch.is_grad_enabled() and any(
+            t.requires_grad for t in self.tensors[len(self._given) :]
+        ):
             return None
         everything = self.all
         for tensor in everything:
             if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
                 return None
-        kinds = [type(leaf) for leaf in self._leaves]
+        kinds = [type(leaf) for leaf in leaves]
         objects: dict[int, int] = {}
         memory: dict[int, int] = {}
         nodes: dict[Any, int] = {}
@@ -238,7 +266,7 @@ class Arguments:
 
     @property
     def all(self) -> tuple[Tensor, ...]:
-        """The tensors among the arguments, and those of the module."""
+        """The tensors of the arguments, and those of the module."""
         return (*self.tensors, *self.module_tensors)
 
     def nodes(self) -> list[fx.Node | None]:
@@ -259,8 +287,9 @@ class Arguments:
         return [[] if entry is None else sorted(entry.taint) for entry in entries]
 
     def versions(self) -> list[int]:
-        """The number of writes to each tensor."""
-        return [0 if t.is_inference() else t._version for t in self.all]
+        """The number of writes to each tensor; a cache is seen to write to none that it held."""
+        tensors = (*self._given, *self.module_tensors)
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     def same_arguments(self, args: Any, kwargs: Any) -> bool:
         """Whether the containers among the arguments are unchanged."""
@@ -274,7 +303,7 @@ class Beginning:
     def __init__(self, tape: Tape, module: nn.Module, call: Arguments) -> None:
         self._tape, self.module, self.call = tape, module, call
         self.nodes, self.state = call.nodes(), held_state(module)
-        self.storages = call.storages()
+        self.storages, self.taints = call.storages(), call.taints()
         self.calls = dict(tape.paths.counts)
         self._node = next(iter(reversed(tape.graph.nodes)), None)
         self._storages = tape.tags.storages
@@ -299,7 +328,9 @@ class Beginning:
         returned: the leaves of the call's result.  trained: autograd holds tensors for backward.
         """
         tape = self._tape
-        nodes = list(blocks.nodes_since(tape.graph, self._node))
+        recorded = list(blocks.nodes_since(tape.graph, self._node))
+        constants = [node for node in recorded if blocks.constant_of(tape, node) is not None]
+        nodes = [node for node in recorded if node not in constants]
         leaves = self._leaves(returned)
         calls = self._calls_inside()
         if leaves is None or calls is None:
@@ -323,6 +354,7 @@ class Beginning:
             source=self._source,
             nodes=tuple(nodes),
             inputs=tuple(inputs),
+            constants=tuple(constants),
             passed=tuple(passed),
             results=tuple(results),
             first_storage=self._storages,

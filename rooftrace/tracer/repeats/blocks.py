@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from msgspec.structs import replace
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from rooftrace.graph import pattern_of
 from rooftrace.tracer.recording import META_KEY, Recorded, Tape, taperecords, written_nodes
 from rooftrace.tracer.repeats.outside import Outside
+from rooftrace.tracer.torch_private import disable_current_modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class RecordedCall:
     source: str  # the line that called, which is also that of ops in modules of torch inside
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]  # nodes outside that these read
+    constants: tuple[fx.Node, ...] = ()  # those of them that the call made
     passed: tuple[int | None, ...]  # which argument each returned leaf is; None for others
     results: tuple[tuple[fx.Node, int | None, taperecords.Spec], ...]
     """Of the other returned tensors the node, the index there, and how they look, with storages
@@ -159,6 +161,22 @@ def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
         paths.kinds.setdefault(path + inner, paths.kinds[block.path + inner])
         if line := paths.lines.get(pattern_of(block.path + inner)):
             paths.lines.setdefault(pattern_of(path + inner), line)
+
+
+def constant_of(tape: Tape, node: fx.Node) -> Tensor | None:
+    """The value of a constant that code has written down; None for other nodes."""
+    entry = node.meta.get(META_KEY)
+    if not isinstance(entry, taperecords.Entry) or entry.kind != "constant":
+        return None
+    return tape.entries.constants.get(entry.name)
+
+
+def constant_again(tape: Tape, node: fx.Node) -> fx.Node:
+    """The node of a further constant, which has the value of this one."""
+    value = constant_of(tape, node)
+    assert value is not None
+    with disable_current_modes():
+        return tape.entries.constant(value.clone()).node
 
 
 # -- effects of nodes ------------------------------------------------------------------------------

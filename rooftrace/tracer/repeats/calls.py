@@ -10,10 +10,12 @@ that stand in its place.  Done only where the later call could not have recorded
    the recorded one are still what they were.
 2. The arguments, and the module's tensors, look the same: trees of plain values and tensors;
    tensors in sizes, strides, precision, in identity and shared memory, and in their known
-   values.  A call with any other object (a cache) is run.
+   values.  So do what a layer's place in a `DynamicCache` of transformers holds; the layer has done
+   nothing with the cache but to pass its number to `update` (see `outside`).  A call with any other
+   object is run.
 3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
    no container that it was given, called no module but those inside, decided no unknown condition,
-   drew no random number in Python, made no constant, read no tensor that was computed elsewhere,
+   drew no random number in Python, read no tensor that was computed elsewhere,
    computed no value from real data, left no tensor behind that something holds, and returned
    plain values, inputs, or new tensors.
 4. Both stand under the same modes: precision, autocast, kernels of attention.
@@ -51,6 +53,7 @@ from rooftrace.tracer.repeats.arguments import (
 from rooftrace.tracer.repeats.blocks import (
     Recording,
     RepeatedCall,
+    constant_again,
     count_again,
     in_loops,
     repeat_node,
@@ -134,7 +137,7 @@ class CallReplay:
         output, recording = self._recorded(original, module, args, kwargs, call)
         self._failures[key] += recording is None
         if recording is not None:
-            firsts = [first for first in recordings if self._is_alike(first, module)]
+            firsts = [first for first in recordings if _is_alike(first, module)]
             self.stacks.close(firsts, call, recording, torch_private.tree_flatten(output)[0])
             recordings.append(recording)
         return output
@@ -164,13 +167,14 @@ class CallReplay:
         with torch_private.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside(watches_draws=self._tape.generators is not None)
-        with Watch(module, watched) as watch, self.stacks.within_layer(torch.is_grad_enabled()):
+        trained = torch.is_grad_enabled()
+        with Watch(module, watched, call.cached) as watch, self.stacks.within_layer(trained):
             with outside:
                 output = original(module, *args, **kwargs)
             unchanged = outside.unchanged()
         with torch_private.DisableTorchFunction():
             unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
-            if not unchanged:
+            if not unchanged or watch.used:
                 return output, None
             return output, self._kept(start, watched, watch.read, outside, output)
 
@@ -184,7 +188,8 @@ class CallReplay:
     ) -> Recording | None:
         """The record of a call; None if later calls could not repeat it."""
         tape, call = self._tape, start.call
-        returned, structure = torch_private.tree_flatten(output)
+        state = call.cached and dict(call.cached.state)
+        returned, structure = torch_private.tree_flatten((output, state))
         trained = torch.is_grad_enabled()
         block = start.block(returned, trained)
         if block is None or (tape.recording and None in start.nodes[: len(call.tensors)]):
@@ -206,7 +211,7 @@ class CallReplay:
             earlier={inner: start.calls.get(block.path + inner, 0) for inner in block.calls},
             nodes=start.nodes,
             storages=start.storages,
-            taints=call.taints(),
+            taints=start.taints,
             outside=outside,
             returned=copies,
             differentiable=[isinstance(t, Tensor) and t.requires_grad for t in returned],
@@ -235,7 +240,7 @@ class CallReplay:
         if _paths(tape, recording.module) != _paths(tape, module):
             return False
         return (
-            self._is_alike(recording, module)
+            _is_alike(recording, module)
             and same_state(recording.state, held_state(recording.module))
             and recording.outside.unchanged()
         )
@@ -248,14 +253,8 @@ class CallReplay:
             for module in group
             if module is not recording.module
             and _NUMBER.sub("#", self._tape.paths.of(module)) == stack
-            and self._is_alike(recording, module)
+            and _is_alike(recording, module)
         ]
-
-    @staticmethod
-    def _is_alike(recording: Recording, module: nn.Module) -> bool:
-        """Whether a module equals the recorded one in all that the recorded call read of it."""
-        places = differences(recording.module, module)
-        return places is not None and places <= recording.watched and not places & recording.read
 
     def _repeated(
         self, recording: Recording, module: nn.Module, call: Arguments, layers: Layers | None
@@ -276,11 +275,12 @@ class CallReplay:
         for number in block.assumptions:
             if number not in assumptions:
                 assumptions[number] = values.assume_again(number, block.path, path)
+        places = dict(zip(recording.nodes, nodes, strict=True))
+        places.update({node: constant_again(tape, node) for node in block.constants})
         storages = call.storages() if layers else ()
         again = RepeatedCall(block, path, source_line(4), tape.tags.storages, assumptions, storages)
         node = None
         if tape.recording and block.nodes:
-            places = dict(zip(recording.nodes, nodes, strict=True))
             inputs = [places.get(item) or item for item in block.inputs]
             node = repeat_node(tape, inputs, again)
         include(recording.outside)
@@ -288,7 +288,9 @@ class CallReplay:
             note(module.get_submodule(place), name)
         count_again(tape, block, path)
         tape.here.after_backward = False
-        output, leaves = self._returned(recording, call.tensors, node, again)
+        (output, state), leaves = self._returned(recording, call.tensors, node, again)
+        if call.cached is not None:
+            call.cached.become(state)
         if layers is not None:
             assert node is not None
             results = {
@@ -326,6 +328,12 @@ class CallReplay:
         return torch_private.tree_unflatten(leaves, recording.structure), leaves
 
 
+def _is_alike(recording: Recording, module: nn.Module) -> bool:
+    """Whether a module equals the recorded one in all that the recorded call read of it."""
+    places = differences(recording.module, module)
+    return places is not None and places <= recording.watched and not places & recording.read
+
+
 def _paths(tape: Tape, module: nn.Module) -> list[str]:
     """The paths of the modules inside, as seen from the module; full where they are elsewhere."""
     path = tape.paths.of(module)
@@ -346,6 +354,7 @@ def _modes() -> tuple[Any, ...]:
         backends.mem_efficient_sdp_enabled(),
         backends.math_sdp_enabled(),
         backends.cudnn_sdp_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
     )
 
 

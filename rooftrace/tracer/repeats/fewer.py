@@ -46,7 +46,7 @@ class Shortened:
 
         layer: counts of the parameters of one of them.
         """
-        known = set(_COUNTS) | {"name", "class", "dtype"}
+        known = set(_COUNTS) | {"name", "class", "dtype", "config"}
         if self.watch.read or not graph.model.keys() <= known or len(graph.repeats) != 1:
             return None
         (repeat,) = graph.repeats

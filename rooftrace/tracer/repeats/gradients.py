@@ -223,6 +223,7 @@ class Layers:
             if last is None:
                 raise UnlikeLayersError(self.path, "the last layer cannot be repeated")
             nodes = dict(zip(last.nodes, first.nodes, strict=True))
+            nodes.update(zip(last.block.constants, first.block.constants, strict=False))
             likeness = Likeness(first.block, last.block, nodes)
             if not likeness.alike(first.block.nodes, last.block.nodes):
                 raise UnlikeLayersError(self.path, "the last layer has run other ops")

@@ -209,7 +209,7 @@ class LastLayer:
                 sources.append(("gradient", arrived[node]))
             elif base in positions:
                 sources.append(("saved", first.saved(positions[base], index)))
-            elif node.op == "get_attr":
+            elif node.op == "get_attr" and node not in self.forward.constants:
                 sources.append(("same", node))
             else:
                 raise UnlikeLayersError(self.path, "its backward reads a tensor from elsewhere")

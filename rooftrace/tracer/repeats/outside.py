@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import gc
 import itertools
 import logging
@@ -31,22 +32,32 @@ _LOCK = threading.RLock()
 
 class _ThreadWatches(threading.local):
     watches: tuple[Watch, ...] = ()  # that are entered; a read counts for all of them
+    updates = 0  # calls of a cache's `update` that run
 
 
 _thread = _ThreadWatches()
 
 
-def note(module: nn.Module, name: str) -> None:
-    """An attribute of a module is read."""
+def note(module: nn.Module, name: str, frame: FrameType | None = None) -> None:
+    """An attribute of a module is read, by an instruction of this frame if it is known."""
     for watch in _thread.watches:
-        watch.note(module, name)
+        watch.note(module, name, frame)
 
 
 class Watch:
-    """Notes reads of some attributes of a module and those inside, while entered."""
+    """Notes reads of some attributes of a module and those inside, while entered.
 
-    def __init__(self, module: nn.Module, places: Set[tuple[str, str]]) -> None:
+    cached: the layer of a cache that belongs to the module.  Its number is not read where all that
+    code does with it is to pass it to the cache's `update`; any other use of the cache sets `used`.
+    """
+
+    def __init__(
+        self, module: nn.Module, places: Set[tuple[str, str]], cached: CachedLayer | None = None
+    ) -> None:
         self.read: set[tuple[str, str]] = set()
+        self.used = False
+        self._cached = cached
+        self._passed: list[tuple[tuple[str, str], int, range]] = []  # numbers on the way
         self._parts = {(id(module.get_submodule(path)), name): path for path, name in places}
         kinds = {(type(module.get_submodule(path)), name) for path, name in places}
         self._kinds = sorted(kinds, key=lambda item: (item[0].__qualname__, item[1]))
@@ -55,6 +66,7 @@ class Watch:
     def __enter__(self) -> Watch:
         _thread.watches = (*_thread.watches, self)
         with _LOCK:
+            _watch_caches(self._cached, 1)
             for kind, name in self._kinds:
                 watched = getattr(kind, name, _ABSENT)
                 if not isinstance(watched, Watched):
@@ -67,17 +79,38 @@ class Watch:
     def __exit__(self, *exception: Any) -> None:
         _thread.watches = tuple([watch for watch in _thread.watches if watch is not self])
         with _LOCK:
+            _watch_caches(self._cached, -1)
             while self._held:
                 watched = self._held.pop()
                 watched.users -= 1
                 if not watched.users:
                     watched.remove()
+        self.read.update(place for place, *_ in self._passed)
+        self._passed.clear()
 
-    def note(self, module: nn.Module, name: str) -> None:
+    def note(self, module: nn.Module, name: str, frame: FrameType | None) -> None:
         """An attribute of a module is read."""
         path = self._parts.get((id(module), name))
-        if path is not None:
+        if path is None:
+            return
+        call = None
+        if frame is not None and name == _NUMBER and self._cached is not None:
+            call = _update_with(frame.f_code, frame.f_lasti)
+        if frame is None or call is None:
             self.read.add((path, name))
+        else:
+            self._passed.append(((path, name), id(frame), call))
+
+    def uses(self, cache: Any, frame: FrameType | None = None, number: Any = None) -> None:
+        """An attribute of a cache is read; with a frame, that calls `update` for this number."""
+        if self._cached is None or cache is not self._cached.cache:
+            return
+        if frame is not None and number == self._cached.number:
+            for passed in self._passed:
+                if passed[1] == id(frame) and frame.f_lasti in passed[2]:
+                    self._passed.remove(passed)
+                    return
+        self.used = True
 
 
 class Watched:
@@ -107,7 +140,7 @@ class Watched:
     def __get__(self, module: Any, kind: Any = None) -> Any:
         if module is None:
             return self
-        note(module, self._name)
+        note(module, self._name, sys._getframe(1))
         inherited = self.inherited
         is_property = hasattr(type(inherited), "__set__")
         if self._name in vars(module) and not is_property:
@@ -126,6 +159,108 @@ class Watched:
     def __delete__(self, module: Any) -> None:
         if vars(module).pop(self._name, _ABSENT) is _ABSENT:
             raise AttributeError(self._name)
+
+
+# -- caches ----------------------------------------------------------------------------------------
+# A layer of transformers passes its number to `DynamicCache.update`, which reads and changes the
+# cache's layer of that number and nothing else.  What code does beside that is watched.
+
+_NUMBER = "layer_idx"
+"""What the layers of transformers call their number."""
+_cache_watches = 0  # that are entered, of all threads
+
+
+@dataclass(frozen=True, slots=True)
+class CachedLayer:
+    """The layer of a cache that belongs to a module."""
+
+    cache: Any
+    state: dict[str, Any]  # all that this layer of the cache holds, by name
+    number: int
+    kind: type
+
+    @staticmethod
+    def of(module: nn.Module, cache: Any) -> CachedLayer | None:
+        """None where `update` of the cache is not transformers', or could do something else."""
+        library: Any = sys.modules.get("transformers.cache_utils")
+        if library is None or type(cache) is not library.DynamicCache:
+            return None
+        held = object.__getattribute__(cache, "__dict__")
+        numbers = [vars(part)[_NUMBER] for part in module.modules() if _NUMBER in vars(part)]
+        plain = {number for number in numbers if type(number) is int}
+        layers, number = held["layers"], min(plain, default=-1)
+        if len(plain) != 1 or not 0 <= number < len(layers) or held.get("offloading"):
+            return None
+        layer = layers[number]
+        if type(layer) not in (library.DynamicLayer, library.DynamicSlidingWindowLayer):
+            return None
+        updates = type(cache).update, type(layer).update
+        if any(update.__module__ != library.__name__ for update in updates):
+            return None
+        return CachedLayer(cache, vars(layer), number, type(layer))
+
+    def become(self, state: Mapping[str, Any]) -> None:
+        """The layer holds this, and nothing else."""
+        self.state.clear()
+        self.state.update(state)
+
+
+def _watch_caches(cached: CachedLayer | None, more: int) -> None:
+    """So many more watches want to know of uses of caches; the caller holds the lock."""
+    global _cache_watches
+    if cached is not None:
+        _cache_watches += more
+        kind: Any = type(cached.cache)
+        if _cache_watches == 0:
+            del kind.__getattribute__
+        elif more > 0 and _cache_watches == 1:
+            kind.__getattribute__ = _read_of_cache
+
+
+def _read_of_cache(cache: Any, name: str) -> Any:
+    value = object.__getattribute__(cache, name)
+    if _thread.updates or name == "__class__":
+        return value
+    if name == "update":
+        return functools.partial(_updated, cache, value)
+    for watch in _thread.watches:
+        watch.uses(cache)
+    return value
+
+
+def _updated(cache: Any, update: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call `update` of a cache."""
+    for watch in _thread.watches:
+        watch.uses(cache, sys._getframe(1), args[2] if len(args) > 2 else None)
+    _thread.updates += 1
+    try:
+        return update(*args, **kwargs)
+    finally:
+        _thread.updates -= 1
+
+
+@functools.cache
+def _update_with(code: CodeType, loaded: int) -> range | None:
+    """Where a function's call runs whose third argument is what the instruction at `loaded` loads.
+
+    None unless nothing but plain arguments of that call is loaded between.
+    """
+    import dis
+
+    steps = list(dis.get_instructions(code))
+    ends = [step.offset for step in steps[1:]] + [len(code.co_code)]
+    behind = None  # how much is loaded after it
+    for step, end in zip(steps, ends, strict=True):
+        if behind is None:
+            if step.offset <= loaded < end and step.opname == "LOAD_ATTR":
+                behind = 0
+        elif step.opname in ("CALL", "CALL_METHOD"):
+            return range(step.offset, end) if step.argval - behind == 3 else None
+        elif step.opname.startswith("LOAD_FAST") or step.opname == "LOAD_CONST":
+            behind += dis.stack_effect(step.opcode, step.arg)
+        elif step.opname != "PRECALL":
+            return None
+    return None
 
 
 # -- outside ---------------------------------------------------------------------------------------

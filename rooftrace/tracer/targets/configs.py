@@ -316,7 +316,8 @@ def _reason(key: str, value: Any, table: Mapping[str, Any]) -> str:
         return "timm would load it from the hub or a folder; expected the plain name of a model"
     if key == "model_args" and isinstance(value, Mapping) and set(value) & set(CHECKPOINTS):
         return "timm would read a checkpoint, which may hold code"
-    if key == "model_type" and value in _kernels() and importlib.util.find_spec("kernels"):
+    may_load = key == "model_type" and value in (*KERNELS, *KERNELS_OF_4)
+    if may_load and importlib.util.find_spec("kernels") and value in _kernels():
         return "the class of this type loads kernels from the hub"
     return ""
 

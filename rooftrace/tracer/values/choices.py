@@ -282,8 +282,8 @@ def spread(rows: int, k: int, classes: int, hit: int) -> Tensor:
 
     Each is chosen as often as another, or once more.  hit: from k to rows k.
     """
-    choices = ((torch.arange(rows * k) % hit) * classes + classes // 2) // hit
-    return choices.reshape(rows, k)
+    once = (torch.arange(hit) * classes + classes // 2) // hit
+    return once.repeat(-(-rows * k // max(hit, 1)))[: rows * k].reshape(rows, k)
 
 
 def in_proportion(rows: int, k: int, shares: Tensor, hit: int) -> Tensor:

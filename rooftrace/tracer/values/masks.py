@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 
 from rooftrace.tracer.recording import Call
-from rooftrace.tracer.values.implicit import LEAF, UNKNOWN, Held, Implicit
-from rooftrace.tracer.values.intervals import NoPatternError, ShownPairs, shown_pairs
+from rooftrace.tracer.values.implicit import (
+    IMPLIED,
+    LEAF,
+    UNKNOWN,
+    Held,
+    Implicit,
+    NotImpliedError,
+)
+from rooftrace.tracer.values.intervals import (
+    NoPatternError,
+    ShownPairs,
+    shown_pairs,
+    written_out,
+)
 
 # -- marks -----------------------------------------------------------------------------------------
 # Marks on meta tensors: the real tensor that a meta tensor stands for, and its value.
@@ -448,3 +460,27 @@ def reduced(call: Call, held: Held, output: Tensor) -> Tensor | None:
     size = value.elements if everything else value.shape[-1]
     result = counts == size if name == "all" else counts > 0 if name == "any" else counts
     return result.reshape(output.shape).to(output.dtype)
+
+
+def _summed(bound: Any) -> Implicit:
+    """Running sums, of one of the rows that are equal."""
+    value = bound.value("self")
+    along = bound.named["dim"] % len(value.shape)
+
+    def alone(leaf: Tensor) -> Tensor:
+        for dim in range(leaf.dim()):
+            first = leaf.narrow(dim, 0, 1)
+            if dim != along and leaf.shape[dim] > 1 and bool((leaf == first).all()):
+                leaf = first
+        return leaf
+
+    rows = value.changed(value.shape, alone)
+    sizes = [part.leaf.shape for part in rows.leaves if part.leaf is not None]
+    shape = [n if dim == along else max(s[dim] for s in sizes) for dim, n in enumerate(value.shape)]
+    if not value.certain or math.prod(shape) > MAX_INTEGERS:
+        raise NotImpliedError("self")
+    made = written_out(rows.changed(shape, lambda leaf: leaf))
+    return Implicit.of(made.cumsum(along, dtype=bound.output.dtype))
+
+
+IMPLIED["aten.cumsum"] = _summed

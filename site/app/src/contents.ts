@@ -11,6 +11,7 @@ export interface Chip {
   title: string;
   bandwidth: number; // byte/s
   capacity: number; // byte
+  room: number; // of it, for the tensors of a process
   ceilings: Ceiling[]; // the highest first
 }
 
@@ -24,6 +25,7 @@ export interface OnChip {
   waiting: number; // for the host
   mfu: number | null;
   rate: number | null; // items/s
+  rate_per_chip: number | null;
   limits: Record<string, number>; // shares of `seconds`
   ridge: number;
 }
@@ -54,7 +56,9 @@ export interface Step {
   flops: number;
   bytes: number;
   floor: number;
+  intensity: number | null; // FLOP/byte
   kernels: number;
+  peak: number; // byte alive at once
   item: string;
   roles: Record<string, number>;
   on: OnChip[]; // by chip

@@ -37,7 +37,6 @@ export function Explorer({ page }: { page: Page }) {
   const on = step?.on[choice.chip];
   if (!step || !chip || !on) return null;
   const memory = page.memory[choice.phase];
-  const asIs = choice.execution === page.main;
   return (
     <>
       <div class="controls">
@@ -59,9 +58,28 @@ export function Explorer({ page }: { page: Page }) {
           chosen={String(choice.chip)}
           onChoose={(place) => change({ chip: Number(place) })}
         />
+        <label class="search">
+          ${" "}
+          <input
+            type="number"
+            min="0"
+            step="any"
+            value={choice.price}
+            placeholder="a chip-hour"
+            onInput={(event) => change({ price: event.currentTarget.value })}
+          />
+        </label>
       </div>
-      <Verdict step={step} on={on} chip={chip} peak={asIs ? memory?.peak : undefined} />
-
+      <div class="picture">
+        <Verdict step={step} on={on} chip={chip} groups={groups} price={choice.price} />
+        <Roofline
+          chip={chip}
+          others={others}
+          groups={inside}
+          total={on.seconds}
+          onPick={(group) => setPicked(group.id)}
+        />
+      </div>
       {on.busy + on.waiting > 1.005 * on.seconds ? (
         <p class="key">
           Exchanges run beside computing: kernels take {seconds(on.busy)} together, the step{" "}
@@ -99,13 +117,6 @@ export function Explorer({ page }: { page: Page }) {
       />
 
       <h3 id="kernels">Kernels{choice.module ? ` of ${choice.module}` : ""}</h3>
-      <Roofline
-        chip={chip}
-        others={others}
-        groups={inside}
-        total={on.seconds}
-        onPick={(group) => setPicked(group.id)}
-      />
       <Kernels groups={inside} total={on.seconds} search={choice.search} picked={picked} onPick={setPicked} />
 
       {memory?.time.length ? (

@@ -6,7 +6,7 @@ const BINARY = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 export const MISSING = "–";
 
-function digits(value: number): string {
+export function digits(value: number): string {
   if (value >= 1000) return Math.round(value).toLocaleString("en-US");
   return value >= 10 || value === 0 ? value.toFixed(value === 0 ? 0 : 1) : value.toFixed(2);
 }

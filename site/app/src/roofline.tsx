@@ -72,7 +72,7 @@ function drawing(width: number, chip: Chip, others: readonly Chip[], points: Poi
   const left = Math.min(...xs) / 3;
   const right = Math.max(...xs) * 4;
   const low = Math.max(Math.min(...points.map((p) => p.y)), top * LEAST) / 3;
-  const roofs = [chip, ...others].map((c) => roofOf(c, left, right, low, c === chip, width < 560));
+  const roofs = [chip, ...others].map((c) => roofOf(c, left, right, low, c === chip, width < 560, isBeside(c, chip)));
   const narrow = width < 560;
   return Plot.plot({
     width,
@@ -121,12 +121,17 @@ function told(point: Point): string {
   return lines.filter(Boolean).join("\n");
 }
 
+/** Whether the roofs of two chips are so near that their labels would share a place. */
+const isBeside = (other: Chip, chip: Chip): boolean =>
+  other !== chip &&
+  chip.ceilings.some((roof) => Math.abs(Math.log((other.ceilings[0]?.rate ?? 0) / roof.rate)) < 0.15);
+
 interface Roof {
   lines: Plot.Markish[];
   labels: Plot.Markish[]; // above all else
 }
 
-function roofOf(chip: Chip, left: number, right: number, low: number, main: boolean, narrow: boolean): Roof {
+function roofOf(chip: Chip, left: number, right: number, low: number, main: boolean, narrow: boolean, beside: boolean): Roof {
   const highest = chip.ceilings[0];
   if (!highest) return { lines: [], labels: [] };
   const start = Math.max(left, low / chip.bandwidth);
@@ -161,13 +166,10 @@ function roofOf(chip: Chip, left: number, right: number, low: number, main: bool
       ...(main ? chip.ceilings : narrow ? [] : [highest]).map((roof) =>
         Plot.text([[right, roof.rate]], {
           ...label,
-          dy: -9,
+          dy: beside ? 11 : -9,
           text: () => (narrow ? `${roof.name} ${rate(roof.rate)}` : `${chip.name} ${roof.name} ${rate(roof.rate)}`),
         }),
       ),
-      ...(main && !narrow
-        ? [Plot.text([[ridge, highest.rate]], { ...label, textAnchor: "start", dx: 6, dy: 14, text: () => `ridge ${intensity(ridge)}` })]
-        : []),
     ],
   };
 }

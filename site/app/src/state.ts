@@ -10,6 +10,7 @@ export interface Choice {
   metric: Metric;
   module: string; // the one that is zoomed into
   search: string;
+  price: string; // dollars for an hour of a chip
 }
 
 export const METRICS: readonly Metric[] = ["time", "flops", "bytes", "memory", "parameters"];
@@ -28,6 +29,7 @@ export function firstChoice(page: Page): Choice {
     metric: one("by", METRICS, "time") as Metric,
     module: asked.get("module") ?? "",
     search: asked.get("search") ?? "",
+    price: asked.get("price") ?? "",
   };
 }
 
@@ -37,6 +39,7 @@ export function keepChoice(page: Page, choice: Choice): void {
   if (choice.metric !== "time") shown.set("by", choice.metric);
   if (choice.module) shown.set("module", choice.module);
   if (choice.search) shown.set("search", choice.search);
+  if (choice.price) shown.set("price", choice.price);
   try {
     history.replaceState(null, "", `#${shown}`);
   } catch {

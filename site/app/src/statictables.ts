@@ -1,5 +1,7 @@
 // Tables that were written with the page: sorted by a click on a head, filtered where they are long.
 
+import { offerChoices } from "./livetable.ts";
+
 const LONG = 12; // rows
 
 function valueOf(row: HTMLTableRowElement, column: number): number | string {
@@ -61,6 +63,7 @@ export function enliven(root: ParentNode): void {
   for (const table of root.querySelectorAll<HTMLTableElement>(".table > table")) {
     const rows = table.tBodies[0]?.rows.length ?? 0;
     if (rows > 1) makeSortable(table);
+    if (rows > 1 && table.dataset.axes) offerChoices(table);
     if (rows > LONG) makeFiltered(table);
   }
 }

@@ -1,0 +1,111 @@
+"""Changes that make a step fit: each against the same change, made by hand and traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import rooftrace as rt
+from rooftrace.costmodels.rewrites import with_checkpoints, with_small_states
+from rooftrace.graph import OpGraph
+from rooftrace.studies.advice import fitting
+from rooftrace.types import Estimate
+
+WIDTH = 1024
+CONTEXT = 2**29  # bytes of a process on a GPU, beside the step
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(Layer() for _ in range(5)), again
+        self.head = nn.Linear(WIDTH, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return self.head(x)
+
+
+def stack(again: bool = False, rows: int = 16384, repeats: bool = True) -> OpGraph:
+    with torch.device("meta"):
+        module, x = Stack(again).bfloat16(), torch.empty(rows, WIDTH, dtype=torch.bfloat16)
+    return rt.trace(module, x, phase="training", repeats=repeats)
+
+
+def on_a_chip(graph: OpGraph, gigabytes: float = 80.0) -> Estimate:
+    """The step on a chip with so much memory."""
+    chip = rt.load_chip("h100-sxm")
+    fact = replace(chip.memory_capacity, value=gigabytes * 1e9)
+    return rt.estimate(graph, chip=replace(chip, memory_capacity=fact), execution="eager")
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_checkpoints_cost_what_those_of_torch_cost(repeats: bool) -> None:
+    ours = on_a_chip(with_checkpoints(stack(repeats=repeats)))
+    torchs = on_a_chip(stack(again=True, repeats=repeats))
+    assert ours.kernels == torchs.kernels
+    assert ours.t_est == pytest.approx(torchs.t_est, rel=1e-3)
+    assert ours.memory.peak == pytest.approx(torchs.memory.peak, rel=1e-3)
+    assert ours.flops_recompute == torchs.flops_recompute > 0
+
+
+def test_states_of_eight_bits_take_a_quarter_of_their_bytes() -> None:
+    wide, small = stack(), with_small_states(stack())
+    before, after = (on_a_chip(graph).memory.optimizer for graph in (wide, small))
+    moments = sum(2 * p.numel() for p in Stack(False).parameters())
+    masters = before - 4 * moments  # of weights in bf16, which stay
+    assert after == pytest.approx(masters + moments, rel=0.01)
+
+
+def test_a_step_that_fits_is_told_nothing() -> None:
+    assert fitting(on_a_chip(stack())) == ()
+
+
+def test_what_makes_it_fit_stands_by_seconds_and_is_what_a_trace_by_hand_gives() -> None:
+    whole = on_a_chip(stack())
+    step = on_a_chip(stack(), (whole.memory.peak * 0.75 + CONTEXT) * 1e-9)
+    ways = fitting(step, lambda rows: stack(rows=rows))
+    assert all(way.fits and not step.memory.fits(step.chip) for way in ways)
+    assert [way.t_after for way in ways] == sorted(way.t_after for way in ways)
+    (batches,) = [way for way in ways if way.runs > 1]
+    by_hand = on_a_chip(stack(rows=16384 // batches.runs))
+    optimizer = by_hand.by_part()["optimizer"].seconds
+    expected = batches.runs * (by_hand.t_est - optimizer) + optimizer
+    assert batches.t_after == pytest.approx(expected, rel=1e-6)
+    assert batches.peak >= by_hand.memory.peak
+    (again,) = [way for way in ways if "torch.utils.checkpoint" in way.action]
+    assert again.t_after == pytest.approx(on_a_chip(stack(again=True)).t_est, rel=1e-3)
+    assert "layers" in again.action
+
+
+def test_several_changes_are_tried_where_none_alone_is_enough() -> None:
+    parts = stack(again=True), with_small_states(stack())
+    alone = [on_a_chip(graph).memory.peak for graph in parts]
+    both = on_a_chip(with_small_states(stack(again=True))).memory.peak
+    (way,) = fitting(on_a_chip(stack(), (both + CONTEXT) * 1.01e-9))
+    assert way.lever == "together" and way.peak == pytest.approx(both, rel=1e-3)
+    assert way.peak < min(alone)
+
+
+def test_a_report_says_it_on_its_page_and_screen() -> None:
+    with torch.device("meta"):
+        module, x = Stack(False).bfloat16(), torch.empty(2**20, WIDTH, dtype=torch.bfloat16)
+    report = rt.report(module, x, phase="training", chip="h100-sxm", execution="eager")
+    ways = report.guidance["training"].fitting
+    assert ways and ways == report.fitting["training"]
+    assert "to fit 1. " in str(report)

@@ -1,0 +1,405 @@
+"""Twelve findings, each planted in a small model, and the same model mended by hand.
+
+A pair has a module with the finding and one without it, their inputs, and how both are run.  On a
+GPU that is:
+
+    from tests.reporting.planted import PAIRS
+    for pair in PAIRS:
+        for way in (pair.planted, pair.mended):
+            step = way.step("cuda")  # a function without arguments; 5 to 50 ms on an H100
+            ...                      # call it 10 times, then time 50 calls between two events
+
+The line of the finding ends with a comment, "planted: <name>".
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HALF = torch.bfloat16
+CHIP = "h100-sxm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One side of a pair: a module, its inputs, and how it is run.
+
+    make, inputs: called under a default device.  phase: forward or training (a unit gradient into
+    the output, no optimizer, unless `train` steps itself).  train: a whole step of its own.
+    execution: the preset and what it changes; tf32 also sets the switches of torch.  graph: whether
+    the step is one CUDA graph.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Tensor, ...]]
+    phase: str = "forward"
+    train: Callable[..., Any] | None = None
+    execution: Mapping[str, Any] = field(default_factory=dict)
+
+    def built(self, device: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+        """The module and its inputs on a device."""
+        with torch.device(device):
+            return self.make(), self.inputs()
+
+    def step(self, device: str) -> Callable[[], Any]:
+        """The step as a function without arguments."""
+        torch.backends.cuda.matmul.allow_tf32 = bool(self.execution.get("tf32"))
+        torch.backends.cudnn.allow_tf32 = bool(self.execution.get("tf32"))
+        module, inputs = self.built(device)
+        if self.train is not None:
+            optimizer = optimizer_of(module, self.train)
+            return lambda: self.train(module, optimizer, *inputs)  # type: ignore[misc]
+        if self.phase == "training":
+
+            def both() -> None:
+                module.zero_grad()
+                out = module(*inputs)
+                out.backward(torch.ones_like(out))
+
+            return both
+        module.requires_grad_(False)
+        if self.execution.get("dispatch") != "graph":
+            return lambda: module(*inputs)
+        module(*inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            module(*inputs)
+        return graph.replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A finding.  lever: of the what-if that has to name it; said: a word of its action."""
+
+    name: str
+    lever: str
+    said: str
+    planted: Way
+    mended: Way
+
+    @property
+    def line(self) -> str:
+        """The line of the finding, "planted.py:12"."""
+        for number, text in enumerate(inspect.getsource(inspect.getmodule(Pair)).splitlines(), 1):
+            if text.endswith(f"# planted: {self.name}"):
+                return f"planted.py:{number}"
+        raise LookupError(f"no line ends with {self.name!r}")
+
+
+def normal(*shape: int, dtype: torch.dtype = HALF) -> Callable[[], tuple[Tensor, ...]]:
+    """One input of random numbers."""
+    return lambda: (torch.randn(shape).to(dtype),)
+
+
+# -- an attention whose width is not innermost -----------------------------------------------------
+
+
+class Pixels(nn.Module):
+    """Attention over pixels, from one product for query, key and value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Conv2d(512, 1536, 1), nn.Conv2d(512, 512, 1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)  # planted: width
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.qkv(x).reshape(x.shape[0], 3, 8, 64, -1).transpose(-1, -2).unbind(1)
+        return x + self.out(self.attend(*rows).transpose(-1, -2).reshape(x.shape))
+
+
+class PixelsMended(Pixels):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = (query.contiguous(), key.contiguous(), value.contiguous())
+        return F.scaled_dot_product_attention(*rows)
+
+
+# -- convolutions of channels first ----------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Residual convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Conv2d(256, 256, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.first:
+            x = x + layer(x).relu()  # planted: channels_last
+        return x
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    """Two wide products."""
+
+    def __init__(self, width: int = 4096) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Wide(Perceptron):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())  # planted: precision
+
+
+class Exact(Perceptron):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())  # planted: tf32
+
+
+class Head(nn.Module):
+    """The logits of a vocabulary."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(2048, words, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)  # planted: vocabulary
+
+
+# -- an optimizer step of many small kernels -------------------------------------------------------
+
+
+def optimizer_of(module: nn.Module, train: Callable[..., Any]) -> torch.optim.Optimizer:
+    """The optimizer that a step of its own takes."""
+    fused = train is fused_step
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=not fused, fused=fused)
+
+
+def many_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    optimizer.step()  # planted: optimizer
+
+
+def fused_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    module(x).sum().backward()
+    optimizer.step()
+
+
+def perceptrons() -> nn.Module:
+    return nn.Sequential(*[Perceptron(2048) for _ in range(8)])
+
+
+# -- what the host and its launches do -------------------------------------------------------------
+
+
+class WrittenGelu(nn.Module):
+    """GELU as its formula says it, an operation each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)  # planted: fusion
+        return 0.5 * x * (1 + torch.tanh(inner))
+
+
+class Gelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class Small(nn.Module):
+    """Many layers that take a GPU less time than their launch takes the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(400))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()  # planted: launch
+        return x
+
+
+class Asking(nn.Module):
+    """Layers, each of which asks the device for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(200))
+
+    def scale(self, x: Tensor) -> Any:
+        return x.abs().amax().item()  # planted: wait
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x / self.scale(x)).relu()
+        return x
+
+
+class AskingMended(Asking):
+    def scale(self, x: Tensor) -> Any:
+        return x.abs().amax()
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+class Turned(nn.Module):
+    """A mean over one and the same sequence in two orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(4096, dtype=HALF))
+
+    def turned(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2).contiguous()  # planted: copy
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.turned(x) * 2).sum(-1) * self.gate
+
+
+class TurnedMended(Turned):
+    def turned(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+class Grouped(nn.Module):
+    """Attention whose heads share keys and values, which are copied for each."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (t.repeat_interleave(8, 1) for t in (key, value))  # planted: heads
+        return F.scaled_dot_product_attention(query, key, value)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.attend(query, key, value)
+
+
+class GroupedMended(Grouped):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+# -- attention that is written out -----------------------------------------------------------------
+
+
+class Written(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.transpose(-1, -2) / math.sqrt(128)  # planted: attention
+        return torch.softmax(scores, -1) @ value
+
+
+class WrittenMended(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def heads(keys: int, rows: int = 4096, queries: int | None = None) -> Any:
+    """Query, key and value of 16 sequences."""
+    shape = (16, 32, queries or rows, 128), (16, keys, rows, 128), (16, keys, rows, 128)
+    return lambda: tuple(torch.randn(size).to(HALF) for size in shape)
+
+
+def half(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: make().to(HALF)
+
+
+def _same(name: str, lever: str, said: str, way: Way, **mended: Any) -> Pair:
+    """A pair whose sides differ in these fields alone."""
+    from dataclasses import replace
+
+    return Pair(name=name, lever=lever, said=said, planted=way, mended=replace(way, **mended))
+
+
+ROWS = normal(8192, 4096, dtype=torch.float32)
+PAIRS = (
+    _same(
+        "width",
+        "layout",
+        "innermost",
+        Way(make=half(Pixels), inputs=normal(32, 512, 32, 32), phase="training"),
+        make=half(PixelsMended),
+    ),
+    _same(
+        "channels_last",
+        "layout",
+        "channels last",
+        Way(make=half(Blocks), inputs=normal(256, 256, 56, 56)),
+        make=lambda: Blocks().to(HALF).to(memory_format=torch.channels_last),
+        inputs=lambda: (
+            torch.randn(256, 256, 56, 56).to(HALF).to(memory_format=torch.channels_last),
+        ),
+    ),
+    _same(
+        "precision",
+        "compute",
+        "in bf16 what",
+        Way(make=Wide, inputs=ROWS),
+        make=half(Wide),
+        inputs=normal(8192, 4096),
+    ),
+    _same("tf32", "compute", "TF32", Way(make=Exact, inputs=ROWS), execution={"tf32": True}),
+    _same(
+        "vocabulary",
+        "padding",
+        "50,264",
+        Way(make=half(lambda: Head(50257)), inputs=normal(8192, 2048)),
+        make=half(lambda: Head(50264)),
+    ),
+    _same(
+        "optimizer",
+        "optimizer",
+        "fused",
+        Way(make=perceptrons, inputs=normal(64, 2048, dtype=torch.float32), train=many_step),
+        train=fused_step,
+    ),
+    _same(
+        "fusion",
+        "fusion",
+        "Compile",
+        Way(make=WrittenGelu, inputs=normal(16384, 32768)),
+        make=Gelu,
+    ),
+    _same(
+        "launch",
+        "launch",
+        "CUDA graph",
+        Way(make=half(Small), inputs=normal(64, 512)),
+        execution={"dispatch": "graph"},
+    ),
+    _same(
+        "wait",
+        "wait",
+        "item",
+        Way(make=half(Asking), inputs=normal(4096, 1024)),
+        make=half(AskingMended),
+    ),
+    _same(
+        "copy",
+        "copy",
+        "Leave out copies",
+        Way(make=Turned, inputs=normal(128, 4096, 4096)),
+        make=TurnedMended,
+    ),
+    _same(
+        "heads",
+        "rewrite",
+        "without a copy",
+        Way(make=Grouped, inputs=heads(4, 16384, 16)),
+        make=GroupedMended,
+    ),
+    _same(
+        "attention",
+        "rewrite",
+        "one kernel",
+        Way(make=Written, inputs=heads(32)),
+        make=WrittenMended,
+    ),
+)

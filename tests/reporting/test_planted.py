@@ -1,0 +1,81 @@
+"""Twelve findings, planted in twelve models: named, with line, at the mended model's price."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import rooftrace as rt
+from rooftrace.graph import OpGraph
+from rooftrace.studies.advice import Study, Variant
+from tests.reporting.planted import CHIP, HALF, PAIRS, Pair, Way, normal, optimizer_of
+
+FIRST, OFF = 3, 0.2  # of what would help; of the mended model's time, and of what mending gains
+
+
+def estimated(way: Way, chip: str = CHIP) -> rt.types.Estimate:
+    """One side of a pair, priced by a trace of its own."""
+    module, inputs = way.built("meta")
+    if way.train is not None:
+        graph = rt.trace(way.train, module, optimizer_of(module, way.train), *inputs)
+    elif way.phase == "training":
+        graph = rt.trace(module, *inputs, phase="training", optimizer="none")
+    else:
+        graph = rt.trace(module, *inputs)
+    execution = rt.tools.execution_model("eager", **way.execution)
+    return rt.estimate(graph, chip=chip, execution=execution)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_a_planted_finding_is_named_with_its_line_and_the_price_of_the_mended(pair: Pair) -> None:
+    planted, mended = estimated(pair.planted), estimated(pair.mended)
+    first = rt.tools.guidance(planted).options[:FIRST]
+    named = [w for w in first if w.lever == pair.lever and pair.said in w.action]
+    assert named, [w.action for w in first]
+    assert named[0].source.endswith(pair.line)
+    assert named[0].t_after == pytest.approx(mended.t_est, rel=OFF)
+    assert named[0].gain == pytest.approx(planted.t_est - mended.t_est, rel=OFF)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_the_mended_model_is_not_told_again(pair: Pair) -> None:
+    told = rt.tools.guidance(estimated(pair.mended)).options
+    assert not [w for w in told if w.lever == pair.lever and pair.said in w.action]
+
+
+def test_larger_kernels_do_not_repeat_the_line_of_a_change_that_saves_more() -> None:
+    pair = next(pair for pair in PAIRS if pair.name == "width")
+    step = rt.estimate(estimated(pair.planted).plan.source, chip=CHIP, execution="efficient")
+    assert rt.tools.headroom(step).left
+    told = {what_if.lever: what_if for what_if in rt.tools.guidance(step).options}
+    assert "layout" in told and "kernels" not in told
+
+
+def test_a_change_of_kernels_that_take_too_little_is_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Heads(nn.Module):
+        """Wide products, and one of an odd size."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide = nn.ModuleList(nn.Linear(4096, 4096, dtype=HALF) for _ in range(60))
+            self.odd = nn.Linear(4096, 33, dtype=HALF)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.wide:
+                x = layer(x)
+            return self.odd(x)
+
+    step = estimated(Way(make=Heads, inputs=normal(8192, 4096)))
+    planned: list[OpGraph | None] = []
+    whole = Study.estimate
+
+    def noted(self: Study, variant: Variant) -> rt.types.Estimate:
+        planned.append(variant.graph)
+        return whole(self, variant)
+
+    monkeypatch.setattr(Study, "estimate", noted)
+    told = rt.tools.guidance(step).options
+    assert planned and not any(planned) and "padding" not in {w.lever for w in told}
