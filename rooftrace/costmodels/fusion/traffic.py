@@ -107,6 +107,8 @@ def is_depthwise_native(op: Op, graph: OpGraph) -> bool:
     if not isinstance(source, Ref) or shape is None or len(shape) > 4 or shape[1] > 1:
         return False
     image = graph.values[source.id]
+    if len(image.shape) != len(shape):
+        return False
     batch, channels, *_, width = image.shape
     groups, transposed = op.arguments.get("groups", 1), op.arguments.get("transposed", False)
     if has_channels_last(image) or groups != channels or transposed:
