@@ -117,6 +117,23 @@ def test_an_image_network() -> None:
     assert_equals_estimates(form, places, "efficient")
 
 
+def test_few_points_that_are_asked_for_once_are_priced_alone() -> None:
+    """No form of plans is fitted for them, and none stays that would have no sizes in it."""
+    module, x = wide_step()
+    form = rt.tools.form(module, x, over={"0.0": range(1, 1025)})
+    how, points = Conditions.of("efficient"), Points({"0.0": [8, 640]})
+    once = [plan for plan, _ in form.plans(points, how, once=True)]
+    assert [plan.form.samples for plan in once] == [((8,),), ((640,),)]
+    chips = [form.estimate("h200-sxm", "efficient", **{"0.0": 8}).chip]
+    table = evaluated(form, points, chips, how, once=True)
+    for row, numbers in enumerate(points.columns[0].tolist()):
+        right = form.estimate("h200-sxm", "efficient", **{"0.0": numbers})
+        assert table["flops"][row] == right.flops
+        assert table["t_est"][row] == pytest.approx(right.t_est, rel=1e-9)
+    ((fitted, _),) = form.plans(Points({"0.0": [8]}), how)
+    assert len(fitted.form.samples) > 1
+
+
 # -- what a sweep shows ----------------------------------------------------------------------------
 
 

@@ -254,3 +254,13 @@ def test_the_largest_box_is_proven_first() -> None:
     survey = Survey(("x", "y"), levels, records, most=60, form=RecordForm)
     regimes = list(survey.regimes())
     assert any(regime.holds((11, 50)) and regime.holds((100, 100)) for regime in regimes)
+
+
+def test_nothing_is_traced_after_a_size_that_shows_a_form_wrong() -> None:
+    def records(many: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(x,) * min(x, 2) for (x,) in many]  # as steps of a batch of 1
+
+    survey = Survey(("x",), (range(1, 101),), records, form=RecordForm)
+    regimes = list(survey.regimes())
+    assert {(regime.low, regime.high) for regime in regimes} == {((1,), (1,)), ((2,), (100,))}
+    assert survey.traces < 13

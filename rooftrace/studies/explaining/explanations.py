@@ -13,7 +13,7 @@ from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.kernels import engines
 from rooftrace.errors import RequestError, near
-from rooftrace.graph.formulas import FormulaError
+from rooftrace.graph.formulas import FormulaError, Regime
 from rooftrace.hardware import Chip
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.hardware.units import format_time, format_traffic
@@ -224,23 +224,28 @@ def plan_at(form: Form, numbers: Sequence[int], conditions: Conditions) -> PlanF
     """The form of the plan that holds at a place with the most symbols.
 
     A plan may be proven at one place alone, or its form may leave out a size that is constant where
-    it was proven.  Forms of nearby places that give the same plan here have more symbols.
+    it was proven.  Forms of nearby places where more sizes are open may give the same plan here.
     """
     values = tuple(numbers)
-    here = conditions.numbers(form.graph(**dict(zip(form.names, values, strict=True))))
+    alone = Points({n: [v] for n, v in zip(form.names, values, strict=True)})
+    ((single, _),) = form.plans(alone, conditions)
+    known = frozenset[int]().union(*(kernel.depends for kernel in single.kernels))
     around = [sorted({max(1, v // 2), max(1, v - 1), v, v + 1, 2 * v}) for v in values]
-    inside = [
-        where
-        for where in product(*around)
-        if where == values or any(r.holds(where) for r in form.regimes)
-    ]
+    varying = [r for r in form.regimes if not known.issuperset(_varying(r))]
+    inside = [where for where in product(*around) if any(r.holds(where) for r in varying)]
+    if not inside:
+        return single
+    here = conditions.numbers(form.graph(**dict(zip(form.names, values, strict=True))))
     columns = zip(*inside, strict=True)
     points = Points({name: list(c) for name, c in zip(form.names, columns, strict=True)})
     plans = [plan for plan, _ in form.plans(points, conditions)]
-    alone = Points({n: [v] for n, v in zip(form.names, values, strict=True)})
-    ((single, _),) = form.plans(alone, conditions)
     same = [plan for plan in plans if _is(plan, values, here)]
     return max([single, *same], key=lambda plan: sum(len(k.depends) for k in plan.kernels))
+
+
+def _varying(regime: Regime) -> set[int]:
+    """The places of the sizes that a regime leaves open."""
+    return {n for n, (a, b) in enumerate(zip(regime.low, regime.high, strict=True)) if a < b}
 
 
 def _is(plan: PlanForm, values: tuple[int, ...], here: Any) -> bool:

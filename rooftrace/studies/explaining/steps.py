@@ -214,7 +214,7 @@ def size_sweep(
     """
     chosen = sorted({*values, *([] if marked is None else [marked])})
     levels = {n: [others[n]] if n != name else chosen for n in form.names}
-    table = evaluated(form, points_of(form.names, levels), chips, conditions)
+    table = evaluated(form, points_of(form.names, levels), chips, conditions, once=True)
     columns = ("chip", name, "items", "flops", "bytes_hbm", "t_comp", "t_hbm", "t_net", "t_est",
                "regime", "regime_share")  # fmt: skip
     lines = zip(*(table[column].tolist() for column in columns), strict=True)

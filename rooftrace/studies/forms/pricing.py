@@ -108,8 +108,12 @@ class PlanForms:
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
         self._random = random.Random(repr((regime.low, regime.high)))
 
-    def at(self, points: Points) -> Iterator[tuple[PlanForm, Places]]:
-        """The forms that hold at points of the regime, each with the indices of its points."""
+    def at(self, points: Points, once: bool = False) -> Iterator[tuple[PlanForm, Places]]:
+        """The forms that hold at points of the regime, each with the indices of its points.
+
+        once: no others will be asked for; points fewer than the plans that a form takes are priced
+        one by one.
+        """
         left = np.arange(len(points))
         for cell in self._cells:
             if not len(left):
@@ -118,7 +122,12 @@ class PlanForms:
             if held.any():
                 yield cell.form, left[held]
             left = left[~held]
+        fewest = _SAMPLES[0] + _SAMPLES[1] * len(points.names) + _CHECKS if once else 0
         while len(left):
+            if len(left) <= fewest:
+                for numbers, place in zip(_numbers(points, left), left, strict=True):
+                    yield self._single(numbers).form, np.array([place])
+                return
             start = int(left[self._random.randrange(len(left))])
             numbers = tuple(int(column[start]) for column in points.columns)
             here = self._widened(numbers, points, left)
@@ -142,7 +151,11 @@ class PlanForms:
             form = self._fitted(numbers, guards, points, left)
             if form is not None:
                 return _Cell(guards, form)
-        alone = {numbers: here}
+        return self._single(numbers)
+
+    def _single(self, numbers: leaves.Numbers) -> _Cell:
+        """The cell of these sizes alone."""
+        alone = {numbers: self._numbers_at(numbers)}
         single = RecordForm.fitted(self.regime.form.sizes, alone)
         regime = Regime(single, numbers, numbers)
         form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))

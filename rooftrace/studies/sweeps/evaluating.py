@@ -168,9 +168,11 @@ class Form:
     # -- many points -------------------------------------------------------------------------------
 
     def plans(
-        self, points: Points, conditions: Conditions
+        self, points: Points, conditions: Conditions, once: bool = False
     ) -> Iterator[tuple[PlanForm, np.ndarray[Any, np.dtype[np.int64]]]]:
         """Forms of the plan that hold at points, each with the indices of its points.
+
+        once: see `PlanForms.at`.
 
         Raises RequestError for unproven points that cannot be traced, or are more than MOST_TRACED.
         """
@@ -178,7 +180,7 @@ class Form:
         for regime in self.regimes:
             inside = regime.inside([column[left] for column in points.columns])
             if inside.any():
-                yield from self._within(regime, conditions, points, left[inside])
+                yield from self._within(regime, conditions, points, left[inside], once)
             left = left[~inside]
         outside = dict.fromkeys(
             zip(*(column[left].tolist() for column in points.columns), strict=True)
@@ -192,10 +194,10 @@ class Form:
         for numbers in outside:
             regime = self.regime(numbers)
             here = regime.inside([column[left] for column in points.columns])
-            yield from self._within(regime, conditions, points, left[here])
+            yield from self._within(regime, conditions, points, left[here], once)
 
     def _within(
-        self, regime: Regime, conditions: Conditions, points: Points, at: Any
+        self, regime: Regime, conditions: Conditions, points: Points, at: Any, once: bool
     ) -> Iterator[tuple[PlanForm, Any]]:
         conditions = conditions.on(regime)
         alike = conditions.of_plans
@@ -203,7 +205,7 @@ class Form:
         if key not in self._plans:
             self._plans[key] = PlanForms(regime, alike)
         plans: PlanForms = self._plans[key]
-        for form, inside in plans.at(points.where(at)):
+        for form, inside in plans.at(points.where(at), once):
             yield form.under(conditions.execution), at[inside]
 
 
@@ -228,12 +230,19 @@ _CACHED = 1 << 12
 """Points that are timed at once, and with a cache, where no two kernels are equal."""
 
 
-def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Conditions) -> Columns:
+def evaluated(
+    form: Form,
+    points: Points,
+    chips: Sequence[Chip],
+    conditions: Conditions,
+    once: bool = False,
+) -> Columns:
     """The table: sizes, chip (place among `chips`), TOTALS, SECONDS, regime (place in REGIMES).
 
     One line for each point on each chip; all points on the first chip stand first.  t_exposed:
     seconds that wait for other chips.  regime_share: of t_est, of the largest regime.  peak:
-    FLOP/s of the engine with most matrix FLOPs.  Raises as `Form.plans` and `time_step` do.
+    FLOP/s of the engine with most matrix FLOPs.  once: see
+    `PlanForms.at`.  Raises as `Form.plans` and `time_step` do.
     """
     count, lines = len(points), len(chips)
     totals: Columns = {name: np.zeros(count, dtype=np.int64) for name in TOTALS}
@@ -241,7 +250,7 @@ def evaluated(form: Form, points: Points, chips: Sequence[Chip], conditions: Con
     timed: Columns = {name: np.full((lines, count), np.nan) for name in names}
     timed |= {"regime": np.zeros((lines, count), dtype=np.int8)} if chips else {}
     times = [{name: column[line] for name, column in timed.items()} for line in range(lines)]
-    for plan, at in form.plans(points, conditions):
+    for plan, at in form.plans(points, conditions, once):
         for start in range(0, len(at), _AT_ONCE):
             part = at[start : start + _AT_ONCE]
             _fill(plan, points.where(part), part, chips, totals, times)
