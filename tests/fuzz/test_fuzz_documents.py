@@ -24,7 +24,7 @@ from rooftrace.reporting.figures.breakdown import Bar
 from rooftrace.reporting.figures.notebooks import bar_svg, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
 from rooftrace.reporting.gates import lock as records, lockfile, reports
-from rooftrace.reporting.gates.checking import GateOutcome, Shift
+from rooftrace.reporting.gates.checking import CodeCause, GateOutcome, Shift
 from rooftrace.reporting.html import result_page
 from rooftrace.reporting.html.document import as_cell
 from rooftrace.reporting.renderers import as_latex
@@ -218,7 +218,7 @@ def outcome(name: str) -> GateOutcome:
     place = records.StepKey(name, name, name, name)
     shift = Shift(
         place=place, metric="flops", before=4.0, after=8.0, module=name, budget=name,
-        causes=(name, name),
+        causes=(CodeCause(name), CodeCause(name, name)),
     )  # fmt: skip
     return GateOutcome(
         lock=name, before=lock, after=lock, over=(shift,), under=(shift,), stale=(name,),

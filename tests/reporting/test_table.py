@@ -70,7 +70,8 @@ def test_numbers_of_chips_are_grouped():
     chip = report.chips[0]
     training, decode = (report.memory[phase].chips_needed(chip) for phase in ("training", "decode"))
     _, sentence = words.fit_words(report.memory, chip)
-    assert f"training needs {training} and prefill and decode need {decode}." in sentence
+    needs = f"training needs {training} chips and prefill and decode need {decode} chips."
+    assert needs in sentence
 
 
 def test_what_fits_says_so_calmly():

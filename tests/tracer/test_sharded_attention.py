@@ -117,7 +117,7 @@ def test_exchanges_run_beside_attention_but_for_the_last_gradient(
 ) -> None:
     """A gradient of keys and values takes as many steps as there are processes, and nothing is left
     to compute beside the last; keys and values take a step less, or are gathered."""
-    for name, value in (("WIDTH", 2048), ("HEADS", 16), ("SEQ", 32768)):
+    for name, value in (("WIDTH", 2048), ("HEADS", 16), ("SEQ", 65536)):
         monkeypatch.setitem(globals(), name, value)
     net, x = blocks(1)
     set_rotate_method(rotation)

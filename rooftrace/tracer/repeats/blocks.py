@@ -164,11 +164,15 @@ def count_again(tape: Tape, block: RecordedCall, path: str) -> None:
 
 
 def constant_of(tape: Tape, node: fx.Node) -> Tensor | None:
-    """The value of a constant that code has written down; None for other nodes."""
+    """The value of a constant without elements; None for other nodes.
+
+    An empty cache begins with one.  Of others it is not known whether all calls read the same.
+    """
     entry = node.meta.get(META_KEY)
     if not isinstance(entry, taperecords.Entry) or entry.kind != "constant":
         return None
-    return tape.entries.constants.get(entry.name)
+    value = tape.entries.constants.get(entry.name)
+    return value if value is not None and value.numel() == 0 else None
 
 
 def constant_again(tape: Tape, node: fx.Node) -> fx.Node:

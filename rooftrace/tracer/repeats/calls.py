@@ -15,7 +15,8 @@ that stand in its place.  Done only where the later call could not have recorded
    object is run.
 3. The recorded call wrote to nothing that it did not make, changed no attribute of the modules and
    no container that it was given, called no module but those inside, decided no unknown condition,
-   drew no random number in Python, read no tensor that was computed elsewhere,
+   drew no random number in Python, made no constant but empty ones, read no tensor that was
+   computed elsewhere,
    computed no value from real data, left no tensor behind that something holds, and returned
    plain values, inputs, or new tensors.
 4. Both stand under the same modes: precision, autocast, kernels of attention.
