@@ -348,6 +348,12 @@ def test_latents_have_kernels_of_their_kind(name: str, chip: str, kernel: str) -
     assert library_on(name, load_chip(chip), latent=True) == kernel
 
 
+@pytest.mark.parametrize("chip", ["a100", "l40s"])
+def test_tensorrt_copies_no_queries_where_flash_attention_2_does(chip: str) -> None:
+    theirs, flash2 = (attention_knobs("usual", load_chip(chip), n) for n in ("trtllm", "flash2"))
+    assert flash2.prepare > 0 and theirs == replace(flash2, prepare=0.0)
+
+
 def test_older_kernels_have_older_instructions_on_hopper() -> None:
     """FlashAttention 3 reaches about twice the rate of 2 there (Shah et al., 2024, figure 5: 370
     and 650 TFLOP/s for prompts of 8,192 and heads of 128; cuDNN, of its 9.19: 680 on H200)."""

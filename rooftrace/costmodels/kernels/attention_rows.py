@@ -168,7 +168,7 @@ def attention_knobs(
     if library == "cudnn" and family == "hopper":
         return CUDNN_HOPPER
     if library == "trtllm" and family != "blackwell":
-        return TRTLLM_HOPPER if nvidia else replace(flash2)
+        return TRTLLM_HOPPER if nvidia else replace(flash2, prepare=0.0)
     return TRTLLM_GEN if family == "blackwell" else HOPPER if nvidia else flash2
 
 

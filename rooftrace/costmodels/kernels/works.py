@@ -571,7 +571,6 @@ DEPTHWISE_IMAGE = (195, 56, 18)
 """The same of the gradient of the image."""
 DEPTHWISE_FILTERS = (48, 2100)
 """Of the gradient of the filters, for each tap: for 32 positions of a warp each, and its rest."""
-_WARP = 32
 
 
 def depthwise_work(op: Op, graph: OpGraph) -> int:
@@ -593,8 +592,8 @@ def depthwise_work(op: Op, graph: OpGraph) -> int:
         )
     grad, image = (graph.values[op.arguments[name].id] for name in ("grad_output", "input"))
     wants_image, wants_filters, *_ = op.arguments.get("output_mask", (True, True))
-    warps = -(-math.prod(grad.shape[2:]) // _WARP)
+    warps = -(-math.prod(grad.shape[2:]) // WARP)
     clocks, rest = DEPTHWISE_FILTERS
-    filters = grad.shape[0] * math.prod(shape) * (clocks * _WARP * warps + rest)
+    filters = grad.shape[0] * math.prod(shape) * (clocks * WARP * warps + rest)
     work = image.elements * each(DEPTHWISE_IMAGE) if wants_image else 0.0
     return round(work + (filters if wants_filters else 0.0))
