@@ -82,6 +82,14 @@ def test_classes_go_by_the_layout(convolution: nn.Module, first: str, last: str)
     assert (op_class(op, graph), op_class(op, graph, channels_last=True)) == (first, last)
 
 
+def test_a_compiler_lays_out_no_sequence_with_channels_last() -> None:
+    """Inductor's convolution does so `if V.graph.layout_opt and ndim == 2`."""
+    with torch.device("meta"):
+        layer = nn.Conv1d(64, 64, 15, groups=64, bias=False, dtype=torch.bfloat16)
+        graph = rt.trace(layer, torch.empty(8, 64, 128, dtype=torch.bfloat16))
+    assert {op_class(op, graph, channels_last=True) for op in graph.ops} == {NATIVE}
+
+
 @pytest.mark.parametrize(
     ("dtype", "native"), [(torch.bfloat16, True), (torch.float32, True), (torch.float16, False)]
 )

@@ -77,7 +77,9 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
     image = graph.values[op.inputs[0]]
     stored_last = traffic.has_channels_last(image)
     back = BACK if "grad_output" in op.arguments else ""
-    last, ending = channels_last or stored_last, LAST if stored_last else back
+    # A compiler lays out images of two dimensions alone (`convolution` of Inductor's lowerings).
+    last = stored_last or (channels_last and len(window) == 2)
+    ending = LAST if stored_last else back
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
         if not alone:
