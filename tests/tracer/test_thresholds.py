@@ -174,6 +174,17 @@ def test_results_that_are_not_kept_are_computed_again(monkeypatch: pytest.Monkey
     assert costs(routed(300)) == kept
 
 
+def test_a_value_larger_than_all_kept_results_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers with experts ask for the contents of the same choices; a write shows."""
+    monkeypatch.setattr(known, "MAX_KEPT", 8)
+    results, value, read = known.ResultMemo(None), torch.arange(4), list[int]()
+    for number in range(3):
+        if number == 2:
+            value += 5
+        results.once(value, "content", lambda tensor: read.append(int(tensor[0])))
+    assert read == [0, 5]
+
+
 def test_a_size_that_the_call_says_needs_no_values() -> None:
     def repeated(x: Tensor, counts: Tensor) -> Tensor:
         return x.repeat_interleave(counts, dim=0, output_size=70)

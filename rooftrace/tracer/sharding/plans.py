@@ -335,7 +335,7 @@ def _cut_fused(
 
 
 def _keep_heads(layer: Any, parts: list[int], size: int) -> None:
-    """Leave a process, of each of these numbers of heads, its share, or one that others have."""
+    """Leave a process its share of each of these numbers of heads, or one that others have too."""
     width, rank = layer.out_features // sum(parts), torch.distributed.get_rank() % size
     for name, weight in list(layer.named_parameters()):
         kept = [
