@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer.sharding import huggingface
+from rooftrace.tracer.sharding import huggingface, splitting
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
 from tests.tracer.sharded_models import PROCESSES, in_fresh_interpreter, on_processes
 
@@ -265,6 +265,19 @@ def test_training_cuts_sequences_and_words() -> None:
     assert weights(graph, "")["lm_head.weight"] == (32, 64)
     with pytest.raises(RequestError, match="tp=4: 6 positions cannot be spread"):
         spread_graph({**QWEN, "num_key_value_heads": 4}, {"tp": 4}, "training", 2, 6)
+
+
+def test_one_stage_adds_the_positions_that_are_learnt() -> None:
+    kinds = []
+    for number in (0, 1):
+        with torch.device("meta"):
+            model = model_of(GPT)
+        stage = next(s for s in splitting.split(model, 2) if s.index == number)
+        splitting.keep(model, stage)
+        kinds.append({n for n, _ in model.transformer.named_parameters() if n.startswith("w")})
+    assert kinds == [{"wte.weight", "wpe.weight"}, {"wte.weight"}]  # the head has the table, too
+    hidden = torch.empty(2, 8, 64, device="meta")
+    assert model.transformer(inputs_embeds=hidden).last_hidden_state.shape == (2, 8, 64)
 
 
 def test_training_sends_own_positions_to_experts_of_others() -> None:

@@ -45,6 +45,14 @@ class _Passing(nn.Identity):
         return args[0] if args else next(iter(kwargs.values()))
 
 
+class _Nothing(nn.Module):
+    """Stands for an embedding of positions, which the first stage has added."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A zero."""
+        return torch.zeros((), dtype=torch.bfloat16)
+
+
 def split(model: Any, count: int) -> list[Stage]:
     """The distinct stages of a model cut into `count`, each standing for all that are like it.
 
@@ -105,6 +113,12 @@ def keep(model: Any, stage: Stage) -> None:
         if number not in stage.layers:
             layers[number] = _Passing()
     tied = getattr(model.config, "tie_word_embeddings", False)
+    others = [n for n in ends if isinstance(getattr(base, n), nn.Embedding | nn.Dropout)]
+    ends = [name for name in ends if name not in others or getattr(base, name) is embedding]
+    for name in () if stage.is_first else others:
+        part = getattr(base, name)
+        if part is not embedding:
+            setattr(base, name, _Passing() if isinstance(part, nn.Dropout) else _Nothing())
     if not stage.is_first and not (tied and stage.is_last):
         _replace(base, embedding)
     if stage.is_last:
