@@ -105,6 +105,8 @@ LEARNING = [  # attention of heads, latent attention and experts, one vocabulary
     (GPT, {"tp": 4}),  # one product of queries, keys and values
     ({**PHI, "num_key_value_heads": 4}, {"tp": 4}),
     (STABLE, {"tp": 4}),  # code that counts heads
+    (DEEPSEEK, {"tp": 4, "ep": 4}),
+    ({**SHARED, "num_key_value_heads": 4}, {"tp": 4, "ep": 4}),
 ]
 CASES = [
     (DEEPSEEK, {"tp": 4}),
@@ -263,6 +265,17 @@ def test_training_cuts_sequences_and_words() -> None:
     assert weights(graph, "")["lm_head.weight"] == (32, 64)
     with pytest.raises(RequestError, match="tp=4: 6 positions cannot be spread"):
         spread_graph({**QWEN, "num_key_value_heads": 4}, {"tp": 4}, "training", 2, 6)
+
+
+def test_training_sends_own_positions_to_experts_of_others() -> None:
+    graph = spread_graph(DEEPSEEK, {"tp": 4, "ep": 4}, "training", 2, 8)
+    moved = Counter((o.collective.kind, o.collective.bytes) for o in graph.ops if o.collective)
+    # Two layers, there and back, in both directions: 2 x 2 positions to 4 experts, 64 numbers each.
+    assert moved["all_to_all", 2 * 2 * 4 * 64 * 4] == 2 * 4
+    # Attention of three layers, a dense MLP, two shared experts, the embedding and the head.
+    whole = 2 * 8 * 64 * 4
+    assert moved["all_gather", whole] == moved["reduce_scatter", whole] == 2 * (3 + 1 + 2 + 1)
+    assert weights(graph)["mlp.shared_experts.down_proj.weight"] == (64, 32 // 4)
 
 
 @pytest.mark.parametrize("phase", ["decode", "training"])

@@ -7,7 +7,7 @@ after it (Korthikanti et al., arXiv:2205.05198, section 4.2).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,10 +56,11 @@ _UNCUT = (
 """Styles of parts of a block that all processes have whole, or whose weights have styles."""
 
 
-def why_sequences_stay(model: Any, styles: Mapping[str, str]) -> str:
+def why_sequences_stay(model: Any, styles: Mapping[str, str], experts: Collection[str] = ()) -> str:
     """The part of a model that `cut_sequences` cannot take, as a clause; "" where it can.
 
-    styles: of modules and weights, by their paths.
+    styles: of modules and weights, by their paths; experts: paths of those that get their rows from
+    all processes.
     """
     if model.get_output_embeddings() is None:
         return "there is no head"
@@ -71,6 +72,8 @@ def why_sequences_stay(model: Any, styles: Mapping[str, str]) -> str:
     for layer in layers:
         for name, weight in layer.named_parameters():
             path, child = f"{names[layer]}.{name}", f"{names[layer]}.{name.partition('.')[0]}"
+            if any(path.startswith(f"{child}.") for path in experts):
+                continue
             if _is_block(child, styles):
                 block = model.get_submodule(child)
                 if "residual" in inspect.signature(block.forward).parameters:
@@ -93,26 +96,47 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def cut_sequences(
-    model: Any, mesh: Any, styles: Mapping[str, str], *, makes_loss: bool = True
+    model: Any,
+    mesh: Any,
+    styles: Mapping[str, str],
+    *,
+    makes_loss: bool = True,
+    experts: Collection[str] = (),
 ) -> None:
     """Shard a model that trains, in place, with its sequences wherever nothing else is cut.
 
     Weights of its blocks are cut by these styles, the vocabulary by rows.  makes_loss: the model
     makes it, of the logits of own words; else logits are gathered.  What all processes have whole
-    gets the sum of its gradients.
+    gets the sum of its gradients.  experts: see `why_sequences_stay`; a process sends them its own
+    positions, as in Megatron-LM.
     """
     ranks, names = Peers(mesh), {module: name for name, module in model.named_modules()}
     layers = [layer for layer in layers_of(model) if _has_weights(layer)]
-    gathered = _exchange(ranks.gather, ranks.scatter)
     for layer in layers:
         for child in layer.children():
-            if _is_block(names[child], styles):
-                _cut_weights(child, names[child], styles, ranks)
-                around(child, gathered, _exchange(ranks.scatter, ranks.gather))
+            path = names[child]
+            if any(name.startswith(f"{path}.") for name in experts):
+                for part in (part for part in child.children() if names[part] not in experts):
+                    _cut_part(part, names[part], styles, ranks, dim=0)  # [tokens, width], too
+                own = dict.fromkeys(
+                    (name for name, _ in child.named_parameters(recurse=False)), 1.0
+                )
+                _share_weights(child, own, ranks)
             else:
-                _share(child, ranks)
+                _cut_part(child, path, styles, ranks, dim=1)
     is_whole = _cut_ends(model, layers[0], ranks)
     _cut_head(model, ranks, makes_loss, is_whole)
+
+
+def _cut_part(
+    part: nn.Module, path: str, styles: Mapping[str, str], ranks: Peers, dim: int
+) -> None:
+    """Give a part that is cut the positions of all processes; else let these share its weights."""
+    if not _is_block(path, styles):
+        return _share(part, ranks)
+    gather, scatter = partial(ranks.gather, dim=dim), partial(ranks.scatter, dim=dim)
+    _cut_weights(part, path, styles, ranks)
+    return around(part, _exchange(gather, scatter), _exchange(scatter, gather))
 
 
 def _cut_weights(block: nn.Module, path: str, styles: Mapping[str, str], ranks: Peers) -> None:
