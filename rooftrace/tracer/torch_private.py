@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -325,6 +325,8 @@ def __getattr__(name: str) -> Any:
 class _Unused(ModuleType):
     """A module of Dynamo for code that compiles nothing; any other attribute imports Dynamo."""
 
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # process groups clear its caches
+
     def graph_break(self, msg: str = "") -> None:
         """Nothing is compiled."""
 
@@ -407,10 +409,10 @@ class _Later:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Of Dynamo or one of its modules."""
         if name in _STAND_IN:
-            found = PathFinder.find_spec(name, path)
-            if found is not None:
-                found.loader = self  # type: ignore[assignment]
-            return found
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None:
+                spec.loader = self  # type: ignore[assignment]
+            return spec
         if not name.startswith(f"{DYNAMO}.") or name in _ALONE:
             return None
         self.load()
@@ -420,7 +422,7 @@ class _Later:
         return ModuleSpec(name, self, loader_state=sys.modules.pop(name))  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """What `import` gets."""
+        """`import` gets a stand-in, or the module that is there."""
         there: ModuleType | None = spec.loader_state
         if there is None:
             return _Unused(spec.name)

@@ -63,7 +63,7 @@ def plain_imports() -> Iterator[None]:
     original = original_of(torch_private.nested_tensor, "_nt_view_dummy")
 
     def dummy() -> Any:
-        """What torch makes with the first nested tensor of a process."""
+        """Torch makes this tensor with the first nested one of a process."""
         with overrides.plainly():
             return original()
 
