@@ -118,7 +118,9 @@ def test_the_bags_of_a_row_of_indices_are_its_batch(ends: bool) -> None:
     assert graph.values[graph.outputs[0]].shape == (4, 8)
     assert graph.workload["batch"] == graph.workload["items"] == 4
     assert rt.trace(bags, torch.zeros(3, 5, dtype=torch.long)).workload["batch"] == 3
-    with pytest.raises(RequestError, match=r"--batch .*: the first input has the indices of 4 bags"):
+    with pytest.raises(
+        RequestError, match=r"--batch .*: the first input has the indices of 4 bags"
+    ):
         rt.largest_batch(bags, torch.arange(24), offsets, phases=["forward"])
 
 

@@ -143,3 +143,36 @@ def test_gradients_of_a_group_norm_are_three_kernels() -> None:
     many = of((64, 64, 56, 56), [True, True, True])
     assert many["group norm weights"] == pytest.approx(33, rel=0.4)  # 45.5 in bf16, 20.0 in fp32
     assert "group norm weights" not in of((64, 64, 56, 56), [True, False, False])
+
+
+@pytest.mark.parametrize(
+    ("shape", "forward", "backward"),
+    [  # native_batch_norm and its backward in steps of ResNet-50 in fp16 on H200, in us
+        ((64, 64, 112, 112), 763.1, 1392.9),
+        ((64, 256, 56, 56), 318.8, 433.2),
+        ((64, 512, 28, 28), 135.3, 150.5),
+        ((64, 1024, 14, 14), 76.8, 80.0),
+    ],
+)
+def test_batch_norms_that_cudnn_does_not_have_walk_channel_by_channel(
+    shape: tuple[int, ...], forward: float, backward: float
+) -> None:
+    model = nn.BatchNorm2d(shape[1]).to("meta", torch.float16)
+    x = meta(*shape, dtype=torch.float16).requires_grad_()
+    graph = rt.trace(model, x, phase="training", optimizer="none")
+    found = rt.estimate(graph, "h200-sxm", execution="eager").rows
+    took = {row.name: 1e6 * (row.timing.t_device - row.timing.gap) for row in found}
+    result = took["moments"] + took["aten.native_batch_norm"]
+    assert result == pytest.approx(forward, rel=0.15)
+    assert took["aten.native_batch_norm_backward"] == pytest.approx(backward, rel=0.15)
+
+
+def test_batch_norms_with_weights_in_fp32_are_one_kernel_of_cudnn() -> None:
+    model = nn.BatchNorm2d(64).to("meta")
+    for dtype, names in ((torch.float16, 1), (torch.bfloat16, 2)):
+        x = meta(8, 64, 56, 56, dtype=dtype)
+        graph = rt.trace(
+            Calls(lambda x: F.batch_norm(x, None, None, model.weight, model.bias, True)), x
+        )
+        rows = [r.name for r in rt.estimate(graph, "h200-sxm", execution="eager").rows]
+        assert len(rows) == names

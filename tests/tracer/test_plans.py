@@ -233,7 +233,9 @@ def test_one_product_of_queries_keys_and_values_is_cut_by_heads(
     assert weights(graph, start)[f"{name}.weight"] == (16 * rows, 64)
     blocks = Counter(op.module.rpartition(".")[2] for op in graph.expand().ops if op.collective)
     assert blocks["c_proj"] + blocks["o_proj"] + blocks["down_proj"] == 2 * 2
-    queries = {graph.values[op.inputs[0]].shape for op in graph.ops if op.name.endswith("attention")}
+    queries = {
+        graph.values[op.inputs[0]].shape for op in graph.ops if op.name.endswith("attention")
+    }
     assert queries == {(2, 4 // mesh, 1, 16)}
 
 

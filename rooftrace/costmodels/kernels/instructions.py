@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rooftrace.costmodels.fusion import Plan, release_of, traffic
+from rooftrace.costmodels.fusion import Plan, is_batch_norm_native, release_of, traffic
 from rooftrace.costmodels.kernels.knobs import NATIVE
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.graph import Op, OpGraph, Tensor
@@ -226,7 +226,7 @@ models, whose norms run in fp32, say 340 of each thread on RTX 4090 (156 models)
 (154)."""
 RMS_NORM = {2: (136, 26), 4: (162, 40)}
 """The same without a mean."""
-MOMENTS, MOMENTS_ELEMENT = 320, 58
+MOMENTS, MOMENTS_ELEMENT = 340, 46
 """Instructions of each of the threads that take a row, and for each element
 (`RowwiseMomentsCUDAKernel`)."""
 SCALED = 75
@@ -234,6 +234,18 @@ SCALED = 75
 SUMS, SUMS_ELEMENT = 117, 58
 """Instructions of each of the threads that take a channel of a sample, and for each element, of the
 sums that gradients of a group norm need (`ComputeInternalGradientsCUDAKernel`)."""
+CHANNEL_ELEMENT, GRADIENT_ELEMENT = 72, 190
+"""Instructions for an element of a batch norm's mean and variance, and of its gradient, which goes
+over all twice (`batch_norm_collect_statistics_kernel`, `batch_norm_backward_kernel` in
+Normalization.cuh): steps of ResNet-50 in fp16."""
+TRANSFORMED, TRANSFORMED_IMAGE = 75, 10_000
+"""Instructions for an element of a batch norm's result, and for each channel of a sample
+(`batch_norm_transform_input_kernel`)."""
+BATCH_NORMS = (
+    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
+    "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
+    "aten.native_batch_norm_backward",
+)  # fmt: skip
 SOFTMAX = ((2048, 47), (9216, 105), (math.inf, 58))
 """Instructions for each element of a softmax over rows of up to so many.  A warp takes a row, or a
 block keeps one in registers that it fills one by one, or in shared memory (`host_softmax` in
@@ -263,6 +275,9 @@ def _norm_rows(numbers: Mapping[int, tuple[int, int]]) -> Callable[[Op, OpGraph]
 def _moments(op: Op, graph: OpGraph) -> Issued:
     """Of the mean and variance of rows.  Blocks of few rows wait for each load of their threads."""
     rows, whole = (graph.values[i].elements for i in (op.outputs[0], op.inputs[0]))
+    if "channels" in op.arguments:
+        trips = _channel_trips(graph.values[op.inputs[0]])
+        return Issued(rows * THREADS * MOMENTS + whole * CHANNEL_ELEMENT, trips)
     width = whole // rows if rows else 0
     threads = _threads(width)
     instructions = rows * threads * MOMENTS + whole * MOMENTS_ELEMENT
@@ -272,6 +287,25 @@ def _moments(op: Op, graph: OpGraph) -> Issued:
 def _threads(width: int) -> int:
     """Threads of the block that takes a row of so many elements."""
     return THREADS if width >= THREADS else WARP
+
+
+def _channel_trips(image: Tensor) -> int:
+    """How often a thread of a channel's block loads: its threads take an image, or some at once."""
+    samples, _, *space = image.shape
+    size = math.prod(space)
+    across = next((n for n in (32, 64, 128, 256) if size <= n), THREADS)
+    return -(-samples // (THREADS // across)) * -(-size // across)
+
+
+def _batch_norm(op: Op, graph: OpGraph) -> Issued:
+    """Of the result of PyTorch's own kernels where channels come first, or of the gradient."""
+    image = graph.values[op.inputs[0]]
+    if not is_batch_norm_native(op, graph) or traffic.has_channels_last(image):
+        return NOTHING
+    if "save_mean" in op.arguments:
+        return Issued(image.elements * GRADIENT_ELEMENT, 2 * _channel_trips(image))
+    blocks = image.shape[0] * image.shape[1]
+    return Issued(image.elements * TRANSFORMED + blocks * TRANSFORMED_IMAGE)
 
 
 def _group_norm(op: Op, graph: OpGraph) -> Issued:
@@ -316,6 +350,7 @@ _ROWS: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
     "rooftrace.moments": _moments,
     "aten._softmax": _softmax,
     "aten._log_softmax": _softmax,
+    **dict.fromkeys(BATCH_NORMS, _batch_norm),
     "aten.native_group_norm": _group_norm,
     "aten.native_group_norm_backward": _group_norm,
     "rooftrace.group_sums": _group_sums,

@@ -283,9 +283,9 @@ def _shared_seconds(
     counted = aside & (d["issue"] > 0)  # depthwise convolutions by their instructions
     rest, product = np.where(counted, issue, rest), np.where(counted, 0.0, product)
     engine, tiling = matrix_engine(chip), knobs.tiling
-    t_compute = np.maximum(rest, d["wait"]) + product
+    t_compute = rest + product
     tiled = np.flatnonzero(d["flop"] > 0)
-    device = p_norm(knobs.overlap, t_compute, t_memory)
+    device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"])
     choice = np.full(len(table), -1, dtype=np.int64)
     if engine is None or not len(tiled):
         return KernelSeconds(t_compute, t_memory, device, choice, device)

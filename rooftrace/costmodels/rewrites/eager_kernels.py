@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion import release_of
+from rooftrace.costmodels.fusion import is_batch_norm_native, release_of
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
 from rooftrace.costmodels.rewrites.dataflow import same_strides
@@ -266,18 +266,31 @@ _VECTOR = 4
 (`vectorized_layer_norm_kernel`)."""
 
 
-def _moments_first(edit: Editor, op: Op) -> bool:
-    """group_norm_kernel.cu, layer_norm_kernel.cu: mean and variance, and then the result.
+_BATCH_NORMS = frozenset({
+    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
+})  # fmt: skip
 
-    Layer norms take both from one kernel that loads vectors, where the rows are whole vectors.
+
+def _moments_first(edit: Editor, op: Op) -> bool:
+    """group_norm_kernel.cu, layer_norm_kernel.cu, Normalization.cuh: mean and variance, and then
+    the result.
+
+    Layer norms take both from one kernel that loads vectors, where the rows are whole vectors;
+    batch norms from cuDNN, or in evaluation as they are given.
     """
     if len(op.outputs) != 3 or "mean" in op.arguments:
         return False
     out, mean, rstd = op.outputs
     grouped, rows = op.name == "aten.native_group_norm", edit.values[mean].elements
-    if not rows or not (grouped or edit.values[out].elements // rows % _VECTOR):
+    of_channels = op.name in _BATCH_NORMS
+    if of_channels:
+        native = is_batch_norm_native(op, edit.graph) and not has_channels_last(edit.values[out])
+        fits = native and op.arguments.get("training", True)
+    else:
+        fits = grouped or (rows and edit.values[out].elements // rows % _VECTOR)
+    if not fits or not rows:
         return False
-    moments = {"input": op.arguments["input"]}
+    moments = {"input": op.arguments["input"], **({"channels": True} if of_channels else {})}
     edit.emit(op, "rooftrace.moments.default", moments, (mean, rstd), facts={BESIDE: op.name})
     known = {**op.arguments, "mean": Ref(mean), "rstd": Ref(rstd)}
     if grouped and edit.values[out].elements:
@@ -462,7 +475,7 @@ EAGER_FORMS = (
         "a copy in order of an input that is not contiguous",
     ),
     EagerForm(
-        {"aten.native_group_norm", "aten.native_layer_norm"},
+        {"aten.native_group_norm", "aten.native_layer_norm", *_BATCH_NORMS},
         _moments_first,
         "norm",
         "make",

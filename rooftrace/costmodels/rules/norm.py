@@ -167,8 +167,10 @@ def _batch_norm(op: OpView, training: bool) -> Cost:
         # (x - mean) * rstd * w + b per element; eps added and a reciprocal root per channel.
         flop = (2 + _affine(op)) * x.elements + 2 * channels
         return vector(op, flop) + op.streamed()
-    flop = standardise_flop(channels, n) + _affine(op) * x.elements
-    cost = op.streamed() + _again(op, channels, x)
+    flop = _standardised(op, channels, n) + _affine(op) * x.elements
+    cost = op.streamed()
+    if op.tensor("mean") is None:
+        cost += _again(op, channels, x)
     if running[0] is not None:
         flop += RUNNING * channels
         written = {t.storage for t in op.outputs}

@@ -503,7 +503,7 @@ def _bags(module: nn.Module, tensors: Sequence[Tensor]) -> int | None:
     None where it takes no such."""
     parts = [part for part in module.modules() if isinstance(part, nn.EmbeddingBag)]
     rows = [t for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point]
-    if not parts or len(rows) < 2 or rows[0] is not tensors[0]:  # noqa: PLR2004
+    if not parts or len(rows) < 2 or rows[0] is not tensors[0]:
         return None
     return len(rows[1]) - parts[0].include_last_offset
 

@@ -27,7 +27,8 @@ _COLUMNS = (
 )  # fmt: skip
 """Names of products that read the hidden states, or the latents, of all heads or channels."""
 _ROWS = (
-    "o_proj", "out_proj", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h", "w2", "c_proj", "dense",
+    "o_proj", "out_proj", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h", "w2", "c_proj",
+    "dense",
 )  # fmt: skip
 """Names of products that write the hidden states."""
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj")
@@ -334,7 +335,7 @@ def _cut_fused(
 
 
 def _keep_heads(layer: Any, parts: list[int], size: int) -> None:
-    """Leave a process, of each of these numbers of heads, its share, or one that others have too."""
+    """Leave a process its share of each of these numbers of heads, or one that others have too."""
     width, rank = layer.out_features // sum(parts), torch.distributed.get_rank() % size
     for name, weight in list(layer.named_parameters()):
         kept = [
