@@ -222,6 +222,8 @@ def sizes_of(layer: Layers) -> dict[str, np.ndarray]:
         passed = {"VLLM": tokens * k, "SGLang": draw.tokens * k}.get(layer.engine, draw.rows)
         if layer.kernel in ("cutedsl", "trtllm-gen"):
             passed = draw.rows
+        elif layer.kernel == "matmul_ogs":  # its buffers have a row for each choice, also elsewhere
+            passed = tokens * k
         sees = tokens if layer.engine == "VLLM" else draw.tokens
         inter = int(row["inter_size"]) / parts
         lines.append((int(row["hidden_size"]), inter, draw.rows, draw.hit, sees, passed,
@@ -274,7 +276,7 @@ def kernels_of(
     if copies:
         moved = z["tokens"] * z["hidden"] * WIDE + z["rows"] * z["hidden"] * narrow
         others.append(stage(chip, "gather", moved, warm))
-    if layer.kernel != "trtllm-gen":  # elsewhere the activation is a kernel
+    if layer.kernel not in ("trtllm-gen", "matmul_ogs"):  # elsewhere the activation is a kernel
         others.append(stage(chip, "elementwise", z["passed"] * (gated + z["inter"]) * WIDE, warm))
     if summed:
         moved = (z["passed"] + z["tokens"]) * z["hidden"] * WIDE

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.rewrites import with_checkpoints, with_small_states
 from rooftrace.graph import OpGraph
-from rooftrace.studies.advice import fitting
+from rooftrace.studies.advice.fits import fitting, with_checkpoints, with_small_states
 from rooftrace.types import Estimate
 
 WIDTH = 1024

@@ -11,6 +11,7 @@ from rooftrace.costmodels.fusion.traffic import keeps_channels_last
 from rooftrace.costmodels.kernels.engines import op_class
 from rooftrace.costmodels.kernels.knobs import CLASSES, FEW, LAST, NATIVE, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
+from rooftrace.costmodels.rewrites.mends import with_channels_last
 from rooftrace.hardware.chipfile import load_chip
 
 pytestmark = pytest.mark.quick
@@ -309,3 +310,43 @@ def test_convolutions_on_channels_last_have_shares_of_their_own_and_copy_nothing
     eager, compiled = load_knobs("typical-eager"), load_knobs("typical-compiled")
     assert eager.share(f"conv{LAST}").compute > eager.share("conv").compute
     assert compiled.share(f"conv{LAST}") == compiled.share("conv")
+
+
+class Images(nn.Module):
+    """Convolutions, norms of groups and of channels, attention over pixels, joined and flat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.group = nn.Conv2d(3, 64, 3, padding=1), nn.GroupNorm(8, 64)
+        self.wide, self.layer = nn.Conv2d(64, 64, 7, padding=3, groups=64), nn.LayerNorm(64)
+        self.qkv, self.out = nn.Conv2d(64, 192, 1), nn.Conv2d(64, 64, 1)
+        self.last, self.head = nn.Conv2d(128, 8, 3, stride=2), nn.Linear(8 * 15 * 15, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.silu(self.group(self.first(x)))
+        x = x + self.layer(self.wide(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        parts = self.qkv(x).reshape(4, 3, 2, 32, -1).transpose(-1, -2).unbind(1)
+        found = nn.functional.scaled_dot_product_attention(*parts)
+        y = self.out(found.transpose(-1, -2).reshape(x.shape))
+        return self.head(self.last(torch.cat([x, y], 1)).flatten(1))
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+def test_images_with_channels_last_lie_as_in_a_trace_of_them(phase: str) -> None:
+    def graph(layout: torch.memory_format) -> rt.types.OpGraph:
+        net = Images().to(device="meta", dtype=torch.float16, memory_format=layout)
+        x = torch.empty(4, 3, 32, 32, device="meta", dtype=torch.float16)
+        return rt.trace(net, x.to(memory_format=layout), phase=phase, optimizer="none")
+
+    def kernels(of: rt.types.OpGraph) -> list[tuple[object, ...]]:
+        def lies(value: int) -> list[tuple[int, int]]:
+            tensor = of.values[value]
+            return [(n, s) for n, s in zip(tensor.shape, tensor.stride, strict=True) if n > 1]
+
+        ops = [op for op in of.ops if op.kind == "kernel"]
+        return [(op.part, op.name, *map(lies, (*op.inputs, *op.outputs))) for op in ops]
+
+    first = graph(torch.contiguous_format)
+    by_hand, ours = kernels(graph(torch.channels_last)), kernels(with_channels_last(first))
+    assert sorted(map(str, ours)) == sorted(map(str, by_hand))
+    assert len(by_hand) < len(kernels(first))

@@ -136,7 +136,7 @@ _TABLE = (
     ("marlin", "int4", "hopper", 2, 128, 0.36, 0, 0, 0.57, 0.069, 0.93, 1),
     ("marlin", "int4", "blackwell", 2, 128, 0.17, 0, 0, 0.49, 0.085, 4.6, 1),
     ("marlin", "int4", "ampere", 2, 128, 0.58, 0, 0, 0.57, 0.069, 0.93, 1),
-    ("matmul_ogs", "int4", "hopper", 6, 128, 0.91, 0, 0, 0.63, 0.038, 41, 1),
+    ("matmul_ogs", "int4", "hopper", 6, 128, 0.87, 10, 100, 0.59, 0.05, 30, 1),
     ("cutlass", "half", "hopper", 3, 128, 0.78, 0, 280, 0.88, 0.29, 6.4, 1),
     ("cutlass", "half", "blackwell", 3, 128, 1, 0, 1200, 0.86, 0.5, 7.1, 1),
     ("cutlass", "fp8", "hopper", 3, 128, 0.99, 0, 1400, 0.85, 0.31, 7.6, 1),
@@ -159,10 +159,11 @@ EXPERT_KERNELS: Mapping[tuple[str, str, str], ExpertKernel] = {
 database (Apache-2.0) by benchmarks/accuracy/moe.py: "vllm triton" and "widening" (int4 in Triton)
 from vLLM 0.19 on H100 and H200; "sglang triton" and "marlin" from SGLang 0.5.9 on H200, 0.5.10 on
 B200; "cutlass" from TensorRT-LLM 1.3.0rc10 on H200 and B200; "matmul_ogs" (mxfp4 in Triton) from
-both engines on H200; "trtllm-gen" from TensorRT-LLM and "cutedsl" from SGLang on B200.  `fill`,
-`most` and `odd` were chosen by kernel, the others fitted by row of this table.  Guesses: Triton in
-vLLM on Blackwell loses against Hopper what it loses in SGLang; Marlin uses the instructions of
-sm_80, which reach 0.62 of the rate of Hopper (Luo et al., 2024) and all of that of A100."""
+both engines on H200, where `start` holds half of the kernels that order rows; "trtllm-gen" from
+TensorRT-LLM and "cutedsl" from SGLang on B200.  `fill`, `most` and `odd` were chosen by kernel, the
+others fitted by row of this table.  Guesses: Triton in vLLM on Blackwell loses against Hopper what
+it loses in SGLang; Marlin uses the instructions of sm_80, which reach 0.62 of the rate of Hopper
+(Luo et al., 2024) and all of that of A100."""
 _PLACES = tuple(EXPERT_KERNELS)
 _TRITON = ("half", "fp8", "fp8 blocks")
 

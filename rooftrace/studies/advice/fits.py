@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from rooftrace.costmodels.estimates import Estimate
-from rooftrace.costmodels.rewrites import layer_lists, with_checkpoints, with_small_states
+from rooftrace.costmodels.rewrites import Editor, reading_others, with_fused_optimizer
 from rooftrace.errors import RequestError
-from rooftrace.graph import OpGraph
+from rooftrace.graph import Op, OpGraph, refs
 from rooftrace.hardware.units import listed
 from rooftrace.studies.advice.variants import Study, Variant
 from rooftrace.studies.advice.whatifs import StepChange, WhatIf, all_of, priced_change
@@ -92,3 +94,103 @@ def _smaller_batch(step: Estimate, at_batch: AtBatch | None, change: StepChange)
         if way.fits:
             return way
     return None
+
+
+# -- edits -----------------------------------------------------------------------------------------
+
+
+def with_checkpoints(graph: OpGraph) -> OpGraph:
+    """Layers keep nothing for backward but their inputs, and run again in front of it.
+
+    A layer is an item of a list of modules.  As `torch.utils.checkpoint` does, it runs again up to
+    the last value that backward reads.
+    """
+    layers: dict[tuple[str, tuple[int, ...]], list[Op]] = {}
+    for op in graph.ops:
+        path = _layer(op.module)
+        if path and op.part == "forward":
+            layers.setdefault((path, op.repeats), []).append(op)
+    edit, ops = Editor(graph), list(graph.ops)
+    again: dict[int, list[Op]] = {}  # before the op of this number
+    reads = [ref.then for op in graph.ops for ref in op.reads]
+    handed_on = {then.value for then in reads if then is not None}  # to the next iteration
+    for forward in layers.values():
+        inside = {op.id for op in forward}
+        made = (
+            {value for op in forward for value in op.outputs}
+            - handed_on
+            - {
+                value
+                for op in graph.ops
+                if op.part == "forward" and op.id not in inside
+                for value in op.inputs
+            }
+        )
+        readers = [
+            op for op in graph.ops if op.part == "backward" and not made.isdisjoint(op.inputs)
+        ]
+        if not readers:
+            continue
+        saved = {value for op in readers for value in op.inputs} & made
+        last = max(op.id for op in forward if not saved.isdisjoint(op.outputs))
+        now = _copied(edit, [op for op in forward if op.id <= last], again, readers[0].id)
+        for op in ops:
+            if op.holds and op.id not in inside:
+                holds = tuple(ref for ref in op.holds if ref.id not in made)
+                ops[op.id] = replace(op, holds=holds)
+        for op in readers:
+            ops[op.id] = reading_others(ops[op.id], now)
+    for op in ops:
+        edit.ops += again.get(op.id, ())
+        edit.ops.append(op)
+    return edit.done().verify()
+
+
+def layer_lists(graph: OpGraph) -> list[str]:
+    """The lists of modules whose items `with_checkpoints` runs again, by their paths."""
+    paths = (_layer(op.module) for op in graph.ops if op.part == "forward")
+    return sorted({path.rpartition(".")[0] or "the model" for path in paths if path})
+
+
+def _layer(path: str) -> str:
+    """The path of the outermost item of a list of modules that a path leads into; "" for none."""
+    parts = path.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def _copied(
+    edit: Editor, forward: Sequence[Op], again: dict[int, list[Op]], place: int
+) -> dict[int, int]:
+    """Put copies of ops in front of an op; the values that they make, by those of the originals."""
+    now: dict[int, int] = {}
+    for op in forward:
+        for value in op.outputs:
+            tensor = edit.values[value]
+            now[value] = len(edit.values)
+            storage = now.get(tensor.storage, tensor.storage)
+            edit.values.append(replace(tensor, storage=storage, name="", then=None))
+        outputs = tuple(now[value] for value in op.outputs)
+        op = reading_others(replace(op, holds=()), now)
+        again.setdefault(place, []).append(replace(op, part="recompute", outputs=outputs))
+    return now
+
+
+SMALLEST = 4096
+"""States of fewer numbers stay in 32 bits (`min_8bit_size` of bitsandbytes' optimizers)."""
+
+
+def with_small_states(graph: OpGraph) -> OpGraph:
+    """The states of the optimizer have 8 bits, and one kernel updates all, as in bitsandbytes.
+
+    Its scale for each block of 256 numbers is not counted.
+    """
+    graph = with_fused_optimizer(graph)
+    fused = [op for op in graph.ops if op.name.startswith("aten._fused_")]
+    states = {value for op in fused for value in refs({n: op.arguments.get(n) for n in _STATES})}
+    large = {value for value in states if graph.values[value].elements >= SMALLEST}
+    small = [replace(t, dtype="uint8") if t.storage in large else t for t in graph.values]
+    return graph.replace(values=tuple(small))
+
+
+_STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "momentum_buffer_list", "state_sums")

@@ -276,17 +276,6 @@ class DynamoWatch(torch_private.TorchDispatchMode, Tape):
         with torch_private.DisableTorchFunction():
             return self._runner.run(func, args, kwargs)
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Switch the mode on inside; torch switches it off while it handles an op."""
-        overrides.push(self)
-        self.here.inside += 1
-        try:
-            yield
-        finally:
-            self.here.inside -= 1
-            overrides.pop(self)
-
     def _note(self, name: str) -> None:
         if self._running is not None:
             node = self.running_node
