@@ -12,9 +12,9 @@ looked up when they are first used.  `rooftrace.types` has the classes of result
 the functions of special jobs.
 """
 
-from rooftrace import _public
+from rooftrace import _face
 
-_current, _, __all__ = _public.public(__name__, __file__)
+_current, _, __all__ = _face.public(__name__, __file__)
 
 
 def __getattr__(name: str) -> object:
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("rooftrace")
-    return _current(name) if name in __all__ else _public.former(name)
+    return _current(name) if name in __all__ else _face.former(name)
 
 
 def __dir__() -> list[str]:

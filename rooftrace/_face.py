@@ -14,10 +14,14 @@ library, lazy_loader, is no dependency because `make measure` runs where torch a
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import sys
+import warnings
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 
@@ -57,3 +61,66 @@ def face(
         return sorted({*vars(sys.modules[package]), *where})
 
     return __getattr__, __dir__, sorted(where)
+
+
+# -- public modules --------------------------------------------------------------------------------
+# The names that users call, in `rooftrace` and its modules extend, tools and types.  Former names
+# of `rooftrace` work for one more release, with a warning.
+
+MODULES = ("extend", "tools", "types")
+METHODS = {
+    "load_form": "types.Form.load",
+    "load_run": "types.Run.load",
+    "plot_answer": "types.ServingAnswer.plot",
+    "plot_roofline": "types.Rooflines.plot",
+    "plot_sweep": "types.Sweep.plot",
+    "save_form": "types.Form.save",
+}
+"""Former functions that are methods of their first argument, or of the class of their result."""
+
+
+def public(
+    module: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a public module; dir() lists its names alone."""
+    look_up, _, listed = face(module, file)
+    return lambda name: _not_compiled(look_up(name), module), lambda: listed, listed
+
+
+def former(name: str) -> Any:
+    """An object that `rooftrace` itself gave in earlier releases; warns where it is now.
+
+    Raises AttributeError for a name that no public module has.
+    """
+    package = sys.modules["rooftrace"]
+    homes = (module for module in MODULES if name in getattr(package, module).__all__)
+    place = METHODS.get(name) or next((f"{module}.{name}" for module in homes), None)
+    if place is None:
+        raise AttributeError(f"module 'rooftrace' has no attribute {name!r}")
+    warnings.warn(
+        f"rooftrace.{name} is rooftrace.{place} now; the next release drops the former name",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    value = attrgetter(place)(package)
+    setattr(package, name, value)  # one warning for each name
+    return value
+
+
+def _not_compiled(value: Any, module: str) -> Any:
+    """Mark a function of a public module: code that torch.compile compiles calls it as it is.
+
+    With fullgraph=True, Dynamo refuses the call with the message that stands here.
+    """
+    if isinstance(value, FunctionType):
+        vars(value)["_torchdynamo_disable"] = True
+        vars(value)["_torchdynamo_disable_msg"] = (
+            f"{module}.{value.__name__} is no part of a graph; call it outside of torch.compile"
+        )
+        if "torch" in sys.modules:  # the functions that it calls are not compiled either
+            with contextlib.suppress(AttributeError):  # an older release has no word for it
+                dynamo = sys.modules["torch"]._C._dynamo.eval_frame
+                skipped = dynamo._FrameAction.SKIP
+                strategy = dynamo._FrameExecStrategy(skipped, skipped)
+                dynamo.set_code_exec_strategy(value.__code__, strategy)
+    return value

@@ -1,5 +1,5 @@
 """Parts for a rule, a join, a section, a source or a phase of your own."""
 
-from rooftrace._public import public
+from rooftrace._face import public
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

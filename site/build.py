@@ -35,7 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_pages(folder / "pages")
     write_settings(folder / "mkdocs.yml")
     site = build(folder / "mkdocs.yml")
-    troubles = [*checks.troubles(site), *browser.troubles(site)]
+    troubles = [
+        *(
+            f"{source}:{each}"
+            for source in pages.sources()
+            for each in checks.blocks((ROOT / source).read_text(encoding="utf-8"))
+        ),
+        *checks.troubles(site),
+        *browser.troubles(site),
+    ]
     for trouble in troubles:
         print(trouble, file=sys.stderr)
     print(f"{len(list(site.rglob('*.html')))} pages in {site / 'index.html'}")

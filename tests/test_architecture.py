@@ -361,7 +361,7 @@ def test_every_name_of_a_face_is_there() -> None:
 
 def test_the_tree_in_contributing_shows_every_room() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    tree = text.partition("```\nrooftrace/\n")[2].partition("```")[0]
+    tree = text.partition("```diagram\nrooftrace/\n")[2].partition("```")[0]
     shown: set[str] = set()
     above: list[str] = []
     for line in tree.splitlines():

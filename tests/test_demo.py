@@ -36,6 +36,7 @@ def test_demo_reports_deepseek_within_a_gibibyte(
     out, status = tmp_path / "report", tmp_path / "status"
     sizes = ["--batch", "8", "--seq", "255", "--kv", "255", "--dtype", "fp8"]
     options = [*sizes, "--chip", "h200-sxm", "--out", str(out)]
+    options += ["--format", "html,md,json,csv,png,svg"]
     command = [sys.executable, "-c", PROGRAM, str(status), "report", CONFIG, *options]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -45,6 +46,7 @@ def test_demo_reports_deepseek_within_a_gibibyte(
     assert int(peak) <= 2**20, f"{int(peak) / 1024:.0f} MiB"
     check_the_floors(json.loads((out / "report.json").read_text()))
     golden("demo.txt", screen, ["transformers"])
+    golden("demo.svg", (out / "roofline.svg").read_text(), ["transformers", "matplotlib"])
 
 
 def check_the_floors(report: dict[str, object]) -> None:

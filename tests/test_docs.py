@@ -17,12 +17,16 @@ from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.ops.opview import own_rules
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("benchmarks/*/README.md"))]
 CODE = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def no_compiler() -> str:
@@ -35,7 +39,7 @@ def no_compiler() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_code_of_a_page_runs_from_top_to_bottom_and_prints_what_stands_below_it(
     page: Path,
     capsys: pytest.CaptureFixture[str],
@@ -145,7 +149,7 @@ def test_the_glossary_has_each_word_once() -> None:
     assert sorted({word for word in words if words.count(word) > 1}) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_file_of_rooftrace_that_a_page_names_is_there(page: Path) -> None:
     if page.stem == "scripts-tried":
         return  # its scripts/ are folders of other repositories
@@ -156,8 +160,9 @@ def test_a_file_of_rooftrace_that_a_page_names_is_there(page: Path) -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES],
-                         ids=lambda page: page.stem)  # fmt: skip
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=name_of
+)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     for target, _ in LINK.findall(page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):

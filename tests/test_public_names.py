@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace import _public
+from rooftrace import _face
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +36,7 @@ def test_dir_shows_the_public_names_alone() -> None:
 
 
 def test_no_name_stands_in_two_public_modules() -> None:
-    modules = [rt, *(getattr(rt, name) for name in _public.MODULES)]
+    modules = [rt, *(getattr(rt, name) for name in _face.MODULES)]
     times = Counter(name for module in modules for name in module.__all__)
     assert {name for name, count in times.items() if count > 1} == set()
 
@@ -79,7 +79,7 @@ def test_importing_a_former_name_warns_once() -> None:
 def test_all_code_and_all_pages_use_names_that_are_there(folder: str) -> None:
     former = re.compile(rf"\brooftrace\.(?:{'|'.join(FORMER.split())})\b(?!/\d)")
     used = re.compile(r"\brt\.(?:(extend|tools|types)\.)?([A-Za-z]\w*)")
-    homes = {"": dir(rt), **{name: dir(getattr(rt, name)) for name in _public.MODULES}}
+    homes = {"": dir(rt), **{name: dir(getattr(rt, name)) for name in _face.MODULES}}
     paths = {ROOT / folder, *(ROOT / folder).rglob("*")}
     files = {path for path in paths if path.suffix in (".py", ".pyi", ".md")}
     assert files

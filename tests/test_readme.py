@@ -37,7 +37,7 @@ def test_commands_in_the_readme_exist(root: Path) -> None:
     from rooftrace.reporting.cli import cli
 
     readme = (root / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     used = set(re.findall(r"^rooftrace (\w+)", "".join(blocks), re.MULTILINE))
     assert used and used <= set(cli.commands)
     assert len(readme.splitlines()) <= 200

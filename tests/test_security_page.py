@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 pytestmark = pytest.mark.quick
 
@@ -42,3 +48,27 @@ def test_each_section_of_the_page_has_a_test() -> None:
 def test_each_attacker_is_on_the_page() -> None:
     attackers = {f"tests/fuzz/{path.name}" for path in (ROOT / "tests/fuzz").glob("test_*.py")}
     assert attackers - {name.partition("::")[0] for name in NAMED} == set()
+
+
+def test_each_package_that_is_installed_says_what_it_is_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    with_extra = {name: extras[name] for name in extras if name not in ("test", "docs", "dev")}
+    wanted = {
+        (re.match(r"[\w-]+", package)[0], extra)  # type: ignore[index]
+        for extra, packages in {"": project["dependencies"], **with_extra}.items()
+        for package in packages
+    }
+    table = ABOVE.partition("## Installed packages")[2]
+    rows = re.findall(r"^\| ([\w, ]+) \| (.+?) \| .+ \|$", table, re.MULTILINE)[1:]
+    told = {
+        (name, extra)
+        for names, where in rows
+        for name in names.split(", ")
+        for extra in re.findall(r"\[(\w+)\]", where) or [""]
+    }
+    assert told == wanted
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "rooftrace").rglob("*.py"))
+    for name in {name for name, _ in told}:
+        module = {"pillow": "PIL"}.get(name, name)
+        assert re.search(rf"(?:from|import) {module}\b", code), name

@@ -1,4 +1,4 @@
-"""The site, without what builds it: its navigation, links, public names and gallery."""
+"""The site, without what builds it: navigation, blocks, links, public names and gallery."""
 
 from __future__ import annotations
 
@@ -35,6 +35,34 @@ def test_every_link_of_a_page_resolves(source: str) -> None:
         for part in (above / link.path).parts:
             parts = parts[:-1] if part == ".." else [*parts, part]
         assert "/".join(parts) in places, f"{source}:{link.line} {link.target}"
+
+
+@pytest.mark.parametrize("source", pages.sources())
+def test_every_block_of_a_page_runs_is_read_or_is_output(source: str) -> None:
+    assert list(checks.blocks((ROOT / source).read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ("```\n1\n```", "2: a block without a language"),
+        ("\n    indented", "3: a block without a language"),
+        ("- item\n\n    more of it", ""),
+        ("```python\n```\n\nSo:\n\n```text\n1\n```", "7: `text` is what `python` just above"),
+        ("```python\n```\n```text\n1\n```", "4: `text` is what `python` just above prints"),
+        ("```bash\nls\n```", "2: 'bash' is no language of a block"),
+        ("```toml\na = \n```", "2: Invalid value"),
+        ("```py\nx = (\n```", "2: '(' was never closed"),
+        ("```sh\nls && rooftrace reprot gpt2\n```", "2: rooftrace reprot gpt2: 'reprot'"),
+        ("```sh\nrooftrace trace a \\\n --ships b\n```", "2: rooftrace trace a   --ships b: No"),
+        ("```console\n$ rooftrace chips list --x\n```", "2: rooftrace chips list --x: No such"),
+        ("```console\nrooftrace as a program prints it\n```", ""),
+        ("```diagram\n+--+\n```", ""),
+    ],
+)
+def test_a_block_that_nothing_checks_is_refused_with_its_line(block: str, told: str) -> None:
+    found = list(checks.blocks(f"Text.\n{block}\n"))
+    assert [each[: len(told)] for each in found] == [told] * bool(told)
 
 
 def test_links_into_the_repository_are_addresses_or_paths() -> None:
@@ -89,9 +117,9 @@ def test_the_address_of_the_repository_is_that_of_pyproject() -> None:
 
 def test_every_public_name_has_a_page_in_one_group() -> None:
     names = [name for group in reference.grouped().values() for name in group]
-    modules = [rooftrace, *(getattr(rooftrace, name) for name in rooftrace._public.MODULES)]
+    modules = [rooftrace, *(getattr(rooftrace, name) for name in rooftrace._face.MODULES)]
     public = [name for module in modules for name in module.__all__]
-    assert sorted(names) == sorted(set(public) - {*rooftrace._public.MODULES})
+    assert sorted(names) == sorted(set(public) - {*rooftrace._face.MODULES})
     assert len(names) == len(set(names))
     assert len({reference.page_of(name).lower() for name in names}) == len(names)
 

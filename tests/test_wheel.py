@@ -112,7 +112,7 @@ def test_the_wheel_works_in_a_fresh_environment(fresh: Path, tmp_path: Path) -> 
 
 
 BLOCK = re.compile(
-    r"(<!-- golden: [\w. -]+ -->\n)?^```(python)?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(<!-- golden: [\w. -]+ -->\n)?^```(python|sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 FILES = """
 import csv, torch, rooftrace as rt

@@ -58,7 +58,7 @@ def twice(
     torch._dynamo.reset()
     noted, bench = Compilations(), Bench(torch.device(device), 1.0, lambda line: None)
     graph = rt.trace(module, phase=phase, **inputs)
-    prepared = real_inputs(module, (), inputs, phase)
+    prepared = real_inputs(module, (), inputs)
     step = real_step(module, prepared, phase, compiled=True, options=noted.options)
     for _ in range(WARMUPS):
         step()

@@ -336,6 +336,24 @@ def gradients() -> Iterator[Case]:
         yield attention("gradients", kernel, (32, 32, 128), 2048, "causal", batch=16)
 
 
+def rows() -> Iterator[Case]:
+    """Norms, softmaxes and reductions of rows of several widths, and group norms of images."""
+    of_rows = ("softmax", "layer_norm", "rms_norm", "sum_rows", "sum_columns", "argmax")
+    wide = tuple(
+        (2**25 // columns, columns) for columns in (256, 512, *(2**n for n in range(10, 15)))
+    )
+    more = ((16384, 4096), (65536, 4096), (131072, 64), (8192, 50257), (16384, 1025))
+    for dtype, (count, columns), kernel in product(("bf16", "fp32"), wide + more, of_rows):
+        yield Case("rows", kernel, {"rows": count, "columns": columns, "dtype": dtype})
+    images = ((2, 320, 64, 32), (8, 320, 64, 32), (2, 640, 128, 32), (64, 64, 56, 32),
+              (8, 1280, 16, 32), (2, 1280, 32, 32), (1, 512, 256, 32), (16, 512, 64, 32),
+              (2, 320, 64, 8), (2, 320, 64, 1))  # fmt: skip
+    calls = (("group_norm", "first"), ("group_norm_backward", "first"), ("group_norm", "last"))
+    for dtype, image, (kernel, layout) in product(("bf16", "fp32"), images, calls):
+        sizes = dict(zip(("batch", "channels", "side", "groups"), image, strict=True))
+        yield Case("rows", kernel, {**sizes, "layout": layout, "dtype": dtype})
+
+
 # -- experts, and what all others are read beside --------------------------------------------------
 
 EXPERTS = {
@@ -369,5 +387,5 @@ def cases() -> list[Case]:
     """All of them; each group begins with what tells most."""
     attentions = (prompts, decoding, packed, masked, third)
     recurrent = (delta_rules, state_spaces, scans)
-    parts = (baseline, *attentions, *recurrent, convolutions, gradients, grouped)
+    parts = (baseline, *attentions, *recurrent, convolutions, gradients, rows, grouped)
     return [case for part in parts for case in part()]

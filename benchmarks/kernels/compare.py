@@ -82,7 +82,8 @@ def reads_mask(row: dict[str, Any]) -> bool:
 def compared(row: dict[str, Any], chip: str) -> Compared:
     """A case, priced as the program ran that was measured."""
     sizes, library = sizes_of(row), LIBRARIES.get(row["kernel"])
-    preset = "eager" if row["kernel"] in ("efficient", "default") else "efficient"
+    plain = row["kernel"] in ("efficient", "default") or row["group"] == "rows"
+    preset = "eager" if plain else "efficient"
     execution = rt.tools.execution_model(preset, attention_library=library)
     module, given = module_of(row["kernel"], sizes)
     priced = rt.estimate(rt.trace(module, *given), chip, execution)

@@ -38,7 +38,7 @@ LONG = 3.0
 """Milliseconds from which a call is launched, not replayed."""
 GROUPS = (
     "baseline", "sdpa", "decode", "varlen", "fa3", "flex", "fla", "mamba", "cuda", "experts",
-    "conv", "gradients",
+    "conv", "gradients", "rows",
 )  # fmt: skip
 PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d")
 TAKES = 60.0
@@ -56,6 +56,11 @@ def call_of(case: Case, device: str) -> Callable[[], Any]:
 
         call = convolution_call if case.group == "conv" else gradient_call
         return call(case.kernel, case.sizes, device)
+    if case.group == "rows":
+        from row_kernels import function_of
+
+        function, given = function_of(case.kernel, case.sizes, device)
+        return lambda: function(*given)
     from recurrent import recurrent_call
 
     return recurrent_call(case.kernel, case.sizes, device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attention import CAP
 from cases import documents
+from row_kernels import KERNELS, function_of
 from torch import nn
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu
 
@@ -268,6 +269,11 @@ def _copy(sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Plain(torch.clone), (meta(sizes["bytes"] // 4),)
 
 
+def _rows(kernel: str, sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    function, given = function_of(kernel, sizes, "meta")
+    return Plain(function), given
+
+
 MODULES: dict[str, Callable[..., tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     **dict.fromkeys(("flash", "cudnn", "fa3", "default", "flex"), _attention),
     "efficient": partial(_attention, tensor=True),
@@ -293,4 +299,5 @@ MODULES: dict[str, Callable[..., tuple[nn.Module, tuple[torch.Tensor, ...]]]] = 
     "mm": _mm,
     "copy": _copy,
     "add": _add,
+    **{kernel: partial(_rows, kernel) for kernel in KERNELS},
 }

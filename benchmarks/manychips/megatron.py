@@ -12,9 +12,10 @@ from megatron_ops import (
     Embedding,
     Experts,
     Gated,
-    Ring,
+    Head,
     Rotary,
     Row,
+    Turned,
     Weight,
     added_up,
     exchange,
@@ -98,16 +99,18 @@ class Attention(nn.Module):
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
-    """Causal attention of heads [rows, heads, width], as [rows, heads * width]."""
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    """Causal attention of heads [rows, heads, width], as [rows, heads * width].
+
+    Processes of a group have some of the heads each, and all rows.  Values, a part of a product,
+    are copied (`get_qkv_layout` of Transformer Engine; `MLASelfAttention` of Megatron-LM).
+    """
+    v = v.contiguous()
     if size_of(group) > 1:
-        width, wider = v.shape[-1], q.shape[-1] - v.shape[-1]
-        if wider:  # one kernel takes heads of one width
-            v = F.pad(v, (0, wider))
-        out = Ring.apply(q, k, v, group)[..., :width]
-    else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out[0].transpose(0, 1).flatten(1)
+        q, k, v = (Turned.apply(t, group, False) for t in (q, k, v))
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    mixed = out[0].transpose(0, 1)
+    return (Turned.apply(mixed, group, True) if size_of(group) > 1 else mixed).flatten(1)
 
 
 class LatentAttention(nn.Module):
@@ -177,13 +180,13 @@ class Moe(nn.Module):
         count = len(self.up)
         rows = len(got) // count
         sorted_rows = got.index_select(0, chosen.flatten()[: rows * count])
-        made = Gated.apply(Experts.apply(sorted_rows.unflatten(0, (count, rows)), self.up))
+        scale = shares.to(x.dtype).flatten()[: rows * count].view(count, rows, 1)
+        made = Gated.apply(Experts.apply(sorted_rows.unflatten(0, (count, rows)), self.up), scale)
         made = Experts.apply(made, self.down).flatten(0, 1)
         if rows * count < len(got):  # rows that do not divide: none of them is lost
             made = F.pad(made, (0, 0, 0, len(got) - rows * count))
         back = Exchange.apply(made.index_select(0, chosen.flatten()), self.groups.ep)
-        parts = back.unflatten(0, (-1, self.sizes.chosen))
-        mixed = (parts * shares[..., None].to(parts.dtype)).sum(1)
+        mixed = back.unflatten(0, (-1, self.sizes.chosen)).sum(1)
         return mixed if self.beside is None else mixed + self.beside(x)
 
 
@@ -251,8 +254,18 @@ class Stage(nn.Module):
         if self.head is None or self.norm is None:
             return x
         x = F.rms_norm(x, (self.sizes.width,), self.norm)
-        logits = Column.apply(x, self.head, self.groups.tp)
+        logits = Head.apply(x, self.head, self.groups.tp)
         return CrossEntropy.apply(logits, labels, self.groups.tp)  # type: ignore[no-any-return]
+
+    @property
+    def stand_ins(self) -> int:
+        """Bytes of bf16 tensors that stand for gradients of weights while these add up in fp32.
+
+        Transformer Engine keeps one of each shape (`get_dummy_wgrad` of its module/base.py).
+        """
+        named = self.layers.named_parameters()
+        shapes = {w.shape[-2:] for name, w in named if w.dim() > 1 and "router" not in name}
+        return sum(2 * rows * columns for rows, columns in shapes)
 
 
 def microbatch(stage: Any, x: Tensor, labels: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -91,6 +91,15 @@ class Column(torch.autograd.Function):
         return dx, None, None
 
 
+class Head(Column):
+    """The last product, which is Megatron-LM's own: a bf16 tensor stands for the gradient of its
+    weight until the hook that knows of the fp32 one (tensor_parallel/layers.py)."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return Column.backward(ctx, *grads)[0], torch.zeros_like(ctx.w), None
+
+
 class Row(torch.autograd.Function):
     """x w^T, of which each process has some rows of w^T; results are added up and scattered."""
 
@@ -166,72 +175,52 @@ class Rotary(torch.autograd.Function):
 
 
 class Gated(torch.autograd.Function):
-    """silu(a) b of halves a, b; only the halves are kept."""
+    """silu(a) b of halves a, b; only the halves are kept.  Shares [rows, 1] of experts scale it
+    (`weighted_bias_swiglu_impl`)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: Tensor, shares: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x, shares)
         a, b = x.chunk(2, -1)
-        return F.silu(a) * b
+        made = F.silu(a) * b
+        return made if shares is None else made * shares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
+        x, shares = ctx.saved_tensors
         a, b = x.chunk(2, -1)
-        s = torch.sigmoid(a)
-        return torch.cat((grads[0] * b * s * (1 + a * (1 - s)), grads[0] * a * s), -1)
+        s, grad = torch.sigmoid(a), grads[0] if shares is None else grads[0] * shares
+        dx = torch.cat((grad * b * s * (1 + a * (1 - s)), grad * a * s), -1)
+        return dx, None if shares is None else (grads[0] * a * s * b).sum(-1, keepdim=True)
 
 
-class Ring(torch.autograd.Function):
-    """Causal attention of a process of "cp": a chunk from the front and its mirror image.
+class Turned(torch.autograd.Function):
+    """Heads [rows, heads, width] of own rows as [all rows, own heads, width], or back.
 
-    Keys and values of all others come to it, in backward once more; their gradients go back.
+    Rows of a process are a chunk from the front of a sequence and its mirror image: they are put in
+    order behind the exchange (`flash_attn_a2a_communicate` of Transformer Engine).
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
-        parts = Ring.calls(q, gather(k, group), gather(v, group))
-        made = [_aten._scaled_dot_product_flash_attention(*each) for each in parts]
-        out = torch.cat((made[0][0], made[1][0] + made[2][0]), 2)
-        ctx.save_for_backward(q, k, v, out, made[0][1], made[2][1])
-        ctx.group = group
-        return out
+    def forward(ctx: Any, x: Tensor, group: Any, back: bool) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return Turned.exchanged(x, group, back)
 
     @staticmethod
-    def calls(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Any, ...]]:
-        """Front chunk on itself; last chunk on all before it, and on itself.  [1, heads, s, d]."""
-        half = q.shape[2] // 2
-        keys, values = (t.transpose(0, 1).flatten(1, 2)[None] for t in (k, v))
-        front, back = q[:, :, :half], q[:, :, half:]
-        return [
-            (front, keys[:, :, :half], values[:, :, :half], 0.0, True),
-            (back, keys[:, :, :-half], values[:, :, :-half], 0.0, False),
-            (back, keys[:, :, -half:], values[:, :, -half:], 0.0, True),
-        ]
+    def exchanged(x: Tensor, group: Any, back: bool) -> Tensor:
+        count = size_of(group)
+        order = torch.empty(2 * count, dtype=torch.long, device="meta")
+        if back:
+            chunks = x.unflatten(0, (2 * count, -1)).index_select(0, order).flatten(0, 1)
+            made = exchange(chunks, group).unflatten(0, (count, -1))
+            return made.movedim(0, 1).flatten(1, 2)
+        parts = x.unflatten(1, (count, -1)).movedim(1, 0).flatten(0, 1)
+        made = exchange(parts, group).unflatten(0, (2 * count, -1))
+        return made.index_select(0, order).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, first, second = ctx.saved_tensors
-        half = q.shape[2] // 2
-        parts = Ring.calls(q, gather(k, ctx.group), gather(v, ctx.group))
-        seed = torch.empty((), dtype=torch.long, device="meta")
-        dq, dk, dv = [], [], []
-        places = (slice(0, half), slice(half, None), slice(half, None))
-        for (qs, ks, vs, _, causal), at, sums in zip(
-            parts, places, (first, second, second), strict=True
-        ):
-            made = _aten._scaled_dot_product_flash_attention_backward(
-                grads[0][:, :, at], qs, ks, vs, out[:, :, at], sums,
-                None, None, qs.shape[2], ks.shape[2], 0.0, causal, seed, seed,
-            )  # fmt: skip
-            for parts_of, grad in zip((dq, dk, dv), made, strict=False):
-                parts_of.append(grad)
-        grad_q = torch.cat((dq[0], dq[1] + dq[2]), 2)
-        back = []
-        for some, like in ((dk, k), (dv, v)):
-            whole = torch.cat((some[1], some[2]), 2)[0].unflatten(1, (-1, like.shape[2]))
-            back.append(scatter(whole.transpose(0, 1), ctx.group))
-        return grad_q, back[0], back[1], None
+        return Turned.exchanged(grads[0], ctx.group, not ctx.back), None, None
 
 
 class CrossEntropy(torch.autograd.Function):

@@ -73,7 +73,7 @@ def stage_cost(row: dict[str, str], number: int) -> tuple[StageCost, int]:
         weights=cost.weights,
         once=once.t_est,
         saved=StageCost.of(kept).saved,
-        peak=kept.memory.peak + parts.states,
+        peak=kept.memory.peak + parts.states + stage.stand_ins,
     )
     return whole, 0 if last else hidden.nbytes
 

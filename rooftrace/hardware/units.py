@@ -273,11 +273,6 @@ def format_flops(flops: float | None) -> str:
     return _scaled(flops, DECIMAL_STEPS, "FLOP")
 
 
-def format_macs(macs: float | None) -> str:
-    """Multiply-adds: "76.0 TMAC"."""
-    return _scaled(macs, DECIMAL_STEPS, "MAC")
-
-
 def format_flop_rate(rate: float | None) -> str:
     """FLOP/s: "989.0 TFLOP/s"."""
     return _scaled(rate, DECIMAL_STEPS, "FLOP/s")

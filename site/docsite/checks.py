@@ -1,19 +1,75 @@
-"""What must hold of a site that was built: every name is there, and nothing leads out of it."""
+"""What must hold of a site: blocks of pages are checked, names are there, nothing leads out."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
-from docsite import reference
+import click
+import yaml
+
+from docsite import links, pages, reference
+from rooftrace.reporting.cli import cli
 
 LOADS = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
 """The attribute with which a tag loads something at once; a link of <a> waits for a click."""
 LOADED_LINKS = {"stylesheet", "icon", "preload", "modulepreload", "manifest", "preconnect"}
+
+
+def _commands(text: str) -> None:
+    """Read the words of each command of rooftrace in lines of a shell; ValueError tells one."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for command in re.split(r" (?:&&|\|\|?) ", line):
+            program, *words = shlex.split(command, comments=True) or [""]
+            called: click.Command = cli
+            try:
+                while program == "rooftrace" and isinstance(called, click.Group):
+                    called = called.commands[words.pop(0)]
+                if called is not cli:
+                    called.make_context(called.name, words)
+            except (click.UsageError, KeyError) as error:
+                raise ValueError(f"{command}: {getattr(error, 'message', error)}") from None
+
+
+READ: Mapping[str, Callable[[str], object]] = {
+    "sh": _commands,
+    "console": lambda text: _commands("\n".join(re.findall(r"^\$ (.*)", text, re.MULTILINE))),
+    "toml": pages.tomllib.loads,
+    "yaml": yaml.safe_load,
+    "py": lambda text: compile(text, "page", "exec"),
+}
+"""How a block that no test runs is read, by its language; `console` is marked as output."""
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Every block of a page that is neither run, nor read, nor output; and what is wrong with it.
+
+    Tests run each `python`, and compare a `text` below it and what follows `<!-- golden: -->`.
+    """
+    last = None
+    for block in links.FENCE.finditer(text):
+        kind, line = block["kind"], text.count("\n", 0, block.start()) + 1
+        above = text[: block.start()].rstrip().rpartition("\n")[2]
+        if kind in READ:
+            try:
+                READ[kind](block["text"])
+            except (ValueError, SyntaxError, yaml.YAMLError) as error:
+                yield f"{line}: {error}"
+        elif kind == "text" and (last is None or text[last : block.start()] != "\n\n"):
+            yield f"{line}: `text` is what `python` just above prints; else write `console`"
+        elif kind == "" and not above.startswith("<!-- golden: "):
+            yield f"{line}: a block without a language"
+        elif kind not in {"", "text", "python", "diagram", "formula"}:
+            yield f"{line}: {kind!r} is no language of a block"
+        last = block.end() if kind == "python" else None
+    for start, prose in links.prose(text):
+        for block in re.finditer(r"^(?![ *-]|\d+\. ).*\n\n {4}", prose, re.MULTILINE):
+            yield f"{text.count(chr(10), 0, start + block.end()) + 1}: a block without a language"
 
 
 @dataclass

@@ -18,7 +18,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ROOT / "site" / "mkdocs.yml"
-ASSETS = {"docs/accuracy": "accuracy"}
+ASSETS = {"docs/accuracy": "accuracy", "tests/golden": "golden"}
 GALLERY = "docs/gallery.md"
 
 

@@ -110,6 +110,20 @@ def test_a_graph_has_its_batch() -> None:
             rt.largest_batch(source)
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_bags_of_a_row_of_indices_are_its_batch(ends: bool) -> None:
+    bags = torch.nn.EmbeddingBag(100, 8, mode="sum", include_last_offset=ends)
+    offsets = torch.arange(0, 24 + 6 * ends, 6)
+    graph = rt.trace(bags, torch.arange(24), offsets)
+    assert graph.values[graph.outputs[0]].shape == (4, 8)
+    assert graph.workload["batch"] == graph.workload["items"] == 4
+    assert rt.trace(bags, torch.zeros(3, 5, dtype=torch.long)).workload["batch"] == 3
+    with pytest.raises(
+        RequestError, match=r"--batch .*: the first input has the indices of 4 bags"
+    ):
+        rt.largest_batch(bags, torch.arange(24), offsets, phases=["forward"])
+
+
 def test_inputs_whose_first_dimension_is_no_batch_are_refused() -> None:
     class Fixed(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -82,14 +82,14 @@ def test_a_padded_vocabulary_is_faster_although_it_computes_more() -> None:
         assert took[50304][0] < 0.8 * took[50257][0]
 
 
-def test_softmax_over_one_column_more_takes_three_times_as_long() -> None:
+def test_softmax_over_one_column_more_reads_its_rows_three_times() -> None:
     def seconds(n: int) -> float:
         return device(traced(lambda x: x.softmax(-1), (4096, n)))
 
-    assert seconds(5185) == pytest.approx(3 * seconds(5184), rel=0.01)
+    assert 1.5 * seconds(50256) < seconds(50257) < 2.1 * seconds(50256)
     assert seconds(LONG - 3) < seconds(LONG)  # rows that stay in registers
-    turned = traced(lambda x: x.softmax(0), (5185, 4096))
-    assert device(turned) == pytest.approx(seconds(5184), rel=0.01)  # columns are no rows
+    turned = (device(traced(lambda x: x.softmax(0), (n, 4096))) for n in (50257, 50256))
+    assert next(turned) == pytest.approx(next(turned), rel=0.01)  # columns are no rows
 
 
 def test_the_vector_engine_and_aligned_rows_pay_nothing() -> None:
@@ -131,7 +131,7 @@ def test_a_sweep_takes_odd_rows_as_single_estimates_do() -> None:
             graph = rt.trace(model, torch.empty(4, size, 64, dtype=torch.bfloat16))
         alone.append(rt.estimate(graph, chip="h100", execution="eager").t_est)
     assert swept.columns["t_est"] == pytest.approx(alone, rel=1e-9)
-    assert alone[1] > 1.3 * alone[0]
+    assert alone[1] > 1.05 * alone[0]  # the products
 
 
 # -- numbers of knobs ------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_typical_numbers_go_by_the_generation_and_by_what_the_chip_sustains() ->
         base = load_knobs("typical-eager")
         same = name == "rtx-4090"
         assert (alone.tiling == base.tiling) == same
-        assert alone.share("softmax") == base.share("softmax")
+        assert alone.share("bmm").compute == base.share("bmm").compute
     assert execution_model("eager").knobs_on(A100).title == "typical A100 kernels (eager)"
 
 

@@ -133,7 +133,6 @@ def test_write_refuses_what_parse_could_not_read(bad):
     [
         (units.format_flops(152e12), "152.0 TFLOP"),
         (units.format_flops(0), "0 FLOP"),
-        (units.format_macs(76e12), "76.0 TMAC"),
         (units.format_flop_rate(989e12), "989.0 TFLOP/s"),
         (units.format_traffic(671e9), "671.0 GB"),
         (units.format_traffic(512), "512 B"),

@@ -386,7 +386,7 @@ def twice(
         pytest.skip(noted.trouble)
     torch._dynamo.reset()
     bench = Bench(torch.device("cpu"), 0.1, lambda line: None)
-    inputs = real_inputs(module, (x,), {}, phase)
+    inputs = real_inputs(module, (x,), {})
     step = real_step(module, inputs, phase, compiled=True, options=noted.options)
     step()
     step()

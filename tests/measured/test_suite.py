@@ -227,7 +227,7 @@ def test_kernels_are_timed_between_events(gpu: PretendedGpu) -> None:
 
 def test_a_step_on_a_gpu_has_its_memory(gpu: PretendedGpu) -> None:
     module, x = nn.Linear(8, 8), torch.ones(2, 8)
-    step = real_step(module, real_inputs(module, (x,), {}, "training"), "training")
+    step = real_step(module, real_inputs(module, (x,), {}), "training")
     times = timed(gpu, step, 0.0)
     assert (times.peak_bytes, times.resident_bytes) == (3000, 1000)
     assert len(times.seconds) == 3
@@ -808,7 +808,7 @@ def test_too_few_steps_are_an_error_and_those_of_the_user_pass_through() -> None
 
 def test_a_step_starts_from_the_same_cache_each_time(model: Callable[..., Any]) -> None:
     case = model("llama")
-    step = real_step(case.module, real_inputs(case.module, (), case.kwargs, "decode"), "decode")
+    step = real_step(case.module, real_inputs(case.module, (), case.kwargs), "decode")
     lengths = [step.run(step.ready()).past_key_values.get_seq_length() for _ in range(3)]
     assert lengths == [10, 10, 10]  # nine in the prompt and one more
 

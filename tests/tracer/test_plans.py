@@ -29,6 +29,12 @@ OSS: dict[str, Any] = {**MIXTRAL, "model_type": "gpt_oss", "head_dim": 16, "inte
 TIED: dict[str, Any] = {**MIXTRAL, "model_type": "gemma2", "num_key_value_heads": 4,
                         "head_dim": 16, "layer_types": ["full_attention"] * 2}  # fmt: skip
 FUSED: dict[str, Any] = {**TIED, "model_type": "glm", "pad_token_id": 0}
+PHI: dict[str, Any] = {**MIXTRAL, "model_type": "phi3", "pad_token_id": 0}
+GPT: dict[str, Any] = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2,
+                       "vocab_size": 128, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+                       "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+MULTI_QUERY: dict[str, Any] = {**GPT, "model_type": "gpt_bigcode"}
+STABLE: dict[str, Any] = {**MIXTRAL, "model_type": "stablelm", "num_key_value_heads": 4}
 
 
 def model_of(config: dict[str, Any]) -> Any:
@@ -96,6 +102,11 @@ LEARNING = [  # attention of heads, latent attention and experts, one vocabulary
     (FUSED, {"tp": 4}),
     ({**OSS, "num_key_value_heads": 4}, {"tp": 4}),
     ({**SHARED, "model_type": "gpt_neox"}, {"tp": 4}),
+    (GPT, {"tp": 4}),  # one product of queries, keys and values
+    ({**PHI, "num_key_value_heads": 4}, {"tp": 4}),
+    (STABLE, {"tp": 4}),  # code that counts heads
+    (DEEPSEEK, {"tp": 4, "ep": 4}),
+    ({**SHARED, "num_key_value_heads": 4}, {"tp": 4, "ep": 4}),
 ]
 CASES = [
     (DEEPSEEK, {"tp": 4}),
@@ -109,6 +120,10 @@ CASES = [
     (OSS, {"tp": 4, "ep": 2}),
     (TIED, {"tp": 4}),
     (FUSED, {"tp": 4}),
+    (GPT, {"tp": 4}),
+    (PHI, {"tp": 4}),
+    (MULTI_QUERY, {"tp": 4}),
+    (STABLE, {"tp": 4}),
     (DEEPSEEK, {"dp": 4, "etp": 4}),
     (DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}),
     (DEEPSEEK, {"dp": 2, "tp": 2, "etp": 4}),
@@ -196,13 +211,40 @@ def test_processes_share_key_heads_that_are_too_few() -> None:
         spread_graph(QWEN, {"tp": 3}, "decode", 2, 5)
 
 
-def test_attention_that_counts_on_all_heads_stays_whole() -> None:
-    """StableLM views [batch, length, heads, width] by the config, and transformers has no plan."""
-    sizes = {"model_type": "stablelm", "intermediate_size": 128, "num_key_value_heads": 4}
-    config = {**MIXTRAL, **sizes}
-    shapes = weights(spread_graph(config, {"tp": 2}, "decode", 2, 5))
-    assert shapes["self_attn.q_proj.weight"] == (64, 64)
+def test_attention_that_counts_its_heads_counts_those_of_a_process() -> None:
+    """StableLM views [batch, length, heads, width] by its numbers, and transformers has no plan."""
+    shapes = weights(spread_graph(STABLE, {"tp": 2}, "decode", 2, 5))
+    assert shapes["self_attn.q_proj.weight"] == (32, 64)
     assert shapes["mlp.up_proj.weight"] == (64, 64)  # 128 channels over two processes
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "name", "rows"),
+    [  # heads of queries, of keys and of values; each of 16 channels
+        (GPT, 2, "attn.c_attn", 2 + 2 + 2),
+        (PHI, 2, "self_attn.qkv_proj", 2 + 1 + 1),
+        (PHI, 4, "self_attn.qkv_proj", 1 + 1 + 1),  # two processes have the same keys
+        (MULTI_QUERY, 4, "attn.c_attn", 1 + 1 + 1),
+    ],
+)
+def test_one_product_of_queries_keys_and_values_is_cut_by_heads(
+    config: dict[str, Any], mesh: int, name: str, rows: int
+) -> None:
+    graph = spread_graph(config, {"tp": mesh}, "decode", 2, 5)
+    start = "transformer.h.1." if name.startswith("attn") else "model.layers.1."
+    assert weights(graph, start)[f"{name}.weight"] == (16 * rows, 64)
+    blocks = Counter(op.module.rpartition(".")[2] for op in graph.expand().ops if op.collective)
+    assert blocks["c_proj"] + blocks["o_proj"] + blocks["down_proj"] == 2 * 2
+    queries = {
+        graph.values[op.inputs[0]].shape for op in graph.ops if op.name.endswith("attention")
+    }
+    assert queries == {(2, 4 // mesh, 1, 16)}
+
+
+def test_a_model_without_known_blocks_is_refused() -> None:
+    config = {**MIXTRAL, "model_type": "bert", "is_decoder": True}
+    with pytest.raises(RequestError, match="tp=2: BertLMHeadModel has no block that is known"):
+        spread_graph(config, {"tp": 2}, "prefill", 2, 5)
 
 
 @pytest.mark.parametrize("phase", ["decode", "training"])
@@ -223,6 +265,17 @@ def test_training_cuts_sequences_and_words() -> None:
     assert weights(graph, "")["lm_head.weight"] == (32, 64)
     with pytest.raises(RequestError, match="tp=4: 6 positions cannot be spread"):
         spread_graph({**QWEN, "num_key_value_heads": 4}, {"tp": 4}, "training", 2, 6)
+
+
+def test_training_sends_own_positions_to_experts_of_others() -> None:
+    graph = spread_graph(DEEPSEEK, {"tp": 4, "ep": 4}, "training", 2, 8)
+    moved = Counter((o.collective.kind, o.collective.bytes) for o in graph.ops if o.collective)
+    # Two layers, there and back, in both directions: 2 x 2 positions to 4 experts, 64 numbers each.
+    assert moved["all_to_all", 2 * 2 * 4 * 64 * 4] == 2 * 4
+    # Attention of three layers, a dense MLP, two shared experts, the embedding and the head.
+    whole = 2 * 8 * 64 * 4
+    assert moved["all_gather", whole] == moved["reduce_scatter", whole] == 2 * (3 + 1 + 2 + 1)
+    assert weights(graph)["mlp.shared_experts.down_proj.weight"] == (64, 32 // 4)
 
 
 @pytest.mark.parametrize("phase", ["decode", "training"])

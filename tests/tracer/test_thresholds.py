@@ -176,6 +176,17 @@ def test_results_that_are_not_kept_are_computed_again(monkeypatch: pytest.Monkey
     assert costs(routed(300)) == kept
 
 
+def test_a_value_larger_than_all_kept_results_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers with experts ask for the contents of the same choices; a write shows."""
+    monkeypatch.setattr(known, "MAX_KEPT", 8)
+    results, value, read = known.ResultMemo(None), torch.arange(4), list[int]()
+    for number in range(3):
+        if number == 2:
+            value += 5
+        results.once(value, "content", lambda tensor: read.append(int(tensor[0])))
+    assert read == [0, 5]
+
+
 def test_a_size_that_the_call_says_needs_no_values() -> None:
     def repeated(x: Tensor, counts: Tensor) -> Tensor:
         return x.repeat_interleave(counts, dim=0, output_size=70)
@@ -317,16 +328,33 @@ def test_a_change_in_a_container_of_any_size_is_seen(
     assert products(graph) == 5 * 2 * 2 * 8 * 8
 
 
-def test_unknown_values_that_are_too_many_to_assume_are_an_error(
+@pytest.mark.parametrize(
+    "select",
+    [
+        lambda x: x[x > 0],
+        lambda x: x[(x > 0)[:, 0]],
+        lambda x: (x > 0).nonzero(),
+        lambda x: x.masked_select(x > 0),
+        lambda x: x[torch.isfinite(x)],
+    ],
+)
+def test_an_unknown_mask_of_any_size_has_as_many_true_elements(
+    select: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    for limit in (64, 1):
+        monkeypatch.setattr(values, "MAX_ASSUMED", limit)
+        graph = rt.trace(select, torch.empty(8, 8, device=META))
+        ops = [(op.name, op.facts, [graph.values[i].shape for i in op.outputs]) for op in graph.ops]
+        made.append((ops, [item.text for item in graph.assumptions]))
+    assert made[0] == made[1]
+
+
+def test_unknown_numbers_that_are_too_many_to_assume_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(values, "MAX_ASSUMED", 64)
-    select = lambda x: x[x > 0]  # noqa: E731
-    for rows in (8, 9):
-        x = torch.empty(rows, 8, device=META)
-        if rows == 8:
-            assert rt.trace(select, x).assumptions
-        else:
-            with pytest.raises(rt.types.TraceError, match="depends on weights or activations"):
-                rt.trace(select, x)
+    x = torch.empty(9, 8, device=META)
+    with pytest.raises(rt.types.TraceError, match="depends on weights or activations"):
+        rt.trace(lambda x: x.tolist(), x)
     assert by_value.ANSWERS  # the table that asks for values

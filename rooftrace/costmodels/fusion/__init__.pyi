@@ -10,7 +10,10 @@ from rooftrace.costmodels.fusion.executions import (
     execution_model as execution_model,
 )
 from rooftrace.costmodels.fusion.grouping import fuse as fuse
-from rooftrace.costmodels.fusion.index_space import release_of as release_of
+from rooftrace.costmodels.fusion.index_space import (
+    is_batch_norm_native as is_batch_norm_native,
+    release_of as release_of,
+)
 from rooftrace.costmodels.fusion.joins import fusion as fusion
 from rooftrace.costmodels.fusion.kernels import KernelView as KernelView
 from rooftrace.costmodels.fusion.partition import FusionGroup as FusionGroup, beyond as beyond

@@ -18,6 +18,21 @@ def release_of(graph: OpGraph) -> Release | None:
     return read_release(release) if release else None
 
 
+def is_batch_norm_native(op: Op, graph: OpGraph) -> bool:
+    """Whether PyTorch's own kernels run a batch norm of images on a GPU of NVIDIA, and not cuDNN.
+
+    So for bf16, and for fp16 with weights of fp16, and without weights
+    (`_select_batch_norm_backend` in Normalization.cpp of ATen); autocast keeps weights in fp32.
+    """
+    image, weight = (op.arguments.get(name) for name in ("input", "weight"))
+    if "cudnn" in op.name or not isinstance(image, Ref) or len(graph.values[image.id].shape) < 3:
+        return False
+    if not isinstance(weight, Ref):
+        return True
+    dtypes = graph.values[image.id].dtype, graph.values[weight.id].dtype
+    return "bf16" in dtypes or dtypes == ("fp16", "fp16")
+
+
 # -- stored wide -----------------------------------------------------------------------------------
 # Inductor writes the fp32 input of some ops in place of their result.
 #

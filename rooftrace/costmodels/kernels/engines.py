@@ -289,15 +289,15 @@ def library_kernel(work: Work, chip: Chip, library: str) -> tuple[int, bool]:
 # -- how rows are loaded ---------------------------------------------------------------------------
 # A thread loads 16 bytes at once, where rows begin at multiples of that.  Elsewhere kernels load
 # smaller pieces: products cannot use the copies that feed a matrix engine best, and softmax over
-# more than 1,024 elements reads each row several times, where it would have kept it in shared
-# memory.  Sources: alignment of operands in cuBLAS ("Tensor Core Usage", cuBLAS documentation), the
-# 16 bytes of TMA and cp.async (CUDA C++ Programming Guide), the conditions of `host_softmax` in
-# SoftMax.cu of ATen.
+# more than 9,216 elements reads each row three times, where it would have kept it in shared memory
+# (before PyTorch 2.7 over more than 1,024, which is not told apart).  Sources: alignment of
+# operands in cuBLAS ("Tensor Core Usage", cuBLAS documentation), the 16 bytes of TMA and cp.async
+# (CUDA C++ Programming Guide), the conditions of `host_softmax` in SoftMax.cu of ATen.
 
 ACCESS, WORD = 16, 4
 """Bytes that a thread loads at once, and those of its registers: rows of 2-byte elements of which
 some begin inside a register are loaded by kernels with the instructions of sm_75 (cutlass_75)."""
-LONG = 1024
+LONG = 9216
 """Softmax keeps rows of at most so many elements in registers, wherever they begin."""
 
 

@@ -175,7 +175,8 @@ class KernelTable:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
       moved               bytes that are no weights, of kernels that may copy layouts
-      index               seconds of an SM's instructions for indices, or of depthwise convolutions
+      issue, wait         seconds in which SMs issue what is counted by instructions, and in which
+                          threads wait for memory one trip after the other (see `Issued`)
       vector, matrix      seconds at the peak: vector work; matrix work but for the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
       rows, columns,
@@ -269,25 +270,26 @@ def _shared_seconds(
     odd = odds[table.kind, d["odd"].astype(np.int64)]
     bandwidth = chip.memory_bandwidth.value
 
-    sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
+    sent = d["bytes"] - d["warm"] * (1 - 1 / knobs.cache)
     t_memory = sent / (bandwidth * memory)
+    copied = layout * d["moved"] / (bandwidth * memory)  # by kernels before and after
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
-    index = d["index"] / max(1, knobs.compute)
-    rest = (d["vector"] + d["matrix"]) / compute + index
+    issue = d["issue"] / max(1, knobs.compute)
+    rest = (d["vector"] + d["matrix"]) / compute + issue
     reached = _product_shares(table, knobs, compute, odd)
     product = d["flop"] / (d["rate"] * reached)
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0
     product = np.where(aside, d["flop"] / (slow * compute), product)
-    counted = aside & (d["index"] > 0)  # depthwise convolutions by their instructions
-    rest, product = np.where(counted, index, rest), np.where(counted, 0.0, product)
+    counted = aside & (d["issue"] > 0)  # depthwise convolutions by their instructions
+    rest, product = np.where(counted, issue, rest), np.where(counted, 0.0, product)
     engine, tiling = matrix_engine(chip), knobs.tiling
     t_compute = rest + product
     tiled = np.flatnonzero(d["flop"] > 0)
-    device = p_norm(knobs.overlap, t_compute, t_memory)
+    device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"]) + copied
     choice = np.full(len(table), -1, dtype=np.int64)
     if engine is None or not len(tiled):
-        return KernelSeconds(t_compute, t_memory, device, choice, device)
+        return KernelSeconds(t_compute, t_memory + copied, device, choice, device)
     untiled, device = device, device.copy()
     parts = [tiled] if terms is not None else np.split(tiled, range(TILED, len(tiled), TILED))
     for rows in parts:
@@ -296,6 +298,7 @@ def _shared_seconds(
         work = here.flop / (d["rate"] * reached)[rows, None] + rest[rows, None]
         feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
         spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
+        spill = spill + np.broadcast_to(copied, len(table))[rows, None]
         moved = np.maximum(t_memory[rows, None], here.walk / engine.cache)
         total = p_norm(knobs.overlap, work, feed, moved) + spill
         best = (np.arange(len(rows)), total.argmin(axis=1))
@@ -305,7 +308,7 @@ def _shared_seconds(
         choice[rows] = best[1][on_matrix]
         t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
         device[rows] = total[best][on_matrix]
-    return KernelSeconds(t_compute, t_memory, device, choice, untiled)
+    return KernelSeconds(t_compute, t_memory + copied, device, choice, untiled)
 
 
 def _layouts(table: KernelTable, shares: list[Share]) -> Array:
@@ -415,7 +418,8 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "bytes": kernels.bytes,
         "warm": kernels.warm,
         "moved": kernels.moved,
-        "index": _index_seconds(kernels, chip),
+        "issue": _issue_seconds(kernels, chip),
+        "wait": _wait_seconds(kernels, chip),
     }
     data |= _work_columns(kernels, chip, execution)
     data |= attention_rows.columns_of(kernels, chip, execution)
@@ -428,13 +432,35 @@ ISSUED = 128
 C++ Programming Guide, compute capabilities).  A CU of CDNA has 128 lanes too."""
 
 
-def _index_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
-    """Seconds in which the SMs of a GPU issue `group_index`; 0 where their number is unknown, and
-    of depthwise convolutions on GPUs that are not NVIDIA's, whose kernels are others."""
+def _issue_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
+    """Seconds in which the SMs of a GPU issue `Issued.instructions`; 0 where their number is
+    unknown, and of depthwise convolutions on GPUs that are not NVIDIA's, whose kernels are others.
+    """
     if chip.kind != "gpu" or chip.sm_count is None or chip.clock is None:
         return np.zeros(len(kernels))
     others = (kernels.kind == CLASSES.index(NATIVE)) & (chip.vendor != "NVIDIA")
-    return np.where(others, 0.0, kernels.index) / (ISSUED * chip.sm_count.value * chip.clock.value)
+    return np.where(others, 0.0, kernels.instructions) / (
+        ISSUED * chip.sm_count.value * chip.clock.value
+    )
+
+
+TRIP, TRIP_CACHED = 410e-9, 235e-9
+"""Seconds in which a thread loads a number, from memory or the last cache, adds it to a mean and a
+variance, and goes on: group norms of 2 to 64 groups on H200, torch 2.11, 2026-11-27."""
+
+
+def _wait_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
+    """Seconds in which threads wait for memory, one trip after the other, on GPUs.
+
+    The last cache holds what the kernel before wrote, which read as much: all where that is a third
+    of its room, nothing from a half on (see `warm_bytes`).
+    """
+    if chip.kind != "gpu":
+        return np.zeros(len(kernels))
+    room = 0.0 if chip.l2_capacity is None else chip.l2_capacity.value
+    cached = np.clip(3 - 6 * kernels.bytes / room, 0, 1) if room else 0.0
+    seconds: Array = kernels.trips * (TRIP + (TRIP_CACHED - TRIP) * cached)
+    return seconds
 
 
 def _work_columns(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rooftrace._amounts import larger, smaller
-from rooftrace.costmodels.fusion import Plan, traffic
+from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.kernels.engines import group_class
+from rooftrace.costmodels.kernels.instructions import NOTHING, Issued, group_issued
 from rooftrace.costmodels.kernels.intervals import WIDE, StepCell
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST, NATIVE
+from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
 from rooftrace.costmodels.memory import Visits
-from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work, find_rule
-from rooftrace.graph import Op, OpGraph, Tensor
+from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work
 from rooftrace.hardware import Chip
-from rooftrace.hardware.precisions import storage_bytes
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Amount, Array, Places
@@ -240,17 +238,18 @@ class KernelAmounts:
     """Kernels in R rows: arrays of length R.
 
     kind: the class of each, a place in CLASSES.  bytes: through HBM.  warm: those that the last
-    cache still holds.  moved: those that are no weights, of kernels that may copy layouts.  index:
-    see `index_work`.  link: bytes over links.  eager: see `Plan.eager`.  works: those that take
-    time, in the order in which a row adds them up.  attention: the attention kernels of rows, with
-    the FLOP of all of a size.
+    cache still holds.  moved: those that are no weights, of kernels that may copy layouts.
+    instructions, trips: see `Issued`.  link: bytes over links.  eager: see `Plan.eager`.  works:
+    those that take time, in the order in which a row adds them up.  attention: the attention
+    kernels of rows, with the FLOP of all of a size.
     """
 
     kind: Places
     bytes: Array
     warm: Array
     moved: Array
-    index: Array
+    instructions: Array
+    trips: Array
     link: Array
     eager: np.ndarray[Any, np.dtype[np.bool_]]
     works: tuple[Works, ...]
@@ -289,7 +288,7 @@ class SizedKernel:
     kind: str
     warm: float = 0.0
     moved: int = 0
-    index: int = 0
+    issued: Issued = NOTHING
     eager: bool = False
 
 
@@ -300,7 +299,7 @@ def kernels_of(kernels: Iterable[SizedKernel]) -> tuple[KernelAmounts, list[int]
     rows = []
     for kernel in kernels:
         size, link = kernel.cost.bytes(), kernel.cost.bytes("link")
-        ours = (kernel.kind, kernel.warm, kernel.moved, kernel.index, kernel.eager)
+        ours = (kernel.kind, kernel.warm, kernel.moved, kernel.issued, kernel.eager)
         numbers = (*ours, size, link)
         row = row_by_key.setdefault((*numbers, *kernel.cost.work.items()), len(distinct))
         if row == len(distinct):
@@ -318,7 +317,8 @@ def _rows(kernels: Sequence[tuple[SizedKernel, int, int]]) -> KernelAmounts:
         bytes=amounts(size for _, size, _ in kernels),
         warm=amounts(kernel.warm for kernel, _, _ in kernels),
         moved=amounts(kernel.moved for kernel, _, _ in kernels),
-        index=amounts(kernel.index for kernel, _, _ in kernels),
+        instructions=amounts(kernel.issued.instructions for kernel, _, _ in kernels),
+        trips=amounts(kernel.issued.trips for kernel, _, _ in kernels),
         link=amounts(link for _, _, link in kernels),
         eager=np.array([kernel.eager for kernel, _, _ in kernels], dtype=bool),
         works=_by_key([list(kernel.cost.computed().items()) for kernel, _, _ in kernels]),
@@ -391,9 +391,9 @@ def plan_kernels(
 
 def kernel_bytes(
     planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
-) -> Iterator[tuple[str, float, int, int]]:
+) -> Iterator[tuple[str, float, int, Issued]]:
     """By group: its class, bytes that the last cache holds, bytes that layout copies move, and
-    instructions for indices.
+    what it issues.
 
     chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
     """
@@ -410,190 +410,4 @@ def kernel_bytes(
             if access.wire == "hbm" and access.storage not in weights
         )
         moved = 0 if kind.endswith(LAST) else activations
-        yield kind, warm[number], moved, group_index(planned, number, kind)
-
-
-# -- index arithmetic ------------------------------------------------------------------------------
-# A kernel of PyTorch for elements in memory order moves 16 bytes per instruction.  Where operands
-# are strided or broadcast it takes them apart one by one (`elementwise_kernel` in CUDALoops.cuh of
-# ATen): for each element it divides the index by the size of each dimension, and multiplies the
-# rest by the strides of each operand (`OffsetCalculator`), over the dimensions that TensorIterator
-# cannot join.  A tensor of one element on the device is such an operand.  Where operands differ in
-# precision, each is loaded and stored by a switch over its type (`fetch_and_cast` and
-# `cast_and_store` in DynamicCast.h).  Joining inputs that lie in another order than the result
-# divides without a prepared reciprocal (`CatArrIndexToOffset` in Shape.cu).  That keeps an SM
-# busier than the bytes keep HBM.
-
-INDEX_ELEMENT, INDEX_THREAD, INDEX_DIVISION = 56, 40, 3
-"""Instructions that an SM issues for one element of a strided kernel; for each thread, which has 4
-elements, or 2 where those of the result have 4 bytes or more (`unroll_factor` in CUDALoops.cuh);
-and for each dimension of an element, beside one for each operand there: add of a row and of a
-tensor of one element, and clones of transposed heads, a slice and expanded heads, in bf16 and fp32
-on H200, torch 2.11, 2026-11-27 (10 kernels, each within 11 %)."""
-INDEX_CAST = (36, 28)
-"""Instructions for an element of a kernel that casts as it loads, and for each operand: bf16 to
-fp32, and bf16 + fp32, of 67 M elements on H200, torch 2.11, 2026-11-27."""
-LINE = 128
-"""Bytes of a line of L1, of which an SM looks one up in a clock, in which it issues an instruction
-for 128 threads: a load whose threads lie on lines of their own takes as long as 128 instructions of
-each.  A transposed matrix on H200 (67 M elements, bf16 and fp32) says 138."""
-WARP = 32
-INDEX_JOINED = (45, 30)
-"""Instructions for an element of inputs that are joined, and for each dimension but the first: one
-kernel of Qwen1.5-0.5B on H100, and of the same on MI300X (traces of TraceLens)."""
-
-
-NORM_ROW = 128 * 300
-"""Instructions of the 128 threads that take one row of a layer norm, however short it is
-(`vectorized_layer_norm_kernel` in layer_norm_kernel.cu of ATen): each combines its mean and
-variance with those of others, a division at every step.  Eager steps of timm's models with layer
-norms say 340 of each thread on RTX 4090 (156 models), 280 on RTX 3090 (154)."""
-
-
-def group_index(planned: Plan, number: int, kind: str) -> int:
-    """The `index_work` of a group; 0 of a kernel that a compiler writes, or an engine has.
-
-    kind: its class; kernels of NATIVE have their `depthwise_work`, however they are run.
-    """
-    ops = planned.groups[number].ops
-    if kind == NATIVE:
-        return sum(depthwise_work(planned.graph.ops[i], planned.graph) for i in ops)
-    generated = planned.execution.fusion != "none" and number not in planned.eager
-    return 0 if generated or len(ops) > 1 else index_work(planned.graph.ops[ops[0]], planned.graph)
-
-
-def index_work(op: Op, graph: OpGraph) -> int:
-    """Instructions of the threads of an op's eager kernel for the places of its elements, or for
-    the rows of a layer norm."""
-    if op.name == "aten.native_layer_norm" and len(op.outputs) > 1:
-        return graph.values[op.outputs[1]].elements * NORM_ROW
-    rule = find_rule(op.target)
-    if rule is None or rule.fusion != "pointwise" or len(op.outputs) != 1:
-        return 0
-    if rule.kind not in (None, "copy", "cast") or "._foreach_" in op.target:
-        return 0
-    out = graph.values[op.outputs[0]]
-    inputs = [graph.values[i] for i in op.inputs]
-    order = sorted(range(len(out.shape)), key=lambda d: out.stride[d])
-    if "places" in rule.traits:
-        inputs = [t for t in inputs if len(t.shape) == len(order)]
-        if all(_joined(t.shape, [t.stride], order) == [(t.elements, (1,))] for t in inputs):
-            return 0
-        each, per = INDEX_JOINED
-        return out.elements * (each + per * (len(order) - 1))
-    strides = [out.stride, *(_broadcast(t, out.shape) for t in inputs)]
-    known = [each for each in strides if each is not None]
-    dims = _joined(out.shape, known, order)
-    if len(known) < len(strides):
-        return 0
-    casts = len(strides) if op.name.startswith("aten.") and _casts(rule.kind, inputs, out) else 0
-    each, per = INDEX_CAST
-    if len(dims) < 2 and all(set(steps) == {1} for _, steps in dims):
-        return out.elements * (each + per * casts) if casts else 0
-    width = storage_bytes(out.dtype, 1)
-    each = INDEX_ELEMENT + INDEX_THREAD // (2 if width >= 4 else 4) + per * casts
-    each += (INDEX_DIVISION + len(strides)) * len(dims) + _lines(dims, [out, *inputs])
-    return out.elements * each
-
-
-def _casts(kind: str | None, inputs: Sequence[Tensor], out: Tensor) -> bool:
-    """Whether an elementwise kernel has operands of other precisions than it computes in.
-
-    Copies that round to 16 or 8 bits have kernels of their own (`direct_copy_kernel_cuda`).
-    """
-    if kind is None:
-        return len({t.dtype for t in inputs} - {"bool"}) > 1
-    narrow = {"fp32": ("bf16", "fp16"), "bf16": (), "fp16": ()}
-    return any(
-        t.dtype != out.dtype
-        and (t.dtype not in narrow or out.dtype not in narrow[t.dtype])
-        and not (t.dtype in narrow and out.dtype.startswith("fp8"))
-        for t in inputs
-    )
-
-
-def _lines(dims: Sequence[tuple[int, tuple[int, ...]]], operands: Sequence[Tensor]) -> int:
-    """Instructions that threads could issue while lines of L1 are looked up for one element, of
-    operands whose neighbours lie apart; 0 of others."""
-    (size, steps), (_, outer) = dims[0], dims[1] if len(dims) > 1 else (1, (LINE,) * len(operands))
-    lines = 0
-    for step, next_step, tensor in zip(steps, outer, operands, strict=True):
-        width = storage_bytes(tensor.dtype, 1)
-        if step > 1:
-            rows = max(size * LINE // WARP, next_step * width) if size < WARP else LINE
-            lines += min(LINE, step * width, rows)
-    return lines
-
-
-def _broadcast(value: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of a tensor over a wider shape; None where it does not broadcast to that."""
-    missing = len(shape) - len(value.shape)
-    if missing < 0 or any(
-        size not in (1, whole) for size, whole in zip(value.shape, shape[missing:], strict=True)
-    ):
-        return None
-    steps = zip(value.shape, value.stride, strict=True)
-    return (0,) * missing + tuple(0 if size == 1 else step for size, step in steps)
-
-
-def _joined(
-    shape: Sequence[int], strides: Sequence[Sequence[int]], order: Iterable[int]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Dimensions that operands are gone through by, as sizes with a stride for each operand.
-
-    order: from the innermost on.  A dimension joins the one inside where all operands lie on.
-    """
-    dims: list[tuple[int, tuple[int, ...]]] = []
-    for d in order:
-        steps = tuple(each[d] for each in strides)
-        if shape[d] == 1:
-            continue
-        if dims and all(
-            dims[-1][0] * inner == step for inner, step in zip(dims[-1][1], steps, strict=True)
-        ):
-            dims[-1] = (dims[-1][0] * shape[d], dims[-1][1])
-        else:
-            dims.append((shape[d], steps))
-    return dims
-
-
-# -- depthwise convolutions ------------------------------------------------------------------------
-# A thread of PyTorch's own kernels makes one value of the result, or of the image's gradient, tap
-# by tap; a block sums the gradient of one tap of a channel, a warp for each image
-# (DepthwiseConv2d.cu).  What takes time is instructions, not products or bytes.  All numbers are
-# clocks of one of an SM's 128 lanes: 46 calls on H200, torch 2.11, 2026-11-27 (benchmarks/kernels).
-
-DEPTHWISE = (270, 67, 9.2)
-"""For a value of the result, for each row of the window, and for each tap."""
-DEPTHWISE_UNROLLED = (173, 0, 16)
-"""The same with square windows of 1, 3 and 5, for which the kernel is unrolled."""
-DEPTHWISE_IMAGE = (195, 56, 18)
-"""The same of the gradient of the image."""
-DEPTHWISE_FILTERS = (48, 2100)
-"""Of the gradient of the filters, for each tap: for 32 positions of a warp each, and its rest."""
-
-
-def depthwise_work(op: Op, graph: OpGraph) -> int:
-    """Clocks of lanes that PyTorch's own kernels of a depthwise convolution take; 0 without one."""
-    shape = traffic.weight_shape(op, graph)
-    if shape is None or not traffic.is_depthwise_native(op, graph):
-        return 0
-    window = shape[2:]
-    sizes = (1, math.prod(window[:-1]), math.prod(window))
-
-    def each(clocks: Sequence[float]) -> float:
-        return sum(number * size for number, size in zip(clocks, sizes, strict=True))
-
-    if "grad_output" not in op.arguments:
-        unrolled = window in ((1, 1), (3, 3), (5, 5))
-        return round(
-            graph.values[op.outputs[0]].elements
-            * each(DEPTHWISE_UNROLLED if unrolled else DEPTHWISE)
-        )
-    grad, image = (graph.values[op.arguments[name].id] for name in ("grad_output", "input"))
-    wants_image, wants_filters, *_ = op.arguments.get("output_mask", (True, True))
-    warps = -(-math.prod(grad.shape[2:]) // WARP)
-    clocks, rest = DEPTHWISE_FILTERS
-    filters = grad.shape[0] * math.prod(shape) * (clocks * WARP * warps + rest)
-    work = image.elements * each(DEPTHWISE_IMAGE) if wants_image else 0.0
-    return round(work + (filters if wants_filters else 0.0))
+        yield kind, warm[number], moved, group_issued(planned, number, kind)

@@ -1,9 +1,11 @@
+from rooftrace.costmodels.rewrites.editing import (
+    Editor as Editor,
+    reading_others as reading_others,
+)
 from rooftrace.costmodels.rewrites.mends import (
     Edit as Edit,
     findings as findings,
-    layer_lists as layer_lists,
-    with_checkpoints as with_checkpoints,
-    with_small_states as with_small_states,
+    with_fused_optimizer as with_fused_optimizer,
 )
 from rooftrace.costmodels.rewrites.rewrites import (
     applicable as applicable,

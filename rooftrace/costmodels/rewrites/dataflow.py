@@ -6,7 +6,7 @@ A `Tensor` has shape and strides; the offset of a view follows from the ops that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -218,3 +218,43 @@ def merged_dims(tensor: Tensor) -> tuple[tuple[int, int], ...]:
         else:
             merged.append((size, stride))
     return tuple(merged)
+
+
+def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps; order: the dimensions, the outermost first."""
+    steps = dict(zip(order, Tensor.contiguous([shape[d] for d in order]), strict=True))
+    return tuple(steps[d] for d in range(len(shape)))
+
+
+def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps in the order of others."""
+    return dense(shape, sorted(range(len(shape)), key=lambda dim: -stride[dim]))
+
+
+def relaid(view: Tensor, old: Tensor, stride: Sequence[int]) -> tuple[int, ...] | None:
+    """The strides of a view of a tensor that has other strides now; None where it needs a copy.
+
+    old: the tensor in which the view has its strides.  A stride of m steps of a dimension has m of
+    its new steps; where the view goes on into the next dimension, that must follow on this one.
+    """
+    dims = sorted(
+        (step, size, new) for step, size, new in zip(old.stride, old.shape, stride, strict=True)
+        if size > 1 and step
+    )  # fmt: skip
+    strides = []
+    for size, step in zip(view.shape, view.stride, strict=True):
+        place = max((i for i, dim in enumerate(dims) if dim[0] <= step), default=None)
+        if size < 2 or step == 0 or place is None:
+            strides.append(step)
+            continue
+        unit, count, new = dims[place]
+        if step % unit:
+            return None
+        steps = step // unit
+        while (size - 1) * steps >= count:
+            place += 1
+            if place == len(dims) or count % steps or dims[place][2] != new * count:
+                return None
+            count *= dims[place][1]
+        strides.append(steps * new)
+    return tuple(strides)

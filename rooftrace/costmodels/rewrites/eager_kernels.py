@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion import release_of
+from rooftrace.costmodels.fusion import is_batch_norm_native, release_of
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
 from rooftrace.costmodels.rewrites.dataflow import same_strides
@@ -261,6 +261,69 @@ def _linear(edit: Editor, op: Op) -> bool:
     return True
 
 
+_VECTOR = 4
+"""The kernel that loads vectors takes rows of a multiple of so many elements
+(`vectorized_layer_norm_kernel`)."""
+
+
+_BATCH_NORMS = frozenset({
+    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
+})  # fmt: skip
+
+
+def _moments_first(edit: Editor, op: Op) -> bool:
+    """group_norm_kernel.cu, layer_norm_kernel.cu, Normalization.cuh: mean and variance, and then
+    the result.
+
+    Layer norms take both from one kernel that loads vectors, where the rows are whole vectors;
+    batch norms from cuDNN, or in evaluation as they are given.
+    """
+    if len(op.outputs) != 3 or "mean" in op.arguments:
+        return False
+    out, mean, rstd = op.outputs
+    grouped, rows = op.name == "aten.native_group_norm", edit.values[mean].elements
+    of_channels = op.name in _BATCH_NORMS
+    if of_channels:
+        native = is_batch_norm_native(op, edit.graph) and not has_channels_last(edit.values[out])
+        fits = native and op.arguments.get("training", True)
+    else:
+        fits = grouped or (rows and edit.values[out].elements // rows % _VECTOR)
+    if not fits or not rows:
+        return False
+    moments = {"input": op.arguments["input"], **({"channels": True} if of_channels else {})}
+    edit.emit(op, "rooftrace.moments.default", moments, (mean, rstd), facts={BESIDE: op.name})
+    known = {**op.arguments, "mean": Ref(mean), "rstd": Ref(rstd)}
+    if grouped and edit.values[out].elements:
+        channels = (int(op.arguments["N"]), int(op.arguments["C"]))
+        scale = {"self": Ref(rstd), "other": Ref(mean)}
+        known["scale"] = _temporary(edit, op, "aten.mul.Tensor", scale, (2, *channels), "fp32")
+    edit.ops.append(
+        replace(op, arguments=known, inputs=tuple(refs(known)), outputs=(out,), flops_torch=None)
+    )
+    return True
+
+
+def _sums_first(edit: Editor, op: Op) -> bool:
+    """group_norm_kernel.cu: sums of each channel, gradients of weight and bias, and the image's."""
+    mask = op.arguments.get("output_mask")
+    if not isinstance(mask, tuple) or not mask[0] or len(op.outputs) != sum(mask):
+        return False
+    image, *weights = op.outputs
+    shape = (2, int(op.arguments["N"]), int(op.arguments["C"]))
+    read = {name: op.arguments[name] for name in ("grad_out", "input")}
+    sums = _temporary(edit, op, "rooftrace.group_sums.default", read, shape, "fp32")
+    known = {name: op.arguments[name] for name in ("mean", "rstd", "N")}
+    if weights:
+        made = {"sums": sums, **known}
+        target = "rooftrace.group_weights.default"
+        edit.emit(op, target, made, tuple(weights), facts={BESIDE: op.name})
+    alone = {**op.arguments, "sums": sums, "output_mask": (True, False, False)}
+    edit.ops.append(
+        replace(op, arguments=alone, inputs=tuple(refs(alone)), outputs=(image,), flops_torch=None)
+    )
+    return True
+
+
 def _gradients(edit: Editor, op: Op) -> bool:
     """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
 
@@ -410,6 +473,20 @@ EAGER_FORMS = (
         "kernel",
         "read",
         "a copy in order of an input that is not contiguous",
+    ),
+    EagerForm(
+        {"aten.native_group_norm", "aten.native_layer_norm", *_BATCH_NORMS},
+        _moments_first,
+        "norm",
+        "make",
+        "mean and variance in a kernel of its own",
+    ),
+    EagerForm(
+        {"aten.native_group_norm_backward"},
+        _sums_first,
+        "group norm",
+        "make",
+        "the sums and the gradients of its weights in kernels of their own",
     ),
     EagerForm(
         {"aten.convolution_backward"},

@@ -210,6 +210,22 @@ class Editor:
         return graph.with_ops(self.ops, **fields)
 
 
+def reading_others(op: Op, now: Mapping[int, int]) -> Op:
+    """An op that reads and holds other values in place of some; those of neighbours stay."""
+    if now.keys().isdisjoint((*op.inputs, *(ref.id for ref in op.holds))):
+        return op
+
+    def read(item: Argument) -> Argument:
+        if isinstance(item, tuple):
+            return tuple(map(read, item))
+        if isinstance(item, Ref) and item.then is None and item.id in now:
+            return replace(item, id=now[item.id])
+        return item
+
+    arguments = {name: read(item) for name, item in op.arguments.items()}
+    return replace(op, arguments=arguments, inputs=tuple(refs(arguments)), holds=read(op.holds))
+
+
 def operand(op: Op, name: str) -> Ref:
     """A tensor argument by schema name.  Raises GraphError where it is none."""
     item = op.arguments.get(name)

@@ -13,16 +13,24 @@ from msgspec.structs import replace
 from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.ops.cost import UNFUSED
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow
+from rooftrace.costmodels.rewrites.dataflow import (
+    ValueFlow,
+    dense,
+    dense_like,
+    reads_across,
+    relaid,
+    same_strides,
+)
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
     Editor,
     operand,
+    reading_others,
     released,
     without_left_behind,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import listed, plural
 
@@ -118,22 +126,37 @@ class _Apart(NamedTuple):
     grads: tuple[int, ...] = ()
 
 
-def with_contiguous_attention(graph: OpGraph) -> OpGraph:
-    """Attention of operands whose width is not innermost becomes copies of them, and a kernel."""
+def with_contiguous_attention(graph: OpGraph, copied: bool = True) -> OpGraph:
+    """Attention of operands whose width is not innermost becomes copies of them, and a kernel.
+
+    copied: whether operands may need a copy; the same graph where there is nothing to mend.
+    """
     flow = ValueFlow(graph)
     apart = [match for op in graph.ops if _is_unfused(op) if (match := _apart(flow, op))]
+    if not copied:
+        apart = [m for m in apart if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)]
+    if not apart:
+        return graph
     firsts = {match.forward[-1].id: match for match in apart}
     lasts = {match.backward[-1].id: match for match in apart if match.backward}
     gone = {op.id for match in apart for op in (*match.forward, *match.backward)}
     edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
+    strides = {match.out: _by_position(graph.values[match.out]) for match in apart}
     for op in graph.ops:
         if match := firsts.get(op.id):
             made[match.out] = _emit_forward(edit, match)
         elif match := lasts.get(op.id):
-            _emit_backward(edit, match, made[match.out])
+            strides |= _emit_backward(edit, match, made[match.out])
         elif op.id not in gone:
             edit.ops.append(op)
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    mended = released(without_left_behind(edit.done(), graph), graph)
+    return _Laid(mended, strides).done()
+
+
+def _by_position(out: Tensor) -> tuple[int, ...]:
+    """The strides of attention's result, which its kernels make by position, then by head."""
+    rank = len(out.shape)
+    return dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
 def _apart(flow: ValueFlow, softmax: Op) -> _Apart | None:
@@ -213,16 +236,10 @@ def _emit_forward(edit: Editor, match: _Apart) -> tuple[Ref, ...]:
             continue
         copy = edit.made(like, "aten.clone.default", {"self": ref}, tensor.shape, tensor.dtype)
         copies.append(copy)
-    shape = edit.values[match.out].shape
-    by_position = Tensor.contiguous((*shape[:-3], shape[-2], shape[-3], shape[-1]))
-    stride = (*by_position[:-3], by_position[-2], by_position[-3], 1)
-    edit.values[match.out] = replace(
-        edit.values[match.out],
-        storage=match.out,
-        stride=stride,
-        dtype=edit.values[copies[0].id].dtype,
-    )
-    logsumexp = edit.value(shape[:-1], "fp32", "activations", like.repeats)
+    edit.move(match.out, match.out)
+    out = replace(edit.values[match.out], dtype=edit.values[copies[0].id].dtype)
+    edit.values[match.out] = out
+    logsumexp = edit.value(out.shape[:-1], "fp32", "activations", like.repeats)
     arguments = {**_attention(copies), "is_causal": match.is_causal}
     edit.emit(like, ATTENTION, arguments, (match.out, logsumexp))
     return (*copies, Ref(match.out), Ref(logsumexp))
@@ -233,20 +250,28 @@ def _attention(operands: Sequence[Ref]) -> dict[str, Argument]:
     return {**named, "mask": None, "dropout_p": 0.0}
 
 
-def _emit_backward(edit: Editor, match: _Apart, kept: tuple[Ref, ...]) -> None:
+def _emit_backward(
+    edit: Editor, match: _Apart, kept: tuple[Ref, ...]
+) -> dict[int, tuple[int, ...]]:
+    """The kernel of the gradients; returns their strides, in the order of their operands'."""
     assert match.grad_out is not None
     like, (*operands, out, logsumexp) = match.backward[-1], kept
-    made = [
-        edit.value(t.shape, t.dtype, "gradients", like.repeats)
-        for t in (edit.values[ref.id] for ref in operands)
-    ]
+    made, strides = [], {}
+    for ref, value in zip(operands, match.grads, strict=True):
+        t, there = edit.values[ref.id], edit.values[value]
+        before = there.stride if there.shape == t.shape else None
+        made.append(edit.value(t.shape, t.dtype, "gradients", like.repeats, stride=before))
+        strides[made[-1]] = dense_like(t.shape, t.stride)
     empty = edit.value((0,), "fp32", "gradients", like.repeats)
-    grad = edit.viewed(like, match.grad_out, edit.values[out.id].shape, edit.values[out.id].stride)
+    shape, grad = edit.values[out.id].shape, match.grad_out
+    if edit.values[grad.id].shape != shape:
+        grad = edit.viewed(like, grad, shape)
     arguments = {"grad_out": grad, **_attention(operands), "out": out, "logsumexp": logsumexp}
     arguments["is_causal"] = match.is_causal
     edit.emit(like, ATTENTION_BACKWARD, arguments, (*made, empty))
     for value, new in zip(match.grads, made, strict=True):
         edit.becomes(like, value, Ref(new))
+    return strides
 
 
 # -- layouts of images -----------------------------------------------------------------------------
@@ -263,45 +288,143 @@ def _is_image_first(graph: OpGraph, op: Op) -> bool:
 _KEEPING = ("convolution", "batch_norm", "pool2d", "upsample", "cat")
 """Parts of names of kernels whose results lie as their images do, beside elementwise ones.
 
-Convolutions follow the weight, too (`cudnn_conv_suggest_memory_format` of ATen's ConvUtils.h).
-Group and layer norms make contiguous images of any (`group_norm_kernel.cu`).
+Convolutions follow the weight, too (`cudnn_conv_suggest_memory_format` of ATen's ConvUtils.h);
+`cat` asks it of all its tensors (`cat_compute_output_memory_format` of TensorShape.cpp).
 """
+_CONTIGUOUS = ("group_norm", "layer_norm")
+"""Parts of names of kernels of contiguous tensors; ATen copies others for them
+(`input.contiguous()` of group_norm.cpp, `expect_contiguous` of layer_norm.cpp, and the gradients
+of derivatives.yaml)."""
+_FORMAT = "memory_format:torch.contiguous_format"
 
 
 def with_channels_last(graph: OpGraph) -> OpGraph:
-    """Images and weights of the step lie with channels last, and what kernels make of them.
+    """Images and weights have channels last, and what is made of them lies as ATen lays it.
 
-    Views by other dimensions stay as they are: whether they then need a copy is not known.
+    Attention has a kernel of its own where the width of its operands is innermost then.
     """
-    values, turned = list(graph.values), set[int]()
+    values = graph.values
+    own = [value for value in graph.external if values[value].storage == value]
+    laid = _Laid(graph, {value: last for value in own if (last := _last(values[value]))}).done()
+    return with_contiguous_attention(laid, copied=False)
 
-    def turn(value: int) -> None:
-        tensor = values[value]
-        if len(tensor.shape) == 4 and tensor.stride == Tensor.contiguous(tensor.shape):
-            count, channels, height, width = tensor.shape
-            step = Tensor.contiguous((count, height, width, channels))
-            values[value] = replace(tensor, stride=(step[0], step[3], step[1], step[2]))
-            turned.add(value)
 
-    for value in graph.external:
-        if graph.values[value].storage == value:
-            turn(value)
-    for op in graph.ops:
-        if op.kind == "view":
+def _last(image: Tensor) -> tuple[int, ...] | None:
+    """The strides of a contiguous image or weight with channels last; None for other tensors."""
+    is_image = len(image.shape) == 4 and image.stride == Tensor.contiguous(image.shape)
+    return dense(image.shape, (0, 2, 3, 1)) if is_image else None
+
+
+class _Laid(Editor):
+    """A graph in which some values have other strides, and what is made of them too, op by op.
+
+    A view that its operand no longer allows reads a contiguous copy, as `reshape` makes one.  A
+    copy for such a view, or for a kernel of contiguous tensors, goes where it is not needed.
+    """
+
+    def __init__(self, graph: OpGraph, strides: Mapping[int, tuple[int, ...]]) -> None:
+        super().__init__(graph)
+        self.instead: dict[int, int] = {}  # results of copies that go, and their operands
+        self.copies: dict[tuple[int, str, str, int], int] = {}  # by value, line, module and call
+        for value, stride in strides.items():
+            self._set(value, stride)
+        self.given = strides.keys()
+        for op in graph.ops:
+            if not self._is_needless(op):
+                self.ops.append(op if self.given & set(op.outputs) else self._laid(op))
+
+    def done(self) -> OpGraph:
+        """The new graph."""
+        self.ops = [reading_others(op, self.instead) for op in self.ops]
+        return released(super().done(), self.graph).verify()
+
+    def _set(self, value: int, stride: Sequence[int], storage: int | None = None) -> None:
+        where = self.values[value].storage if storage is None else storage
+        self.values[value] = replace(self.values[value], stride=tuple(stride), storage=where)
+
+    def _is_other(self, value: int) -> bool:
+        """Whether a value lies in another order now."""
+        return self.values[value].stride != self.graph.values[value].stride
+
+    def _is_last(self, value: int) -> bool:
+        """Whether a value has channels last now; so has a weight of one channel."""
+        stride = self.values[value].stride
+        return self._is_other(value) and len(stride) == 4 and stride[1] == 1
+
+    def _laid(self, op: Op) -> Op:
+        """An op after what it makes is laid out; it may read copies that are made before it."""
+        if any(self.graph.values[value].storage != value for value in op.outputs):
+            return self._with_views(op)
+        if any(part in op.name for part in _CONTIGUOUS):
+            other = [value for value in op.inputs if self._is_other(value)]
+            return op if reads_across(op) else self._with_copies(op, other)
+        if any(part in op.name for part in _KEEPING):
+            some = all if op.name == "aten.cat" else any
+            if some(self._is_last(value) for value in op.inputs):
+                for value in op.outputs:
+                    self._set(value, _last(self.values[value]) or self.values[value].stride)
+        elif op.kind == "view" or _is_elementwise(op):
             for value in op.outputs:
-                alike = [v for v in op.inputs if graph.values[v].stride == values[value].stride]
-                if not turned.isdisjoint(alike):
-                    turn(value)
-        elif not turned.isdisjoint(op.inputs) and _keeps_layout(op):
-            for value in op.outputs:
-                turn(value)
-    return graph.replace(values=tuple(values))
+                shape = self.values[value].shape
+                like = next((v for v in op.inputs if self.values[v].shape == shape), None)
+                if like is not None and self._is_other(like):
+                    # the first operand decides (TensorIterator)
+                    self._set(value, dense_like(shape, self.values[like].stride))
+        return op
+
+    def _with_views(self, op: Op) -> Op:
+        """An op whose results lie in the storage of an operand."""
+        old, storages = self.graph.values, {self.graph.values[v].storage for v in op.outputs}
+        source = next((v for v in op.inputs if old[v].storage in storages), None)
+        if source is None or reads_across(op):
+            return op
+        now = self.values[source]
+        strides = [relaid(old[value], old[source], now.stride) for value in op.outputs]
+        if None in strides:
+            op = self._with_copies(op, [source])
+            now = self.values[op.inputs[0]]
+            strides = [relaid(old[value], old[source], now.stride) for value in op.outputs]
+        for value, stride in zip(op.outputs, strides, strict=True):
+            self._set(value, stride or Tensor.contiguous(old[value].shape), now.storage)
+        return op
+
+    def _with_copies(self, op: Op, of: Sequence[int]) -> Op:
+        """An op that reads contiguous copies of some values; its backward reads the same ones."""
+        copies = {}
+        for value in of:
+            key = value, op.source, op.module, op.call
+            if key not in self.copies:
+                role = "gradients" if op.part == "backward" else "activations"
+                how: dict[str, Argument] = {"self": Ref(value), "memory_format": _FORMAT}
+                tensor = self.values[value]
+                clone = "aten.clone.default"
+                self.copies[key] = self.made(op, clone, how, tensor.shape, tensor.dtype, role).id
+            copies[value] = self.copies[key]
+        return reading_others(op, copies)
+
+    def _is_needless(self, op: Op) -> bool:
+        """Whether an op is a copy whose operand serves its readers as well; then that is read."""
+        asked = op.function == "clone" or op.arguments.get("memory_format") != _FORMAT
+        if op.name != "aten.clone" or asked or reads_across(op):
+            return False
+        (made,), (source,), flow = op.outputs, op.inputs, self.flow
+        copy, now = self.graph.values[made], self.values[source]
+        if made in flow.escaping or flow.writers.get(made):
+            return False
+        if not same_strides(copy.shape, now.stride, copy.stride) and not all(
+            user.kind == "view" and relaid(self.graph.values[v], copy, now.stride)
+            for user in flow.users[made]
+            for v in user.outputs
+        ):
+            return False
+        self._set(made, now.stride, now.storage)
+        self.instead[made] = self.instead.get(source, source)
+        return True
 
 
-def _keeps_layout(op: Op) -> bool:
+def _is_elementwise(op: Op) -> bool:
     rule = find_rule(op.target)
-    pointwise = rule is not None and rule.fusion == "pointwise" and op.name != "aten.clone"
-    return pointwise or any(part in op.name for part in _KEEPING)
+    return rule is not None and rule.fusion == "pointwise" and "memory_format" not in op.arguments
 
 
 # -- odd sizes -------------------------------------------------------------------------------------
@@ -333,9 +456,8 @@ def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
     for tensor in graph.values:
         shape = tuple(sizes.get(n, n) for n in tensor.shape)
         if shape != tensor.shape:
-            order = sorted(range(len(shape)), key=lambda d: (-tensor.stride[d], d))
-            steps = dict(zip(order, Tensor.contiguous([shape[d] for d in order]), strict=True))
-            stride = tuple(0 if s == 0 else steps[d] for d, s in enumerate(tensor.stride))
+            steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
+            stride = tuple(s and step for s, step in steps)
             tensor = replace(tensor, shape=shape, stride=stride)
         values.append(tensor)
     ops = [
@@ -363,6 +485,8 @@ def _moments(graph: OpGraph) -> dict[str, list[Op]]:
 def with_fused_optimizer(graph: OpGraph) -> OpGraph:
     """The kernels of Adam's step become one for each precision of the parameters."""
     named, values = _moments(graph), graph.values
+    if not named:
+        return graph
     gradient, square, moments = {}, {}, {}
     for op in named["lerp_"]:  # the first moment, and the gradient that it moves to
         ends = op.arguments.get("tensors1", op.arguments.get("end"))
@@ -453,148 +577,21 @@ _ANY_LAYOUT = frozenset({"pointwise", "reduction"})
 
 def without_copies(graph: OpGraph) -> OpGraph:
     """The readers of needless copies read the originals; elementwise results lie as these do."""
-    copies = needless_copies(graph)
-    instead = {op.outputs[0]: operand(op, "self") for op in copies}
-    gone = {op.id for op in copies}
-    values = list(graph.values)
-
-    def read(item: Argument) -> Argument:
-        if isinstance(item, tuple):
-            return tuple(map(read, item))
-        while isinstance(item, Ref) and item.id in instead:
-            item = instead[item.id]
-        return item
-
+    copies, instead, values = needless_copies(graph), dict[int, int](), list(graph.values)
+    for op in copies:
+        source = operand(op, "self").id
+        instead[op.outputs[0]] = instead.get(source, source)
     ops, moved = list[Op](), set[int]()
     for op in graph.ops:
-        if op.id in gone:
+        if not instead.keys().isdisjoint(op.outputs):
             continue
         if any(value in instead or value in moved for value in op.inputs):
-            arguments = {name: read(item) for name, item in op.arguments.items()}
-            op = replace(op, arguments=arguments, inputs=tuple(refs(arguments)))
+            op = reading_others(op, instead)
             rule = find_rule(op.target)
             for value in op.outputs if rule is not None and rule.fusion == "pointwise" else ():
-                made, source = values[value], values[op.inputs[0]]
-                if made.shape == source.shape and made.storage == value:
-                    values[value] = replace(made, stride=source.stride)
+                made, like = values[value], values[op.inputs[0]]
+                if made.shape == like.shape and made.storage == value:
+                    values[value] = replace(made, stride=like.stride)
                     moved.add(value)
         ops.append(op)
     return released(graph.with_ops(ops, values=tuple(values)), graph).verify()
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-def with_checkpoints(graph: OpGraph) -> OpGraph:
-    """Layers keep nothing for backward but their inputs, and run again in front of it.
-
-    A layer is an item of a list of modules.  As `torch.utils.checkpoint` does, it runs again up to
-    the last value that backward reads.
-    """
-    layers: dict[tuple[str, tuple[int, ...]], list[Op]] = {}
-    for op in graph.ops:
-        path = _layer(op.module)
-        if path and op.part == "forward":
-            layers.setdefault((path, op.repeats), []).append(op)
-    edit, ops = Editor(graph), list(graph.ops)
-    again: dict[int, list[Op]] = {}  # before the op of this number
-    reads = [ref.then for op in graph.ops for ref in op.reads]
-    handed_on = {then.value for then in reads if then is not None}  # to the next iteration
-    for forward in layers.values():
-        inside = {op.id for op in forward}
-        made = (
-            {value for op in forward for value in op.outputs}
-            - handed_on
-            - {
-                value
-                for op in graph.ops
-                if op.part == "forward" and op.id not in inside
-                for value in op.inputs
-            }
-        )
-        readers = [
-            op for op in graph.ops if op.part == "backward" and not made.isdisjoint(op.inputs)
-        ]
-        if not readers:
-            continue
-        saved = {value for op in readers for value in op.inputs} & made
-        last = max(op.id for op in forward if not saved.isdisjoint(op.outputs))
-        now = _copied(edit, [op for op in forward if op.id <= last], again, readers[0].id)
-        for op in readers:
-            arguments = {name: _reading(item, now) for name, item in ops[op.id].arguments.items()}
-            ops[op.id] = replace(ops[op.id], arguments=arguments, inputs=tuple(refs(arguments)))
-        for op in ops:
-            if op.holds and op.id not in inside:
-                holds = tuple(ref for ref in op.holds if ref.id not in made)
-                ops[op.id] = replace(op, holds=holds)
-    for op in ops:
-        edit.ops += again.get(op.id, ())
-        edit.ops.append(op)
-    return edit.done().verify()
-
-
-def layer_lists(graph: OpGraph) -> list[str]:
-    """The lists of modules whose items `with_checkpoints` runs again, by their paths."""
-    paths = (_layer(op.module) for op in graph.ops if op.part == "forward")
-    return sorted({path.rpartition(".")[0] or "the model" for path in paths if path})
-
-
-def _layer(path: str) -> str:
-    """The path of the outermost item of a list of modules that a path leads into; "" for none."""
-    parts = path.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
-
-
-def _copied(
-    edit: Editor, forward: Sequence[Op], again: dict[int, list[Op]], place: int
-) -> dict[int, int]:
-    """Put copies of ops in front of an op; the values that they make, by those of the originals."""
-    now: dict[int, int] = {}
-    for op in forward:
-        for value in op.outputs:
-            tensor = edit.values[value]
-            now[value] = len(edit.values)
-            storage = now.get(tensor.storage, tensor.storage)
-            edit.values.append(replace(tensor, storage=storage, name="", then=None))
-        arguments = {name: _reading(item, now) for name, item in op.arguments.items()}
-        again.setdefault(place, []).append(
-            replace(
-                op,
-                part="recompute",
-                arguments=arguments,
-                inputs=tuple(refs(arguments)),
-                outputs=tuple(now[value] for value in op.outputs),
-                holds=(),
-            )
-        )
-    return now
-
-
-def _reading(item: Argument, now: Mapping[int, int]) -> Argument:
-    """An argument with other values in place of some; those of neighbours stay."""
-    if isinstance(item, tuple):
-        return tuple(_reading(part, now) for part in item)
-    if isinstance(item, Ref) and item.then is None and item.id in now:
-        return replace(item, id=now[item.id])
-    return item
-
-
-SMALLEST = 4096
-"""States of fewer numbers stay in 32 bits (`min_8bit_size` of bitsandbytes' optimizers)."""
-
-
-def with_small_states(graph: OpGraph) -> OpGraph:
-    """The states of the optimizer have 8 bits, and one kernel updates all, as in bitsandbytes.
-
-    Its scale for each block of 256 numbers is not counted.
-    """
-    graph = with_fused_optimizer(graph) if _moments(graph) else graph
-    fused = [op for op in graph.ops if op.name.startswith("aten._fused_")]
-    states = {value for op in fused for value in refs({n: op.arguments.get(n) for n in _STATES})}
-    large = {value for value in states if graph.values[value].elements >= SMALLEST}
-    small = [replace(t, dtype="uint8") if t.storage in large else t for t in graph.values]
-    return graph.replace(values=tuple(small))
-
-
-_STATES = ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "momentum_buffer_list", "state_sums")

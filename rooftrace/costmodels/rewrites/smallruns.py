@@ -170,7 +170,7 @@ def _check_full(dim: Dim, action: str) -> None:
         raise NotRun(f"{action} of a short dimension")
 
 
-def _spread(run: SmallRun, op: Op, *pieces: SmallTensor) -> tuple[Dim, ...]:
+def _spread(*pieces: SmallTensor) -> tuple[Dim, ...]:
     """The dimensions of a pointwise result."""
     rank = max(len(piece.dims) for piece in pieces)
     rows = [((),) * (rank - len(piece.dims)) + piece.dims for piece in pieces]
@@ -188,7 +188,7 @@ def _by_elements(function: str, *names: str) -> Callable[..., SmallTensor]:
 
 def _each(run: SmallRun, op: Op, function: Callable[..., Array], *names: str) -> SmallTensor:
     pieces = [run.of(op, name) for name in names]
-    dims = _spread(run, op, *pieces)
+    dims = _spread(*pieces)
     out = run.np.asarray(function(*(piece.array for piece in pieces)))
     if out.shape != short(dims):
         raise NotRun(f"{op.id} {op.name} {[(p.array.shape, p.dims) for p in pieces]}")

@@ -37,6 +37,11 @@ def standardise_flop(rows: int, n: int) -> int:
     return rows * (5 * n + 2)
 
 
+def moments_flop(rows: int, n: int) -> int:
+    """Of `standardise_flop`, the mean and 1 / sqrt(var + eps): 4 n + 2 for each row."""
+    return rows * (4 * n + 2)
+
+
 def standardise_backward_flop(rows: int, n: int, weighted: bool) -> int:
     """dx = rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, xhat = (x - mean) rstd, for rows of n.
 
@@ -53,7 +58,21 @@ def layer_norm(op: OpView) -> Cost:
     x = op.needed("input")
     n = math.prod(op.attribute("normalized_shape"))
     rows = x.elements // n if n else 0
-    return vector(op, standardise_flop(rows, n) + _affine(op) * x.elements) + op.streamed()
+    flop = _standardised(op, rows, n) + _affine(op) * x.elements
+    return vector(op, flop) + op.streamed()
+
+
+def _standardised(op: OpView, rows: int, n: int) -> int:
+    """Flop of `standardise_flop`, less those of a kernel before that made the moments."""
+    flop = standardise_flop(rows, n)
+    return flop if op.tensor("mean") is None else flop - moments_flop(rows, n)
+
+
+@builtin("rooftrace.moments", fusion="reduction", kind="group norm", label="moments")
+def moments(op: OpView) -> Cost:
+    """The mean and 1 / sqrt(var + eps) of the rows of a norm, which a kernel before it makes."""
+    x, rows = op.needed("input"), op.outputs[0].elements
+    return vector(op, moments_flop(rows, x.elements // rows if rows else 0)) + op.streamed()
 
 
 @builtin("aten.native_layer_norm_backward", fusion="reduction", kind="layer norm",
@@ -89,8 +108,9 @@ def group_norm(op: OpView) -> Cost:
     x = op.needed("input")
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
-    flop = standardise_flop(rows, n) + _affine(op) * x.elements
-    return vector(op, flop) + op.streamed() + _again(op, rows, x)
+    flop = _standardised(op, rows, n) + _affine(op) * x.elements
+    again = _again(op, rows, x) if op.tensor("mean") is None else Cost()
+    return vector(op, flop) + op.streamed() + again
 
 
 @builtin("aten.native_group_norm_backward", fusion="reduction", kind="group norm")
@@ -100,7 +120,26 @@ def group_norm_backward(op: OpView) -> Cost:
     rows = int(op.attribute("N")) * int(op.attribute("group"))
     n = x.elements // rows if rows else 0
     flop = _backward_flop(op, x, rows, n, int(op.attribute("C")))
+    if op.tensor("sums") is not None:
+        return vector(op, flop - SUMMED * x.elements) + op.streamed()
     return vector(op, flop) + op.streamed() + _again(op, rows, x, op.tensor("grad_out"))
+
+
+SUMMED = 3
+"""Flop per element of the sums of dy and of dy x over each channel of a sample."""
+
+
+@builtin("rooftrace.group_sums", fusion="reduction", kind="group norm", label="group norm sums")
+def group_sums(op: OpView) -> Cost:
+    """Sums of dy and of dy x over each channel of a sample, for gradients of a group norm."""
+    return vector(op, SUMMED * op.needed("input").elements) + op.streamed()
+
+
+@builtin("rooftrace.group_weights", fusion="reduction", kind="group norm",
+         label="group norm weights")
+def group_weights(op: OpView) -> Cost:
+    """dw = sum_N rstd (sum dy x - mean sum dy), db = sum_N sum dy, by sums[2, N, C]: 5 flop."""
+    return vector(op, 5 * op.needed("sums").elements // 2) + op.streamed()
 
 
 @builtin("aten.instance_norm", fusion="reduction", kind="batch norm")
@@ -128,8 +167,10 @@ def _batch_norm(op: OpView, training: bool) -> Cost:
         # (x - mean) * rstd * w + b per element; eps added and a reciprocal root per channel.
         flop = (2 + _affine(op)) * x.elements + 2 * channels
         return vector(op, flop) + op.streamed()
-    flop = standardise_flop(channels, n) + _affine(op) * x.elements
-    cost = op.streamed() + _again(op, channels, x)
+    flop = _standardised(op, channels, n) + _affine(op) * x.elements
+    cost = op.streamed()
+    if op.tensor("mean") is None:
+        cost += _again(op, channels, x)
     if running[0] is not None:
         flop += RUNNING * channels
         written = {t.storage for t in op.outputs}

@@ -101,7 +101,7 @@ def diff_runs(before: Source, after: Source, question: RunQuestion | None = None
             with naming(labels[number]):
                 sides.append(_side(each, row, labels[number], number, question))
         key = next((row.key for row in rows if row is not None), "step")
-        steps.append(_compared(sides[0], sides[1], key, question))
+        steps.append(_compared(sides[0], sides[1], key))
     both_runs = isinstance(first, Run) and isinstance(second, Run)
     return RunDiff(
         names=names,
@@ -298,7 +298,7 @@ def _places(alignment: Alignment) -> dict[int, GraphPlace]:
     return places
 
 
-def _compared(before: _Predicted, after: _Predicted, key: str, question: RunQuestion) -> StepDiff:
+def _compared(before: _Predicted, after: _Predicted, key: str) -> StepDiff:
     sides = (before.side, after.side)
     if any(side.middle == "median" for side in sides):  # a run merges equal layers
         sides = (equal_as_one(sides[0]), equal_as_one(sides[1]))

@@ -125,7 +125,7 @@ def _measured(
     ops: bool = True,
 ) -> tuple[ModelRow, OpGraph | None]:
     """The row of one phase of a model, and its graph if its ops were measured."""
-    inputs = real_inputs(model, args, kwargs, phase)
+    inputs = real_inputs(model, args, kwargs)
     with as_before(model, (args, kwargs)):
         noted = Compilations() if compiled and ops else None
         options = noted.options if noted else None
@@ -226,7 +226,7 @@ def profiled_step(
     weights.  Raises the errors of `real_step` and of the module; no gradient is left behind.
     """
     try:
-        step = real_step(module, real_inputs(module, (), kwargs, phase), phase, compiled=compiled)
+        step = real_step(module, real_inputs(module, (), kwargs), phase, compiled=compiled)
         times = timed(bench, step, seconds, warmups=3 if compiled else WARMUPS)
         return times, _profile(bench, step)
     finally:

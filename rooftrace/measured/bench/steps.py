@@ -40,9 +40,7 @@ class RealStep:
         return self.run(self.ready())
 
 
-def real_inputs(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], phase: str
-) -> Inputs:
+def real_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Inputs:
     """`Inputs` of real tensors for a plain call; for decode the arguments are the prompt."""
     inputs = call_inputs(module, tuple(args), dict(kwargs))
     decode = None

@@ -462,15 +462,13 @@ def _calibration(
         kernels=len(alone),
         tried=tried,
         traffic=wanted.traffic,
-        notes=tuple(_notes(cases, told, wanted, result)),
+        notes=tuple(_notes(told, wanted)),
         others=lambda: next_step(cases, wanted.others(), result.knobs),
     )
 
 
-def _notes(
-    cases: Sequence[Case], told: Mapping[str, str], wanted: _FitRequest, result: Fit
-) -> Iterator[str]:
-    """Warnings about measurements below a bound, a borrowed start, and a fit that does harm."""
+def _notes(told: Mapping[str, str], wanted: _FitRequest) -> Iterator[str]:
+    """Warnings about measurements below a bound, and a borrowed start."""
     if told:
         yield beaten_words(told, wanted.chip)
     if wanted.start.is_fit and (borrowed := wanted.start.borrowed(wanted.chip)):

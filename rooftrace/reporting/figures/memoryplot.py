@@ -103,7 +103,7 @@ def memory_figure(report: Results, phase: str, medium: Medium = SCREEN) -> Figur
     style.row_legend(axes, areas, (left / span, 1 + (TOP - 0.05) / inches), 0.0, room)
     _frame(axes, need, moments, float(chip.memory_capacity.value))
     _parts(axes, need, span)
-    _spikes(axes, need, moments)
+    _spikes(axes, moments)
     _peak(axes, need, moments)
     return figure
 
@@ -152,7 +152,7 @@ def _within(moments: Iterable[Moment], middle: Moment, near: float) -> Iterator[
     return takewhile(lambda moment: abs(moment.time - middle.time) <= near, moments)
 
 
-def _spikes(axes: Axes, need: Memory, moments: Sequence[Moment]) -> None:
+def _spikes(axes: Axes, moments: Sequence[Moment]) -> None:
     """A small mark above each spike, and the size of the highest that is not the peak."""
     peak = _fullest(moments)
     rest = [spike for spike in spikes(moments, axes.get_ylim()[1]) if spike is not peak]

@@ -56,7 +56,7 @@ def explanation_view(result: Explanation, output: view.Output) -> view.View:
     source = f"shares of peaks: {result.knobs}" if result.knobs else "peaks of the datasheet"
     sections = [view.Section(parts=sentence(f"{head}; {source}", label="explain  "), place=0)]
     for number, kernel in enumerate(result.kernels):
-        sections.append(_kernel(result, kernel, number))
+        sections.append(_kernel(kernel, number))
     left = result.kernels[ON_SCREEN:]
     if left:
         names = ", ".join(f"{kernel.name} in {kernel.module or '(root)'}" for kernel in left)
@@ -71,7 +71,7 @@ def explanation_view(result: Explanation, output: view.Output) -> view.View:
 # -- kernels ---------------------------------------------------------------------------------------
 
 
-def _kernel(result: Explanation, kernel: ExplainedKernel, number: int) -> view.Section:
+def _kernel(kernel: ExplainedKernel, number: int) -> view.Section:
     on: view.Output = "both" if number < ON_SCREEN else "page"
     title = f"{kernel.name}  {kernel.module or '(root)'}"
     count = f"{words.plural(kernel.count, 'launch').replace('launchs', 'launches')}"

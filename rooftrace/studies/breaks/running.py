@@ -88,6 +88,7 @@ def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
         raise RequestError(
             f"graph breaks of phase {phase!r}: expected one of {', '.join(names.MEASURED)}"
         )
+    torch_private.DYNAMO_LATER.load()  # before the module's code asks for it
     with ExitStack() as stack:
         for context in (collector_paused(), overrides.apart(), torch.inference_mode(False)):
             stack.enter_context(context)
@@ -275,17 +276,6 @@ class DynamoWatch(torch_private.TorchDispatchMode, Tape):
             return func(*args, **kwargs)
         with torch_private.DisableTorchFunction():
             return self._runner.run(func, args, kwargs)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Switch the mode on inside; torch switches it off while it handles an op."""
-        overrides.push(self)
-        self.here.inside += 1
-        try:
-            yield
-        finally:
-            self.here.inside -= 1
-            overrides.pop(self)
 
     def _note(self, name: str) -> None:
         if self._running is not None:

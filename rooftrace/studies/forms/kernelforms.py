@@ -14,8 +14,9 @@ from msgspec import Struct, structs
 from rooftrace.costmodels.estimates import rows
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs, traffic
 from rooftrace.costmodels.kernels import group_class
+from rooftrace.costmodels.kernels.instructions import Issued, group_issued
 from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
-from rooftrace.costmodels.kernels.works import KernelAmounts, Works, group_index
+from rooftrace.costmodels.kernels.works import KernelAmounts, Works
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
 from rooftrace.costmodels.timing import queue, steps, streams
@@ -112,7 +113,7 @@ class GroupNumbers(Struct, frozen=True):
     times: int
     work: tuple[tuple[Work, int], ...]  # the entries of `Cost.work`
     traffic: tuple[AccessNumbers, ...]
-    index: int  # see `works.index_work`
+    issued: Issued
     eager: bool  # whether a mixed step does not compile it
     exchange: KernelExchange | None  # with other processes
     of_experts: bool  # whether it is work of experts
@@ -206,7 +207,7 @@ def _group(
             )
             for access, size in cost.traffic.items()
         ),
-        index=group_index(planned, index, kind),
+        issued=group_issued(planned, index, kind),
         eager=index in planned.eager,
         exchange=exchange,
         of_experts=queue.computes_experts(planned, index),
@@ -314,7 +315,7 @@ class KernelForm:
     times: Amount
     works: tuple[WorkForm, ...]
     traffic: tuple[Traffic, ...]
-    index: Amount
+    issued: tuple[Amount, Amount]
     exchanged: tuple[Amount, ...]  # `nbytes` of its exchange, then those that experts get, and rows
 
     @property
@@ -325,12 +326,12 @@ class KernelForm:
         with_experts = exchange and exchange.experts and exchange.experts.way
         talks = exchange and (exchange.kind, exchange.group, with_experts)
         return (numbers.kind, numbers.spread_kind, numbers.eager, numbers.of_experts, numbers.aside,
-                self.works, self.traffic, self.index, talks, self.exchanged)  # fmt: skip
+                self.works, self.traffic, self.issued, talks, self.exchanged)  # fmt: skip
 
     @cached_property
     def depends(self) -> frozenset[int]:
         """The indices of the sizes that its numbers depend on, `times` apart."""
-        amounts = [self.index, *self.exchanged, *(item.amount for item in self.traffic)]
+        amounts = [*self.issued, *self.exchanged, *(item.amount for item in self.traffic)]
         for work in self.works:
             amounts += [work.flop, *(size for size in work.sizes if size), *work.attention]
         return frozenset().union(*(amount.sizes for amount in amounts))
@@ -390,7 +391,8 @@ class KernelRows:
             "bytes": sum((amount for _, amount in hbm), 0.0),
             "warm": warm,
             "moved": 0.0 if last else sum((n for a, n in hbm if a.role != "weights"), 0.0),
-            "index": over(kernel.index),
+            "instructions": over(kernel.issued[0]),
+            "trips": over(kernel.issued[1]),
             "link": sum((amount for access, amount in bytes_ if access.wire == "link"), 0.0),
             "eager": numbers.eager,
             "times": over(times),

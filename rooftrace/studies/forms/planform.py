@@ -99,7 +99,10 @@ class PlanForm:
                 self._work((*at, "work", number), *entry) for number, entry in enumerate(group.work)
             ),
             traffic=traffic,
-            index=self.amount((*at, "index"), group.index),
+            issued=(
+                self.amount((*at, "issued", 0), group.issued.instructions),
+                self.amount((*at, "issued", 1), group.issued.trips),
+            ),
             exchanged=tuple(exchanged),
         )
 

@@ -461,9 +461,17 @@ def call_inputs(
     step's input.
 
     batch: another batch size than that of the arguments.  Raises RequestError where no argument has
-    a first dimension to change.
+    a first dimension to change, and for bags of indices in one row.
     """
     moved: tuple[tuple[Any, ...], dict[str, Any]] = inputs_on_meta((tuple(args), dict(kwargs)))
+    bags = _bags(module, tensors_in(moved))
+    if bags is not None:
+        if batch not in (None, bags):
+            raise RequestError(
+                f"--batch {batch}: the first input has the indices of {bags:,} bags in one row, "
+                "with offsets; give inputs of another size instead"
+            )
+        return Inputs(args=moved[0], kwargs=moved[1], items=bags, workload={"batch": bags})
     args, kwargs = moved if batch is None else _with_batch(moved, batch)
     tensors = tensors_in((args, kwargs))
     batch = int(tensors[0].shape[0]) if tensors and tensors[0].dim() else 1
@@ -488,6 +496,16 @@ def call_inputs(
         item="token",
         workload=workload,
     )
+
+
+def _bags(module: nn.Module, tensors: Sequence[Tensor]) -> int | None:
+    """How many bags a module with an EmbeddingBag takes as one row of indices, and then offsets;
+    None where it takes no such."""
+    parts = [part for part in module.modules() if isinstance(part, nn.EmbeddingBag)]
+    rows = [t for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point]
+    if not parts or len(rows) < 2 or rows[0] is not tensors[0]:
+        return None
+    return len(rows[1]) - parts[0].include_last_offset
 
 
 def _prompt(named: Mapping[str, Any], tensors: list[Tensor]) -> str | None:

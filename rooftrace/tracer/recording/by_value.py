@@ -194,7 +194,9 @@ def is_mask(index: Any) -> bool:
 
 
 def _lifted(values: Values, value: Tensor, taint: frozenset[int]) -> Tensor:
-    """A meta tensor of this value."""
+    """A meta tensor of this value; one that is on meta has none."""
+    if value.device == META:
+        return value
     out = torch.empty(value.shape, dtype=value.dtype, device=META)
     values.learn(out, value, taint)
     return out
@@ -328,11 +330,9 @@ def _masked_index(tape: Tape, call: Call) -> Any:
     taint = taperecords.NO_TAINT
     for item in args[1]:
         if is_mask(item):
-            value, why = values.value_of(item, "a boolean index")
+            places, why = values.places(item, "a boolean index")
             taint |= why
-            indices += [
-                _lifted(values, column.contiguous(), why) for column in value.nonzero().unbind(1)
-            ]
+            indices += [_lifted(values, column.contiguous(), why) for column in places.unbind(1)]
         else:
             indices.append(item)
     count = next((i.numel() for i in indices if i is not None), 0)
@@ -364,7 +364,14 @@ def _masked_index(tape: Tape, call: Call) -> Any:
 )
 def _counted(tape: Tape, call: Call) -> Any:
     """nonzero, unique, bincount ...: the output's size is a value."""
-    values = tape.values
+    values, mask = tape.values, call.args[-1]
+    alike = call.name in ("aten.nonzero", "aten.masked_select") and mask.shape == call.args[0].shape
+    if alike and values.is_vast(mask):
+        places, taint = values.places(mask, call.short_name)
+        some = torch.empty(len(places), dtype=call.args[0].dtype, device=META)
+        out = places if call.name == "aten.nonzero" else some
+        tape.record(call, [out], single=True, taint=taint)
+        return out
     taint = taperecords.NO_TAINT
     plain = []
     unknown = False

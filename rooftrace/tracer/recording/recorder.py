@@ -194,17 +194,6 @@ class Recorder(TorchDispatchMode, Tape):
         finally:
             self.values.op = outer
 
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Switch the dispatch mode on inside; torch switches it off while it handles an op."""
-        overrides.push(self)
-        self.here.inside += 1
-        try:
-            yield
-        finally:
-            self.here.inside -= 1
-            overrides.pop(self)
-
     # -- modules -----------------------------------------------------------------------------------
 
     def here_recorded(self) -> bool:

@@ -80,6 +80,11 @@ class Release:
         return self.minor >= 9
 
     @property
+    def softmax_registers(self) -> bool:
+        """Whether a softmax keeps rows of up to 9,216 in registers (`cunn_SoftMaxForwardReg`)."""
+        return self.minor >= 7
+
+    @property
     def widest_flash(self) -> int:
         """The widest head of its flash attention: that of FlashAttention 1 up to 2.1."""
         return 256 if self.minor >= 2 else 128

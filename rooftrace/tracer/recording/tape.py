@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from rooftrace.graph import Collective, Group, marks, pattern_of
 from rooftrace.tracer import source_line, torch_private
+from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.recording.entries import Entries
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.taperecords import (
@@ -232,6 +233,17 @@ class Tape:
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}  # weights of TorchScript, unpacked
 
     # -- where the running thread stands -----------------------------------------------------------
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Switch the dispatch mode on inside; torch switches it off while it handles an op."""
+        overrides.push(self)
+        self.here.inside += 1
+        try:
+            yield
+        finally:
+            self.here.inside -= 1
+            overrides.pop(self)
 
     def backward_ran(self) -> None:
         """A backward of the user's has run in this thread, and no module since."""

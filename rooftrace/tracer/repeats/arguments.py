@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 import weakref
@@ -404,11 +405,13 @@ class Beginning:
         return {inner[len(path) :]: count for inner, count in calls.items()}
 
 
-def _content(tensor: Tensor) -> Any:
+def _content(tensor: Tensor) -> bytes:
     with torch_private.disable_current_modes():
         plain = tensor.detach().resolve_conj().resolve_neg()
-        plain = plain.clone(memory_format=torch.contiguous_format)  # one element may have stride 0
-        return hash(bytes(plain.reshape(-1).view(torch.uint8).numpy()))
+        plain = plain.contiguous()
+        flat = plain.as_strided((plain.numel(),), (1,))  # one element may have another stride
+        content: Any = flat.view(torch.uint8).numpy()
+        return hashlib.sha1(content, usedforsecurity=False).digest()
 
 
 def _random_states(tape: Tape) -> Any:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TraceError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_traffic
-from rooftrace.tracer import TraceError
 from rooftrace.tracer.names import PLANS, SHARDED
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
 from rooftrace.tracer.sharding.plans import (
@@ -117,10 +116,10 @@ def distribute(
         tp, ep, fsdp = (_there(model, p) for p in loose._resolve_parallel_plans(config))
         stays = None
         if by_engines and trains:
-            stays = _sequences_stay(model, manager, tp, sizes, makes_loss)
+            stays = _sequences_stay(model, manager.get_mesh("tp"), tp, ep, makes_loss)
             tp = tp if stays else {}
         _cut(model, manager, sizes, words=by_engines and not trains, experts=cut)
-        _split(model, manager, sizes, tp, ep, config.ep_implementation)
+        _split(model, manager, sizes, tp, ep, config.ep_implementation, stays == "")
         if tied:  # as transformers does after it has loaded weights
             loose.get_output_embeddings().weight = loose.get_input_embeddings().weight
         said = _on_whole(model, before, sizes["tp"], plan, stays) if sizes["tp"] > 1 else ""
@@ -148,12 +147,13 @@ def _cut(
 
 
 def _sequences_stay(
-    model: nn.Module, manager: Any, styles: Mapping[str, str], sizes: Mapping[str, int], loss: bool
+    model: nn.Module, tp: Any, styles: Mapping[str, str], ep: Mapping[str, str], makes_loss: bool
 ) -> str:
     """Cut sequences of a model that trains, with all else; else say why they stay whole."""
-    stays = why_sequences_stay(model, styles) if sizes["ep"] == 1 else "experts are on ep"
+    routed = [name for name, style in ep.items() if style == "ep_dispatch_experts"]
+    stays = why_sequences_stay(model, styles, routed)
     if not stays:
-        cut_sequences(model, manager.get_mesh("tp"), styles, makes_loss=loss)
+        cut_sequences(model, tp, styles, makes_loss=makes_loss, experts=routed)
     return stays
 
 
@@ -303,9 +303,16 @@ def _meshes(mesh: Mapping[str, int], sizes: Mapping[str, int], trains: bool) -> 
 
 
 def _split(
-    model: nn.Module, manager: Any, sizes: Mapping[str, int], tp: Any, ep: Any, exchange: str
+    model: nn.Module,
+    manager: Any,
+    sizes: Mapping[str, int],
+    tp: Any,
+    ep: Any,
+    exchange: str,
+    apart: bool,
 ) -> None:
-    """Tensor, then expert parallelism, by these plans."""
+    """Tensor, then expert parallelism, by these plans; apart: processes of "tp" have other tokens
+    where they come to experts."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -313,8 +320,16 @@ def _split(
         apply_tensor_parallelism(model, manager.get_mesh("tp"), tp)
     if sizes["ep"] > 1 and ep:
         _check_experts(model, sizes["ep"], ep)
-        experts, around = manager.get_mesh("ep"), manager.get_mesh("tp")
+        experts, around = manager.get_mesh("ep"), _alone() if apart else manager.get_mesh("tp")
         apply_expert_parallelism(model, experts, around, ep, ep_implementation=exchange)
+
+
+def _alone() -> Any:
+    """A mesh in which each process is alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    everybody = torch.distributed.get_world_size()
+    return init_device_mesh("cpu", (everybody, 1), mesh_dim_names=("each", "alone"))["alone"]
 
 
 _SHARING = (

@@ -1,14 +1,17 @@
 """Tensor and expert parallelism as inference engines and Megatron-LM do it.
 
 transformers' plan of DeepSeek leaves attention whole on every process, that of gpt-oss all but the
-head, and both add up routed and shared experts one by one.  Here the blocks of a model are found by
-their products: some read the hidden states and are cut by columns, one writes them and is cut by
-rows (Shoeybi et al., arXiv:1909.08053, section 3).
+head, that of Phi-3 gathers queries, keys and values, and the first two add up routed and shared
+experts one by one.  Here the blocks of a model are found by their products: some read the hidden
+states and are cut by columns, one writes them and is cut by rows (Shoeybi et al., arXiv:1909.08053,
+section 3).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,22 +20,107 @@ from torch import nn
 from rooftrace.errors import RequestError
 from rooftrace.graph import pattern_of
 
+_c10d: Any = torch.ops._c10d_functional
 _COLUMNS = (
     "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "fc_in",
-    "wi", "wi_0", "wi_1", "dense_h_to_4h", "w1", "w3",
+    "wi", "wi_0", "wi_1", "dense_h_to_4h", "w1", "w3", "c_fc",
 )  # fmt: skip
 """Names of products that read the hidden states, or the latents, of all heads or channels."""
 _ROWS = (
-    "o_proj", "out_proj", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h", "w2",
+    "o_proj", "out_proj", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h", "w2", "c_proj",
+    "dense",
 )  # fmt: skip
 """Names of products that write the hidden states."""
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj")
+_HEADS = (
+    "num_attention_heads", "num_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads",
+    "kv_heads",
+)  # fmt: skip
+_WIDTHS = ("embed_dim", "hidden_size", "split_size", "kv_dim")
+"""Numbers of an attention: of its heads, or of the channels of all of them."""
 _LATENT_KEYS = "kv_a_proj_with_mqa"
 _PACKED, DOWN = "gate_up_proj", "down_proj"
 """Weights of all experts: [experts, 2 channels, hidden] and [experts, hidden, channels], or these
 turned."""
-WHOLE = "replicate"
-"""transformers' word for a part that every process has whole."""
+WHOLE, CUT = "replicate", "local_params"
+"""transformers' words for a part that every process has whole, and for one that is cut here."""
+
+
+# -- exchanges -------------------------------------------------------------------------------------
+
+
+class Peers:
+    """Exchanges among the processes of a mesh; sequences are [batch, positions, width]."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.size: int = mesh.size()
+        self.rank: int = mesh.get_local_rank()
+        self._group = mesh.get_group()
+
+    def gather(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """All positions; the parts of all along another dimension."""
+        rows = _first(part, dim).contiguous()
+        made = _c10d.all_gather_into_tensor(rows, self.size, self._group.group_name)
+        return _first(_c10d.wait_tensor(made), dim).contiguous()
+
+    def scatter(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Own positions of the sum over all processes."""
+        rows = _first(self._checked(whole, dim), dim).contiguous()
+        made = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self._group.group_name)
+        return _first(_c10d.wait_tensor(made), dim).contiguous()
+
+    def own(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Own positions of what all have; an own part along another dimension."""
+        return self._checked(whole, dim).chunk(self.size, dim)[self.rank].contiguous()
+
+    def add(self, x: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        """The sum, or the maximum, over all processes."""
+        made = _c10d.all_reduce(x.contiguous(), how, self._group.group_name)
+        return _c10d.wait_tensor(made)  # type: ignore[no-any-return]
+
+    def sum_up(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum, in place: nothing is learnt."""
+        torch.distributed.all_reduce(x, group=self._group)
+        return x
+
+    def _checked(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        if dim == 1 and whole.shape[1] % self.size:
+            raise RequestError(
+                f"--mesh tp={self.size}: {whole.shape[1]:,} positions cannot be spread evenly over "
+                f"it; expected a multiple of {self.size}, or --plan transformers, which keeps "
+                "sequences whole"
+            )
+        return whole
+
+
+def _first(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.transpose(0, dim) if dim else x
+
+
+def entered(enter: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a call, of which the first one is changed."""
+    if args:
+        return (enter(args[0]), *args[1:]), kwargs
+    name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+    return args, {**kwargs, name: enter(kwargs[name])}
+
+
+def around(module: Any, enter: Any = None, leave: Any = None) -> None:
+    """Let a module take its first argument as one function makes it, and return its first result as
+    another does."""
+    forward = module.forward
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        if enter is not None:
+            args, kwargs = entered(enter, args, kwargs)
+        result = forward(*args, **kwargs)
+        if leave is None:
+            return result
+        if isinstance(result, tuple):
+            return leave(result[0]), *result[1:]
+        return leave(result)
+
+    module.forward = changed
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -42,16 +130,18 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
     """Styles of transformers where an engine shards otherwise than its own plan, over `size`.
 
     Where keys and values have fewer heads than there are processes, each process gets one of them
-    (not in training, where no engine does so): they are cut here, in place.  cut: whether
-    `cut_experts` follows; gathers: and cuts shared experts, too.  The keys are paths of modules and
-    parameters, with * for the number of a layer.  Attention is cut in models of which transformers
-    spreads a layer: code of others may count on all heads.  Raises RequestError for heads that do
-    not divide.
+    (not in training, where no engine does so): they are cut here, in place, as is one product of
+    queries, keys and values.  cut: whether `cut_experts` follows; gathers: and cuts shared experts,
+    too.  The keys are paths of modules and parameters, with * for the number of a layer.  Where
+    transformers spreads no layer, code of attention may count heads: its numbers become those of a
+    process.  Raises RequestError for heads that do not divide, and where nothing can be cut.
     """
-    own, rules, joined = set(model.tp_plan or ()), dict[str, str](), dict[str, str]()
+    own: dict[str, str] = dict(model.tp_plan or {})
+    rules, joined, counted = dict[str, str](), dict[str, str](), list[str]()
     ready = bool(model.ep_plan) or any("*" in name for name in own)
+    _turn(model)
     vocabulary = None if trains else _vocabulary(model, size)
-    for path, block in model.named_modules():
+    for path, block in list(model.named_modules()):
         place = pattern_of(path)
         children = {name for name, _ in block.named_children()}
         styles = dict[str, str]()
@@ -62,8 +152,13 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
                 styles = dict(_rules_of_experts(block))
         elif _is_fused(block):
             styles = {_PACKED: "packed_colwise", DOWN: "rowwise"}
+        elif (fused := _fused(model, block)) and own.get(f"{place}.{fused[0]}") != "colwise":
+            styles = _cut_fused(model, block, *fused, size, trains)
+            counted.append(path)
         elif not any(f"{place}.{name}" in own for name in children):
-            styles = dict(_rules_of(block, children, trains, ready))
+            styles = dict(_rules_of(block, children, trains))
+            if not ready and any(name in _OF_HEADS for name in styles):
+                counted.append(path)
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
             styles |= dict.fromkeys(_cut_heads(model, block, size), WHOLE)
         for shared in _added_to_experts(block) if cut else ():
@@ -77,10 +172,17 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
         if block is vocabulary:
             styles = dict.fromkeys(("", "weight"), WHOLE)
         rules |= {f"{place}.{name}".rstrip("."): style for name, style in styles.items()}
-    by_heads = [name for name in own | rules.keys() if name.endswith((".q_proj", ".q_b_proj"))]
+    by_heads = [name for name in own | rules if name.endswith((".q_proj", ".q_b_proj"))]
     if by_heads:
         heads = model.config.get_text_config().num_attention_heads
         check_divides("tp", size, heads, "attention heads")
+    _count_own(model, counted, size)
+    if not own and not rules and size > 1:
+        raise RequestError(
+            f"--mesh tp={size}: {type(model).__name__} has no block that is known to be cut, and "
+            "transformers has no plan for it; name a function build(mesh) in file.py:build that "
+            "shards the module"
+        )
     return rules | joined
 
 
@@ -95,13 +197,11 @@ def check_divides(axis: str, processes: int, number: int, what: str) -> None:
 
 
 def _rules_of(
-    block: nn.Module, children: Collection[str], trains: bool, ready: bool
+    block: nn.Module, children: Collection[str], trains: bool
 ) -> Iterator[tuple[str, str]]:
     """Styles of the parts of a block, by their name; "" is the block."""
     linear = [name for name in children if isinstance(getattr(block, name), nn.Linear)]
     if not any(name in _ROWS for name in linear) or not any(name in _COLUMNS for name in linear):
-        return
-    if not ready and any(name in _OF_HEADS for name in linear):
         return
     for name in linear:
         if name in _COLUMNS or name in _ROWS:
@@ -158,7 +258,7 @@ def cut_vocabulary(model: Any, mesh: Any) -> None:
     embedding: Any = _vocabulary(model, mesh.size())
     if embedding is not None:
         cut_words(embedding, mesh.get_local_rank(), mesh.size())
-        _reduce_results(embedding, mesh.get_group())
+        around(embedding, leave=Peers(mesh).sum_up)
 
 
 def cut_words(embedding: Any, rank: int, size: int) -> None:
@@ -186,6 +286,66 @@ def own_rows(weight: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 # -- heads -----------------------------------------------------------------------------------------
 
 
+def _turn(model: nn.Module) -> None:
+    """Put a Linear in the place of each Conv1D of transformers, whose weight is [in, out], as vLLM
+    has it (`load_weights` of its model_executor/models/gpt2.py)."""
+    for block in list(model.modules()):
+        for name, part in list(block.named_children()):
+            if type(part).__name__ == "Conv1D" and hasattr(part, "nf"):
+                loose: Any = part
+                made = nn.Linear(loose.nx, loose.nf, device="meta")
+                made.weight, made.bias = nn.Parameter(loose.weight.detach().t().clone()), loose.bias
+                setattr(block, name, made)
+
+
+def _fused(model: Any, block: nn.Module) -> tuple[str, int] | None:
+    """The product of queries, keys and values of an attention, and its heads of keys."""
+    heads = getattr(model.config.get_text_config(), "num_attention_heads", 0)
+    width = getattr(block, "head_dim", None)
+    if not heads or not isinstance(width, int) or any(hasattr(block, n) for n in _OF_HEADS):
+        return None
+    parts = {name: p for name, p in block.named_children() if isinstance(p, nn.Linear)}
+    if all(parts[name].in_features != heads * width for name in parts.keys() & set(_ROWS)):
+        return None
+    for name in parts.keys() - set(_ROWS):
+        keys, rest = divmod(parts[name].out_features - heads * width, 2 * width)
+        if keys > 0 and not rest and not heads % keys:
+            return name, keys
+    return None
+
+
+def _cut_fused(
+    model: Any, block: Any, name: str, keys: int, size: int, trains: bool
+) -> dict[str, str]:
+    """Styles of an attention, of whose product of queries, keys and values a process keeps those
+    of its heads.
+
+    The rows are taken to be all queries, then keys, then values: in models that put them otherwise
+    a process has as many.
+    """
+    heads = model.config.get_text_config().num_attention_heads
+    check_divides("tp", size, heads, "attention heads")
+    if trains or size % keys:
+        check_divides("tp", size, keys, "heads of keys and values")
+    layer = getattr(block, name)
+    _keep_heads(layer, [heads, keys, keys], size)
+    block.num_key_value_groups = heads // size // max(keys // size, 1)
+    styles = {name: "packed_colwise", **{f"{name}.{w}": CUT for w, _ in layer.named_parameters()}}
+    return styles | {row: "rowwise" for row, _ in block.named_children() if row in _ROWS}
+
+
+def _keep_heads(layer: Any, parts: list[int], size: int) -> None:
+    """Leave a process its share of each of these numbers of heads, or one that others have too."""
+    width, rank = layer.out_features // sum(parts), torch.distributed.get_rank() % size
+    for name, weight in list(layer.named_parameters()):
+        kept = [
+            part[rank * n // size * width :][: max(n // size, 1) * width]
+            for part, n in zip(weight.split([n * width for n in parts]), parts, strict=True)
+        ]
+        put_part(layer, name, torch.cat(kept))
+    layer.out_features = layer.weight.shape[0]
+
+
 def _cut_heads(model: Any, attention: Any, size: int) -> list[str]:
     """The products of keys and values that were cut to one head, which several processes share."""
     config = model.config.get_text_config()
@@ -194,14 +354,29 @@ def _cut_heads(model: Any, attention: Any, size: int) -> list[str]:
         return []
     cut = [name for name in ("k_proj", "v_proj") if isinstance(getattr(attention, name), nn.Linear)]
     for name in cut:
-        layer = getattr(attention, name)
-        width = layer.out_features // heads
-        start = torch.distributed.get_rank() % size * heads // size * width
-        layer.out_features = width
-        for kind, weight in list(layer.named_parameters()):
-            put_part(layer, kind, weight[start : start + width])
+        _keep_heads(getattr(attention, name), [heads], size)
     attention.num_key_value_groups = queries // size
     return cut
+
+
+def _count_own(model: Any, paths: Collection[str], size: int) -> None:
+    """Let these attentions, and the modules around them, count the heads of one process."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    around = {path[:end] for path in paths for end in range(len(path)) if path[end] == "."} | {""}
+    for part in (model.get_submodule(path) for path in around if paths):
+        for name in _HEADS:  # of ALiBi
+            if getattr(part, name, None) == heads:
+                setattr(part, name, heads // size)
+    for block in map(model.get_submodule, paths):
+        block.config = copy.copy(getattr(block, "config", config))
+        for part in (block, block.config):
+            own = dict.fromkeys(_HEADS, 1)
+            if part is block:
+                own |= dict.fromkeys(_WIDTHS, block.head_dim)
+            for name, least in own.items():
+                if isinstance(number := getattr(part, name, None), int):
+                    setattr(part, name, max(number // size, least))
 
 
 def put_part(module: nn.Module, name: str, part: torch.Tensor) -> None:
@@ -252,9 +427,10 @@ def cut_experts(model: nn.Module, tp: Any, replicas: Any, parts: int) -> None:
             if number > 1:
                 for name in shared:
                     _cut_shared(getattr(block, name), rank, number * tp.size())
-                _gather_tokens(block, replicas)
+                ranks = Peers(replicas)
+                around(block, partial(ranks.gather, dim=0), partial(ranks.scatter, dim=0))
             if tp.size() > 1:
-                _reduce_results(block if shared or number > 1 else experts, tp.get_group())
+                around(block if shared or number > 1 else experts, leave=Peers(tp).sum_up)
 
 
 def _cut_shared(block: Any, rank: int, processes: int) -> None:
@@ -265,21 +441,6 @@ def _cut_shared(block: Any, rank: int, processes: int) -> None:
             dim = 1 if name == DOWN else 0
             put_part(layer, "weight", layer.weight.chunk(processes, dim)[rank])
             layer.out_features, layer.in_features = layer.weight.shape
-
-
-def _gather_tokens(block: Any, replicas: Any) -> None:
-    """Give a block the tokens of all replicas, and each of these the sums of its own."""
-    forward, many = block.forward, replicas.size()
-    ops, group = torch.ops._c10d_functional, replicas.get_group().group_name
-
-    def of_all(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        gathered = ops.all_gather_into_tensor(hidden.contiguous(), many, group)
-        result = forward(ops.wait_tensor(gathered), *args, **kwargs)
-        first, *others = result if isinstance(result, tuple) else (result,)
-        own = ops.wait_tensor(ops.reduce_scatter_tensor(first.contiguous(), "sum", many, group))
-        return (own, *others) if isinstance(result, tuple) else own
-
-    block.forward = of_all
 
 
 def _cut(experts: Any, place: int, parts: int, number: int, slices: int) -> None:
@@ -320,16 +481,3 @@ def _mask_others(experts: Any, place: int, count: int) -> None:
         return forward(hidden, local, weights.masked_fill(others, 0.0))
 
     experts.forward = of_own
-
-
-def _reduce_results(module: Any, group: Any) -> None:
-    """Add up the results of a module over a group: of several, the first."""
-    forward = module.forward
-
-    def reduced(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        first = result[0] if isinstance(result, tuple) else result
-        torch.distributed.all_reduce(first, group=group)
-        return result
-
-    module.forward = reduced

@@ -6,7 +6,8 @@ after it (Korthikanti et al., arXiv:2205.05198, section 4.2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,16 +17,18 @@ from torch import nn
 from rooftrace.errors import RequestError
 from rooftrace.graph import pattern_of
 from rooftrace.tracer.sharding.plans import (
+    CUT,
     DOWN,
     WHOLE,
+    Peers,
+    around,
     check_divides,
     cut_words,
+    entered,
     own_rows,
     put_part,
 )
 from rooftrace.tracer.sharding.splitting import base_of, layers_of
-
-_c10d: Any = torch.ops._c10d_functional
 
 
 class _Exchanged(torch.autograd.Function):
@@ -41,62 +44,23 @@ class _Exchanged(torch.autograd.Function):
         return ctx.back(grads[0]), None, None
 
 
-class _Processes:
-    """Exchanges among the processes of "tp"; sequences are [batch, positions, width]."""
-
-    def __init__(self, mesh: Any) -> None:
-        self.size: int = mesh.size()
-        self.rank: int = mesh.get_local_rank()
-        self.group = mesh.get_group().group_name
-
-    def gather(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """All positions; the parts of all along another dimension."""
-        rows = part.transpose(0, dim).contiguous()
-        made = _c10d.all_gather_into_tensor(rows, self.size, self.group)
-        return _c10d.wait_tensor(made).transpose(0, dim).contiguous()  # type: ignore[no-any-return]
-
-    def scatter(self, whole: torch.Tensor) -> torch.Tensor:
-        """Own positions of the sum over all processes."""
-        rows = self._checked(whole).transpose(0, 1).contiguous()
-        made = _c10d.reduce_scatter_tensor(rows, "sum", self.size, self.group)
-        return _c10d.wait_tensor(made).transpose(0, 1).contiguous()  # type: ignore[no-any-return]
-
-    def own(self, whole: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Own positions of what all have; an own part along another dimension."""
-        checked = self._checked(whole) if dim == 1 else whole
-        return checked.chunk(self.size, dim)[self.rank].contiguous()
-
-    def add(self, x: torch.Tensor, how: str = "sum") -> torch.Tensor:
-        """The sum, or the maximum, over all processes."""
-        made = _c10d.all_reduce(x.contiguous(), how, self.group)
-        return _c10d.wait_tensor(made)  # type: ignore[no-any-return]
-
-    def _checked(self, whole: torch.Tensor) -> torch.Tensor:
-        if whole.shape[1] % self.size:
-            raise RequestError(
-                f"--mesh tp={self.size}: {whole.shape[1]:,} positions cannot be spread evenly over "
-                f"it; expected a multiple of {self.size}, or --plan transformers, which keeps "
-                "sequences whole"
-            )
-        return whole
-
-
 _HALVES = ("packed_colwise", "packed_rowwise")
 _CUT = {"colwise": -2, "rowwise": -1, "packed_colwise": -2, "packed_rowwise": -1}
 """The dimension that a style of transformers cuts; a vector has one."""
 _ADDED = ("rowwise", "packed_rowwise")
 """Styles whose results all processes add up."""
 _UNCUT = (
-    "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params",
-    "all_reduce", WHOLE,
+    "replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "all_reduce", CUT,
+    WHOLE,
 )  # fmt: skip
 """Styles of parts of a block that all processes have whole, or whose weights have styles."""
 
 
-def why_sequences_stay(model: Any, styles: Mapping[str, str]) -> str:
+def why_sequences_stay(model: Any, styles: Mapping[str, str], experts: Collection[str] = ()) -> str:
     """The part of a model that `cut_sequences` cannot take, as a clause; "" where it can.
 
-    styles: of modules and weights, by their paths.
+    styles: of modules and weights, by their paths; experts: paths of those that get their rows from
+    all processes.
     """
     if model.get_output_embeddings() is None:
         return "there is no head"
@@ -108,7 +72,13 @@ def why_sequences_stay(model: Any, styles: Mapping[str, str]) -> str:
     for layer in layers:
         for name, weight in layer.named_parameters():
             path, child = f"{names[layer]}.{name}", f"{names[layer]}.{name.partition('.')[0]}"
-            if not _is_block(child, styles) and (weight.dim() > 1 or path == child):
+            if any(path.startswith(f"{child}.") for path in experts):
+                continue
+            if _is_block(child, styles):
+                block = model.get_submodule(child)
+                if "residual" in inspect.signature(block.forward).parameters:
+                    return f"{pattern_of(child)} adds its results to a residual"
+            elif weight.dim() > 1 or path == child:
                 return f"{pattern_of(path)} is whole"
     for name, style in styles.items():
         if "." in name and pattern_of(name) != name and style not in (*_CUT, *_UNCUT):
@@ -126,28 +96,50 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def cut_sequences(
-    model: Any, mesh: Any, styles: Mapping[str, str], *, makes_loss: bool = True
+    model: Any,
+    mesh: Any,
+    styles: Mapping[str, str],
+    *,
+    makes_loss: bool = True,
+    experts: Collection[str] = (),
 ) -> None:
     """Shard a model that trains, in place, with its sequences wherever nothing else is cut.
 
     Weights of its blocks are cut by these styles, the vocabulary by rows.  makes_loss: the model
     makes it, of the logits of own words; else logits are gathered.  What all processes have whole
-    gets the sum of its gradients.
+    gets the sum of its gradients.  experts: see `why_sequences_stay`; a process sends them its own
+    positions, as in Megatron-LM.
     """
-    ranks, names = _Processes(mesh), {module: name for name, module in model.named_modules()}
+    ranks, names = Peers(mesh), {module: name for name, module in model.named_modules()}
     layers = [layer for layer in layers_of(model) if _has_weights(layer)]
     for layer in layers:
         for child in layer.children():
-            if _is_block(names[child], styles):
-                _cut_weights(child, names[child], styles, ranks)
-                _around(child, ranks)
+            path = names[child]
+            if any(name.startswith(f"{path}.") for name in experts):
+                for part in (part for part in child.children() if names[part] not in experts):
+                    _cut_part(part, names[part], styles, ranks, dim=0)  # [tokens, width], too
+                own = dict.fromkeys(
+                    (name for name, _ in child.named_parameters(recurse=False)), 1.0
+                )
+                _share_weights(child, own, ranks)
             else:
-                _share(child, ranks)
-    _cut_ends(model, layers[0], ranks)
-    _cut_head(model, ranks, makes_loss)
+                _cut_part(child, path, styles, ranks, dim=1)
+    is_whole = _cut_ends(model, layers[0], ranks)
+    _cut_head(model, ranks, makes_loss, is_whole)
 
 
-def _cut_weights(block: nn.Module, path: str, styles: Mapping[str, str], ranks: _Processes) -> None:
+def _cut_part(
+    part: nn.Module, path: str, styles: Mapping[str, str], ranks: Peers, dim: int
+) -> None:
+    """Give a part that is cut the positions of all processes; else let these share its weights."""
+    if not _is_block(path, styles):
+        return _share(part, ranks)
+    gather, scatter = partial(ranks.gather, dim=dim), partial(ranks.scatter, dim=dim)
+    _cut_weights(part, path, styles, ranks)
+    return around(part, _exchange(gather, scatter), _exchange(scatter, gather))
+
+
+def _cut_weights(block: nn.Module, path: str, styles: Mapping[str, str], ranks: Peers) -> None:
     """Leave a process its part of the weights of a block."""
     for place, module in list(block.named_modules(prefix=path)):
         shared = dict[str, float]()
@@ -159,20 +151,20 @@ def _cut_weights(block: nn.Module, path: str, styles: Mapping[str, str], ranks: 
                 halves = weight.chunk(2, dim) if style in _HALVES else (weight,)
                 parts = [half.chunk(ranks.size, dim)[ranks.rank] for half in halves]
                 put_part(module, name, torch.cat(parts, dim))
-            else:  # a bias of sums is added once: a share of it by each process
+            elif style != CUT:  # a bias of sums is added once: a share of it by each process
                 is_added = style in _ADDED or name == f"{DOWN}_bias"
                 shared[name] = 1 / ranks.size if is_added else 1.0
         _share_weights(module, shared, ranks)
 
 
-def _share(part: nn.Module, ranks: _Processes) -> None:
+def _share(part: nn.Module, ranks: Peers) -> None:
     """Let the weights of a part get the sum of their gradients."""
     for module in part.modules():
         names = (name for name, _ in module.named_parameters(recurse=False))
         _share_weights(module, dict.fromkeys(names, 1.0), ranks)
 
 
-def _share_weights(module: Any, scales: Mapping[str, float], ranks: _Processes) -> None:
+def _share_weights(module: Any, scales: Mapping[str, float], ranks: Peers) -> None:
     """Let these weights of a module get the sum of their gradients; they count by a scale."""
     forward, share = module.forward, _exchange(_same, ranks.add)
 
@@ -199,41 +191,19 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _with_first(change: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call, of which the first one is changed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    name = _first(kwargs)
-    return args, {**kwargs, name: change(kwargs[name])}
+def _cut_ends(model: Any, first: nn.Module, ranks: Peers) -> bool:
+    """Cut the embedding, and the hidden states that enter the first layer of a process.
 
-
-def _first(kwargs: Mapping[str, Any]) -> str:
-    return "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-
-
-def _around(block: Any, ranks: _Processes) -> None:
-    """Let a block take all positions, and add up its results for each process's own ones."""
-    forward = block.forward
-    enter, leave = _exchange(ranks.gather, ranks.scatter), _exchange(ranks.scatter, ranks.gather)
-
-    def of_all(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_first(enter, args, kwargs)
-        shape = (args[0] if args else kwargs[_first(kwargs)]).shape
-        result = forward(*args, **kwargs)
-        if isinstance(result, tuple):
-            return leave(result[0].view(shape)), *result[1:]
-        return leave(result.view(shape))
-
-    block.forward = of_all
-
-
-def _cut_ends(model: Any, first: nn.Module, ranks: _Processes) -> None:
-    """Cut the embedding, and the hidden states that enter the first layer of a process."""
+    Returns whether the last part of the base gathers them.
+    """
     base = base_of(model)
     parts = [part for part in base.children() if _has_weights(part)]
     place = next(n for n, part in enumerate(parts) if any(m is first for m in part.modules()))
-    for part in parts[place + 1 :]:
+    after = parts[place + 1 :]
+    for part in after:
         _share(part, ranks)
+    if after:  # code of GPT-2 gives what its last norm makes the shape of whole sequences
+        around(after[-1], leave=_exchange(ranks.gather, ranks.scatter))
     embedding: Any = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         cut_words(embedding, ranks.rank, ranks.size)
@@ -243,11 +213,11 @@ def _cut_ends(model: Any, first: nn.Module, ranks: _Processes) -> None:
         # Positions are turned in attention, and nothing is added to what was looked up.
         change = _exchange(ranks.scatter, ranks.gather)
     else:
-        looked_up, add = embedding.forward, _exchange(ranks.add, _same)
-        embedding.forward = lambda ids: add(looked_up(ids))
+        around(embedding, leave=_exchange(ranks.add, _same))
         change = _exchange(ranks.own, ranks.gather)
-    enter = partial(_with_first, change)
+    enter = partial(entered, change)
     first.register_forward_pre_hook(lambda _, args, kwargs: enter(args, kwargs), with_kwargs=True)
+    return bool(after)
 
 
 def _handed(model: Any, size: int) -> Any:
@@ -268,8 +238,9 @@ def _handed(model: Any, size: int) -> Any:
     return lambda whole: parts.pop()
 
 
-def _cut_head(model: Any, ranks: _Processes, makes_loss: bool) -> None:
-    """Let each process have the logits of its own words, and of all positions."""
+def _cut_head(model: Any, ranks: Peers, makes_loss: bool, is_whole: bool) -> None:
+    """Let each process have the logits of its own words, and of all positions; is_whole: it gets
+    the hidden states of all."""
     head: Any = model.get_output_embeddings()
     if not hasattr(head, "out_features"):  # a stage before the last one
         return
@@ -277,7 +248,7 @@ def _cut_head(model: Any, ranks: _Processes, makes_loss: bool) -> None:
     for name, weight in list(head.named_parameters()):
         put_part(head, name, own_rows(weight, ranks.rank, ranks.size))
     start = ranks.rank * head.weight.shape[0]
-    enter = _exchange(ranks.gather, ranks.scatter)
+    enter = _same if is_whole else _exchange(ranks.gather, ranks.scatter)
     leave = _exchange(partial(ranks.gather, dim=-1), partial(ranks.own, dim=-1))
 
     def of_own(hidden: torch.Tensor) -> torch.Tensor:
@@ -290,7 +261,7 @@ def _cut_head(model: Any, ranks: _Processes, makes_loss: bool) -> None:
 
 
 def _loss(
-    ranks: _Processes,
+    ranks: Peers,
     start: int,
     logits: torch.Tensor,
     labels: torch.Tensor,
@@ -317,7 +288,7 @@ class _CrossEntropy(torch.autograd.Function):
     """The loss of each row of logits, whose columns are spread over processes."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: _Processes) -> Any:
+    def forward(ctx: Any, logits: torch.Tensor, words: torch.Tensor, ranks: Peers) -> Any:
         shifted = logits - ranks.add(logits.amax(-1), "max")[:, None]
         others = (words < 0) | (words >= logits.shape[-1])
         column = words.masked_fill(others, 0)[:, None]

@@ -135,6 +135,7 @@ class KnownTensors:
 
         keep: values that rest on no assumption stay as `REAL_VALUE`, for a later capture.
         """
+        self.results.clear()
         for tensor in self.tensors():
             entry = self.held(tensor)
             if keep and entry is not None and not entry.taint:
@@ -260,6 +261,11 @@ class ResultMemo:
         self.shared: set[int] = set()  # storages of values that several tensors hold
         self._writes: Counter[int] = Counter()  # by storage: torch counts none made in a mode
 
+    def clear(self) -> None:
+        """Release the results, of which some are large."""
+        self.memo.clear()
+        self._kept.clear()
+
     def can_draw(self, func: Any, outputs: Sequence[Tensor]) -> bool:
         """Whether a random op makes integers without inputs, and drawing is on."""
         takes = any("Tensor" in str(argument.type) for argument in func._schema.arguments)
@@ -277,9 +283,9 @@ class ResultMemo:
             return compute(value)
         key = ("once", id(value), self._state(value), name)
         kept = self._recalled(key)
-        if kept is None:
-            kept = compute(value), value
-            self._keep(key, kept, [value])
+        if kept is None or kept[1]() is not value:
+            kept = compute(value), weakref.ref(value)  # held, a large one would push out others
+            self._keep(key, kept, [])
         return kept[0]
 
     def of(self, call: Call, values: Mapping[int, Tensor]) -> Any:

@@ -43,7 +43,8 @@ MAX_MARKED = 1 << 25
 """Truths up to this many that follow from a choice (marks of experts, or of the keys that sparse
 attention takes) are carried along: each layer makes a new one."""
 MAX_ASSUMED = 1 << 24
-"""Unknown tensors up to this many elements get an assumed value where the code needs one."""
+"""Unknown tensors up to this many elements get an assumed value where the code needs one; of
+larger masks the true elements are counted."""
 MAX_FLOATS = 1 << 16
 """Floating tensors up to this many elements are carried along; they seldom decide anything."""
 

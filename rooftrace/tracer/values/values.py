@@ -130,14 +130,19 @@ class Assumptions:
     def mask(self, shape: tuple[int, ...], why: str) -> tuple[Tensor, frozenset[int]]:
         """A value for an unknown mask: the first elements of each row are true, at least one in
         all unless the user sets 0."""
-        decided = self.decision("density")
-        density = DENSITY if decided is None else float(decided)
         rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 1
-        true = max(1 if density else 0, math.ceil(rows * columns * density))
+        true, taint = self.true_in(shape, why)
         each, over = divmod(true, max(rows, 1))
         mask = torch.arange(columns) < each + (torch.arange(rows) < over).long()[:, None]
+        return mask.reshape(shape), taint
+
+    def true_in(self, shape: tuple[int, ...], why: str) -> tuple[int, frozenset[int]]:
+        """How many elements of an unknown mask are taken as true."""
+        decided = self.decision("density")
+        density = DENSITY if decided is None else float(decided)
         text = f"{why}: {100 * density:.3g}% of an unknown mask {list(shape)} is taken as true"
-        return mask.reshape(shape), self.chosen("density", text, density, decided)
+        true = max(1 if density else 0, math.ceil(math.prod(shape) * density))
+        return true, self.chosen("density", text, density, decided)
 
     def ones(self, tensor: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
         """A value for unknown numbers: 1, unless the user sets another or the code fails with 1, as
@@ -257,6 +262,19 @@ class Values(Assumptions, KnownTensors):
                 self.learn(tensor, value, taint)  # a later count of its elements agrees
             return value, taint
         return self.ones(tensor, why)
+
+    def is_vast(self, mask: Tensor) -> bool:
+        """Whether a mask is unknown and too large to be written out: it is counted alone."""
+        large = mask.dtype == torch.bool and mask.numel() > MAX_ASSUMED
+        return large and self.exact(mask) is None and self.finite(mask) is None
+
+    def places(self, mask: Tensor, why: str) -> tuple[Tensor, frozenset[int]]:
+        """Indices [true, dimensions] of the true elements of a mask; on meta where it is vast."""
+        if self.is_vast(mask):
+            true, taint = self.true_in(tuple(mask.shape), why)
+            return torch.empty(true, mask.dim(), dtype=torch.int64, device="meta"), taint
+        value, taint = self.value_of(mask, why)
+        return value.nonzero(), taint
 
     def from_data(self, tensor: Tensor) -> Known | None:
         """The value of an unknown tensor, computed from the caller's real tensors.
