@@ -16,6 +16,9 @@ from typing import Any
 
 _SAFE = "PYTHONSAFEPATH"
 
+ONE_TASK: list[str] = []
+"""Not empty in a process of the command line: it records in one thread, for one user's request."""
+
 
 @contextlib.contextmanager
 def safe_path() -> Iterator[None]:

@@ -31,6 +31,10 @@ class TargetError(ValueError):
     """A target that cannot be found or built: quotes it and the expected form."""
 
 
+class TraceError(RuntimeError):
+    """The module could not be traced: names the module, the user's line and what to try."""
+
+
 class ProfileError(ValueError):
     """A file of measurements that cannot be read, or that does not fit the request.
 

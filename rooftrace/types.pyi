@@ -20,6 +20,7 @@ from rooftrace.errors import (
     ProfileError as ProfileError,
     RequestError as RequestError,
     TargetError as TargetError,
+    TraceError as TraceError,
 )
 from rooftrace.graph import GraphFileError as GraphFileError, OpGraph as OpGraph
 from rooftrace.hardware import Chip as Chip, Host as Host
@@ -62,6 +63,6 @@ from rooftrace.studies.solving.workloads import (
     RatesAnswer as RatesAnswer,
 )
 from rooftrace.studies.sweeps import Form as Form, Sweep as Sweep
-from rooftrace.tracer import Request as Request, TraceError as TraceError
+from rooftrace.tracer import Request as Request
 from rooftrace.weights import CheckpointDiff as CheckpointDiff, ParameterDiff as ParameterDiff
 from rooftrace.weights.inventory import ModelInfo as ModelInfo

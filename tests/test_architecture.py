@@ -627,6 +627,7 @@ loaded = {"torch", "transformers", "pandas", "matplotlib", "rich", "numpy"} & se
 assert not loaded, f"importing the report loads {sorted(loaded)}"
 
 sys.modules["torch"] = sys.modules["transformers"] = None  # from here on, importing it raises
+assert issubclass(rooftrace.types.TraceError, RuntimeError), "a sweep of cached traces names it"
 rooms = ("measured.profiles", "measured.alignment", "measured.fit", "studies.sweeps")
 rooms += ("studies.solving", "studies.explaining", "studies.advice", "studies.sensitivity")
 for name in ("hardware", "graph", "costmodels", "diffs", *rooms, "reporting"):

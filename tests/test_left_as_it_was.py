@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer import TraceError
+from rooftrace.errors import TraceError
 
 
 class Stateful(nn.Module):

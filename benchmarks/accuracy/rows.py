@@ -39,7 +39,7 @@ def table(
     blocks = attention or [NO_ATTENTION] * len(kinds)
     for name, column in zip(COLUMNS, np.array(blocks, dtype=float).T, strict=True):
         data[f"attention {name}"] = column
-    data |= {name: np.zeros(len(kinds)) for name in ("index", *EXPERTS)}
+    data |= {name: np.zeros(len(kinds)) for name in ("issue", "wait", *EXPERTS)}
     return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
 
 
@@ -47,7 +47,15 @@ def stage(
     chip: Chip, kind: str, moved: np.ndarray, warm: np.ndarray, **numbers: np.ndarray | float
 ) -> KernelTable:
     """Kernels of one class, a row each: bytes, the share of them that is warm, other columns."""
-    names = (*AMOUNTS, "unit", "odd", "index", *EXPERTS, *(f"attention {name}" for name in COLUMNS))
+    names = (
+        *AMOUNTS,
+        "unit",
+        "odd",
+        "issue",
+        "wait",
+        *EXPERTS,
+        *(f"attention {name}" for name in COLUMNS),
+    )
     data = {name: np.zeros(len(moved)) for name in names}
     numbers = {"count": 1.0, "rate": 1.0, "padded": 1.0, **numbers}
     for name, number in {**numbers, "bytes": moved, "warm": warm * moved}.items():

@@ -46,9 +46,8 @@ def count_inputs(module: Any, inputs: Any) -> Result:
     """Both phases of a module; what it refuses (training without parameters) is left out."""
     from counted import compared
 
-    from rooftrace.errors import RequestError
+    from rooftrace.errors import RequestError, TraceError
     from rooftrace.tracer.phases import collector_paused
-    from rooftrace.tracer.source import TraceError
 
     phases: dict[str, Any] = {}
     failure = error_text = ""

@@ -286,7 +286,7 @@ Least batch of one device at which computing takes 0.9 of the slower of HBM and 
 brings its own batch, and has its share of the experts. The report divides the routed work by the
 devices, though each brings its own tokens; leaves out shared experts, dense layers and the head;
 and counts the link's bytes of one layer, at one device too. *Mended* has all of these terms, with
-its algorithm for attention ([`explore`](sensitivity.md#when-computing-limits-decode)), at its
+its algorithm for attention ([critical batch](sensitivity.md#when-computing-limits-decode)), at its
 link of 900 GB/s. *Absorbed* has FLOPs, weights and cache from two traces: then every cell has a
 batch. At 50 GB/s, a network card for each device, no batch helps against the link in {stuck} of the
 {cells} cells of two devices and more."""

@@ -57,6 +57,20 @@ sets, and fp8 caches, too."""
 HOPPER = ("h100_sxm", "h200_sxm")
 LATENTS = ["*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj"]
 """Products that NVIDIA's NVFP4 checkpoints of DeepSeek-R1 keep in bf16, beside the head."""
+ZIPF = {"routing": "skewed:1"}
+"""How tokens choose experts: by Zipf's law.  Of 62 dev rows of gpt-oss-120b (all engines and chips,
+`tp` 1 to 8) time per token is then 8 % off, and 17 % by equally likely choices.  No kernel is to
+blame: engines with other kernels are off alike, and the less, the more chips share weights.
+Popular experts stand first in a trace, so that over `ep` one process would have them all: there
+choices are equally likely."""
+GUESSED = "1.2.0rc6.post3"
+"""The version of TensorRT-LLM that InferenceMAX ran with multi-token prediction alone (entries
+dsr1-fp4-b200-trt-mtp and dsr1-fp8-b200-trt-mtp of its nvidia-master.yaml, March and April 2026)."""
+PROMPTS = {"vllm": "compiled", "sglang": "eager", "trtllm": "eager"}
+"""How engines launch a prompt.  CUDA graphs hold decode steps.  For prompts SGLang 0.5.9's need a
+flag, and TensorRT-LLM's a `torch_compile_config`, which InferenceMAX's scripts set for DeepSeek-R1
+on B200 with many clients alone; vLLM's end at 512 tokens (max_cudagraph_capture_size), above which
+compiled code runs."""
 NODE = 8
 """Chips of a host, over which engines cut a model; labels of more count several workers."""
 
@@ -116,11 +130,14 @@ def mesh_of(row: Any) -> dict[str, int]:
 
 def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
     """The step of a config over its sizes, kept in a folder."""
-    name = "-".join([config.stem, phase, *(f"{axis}{size}" for axis, size in mesh.items())])
+    skewed = "experts" in config.read_text(encoding="utf-8") and "ep" not in mesh
+    axes = (f"{axis}{size}" for axis, size in mesh.items())
+    name = "-".join([config.stem, phase, *axes, *(["zipf"] if skewed else [])])
     path = kept / f"{name}.form.gz"
     if path.exists():
         return Form.load(path)
-    how: dict[str, Any] = {"batch": 1} if phase == "prefill" else {}
+    how: dict[str, Any] = {"assume": ZIPF} if skewed else {}
+    how |= {"batch": 1} if phase == "prefill" else {}
     form = rt.tools.form(str(config), over=SIZES[phase], phase=phase, mesh=mesh or None, **how)
     form.save(path)
     return form
@@ -130,6 +147,8 @@ def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, A
     """Predictions of rows with one checkpoint and one mesh."""
     first = rows.iloc[0]
     mesh = mesh_of(first)
+    if first.backend_version == GUESSED:
+        raise RequestError("tokens are guessed ahead: the row does not say how many are accepted")
     for (system, engine), some in rows.groupby(["system", "backend"]):
         config = written(some.iloc[0], kept, folder)
         decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
@@ -143,13 +162,17 @@ def answered(
     """Milliseconds per token and to the first one of rows of one engine on one chip."""
     # dsr1_fp8_b200_docker.sh and dsr1_fp4_b200_docker.sh of InferenceMAX: --kv-cache-dtype fp8_e4m3
     cache = "fp8" if engine == "sglang" and rows.system.iloc[0] not in HOPPER else None
-    how = Conditions.of(rt.tools.execution_model("serving", library=engine), None, None, cache)
+    how, alone = (
+        Conditions.of(rt.tools.execution_model("serving", library=engine, dispatch=dispatch),
+                      None, None, cache)
+        for dispatch in ("graph", PROMPTS[engine])
+    )  # fmt: skip
     clients = rows.batch_size.to_numpy(dtype=np.int64)
     prompt, answer = (np.rint(rows[n] * MEAN).to_numpy(dtype=np.int64) for n in ("isl", "osl"))
     batch = np.minimum(clients, kept_at_once(decode, chip, how, prompt, answer, engine))
     points = Points({"batch": batch, "kv": prompt + answer // 2})
     steps = evaluated(decode, points, [chip], how)
-    prompts = evaluated(prefill, Points({"seq": prompt}), [chip], how)
+    prompts = evaluated(prefill, Points({"seq": prompt}), [chip], alone)
     scheduled = [scheduling(row, engine) for row in rows.itertuples()]
     tokens, held = (np.array(column) for column in zip(*scheduled, strict=True))
     loop = {"rounds": ROUNDS, "spread": SPREAD, "together": np.maximum(tokens / prompt, 1),
@@ -285,7 +308,8 @@ def main() -> None:
     made: list[dict[str, Any]] = []
     together = ["model_path", "precision", *KEYS]
     sides = ["mode", *(f"{side}_{key}" for side in ("prefill", "decode") for key in KEYS)]
-    sides = [*together, *sides, rows.prefill_num_workers.isna()]
+    flags = (rows.prefill_num_workers.isna(), rows.backend_version == GUESSED)
+    sides = [*together, *sides, *(flag.rename(place) for place, flag in enumerate(flags))]
     for _, some in rows.groupby(sides, dropna=False):
         way = priced if some["mode"].iloc[0] == "agg" else apart
         try:

@@ -29,8 +29,7 @@ def compare_one(name: str, depth: int | None = None) -> Result:
     """Each phase of one entry compared with itself; `failure` names the phase that differs."""
     from models import load
 
-    from rooftrace.errors import RequestError
-    from rooftrace.tracer.source import TraceError
+    from rooftrace.errors import RequestError, TraceError
 
     result: Result = {"name": name, "failure": "", "error": "", "phases": {}}
     try:

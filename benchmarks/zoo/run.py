@@ -80,10 +80,9 @@ def _phases(module: Any, inputs: Any, phases: dict[str, Any], asked: Sequence[st
 
 def _phase(module: Any, inputs: Any, phase: str, phases: dict[str, Any]) -> Result:
     from rooftrace.costmodels.fusion.plans import plan
-    from rooftrace.errors import RequestError
+    from rooftrace.errors import RequestError, TraceError
     from rooftrace.tracer.phases import collector_paused
     from rooftrace.tracer.phases.running import trace_phases
-    from rooftrace.tracer.source import TraceError
 
     started = time.perf_counter()
     try:

@@ -189,6 +189,8 @@ class Policy:
 
 SAID = "on unknown scores: "
 """The beginning of a sentence on a choice."""
+GIVEN = ", as given"
+"""The end of a sentence on what the user decided."""
 
 
 def said_of_routing(facts: Mapping[str, Any]) -> str:

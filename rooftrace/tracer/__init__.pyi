@@ -20,7 +20,6 @@ from rooftrace.tracer.request import (
     RequestLengths as RequestLengths,
 )
 from rooftrace.tracer.source import (
-    TraceError as TraceError,
     deciding_line as deciding_line,
     source_line as source_line,
     users_traceback as users_traceback,

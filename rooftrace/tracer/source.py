@@ -15,11 +15,6 @@ import torch
 
 from rooftrace.tracer.conditions import answer_that_goes_on, comes_back, number_that_goes_on
 
-
-class TraceError(RuntimeError):
-    """The module could not be traced: names the module, the user's line and what to try."""
-
-
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _HERE = str(Path(__file__).resolve().parents[1]) + os.sep
 _HAND_ON = tuple(

@@ -16,18 +16,24 @@ import functools
 import re
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rooftrace import _processes
 from rooftrace.errors import RequestError
 
 if TYPE_CHECKING:
     import torch._C._autograd
     import torch._C._dynamo.eval_frame
     import torch._C._functorch
+    import torch._dynamo
     import torch._dynamo.config
     import torch._dynamo.convert_frame
     import torch._dynamo.eval_frame
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
     import torch.cuda._utils
     import torch.cuda.nvtx
     import torch.distributed.distributed_c10d
+    import torch.distributed.fsdp._fully_shard
     import torch.distributed.fsdp._fully_shard._fsdp_param_group
     import torch.distributed.tensor._op_schema
     import torch.distributed.tensor._sharding_prop
@@ -113,7 +120,7 @@ if TYPE_CHECKING:
     make_subclass = torch.Tensor._make_subclass
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     nested_attention: Any = torch.nested._internal.sdpa  # chooses the kernel of jagged attention
-    nt_view_dummy: Any = torch.nested._internal.nested_tensor._nt_view_dummy  # made when first used
+    nested_tensor: Any = torch.nested._internal.nested_tensor  # makes a tensor when first used
     pack_padded_sequence = torch._VF._pack_padded_sequence  # called by torch.nn.utils.rnn
     parse_to: Any = torch._C._nn._parse_to  # arguments of Module.to
     suggest_memory_format = torch._prims_common.suggest_memory_format  # of results of convolutions
@@ -310,6 +317,132 @@ def __getattr__(name: str) -> Any:
     except (AttributeError, ImportError):
         raise RequestError(_message(sorted({table()[name][1], *missing()}))) from None
 
+
+# -- Dynamo, until something of it is used ---------------------------------------------------------
+# Optimizers and decorators of torch import Dynamo to say what it leaves out.  It takes a second.
+
+
+class _Unused(ModuleType):
+    """A module of Dynamo for code that compiles nothing; any other attribute imports Dynamo."""
+
+    trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # process groups clear its caches
+
+    def graph_break(self, msg: str = "") -> None:
+        """Nothing is compiled."""
+
+    def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+        """A function that is the one of Dynamo once that is imported; without `fn` a decorator."""
+        if fn is None:
+            return functools.partial(self.disable, recursive=recursive, **options)
+        if not isinstance(fn, FunctionType) or not DYNAMO_LATER.waits:
+            return DYNAMO_LATER.load().disable(fn, recursive, **options)
+
+        @functools.wraps(fn)
+        def disabled(*args: Any, **kwargs: Any) -> Any:
+            return disabled.__wrapped__(*args, **kwargs)
+
+        def fill(dynamo: Any) -> None:
+            real = dynamo.disable(fn, recursive, **options)
+            vars(disabled).update(vars(real), __wrapped__=real)
+            if hasattr(real, "_torchdynamo_wrapper_id"):
+                vars(disabled)["_torchdynamo_wrapper_id"] = id(disabled)
+
+        DYNAMO_LATER.then.append(fill)
+        return disabled
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # of a module that Python looks at
+            raise AttributeError(name)
+
+        def marked(function: Any) -> Any:
+            DYNAMO_LATER.then.append(lambda dynamo: getattr(dynamo, name)(function))
+            return function
+
+        def called(*args: Any) -> Any:
+            DYNAMO_LATER.load()
+            return getattr(sys.modules[self.__name__], name)(*args)
+
+        stand_in = {**dict.fromkeys(_MARKS, marked), _ASKED: called}.get(name)
+        if stand_in is not None and DYNAMO_LATER.waits:
+            return stand_in
+        DYNAMO_LATER.load()
+        return getattr(import_module(self.__name__), name)
+
+
+class _Later:
+    """Finds `_Unused` in place of Dynamo, and then Dynamo for who imports a part of it.
+
+    around: contexts in which Dynamo is imported.  then: called with it afterwards.
+    """
+
+    def __init__(self) -> None:
+        self.around: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.then: list[Callable[[Any], object]] = []
+        self.waits = False  # in `sys.meta_path`
+
+    def wait(self) -> None:
+        """From here on Dynamo is not imported before something of it is used."""
+        if DYNAMO not in sys.modules and not self.waits:
+            self.waits = True
+            sys.meta_path.insert(0, self)
+
+    def load(self) -> Any:
+        """Dynamo, imported if it was not yet."""
+        if self.waits:
+            self.waits = False
+            sys.meta_path.remove(self)
+            for name in _STAND_IN:
+                sys.modules.pop(name, None)
+            with ExitStack() as stack:
+                for context in self.around:
+                    stack.enter_context(context())
+                dynamo = import_module(DYNAMO)
+            while self.then:
+                self.then.pop(0)(dynamo)
+        return import_module(DYNAMO)
+
+    def forget(self, call: Callable[[Any], object]) -> None:
+        """Do not call it afterwards."""
+        if call in self.then:
+            self.then.remove(call)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Of Dynamo or one of its modules."""
+        if name in _STAND_IN:
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None:
+                spec.loader = self  # type: ignore[assignment]
+            return spec
+        if not name.startswith(f"{DYNAMO}.") or name in _ALONE:
+            return None
+        self.load()
+        if name not in sys.modules:
+            return None
+        # Python would run the module anew if it found it there.
+        return ModuleSpec(name, self, loader_state=sys.modules.pop(name))  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """`import` gets a stand-in, or the module that is there."""
+        there: ModuleType | None = spec.loader_state
+        if there is None:
+            return _Unused(spec.name)
+        spec.loader_state = there.__spec__
+        return there
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The module is there already."""
+        if module.__spec__ is not None and module.__spec__.loader_state is not None:
+            module.__spec__ = module.__spec__.loader_state
+
+
+_STAND_IN = (DYNAMO, f"{DYNAMO}.utils")
+_MARKS, _ASKED = ("allow_in_graph", "assume_constant_result"), "is_compile_supported"
+"""Decorators that return what they mark, and what torchvision imports to call it later."""
+_ALONE = frozenset({f"{DYNAMO}._trace_wrapped_higher_order_op"})
+"""Modules of Dynamo that import no other one."""
+DYNAMO_LATER = _Later()
+if _processes.ONE_TASK and __name__ != "__main__":
+    DYNAMO_LATER.wait()
 
 if __name__ == "__main__":
     sys.exit(_message(missing()) if missing() else None)

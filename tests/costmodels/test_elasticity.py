@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -15,14 +16,14 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.timing.steps import time_plan
 from rooftrace.graph.formulas import Formula, leaves
-from rooftrace.graph.formulas.polynomials import expected_distinct
+from rooftrace.graph.formulas.polynomials import expected_distinct, skewed_shares
 from rooftrace.hardware.chip import MissingPeakError
 from rooftrace.studies.advice import NamedNumbers, UnknownNumberError
 from rooftrace.studies.forms import Conditions
 from rooftrace.studies.forms.kernelforms import Amount
 from rooftrace.studies.sensitivity import Elasticities, elasticities
 from rooftrace.studies.sensitivity.elasticity import watched
-from rooftrace.studies.sensitivity.slopes import SLOPES, dual_of
+from rooftrace.studies.sensitivity.slopes import SLOPES, _by_steps, dual_of
 from rooftrace.studies.sweeps import grids
 from tests.conftest import in_turn
 
@@ -179,6 +180,15 @@ def test_slopes_of_named_functions_are_those_of_small_steps(
         )
         expected = (smooth(*high) - smooth(*low)) / (2 * step)
         assert slope == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+def test_slopes_of_skewed_choices_are_those_of_their_shares() -> None:
+    shares = skewed_shares(1.0, 4, 16)
+    for rows in (8, 40):
+        exact = -((1 - shares) ** rows * np.log1p(-shares)).sum()
+        by_rows, by_chosen, by_classes = _by_steps(rows, 4, 16, 1.0)
+        assert by_rows == pytest.approx(exact, rel=0.02)
+        assert by_chosen > 0 < by_classes  # more choices, and more classes, reach more
 
 
 # -- facts and knobs -------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
 from rooftrace.graph import OpGraph
+from rooftrace.studies.advice import fits
 from rooftrace.studies.advice.fits import fitting, with_checkpoints, with_small_states
 from rooftrace.types import Estimate
 
@@ -92,7 +95,10 @@ def test_what_makes_it_fit_stands_by_seconds_and_is_what_a_trace_by_hand_gives()
     assert "layers" in again.action
 
 
-def test_several_changes_are_tried_where_none_alone_is_enough() -> None:
+def test_several_changes_are_tried_where_none_alone_is_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fits, "HOST_LINKS", {})
     parts = stack(again=True), with_small_states(stack())
     alone = [on_a_chip(graph).memory.peak for graph in parts]
     both = on_a_chip(with_small_states(stack(again=True))).memory.peak
@@ -108,3 +114,36 @@ def test_a_report_says_it_on_its_page_and_screen() -> None:
     ways = report.guidance["training"].fitting
     assert ways and ways == report.fitting["training"]
     assert "to fit 1. " in str(report)
+
+
+def test_states_of_the_host_come_and_go_over_its_link() -> None:
+    whole = on_a_chip(stack())
+    away = whole.memory.optimizer
+    step = on_a_chip(stack(), (whole.memory.peak - away + CONTEXT) * 1.01e-9)
+    (way,) = [way for way in fitting(step) if "host's memory" in way.action]
+    assert way.peak == whole.memory.peak - away
+    seconds = 2 * away / 55.6e9  # NVIDIA's nvbandwidth, PCIe 5.0, there and back
+    assert way.t_after == pytest.approx(whole.t_est + seconds, rel=0.01)
+    unknown = replace(step.chip, architecture="")
+    ways = fitting(rt.estimate(stack(), chip=unknown, execution="eager"))
+    assert not [way for way in ways if "host's memory" in way.action]
+
+
+@pytest.mark.slow
+def test_shards_over_chips_cost_what_a_report_on_them_says(tmp_path: Path) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2}
+    config = {"model_type": "llama", "vocab_size": 8192, "num_attention_heads": 8, **wide}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    chip = rt.load_chip("h100-sxm")
+    tight = replace(chip, memory_capacity=replace(chip.memory_capacity, value=9e8))
+
+    def report(**more: object) -> rt.types.Report:
+        how = {"phase": "training", "batch": 1, "seq": 64, "dtype": "bf16", **more}
+        return rt.report(tmp_path / "config.json", chip=tight, execution="eager", **how)
+
+    alone = report()
+    (way,) = [way for way in alone.fitting["training"] if "chips" in way.action]
+    assert way.option == "--mesh dp=2" and way.needs.startswith("2 chips")
+    by_hand = report(mesh={"dp": 2}).estimate("training")
+    assert way.t_after == pytest.approx(by_hand.t_est, rel=1e-9)
+    assert way.peak == by_hand.memory.peak < tight.room() < alone.estimate("training").memory.peak

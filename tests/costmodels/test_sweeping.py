@@ -15,7 +15,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.hardware import units
-from rooftrace.studies.forms import Conditions, Points
+from rooftrace.studies.forms import Conditions, PlanForms, Points
 from rooftrace.studies.sweeps import SweepCase, evaluated
 from tests.costmodels.conftest import TEXT, example
 
@@ -281,3 +281,17 @@ def test_expected_numbers_and_notes_part_no_sizes(
     over = {"batch": range(1, 65), "kv": range(1, 301)}
     assert len(rt.sweep(form, over=over, execution="serving").frame()) == 64 * 300
     assert len(plans) <= 30
+
+
+@pytest.mark.parametrize("form", [("mixtral", "decode")], indirect=True)
+def test_experts_that_all_samples_reach_are_no_constant_elsewhere(form: rt.types.Form) -> None:
+    """A form of batches that reach all experts is fitted anew with one that does not."""
+    (regime,) = form.regimes
+    plans = PlanForms(regime, Conditions.of("serving"))
+    many = [(52, 90), (55, 91), (57, 93), (58, 97), (60, 99), (61, 104), (63, 111), (64, 120)]
+    narrow, few = plans._form_of(many, [(62, 101)]), (9, 100)
+    assert plans._fits(narrow, [(62, 101), (56, 95)]) is narrow and not plans._is(narrow, few)
+    wider = plans._fits(narrow, [few])
+    assert wider is not None and few in wider.form.samples
+    for numbers in ((8, 123), (13, 77), (59, 88)):
+        assert wider.form.at(numbers) == Conditions.of("serving").numbers(regime.form.at(numbers))

@@ -14,7 +14,7 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace.reporting.renderers import as_latex, table_files, units
 from rooftrace.reporting.renderers.escaping import code_span
-from rooftrace.reporting.renderers.latex_columns import aligned
+from rooftrace.reporting.renderers.latex_columns import aligned, columns_of, pieces
 from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
 from rooftrace.reporting.views import latex_tables, shown
 from tests.conftest import in_turn
@@ -341,3 +341,20 @@ def test_commands_write_latex(
 def test_a_code_span_with_backticks_is_one_name() -> None:
     table = Table(columns=[Column("n", units.TEXT, "N")], rows=[{"n": code_span("a`b")}])
     assert r"\texttt{a\`{}b}" in next(iter(table_files(View((Section(parts=[table]),))).values()))
+
+
+def test_pieces_of_a_table_that_is_cut_repeat_the_words_that_tell_rows_apart() -> None:
+    names = [f"number {i}" for i in range(9)]
+    columns = [Column(name, units.TEXT, name) for name in ("phase", "chip", "note")]
+    columns += [Column(name, units.COUNT, name) for name in names]
+    rows = [
+        {"phase": phase, "chip": chip, "note": "same", **dict.fromkeys(names, 123456)}
+        for phase in ("forward", "training")
+        for chip in ("l4", "h100")
+    ]
+    table = Table(columns=columns, rows=rows)
+    made = pieces(columns_of(table), table, 252.0)
+    assert len(made) > 1
+    heads = [[column.head for column in piece] for piece in made]
+    assert all(head[:2] == [("phase",), ("chip",)] for head in heads)
+    assert [head for piece in heads for head in piece].count(("note",)) == 1

@@ -139,6 +139,15 @@ def test_points_in_one_place_are_all_seen() -> None:
         assert (abs(pixels - rgb).max(axis=2) < 30).sum() > 60, tone
 
 
+def test_a_limit_has_one_tone_and_nothing_else_has_it() -> None:
+    limits = {"compute": printing.GREEN, "HBM": printing.BLUE, "launch": printing.ORANGE}
+    assert style.colours([*limits, "conv1", "attention"]) == limits | {
+        "conv1": style.MANY[0],
+        "attention": printing.FAMILIES["attention"],
+    }
+    assert not {*printing.LIMITS.values()} & {*style.MANY, *style.CHIPS}
+
+
 def test_tones_are_told_apart_across_meanings() -> None:
     tones = [*printing.LIMITS.values(), *printing.PHASES.values()]
     every = [*tones, *printing.FAMILIES.values(), *printing.KINDS.values()]

@@ -92,6 +92,17 @@ def test_place_is_deterministic_and_keeps_labels_apart():
     assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
 
 
+@pytest.mark.parametrize("seed", [2, 3])  # the order of the points leaves a crossing there
+def test_no_leader_crosses_a_label_where_another_order_of_places_avoids_it(seed):
+    chance = random.Random(seed)
+    wanted = [Label(chance.uniform(400, 460), chance.uniform(280, 320), 150, 36) for _ in range(8)]
+    marks = [Box.around(label.x, label.y, 20, 20) for label in wanted]
+    boxes = style.place(wanted, Box(0, 0, 900, 600), points=marks)
+    for label, own in zip(wanted, boxes, strict=True):
+        spots = list(style.leader(label, own))
+        assert not any(box.contains(*spot) for spot in spots for box in boxes if box is not own)
+
+
 def test_place_keeps_a_lone_label_next_to_its_point():
     (box,) = style.place([Label(100, 100, 50, 10)], Box(0, 0, 500, 500))
     x, y = box.nearest(100, 100)

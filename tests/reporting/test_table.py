@@ -150,7 +150,7 @@ def test_regime_words_leave_out_a_next_one_that_takes_nothing():
 @pytest.mark.parametrize(
     ("path", "width", "short"),
     [("", 10, ""), ("lm_head", 10, "lm_head"), ("model.layers.*.mlp.experts", 14, "…mlp.experts"),
-     ("averyveryverylongname", 8, "…ongname")],
+     ("averyveryverylongname", 8, "…ongname"), ("activations.py:103", 12, "…ions.py:103")],
 )  # fmt: skip
 def test_short_module(path, width, short):
     assert words.short_module(path, width) == short

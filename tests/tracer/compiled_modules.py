@@ -1,7 +1,7 @@
 """Forty modules and more for torch.compile, some of which break its graph, with their inputs.
 
 Run as a program, it prints as JSON what torch._dynamo.explain, or rooftrace, says of them:
-`compiled_modules.py torch|rooftrace|traced [NAME ...]`.
+`compiled_modules.py torch|rooftrace|traced|command [NAME ...]`.
 """
 
 from __future__ import annotations
@@ -462,9 +462,25 @@ def after_a_trace(name: str) -> dict[str, Any]:
     return explained(name)
 
 
+def after_a_command(name: str) -> dict[str, Any]:
+    """What torch says in a process of the command line that has traced a step of training."""
+    import rooftrace as rt
+    from rooftrace._processes import ONE_TASK
+
+    ONE_TASK.append(name)
+    rt.trace(nn.Linear(4, 4), torch.ones(2, 4), phase="training")
+    marked = torch.compiler.disable(lambda x: x + 1)
+    assert len(ONE_TASK) > 1 or "torch._dynamo.eval_frame" not in sys.modules
+    assert marked(1) == 2
+    made = torch._dynamo.explain(lambda x: marked(x * 2) * 3)(torch.ones(2))
+    assert (made.graph_count, made.graph_break_count) == (2, 1), made
+    return after_a_trace(name)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     assert sys.argv[1] == "torch" or "torch._dynamo" not in sys.modules
-    ask = {"torch": explained, "rooftrace": found, "traced": after_a_trace}[sys.argv[1]]
+    asks = {"torch": explained, "rooftrace": found, "traced": after_a_trace}
+    ask = {**asks, "command": after_a_command}[sys.argv[1]]
     for name in sys.argv[2:] or MODULES:
         print(json.dumps({name: ask(name)}), flush=True)

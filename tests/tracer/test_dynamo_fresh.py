@@ -44,6 +44,7 @@ def test_breaks_are_those_of_explain() -> None:
     assert expected["Encoder"]["breaks"] == 0 and len(expected["Twice"]["lines"]) == 2
     assert asked("rooftrace", *FEW) == expected
     assert asked("traced", *FEW) == expected  # a trace leaves Dynamo as it would be without it
+    assert asked("command", *FEW) == expected  # and one that has put Dynamo's import off
 
 
 @pytest.mark.heavy

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.errors import RequestError
-from rooftrace.tracer.source import TraceError
+from rooftrace.errors import RequestError, TraceError
 
 pytestmark = pytest.mark.quick
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer import TraceError
+from rooftrace.errors import TraceError
 
 HALF, FULL, DOUBLE, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 

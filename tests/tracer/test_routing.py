@@ -105,10 +105,11 @@ def test_skewed_choices_are_the_largest_of_noisy_scores() -> None:
 
 def test_a_skew_of_many_classes_is_nearly_the_integral() -> None:
     """Above a size, all that arrive until k are expected are taken; here beside the integral."""
-    from rooftrace.tracer.values import choices
+    from rooftrace.graph.formulas import polynomials
 
     weights = torch.arange(1, 257, dtype=torch.float64).pow(-1.0)
-    near, exact = choices._until_k(weights, 8), shares_of(policy_of("skewed"), 8, 256)
+    near = torch.from_numpy(polynomials._until_k(weights.numpy(), 8))
+    exact = shares_of(policy_of("skewed"), 8, 256)
     assert float(near.sum()) == pytest.approx(8)
     assert expected_distinct(8, 8, 256, near) == pytest.approx(
         expected_distinct(8, 8, 256, exact), rel=0.01
@@ -328,3 +329,27 @@ def test_a_saved_graph_keeps_the_facts(tmp_path: Path) -> None:
     (tmp_path / "older.json").write_text(json.dumps(text))
     older = rt.load(tmp_path / "older.json")
     assert [item.facts for item in older.assumptions] == [{}] * len(graph.assumptions)
+
+
+@pytest.mark.parametrize("policy", ["skewed:1", "balanced"])
+def test_a_form_under_a_decided_policy_is_what_a_trace_gives(policy: str) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = nn.Linear(8, 16, bias=False, dtype=torch.bfloat16)
+            self.weights = nn.Parameter(torch.empty(16, 8, 8, dtype=torch.bfloat16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ids = self.gate(x).topk(4).indices.flatten()
+            ends = torch.bincount(ids, minlength=16).cumsum(0).int()
+            return torch._grouped_mm(x[ids.argsort() // 4], self.weights, ends)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.empty(count, 8, dtype=torch.bfloat16, device="meta")
+
+    with torch.device("meta"):
+        module = Experts()
+    how: dict[str, Any] = {"assume": {"routing": policy}}
+    form = rt.tools.form(module, tokens(4), over={"0.0": range(1, 17)}, **how)
+    for count in (1, 5, 16):
+        assert form.graph(**{"0.0": count}) == rt.trace(module, tokens(count), **how)

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TraceError
 from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.api import capture
-from rooftrace.tracer.source import TraceError
 from tests.conftest import in_turn
 
 X = torch.ones(3, 8)

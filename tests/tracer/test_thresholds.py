@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import plan
+from rooftrace.graph.formulas import polynomials
 from rooftrace.tracer.inputs import calls
 from rooftrace.tracer.recording import by_value, higher_order, realdata, substitutes
 from rooftrace.tracer.repeats import outside
@@ -195,11 +197,11 @@ def test_a_size_that_the_call_says_needs_no_values() -> None:
 
 def test_expected_classes_go_on_where_skewed_choices_are_no_longer_integrated() -> None:
     for exponent in (0.5, 2.0):
-        exact = choices._skewed(exponent, 16, 1024)  # _MOST_SIZE classes times choices
-        assert choices._MOST_SIZE == 16 * 1024
-        near = choices._until_k(torch.arange(1, 1025, dtype=torch.float64).pow(-exponent), 16)
+        exact = polynomials.skewed_shares(exponent, 16, 1024)  # _MOST_SIZE classes times choices
+        assert polynomials._MOST_SIZE == 16 * 1024
+        near = polynomials._until_k(np.arange(1, 1025) ** -exponent, 16)
         for rows in (1, 8, 64, 1024):
-            ends = (choices.expected_distinct(rows, 16, 1024, each) for each in (exact, near))
+            ends = (polynomials.expected_reached(rows, each) for each in (exact, near))
             assert next(ends) == pytest.approx(next(ends), rel=0.01)
 
 

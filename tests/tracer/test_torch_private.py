@@ -24,7 +24,6 @@ TEXTS = {
     "torch.cuda.memory._record_memory_history": "the call of a user that a message names",
     "torch._utils": "how the names of modules begin that keep answers",
     "torch.utils._triton": "how the names of modules begin that keep answers",
-    "torch._dynamo": "imported by a server that has not loaded torch yet",
 }
 """Strings that look like private names and are none that rooftrace looks up."""
 

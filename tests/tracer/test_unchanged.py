@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
-from rooftrace.tracer.source import TraceError
+from rooftrace.errors import TraceError
 from rooftrace.tracer.values.copies import inputs_on_meta, on_meta
 from rooftrace.tracer.values.masks import REAL
 from rooftrace.tracer.values.trees import tensors_in

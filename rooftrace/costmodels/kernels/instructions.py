@@ -244,7 +244,7 @@ TRANSFORMED, TRANSFORMED_IMAGE = 75, 10_000
 BATCH_NORMS = (
     "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
     "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
-    "aten.native_batch_norm_backward",
+    "aten.native_batch_norm_backward", "aten.cudnn_batch_norm", "aten.cudnn_batch_norm_backward",
 )  # fmt: skip
 SOFTMAX = ((2048, 47), (9216, 105), (math.inf, 58))
 """Instructions for each element of a softmax over rows of up to so many.  A warp takes a row, or a
@@ -298,12 +298,18 @@ def _channel_trips(image: Tensor) -> int:
 
 
 def _batch_norm(op: Op, graph: OpGraph) -> Issued:
-    """Of the result of PyTorch's own kernels where channels come first, or of the gradient."""
-    image = graph.values[op.inputs[0]]
-    if not is_batch_norm_native(op, graph) or traffic.has_channels_last(image):
+    """Of the result where channels come first, or of the gradient.
+
+    cuDNN's kernels have a block for each channel, too (`bn_fw_tr_1C11`, `bn_bw_1C11`).
+    """
+    image, native = graph.values[op.inputs[0]], is_batch_norm_native(op, graph)
+    if len(image.shape) < 3 or traffic.has_channels_last(image):
         return NOTHING
     if "save_mean" in op.arguments:
-        return Issued(image.elements * GRADIENT_ELEMENT, 2 * _channel_trips(image))
+        instructions = image.elements * GRADIENT_ELEMENT if native else 0
+        return Issued(instructions, 2 * _channel_trips(image))
+    if not native:
+        return Issued(0, _channel_trips(image) if op.arguments.get("training") else 0)
     blocks = image.shape[0] * image.shape[1]
     return Issued(image.elements * TRANSFORMED + blocks * TRANSFORMED_IMAGE)
 

@@ -93,9 +93,10 @@ UNITS = tuple(
 # -- knobs -----------------------------------------------------------------------------------------
 # A kernel takes  (t_comp^p + t_hbm^p)^(1/p) + launch,  with
 #   t_comp = FLOP of full tiles and waves / (compute * share of its class * datasheet peak)
-#            + index arithmetic of strided elements (see `works`) / max(1, compute),
-#   t_hbm  = (bytes + hidden layout copies) / (memory * share of its class * datasheet bandwidth),
-#            where bytes that the last cache still holds (see `works`) count 1 / cache each.
+#            + what is counted by instructions (see `instructions`) / max(1, compute),
+#   t_hbm  = bytes / (memory * share of its class * datasheet bandwidth),
+#            where bytes that the last cache still holds (see `works`) count 1 / cache each;
+# and, at the same time, its waits for memory; convolutions take copies of their operands besides.
 # compute and memory: sustained by the chip; the shares differ little between chips of a kind.
 # Where pace is not 1, all of these times, and those of the host, are divided by it.
 # Attention forward takes the seconds of `attention.py` instead, on chips with an SM count.

@@ -270,8 +270,9 @@ def _shared_seconds(
     odd = odds[table.kind, d["odd"].astype(np.int64)]
     bandwidth = chip.memory_bandwidth.value
 
-    sent = d["bytes"] + layout * d["moved"] - d["warm"] * (1 - 1 / knobs.cache)
+    sent = d["bytes"] - d["warm"] * (1 - 1 / knobs.cache)
     t_memory = sent / (bandwidth * memory)
+    copied = layout * d["moved"] / (bandwidth * memory)  # by kernels before and after
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
     issue = d["issue"] / max(1, knobs.compute)
@@ -285,10 +286,10 @@ def _shared_seconds(
     engine, tiling = matrix_engine(chip), knobs.tiling
     t_compute = rest + product
     tiled = np.flatnonzero(d["flop"] > 0)
-    device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"])
+    device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"]) + copied
     choice = np.full(len(table), -1, dtype=np.int64)
     if engine is None or not len(tiled):
-        return KernelSeconds(t_compute, t_memory, device, choice, device)
+        return KernelSeconds(t_compute, t_memory + copied, device, choice, device)
     untiled, device = device, device.copy()
     parts = [tiled] if terms is not None else np.split(tiled, range(TILED, len(tiled), TILED))
     for rows in parts:
@@ -297,6 +298,7 @@ def _shared_seconds(
         work = here.flop / (d["rate"] * reached)[rows, None] + rest[rows, None]
         feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
         spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
+        spill = spill + np.broadcast_to(copied, len(table))[rows, None]
         moved = np.maximum(t_memory[rows, None], here.walk / engine.cache)
         total = p_norm(knobs.overlap, work, feed, moved) + spill
         best = (np.arange(len(rows)), total.argmin(axis=1))
@@ -306,7 +308,7 @@ def _shared_seconds(
         choice[rows] = best[1][on_matrix]
         t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
         device[rows] = total[best][on_matrix]
-    return KernelSeconds(t_compute, t_memory, device, choice, untiled)
+    return KernelSeconds(t_compute, t_memory + copied, device, choice, untiled)
 
 
 def _layouts(table: KernelTable, shares: list[Share]) -> Array:

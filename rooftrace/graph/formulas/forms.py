@@ -36,7 +36,7 @@ from rooftrace.graph.formulas.leaves import (
     tree_of,
     words_and_numbers,
 )
-from rooftrace.graph.formulas.polynomials import Fitter, Formula
+from rooftrace.graph.formulas.polynomials import SKEWED, Fitter, Formula
 from rooftrace.graph.formulas.tracked import Track
 
 _FACTS: Mapping[Any, tuple[str, ...]] = {
@@ -157,14 +157,15 @@ def _saying(graph: OpGraph, said: Callable[[Mapping[str, Any]], str]) -> OpGraph
     """The graph with other words on the numbers of a choice in its assumptions on routing."""
     if not any("policy" in assumption.facts for assumption in graph.assumptions):
         return graph
-    return graph.replace(
-        assumptions=tuple(
-            replace(item, text=item.text.partition(assumptions.SAID)[0] + said(item.facts))
-            if "policy" in item.facts
-            else item
-            for item in graph.assumptions
-        )
-    )
+
+    def resaid(item: Assumption) -> Assumption:
+        if "policy" not in item.facts:
+            return item
+        plain = item.text.removesuffix(assumptions.GIVEN)
+        end = assumptions.GIVEN if plain != item.text else ""
+        return replace(item, text=plain.partition(assumptions.SAID)[0] + said(item.facts) + end)
+
+    return graph.replace(assumptions=tuple(map(resaid, graph.assumptions)))
 
 
 class _Fit:
@@ -214,15 +215,22 @@ class _Fit:
                 if formula is not None:
                     arguments.append(formula)
             if len(arguments) == 3:
-                for function in polynomials.FUNCTIONS:
+                policy = assumption.facts["policy"]
+                skewed = [f"{name} {policy}" for name in SKEWED if policy.startswith("skewed:")]
+                for function in skewed or polynomials.FUNCTIONS:
                     self._learn(Draw(function, *arguments))
-                for name in ("distinct", "drawn"):
+                for name in SKEWED:
                     if (*path, name) not in varying:
-                        self._learn_quiet((*path, name), assumption.facts[name], arguments)
+                        functions = [f"{name} {policy}"] if skewed else _FACTS[name]
+                        self._learn_quiet(
+                            (*path, name), assumption.facts[name], arguments, functions
+                        )
 
-    def _learn_quiet(self, path: Path, value: float, arguments: Sequence[Formula]) -> None:
+    def _learn_quiet(
+        self, path: Path, value: float, arguments: Sequence[Formula], functions: Sequence[str]
+    ) -> None:
         """A count that all samples reach, as all classes of many rows, and fewer rows may not."""
-        for function in _FACTS[path[-1]]:
+        for function in functions:
             draw = Draw(function, *arguments)
             if not draw.is_constant and all(draw.at(sample) == value for sample in self.samples):
                 place = self.draws.setdefault(draw, len(self.draws))
@@ -283,7 +291,7 @@ class _Fit:
         """The draw that gives these values, among the candidates for a fact of this name."""
         wanted = _FACTS.get(path[-1], ())
         for draw in self.every_draw:
-            if draw.function in wanted and all(
+            if draw.function.partition(" skewed:")[0] in wanted and all(
                 draw.at(sample) == value for sample, value in zip(self.samples, values, strict=True)
             ):
                 return draw

@@ -34,7 +34,7 @@ class Draw(Struct, frozen=True, omit_defaults=True):
     beside: reached in addition, as all rows of a table that is zeroed before some are written.
     """
 
-    function: str  # a name in FUNCTIONS
+    function: str  # a name that `function_of` takes
     rows: Formula
     chosen: Formula
     classes: Formula
@@ -53,7 +53,7 @@ class Draw(Struct, frozen=True, omit_defaults=True):
     def at(self, numbers: Numbers) -> float:
         """The number that is reached."""
         rows, chosen, classes, beside = (part.at(numbers) for part in self.parts)
-        return beside + polynomials.FUNCTIONS[self.function](rows, chosen, classes)
+        return beside + polynomials.function_of(self.function)(rows, chosen, classes)
 
     def over(self, columns: Sequence[Array]) -> Array:
         """The numbers that are reached at many points; equal draws are computed once."""
@@ -61,7 +61,7 @@ class Draw(Struct, frozen=True, omit_defaults=True):
 
         count = max((len(column) for column in columns), default=1)
         arguments = [np.broadcast_to(formula.over(columns), (count,)) for formula in self.parts]
-        function = polynomials.FUNCTIONS[self.function]
+        function = polynomials.function_of(self.function)
         computed: dict[tuple[int, ...], float] = {}
         reached = np.empty(count)
         for place, key in enumerate(zip(*(a.tolist() for a in arguments), strict=True)):

@@ -6,6 +6,7 @@ symbols have indices instead of names: the sizes first, then numbers that named 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -198,16 +199,18 @@ def _shown(number: Fraction) -> str:
 # Functions that have a name because no polynomial is right: classes that draws reach, on average.
 
 
-def expected_distinct(rows: int, chosen: int, classes: int) -> float:
+def expected_distinct(rows: int, chosen: int, classes: int, exponent: float = 0.0) -> float:
     """The expected number of `classes` that at least one of `rows` rows chooses.
 
-    Each row chooses `chosen` different classes, all equally likely, independently of the others; so
-    a class is missed by all with (1 - chosen / classes)^rows.
+    Each row chooses `chosen` different classes, independently of the others; all equally likely, so
+    that all miss a class with (1 - chosen / classes)^rows, or skewed by an exponent.
     """
     if rows <= 0 or chosen <= 0:
         return 0.0
     if chosen >= classes:
         return float(classes)
+    if exponent:
+        return expected_reached(rows, skewed_shares(exponent, chosen, classes))
     return snapped(-classes * math.expm1(rows * math.log1p(-chosen / classes)))
 
 
@@ -228,9 +231,9 @@ def snapped(number: float) -> float:
     return float(nearest) if abs(number - nearest) <= 1e-9 * max(1, nearest) else number
 
 
-def drawn_distinct(rows: int, chosen: int, classes: int) -> int:
+def drawn_distinct(rows: int, chosen: int, classes: int, exponent: float = 0.0) -> int:
     """Number of classes of a draw that is made to reach the expected number, rounded."""
-    expected = expected_distinct(rows, chosen, classes)
+    expected = expected_distinct(rows, chosen, classes, exponent)
     return min(max(round(expected), min(chosen, classes)), rows * chosen)
 
 
@@ -253,7 +256,8 @@ def balanced_largest(rows: int, chosen: int, classes: int) -> int:
     return -(-rows * chosen // classes)
 
 
-FUNCTIONS: Mapping[str, Callable[[int, int, int], float]] = {
+Function = Callable[[int, int, int], float]
+FUNCTIONS: Mapping[str, Function] = {
     "distinct": expected_distinct,
     "drawn": drawn_distinct,
     "largest": largest_draw,
@@ -262,6 +266,111 @@ FUNCTIONS: Mapping[str, Callable[[int, int, int], float]] = {
     "rows": expected_rows,
 }
 """By their names in formulas; all take rows, chosen, classes, but "rows" rows, single, classes."""
+SKEWED: Mapping[str, Callable[[int, int, int, float], float]] = {
+    "distinct": expected_distinct,
+    "drawn": drawn_distinct,
+}
+"""Those that may have a policy behind their names, as "distinct skewed:1"."""
+
+
+def function_of(name: str) -> Function:
+    """The function of a name in a formula."""
+    name, _, exponent = name.partition(" skewed:")
+    if not exponent:
+        return FUNCTIONS[name]
+    return lambda rows, chosen, classes: SKEWED[name](rows, chosen, classes, float(exponent))
+
+
+# -- skewed choices --------------------------------------------------------------------------------
+
+_STEP = 0.05
+_LEAST, _MOST = -39.0, 3.7
+"""The integral over log t: from where 1e-17 of the likeliest has arrived, to where 1e-17 of the
+least likely has not."""
+_MOST_SIZE = 1 << 14
+"""The most classes times choices for which shares of a skewed choice are integrated."""
+_AT_ONCE = 1 << 22
+"""Numbers in memory at once while integrating."""
+
+
+@functools.cache
+def skewed_shares(exponent: float, k: int, classes: int) -> Array:
+    """The shares of classes with weights w = 1, 2 ** -exponent, 3 ** -exponent ...
+
+    A row draws one class after the other in proportion to w, without repetition (Plackett
+    and Luce).  Equally: it takes the k largest of log w plus independent Gumbel noise, which is how
+    a top-k of noisy scores chooses (Yellott 1977; Kool, van Hoof and Welling 2019).  Equally again:
+    each class arrives at a time of rate w, and the first k are taken (Efraimidis and Spirakis
+    2006); so its share is the integral of w exp(-w t), times the chance that fewer than k others
+    arrive before t.  With too many classes times choices, all that arrive before a fixed time by
+    which k are expected are taken instead.
+    """
+    import numpy as np
+
+    weights = np.arange(1, classes + 1, dtype=np.float64) ** -exponent
+    if k == 1:
+        weights /= weights.sum()
+        return weights
+    if classes * k > _MOST_SIZE:
+        return _until_k(weights, k)
+    end = _MOST + exponent * math.log(classes)
+    times = np.exp(np.arange(_LEAST, end + _STEP, _STEP))
+    step = max(1, _AT_ONCE // (classes * k))
+    parts = (_arriving(weights, times[i : i + step], k) for i in range(0, len(times), step))
+    shares: Array = np.minimum(sum(parts) * _STEP, 1)
+    return shares
+
+
+def _arriving(weights: Array, times: Array, k: int) -> Array:
+    """The sum over times of t w exp(-w t) P(fewer than k others before t), for each class."""
+    import numpy as np
+
+    waits = weights[:, None] * times
+    here, gone = -np.expm1(-waits), np.exp(-waits)
+    first = np.zeros((len(times), k))
+    first[:, 0] = 1  # of no class, none has arrived
+    before, state = [], first
+    for arrived, waiting in zip(here, gone, strict=True):
+        before.append(state)
+        state = _with_one_more(state, arrived, waiting)
+    chances, state = [first[:, 0]] * len(weights), first
+    for place in range(len(weights) - 1, -1, -1):
+        fewer = state.cumsum(1)[:, ::-1]  # of the classes behind: at most k - 1, k - 2 ... 0
+        chances[place] = (before[place] * fewer).sum(1)
+        state = _with_one_more(state, here[place], gone[place])
+    total: Array = (waits * gone * np.stack(chances)).sum(1)
+    return total
+
+
+def _with_one_more(state: Array, arrived: Array, waiting: Array) -> Array:
+    """The chances that 0 ... k - 1 have arrived, with another class."""
+    after = state * waiting[:, None]
+    after[:, 1:] += state[:, :-1] * arrived[:, None]
+    return after
+
+
+def _until_k(weights: Array, k: int) -> Array:
+    """1 - exp(-w t), with the time t at which they sum to k."""
+    import numpy as np
+
+    low, high = _LEAST, -math.log(float(weights.min())) + _MOST + math.log(len(weights))
+    for _ in range(200):
+        middle = (low + high) / 2
+        if float(-np.expm1(-weights * math.exp(middle)).sum()) < k:
+            low = middle
+        else:
+            high = middle
+    shares: Array = -np.expm1(-weights * math.exp(high))
+    return shares
+
+
+def expected_reached(rows: int, shares: Array) -> float:
+    """The expected number of classes that some row chooses, each class with its own share."""
+    import numpy as np
+
+    with np.errstate(divide="ignore"):
+        missed = np.exp(rows * np.log1p(-np.clip(shares, 0, 1)))  # log1p(-1) is -inf: never
+    return snapped(float((1 - missed).sum()))
 
 
 # -- fitting ---------------------------------------------------------------------------------------

@@ -143,6 +143,7 @@ def alone_case(
         seconds=seconds,
         dispatches=count,
         group=group,
+        layouts=planned.copies_layouts,
         dispatch=_host(planned.execution, chip).dispatch,
     )
 

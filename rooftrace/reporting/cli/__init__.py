@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from rooftrace._processes import ONE_TASK
 from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.device_commands import calibrate, chips, measure, systems, validate
 from rooftrace.reporting.cli.diff_command import diff, inventory
@@ -99,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     stdout that is closed, full or broken ends in exit code 1 and one message.
     """
+    ONE_TASK.append("command")
     try:
         with checked_stdout():
             _main(arguments)

@@ -282,7 +282,7 @@ def _explained_form(job: Job, sizes: Mapping[str, int], with_sweep: bool) -> For
 
     with_sweep: also over the batches and lengths of the sweep of a step.
     """
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     def levels(most: int) -> dict[str, range]:
         spans = {n: range(max(1, v // 4), most * v + 1) for n, v in sizes.items()}

@@ -80,7 +80,7 @@ def _histogram(axes: Axes, layer: LayerInfo) -> None:
         low, high = low - 0.5, high + 0.5
     steps = len(statistics.histogram)
     edges = [low + (high - low) * i / steps for i in range(steps + 1)]
-    axes.stairs(statistics.histogram, edges, fill=True, color=style.BLUE)
+    axes.stairs(statistics.histogram, edges, fill=True, color=style.GREY)
     style.plain_axes(axes)
     axes.spines["left"].set_visible(False)
     axes.set_yticks([])

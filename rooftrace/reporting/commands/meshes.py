@@ -181,7 +181,7 @@ def _tried(
     kept: _Graphs,
 ) -> Iterator[MeshRow]:
     """The rows of a mesh: as asked for, and of training what takes less until it fits."""
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     asked, request = question.find != "scaling" and question.trains, question.job.request
     checkpoints: tuple[str, ...] = (request.checkpoint,)

@@ -32,7 +32,7 @@ from rooftrace.reporting.commands.requests import StepRequest
 from rooftrace.reporting.commands.rooflinesteps import FIGURE, PAGE, Reports, names_of
 from rooftrace.studies.advice import WhatIf, fitting
 from rooftrace.tracer import Job
-from rooftrace.tracer.phases import at_batches
+from rooftrace.tracer.phases import SizedSource, at_batches
 
 
 def report(
@@ -116,8 +116,18 @@ def _fitting(result: Report, job: Job) -> dict[str, tuple[WhatIf, ...]]:
         except RuntimeError as error:  # a TraceError, or torch's
             raise RequestError(f"{phase} at batch {batch}: {error}") from error
 
+    def over(phase: str, chips: int, again: bool) -> OpGraph:
+        tell(f"{phase} over {chips} chips")
+        how = "full" if again else job.request.checkpoint
+        request = replace(job.request, mesh={"dp": chips}, checkpoint=how)
+        shared = replace(job, request=request, phases=(phase,), explicit=())
+        return reprice(SizedSource(shared, ()).graphs(())[phase], *job.precisions)
+
+    alone = fixed or not job.is_named or job.is_code  # FSDP is of a Hugging Face model
     return {
-        phase: fitting(step, None if fixed else partial(at, phase))
+        phase: fitting(
+            step, None if fixed else partial(at, phase), None if alone else partial(over, phase)
+        )
         for phase, step in steps.items()
         if not step.memory.fits(step.chip)
     }

@@ -305,7 +305,7 @@ def _refusals(traces: bool) -> tuple[type[Exception], ...]:
     """The errors at sizes that a model does not take."""
     if not traces:
         return (RequestError,)  # a form needs no torch
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     return (RequestError, TraceError)
 
@@ -427,7 +427,7 @@ def _size_of(name: str, value: Any, usual: int | None, job: Job) -> int:
 
 def _around(job: Job, sizes: Mapping[str, int]) -> Form:
     """The form around some sizes: half to twice of each, or up to them where no more is taken."""
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     for most in (2, 1):
         try:

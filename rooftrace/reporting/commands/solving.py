@@ -104,7 +104,7 @@ def _answer(question: Question) -> Answer:
 
 
 def _serving(question: Question) -> serving.ServingAnswer:
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     form = open_form(question)
     question = questions.settled(question, form)

@@ -124,7 +124,7 @@ def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = 
 
     must_decode: raise the error of that decode step, and build nothing else.
     """
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     if job.phases is None and job.is_named and not job.is_code and not job.is_graph:
         try:
@@ -154,7 +154,7 @@ def _only(graphs: Mapping[str, OpGraph]) -> OpGraph:
 
 def _bounded(sized: SizedSource, name: str, values: Sequence[int], levels: Levels) -> Sequence[int]:
     """The values of a size; default ones without those that are too long for the model."""
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     if not isinstance(values, range) or values is not USUAL.get(name) or name == "batch":
         return values

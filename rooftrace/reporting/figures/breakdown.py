@@ -26,6 +26,7 @@ MOST_PARTS = 9  # families with a colour each; the rest is one part
 NAMES, TOTALS = 1.86, 1.86  # inches before the longest bar and behind it, on a screen
 ROW, GROUP = 0.36, 0.5  # inches of a bar; bars between groups
 WAITING = "waiting for the host"
+OWN_SCALE = "; the longest bar of each phase is its own scale"
 EXCHANGES = "communication"
 LEAST_OVERLAP = 0.005  # of t_est: kernels that overlap by less are drawn in turn
 
@@ -130,7 +131,7 @@ def byte_figure(report: Results, medium: Medium = SCREEN) -> Figure:
         f"HBM bytes of a step: {report.model.get('name') or 'model'}",
         (
             memoryplot.of_report(report),
-            "by whose bytes they are; the longest bar of each phase is its own scale",
+            f"by whose bytes they are{OWN_SCALE}",
         ),
         [("", byte_bars(report), style.ROLES, format_traffic)],
         "compulsory floor",
@@ -143,16 +144,14 @@ def time_figure(report: Results, medium: Medium = SCREEN) -> Figure:
     families = family_bars(report)
     overlaps = any(bar.mark is not None for bar in families)
     names = [*_ranking(report), "others", WAITING]
-    tones = style.colours(
-        names, {**style.FAMILIES, "others": "#c8c8c8", WAITING: style.REGIMES["launch"]}
-    )
+    tones = style.colours(names)
     regimes = {words.LIMITS[name]: colour for name, colour in style.REGIMES.items()}
     return _figure(
         f"{_kind(report)} time of a step on {report.chips[0].title}: "
         f"{report.model.get('name') or 'model'}",
         (
             memoryplot.of_report(report),
-            "kernels in turn, host included; the longest bar of each phase is its own scale"
+            f"kernels in turn, host included{OWN_SCALE}"
             + ("; a line ends the step: + is what runs beside the rest" if overlaps else ""),
         ),
         [
@@ -176,7 +175,8 @@ def peak_figure(report: Results, medium: Medium = SCREEN) -> Figure:
         f"Peak memory of a step: {report.model.get('name') or 'model'}",
         (
             memoryplot.of_report(report),
-            f"{report.main}; one {chip.title} holds {format_capacity(chip.memory_capacity.value)}",
+            f"{report.main}; one {chip.title} holds {format_capacity(chip.memory_capacity.value)}"
+            + OWN_SCALE * (len(report.memory) > 1),
         ),
         [("", memory_bars(report), style.ROLES, format_capacity)],
         "capacity of one chip",

@@ -16,7 +16,7 @@ from rooftrace.diffs.costs import Diff
 from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_flops, format_time
 from rooftrace.measured.fit import Calibration, Validation
-from rooftrace.reporting.figures.breakdown import Bar, family_bars
+from rooftrace.reporting.figures.breakdown import OWN_SCALE, Bar, family_bars
 from rooftrace.reporting.figures.parity import parity_points
 from rooftrace.reporting.figures.style import FAINT, GREY, GRID, INK, colours, ink_on
 from rooftrace.reporting.renderers import words
@@ -133,7 +133,7 @@ def bar_svg(title: str, bars: Sequence[Bar]) -> str:
     longest: dict[str, float] = {}
     for bar in shown:
         longest[bar.group] = max(longest.get(bar.group, 0.0), bar.length)
-    body = [_text(8, 18, title, weight="bold")]
+    body = [_text(8, 18, f"{title}{OWN_SCALE * (len(longest) > 1)}", weight="bold")]
     top, span = 30, WIDTH - _LEFT - _RIGHT
     for bar in shown:
         name = " ".join(filter(None, (bar.group, bar.name)))

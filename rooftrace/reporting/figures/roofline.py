@@ -182,8 +182,6 @@ def _legend_words(report: Results, others: int) -> str:
 
 # -- many models -----------------------------------------------------------------------------------
 
-MODELS = ("#D55E00", "#6A3D9A", "#C2185B", "#8C6D31", "#332288", "#117733", "#661100", "#5C5C5C")
-"""Tones of models: none is that of a limit."""
 LEAST_CAP = 0.999  # of the roof: a limit of a step is shown below this
 
 
@@ -223,11 +221,7 @@ _CAPS = {
 def _points(result: rooflinesteps.Rooflines, *, brief: bool = False) -> list[Point]:
     """The points of all steps.  brief: the shape alone tells the chip, one label a model."""
     kinds = result.models if len(result.models) > 1 else result.phases
-    tones = (
-        {name: MODELS[i % len(MODELS)] for i, name in enumerate(kinds)}
-        if len(result.models) > 1
-        else style.colours(kinds, style.PHASES)
-    )
+    tones = style.colours(kinds, {} if len(result.models) > 1 else style.PHASES)
     drawn: list[Point] = []
     for line in result.lines:
         seen = [row for row in line if row.rate is not None]

@@ -6,6 +6,7 @@ are made with matplotlib's objects alone: no global settings, no display.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,14 +36,22 @@ RED, SKY, YELLOW = "#D55E00", "#56B4E9", "#F0E442"
 PHASES = printing.PHASES
 ROLES, KINDS, REGIMES, FAMILIES = printing.ROLES, printing.KINDS, printing.LIMITS, printing.FAMILIES
 on_dark = printing.on_dark
-MANY = (BLUE, ORANGE, GREEN, RED, SKY, PINK, "#7B4F9E", YELLOW, "#8C6D31", "#117733", GREY)
+OTHERS = "#c8c8c8"
+MEANINGS: Mapping[str, str] = {
+    **printing.FAMILIES, **PHASES, **printing.LIMITS, "HBM": BLUE, "others": OTHERS,
+    "waiting for the host": ORANGE,
+}  # fmt: skip
+"""Tones of names that mean the same in every figure."""
+MANY = (
+    RED, "#6A3D9A", "#C2185B", "#8C6D31", "#332288", "#117733", "#661100", "#5C5C5C", SKY, YELLOW,
+)  # fmt: skip
+"""Tones of all other names: none is that of a limit."""
 CHIPS = (INK, "#7A8B99", "#A57C52", "#5B8E7D", "#8A6FB0")
 MARKERS = ("o", "s", "D", "^", "v", "P")
 
 
-def colours(names: Iterable[str], fixed: Mapping[str, str] | None = None) -> dict[str, str]:
+def colours(names: Iterable[str], fixed: Mapping[str, str] = MEANINGS) -> dict[str, str]:
     """A colour for each name: its fixed one, else the next of the palette, in the order given."""
-    fixed = fixed or {}
     names = list(names)
     free = [colour for colour in MANY if colour not in {fixed.get(name) for name in names}] or MANY
     others = [name for name in names if name not in fixed]
@@ -396,8 +405,41 @@ def place(
     No box overlaps another or one that is `taken` as long as any candidate is free; boxes keep off
     `points`, leaders off boxes, and both off the sampled `line` where that is possible.
     """
-    order = sorted(range(len(labels)), key=lambda i: (not labels[i].first, not labels[i].slide))
+    count = len(labels)
+    orders = [*itertools.islice(_orders(count), min(ORDERS, max(count, 1)))]
+    tried = []
+    for order in orders:
+        ranked = sorted(order, key=lambda i: (not labels[i].first, not labels[i].slide))
+        tried.append(_settled(labels, frame, ranked, taken, points, line))
+        if tried[-1][0] < CROSSING:
+            break
+    placed = min(tried, key=lambda pair: pair[0])[1]
+    return [placed[i] for i in range(count)]
+
+
+ORDERS = 8
+
+
+def _orders(count: int) -> Iterator[list[int]]:
+    """Orders in which labels take their places: as given, backwards, and from others on."""
+    numbers = [*range(count)]
+    for start in range(count or 1):
+        turned = numbers[start:] + numbers[:start]
+        yield turned
+        yield turned[::-1]
+
+
+def _settled(
+    labels: Sequence[Label],
+    frame: Box,
+    order: Sequence[int],
+    taken: Sequence[Box],
+    points: Sequence[Box],
+    line: Sequence[tuple[float, float]],
+) -> tuple[float, dict[int, Box]]:
+    """The cost and the boxes of labels that take the best free place one by one, some times."""
     placed: dict[int, Box] = {}
+    prices: dict[int, float] = {}
     for _ in range(PASSES):
         before = dict(placed)
         for i in order:
@@ -413,10 +455,10 @@ def place(
                 if cost < price:
                     best, price = box, cost
             if best is not None:
-                placed[i] = best
+                placed[i], prices[i] = best, price
         if placed == before:
             break
-    return [placed[i] for i in range(len(labels))]
+    return sum(prices.values()), placed
 
 
 def candidates(label: Label) -> Iterator[tuple[float, Box]]:

@@ -116,7 +116,7 @@ def _bar(
         **at,
     )
     axes.text((0.988 - LEFT) / SPAN, y, bar.right, fontsize=10, color=style.INK, ha="right", **at)
-    ends = ((bar.low, style.BLUE, "right", -5), (bar.high, style.ORANGE, "left", 5))
+    ends = ((bar.low, style.CHIPS[1], "right", -5), (bar.high, style.CHIPS[2], "left", 5))
     if bar.low[1] == bar.high[1]:
         style.note(axes, "no effect", (middle, y), (5, 0), size=9.5, va="center")
         return
@@ -200,7 +200,7 @@ def exploration_plot(result: decode_forms.Exploration) -> Figure:
     middle: dict[str, Any] = {"ha": "center", "va": "center"}
     for cell in result.cells:
         x, y = lengths.index(cell.kv), devices.index(cell.devices)
-        colour = style.ORANGE if cell.batch is None else style.BLUE
+        colour = style.MEANINGS.get(cell.limiter if cell.batch is None else "compute", style.GREY)
         axes.add_patch(Rectangle((x + 0.01, y + 0.03), 0.98, 0.94, color=colour, alpha=0.22))
         batch = cell.global_batch
         text = f"none: {cell.limiter}" if batch is None else f"{batch:,}"

@@ -424,12 +424,21 @@ def _head(name: str, unit: str, body: int) -> tuple[tuple[str, ...], list[str]]:
 def pieces(columns: Sequence[Set], table: Table, width: float) -> list[list[Set]]:
     """The columns, cut into pieces that are at most so many points wide.
 
-    Each begins with the leading columns of the table; columns that belong together stay together
-    where they fit.  Pieces are about equally wide.
+    Each begins with the leading columns of the table, and with the words after them that tell rows
+    apart, in up to half of the width; columns that belong together stay together where they fit.
+    Pieces are about equally wide.
     """
     if _points(columns, _NARROW) <= width:
         return [fitted(columns, width)]
-    leading, rest = columns[: table.leading], columns[table.leading :]
+    rows = range(len(table.rows))
+    keys = table.leading
+    while (
+        len({tuple(column.cells[row] for column in columns[:keys]) for row in rows}) < len(rows)
+        and columns[keys].left
+        and _points(columns[: keys + 1]) <= width / 2
+    ):
+        keys += 1
+    leading, rest = columns[:keys], columns[keys:]
     groups = [rest[i : i + table.sets] for i in range(0, len(rest), table.sets)]
     room = width - _points(leading)
     if any(_points(group) > room for group in groups):

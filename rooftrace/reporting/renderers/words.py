@@ -364,9 +364,12 @@ def differing(labels: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def short_module(path: str, width: int) -> str:
-    """A module path cut from the left, at a dot, where paths differ least: "…mlp.experts"."""
+    """A module path cut from the left, at a dot, where paths differ least: "…mlp.experts".
+
+    A line of code keeps its number: "…ions.py:103".
+    """
     if len(path) <= width:
         return path
     tail = path[len(path) - width + 1 :]
-    dot = tail.find(".")
+    dot = -1 if ":" in tail else tail.find(".")
     return f"…{tail[dot + 1 :] if 0 <= dot < len(tail) // 2 else tail}"

@@ -366,14 +366,14 @@ def _line(what_if: WhatIf) -> str:
 
 def fit_words(what_if: WhatIf) -> str:
     """A sentence where the change decides whether the step fits its chip; else nothing."""
-    chip = what_if.after.chip
+    chip, chips = what_if.after.chip, what_if.after.graph.processes
     fitted = what_if.before.memory.fits(chip)
     if fitted == what_if.fits:
         return ""
-    peak = format_capacity(what_if.peak)
+    peak, where = format_capacity(what_if.peak), f"each of {chips}" if chips > 1 else "one"
     if what_if.fits:
-        return f"The step then fits one {chip.name}, with {peak}."
-    return f"**It does not fit one {chip.name} then**: its peak is {peak}."
+        return f"The step then fits {where} {chip.name}, with {peak}."
+    return f"**It does not fit {where} {chip.name} then**: its peak is {peak}."
 
 
 def helping_on_screen(results: Results) -> view.Section:
@@ -391,7 +391,7 @@ def helping_on_screen(results: Results) -> view.Section:
     columns = (
         view.Column("phase", units.TEXT, "suggestion"),
         view.Column("action", units.TEXT, f"what to do, {results.main}", clipped=30),
-        view.Column("source", units.TEXT, "line", clipped=12, drop=3),
+        view.Column("source", units.TEXT, "line", flexible=True, clipped=12, drop=3),
         view.Column("limit", units.TEXT, "limit", drop=1),
         view.Column("after", units.SECOND, "step then"),
         view.Column("gain", units.SECOND, "saves", mark="strong"),
@@ -419,7 +419,9 @@ def _row(what_if: WhatIf, action: str) -> dict[str, Any]:
     return {
         "action": view.Cell(f"{action} (no longer fits)", "bad") if unfit else action,
         "source": what_if.source.rpartition("/")[2],
-        "limit": view.Cell(words.LIMITS[what_if.acts_on], what_if.acts_on),
+        "limit": view.Cell(words.LIMITS[what_if.acts_on], what_if.acts_on)
+        if what_if.gain > 0
+        else view.BLANK,
         "after": what_if.t_after,
         "gain": view.Cell(what_if.gain, before="≤ " if what_if.at_most else ""),
         "share": what_if.share,

@@ -311,7 +311,7 @@ def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view
     if not any(row.network_rate for row in result.rows):
         columns = tuple(column for column in columns if column.key != "network_rate")
     head = view.Note(result.conditions, "strong")
-    table = view.Table(columns=columns, rows=result.rows, leading=2)
+    table = view.Table(columns=columns, rows=result.rows, leading=3 + len(sizes))
     roofs = {
         (row.chip, row.estimate.peak_precision): (
             f"{row.estimate.chip.title}: {format_flop_rate(row.estimate.peak)} "

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TraceError
 from rooftrace.hardware import Chip
-from rooftrace.tracer import TraceError, source_line
+from rooftrace.tracer import source_line
 
 # -- refused ---------------------------------------------------------------------------------------
 # Refusals of an emulated device: one error that names the call, its line and a way out.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from rooftrace.errors import is_ours
+from rooftrace.errors import TraceError, is_ours
 from rooftrace.graph import UNRECORDED, Assumption, OpGraph, graphs_bytes
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import plural
@@ -28,7 +28,7 @@ from rooftrace.scripts.steps.keeping import Optimizers
 from rooftrace.scripts.steps.recorders import ScriptRecorder
 from rooftrace.scripts.steps.records import INFERENCE, OURS, TRAINING, FailedCall, Failure, Script
 from rooftrace.scripts.steps.watching import OpenTurn, watch, watch_marks
-from rooftrace.tracer import TraceError, names, source, torch_private
+from rooftrace.tracer import names, source, torch_private
 from rooftrace.tracer.phases import call_apart
 from rooftrace.tracer.recording import META_KEY, Recorded
 from rooftrace.tracer.values import Values

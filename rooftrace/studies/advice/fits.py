@@ -1,7 +1,8 @@
-"""Changes after which a step fits its chip: checkpoints, narrow states, smaller batches."""
+"""Changes after which a step fits its chip: checkpoints, states elsewhere, smaller batches."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -11,19 +12,24 @@ from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.rewrites import Editor, reading_others, with_fused_optimizer
 from rooftrace.errors import RequestError
 from rooftrace.graph import Op, OpGraph, refs
-from rooftrace.hardware.units import listed
+from rooftrace.hardware.units import format_bandwidth, format_capacity, listed
 from rooftrace.studies.advice.variants import Study, Variant
 from rooftrace.studies.advice.whatifs import StepChange, WhatIf, all_of, priced_change
 
 AtBatch = Callable[[int], OpGraph]
 """A trace of the step at another batch size; it raises RequestError where there is none."""
+OverChips = Callable[[int, bool], OpGraph]
+"""A trace of the step over so many chips, with checkpoints or without; raises as `AtBatch`."""
 
 
-def fitting(step: Estimate, at_batch: AtBatch | None = None) -> tuple[WhatIf, ...]:
+def fitting(
+    step: Estimate, at_batch: AtBatch | None = None, over_chips: OverChips | None = None
+) -> tuple[WhatIf, ...]:
     """Changes after which a step fits its chip, the shortest first; none where it fits already.
 
-    Checkpoints of layers and states of 8 bits are of training, which adds gradients of smaller
-    batches up; several at once are tried where none of them is enough.
+    Checkpoints of layers, states of 8 bits or of the host's memory, and shards are of training,
+    which adds gradients of smaller batches up; several at once are tried where none of them is
+    enough.
     """
     room = step.chip.room()
     if step.memory.peak <= room:
@@ -31,8 +37,12 @@ def fitting(step: Estimate, at_batch: AtBatch | None = None) -> tuple[WhatIf, ..
     single = _smaller(step) if step.phase == "training" else ()
     both = (all_of(single, ", ".join(change.action for change in single)),) * (len(single) > 1)
     batch = partial(_smaller_batch, step, at_batch)
-    for whole, in_batches in ((single, (_AS_IT_IS,)), (both, (*single, *both))):
+    again = [change for change in single if with_checkpoints in change.edits]
+    tiers = ((single, [_AS_IT_IS], [_AS_IT_IS]), (both, [*single, *both], again))
+    for whole, in_batches, others in tiers:
         ways = [*map(partial(priced_change, step), whole), *map(batch, in_batches)]
+        for change in others if step.phase == "training" else ():
+            ways += [_in_host_memory(step, change), _over_chips(step, over_chips, change)]
         if fit := [way for way in ways if way is not None and way.fits]:
             return tuple(sorted(fit, key=lambda way: way.t_after))
     return ()
@@ -55,6 +65,75 @@ def _smaller(step: Estimate) -> tuple[StepChange, ...]:
         edits=(with_small_states,),
     )
     return ((checkpoints,) if lists else ()) + ((states,) if step.memory.optimizer else ())
+
+
+def _in_host_memory(step: Estimate, change: StepChange) -> WhatIf | None:
+    """The step with the states of the optimizer in the host's memory, and another change.
+
+    None without such states, and for a chip whose link to the host is unknown.
+    """
+    away, link = step.memory.optimizer, HOST_LINKS.get(step.chip.architecture, 0.0) * COPIED
+    edited = priced_change(step, change) if change.edits else None
+    if not away or not link:
+        return None
+    return WhatIf(
+        lever="memory",
+        action=f"Keep the states of the optimizer in the host's memory{_also(change)}",
+        option="",
+        needs=f"{format_capacity(away)} of pinned memory, PCIe at {format_bandwidth(link)}, and an "
+        "optimizer that pages, as bitsandbytes' PagedAdamW; no copy overlaps with the step",
+        before=step,
+        after=edited.after if edited else step,
+        away=away,
+        t_away=2 * away / link,
+    )
+
+
+HOST_LINKS = {
+    **dict.fromkeys(("sm_70", "sm_75"), 16e9),
+    **dict.fromkeys(("sm_80", "sm_86", "sm_89"), 32e9),
+    **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950"), 64e9),
+}
+"""Bytes a second and direction between a chip and its host, by the datasheets of each architecture:
+PCIe 3.0, 4.0 and 5.0 of 16 lanes.  Grace hosts have more (NVLink-C2C)."""
+COPIED = 0.87
+"""Share of it that copies of pinned memory reach: 55.6 of 64 GB/s, NVIDIA's figure of nvbandwidth
+(https://developer.nvidia.com/blog/?p=115566)."""
+
+
+def _over_chips(step: Estimate, over_chips: OverChips | None, change: StepChange) -> WhatIf | None:
+    """The step with its weights, gradients and states shared by chips; None where none fits.
+
+    Their number is the least power of two for which the peak should fit, or twice that.
+    """
+    edited = priced_change(step, change) if change.edits else None
+    memory, room = edited.after.memory if edited else step.memory, step.chip.room()
+    held = memory.weights + memory.gradients + memory.optimizer
+    if over_chips is None or memory.peak - held >= room:
+        return None
+    least = 2 ** max(1, math.ceil(math.log2(held / (room - memory.peak + held))))
+    for number in (least, 2 * least):
+        try:
+            graph = over_chips(number, edited is not None)
+            after = Study(step).estimate(Variant(graph=graph))
+        except (RequestError, ValueError):
+            return None
+        way = WhatIf(
+            lever="memory",
+            action=f"Share weights, gradients and states over {number} chips (FSDP2)"
+            + _also(change),
+            option=f"--mesh dp={number}" + " --checkpoint full" * bool(edited),
+            needs=f"{number} chips, each of which takes this batch: {number} times the samples",
+            before=step,
+            after=after,
+        )
+        if way.fits:
+            return way
+    return None
+
+
+def _also(change: StepChange) -> str:
+    return f", and {change.action}" if change.action else ""
 
 
 _AS_IT_IS = StepChange(lever="memory", action="", needs="")

@@ -60,6 +60,8 @@ class WhatIf(Plain, Compared):
     needs: str  # its assumptions and costs
     at_most: bool = False  # whether the gain is an upper bound
     runs: int = 1  # of `after` for as much work, whose gradients add up; the optimizer steps once
+    away: int = 0  # bytes in the host's memory, which come and go once in a step
+    t_away: float = 0.0  # seconds of those copies
 
     KEYS = (
         "lever action source option t_before t_after gain share at_most acts_on needs rests_on "
@@ -73,9 +75,12 @@ class WhatIf(Plain, Compared):
         Where only launches change it is the line with most kernels; "" where no line is known, and
         where no line of the step changes.
         """
-        if self.lever == "together" or self.runs > 1:
+        if self.lever == "together" or self.runs > 1 or self.after.graph.processes > 1:
             return ""
         lines, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
+        if self.away:
+            steps = (op.source for op in self.before.graph.ops if op.part == "optimizer")
+            return next(filter(None, steps), "")
         for sign, step in ((1, self.before), (-1, self.after)):
             for row in step.rows:
                 line = lead_op(step.plan, step.plan.groups[row.index]).source
@@ -95,7 +100,7 @@ class WhatIf(Plain, Compared):
     def t_after(self) -> float:
         """Seconds of as much work with the change."""
         if self.runs == 1:
-            return self.after.t_est
+            return self.after.t_est + self.t_away
         once = self.after.by_part()["optimizer"].seconds if self.after.memory.optimizer else 0.0
         return self.runs * (self.after.t_est - once) + once
 
@@ -121,7 +126,7 @@ class WhatIf(Plain, Compared):
         """Bytes alive at the peak with the change; gradients that add up are there all the time."""
         memory = self.after.memory
         kept = memory.gradients - memory.at_peak.get("gradients", 0) if self.runs > 1 else 0
-        return memory.peak + kept
+        return memory.peak + kept - self.away
 
     @property
     def fits(self) -> bool:

@@ -88,6 +88,7 @@ def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
         raise RequestError(
             f"graph breaks of phase {phase!r}: expected one of {', '.join(names.MEASURED)}"
         )
+    torch_private.DYNAMO_LATER.load()  # before the module's code asks for it
     with ExitStack() as stack:
         for context in (collector_paused(), overrides.apart(), torch.inference_mode(False)):
             stack.enter_context(context)

@@ -167,28 +167,52 @@ class PlanForms:
         Comparisons that come out otherwise there do not decide the kernels; they are guards no
         longer, if the form gives the plan wherever it is tried without them.
         """
-        here = self._numbers_at(numbers)
         at = [np.array([number]) for number in numbers]
         for place, cell in enumerate(self._cells):
-            if not cell.wide or not self._is(cell.form, numbers, here):
+            form = self._fits(cell.form, [numbers]) if cell.wide else None
+            if form is None:
                 continue
             guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
             some = self._some(guards, numbers, points, left)
             gained = [n for n, held in _held(cell.guards, some) if not held]
             planned = [n for n, held in _held(guards, self._known) if held]
-            if all(
-                self._is(cell.form, n) for n in (*planned, *self._edges(gained), *gained[:_TRIES])
-            ):
-                self._cells[place] = _Cell(guards, cell.form)
+            tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES]))
+            form = self._fits(form, tried)
+            if form:
+                self._cells[place] = _Cell(guards, form)
                 return self._cells[place]
         return None
 
-    def _is(
-        self, form: PlanForm, where: leaves.Numbers, numbers: PlanNumbers | None = None
-    ) -> bool:
-        """Whether a form gives the plan at these sizes; numbers: of that plan, if at hand."""
+    def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
+        """A form that gives the plan at these sizes, too; None if they have other kernels.
+
+        Where the known one does not, it is fitted anew with them: its samples may reach all
+        classes, whose number then looks like a constant.
+        """
+        known = form
+        for where in tried:
+            if not self._is(form, where):
+                try:
+                    form = self._form_of((*form.regime.form.samples, where), form.regime.proven)
+                except StructureError:
+                    return None
+        if form is known or all(self._is(form, where) for where in (*form.regime.proven, *tried)):
+            return form
+        return None
+
+    def _form_of(
+        self, samples: Sequence[leaves.Numbers], proven: Sequence[leaves.Numbers]
+    ) -> PlanForm:
+        """The form of the plans at these sizes.  Raises StructureError where there is none."""
+        records = {where: self._numbers_at(where) for where in samples}
+        form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
+        regime = Regime(form, self.regime.low, self.regime.high, tuple(proven))
+        return PlanForm(regime, self.conditions.execution, partial(self._plan_at, samples[0]))
+
+    def _is(self, form: PlanForm, where: leaves.Numbers) -> bool:
+        """Whether a form gives the plan at these sizes."""
         try:
-            return bool(form.form.at(where) == (numbers or self._numbers_at(where)))
+            return bool(form.form.at(where) == self._numbers_at(where))
         except FormulaError:
             return False
 
@@ -230,24 +254,18 @@ class PlanForms:
         first, each = _SAMPLES
         least = first + each * len(numbers)
         wanted = min(least, len(candidates))
-        chosen = dict.fromkeys(candidates[:wanted])
         if wanted < least:
             return None
-        for _ in range(2):
-            records = {where: self._numbers_at(where) for where in chosen}
+        for count in (wanted, wanted + _MORE):
+            chosen = candidates[:count]
+            rest = [where for where in (*inside, *others) if where not in chosen]
+            checks = self._random.sample(rest, min(_CHECKS, len(rest)))
             try:
-                form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
-                break
+                made = self._form_of(chosen, checks)
             except StructureError:
-                wanted += _MORE
-                chosen = dict.fromkeys(candidates[:wanted])
-        else:
-            return None
-        rest = [where for where in (*inside, *others) if where not in chosen]
-        checks = self._random.sample(rest, min(_CHECKS, len(rest)))
-        regime = Regime(form, self.regime.low, self.regime.high, tuple(checks))
-        made = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
-        return made if all(self._is(made, where) for where in checks) else None
+                continue
+            return made if all(self._is(made, where) for where in checks) else None
+        return None
 
     def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
         """For each draw the candidates with the fewest and with the most rows.

@@ -11,7 +11,7 @@ from typing import Any
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.errors import RequestError, hint
-from rooftrace.graph.formulas import Formula, leaves
+from rooftrace.graph.formulas import Formula, leaves, polynomials
 from rooftrace.studies.forms.kernelforms import Amount, Traffic, bytes_of, flops_of
 from rooftrace.studies.forms.planform import PlanForm
 
@@ -276,7 +276,10 @@ def _of_draw(draw: leaves.Draw, numbers: Numbers, place: int) -> Dual:
     parts = [_of_formula(part, numbers, place) for part in draw.parts]
     rows, chosen, classes, _ = (float(part.value) for part in parts)
     value = float(draw.at(tuple(numbers)))
-    slopes = (*SLOPES[draw.function](rows, chosen, classes), 1.0)
+    name, _, exponent = draw.function.partition(" skewed:")
+    skew = float(exponent or 0)
+    of = _by_steps(rows, chosen, classes, skew) if skew else SLOPES[name](rows, chosen, classes)
+    slopes = (*of, 1.0)
     slope = sum(float(part.slope) * each for part, each in zip(parts, slopes, strict=True))
     return Dual(value, slope, frozenset({draw.function}))
 
@@ -330,6 +333,21 @@ def _rows(rows: float, chosen: float, classes: float) -> Slopes:
     by_rows, _, by_classes = _distinct(rows, 1, classes)
     by_own = 1 - (1 - 1 / classes) ** rows - rows / classes * part ** (rows - 1)
     return part * by_rows - math.log(part) * part**rows, by_own, part * (by_classes - by_own)
+
+
+def _by_steps(rows: float, chosen: float, classes: float, exponent: float) -> Slopes:
+    """Slopes of the classes that skewed choices reach: differences over a step to each side."""
+    t, c, v = map(round, (rows, chosen, classes))
+
+    def reached(*step: int) -> float:
+        sizes = (t + step[0], c + step[1], v + step[2])
+        return polynomials.SKEWED["distinct"](*sizes, exponent)
+
+    return (
+        (reached(1, 0, 0) - reached(-1, 0, 0)) / 2,
+        (reached(0, 1, 0) - reached(0, -1, 0)) / 2,
+        (reached(0, 0, 1) - reached(0, 0, -1)) / 2,
+    )
 
 
 SLOPES = {

@@ -337,7 +337,7 @@ def job_from_json(message: Mapping[str, Any]) -> Job:
 
 def _error(names: Iterable[str], message: str) -> Exception:
     """The other process's error, as our nearest class that takes a message alone."""
-    from rooftrace.tracer import TraceError
+    from rooftrace.errors import TraceError
 
     kinds = (NoCacheError, RequestError, TargetError, GraphFileError, GraphError, TraceError)
     kind = next((kind for name in names for kind in kinds if kind.__name__ == name), TargetError)

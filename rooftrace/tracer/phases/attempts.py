@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TraceError
 from rooftrace.graph import OpGraph, assumptions
 from rooftrace.hardware.precisions import precision, storage_bytes
-from rooftrace.tracer import Options, TraceError, names, torch_private, users_traceback
+from rooftrace.tracer import Options, names, torch_private, users_traceback
 from rooftrace.tracer.inputs import Inputs
 from rooftrace.tracer.lowering import NotAlikeError, lower, with_fallbacks, without_asides
 from rooftrace.tracer.recording import META_KEY, Entry, Recorder, Tape, installed_release

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from rooftrace._processes import ONE_TASK
 from rooftrace._progress import tell, telling
 from rooftrace.errors import RequestError
 
@@ -37,7 +38,6 @@ Answer = Callable[[bytes], bytes]
 
 _TOLD, _ASKED, _RESULT, _REFUSED = b"t", b"?", b"=", b"!"
 _PRELOADED = (
-    *("torch._dynamo", "torch.distributed.fsdp"),
     *("rooftrace.scripts.steps.running", "rooftrace.tracer.phases.worker"),
     *("rooftrace.tracer.inputs", "rooftrace.tracer.phases.running", "rooftrace.tracer.targets"),
 )
@@ -334,6 +334,7 @@ def serve(descriptor: int) -> None:
     caller = os.getppid()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ONE_TASK.append("server")
     for name in _PRELOADED:
         importlib.import_module(name)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of the terminal is for the processes

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace._progress import tell
-from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.errors import NoCacheError, RequestError, TraceError
 from rooftrace.graph import OpGraph, assumptions
-from rooftrace.tracer import Options, RequestLengths, TraceError, names, torch_private
+from rooftrace.tracer import Options, RequestLengths, names, torch_private
 from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.phases.attempts import (

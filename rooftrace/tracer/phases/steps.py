@@ -19,9 +19,9 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TraceError
 from rooftrace.graph import Op, OpGraph, Ref, assumptions, in_order
-from rooftrace.tracer import Options, TraceError, torch_private
+from rooftrace.tracer import Options, torch_private
 from rooftrace.tracer.inputs import Inputs, as_before, calls, calls as arguments
 from rooftrace.tracer.phases import stepping
 from rooftrace.tracer.phases.attempts import (

@@ -397,7 +397,7 @@ class TargetSource:
                 short = shorten(made.module, layers_of(made.module))
         if short is None:
             return self._of_one(made.module, inputs, phases, trains, behind)
-        from rooftrace.tracer import TraceError
+        from rooftrace.errors import TraceError
 
         try:
             with short.watch:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -103,12 +105,22 @@ def uncompiled() -> Iterator[None]:
 
     `records.compiling` is where Dynamo would compile: the callback that it is given stays here.
     """
+    later = torch_private.DYNAMO_LATER
+    with contextlib.ExitStack() as stack:
+        enter = functools.partial(_uncompiled, stack.enter_context)
+        if later.waits:
+            later.then.append(enter)
+            stack.callback(later.forget, enter)
+        else:
+            enter()
+        yield
 
+
+def _uncompiled(enter: Callable[[AbstractContextManager[Any]], Any], dynamo: Any = None) -> None:
     frames = torch_private.eval_frame
     stance = original_of(frames, "_callback_from_stance")
     if not callable(stance):
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        enter(torch.compiler.set_stance("force_eager"))
         return
 
     def set_callback(callback: Any) -> Any:
@@ -146,8 +158,8 @@ def uncompiled() -> Iterator[None]:
 
         stand_ins[_COUNTER] = count
     none = {"set_autograd_compiler": lambda compiler, dynamic: (None, False)}
-    with replaced(frames, stand_ins), replaced(torch_private.compiled_autograd, none):
-        yield
+    enter(replaced(frames, stand_ins))
+    enter(replaced(torch_private.compiled_autograd, none))
 
 
 def _is_looked_through(function: Any) -> bool:

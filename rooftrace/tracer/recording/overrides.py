@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import random
 import sys
 import threading
@@ -258,16 +257,27 @@ class _Guard:
             return self.instead
         return scope.replacements.get((id(self.home), self.name), self.instead)
 
+    def is_there(self) -> bool:
+        return vars(self.home).get(self.name, _ABSENT) is self.there
+
     def install(self) -> None:
         setattr(self.home, self.name, self.there)
 
     def remove(self) -> None:
-        if vars(self.home).get(self.name, _ABSENT) is not self.there:
+        if not self.is_there():
             return  # somebody else replaced it since, and may call the guard
         if self.original is _ABSENT:
             delattr(self.home, self.name)
         else:
             setattr(self.home, self.name, self.original)
+
+    def renew(self) -> None:
+        """Install it again, where the original may be another one since it was removed."""
+        now = vars(self.home).get(self.name, _ABSENT)
+        if self.instead is self.original:
+            self.instead = now
+        self.original = now
+        self.install()
 
 
 _GUARDS: dict[tuple[int, str], _Guard] = {}
@@ -278,7 +288,7 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
     """Inside, these attributes of a module or a class are others for the threads of this scope."""
     scope = Scope.current()
     assert scope is not None, "a replacement belongs to a scope"
-    _dynamo_imported()
+    _dynamo_first()
     keys = {(id(home), name): value for name, value in replacements.items()}
     with _LOCK:
         for name in replacements:
@@ -298,7 +308,7 @@ def replaced(home: Any, replacements: Mapping[str, Any]) -> Iterator[None]:
 
 def put(home: Any, replacements: Mapping[str, Any]) -> None:
     """Replace these attributes of a module or a class in this process, for good."""
-    _dynamo_imported()
+    _dynamo_first()
     with _LOCK:
         for name, value in replacements.items():
             guard = _guard_of(home, name)
@@ -319,14 +329,31 @@ def _guard_of(home: Any, name: str) -> _Guard:
     return guard
 
 
-@functools.cache
-def _dynamo_imported() -> None:
-    """Import Dynamo before anything is replaced.
+def _dynamo_first() -> None:
+    """Import Dynamo before anything is replaced, unless it is found later without replacements.
 
     It knows functions of torch by the objects under their names when it was imported.
     """
-    with plainly():
-        importlib.import_module(torch_private.DYNAMO)
+    if not torch_private.DYNAMO_LATER.waits:
+        with plainly():
+            torch_private.DYNAMO_LATER.load()
+
+
+@contextlib.contextmanager
+def _originals() -> Iterator[None]:
+    """Inside, nothing is replaced, and no mode is on in this thread."""
+    with _LOCK, plainly():
+        guards = [guard for guard in _GUARDS.values() if guard.is_there()]
+        for guard in guards:
+            guard.remove()
+        try:
+            yield
+        finally:
+            for guard in guards:
+                guard.renew()
+
+
+torch_private.DYNAMO_LATER.around.append(_originals)
 
 
 def original_of(home: Any, name: str) -> Any:

@@ -60,11 +60,19 @@ def _plainly(loader: Any) -> Callable[[Any], None]:
 def plain_imports() -> Iterator[None]:
     """Inside, a module that is imported for the first time is not part of what is traced."""
     finder: Any = _PlainImports()
-    with torch_private.disable_current_modes():  # it imports lazily, the first time
-        torch_private.nt_view_dummy()  # torch makes it in the first nested tensor of a process
+    original = original_of(torch_private.nested_tensor, "_nt_view_dummy")
+
+    def dummy() -> Any:
+        """Torch makes this tensor with the first nested one of a process."""
+        with overrides.plainly():
+            return original()
+
+    with torch_private.disable_current_modes():
+        pass  # it imports lazily, the first time
     sys.meta_path.insert(0, finder)
     try:
-        yield
+        with replaced(torch_private.nested_tensor, {"_nt_view_dummy": dummy}):
+            yield
     finally:
         sys.meta_path.remove(finder)
 
@@ -354,6 +362,7 @@ class Threads:
     def _started(self, original: Callable[..., Any], thread: threading.Thread) -> Any:
         started_here = self._threads.here() and not self._tape.here.submitting
         if started_here and type(thread).__module__ not in _WATCHERS:
+            torch_private.DYNAMO_LATER.load()  # no other thread sees torch while it is imported
             run = self._task(thread.run)
 
             def once() -> None:
@@ -368,6 +377,7 @@ class Threads:
     ) -> Any:
         if not self._threads.here():
             return original(pool, function, *args, **kwargs)
+        torch_private.DYNAMO_LATER.load()
         here = self._tape.here
         before, here.submitting = here.submitting, True  # the threads of the pool serve others too
         try:

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TraceError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_traffic
-from rooftrace.tracer import TraceError
 from rooftrace.tracer.names import PLANS, SHARDED
 from rooftrace.tracer.sharding.fsdp import axes, named_groups, shown
 from rooftrace.tracer.sharding.plans import (

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.tracer import TraceError, torch_private
+from rooftrace.errors import TraceError
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.values import masks, trees
 from rooftrace.tracer.values.masks import META, REAL_VALUE
 from rooftrace.tracer.values.trees import own_tensors, tensors_in

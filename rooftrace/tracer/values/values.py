@@ -189,7 +189,7 @@ class Assumptions:
 
 def says_who(text: str, decided: Any) -> str:
     """The text, with ", as given" if the user decided."""
-    return text if decided is None else f"{text}, as given"
+    return text if decided is None else text + assumptions.GIVEN
 
 
 # -- values ----------------------------------------------------------------------------------------
