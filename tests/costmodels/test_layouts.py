@@ -344,7 +344,7 @@ def test_images_with_channels_last_lie_as_in_a_trace_of_them(phase: str) -> None
     def graph(layout: torch.memory_format) -> rt.types.OpGraph:
         net = Images().to(device="meta", dtype=torch.float16, memory_format=layout)
         x = torch.empty(4, 3, 32, 32, device="meta", dtype=torch.float16)
-        return rt.trace(net, x.to(memory_format=layout), phase=phase, optimizer="none")
+        return rt.trace(net, x.to(memory_format=layout), phase=phase)
 
     def kernels(of: rt.types.OpGraph) -> list[tuple[object, ...]]:
         def lies(value: int) -> list[tuple[int, int]]:

@@ -373,18 +373,21 @@ class _Laid(Editor):
         return op
 
     def _with_views(self, op: Op) -> Op:
-        """An op whose results lie in the storage of an operand."""
-        old, storages = self.graph.values, {self.graph.values[v].storage for v in op.outputs}
-        source = next((v for v in op.inputs if old[v].storage in storages), None)
-        if source is None or reads_across(op):
+        """An op whose results lie in the storages of operands."""
+        if reads_across(op):
             return op
-        now = self.values[source]
-        strides = [relaid(old[value], old[source], now.stride) for value in op.outputs]
-        if None in strides:
-            op = self._with_copies(op, [source])
-            now = self.values[op.inputs[0]]
-            strides = [relaid(old[value], old[source], now.stride) for value in op.outputs]
-        for value, stride in zip(op.outputs, strides, strict=True):
+        old = self.graph.values
+        sources = {old[value].storage: value for value in reversed(op.inputs)}
+        for value in op.outputs:
+            source = sources.get(old[value].storage)
+            if source is None:
+                continue
+            now = self.values[source]
+            stride = relaid(old[value], old[source], now.stride)
+            if stride is None:
+                op = self._with_copies(op, [source])
+                now = self.values[op.inputs[0]]
+                stride = relaid(old[value], old[source], now.stride)
             self._set(value, stride or Tensor.contiguous(old[value].shape), now.storage)
         return op
 
