@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import rooftrace as rt
+from rooftrace.studies.explaining.decode_forms import explore_form
 from rooftrace.studies.forms import Conditions, Points
 from rooftrace.studies.sweeps import Form, evaluated
 
@@ -55,6 +56,21 @@ def test_one_estimate_of_a_trace(target: str, benchmark: Any) -> None:
         return rt.estimate(graph, chip="h200-sxm", execution="efficient")
 
     benchmark.pedantic(run, rounds=2, iterations=1)
+
+
+def test_the_least_batches_of_six_cells(benchmark: Any) -> None:
+    """Devices and lengths beside one trace that is priced (its seconds are in the extra)."""
+    started = time.perf_counter()
+    rt.estimate(rt.trace("deepseek-v3", phase="decode", batch=64, kv=4096), chip="h200-sxm")
+    benchmark.extra_info["estimate"] = time.perf_counter() - started
+    known = form("deepseek-v3")
+
+    def run() -> Any:
+        fresh = Form(known.title, known.phase, known.names, known.regimes)
+        sizes: Any = {"devices": [1, 2], "kv": [1024, 4096, 16_384], "batches": [2, 8, 32, 64]}
+        return explore_form(fresh, Conditions.of("serving"), rt.load_chip("h200-sxm"), **sizes)
+
+    assert len(benchmark.pedantic(run, rounds=2, iterations=1).cells) == 6
 
 
 def test_changes_of_the_limiter(benchmark: Any) -> None:

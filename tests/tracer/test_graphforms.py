@@ -264,3 +264,12 @@ def test_nothing_is_traced_after_a_size_that_shows_a_form_wrong() -> None:
     regimes = list(survey.regimes())
     assert {(regime.low, regime.high) for regime in regimes} == {((1,), (1,)), ((2,), (100,))}
     assert survey.traces < 13
+
+
+def test_a_size_of_one_value_takes_no_samples() -> None:
+    def records(many: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [(3 * numbers[0],) for numbers in many]
+
+    (alone,) = Survey(("x",), (range(1, 101),), records, form=RecordForm).regimes()
+    (beside,) = Survey(("x", "y"), (range(1, 101), (7,)), records, form=RecordForm).regimes()
+    assert len(beside.form.samples) == len(alone.form.samples) < 6

@@ -123,7 +123,7 @@ class Survey:
             for place in _places(box):
                 yield self._single(self._at(place))
             return
-        samples = _scattered(box, 2 ** len(box) + 2)
+        samples = _scattered(box, 2 ** sum(low < high for low, high in box) + 2)
         tell(f"fitting {self._named(box)}: {len(samples)} {self.word}")
         form = None
         while form is None:

@@ -36,7 +36,7 @@ from rooftrace.studies.forms.kernelforms import Array, Places, PlanNumbers, Poin
 from rooftrace.studies.forms.planform import PlanForm
 
 _SAMPLES = (4, 2)
-"""Plans that a form is fitted to, and further ones for each size; more where a number is left
+"""Plans that a form is fitted to, and further ones for each open size; more where a number is left
 unfit."""
 _MORE = 6
 _CHECKS = 3
@@ -252,7 +252,7 @@ class PlanForms:
         edges = self._edges([*inside, *others, *planned])
         candidates = list(dict.fromkeys([numbers, *edges, *_spread([*planned, *others]), *inside]))
         first, each = _SAMPLES
-        least = first + each * len(numbers)
+        least = first + each * sum(len(set(column)) > 1 for column in zip(*candidates, strict=True))
         wanted = min(least, len(candidates))
         if wanted < least:
             return None
