@@ -292,8 +292,8 @@ class GroupedMended(Grouped):
 
 class Written(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = query @ key.transpose(-1, -2) / math.sqrt(128)  # planted: attention
-        return torch.softmax(scores, -1) @ value
+        scores = query @ key.transpose(-1, -2) / math.sqrt(128)
+        return torch.softmax(scores, -1) @ value  # planted: attention
 
 
 class WrittenMended(nn.Module):
