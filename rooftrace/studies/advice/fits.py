@@ -97,8 +97,9 @@ HOST_LINKS = {
 """Bytes a second and direction between a chip and its host, by the datasheets of each architecture:
 PCIe 3.0, 4.0 and 5.0 of 16 lanes.  Grace hosts have more (NVLink-C2C)."""
 COPIED = 0.87
-"""Share of it that copies of pinned memory reach: 55.6 of 64 GB/s, NVIDIA's figure of nvbandwidth
-(https://developer.nvidia.com/blog/?p=115566)."""
+"""Share of it that copies of pinned memory reach: 55.63 of 64 GB/s, in the example of NVIDIA's post
+on nvbandwidth as a tutorial quotes it (https://dev.smart-guide.co.kr/en/tutorial/); 12.36 of 16 in
+the README of nvbandwidth, on an older host."""
 
 
 def _over_chips(step: Estimate, over_chips: OverChips | None, change: StepChange) -> WhatIf | None:
