@@ -497,11 +497,12 @@ def _sort(op: Op, graph: OpGraph) -> Scratch | None:
 
 
 def _group_norm(op: Op) -> Scratch | None:
-    """Sums of its backward by sample and channel."""
+    """Sums of its backward by sample and channel, but for those that are a tensor of the graph."""
     samples, channels, groups = (op.arguments.get(name) for name in ("N", "C", "group"))
     if not (samples and channels and groups):
         return None
-    return Scratch("norms", 4 * samples * (3 * channels + 2 * groups), sure=True)
+    sums = (1 if "sums" in op.arguments else 3) * channels
+    return Scratch("norms", 4 * samples * (sums + 2 * groups), sure=True)
 
 
 def _named(op: Op, graph: OpGraph, name: str) -> Tensor | None:
