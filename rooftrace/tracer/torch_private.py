@@ -401,19 +401,22 @@ class _Later:
                 self.then.pop(0)(dynamo)
         return import_module(DYNAMO)
 
-    def forget(self, call: Callable[[Any], object]) -> None:
-        """Do not call it afterwards."""
-        if call in self.then:
-            self.then.remove(call)
+    def once(self, until: ExitStack, call: Callable[..., object]) -> None:
+        """Call it when Dynamo is there: now, or afterwards unless `until` has ended by then."""
+        if not self.waits:
+            call()
+            return
+        self.then.append(call)
+        until.callback(lambda: self.then.remove(call) if call in self.then else None)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Of Dynamo or one of its modules."""
+        """Of Dynamo or one of its modules, and of the module that needs it."""
         if name in _STAND_IN:
             spec = PathFinder.find_spec(name, path)
             if spec is not None:
                 spec.loader = self  # type: ignore[assignment]
             return spec
-        if not name.startswith(f"{DYNAMO}.") or name in _ALONE:
+        if name in _ALONE or not (name == _NEEDING or name.startswith(f"{DYNAMO}.")):
             return None
         self.load()
         if name not in sys.modules:
@@ -440,6 +443,8 @@ _MARKS, _ASKED = ("allow_in_graph", "assume_constant_result"), "is_compile_suppo
 """Decorators that return what they mark, and what torchvision imports to call it later."""
 _ALONE = frozenset({f"{DYNAMO}._trace_wrapped_higher_order_op"})
 """Modules of Dynamo that import no other one."""
+_NEEDING = "torch.distributed.tensor"
+"""It imports most of Dynamo; and what is replaced in it is replaced when Dynamo is there."""
 DYNAMO_LATER = _Later()
 if _processes.ONE_TASK and __name__ != "__main__":
     DYNAMO_LATER.wait()

@@ -406,7 +406,9 @@ def place(
     `points`, leaders off boxes, and both off the sampled `line` where that is possible.
     """
     count = len(labels)
-    orders = [*itertools.islice(_orders(count), min(ORDERS, max(count, 1)))]
+    orders = [
+        *itertools.islice(_orders(count), min(max(count, 1), ORDERS, 1 + TRIED // max(count, 1)))
+    ]
     tried = []
     for order in orders:
         ranked = sorted(order, key=lambda i: (not labels[i].first, not labels[i].slide))
@@ -417,7 +419,8 @@ def place(
     return [placed[i] for i in range(count)]
 
 
-ORDERS = 8
+ORDERS, TRIED = 8, 48
+"""Orders that are tried at the most, and about how many labels are placed in all of them."""
 
 
 def _orders(count: int) -> Iterator[list[int]]:

@@ -105,14 +105,8 @@ def uncompiled() -> Iterator[None]:
 
     `records.compiling` is where Dynamo would compile: the callback that it is given stays here.
     """
-    later = torch_private.DYNAMO_LATER
     with contextlib.ExitStack() as stack:
-        enter = functools.partial(_uncompiled, stack.enter_context)
-        if later.waits:
-            later.then.append(enter)
-            stack.callback(later.forget, enter)
-        else:
-            enter()
+        torch_private.DYNAMO_LATER.once(stack, functools.partial(_uncompiled, stack.enter_context))
         yield
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -195,10 +196,15 @@ _EXCHANGE = "shard_dim_alltoall"
 @contextlib.contextmanager
 def sizes_unseen() -> Iterator[None]:
     """Inside, sizes of unsharded tensors are found outside of all modes; exchanges are a GPU's."""
+    with contextlib.ExitStack() as stack:
+        torch_private.DYNAMO_LATER.once(stack, partial(_sizes_unseen, stack.enter_context))
+        yield
+
+
+def _sizes_unseen(enter: Callable[[AbstractContextManager[Any]], Any], dynamo: Any = None) -> None:
     home = sys.modules.get(torch_private.SHARDING_PROP)
     propagator: Any = getattr(home, "ShardingPropagator", None)
     if propagator is None or not hasattr(propagator, _NAME):
-        yield
         return
     original = original_of(propagator, _NAME)
 
@@ -206,15 +212,13 @@ def sizes_unseen() -> Iterator[None]:
         with torch_private.disable_current_modes():
             return original(self, *args, **kwargs)
 
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(replaced(propagator, {_NAME: sizes}))
-        places: Any = sys.modules["torch.distributed.tensor.placement_types"]
-        if hasattr(places, _EXCHANGE):
-            undo.enter_context(replaced(places, {_EXCHANGE: _exchanged}))
-        schema = sys.modules[torch_private.OP_SCHEMA]
-        if hasattr(schema, _FAKE):
-            undo.enter_context(replaced(schema, {_FAKE: _on_meta}))
-        yield
+    enter(replaced(propagator, {_NAME: sizes}))
+    places: Any = sys.modules["torch.distributed.tensor.placement_types"]
+    if hasattr(places, _EXCHANGE):
+        enter(replaced(places, {_EXCHANGE: _exchanged}))
+    schema = sys.modules[torch_private.OP_SCHEMA]
+    if hasattr(schema, _FAKE):
+        enter(replaced(schema, {_FAKE: _on_meta}))
 
 
 def forget_meshes() -> None:
