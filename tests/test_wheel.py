@@ -171,7 +171,8 @@ options are read here, and pages of docs/ run such sweeps, searches and meshes o
 
 @pytest.mark.long
 def test_every_block_of_the_readme_runs_from_the_wheel(fresh: Path, tmp_path: Path) -> None:
-    variables = {"PYTHONPATH": LIBRARIES, "HF_HUB_OFFLINE": "1"}
+    # A crash of the interpreter says where it was.
+    variables = {"PYTHONPATH": LIBRARIES, "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1"}
     code, commands = [], []
     for language, text in BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8")):
         if text.startswith("# model.py\n"):
