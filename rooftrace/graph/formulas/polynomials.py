@@ -118,8 +118,11 @@ class Formula(Struct, frozen=True):
             raise FormulaError(f"{self}: no whole number at some of {count:,} points")
         return total // self.divisor
 
-    def written(self, names: Sequence[str]) -> str:
-        """The formula with these names of its symbols: "4096 batch kv + 2 batch"."""
+    def written(self, names: Sequence[str], times: str = " ") -> str:
+        """The formula with these names of its symbols: "4096 batch kv + 2 batch".
+
+        times: between two factors.
+        """
         if not self.terms:
             return "0"
         parts = []
@@ -132,7 +135,7 @@ class Formula(Struct, frozen=True):
                 if power
             ]
             shown = "" if abs(factor) == 1 and symbols else _shown(abs(factor))
-            text = " ".join(filter(None, [shown, *symbols]))
+            text = times.join(filter(None, [shown, *symbols]))
             sign = "-" if factor < 0 else "+"
             parts.append(text if number == 0 and factor > 0 else f"{sign} {text}")
         return " ".join(parts)
