@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rooftrace.costmodels.fusion import Plan, is_batch_norm_native, release_of, traffic
+from rooftrace.costmodels.fusion import BATCH_NORMS, Plan, is_batch_norm_native, release_of, traffic
 from rooftrace.costmodels.kernels.knobs import NATIVE
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.graph import Op, OpGraph, Tensor
@@ -241,9 +241,8 @@ Normalization.cuh): steps of ResNet-50 in fp16."""
 TRANSFORMED, TRANSFORMED_IMAGE = 75, 10_000
 """Instructions for an element of a batch norm's result, and for each channel of a sample
 (`batch_norm_transform_input_kernel`)."""
-BATCH_NORMS = (
-    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
-    "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
+_ALL_BATCH_NORMS = (
+    *BATCH_NORMS, "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
     "aten.native_batch_norm_backward", "aten.cudnn_batch_norm", "aten.cudnn_batch_norm_backward",
 )  # fmt: skip
 SOFTMAX = ((2048, 47), (9216, 105), (math.inf, 58))
@@ -356,7 +355,7 @@ _ROWS: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
     "rooftrace.moments": _moments,
     "aten._softmax": _softmax,
     "aten._log_softmax": _softmax,
-    **dict.fromkeys(BATCH_NORMS, _batch_norm),
+    **dict.fromkeys(_ALL_BATCH_NORMS, _batch_norm),
     "aten.native_group_norm": _group_norm,
     "aten.native_group_norm_backward": _group_norm,
     "rooftrace.group_sums": _group_sums,
