@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-if TYPE_CHECKING:
-    import numpy as np
+from rooftrace._amounts import np
 
+if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -97,8 +97,6 @@ class Formula(Struct, frozen=True):
         They are exact, also beyond 64 bits (then as an array of Python's integers).  Raises
         FormulaError where one is no integer; rounded: it is rounded down instead.
         """
-        import numpy as np
-
         most = sum(
             abs(term.coefficient) * _product([_largest(c) for c in columns], term.powers)
             for term in self.terms
@@ -308,8 +306,6 @@ def skewed_shares(exponent: float, k: int, classes: int) -> Array:
     arrive before t.  With too many classes times choices, all that arrive before a fixed time by
     which k are expected are taken instead.
     """
-    import numpy as np
-
     weights = np.arange(1, classes + 1, dtype=np.float64) ** -exponent
     if k == 1:
         weights /= weights.sum()
@@ -326,8 +322,6 @@ def skewed_shares(exponent: float, k: int, classes: int) -> Array:
 
 def _arriving(weights: Array, times: Array, k: int) -> Array:
     """The sum over times of t w exp(-w t) P(fewer than k others before t), for each class."""
-    import numpy as np
-
     waits = weights[:, None] * times
     here, gone = -np.expm1(-waits), np.exp(-waits)
     first = np.zeros((len(times), k))
@@ -354,8 +348,6 @@ def _with_one_more(state: Array, arrived: Array, waiting: Array) -> Array:
 
 def _until_k(weights: Array, k: int) -> Array:
     """1 - exp(-w t), with the time t at which they sum to k."""
-    import numpy as np
-
     low, high = _LEAST, -math.log(float(weights.min())) + _MOST + math.log(len(weights))
     for _ in range(200):
         middle = (low + high) / 2
@@ -369,8 +361,6 @@ def _until_k(weights: Array, k: int) -> Array:
 
 def expected_reached(rows: int, shares: Array) -> float:
     """The expected number of classes that some row chooses, each class with its own share."""
-    import numpy as np
-
     with np.errstate(divide="ignore"):
         missed = np.exp(rows * np.log1p(-np.clip(shares, 0, 1)))  # log1p(-1) is -inf: never
     return snapped(float((1 - missed).sum()))
