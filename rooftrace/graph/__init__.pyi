@@ -1,6 +1,5 @@
 from rooftrace.graph import (
     assumptions as assumptions,
-    graph as graph,
     marks as marks,
     records as records,
 )

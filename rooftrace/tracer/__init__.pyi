@@ -1,5 +1,4 @@
 from rooftrace.tracer import (
-    callables as callables,
     names as names,
     source as source,
     torch_private as torch_private,

@@ -1,6 +1,5 @@
 from rooftrace.costmodels.kernels import (
     engines as engines,
-    instructions as instructions,
     intervals as intervals,
     knobs as knobs,
     numbers as numbers,

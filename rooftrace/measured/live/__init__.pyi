@@ -1,6 +1,4 @@
-from rooftrace.measured.live.notes import CallNote as CallNote
 from rooftrace.measured.live.results import (
-    Figures as Figures,
     LiveResult as LiveResult,
     OffKernel as OffKernel,
 )

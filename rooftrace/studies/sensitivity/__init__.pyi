@@ -1,4 +1,3 @@
-from rooftrace.studies.sensitivity import designs as designs
 from rooftrace.studies.sensitivity.designs import (
     Factorial as Factorial,
     FactorialError as FactorialError,
