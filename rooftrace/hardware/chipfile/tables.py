@@ -89,6 +89,12 @@ class Problems:
             self._error = type(error)
             return cast(Value, None)
 
+    def each(
+        self, read: Callable[[FactTable], Value], of: FactTable, key: str
+    ) -> tuple[Value, ...]:
+        """The values of `read` for the [[key]] tables of a table."""
+        return tuple(self.of(read, item) for item in self.of(of.tables, key) or ())
+
     def raise_any(self) -> None:
         """Raise the error of the file if there was a mistake."""
         if self._gathered:

@@ -123,13 +123,9 @@ def _read(root: FactTable, folder: Path | None) -> System:
     chip = problems.of(_chip, root, folder)
     aliases = problems.of(root.texts, "aliases")
     power = problems.of(_inner_fact, root, "power", "watt", False)
-    levels = tuple(problems.of(_level, item) for item in problems.of(root.tables, "level") or ())
-    fits = tuple(
-        problems.of(_collective, item) for item in problems.of(root.tables, "collective") or ()
-    )
-    exchanges = tuple(
-        problems.of(_exchange, item) for item in problems.of(root.tables, "exchange") or ()
-    )
+    levels = problems.each(_level, root, "level")
+    fits = problems.each(_collective, root, "collective")
+    exchanges = problems.each(_exchange, root, "exchange")
     problems.of(root.finish, SYSTEM_KEYS)
     problems.raise_any()
     system = System(
