@@ -1,5 +1,6 @@
 from rooftrace.graph import (
     assumptions as assumptions,
+    graph as graph,
     marks as marks,
     records as records,
 )

@@ -1,4 +1,5 @@
 from rooftrace.tracer import (
+    callables as callables,
     names as names,
     source as source,
     torch_private as torch_private,

@@ -1,5 +1,6 @@
 from rooftrace.costmodels.kernels import (
     engines as engines,
+    instructions as instructions,
     intervals as intervals,
     knobs as knobs,
     numbers as numbers,

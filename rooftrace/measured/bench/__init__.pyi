@@ -6,6 +6,7 @@ from rooftrace.measured.bench import (
 from rooftrace.measured.bench.clock import (
     Bench as Bench,
     MeasureError as MeasureError,
+    pinned_threads as pinned_threads,
 )
 from rooftrace.measured.bench.gloo import (
     measure_collectives as measure_collectives,

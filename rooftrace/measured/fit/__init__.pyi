@@ -1,4 +1,4 @@
-from rooftrace.measured.fit import misses as misses
+from rooftrace.measured.fit import collectives as collectives, misses as misses
 from rooftrace.measured.fit.byfactors import (
     Measured as Measured,
     StepBytes as StepBytes,
@@ -6,7 +6,7 @@ from rooftrace.measured.fit.byfactors import (
     step_bytes as step_bytes,
 )
 from rooftrace.measured.fit.calibrating import Calibration as Calibration, calibrated as calibrated
-from rooftrace.measured.fit.cases import Errors as Errors
+from rooftrace.measured.fit.cases import Errors as Errors, errors as errors
 from rooftrace.measured.fit.collectives import (
     calibrate_collectives as calibrate_collectives,
     read_collectives as read_collectives,

@@ -1,4 +1,6 @@
+from rooftrace.measured.live.notes import CallNote as CallNote
 from rooftrace.measured.live.results import (
+    Figures as Figures,
     LiveResult as LiveResult,
     OffKernel as OffKernel,
 )

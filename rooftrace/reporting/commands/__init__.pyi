@@ -1,9 +1,20 @@
 from rooftrace.reporting.commands import (
     calls as calls,
+    compat as compat,
+    differences as differences,
+    estimates as estimates,
+    explaining as explaining,
+    measurements as measurements,
+    meshes as meshes,
     options as options,
     pricing as pricing,
     reportfolder as reportfolder,
+    reports as reports,
+    rooflines as rooflines,
     rooflinesteps as rooflinesteps,
+    scripts as scripts,
+    sensitivity as sensitivity,
+    solving as solving,
     sweeps as sweeps,
 )
 from rooftrace.reporting.commands.differences import diff as diff

@@ -11,3 +11,4 @@ from rooftrace.reporting.gates.making import (
     locked as locked,
     size_words as size_words,
 )
+from rooftrace.reporting.gates.reports import gate_view as gate_view

@@ -1,3 +1,4 @@
+from rooftrace.studies.sensitivity import designs as designs
 from rooftrace.studies.sensitivity.designs import (
     Factorial as Factorial,
     FactorialError as FactorialError,

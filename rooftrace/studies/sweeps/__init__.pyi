@@ -1,4 +1,4 @@
-from rooftrace.studies.sweeps import grids as grids
+from rooftrace.studies.sweeps import evaluating as evaluating, grids as grids
 from rooftrace.studies.sweeps.evaluating import (
     Form as Form,
     evaluated as evaluated,

@@ -6,5 +6,5 @@ from rooftrace.tracer.repeats.blocks import (
     repeated as repeated,
 )
 from rooftrace.tracer.repeats.calls import CallReplay as CallReplay
-from rooftrace.tracer.repeats.fewer import shorten as shorten
+from rooftrace.tracer.repeats.fewer import Shortened as Shortened, shorten as shorten
 from rooftrace.tracer.repeats.loops import Loop as Loop, Rolling as Rolling
