@@ -234,7 +234,7 @@ def entry(
     batch_first: bool = False,
     sizes: list[int] | None = None,
 ) -> Any:
-    """What runs on meta in place of `aten.lstm.input` and its like while `kept_whole` is on."""
+    """The replacement for `aten.lstm.input` and its like on meta while `kept_whole` is on."""
     options = _Options(mode, has_biases, num_layers, bidirectional, batch_first, sizes)
     return _run(input, hx, params, options)
 
