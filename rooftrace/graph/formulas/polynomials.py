@@ -432,7 +432,7 @@ class _Solver:
 
     def __init__(self, samples: Sequence[tuple[int, ...]], basis: Sequence[Powers]) -> None:
         self.basis = basis
-        self.rows = [[_monomial(sample, powers) for powers in basis] for sample in samples]
+        self.rows = [[_product(sample, powers) for powers in basis] for sample in samples]
         self.chosen = _independent(self.rows)
         self.inverse: list[_Row] | None = None
         if len(self.chosen) == len(basis):
@@ -456,10 +456,6 @@ class _Solver:
 
 def _dot(first: Iterable[Any], second: Iterable[Any]) -> Fraction:
     return sum((a * b for a, b in zip(first, second, strict=True)), Fraction(0))
-
-
-def _monomial(sample: Sequence[int], powers: Powers) -> int:
-    return prod(number**power for number, power in zip(sample, powers, strict=True))
 
 
 def _independent(rows: Sequence[Sequence[int]]) -> list[int]:

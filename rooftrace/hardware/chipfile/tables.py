@@ -164,6 +164,10 @@ class FactTable:
         """The error about one value: its place, the value itself, and the expected one."""
         return self.failure(f"{self._where(key)} = {to_toml(value):.200}: {expected}")
 
+    def refuse(self, key: str, value: object, expected: str) -> None:
+        """Raise the error about one value."""
+        raise self.error(key, value, expected)
+
     def text(self, key: str, default: str | None = None) -> str:
         """The text at `key`; without a default it must be there, and not be blank."""
         if key not in self.rest:

@@ -164,7 +164,7 @@ def _level(table: FactTable) -> Level:
     shared = problems.of(_inner_fact, table, "oversubscription", "count", False)
     rails = table.rest.pop("rails", False)
     if not isinstance(rails, bool):
-        problems.of(_refuse, table, "rails", rails, "expected true or false")
+        problems.of(table.refuse, "rails", rails, "expected true or false")
     problems.of(table.finish, LEVEL_KEYS)
     problems.raise_any()
     if bandwidth is None or bandwidth.value <= 0:
@@ -182,10 +182,6 @@ def _level(table: FactTable) -> Level:
         rails=rails,
         oversubscription=shared,
     )
-
-
-def _refuse(table: FactTable, key: str, value: object, expected: str) -> None:
-    raise table.error(key, value, expected)
 
 
 def _inner_fact(table: FactTable, key: str, unit: str, needed: bool = True) -> Fact | None:
