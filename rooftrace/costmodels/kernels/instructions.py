@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rooftrace.costmodels.fusion import Plan, is_batch_norm_native, release_of, traffic
+from rooftrace.costmodels.fusion import BATCH_NORMS, Plan, is_batch_norm_native, release_of, traffic
 from rooftrace.costmodels.kernels.knobs import NATIVE
 from rooftrace.costmodels.kernels.places import (
     WARP,
@@ -83,9 +83,8 @@ TRANSFORMED, TRANSFORMED_IMAGE = 75, 10_000
 BATCH_NORM_LAST, GRADIENT_LAST = (105, 58), (65, 80)
 """The same where channels are adjacent: mean and variance, and the result; sums, and the gradient
 (`batch_norm_*_channels_last_kernel`): 8 calls on H100, torch 2.11, 2026-11-27, as all below."""
-BATCH_NORMS = (
-    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
-    "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
+_ALL_BATCH_NORMS = (
+    *BATCH_NORMS, "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
     "aten.native_batch_norm_backward", "aten.cudnn_batch_norm", "aten.cudnn_batch_norm_backward",
 )  # fmt: skip
 SOFTMAX = ((2048, 47), (9216, 105), (math.inf, 58))
@@ -438,7 +437,7 @@ _ROWS: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
     "rooftrace.moments": _moments,
     "aten._softmax": _softmax,
     "aten._log_softmax": _softmax,
-    **dict.fromkeys(BATCH_NORMS, _batch_norm),
+    **dict.fromkeys(_ALL_BATCH_NORMS, _batch_norm),
     "aten.native_group_norm": _group_norm,
     "aten.native_group_norm_backward": _group_norm,
     "rooftrace.group_sums": _group_sums,
