@@ -324,7 +324,7 @@ def labels_of(module: Any, inputs: Mapping[str, Any], batch: int) -> Labels:
             f"training of {kind}: it refuses {_described(inputs)}: {_said(refused)}; set what it "
             "misses in its config, or pass it with --input NAME=SHAPE:DTYPE: its forward takes "
             f"{', '.join(parameters)}"
-        )
+        ) from refused
     if lossless or not names:
         text = f"{kind} has no loss for {', '.join(names)}: {lossless}"
         return {}, (("loss", text),) if names else ()
