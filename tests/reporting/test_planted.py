@@ -91,3 +91,11 @@ def test_work_that_is_done_again_is_of_equal_operands_and_draws_no_numbers() -> 
     told = rt.tools.guidance(estimated(Way(make=Drawing, inputs=normal(4, 4096)))).options
     (once,) = [w for w in told if "Compute once" in w.action]
     assert once.kernels == 5 * 3  # of arange, sin and cos, and none of rand, > and *
+
+
+def test_tf32_is_no_part_of_all_together_where_nothing_stays_in_fp32() -> None:
+    pair = next(pair for pair in PAIRS if pair.name == "precision")
+    told = rt.tools.guidance(estimated(pair.planted))
+    both = [w for w in told.options if w.lever == "compute"]
+    assert len(both) == 2
+    assert "TF32" not in " ".join(told.options[rank - 1].action for rank in told.ranks)

@@ -480,7 +480,7 @@ DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
 
 
 def without_doubles(graph: OpGraph) -> OpGraph:
-    """What is in fp64 is in fp32; casts between the two go."""
+    """The graph whose values in fp64 are in fp32, without the casts between the two."""
     edit = Editor(graph)
     edit.values = [replace(t, dtype=DOUBLES.get(t.dtype, t.dtype)) for t in graph.values]
     flow, instead, storages = ValueFlow(graph), dict[int, int](), dict[int, int]()
