@@ -354,6 +354,71 @@ def rows() -> Iterator[Case]:
         yield Case("rows", kernel, {**sizes, "layout": layout, "dtype": dtype})
 
 
+def operators() -> Iterator[Case]:
+    """Pooling, lookups, scans, reductions, transposes, losses and recurrent layers, by shapes."""
+    images = ((64, 64, 112, 112), (64, 256, 56, 56), (8, 320, 64, 64), (2, 512, 256, 256))
+    of_images = (
+        "max_pool_3_2", "max_pool_2_2", "avg_pool_2_2", "avg_pool_3_1", "adaptive_pool", "nearest",
+        "bilinear", "max_pool_3_2_backward", "max_pool_2_2_backward", "avg_pool_2_2_backward",
+        "nearest_backward", "bilinear_backward", "batch_norm", "batch_norm_backward",
+    )  # fmt: skip
+    for shape, kernel, layout in product(images, of_images, ("first", "last")):
+        for dtype in ("bf16", "fp32")[: 1 if layout == "last" else 2]:
+            yield _operator(kernel, shape, dtype, layout=layout)
+    for shape, kernel in product(images, ("pad", "channel_sums", "image_means", "adaptive_pool_7",
+                                          "adaptive_pool_7_backward")):  # fmt: skip
+        yield _operator(kernel, shape, "bf16", layout="first")
+    tables = ((131072, 256), (32768, 1024), (8192, 4096), (2048, 16384), (8192, 50257), (32, 2**20))
+    of_tables = (
+        "sum_columns", "sum_rows", "mean_rows", "var_rows", "max_rows", "amax_rows", "argmax",
+        "norm_all", "sum_all", "logsumexp", "log_softmax", "softmax_columns", "cumsum",
+        "cumsum_columns", "topk", "cat_last", "cat_first", "stack_last", "transposed", "dropout",
+        "gelu", "gelu_tanh", "silu", "glu", "masked_fill", "to_fp32", "triu", "gelu_backward",
+        "silu_backward", "softmax_backward", "log_softmax_backward", "layer_norm_backward",
+    )  # fmt: skip
+    for shape, kernel in product(tables, of_tables):
+        for dtype in ("bf16", "fp32")[: 1 if shape[0] in (32, 131072) else 2]:
+            if kernel != "glu" or not shape[1] % 2:
+                yield _operator(kernel, shape, dtype)
+    for shape in ((8, 2048, 32, 128), (64, 196, 12, 64), (2, 8192, 8, 256)):
+        for kernel in ("heads_first", "last_to_first", "repeat_heads", "roll", "sum_middle"):
+            yield _operator(kernel, shape, "bf16")
+    for shape in ((4096, 8), (4096, 128), (64, 32768), (1, 2**20), (1, 128256)):
+        for kernel in ("sort", "topk", "cumsum", "argmax", "nonzero"):
+            yield _operator(kernel, shape, "fp32")
+    yield from lookups()
+    yield from recurrent_layers()
+
+
+def lookups() -> Iterator[Case]:
+    """Rows read from a table and added to it, and losses over a vocabulary."""
+    lookup = ("embedding", "index_select", "gather_rows", "index_add", "scatter_add", "index_put",
+              "embedding_backward")  # fmt: skip
+    for rows, columns, count in ((50257, 768, 8192), (128256, 4096, 8192), (10**6, 64, 65536),
+                                 (100_000, 128, 10**6), (128256, 4096, 64)):  # fmt: skip
+        for kernel in lookup:
+            yield _operator(kernel, (rows, columns), "bf16", indices=count)
+            if kernel in ("index_add", "scatter_add", "embedding_backward"):
+                yield _operator(kernel, (rows, columns), "fp32", indices=count)
+    for shape, dtype in product(((8192, 50257), (2048, 128256), (256, 1000)), ("bf16", "fp32")):
+        yield _operator("cross_entropy", shape, dtype)
+
+
+def recurrent_layers() -> Iterator[Case]:
+    """LSTMs and GRUs of cuDNN."""
+    shapes = ((16, 512, 1024, 1), (16, 512, 1024, 4), (64, 128, 512, 2), (1, 256, 1024, 1),
+              (256, 64, 256, 1), (8, 512, 2048, 1), (32, 1000, 128, 2))  # fmt: skip
+    for (batch, steps, width, layers), dtype in product(shapes, ("bf16", "fp32")):
+        sizes = {"batch": batch, "steps": steps, "width": width, "layers": layers, "dtype": dtype}
+        for kernel in ("lstm", "gru", "lstm_training", "gru_training"):
+            if layers == 1 or not kernel.startswith("gru"):
+                yield Case("operators", kernel, sizes)
+
+
+def _operator(kernel: str, shape: tuple[int, ...], dtype: str, **more: Any) -> Case:
+    return Case("operators", kernel, {"shape": list(shape), "dtype": dtype, **more})
+
+
 # -- experts, and what all others are read beside --------------------------------------------------
 
 EXPERTS = {
@@ -387,5 +452,5 @@ def cases() -> list[Case]:
     """All of them; each group begins with what tells most."""
     attentions = (prompts, decoding, packed, masked, third)
     recurrent = (delta_rules, state_spaces, scans)
-    parts = (baseline, *attentions, *recurrent, convolutions, gradients, rows, grouped)
+    parts = (baseline, *attentions, *recurrent, convolutions, gradients, rows, operators, grouped)
     return [case for part in parts for case in part()]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attention import CAP
 from cases import documents
+from operators import OPERATORS, operator_of
 from row_kernels import KERNELS, function_of
 from torch import nn
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu
@@ -270,7 +271,8 @@ def _copy(sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def _rows(kernel: str, sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    function, given = function_of(kernel, sizes, "meta")
+    of = operator_of if "shape" in sizes or "steps" in sizes else function_of
+    function, given = of(kernel, sizes, "meta")
     return Plain(function), given
 
 
@@ -299,5 +301,5 @@ MODULES: dict[str, Callable[..., tuple[nn.Module, tuple[torch.Tensor, ...]]]] = 
     "mm": _mm,
     "copy": _copy,
     "add": _add,
-    **{kernel: partial(_rows, kernel) for kernel in KERNELS},
+    **{kernel: partial(_rows, kernel) for kernel in {*KERNELS, *OPERATORS}},
 }

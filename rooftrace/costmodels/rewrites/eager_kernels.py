@@ -324,6 +324,17 @@ def _sums_first(edit: Editor, op: Op) -> bool:
     return True
 
 
+def _norm_gradients(edit: Editor, op: Op) -> bool:
+    """layer_norm_kernel.cu: the gradient of the input, and those of the weights."""
+    mask = op.arguments.get("output_mask")
+    if not isinstance(mask, tuple) or not mask[0] or len(op.outputs) != sum(mask) or sum(mask) < 2:
+        return False
+    apart = ((False, *mask[1:]), op.outputs[1:]), ((True, *[False] * len(mask[1:])), op.outputs[:1])
+    for wanted, outputs in apart:
+        edit.emit(op, op.target, {**op.arguments, "output_mask": wanted}, outputs, facts=op.facts)
+    return True
+
+
 def _gradients(edit: Editor, op: Op) -> bool:
     """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
 
@@ -487,6 +498,13 @@ EAGER_FORMS = (
         "group norm",
         "make",
         "the sums and the gradients of its weights in kernels of their own",
+    ),
+    EagerForm(
+        {"aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"},
+        _norm_gradients,
+        "norm",
+        "make",
+        "the gradients of its weights in a kernel of their own",
     ),
     EagerForm(
         {"aten.convolution_backward"},
