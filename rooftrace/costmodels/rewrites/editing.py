@@ -454,25 +454,9 @@ _ANY_LAYOUT = frozenset({"pointwise", "reduction"})
 
 
 def without_copies(graph: OpGraph) -> OpGraph:
-    """The readers of needless copies read the originals; elementwise results lie as these do."""
-    copies, instead, values = needless_copies(graph), dict[int, int](), list(graph.values)
-    for op in copies:
-        source = operand(op, "self").id
-        instead[op.outputs[0]] = instead.get(source, source)
-    ops, moved = list[Op](), set[int]()
-    for op in graph.ops:
-        if not instead.keys().isdisjoint(op.outputs):
-            continue
-        if any(value in instead or value in moved for value in op.inputs):
-            op = reading_others(op, instead)
-            rule = find_rule(op.target)
-            for value in op.outputs if rule is not None and rule.fusion == "pointwise" else ():
-                made, like = values[value], values[op.inputs[0]]
-                if made.shape == like.shape and made.storage == value:
-                    values[value] = replace(made, stride=like.stride)
-                    moved.add(value)
-        ops.append(op)
-    return released(graph.with_ops(ops, values=tuple(values)), graph).verify()
+    """The graph without needless copies."""
+    copies = {op.outputs[0]: operand(op, "self").id for op in needless_copies(graph)}
+    return _without(Editor(graph), copies)
 
 
 DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
@@ -481,23 +465,41 @@ DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
 
 def without_doubles(graph: OpGraph) -> OpGraph:
     """The graph whose values in fp64 are in fp32, without the casts between the two."""
-    edit = Editor(graph)
+    edit, flow = Editor(graph), ValueFlow(graph)
     edit.values = [replace(t, dtype=DOUBLES.get(t.dtype, t.dtype)) for t in graph.values]
-    flow, instead, storages = ValueFlow(graph), dict[int, int](), dict[int, int]()
+    casts = dict[int, int]()
     for op in graph.ops:
-        op = reading_others(op, instead)
         if op.name == "aten._to_copy" and not reads_across(op):
             (made,), (source,) = op.outputs, op.inputs
-            old, new = edit.values[source], edit.values[made]
-            dtypes = graph.values[op.inputs[0]].dtype, graph.values[made].dtype
-            same = (old.dtype, old.stride) == (new.dtype, new.stride) and dtypes[0] != dtypes[1]
-            written = not flow.writers.keys().isdisjoint((made, old.storage))
-            if same and not written and made not in flow.escaping:
-                instead[made] = source
-                storages[made] = storages.get(old.storage, old.storage)
-                continue
+            was, now = (
+                [side[v].dtype for v in (source, made)] for side in (graph.values, edit.values)
+            )
+            strides = [edit.values[v].stride for v in (source, made)]
+            written = {made, graph.values[source].storage} & flow.writers.keys()
+            alike = now[0] == now[1] and strides[0] == strides[1]
+            if was[0] != was[1] and alike and not written and made not in flow.escaping:
+                casts[made] = source
+    return _without(edit, casts)
+
+
+def _without(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
+    """The graph whose readers of copies read the originals; elementwise results lie as these do."""
+    graph, instead = edit.graph, dict[int, int]()
+    for op in graph.ops:
+        if not copies.keys().isdisjoint(op.outputs):
+            (made,) = op.outputs
+            instead[made] = source = instead.get(copies[made], copies[made])
+            storage = edit.values[source].storage
+            edit.moved[made] = edit.moved.get(storage, storage)
+            continue
+        pairs = [(graph.values[v], edit.values[instead.get(v, v)]) for v in op.inputs]
+        op, rule = reading_others(op, instead), find_rule(op.target)
+        if rule and rule.fusion == "pointwise" and any(a.stride != b.stride for a, b in pairs):
+            like = pairs[0][1]
+            for value in op.outputs:
+                if edit.values[value].shape == like.shape and graph.values[value].storage == value:
+                    edit.values[value] = replace(edit.values[value], stride=like.stride)
         edit.ops.append(op)
-    edit.moved = storages
     return released(edit.done(), graph).verify()
 
 
