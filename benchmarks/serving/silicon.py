@@ -77,6 +77,9 @@ which InferenceMAX's scripts set for DeepSeek-R1 on B200 over `ep=8` with prompt
 vLLM's end at 512 tokens (max_cudagraph_capture_size), above which compiled code runs.  From first
 tokens of Llama-3.1-70B in TensorRT-LLM over `tp=8` with 4 and 8 clients and prompts of 1,024: 62
 and 78 ms on B200, 91 ms on H200."""
+ENDS = {"low": ("t_low", LAUNCH[False] / LAUNCH[True]), "expected": ("t_est", 1.0),
+        "high": ("t_high", LAUNCH[True] / LAUNCH[False])}  # fmt: skip
+"""Columns of a step, and shares of the seconds of its launches, of the ends of an interval."""
 QUANTISED = 2
 """Kernels beside each product in fp8 with scales of blocks, which a plan has within the product:
 its activations are quantised, and scales laid out for DeepGEMM."""
@@ -165,26 +168,19 @@ def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, A
     first = rows.iloc[0]
     mesh = mesh_of(first)
     if guessed(first):
-        raise RequestError(
-            f"InferenceMAX ran {first.backend} {first.backend_version} "
-            f"{GUESSED[first.backend_version]} tokens guessed ahead (MTP): "
-            "the row does not say whether, and how many are accepted"
-        )
+        ran = f"{first.backend} {first.backend_version} {GUESSED[first.backend_version]} it"
+        raise RequestError(f"InferenceMAX ran {ran}: multi-token prediction is not in the row")
     for (system, engine), some in rows.groupby(["system", "backend"]):
         config = written(some.iloc[0], kept, folder)
-        blocks = "weight_block_size" in config.read_text(encoding="utf-8")
         decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
         joined: System = load_system(SYSTEMS[system])
-        yield from answered(some, engine, joined.joined_chip, decode, prefill, blocks)
+        yield from answered(some, engine, joined.joined_chip, decode, prefill, config)
 
 
 def answered(
-    rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form, blocks: bool
+    rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form, config: Path
 ) -> Iterator[dict[str, Any]]:
-    """Milliseconds per token and to the first one of rows of one engine on one chip.
-
-    blocks: whether weights are in fp8 with scales of blocks.
-    """
+    """Milliseconds per token and to the first one of rows of one engine on one chip."""
     # dsr1_fp8_b200_docker.sh and dsr1_fp4_b200_docker.sh of InferenceMAX: --kv-cache-dtype fp8_e4m3
     cache = "fp8" if engine == "sglang" and rows.system.iloc[0] not in HOPPER else None
     how, alone = (
@@ -200,16 +196,14 @@ def answered(
     prompts, two = (
         evaluated(prefill, Points({"seq": sizes}), [chip], alone) for sizes in (prompt, 2 * prompt)
     )
-    launch = LAUNCH[rows.system.iloc[0] in HOPPER] * launches(prefill, how, blocks)
+    launch = launching(prefill, how, rows.iloc[0], config)
     scheduled = [scheduling(row, engine) for row in rows.itertuples()]
     tokens, held = (np.array(column) for column in zip(*scheduled, strict=True))
     loop = {"rounds": ROUNDS, "spread": SPREAD, "together": np.maximum(tokens / prompt, 1),
             "held": held}  # fmt: skip
     found: dict[str, Any] = {"row": rows.index}
-    ends = (("low", "t_low"), ("expected", "t_est"), ("high", "t_high"))
-    for power, (end, name) in enumerate(ends, -1):
-        alone = prompts[name]
-        least = 0.0 if engine == "vllm" else launch * (LAUNCH[True] / LAUNCH[False]) ** power
+    for end, (name, share) in ENDS.items():
+        alone, least = prompts[name], launch * share
         more = np.minimum(alone, two[name] - alone)  # their attention is not of two prompts
         own = np.maximum(alone, least)
 
@@ -223,12 +217,16 @@ def answered(
         yield dict(zip(found, values, strict=True))
 
 
-def launches(prefill: Form, how: Conditions, blocks: bool) -> int:
-    """Kernels that an engine launches for a prompt."""
+def launching(prefill: Form, how: Conditions, row: Any, config: Path) -> float:
+    """Seconds of the host for the kernels of a prompt, where an engine launches them one by one."""
+    if row.backend == "vllm":
+        return 0.0
     plan = how.plan(prefill.graph(seq=1024))
+    blocks = "weight_block_size" in config.read_text(encoding="utf-8")
     products = {op.id for op in plan.graph.ops if op.name in ("aten.mm", "rooftrace.expert_mm")}
     beside = QUANTISED * blocks
-    return sum(group.times * (1 + beside * len(products & {*group.ops})) for group in plan.groups)
+    many = sum(group.times * (1 + beside * len(products & {*group.ops})) for group in plan.groups)
+    return many * LAUNCH[row.system in HOPPER]
 
 
 def apart(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, Any]]:
@@ -255,6 +253,7 @@ def apart(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, An
         )
         prompt, answer = (round(row[column] * MEAN) for column in ("isl", "osl"))
         prefill = evaluated(forms["prefill"], Points({"seq": np.array([prompt])}), *way)
+        launch = launching(forms["prefill"], way[1], row, config)
         far = max(system.size_of(0), forms["prefill"].example.processes)
         ranks = (0, far if len(system.levels) > 1 else 1)
         sent = link_seconds(system, "send", float(prefill["kv_memory"][0]), ranks)
@@ -264,8 +263,9 @@ def apart(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, An
                      "kv": prompt + answer // 2}  # fmt: skip
             points = Points({name: np.array([size]) for name, size in sizes.items()})
             step = evaluated(forms["decode"], points, *way)
-            for end, name in (("low", "t_low"), ("high", "t_high"), ("expected", "t_est")):
-                own, each = float(prefill[name][0]), float(step[name][0])
+            for end in ("low", "high", "expected"):
+                name, share = ENDS[end]
+                own, each = max(float(prefill[name][0]), launch * share), float(step[name][0])
                 wait = queued(clients[place], many["prefill"][place], own, each * answer)
                 found |= {f"tpot_{end}": each * 1e3, f"ttft_{end}": (wait + sent + each) * 1e3}
             decoding = clients[place] * each * answer / (each * answer + wait)
