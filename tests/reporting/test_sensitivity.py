@@ -348,5 +348,5 @@ def test_lengths_and_devices_that_nobody_says_are_those_of_the_model(tmp_path: P
     result = rt.tools.explore(tmp_path / "config.json", over={"batch": [1, 8]})
     assert [(cell.devices, cell.kv) for cell in result.cells] == [(1, kv) for kv in (8, 16, 32, 64)]
     assert "no routed experts in a layer" in str(result)
-    with pytest.raises(rt.errors.RequestError, match="a position table of 65 entries"):
+    with pytest.raises(rt.types.RequestError, match="a position table of 65 entries"):
         rt.tools.explore(tmp_path / "config.json", over={"batch": [1, 8], "kv": [128]})
