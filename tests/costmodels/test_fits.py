@@ -154,7 +154,7 @@ def test_code_that_shards_nothing_is_shared_over_a_mesh_of_replicas(tmp_path: Pa
     assert step.processes == 2 and step.t_est == pytest.approx(other.t_est, rel=1e-9)
     assert step.memory.peak == other.memory.peak
     assert [a for a in step.graph.assumptions if "fully_shard (FSDP2) on 2 items" in a.text]
-    with pytest.raises(rt.errors.RequestError, match=r"--mesh dp=2,tp=2: .* takes no `mesh`"):
+    with pytest.raises(rt.types.RequestError, match=r"--mesh dp=2,tp=2: .* takes no `mesh`"):
         rt.report(f"{tmp_path}/own.py:alone", phase="training", mesh={"dp": 2, "tp": 2})
 
 
