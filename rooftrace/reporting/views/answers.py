@@ -358,11 +358,9 @@ def disaggregated_view(result: Disaggregated, output: view.Output) -> view.View:
 # -- explorations ----------------------------------------------------------------------------------
 
 
-def _intensity(ratio: float) -> str:
-    return "no end" if math.isinf(ratio) else f"{ratio:,.1f}"
-
-
-_INTENSITY = units.Unit("FLOP/byte", "number", _intensity)
+_INTENSITY = units.Unit(
+    "FLOP/byte", "number", lambda ratio: "no end" if math.isinf(ratio) else f"{ratio:,.1f}"
+)
 
 
 def _batch(cell: Any) -> Any:
