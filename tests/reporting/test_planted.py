@@ -99,3 +99,34 @@ def test_tf32_is_no_part_of_all_together_where_nothing_stays_in_fp32() -> None:
     both = [w for w in told.options if w.lever == "compute"]
     assert len(both) == 2
     assert "TF32" not in " ".join(told.options[rank - 1].action for rank in told.ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-4, "foreach": False}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {}),
+        (torch.optim.NAdam, {}),
+    ],
+)
+def test_an_optimizer_is_fused_where_torch_has_its_kernel_and_its_step_is_known(
+    kind: type[torch.optim.Optimizer], how: dict[str, object]
+) -> None:
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        optimizer.step()
+
+    def made(**more: object) -> rt.types.Estimate:
+        with torch.device("meta"):
+            module = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+            x = torch.zeros(64, 1024)
+        optimizer = kind(module.parameters(), lr=0.1, **{**how, **more})  # type: ignore[call-arg]
+        return rt.estimate(rt.trace(step, module, optimizer, x), chip=CHIP, execution="eager")
+
+    told = [w for w in rt.tools.guidance(made()).options if w.lever == "optimizer"]
+    assert bool(told) == ("momentum" in how and "nesterov" not in how)
+    for what_if in told:
+        assert what_if.t_after == pytest.approx(made(fused=True, foreach=False).t_est, rel=OFF)

@@ -14,12 +14,19 @@ from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.dataflow import (
+    PARTS,
     ValueFlow,
     dense,
     dense_like,
+    is_decay,
+    moments_of,
+    plain_name,
     reads_across,
     relaid,
+    rows_of_adam,
+    rows_of_sgd,
     same_strides,
+    steps_of,
 )
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
@@ -82,7 +89,7 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "rows of zeros in these weights, and what reads their results to leave them out",
             lambda graph: with_sizes(graph, odd),
         )
-    if not compiled and _moments(graph):
+    if not compiled and with_fused_optimizer(graph) is not graph:
         yield Mend(
             "optimizer",
             "Update the weights in one fused kernel (fused=True of the optimizer)",
@@ -504,64 +511,35 @@ def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def _moments(graph: OpGraph) -> dict[str, list[Op]]:
-    """Ops of Adam's step that are no single kernel, by name; empty for other optimizers."""
-    named: dict[str, list[Op]] = {}
-    for op in graph.ops:
-        if op.part == "optimizer" and op.kind == "kernel":
-            name = op.name.removeprefix("aten.").removeprefix("_foreach_")
-            named.setdefault(name, []).append(op)
-    if {"lerp_", "addcmul_", "addcdiv_"} <= named.keys():
-        return named
-    return {}
-
-
 def with_fused_optimizer(graph: OpGraph) -> OpGraph:
-    """The kernels of Adam's step become one for each precision of the parameters."""
-    named, values = _moments(graph), graph.values
-    if not named:
+    """The kernels of Adam's step, or of SGD with momentum, become one for each precision of the
+    parameters."""
+    named, values = moments_of(graph), graph.values
+    kind, rows = ("adamw", rows_of_adam(named, values)) if named else ("sgd", rows_of_sgd(graph))
+    if not rows:
         return graph
-    gradient, square, moments = {}, {}, {}
-    for op in named["lerp_"]:  # the first moment, and the gradient that it moves to
-        ends = op.arguments.get("tensors1", op.arguments.get("end"))
-        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ends), strict=True):
-            gradient[values[moment.id].storage] = moment, grad
-    for op in named["addcmul_"]:
-        ones = op.arguments["tensor1"]
-        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ones), strict=True):
-            square[values[grad.id].storage] = moment
-    for op in named["addcdiv_"]:
-        firsts = op.arguments["tensor1"]
-        for weight, moment in zip(_tensors(op.arguments["self"]), _tensors(firsts), strict=True):
-            moments[weight] = values[moment.id].storage
     groups: dict[str, dict[str, tuple[Ref, ...]]] = {}
-    for weight, first in moments.items():
-        if first not in gradient or values[gradient[first][1].id].storage not in square:
-            return graph
-        moment, grad = gradient[first]
-        row = weight, grad, moment, square[values[grad.id].storage]
-        group = groups.setdefault(values[weight.id].dtype, {})
-        for name, ref in zip(_LISTS, row, strict=True):
+    for row in rows:
+        group = groups.setdefault(values[row[0].id].dtype, {})
+        for name, ref in zip(_LISTS[kind], row, strict=True):
             group[name] = (*group.get(name, ()), ref)
-    replaced = {"mul_", "lerp_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_", "div"}
-    gone = {op.id for name, ops in named.items() if name in replaced for op in ops}
-    last, edit = named["addcdiv_"][-1], Editor(graph)
+    gone = {op.id for op in steps_of(graph) if plain_name(op) in PARTS[kind]}
+    last, edit = max(gone), Editor(graph)
+    decays = {"adamw": "mul_" in named, "sgd": any(map(is_decay, steps_of(graph)))}[kind]
+    more: Mapping[str, Any] = {"weight_decay": 0.01 if decays else 0.0}
     for op in graph.ops:
-        if op.id == last.id:
-            for group in groups.values():
-                more: Mapping[str, Any] = {"weight_decay": 0.01 if "mul_" in named else 0.0}
-                outputs = tuple(
-                    edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
-                    for ref in group["self"]
-                )
-                edit.emit(op, "aten._fused_adamw_.default", {**group, **more}, outputs)
-        elif op.id not in gone:
+        if op.id not in gone:
             edit.ops.append(op)
+        for group in groups.values() if op.id == last else ():
+            outputs = tuple(
+                edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
+                for ref in group["self"]
+            )
+            edit.emit(op, f"aten._fused_{kind}_.default", {**group, **more}, outputs)
     return released(edit.done(), graph).verify()
 
 
-_LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs")
-
-
-def _tensors(item: Argument) -> tuple[Ref, ...]:
-    return item if isinstance(item, tuple) else (item,)
+_LISTS = {
+    "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
+    "sgd": ("self", "grads", "momentum_buffer_list"),
+}
