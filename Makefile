@@ -151,10 +151,11 @@ falls: $(INSTALLED) ## steps that get faster at a larger size, about an hour (CH
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact/falls.py --chains $(or $(CHAINS),20) \
 		$(if $(ONLY),--only $(ONLY)) $(if $(PHASE),--phase $(PHASE))
 
-manychips: $(INSTALLED) ## published steps on many chips and ours (DATA=folder: torchtitan.csv, simumax_b200.csv)
+manychips: $(INSTALLED) ## published steps on many chips and ours (DATA=folder: torchtitan.csv, simumax_b200.csv, korthikanti.csv)
 	@test -n "$(DATA)" || { echo "make: name the folder of the tables: make manychips DATA=folder"; exit 1; }
 	@cd benchmarks/manychips && ../../$(BIN)/python torchtitan.py $(abspath $(DATA))
 	@cd benchmarks/manychips && ../../$(BIN)/python simumax.py $(abspath $(DATA))
+	@cd benchmarks/manychips && ../../$(BIN)/python korthikanti.py $(abspath $(DATA))
 	@$(BIN)/python benchmarks/manychips/real_memory.py
 
 ##@ Pages of docs/ that a run writes

@@ -313,8 +313,30 @@ def convolutions() -> Iterator[Case]:
         yield from convolution(512, (14, 14), 3, 1, layout, dtype, batch=64)
         yield from convolution(320, (64, 64), 3, 1, layout, dtype)
     yield from first_layers()
+    yield from grouped_and_deep()
     for width, layout in product((4, 8, 16, 32, 48, 64), layouts):
         yield from convolution(384, (28, 28), 3, 384 // width, layout, "bf16", batch=64)
+
+
+def grouped_and_deep() -> Iterator[Case]:
+    """Wide groups, volumes, large images of few channels, windows that are not square."""
+    for channels, side, groups in ((896, 14, 16), (448, 28, 8), (224, 56, 4), (1024, 14, 32)):
+        yield from convolution(channels, (side, side), 3, groups, "first", "bf16", batch=64)
+    for channels, size in ((64, (16, 56, 56)), (128, (8, 28, 28)), (256, (4, 14, 14))):
+        for layout, dtype in (("first", "bf16"), ("first", "fp32"), ("last", "bf16")):
+            yield from convolution(channels, size, 3, 1, layout, dtype, batch=16)
+    squares = ((64, 224, "bf16"), (128, 112, "bf16"), (256, 56, "bf16"), (512, 28, "bf16"),
+               (96, 35, "fp32"), (192, 17, "fp32"), (64, 90, "fp32"), (128, 64, "fp32"),
+               (64, 147, "fp32"))  # fmt: skip
+    for channels, side, dtype in squares:
+        yield from convolution(channels, (side, side), 3, 1, "first", dtype, batch=64)
+    for out, channels, side, dtype in ((768, 192, 17, "fp32"), (192, 768, 17, "fp32"),
+                                       (96, 24, 96, "bf16"), (24, 96, 96, "bf16"),
+                                       (512, 128, 28, "bf16"), (960, 160, 14, "bf16")):  # fmt: skip
+        yield from convolution(channels, (side, side), 1, 1, "first", dtype, batch=64, out=out)
+    for channels, side, stride in ((96, 112, 2), (144, 56, 1), (960, 14, 1), (576, 14, 1)):
+        more = {"batch": 64, "stride": stride}
+        yield from convolution(channels, (side, side), 3, channels, "first", "bf16", **more)
 
 
 def first_layers() -> Iterator[Case]:
@@ -354,6 +376,81 @@ def rows() -> Iterator[Case]:
         yield Case("rows", kernel, {**sizes, "layout": layout, "dtype": dtype})
 
 
+def operators() -> Iterator[Case]:
+    """Pooling, lookups, scans, reductions, transposes, losses and recurrent layers, by shapes."""
+    images = ((64, 64, 112, 112), (64, 256, 56, 56), (8, 320, 64, 64), (2, 512, 256, 256))
+    of_images = (
+        "max_pool_3_2", "max_pool_2_2", "avg_pool_2_2", "avg_pool_3_1", "adaptive_pool", "nearest",
+        "bilinear", "max_pool_3_2_backward", "max_pool_2_2_backward", "avg_pool_2_2_backward",
+        "nearest_backward", "bilinear_backward", "batch_norm", "batch_norm_backward",
+    )  # fmt: skip
+    for shape, kernel, layout in product(images, of_images, ("first", "last")):
+        for dtype in ("bf16", "fp32")[: 1 if layout == "last" else 2]:
+            yield _operator(kernel, shape, dtype, layout=layout)
+    for shape, kernel in product(images, ("pad", "channel_sums", "image_means", "adaptive_pool_7",
+                                          "adaptive_pool_7_backward")):  # fmt: skip
+        yield _operator(kernel, shape, "bf16", layout="first")
+    tables = ((131072, 256), (32768, 1024), (8192, 4096), (2048, 16384), (8192, 50257), (32, 2**20))
+    of_tables = (
+        "sum_columns", "sum_rows", "mean_rows", "var_rows", "max_rows", "amax_rows", "argmax",
+        "norm_all", "sum_all", "logsumexp", "log_softmax", "softmax_columns", "cumsum",
+        "cumsum_columns", "topk", "cat_last", "cat_first", "stack_last", "transposed", "dropout",
+        "gelu", "gelu_tanh", "silu", "glu", "masked_fill", "to_fp32", "triu", "gelu_backward",
+        "silu_backward", "softmax_backward", "log_softmax_backward", "layer_norm_backward",
+    )  # fmt: skip
+    for shape, kernel in product(tables, of_tables):
+        for dtype in ("bf16", "fp32")[: 1 if shape[0] in (32, 131072) else 2]:
+            if kernel != "glu" or not shape[1] % 2:
+                yield _operator(kernel, shape, dtype)
+    for shape in ((8, 2048, 32, 128), (64, 196, 12, 64), (2, 8192, 8, 256)):
+        for kernel in ("heads_first", "last_to_first", "repeat_heads", "roll", "sum_middle"):
+            yield _operator(kernel, shape, "bf16")
+    for shape in ((4096, 8), (4096, 128), (64, 32768), (1, 2**20), (1, 128256)):
+        for kernel in ("sort", "topk", "cumsum", "argmax", "nonzero"):
+            yield _operator(kernel, shape, "fp32")
+    yield from scaled()
+    yield from lookups()
+    yield from recurrent_layers()
+
+
+def scaled() -> Iterator[Case]:
+    """Upsampling by other factors than two."""
+    images = (((8, 64, 128, 128), 4), ((8, 64, 64, 64), 8), ((8, 64, 32, 32), 16),
+              ((8, 256, 1, 1), 64), ((8, 21, 64, 64), 8), ((2, 64, 256, 256), 2))  # fmt: skip
+    kernels = ("bilinear", "nearest", "bilinear_backward", "nearest_backward")
+    for (shape, factor), kernel, dtype in product(images, kernels, ("bf16", "fp32")):
+        yield _operator(kernel, shape, dtype, layout="first", factor=factor)
+
+
+def lookups() -> Iterator[Case]:
+    """Rows read from a table and added to it, and losses over a vocabulary."""
+    lookup = ("embedding", "index_select", "gather_rows", "index_add", "scatter_add", "index_put",
+              "embedding_backward")  # fmt: skip
+    for rows, columns, count in ((50257, 768, 8192), (128256, 4096, 8192), (10**6, 64, 65536),
+                                 (100_000, 128, 10**6), (128256, 4096, 64)):  # fmt: skip
+        for kernel in lookup:
+            yield _operator(kernel, (rows, columns), "bf16", indices=count)
+            if kernel in ("index_add", "scatter_add", "embedding_backward"):
+                yield _operator(kernel, (rows, columns), "fp32", indices=count)
+    for shape, dtype in product(((8192, 50257), (2048, 128256), (256, 1000)), ("bf16", "fp32")):
+        yield _operator("cross_entropy", shape, dtype)
+
+
+def recurrent_layers() -> Iterator[Case]:
+    """LSTMs and GRUs of cuDNN."""
+    shapes = ((16, 512, 1024, 1), (16, 512, 1024, 4), (64, 128, 512, 2), (1, 256, 1024, 1),
+              (256, 64, 256, 1), (8, 512, 2048, 1), (32, 1000, 128, 2))  # fmt: skip
+    for (batch, steps, width, layers), dtype in product(shapes, ("bf16", "fp32")):
+        sizes = {"batch": batch, "steps": steps, "width": width, "layers": layers, "dtype": dtype}
+        for kernel in ("lstm", "gru", "lstm_training", "gru_training"):
+            if layers == 1 or not kernel.startswith("gru"):
+                yield Case("operators", kernel, sizes)
+
+
+def _operator(kernel: str, shape: tuple[int, ...], dtype: str, **more: Any) -> Case:
+    return Case("operators", kernel, {"shape": list(shape), "dtype": dtype, **more})
+
+
 # -- experts, and what all others are read beside --------------------------------------------------
 
 EXPERTS = {
@@ -387,5 +484,5 @@ def cases() -> list[Case]:
     """All of them; each group begins with what tells most."""
     attentions = (prompts, decoding, packed, masked, third)
     recurrent = (delta_rules, state_spaces, scans)
-    parts = (baseline, *attentions, *recurrent, convolutions, gradients, rows, grouped)
+    parts = (baseline, *attentions, *recurrent, convolutions, gradients, rows, operators, grouped)
     return [case for part in parts for case in part()]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ LIBRARIES = {
     "flash": "flash2", "varlen": "flash2", "efficient": "flash2", "cudnn": "cudnn", "fa3": "flash3",
 }  # fmt: skip
 CHIPS = {"H100": "h100-sxm", "H200": "h200-sxm"}
-KEPT = ("group", "kernel", "ms", "low", "high", "calls", "how", "kernels", "took", "error")
+KEPT = ("group", "kernel", "ms", "low", "high", "calls", "how", "kernels", "grids", "took", "error")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Compared:
     @property
     def ratio(self) -> float:
         """Measured over expected."""
-        return float(self.row["ms"]) / self.expected
+        return float(self.row["ms"]) / self.expected if self.expected else math.inf
 
     @property
     def sized_ratio(self) -> float | None:
@@ -82,11 +83,13 @@ def reads_mask(row: dict[str, Any]) -> bool:
 def compared(row: dict[str, Any], chip: str) -> Compared:
     """A case, priced as the program ran that was measured."""
     sizes, library = sizes_of(row), LIBRARIES.get(row["kernel"])
-    plain = row["kernel"] in ("efficient", "default") or row["group"] == "rows"
+    eager = row["group"] in ("rows", "operators", "conv")
+    plain = eager or row["kernel"] in ("efficient", "default")
     preset = "eager" if plain else "efficient"
     execution = rt.tools.execution_model(preset, attention_library=library)
     module, given = module_of(row["kernel"], sizes)
-    priced = rt.estimate(rt.trace(module, *given), chip, execution)
+    tf32 = row["group"] == "conv"  # as PyTorch sets it: cuDNN alone
+    priced = rt.estimate(rt.trace(module, *given), chip=chip, execution=execution, tf32=tf32)
     seconds = sum(one.timing.t_device for one in priced.rows)
     by_sizes = None
     if "mask" in row and priced.knobs is not None:
@@ -121,7 +124,7 @@ def table(rows: Sequence[dict[str, Any]], chip: str) -> list[Compared]:
         by_sizes = "" if one.sized_ratio is None else f"{one.sized_ratio:.2f}"
         print(
             f"{begun} {one.expected:.4f} | {one.ratio:.2f} | {by_sizes} "
-            f"| {row['ms'] / one.bound:.2f} | {launched} / {one.kernels} |"
+            f"| {row['ms'] / (one.bound or math.inf):.2f} | {launched} / {one.kernels} |"
         )
     return found
 

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -38,9 +40,11 @@ LONG = 3.0
 """Milliseconds from which a call is launched, not replayed."""
 GROUPS = (
     "baseline", "sdpa", "decode", "varlen", "fa3", "flex", "fla", "mamba", "cuda", "experts",
-    "conv", "gradients", "rows",
+    "conv", "gradients", "rows", "operators",
 )  # fmt: skip
 PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "mamba-ssm", "causal-conv1d")
+WAITS = ("nonzero", "embedding_backward", "index_put", "lstm_training", "gru_training")
+"""Kernels whose call waits for the device, or runs autograd."""
 TAKES = 60.0
 """Seconds of one case after which its process is ended and the next is begun."""
 
@@ -56,10 +60,12 @@ def call_of(case: Case, device: str) -> Callable[[], Any]:
 
         call = convolution_call if case.group == "conv" else gradient_call
         return call(case.kernel, case.sizes, device)
-    if case.group == "rows":
+    if case.group in ("rows", "operators"):
+        from operators import operator_of
         from row_kernels import function_of
 
-        function, given = function_of(case.kernel, case.sizes, device)
+        of = function_of if case.group == "rows" else operator_of
+        function, given = of(case.kernel, case.sizes, device)
         return lambda: function(*given)
     from recurrent import recurrent_call
 
@@ -69,15 +75,16 @@ def call_of(case: Case, device: str) -> Callable[[], Any]:
 # -- time ------------------------------------------------------------------------------------------
 
 
-def timed(call: Callable[[], Any], flush: Any) -> dict[str, Any]:
-    """Median milliseconds of a call, and the tenths of them at both ends."""
+def timed(call: Callable[[], Any], flush: Any, waits: bool = False) -> dict[str, Any]:
+    """Median milliseconds of a call, and the tenths of them at both ends; no graph of one that
+    `waits` for the device."""
     import torch
 
     for _ in range(3):
         call()
     first = _events(call, flush, 3)
     run, how = call, "events"
-    if statistics.median(first) < LONG:
+    if statistics.median(first) < LONG and not waits:
         try:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -111,22 +118,33 @@ def _events(call: Callable[[], Any], flush: Any, often: int) -> list[float]:
     return [start.elapsed_time(end) for start, end in pairs]
 
 
-def launched(call: Callable[[], Any]) -> list[list[Any]]:
-    """Kernels of one call: name, how often, microseconds of all."""
+def launched(call: Callable[[], Any]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Kernels of one call: name, how often, microseconds of all; and of the longest of each name
+    microseconds, blocks, threads, registers and bytes of shared memory."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiled.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
     count: Counter[str] = Counter()
     spent: Counter[str] = Counter()
-    for event in profiled.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name.replace("void ", "")[:70]
+    longest: dict[str, list[Any]] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            name, us = event["name"].replace("void ", "")[:70], float(event["dur"])
             count[name] += 1
-            spent[name] += event.time_range.elapsed_us()
-    return [[name, count[name], round(us, 1)] for name, us in spent.most_common(12)]
+            spent[name] += us
+            how = event.get("args", {})
+            held = [how.get(word) for word in ("registers per thread", "shared memory")]
+            shape = [math.prod(how.get(word) or [1]) for word in ("grid", "block")]
+            if us >= longest.get(name, [0.0])[0]:
+                longest[name] = [us, *shape, *held]
+    first = [name for name, _ in spent.most_common(12)]
+    return [[n, count[n], round(spent[n], 1)] for n in first], [longest[n] for n in first]
 
 
 def quick_tuning() -> None:
@@ -168,8 +186,8 @@ def measure(chosen: list[Case], out: Path, until: float, warm: bool) -> None:
                 call()
                 torch.cuda.synchronize()
                 if not warm:
-                    row |= timed(call, flush)
-                    row["kernels"] = launched(call)
+                    row |= timed(call, flush, case.kernel in WAITS)
+                    row["kernels"], row["grids"] = launched(call)
             call = None
         except Exception as error:  # a case that fails costs no other
             row["error"] = f"{type(error).__name__}: {str(error)[:300]}"

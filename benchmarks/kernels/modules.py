@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from attention import CAP
 from cases import documents
+from convolutions import convolution_call
+from operators import OPERATORS, operator_of
 from row_kernels import KERNELS, function_of
 from torch import nn
 from torch.nn.functional import conv1d, scaled_dot_product_attention, silu
@@ -270,8 +272,14 @@ def _copy(sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 def _rows(kernel: str, sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    function, given = function_of(kernel, sizes, "meta")
+    of = operator_of if "shape" in sizes or "steps" in sizes else function_of
+    function, given = of(kernel, sizes, "meta")
     return Plain(function), given
+
+
+def _convolution(kernel: str, sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    call = convolution_call(kernel, sizes, "meta")
+    return Plain(lambda _: call()), (meta(1),)
 
 
 MODULES: dict[str, Callable[..., tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
@@ -296,8 +304,10 @@ MODULES: dict[str, Callable[..., tuple[nn.Module, tuple[torch.Tensor, ...]]]] = 
     "selective_state_update": _scan,
     **dict.fromkeys(("causal_conv1d_update", "causal_conv1d_cuda_update"), _conv_step),
     "grouped_mm": _grouped,
+    "convolution": partial(_convolution, "convolution"),
+    "convolution_backward": partial(_convolution, "convolution_backward"),
     "mm": _mm,
     "copy": _copy,
     "add": _add,
-    **{kernel: partial(_rows, kernel) for kernel in KERNELS},
+    **{kernel: partial(_rows, kernel) for kernel in {*KERNELS, *OPERATORS}},
 }

@@ -1,4 +1,4 @@
-"""Twelve findings, planted in twelve models: named, with line, at the mended model's price."""
+"""Findings, each planted in a model: named, with line, at the mended model's price."""
 
 from __future__ import annotations
 
@@ -79,3 +79,23 @@ def test_a_change_of_kernels_that_take_too_little_is_not_planned(
     monkeypatch.setattr(Study, "estimate", noted)
     told = rt.tools.guidance(step).options
     assert planned and not any(planned) and "padding" not in {w.lever for w in told}
+
+
+def test_work_that_is_done_again_is_of_equal_operands_and_draws_no_numbers() -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(6):
+                x = x * (torch.rand_like(x[:1]) > 0.5) + torch.arange(4096.0).sin().cos()
+            return x
+
+    told = rt.tools.guidance(estimated(Way(make=Drawing, inputs=normal(4, 4096)))).options
+    (once,) = [w for w in told if "Compute once" in w.action]
+    assert once.kernels == 5 * 3  # of arange, sin and cos, and none of rand, > and *
+
+
+def test_tf32_is_no_part_of_all_together_where_nothing_stays_in_fp32() -> None:
+    pair = next(pair for pair in PAIRS if pair.name == "precision")
+    told = rt.tools.guidance(estimated(pair.planted))
+    both = [w for w in told.options if w.lever == "compute"]
+    assert len(both) == 2
+    assert "TF32" not in " ".join(told.options[rank - 1].action for rank in told.ranks)

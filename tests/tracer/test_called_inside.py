@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,3 +125,33 @@ def test_a_graph_that_may_not_break_refuses_the_call() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"rooftrace.trace is no part of a graph; call it outside"):
         compiled(X)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), (2, 4, 8, 8)),
+        (lambda x: F.interpolate(x, scale_factor=2.0), (2, 4, 8, 8)),
+        (lambda x: F.instance_norm(x), (2, 4, 8, 8)),
+        (lambda x: torch.matmul(x, x), (2, 4, 8, 8)),
+        (lambda x: torch.stft(x, 64, return_complex=True, window=x[0, :64]), (2, 400)),
+        (lambda x: F.one_hot(x.long(), 9), (4,)),
+    ],
+)
+def test_inference_mode_has_the_ops_of_no_grad(
+    function: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...]
+) -> None:
+    """A mode sees composite ops there; Python's decompositions are for compilers."""
+
+    def inferring(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return function(x)
+
+    def without_gradients(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return function(x)
+
+    given = torch.zeros(shape)
+    names = [[op.name for op in rt.trace(f, given).ops] for f in (inferring, without_gradients)]
+    assert names[0] == names[1]

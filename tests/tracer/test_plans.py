@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.tracer import trace_target
 from rooftrace.tracer.sharding import huggingface, splitting
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
 from tests.tracer.sharded_models import PROCESSES, in_fresh_interpreter, on_processes
@@ -35,6 +36,12 @@ GPT: dict[str, Any] = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer
                        "resid_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
 MULTI_QUERY: dict[str, Any] = {**GPT, "model_type": "gpt_bigcode"}
 STABLE: dict[str, Any] = {**MIXTRAL, "model_type": "stablelm", "num_key_value_heads": 4}
+
+BERT: dict[str, Any] = {**MIXTRAL, "model_type": "bert", "is_decoder": True,
+                        "hidden_dropout_prob": 0.0,
+                        "attention_probs_dropout_prob": 0.0}  # fmt: skip
+OPT: dict[str, Any] = {**MIXTRAL, "model_type": "opt", "word_embed_proj_dim": 64, "ffn_dim": 128,
+                       "dropout": 0.0, "pad_token_id": 0}  # fmt: skip
 
 
 def model_of(config: dict[str, Any]) -> Any:
@@ -89,7 +96,7 @@ def one_learner(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
     ids = torch.randint(128, (2, 8))
     whole = learnt(copy.deepcopy(model), ids)
     said = huggingface.distribute(model, mesh, trains=True)
-    assert "and sequences (" in said
+    assert ("and sequences (" in said) is (config is not BERT)  # it adds inputs behind its sums
     error = (whole - learnt(model, ids)).abs().max()
     Path(folder, f"{rank}").write_text(f"{error:.3e}")
     dist.destroy_process_group()
@@ -107,6 +114,8 @@ LEARNING = [  # attention of heads, latent attention and experts, one vocabulary
     (STABLE, {"tp": 4}),  # code that counts heads
     (DEEPSEEK, {"tp": 4, "ep": 4}),
     ({**SHARED, "num_key_value_heads": 4}, {"tp": 4, "ep": 4}),
+    (BERT, {"tp": 4}),
+    (TIED, {"dp": 2, "tp": 2}),  # FSDP2 has the one weight once
 ]
 CASES = [
     (DEEPSEEK, {"tp": 4}),
@@ -124,6 +133,7 @@ CASES = [
     (PHI, {"tp": 4}),
     (MULTI_QUERY, {"tp": 4}),
     (STABLE, {"tp": 4}),
+    (BERT, {"tp": 4}),
     (DEEPSEEK, {"dp": 4, "etp": 4}),
     (DEEPSEEK, {"dp": 4, "ep": 2, "etp": 2}),
     (DEEPSEEK, {"dp": 2, "tp": 2, "etp": 4}),
@@ -242,9 +252,33 @@ def test_one_product_of_queries_keys_and_values_is_cut_by_heads(
 
 
 def test_a_model_without_known_blocks_is_refused() -> None:
-    config = {**MIXTRAL, "model_type": "bert", "is_decoder": True}
-    with pytest.raises(RequestError, match="tp=2: BertLMHeadModel has no block that is known"):
+    config = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    with pytest.raises(RequestError, match="tp=2: MambaForCausalLM has no block that is known"):
         spread_graph(config, {"tp": 2}, "prefill", 2, 5)
+
+
+def test_code_that_does_not_run_with_the_heads_of_a_process_is_named(tmp_path: Path) -> None:
+    """CodeGen's attention has its heads in fours."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GPT, "model_type": "codegen", "rotary_dim": 8}))
+    with pytest.raises(RequestError, match=r"tp=2: code of CodeGen.* with the 2 attention heads"):
+        trace_target(path, phases=["prefill"], mesh={"tp": 2}, seq=8)
+
+
+@pytest.mark.parametrize("config", [TIED, GPT])
+def test_replicas_gather_layers_twice_and_one_table_once(config: dict[str, Any]) -> None:
+    """Of a table that embedding and head have, and where transformers' plan names no layer."""
+    graph = spread_graph(config, {"dp": 4}, "training", 2, 8)
+    model = model_of(config)
+    whole, layers = (
+        sum(weight.numel() * 4 for weight in part.parameters())
+        for part in (model, splitting.layers_of(model))
+    )
+    sizes = Counter[str]()
+    for op in graph.expand().ops:
+        if op.collective:
+            sizes[op.collective.kind] += op.collective.bytes
+    assert sizes["all_gather"] == whole + layers and sizes["reduce_scatter"] == whole
 
 
 @pytest.mark.parametrize("phase", ["decode", "training"])
@@ -267,17 +301,42 @@ def test_training_cuts_sequences_and_words() -> None:
         spread_graph({**QWEN, "num_key_value_heads": 4}, {"tp": 4}, "training", 2, 6)
 
 
-def test_one_stage_adds_the_positions_that_are_learnt() -> None:
-    kinds = []
-    for number in (0, 1):
-        with torch.device("meta"):
-            model = model_of(GPT)
-        stage = next(s for s in splitting.split(model, 2) if s.index == number)
-        splitting.keep(model, stage)
-        kinds.append({n for n, _ in model.transformer.named_parameters() if n.startswith("w")})
-    assert kinds == [{"wte.weight", "wpe.weight"}, {"wte.weight"}]  # the head has the table, too
-    hidden = torch.empty(2, 8, 64, device="meta")
-    assert model.transformer(inputs_embeds=hidden).last_hidden_state.shape == (2, 8, 64)
+@pytest.mark.parametrize(
+    "config",
+    [  # positions; layers inside of a part; layers that return more; norms at both ends
+        GPT,
+        OPT,
+        BERT,
+        {**GPT, "model_type": "gptj", "rotary_dim": 8},
+        {**GPT, "model_type": "bloom", "hidden_size": 64},
+    ],
+)
+def test_stages_one_after_the_other_compute_what_the_whole_model_does(
+    config: dict[str, Any],
+) -> None:
+    torch.manual_seed(0)
+    model, ids = model_of(config), torch.randint(128, (2, 8))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2 if weight.dim() > 1 else 1.0)
+    given, numbers = {"input_ids": ids}, 0
+    with torch.no_grad():
+        for stage in splitting.split(model, 2):
+            part = copy.deepcopy(model)
+            splitting.keep(part, stage)
+            result = part(**given, use_cache=False)
+            given = {"inputs_embeds": result}
+            numbers += sum(weight.numel() for weight in part.parameters())
+        torch.testing.assert_close(result.logits, model(ids, use_cache=False).logits)
+    table = model.get_input_embeddings().weight.numel() if huggingface.is_tied(model) else 0
+    assert numbers == sum(weight.numel() for weight in model.parameters()) + table  # for the head
+
+
+def test_a_stage_hands_on_its_own_positions(tmp_path: Path) -> None:
+    """Code of GPT-2 gives what its last norm makes the shape of the whole sequence."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**GPT, "torch_dtype": "bfloat16"}))
+    graphs = trace_target(path, phases=["training"], mesh={"pp": 2, "tp": 2}, seq=8)
+    assert [graph.workload["handed"] for graph in graphs.values()] == [8 // 2 * 64 * 2, 0]
 
 
 def test_training_sends_own_positions_to_experts_of_others() -> None:

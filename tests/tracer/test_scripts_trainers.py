@@ -126,6 +126,20 @@ def test_sharded_modules_of_a_script_keep_their_streams(tmp_path: Path) -> None:
     assert held(training(cost)[-1], "optimizer") == 2 * weights
 
 
+OFFLOADED = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+dist.init_process_group("nccl")
+model = fully_shard(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
+model(torch.zeros(2, 4, device="cuda"))
+"""
+
+
+def test_weights_that_fsdp_keeps_on_the_host_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"CPUOffloadPolicy\(pin_memory=True\)"):
+        run(tmp_path, OFFLOADED, "torchrun", "--nproc_per_node=4")
+
+
 TENSOR_PARALLEL = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -298,9 +312,9 @@ def test_words_of_deepspeed_are_read_without_it(
 PIPELINE = """
 import torch, torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 dist.init_process_group("nccl")
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 rank = dist.get_rank()
 wide = 64 * (rank + 1)
 part = nn.Sequential(nn.Linear(32, wide), nn.ReLU(), nn.Linear(wide, 32)).cuda()

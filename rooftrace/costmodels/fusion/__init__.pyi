@@ -11,6 +11,7 @@ from rooftrace.costmodels.fusion.executions import (
 )
 from rooftrace.costmodels.fusion.grouping import fuse as fuse
 from rooftrace.costmodels.fusion.index_space import (
+    BATCH_NORMS as BATCH_NORMS,
     is_batch_norm_native as is_batch_norm_native,
     release_of as release_of,
 )

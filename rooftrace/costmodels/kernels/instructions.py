@@ -1,18 +1,23 @@
 """Instructions that eager PyTorch's kernels issue, where they take longer than bytes or FLOP.
 
-All numbers are of threads: an SM issues an instruction for `seconds.ISSUED` threads in a clock.
+Norms, reductions, scans, lookups and kernels of images; those of elements are in `places`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rooftrace.costmodels.fusion import Plan, is_batch_norm_native, release_of, traffic
+from rooftrace.costmodels.fusion import BATCH_NORMS, Plan, is_batch_norm_native, release_of, traffic
 from rooftrace.costmodels.kernels.knobs import NATIVE
-from rooftrace.costmodels.ops import find_rule
-from rooftrace.graph import Op, OpGraph, Tensor
+from rooftrace.costmodels.kernels.places import (
+    WARP,
+    depthwise_work,
+    each_strided,
+    index_work,
+)
+from rooftrace.graph import Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import storage_bytes
 
 
@@ -20,44 +25,16 @@ class Issued(NamedTuple):
     """The instructions of a kernel, and its waits for memory.
 
     instructions: of all its threads.  trips: how often a thread waits for memory before it goes on,
-    in kernels of so few blocks that nothing else runs meanwhile.
+    in kernels of so few blocks that nothing else runs meanwhile.  after: how often the last blocks
+    wait for the last cache, when all else is done.
     """
 
     instructions: int = 0
     trips: int = 0
+    after: int = 0
 
 
 NOTHING = Issued()
-
-
-# -- index arithmetic ------------------------------------------------------------------------------
-# A kernel of PyTorch for elements in memory order moves 16 bytes per instruction.  Where operands
-# are strided or broadcast it takes them apart one by one (`elementwise_kernel` in CUDALoops.cuh of
-# ATen): for each element it divides the index by the size of each dimension, and multiplies the
-# rest by the strides of each operand (`OffsetCalculator`), over the dimensions that TensorIterator
-# cannot join.  A tensor of one element on the device is such an operand.  Where operands differ in
-# precision, each is loaded and stored by a switch over its type (`fetch_and_cast` and
-# `cast_and_store` in DynamicCast.h).  Joining inputs that lie in another order than the result
-# divides without a prepared reciprocal (`CatArrIndexToOffset` in Shape.cu).  That keeps an SM
-# busier than the bytes keep HBM.
-
-INDEX_ELEMENT, INDEX_THREAD, INDEX_DIVISION = 56, 40, 3
-"""Instructions that an SM issues for one element of a strided kernel; for each thread, which has 4
-elements, or 2 where those of the result have 4 bytes or more (`unroll_factor` in CUDALoops.cuh);
-and for each dimension of an element, beside one for each operand there: add of a row and of a
-tensor of one element, and clones of transposed heads, a slice and expanded heads, in bf16 and fp32
-on H200, torch 2.11, 2026-11-27 (10 kernels, each within 11 %)."""
-INDEX_CAST = (36, 28)
-"""Instructions for an element of a kernel that casts as it loads, and for each operand: bf16 to
-fp32, and bf16 + fp32, of 67 M elements on H200, torch 2.11, 2026-11-27."""
-LINE = 128
-"""Bytes of a line of L1, of which an SM looks one up in a clock, in which it issues an instruction
-for 128 threads: a load whose threads lie on lines of their own takes as long as 128 instructions of
-each.  A transposed matrix on H200 (67 M elements, bf16 and fp32) says 138."""
-WARP = 32
-INDEX_JOINED = (45, 30)
-"""Instructions for an element of inputs that are joined, and for each dimension but the first: one
-kernel of Qwen1.5-0.5B on H100, and of the same on MI300X (traces of TraceLens)."""
 
 
 def group_issued(planned: Plan, number: int, kind: str) -> Issued:
@@ -73,144 +50,6 @@ def group_issued(planned: Plan, number: int, kind: str) -> Issued:
         return NOTHING
     of_rows = _ROWS.get(ops[0].name)
     return Issued(index_work(ops[0], graph)) if of_rows is None else of_rows(ops[0], graph)
-
-
-def index_work(op: Op, graph: OpGraph) -> int:
-    """Instructions of the threads of an op's eager kernel for the places of its elements."""
-    rule = find_rule(op.target)
-    if rule is None or rule.fusion != "pointwise" or len(op.outputs) != 1:
-        return 0
-    if rule.kind not in (None, "copy", "cast") or "._foreach_" in op.target:
-        return 0
-    out = graph.values[op.outputs[0]]
-    inputs = [graph.values[i] for i in op.inputs]
-    order = sorted(range(len(out.shape)), key=lambda d: out.stride[d])
-    if "places" in rule.traits:
-        inputs = [t for t in inputs if len(t.shape) == len(order)]
-        if all(_joined(t.shape, [t.stride], order) == [(t.elements, (1,))] for t in inputs):
-            return 0
-        each, per = INDEX_JOINED
-        return out.elements * (each + per * (len(order) - 1))
-    strides = [out.stride, *(_broadcast(t, out.shape) for t in inputs)]
-    known = [each for each in strides if each is not None]
-    dims = _joined(out.shape, known, order)
-    if len(known) < len(strides):
-        return 0
-    casts = len(strides) if op.name.startswith("aten.") and _casts(rule.kind, inputs, out) else 0
-    each, per = INDEX_CAST
-    if len(dims) < 2 and all(set(steps) == {1} for _, steps in dims):
-        return out.elements * (each + per * casts) if casts else 0
-    each = _each_strided(out, len(strides), len(dims)) + per * casts
-    return out.elements * (each + _lines(dims, [out, *inputs]))
-
-
-def _each_strided(out: Tensor, operands: int, dims: int) -> int:
-    """Instructions for an element of a strided kernel that goes through so many dimensions."""
-    unrolled = 2 if storage_bytes(out.dtype, 1) >= 4 else 4
-    return INDEX_ELEMENT + INDEX_THREAD // unrolled + (INDEX_DIVISION + operands) * dims
-
-
-def _casts(kind: str | None, inputs: Sequence[Tensor], out: Tensor) -> bool:
-    """Whether an elementwise kernel has operands of other precisions than it computes in.
-
-    Copies that round to 16 or 8 bits have kernels of their own (`direct_copy_kernel_cuda`).
-    """
-    if kind is None:
-        return len({t.dtype for t in inputs} - {"bool"}) > 1
-    narrow = {"fp32": ("bf16", "fp16"), "bf16": (), "fp16": ()}
-    return any(
-        t.dtype != out.dtype
-        and (t.dtype not in narrow or out.dtype not in narrow[t.dtype])
-        and not (t.dtype in narrow and out.dtype.startswith("fp8"))
-        for t in inputs
-    )
-
-
-def _lines(dims: Sequence[tuple[int, tuple[int, ...]]], operands: Sequence[Tensor]) -> int:
-    """Instructions that threads could issue while lines of L1 are looked up for one element, of
-    operands whose neighbours lie apart; 0 of others."""
-    (size, steps), (_, outer) = dims[0], dims[1] if len(dims) > 1 else (1, (LINE,) * len(operands))
-    lines = 0
-    for step, next_step, tensor in zip(steps, outer, operands, strict=True):
-        width = storage_bytes(tensor.dtype, 1)
-        if step > 1:
-            rows = max(size * LINE // WARP, next_step * width) if size < WARP else LINE
-            lines += min(LINE, step * width, rows)
-    return lines
-
-
-def _broadcast(value: Tensor, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The strides of a tensor over a wider shape; None where it does not broadcast to that."""
-    missing = len(shape) - len(value.shape)
-    if missing < 0 or any(
-        size not in (1, whole) for size, whole in zip(value.shape, shape[missing:], strict=True)
-    ):
-        return None
-    steps = zip(value.shape, value.stride, strict=True)
-    return (0,) * missing + tuple(0 if size == 1 else step for size, step in steps)
-
-
-def _joined(
-    shape: Sequence[int], strides: Sequence[Sequence[int]], order: Iterable[int]
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Dimensions that operands are gone through by, as sizes with a stride for each operand.
-
-    order: from the innermost on.  A dimension joins the one inside where all operands lie on.
-    """
-    dims: list[tuple[int, tuple[int, ...]]] = []
-    for d in order:
-        steps = tuple(each[d] for each in strides)
-        if shape[d] == 1:
-            continue
-        if dims and all(
-            dims[-1][0] * inner == step for inner, step in zip(dims[-1][1], steps, strict=True)
-        ):
-            dims[-1] = (dims[-1][0] * shape[d], dims[-1][1])
-        else:
-            dims.append((shape[d], steps))
-    return dims
-
-
-# -- depthwise convolutions ------------------------------------------------------------------------
-# A thread of PyTorch's own kernels makes one value of the result, or of the image's gradient, tap
-# by tap; a block sums the gradient of one tap of a channel, a warp for each image
-# (DepthwiseConv2d.cu).  What takes time is instructions, not products or bytes.  All numbers are
-# clocks of one of an SM's 128 lanes: 46 calls on H200, torch 2.11, 2026-11-27 (benchmarks/kernels).
-
-DEPTHWISE = (270, 67, 9.2)
-"""For a value of the result, for each row of the window, and for each tap."""
-DEPTHWISE_UNROLLED = (173, 0, 16)
-"""The same with square windows of 1, 3 and 5, for which the kernel is unrolled."""
-DEPTHWISE_IMAGE = (195, 56, 18)
-"""The same of the gradient of the image."""
-DEPTHWISE_FILTERS = (48, 2100)
-"""Of the gradient of the filters, for each tap: for 32 positions of a warp each, and its rest."""
-
-
-def depthwise_work(op: Op, graph: OpGraph) -> int:
-    """Clocks of lanes that PyTorch's own kernels of a depthwise convolution take; 0 without one."""
-    shape = traffic.weight_shape(op, graph)
-    if shape is None or not traffic.is_depthwise_native(op, graph):
-        return 0
-    window = shape[2:]
-    sizes = (1, math.prod(window[:-1]), math.prod(window))
-
-    def each(clocks: Sequence[float]) -> float:
-        return sum(number * size for number, size in zip(clocks, sizes, strict=True))
-
-    if "grad_output" not in op.arguments:
-        unrolled = window in ((1, 1), (3, 3), (5, 5))
-        return round(
-            graph.values[op.outputs[0]].elements
-            * each(DEPTHWISE_UNROLLED if unrolled else DEPTHWISE)
-        )
-    grad, image = (graph.values[op.arguments[name].id] for name in ("grad_output", "input"))
-    wants_image, wants_filters, *_ = op.arguments.get("output_mask", (True, True))
-    warps = -(-math.prod(grad.shape[2:]) // WARP)
-    clocks, rest = DEPTHWISE_FILTERS
-    filters = grad.shape[0] * math.prod(shape) * (clocks * WARP * warps + rest)
-    work = image.elements * each(DEPTHWISE_IMAGE) if wants_image else 0.0
-    return round(work + (filters if wants_filters else 0.0))
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -241,9 +80,11 @@ Normalization.cuh): steps of ResNet-50 in fp16."""
 TRANSFORMED, TRANSFORMED_IMAGE = 75, 10_000
 """Instructions for an element of a batch norm's result, and for each channel of a sample
 (`batch_norm_transform_input_kernel`)."""
-BATCH_NORMS = (
-    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
-    "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
+BATCH_NORM_LAST, GRADIENT_LAST = (105, 58), (65, 80)
+"""The same where channels are adjacent: mean and variance, and the result; sums, and the gradient
+(`batch_norm_*_channels_last_kernel`): 8 calls on H100, torch 2.11, 2026-11-27, as all below."""
+_ALL_BATCH_NORMS = (
+    *BATCH_NORMS, "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
     "aten.native_batch_norm_backward", "aten.cudnn_batch_norm", "aten.cudnn_batch_norm_backward",
 )  # fmt: skip
 SOFTMAX = ((2048, 47), (9216, 105), (math.inf, 58))
@@ -303,6 +144,12 @@ def _batch_norm(op: Op, graph: OpGraph) -> Issued:
     cuDNN's kernels have a block for each channel, too (`bn_fw_tr_1C11`, `bn_bw_1C11`).
     """
     image, native = graph.values[op.inputs[0]], is_batch_norm_native(op, graph)
+    if traffic.has_channels_last(image) and native:
+        forward, evaluated = BATCH_NORM_LAST, not op.arguments.get("training", True)
+        each = (
+            GRADIENT_LAST if "save_mean" in op.arguments else forward[1:] if evaluated else forward
+        )
+        return Issued(image.elements * sum(each))
     if len(image.shape) < 3 or traffic.has_channels_last(image):
         return NOTHING
     if "save_mean" in op.arguments:
@@ -320,7 +167,7 @@ def _group_norm(op: Op, graph: OpGraph) -> Issued:
         return NOTHING
     out = graph.values[op.outputs[0]]
     backward = "grad_out" in op.arguments
-    return Issued(out.elements * _each_strided(out, 6 if backward else 4, 3 if backward else 2))
+    return Issued(out.elements * each_strided(out, 6 if backward else 4, 3 if backward else 2))
 
 
 def _group_sums(op: Op, graph: OpGraph) -> Issued:
@@ -341,12 +188,246 @@ def _softmax(op: Op, graph: OpGraph) -> Issued:
     """Of a softmax over rows that lie in memory."""
     out = graph.values[op.outputs[0]]
     dim, rank = op.arguments.get("dim", -1), len(out.shape)
-    if not rank or dim % rank != rank - 1:
+    if not rank:
         return NOTHING
+    if dim % rank != rank - 1:
+        return _columns_softmax(out.shape, dim % rank)
     release = release_of(graph)
     kernels = SOFTMAX if release is None or release.softmax_registers else SOFTMAX[::2]
     each = next(number for most, number in kernels if out.shape[-1] <= most)
     return Issued(out.elements * each)
+
+
+# -- gradients of norms, sums, scans, lookups ------------------------------------------------------
+
+NORM_GRADIENT = (170, 42)
+"""Instructions of each of the 128 threads that take a row, and for each element, of the gradient of
+what a norm over rows takes (`layer_norm_grad_input_kernel`)."""
+WEIGHT_ROWS, WEIGHT_ELEMENT = 89, 58
+"""Rows for which a trip to memory is made for gradients of a norm's weights: a block takes 32
+columns, its threads a 32nd of the rows each, several at once
+(`GammaBetaBackwardCUDAKernelTemplate`).  Of many narrow rows parts are summed first."""
+MANY_ROWS, NARROW = 65536, 66 * WARP
+"""`M > 64 * 1024 && N / kWarpSize < sm_count / 2` in layer_norm_kernel.cu, of 132 SMs."""
+STRIDED_SUM = 58
+"""Instructions for an element of a sum whose dimensions do not follow each other in memory."""
+ROW_SUM, ROW_SEARCH = (2900, 0), (10_500, 38)
+"""Instructions for each row, and each element, of a sum over rows; of a maximum or a variance."""
+SUMMED, BLOCKS = 128, 2112
+"""Threads of a block that sums columns, 4 each, and how many blocks are launched of 132 SMs, 16 on
+each (`setReduceConfig` in Reduce.cuh).  The last to finish adds up what others left: `after`."""
+SCANNED, SCAN_TRIPS, SOFTMAX_TRIPS = 150, 1, 3
+"""Instructions for an element of a scan along rows (`tensor_kernel_scan_innermost_dim`); trips for
+each row of one along columns, which a thread walks down (`..._outer_dim`), and of a softmax along
+columns, which it walks down three times (`cunn_SpatialSoftMaxForward`)."""
+LOOKED_UP = (20_000, 4096)
+"""Instructions that others could issue while a block fetches an index and copies so many bytes of
+its row (`vectorized_gather_kernel` in IndexKernelUtils.cu): 65,536 and 1,000,000 rows."""
+ADDED = {"aten.index_add": ("source", 240), "aten.scatter_add": ("src", 127)}
+"""Instructions for each element that is added to a place by an index (`indexFuncLargeIndex`,
+`_scatter_gather_elementwise_kernel`)."""
+EMBEDDED, SORTED, SORTED_FROM = 200, 600, 3072
+"""Instructions for each element of gradients of an embedding's rows, and trips of the 26 kernels
+that sort more indices than so many, one after the other (Embedding.cu)."""
+TOP_SINGLE, TOP_MULTI = (85_000, 1300), ((337_000, 274), (580_000, 430))
+"""Instructions for a row, and each of its elements, of the k largest by a block for each row, and
+by several, of 2 bytes and of 4 (`sbtopk`, `mbtopk` in TensorTopK.cu); 16 bits in each pass."""
+TOP_BLOCKS = (
+    (20, 20_000), (40, 10_000), (80, 8000), (200, 5000), (800, 3000), (4000, 800), (math.inf, 400)
+)  # fmt: skip
+"""Up to so many rows have several blocks from so many elements on (`should_use_multiblock`)."""
+
+
+def _norm_gradient(op: Op, graph: OpGraph) -> Issued:
+    """Of the gradient of what a norm over rows takes, or of those of its weights."""
+    x, mask = graph.values[op.inputs[1]], op.arguments.get("output_mask", (True,))
+    width = math.prod(op.arguments["normalized_shape"])
+    rows = x.elements // width if width else 0
+    row, each = NORM_GRADIENT
+    if mask[0]:
+        return Issued(rows * 4 * WARP * row + x.elements * each)
+    if rows > MANY_ROWS and width < NARROW:
+        return Issued(x.elements * WEIGHT_ELEMENT)
+    return Issued(trips=-(-rows // WEIGHT_ROWS))
+
+
+def _reduced(numbers: tuple[int, int]) -> Callable[[Op, OpGraph], Issued]:
+    def issued(op: Op, graph: OpGraph) -> Issued:
+        """Of a reduction over some dimensions."""
+        x, dims = graph.values[op.inputs[0]], op.arguments.get("dim")
+        rank = len(x.shape)
+        dims = range(rank) if dims in (None, ()) else (dims,) if isinstance(dims, int) else dims
+        gone = {d % rank for d in dims} if rank else set()
+        runs: list[list[int]] = []  # (whether reduced, elements), from the innermost on
+        for d in sorted(range(rank), key=lambda d: x.stride[d]):
+            if x.shape[d] == 1:
+                continue
+            if runs and runs[-1][0] == (d in gone):
+                runs[-1][1] *= x.shape[d]
+            else:
+                runs.append([d in gone, x.shape[d]])
+        if not x.elements or not any(reduced for reduced, _ in runs):
+            return NOTHING
+        if runs[0][0]:
+            each_row, each = numbers
+            rows = x.elements // runs[0][1]
+            strided = sum(reduced for reduced, _ in runs) > 1
+            each = each + STRIDED_SUM if strided else each
+            return Issued(x.elements * each + (0 if strided else rows * each_row))
+        return Issued(x.elements * numbers[1], after=_left_over(runs[0][1], runs[1][1]))
+
+    return issued
+
+
+def _left_over(columns: int, rows: int) -> int:
+    """Trips of the last block of a sum over columns to what the others left."""
+    across = next((n for n in (1, 2, 4, 8, 16) if columns < 8 * n), WARP)
+    high = SUMMED // across
+    each, blocks = -(-rows // high), -(-columns // (4 * across))
+    if each < min(16 * high, 256):
+        return 0
+    parts = max(min(-(-BLOCKS // blocks), -(-each // 16)), -(-each // 256))
+    return parts // high
+
+
+def _scanned(op: Op, graph: OpGraph) -> Issued:
+    """Of a running sum."""
+    out, dim = graph.values[op.outputs[0]], op.arguments.get("dim", 0)
+    rank = len(out.shape)
+    if not rank or dim % rank == rank - 1:
+        return Issued(out.elements * SCANNED)
+    return Issued(trips=SCAN_TRIPS * out.shape[dim])
+
+
+def _columns_softmax(shape: Sequence[int], dim: int) -> Issued:
+    """Of a softmax over what does not lie in a row: a block takes up to 1,024 columns."""
+    inner, threads = math.prod(shape[dim + 1 :]), 1
+    if inner <= 64 <= shape[dim]:
+        while 2 * threads * inner <= 1024 and 2 * threads <= shape[dim]:
+            threads *= 2
+    return Issued(trips=SOFTMAX_TRIPS * -(-shape[dim] // threads))
+
+
+def _looked_up(op: Op, graph: OpGraph) -> Issued:
+    """Of rows of a table by their indices, in whole vectors."""
+    out, table = graph.values[op.outputs[0]], graph.values[op.inputs[0]]
+    index = graph.values[op.inputs[-1]]
+    if op.arguments.get("dim", 0) or len(op.inputs) != 2 or not index.elements:
+        return NOTHING
+    row = math.prod(table.shape[1:]) * storage_bytes(table.dtype, 1)
+    if row % 16 or out.elements != index.elements * math.prod(table.shape[1:]):
+        return NOTHING
+    return Issued(index.elements * -(-row // LOOKED_UP[1]) * LOOKED_UP[0])
+
+
+def _added(op: Op, graph: OpGraph) -> Issued:
+    """Of elements that are added to places by an index."""
+    name, each = ADDED[op.name.removesuffix("_")]
+    source = op.arguments.get(name)
+    return Issued(graph.values[source.id].elements * each if isinstance(source, Ref) else 0)
+
+
+def _embedded(op: Op, graph: OpGraph) -> Issued:
+    """Of the gradient of a table by those of the rows that were looked up."""
+    rows = graph.values[op.inputs[0]]
+    sorts = math.prod(rows.shape[:-1]) > SORTED_FROM
+    return Issued(rows.elements * EMBEDDED if sorts else 0, after=SORTED if sorts else 0)
+
+
+def _largest(op: Op, graph: OpGraph) -> Issued:
+    """Of the k largest of each row."""
+    x, dim = graph.values[op.inputs[0]], op.arguments.get("dim", -1)
+    width = x.shape[dim] if x.shape else 1
+    rows = x.elements // width if width else 0
+    several = next(least for most, least in TOP_BLOCKS if rows <= most)
+    wide = TOP_MULTI[storage_bytes(x.dtype, 1) >= 4]
+    row, each = TOP_SINGLE if width < several else wide
+    return Issued(rows * (row + width * each))
+
+
+# -- images ----------------------------------------------------------------------------------------
+# A thread makes one element; what takes time is its indices, and the addresses in its window.
+
+Each = tuple[tuple[int, int], tuple[int, int]]
+POOLED: Mapping[str, Each] = {
+    "aten.max_pool2d_with_indices": ((214, 31), (232, 37)),
+    "aten.avg_pool2d": ((355, 6), (760, 0)),
+}
+"""Instructions for each element of the result, and each of its window, with channels first and with
+channels last (DilatedMaxPool2d.cu, AveragePool2d.cu): 48 calls."""
+UNPOOLED: Mapping[str, Each] = {
+    "aten.max_pool2d_with_indices_backward": ((297, 44), (92, 80)),
+    "aten.avg_pool2d_backward": ((605, 0), (605, 0)),
+}
+"""The same for each element of the image, and each window that it is in: 36 calls."""
+UPSAMPLED = {"aten.upsample_nearest2d": (70, 200), "aten.upsample_bilinear2d": (85, 285)}
+"""Instructions for each element of the result (UpSampleNearest2d.cu, UpSampleBilinear2d.cu).  With
+channels first a thread of the latter makes one place of all images, one trip after the other."""
+NEAREST_GRADIENT: Each = ((135, 24), (269, 45))
+"""For each element of the image, and of the result's gradient: a thread walks over its part."""
+BILINEAR_GRADIENT, BILINEAR_LAST = {2: (250, 90), 4: (240, 18)}, 413
+"""For each element of the result's gradient, by its bytes, and times the square of the factor: so
+many lanes add to one address of the image at once.  In 16 bits they compare and swap, and only
+those of a warp meet (`fastAtomicAdd`): 24 calls, factors of 2 to 64.  Channels that are last do not
+meet."""
+PLACED: Mapping[str, int] = {
+    "aten._adaptive_avg_pool2d_backward": 970,
+    "aten.constant_pad_nd": 121,
+    "aten.roll": 158,
+    "aten.glu": 110,
+    "aten.triu": 80,
+    "aten.tril": 80,
+}
+"""Instructions for each element of the result of kernels with arithmetic on places of their own."""
+
+
+def _window(op: Op, name: str) -> int:
+    """The elements of a window of two dimensions, which one number may stand for."""
+    sizes = op.arguments.get(name) or op.arguments["kernel_size"]
+    sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return math.prod(sizes * 2 if len(sizes) == 1 else sizes)
+
+
+def _pooled(op: Op, graph: OpGraph) -> Issued:
+    """Of what pooling gives."""
+    out = graph.values[op.outputs[0]]
+    each, tap = POOLED[op.name][traffic.has_channels_last(out)]
+    return Issued(out.elements * (each + tap * _window(op, "kernel_size")))
+
+
+def _unpooled(op: Op, graph: OpGraph) -> Issued:
+    """Of the gradient of an image that was pooled."""
+    out, steps = graph.values[op.outputs[0]], _window(op, "stride")
+    each, tap = UNPOOLED[op.name][traffic.has_channels_last(out)]
+    return Issued(out.elements * (each * steps + tap * _window(op, "kernel_size")) // steps)
+
+
+def _upsampled(op: Op, graph: OpGraph) -> Issued:
+    """Of an image that is made larger."""
+    out = graph.values[op.outputs[0]]
+    last = traffic.has_channels_last(out)
+    walks = op.name == "aten.upsample_bilinear2d" and not last
+    images = out.shape[0] * out.shape[1] if walks else 0
+    return Issued(out.elements * UPSAMPLED[op.name][last], images)
+
+
+def _upsample_gradient(op: Op, graph: OpGraph) -> Issued:
+    """Of the gradient of an image that was made larger."""
+    grad, image = graph.values[op.inputs[0]], graph.values[op.outputs[0]]
+    last = traffic.has_channels_last(grad)
+    if op.name == "aten.upsample_nearest2d_backward":
+        own, each = NEAREST_GRADIENT[last]
+        return Issued(image.elements * own + grad.elements * each)
+    if last:
+        return Issued(grad.elements * BILINEAR_LAST)
+    wide = storage_bytes(grad.dtype, 1) >= 4
+    lanes = -(-grad.shape[-1] // max(1, image.shape[-1]))
+    each, squared = BILINEAR_GRADIENT[4 if wide else 2]
+    return Issued(grad.elements * (each + squared * (lanes if wide else min(WARP, lanes)) ** 2))
+
+
+def _placed(op: Op, graph: OpGraph) -> Issued:
+    return Issued(graph.values[op.outputs[0]].elements * PLACED[op.name])
 
 
 _ROWS: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
@@ -356,9 +437,38 @@ _ROWS: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
     "rooftrace.moments": _moments,
     "aten._softmax": _softmax,
     "aten._log_softmax": _softmax,
-    **dict.fromkeys(BATCH_NORMS, _batch_norm),
+    **dict.fromkeys(_ALL_BATCH_NORMS, _batch_norm),
     "aten.native_group_norm": _group_norm,
     "aten.native_group_norm_backward": _group_norm,
     "rooftrace.group_sums": _group_sums,
     "rooftrace.group_weights": _group_weights,
+    "aten.native_layer_norm_backward": _norm_gradient,
+    "aten._fused_rms_norm_backward": _norm_gradient,
+    **dict.fromkeys(("aten.sum", "aten.mean", "aten.prod"), _reduced(ROW_SUM)),
+    **dict.fromkeys(
+        (
+            "aten.amax",
+            "aten.amin",
+            "aten.max",
+            "aten.min",
+            "aten.argmax",
+            "aten.argmin",
+            "aten.var",
+            "aten.std",
+            "aten.var_mean",
+        ),
+        _reduced(ROW_SEARCH),
+    ),
+    "aten.cumsum": _scanned,
+    "aten.cumprod": _scanned,
+    **dict.fromkeys(("aten.embedding", "aten.index_select", "aten.index"), _looked_up),
+    "aten.topk": _largest,
+    **{f"{name}{end}": _added for name in ADDED for end in ("", "_")},
+    "aten.embedding_dense_backward": _embedded,
+    **dict.fromkeys(POOLED, _pooled),
+    **dict.fromkeys(UNPOOLED, _unpooled),
+    **dict.fromkeys(UPSAMPLED, _upsampled),
+    "aten.upsample_nearest2d_backward": _upsample_gradient,
+    "aten.upsample_bilinear2d_backward": _upsample_gradient,
+    **dict.fromkeys(PLACED, _placed),
 }

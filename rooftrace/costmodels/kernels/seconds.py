@@ -177,6 +177,7 @@ class KernelTable:
       moved               bytes that are no weights, of kernels that may copy layouts
       issue, wait         seconds in which SMs issue what is counted by instructions, and in which
                           threads wait for memory one trip after the other (see `Issued`)
+      left                seconds in which the last blocks wait for the last cache
       vector, matrix      seconds at the peak: vector work; matrix work but for the largest product
       flop, rate          of the largest plain product, 0 where there is none; FLOP/s of its engine
       rows, columns,
@@ -272,7 +273,7 @@ def _shared_seconds(
 
     sent = d["bytes"] - d["warm"] * (1 - 1 / knobs.cache)
     t_memory = sent / (bandwidth * memory)
-    copied = layout * d["moved"] / (bandwidth * memory)  # by kernels before and after
+    apart = layout * d["moved"] / (bandwidth * memory) + d["left"]  # copies before and after
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
     issue = d["issue"] / max(1, knobs.compute)
@@ -286,10 +287,10 @@ def _shared_seconds(
     engine, tiling = matrix_engine(chip), knobs.tiling
     t_compute = rest + product
     tiled = np.flatnonzero(d["flop"] > 0)
-    device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"]) + copied
+    device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"]) + apart
     choice = np.full(len(table), -1, dtype=np.int64)
     if engine is None or not len(tiled):
-        return KernelSeconds(t_compute, t_memory + copied, device, choice, device)
+        return KernelSeconds(t_compute, t_memory + apart, device, choice, device)
     untiled, device = device, device.copy()
     parts = [tiled] if terms is not None else np.split(tiled, range(TILED, len(tiled), TILED))
     for rows in parts:
@@ -298,7 +299,7 @@ def _shared_seconds(
         work = here.flop / (d["rate"] * reached)[rows, None] + rest[rows, None]
         feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
         spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
-        spill = spill + np.broadcast_to(copied, len(table))[rows, None]
+        spill = spill + np.broadcast_to(apart, len(table))[rows, None]
         moved = np.maximum(t_memory[rows, None], here.walk / engine.cache)
         total = p_norm(knobs.overlap, work, feed, moved) + spill
         best = (np.arange(len(rows)), total.argmin(axis=1))
@@ -308,7 +309,7 @@ def _shared_seconds(
         choice[rows] = best[1][on_matrix]
         t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
         device[rows] = total[best][on_matrix]
-    return KernelSeconds(t_compute, t_memory + copied, device, choice, untiled)
+    return KernelSeconds(t_compute, t_memory + apart, device, choice, untiled)
 
 
 def _layouts(table: KernelTable, shares: list[Share]) -> Array:
@@ -420,6 +421,7 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "moved": kernels.moved,
         "issue": _issue_seconds(kernels, chip),
         "wait": _wait_seconds(kernels, chip),
+        "left": kernels.after * (LEFT if chip.kind == "gpu" else 0.0),
     }
     data |= _work_columns(kernels, chip, execution)
     data |= attention_rows.columns_of(kernels, chip, execution)
@@ -447,6 +449,11 @@ def _issue_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
 TRIP, TRIP_CACHED = 410e-9, 235e-9
 """Seconds in which a thread loads a number, from memory or the last cache, adds it to a mean and a
 variance, and goes on: group norms of 2 to 64 groups on H200, torch 2.11, 2026-11-27."""
+
+
+LEFT = 280e-9
+"""Seconds in which a thread of the last block adds up what another left in the last cache: sums
+over 256 to 16,384 columns on H100, torch 2.11, 2026-11-27."""
 
 
 def _wait_seconds(kernels: KernelAmounts, chip: Chip) -> Array:

@@ -239,7 +239,8 @@ class KernelAmounts:
 
     kind: the class of each, a place in CLASSES.  bytes: through HBM.  warm: those that the last
     cache still holds.  moved: those that are no weights, of kernels that may copy layouts.
-    instructions, trips: see `Issued`.  link: bytes over links.  eager: see `Plan.eager`.  works:
+    instructions, trips, after: see `Issued`.  link: bytes over links.  eager: see `Plan.eager`.
+    works:
     those that take time, in the order in which a row adds them up.  attention: the attention
     kernels of rows, with the FLOP of all of a size.
     """
@@ -250,6 +251,7 @@ class KernelAmounts:
     moved: Array
     instructions: Array
     trips: Array
+    after: Array
     link: Array
     eager: np.ndarray[Any, np.dtype[np.bool_]]
     works: tuple[Works, ...]
@@ -319,6 +321,7 @@ def _rows(kernels: Sequence[tuple[SizedKernel, int, int]]) -> KernelAmounts:
         moved=amounts(kernel.moved for kernel, _, _ in kernels),
         instructions=amounts(kernel.issued.instructions for kernel, _, _ in kernels),
         trips=amounts(kernel.issued.trips for kernel, _, _ in kernels),
+        after=amounts(kernel.issued.after for kernel, _, _ in kernels),
         link=amounts(link for _, _, link in kernels),
         eager=np.array([kernel.eager for kernel, _, _ in kernels], dtype=bool),
         works=_by_key([list(kernel.cost.computed().items()) for kernel, _, _ in kernels]),

@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion import is_batch_norm_native, release_of
+from rooftrace.costmodels.fusion import BATCH_NORMS, is_batch_norm_native, release_of
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
 from rooftrace.costmodels.rewrites.dataflow import same_strides
@@ -266,11 +266,6 @@ _VECTOR = 4
 (`vectorized_layer_norm_kernel`)."""
 
 
-_BATCH_NORMS = frozenset({
-    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
-})  # fmt: skip
-
-
 def _moments_first(edit: Editor, op: Op) -> bool:
     """group_norm_kernel.cu, layer_norm_kernel.cu, Normalization.cuh: mean and variance, and then
     the result.
@@ -282,7 +277,7 @@ def _moments_first(edit: Editor, op: Op) -> bool:
         return False
     out, mean, rstd = op.outputs
     grouped, rows = op.name == "aten.native_group_norm", edit.values[mean].elements
-    of_channels = op.name in _BATCH_NORMS
+    of_channels = op.name in BATCH_NORMS
     if of_channels:
         native = is_batch_norm_native(op, edit.graph) and not has_channels_last(edit.values[out])
         fits = native and op.arguments.get("training", True)
@@ -321,6 +316,17 @@ def _sums_first(edit: Editor, op: Op) -> bool:
     edit.ops.append(
         replace(op, arguments=alone, inputs=tuple(refs(alone)), outputs=(image,), flops_torch=None)
     )
+    return True
+
+
+def _norm_gradients(edit: Editor, op: Op) -> bool:
+    """layer_norm_kernel.cu: the gradient of the input, and those of the weights."""
+    mask = op.arguments.get("output_mask")
+    if not isinstance(mask, tuple) or not mask[0] or len(op.outputs) != sum(mask) or sum(mask) < 2:
+        return False
+    apart = ((False, *mask[1:]), op.outputs[1:]), ((True, *[False] * len(mask[1:])), op.outputs[:1])
+    for wanted, outputs in apart:
+        edit.emit(op, op.target, {**op.arguments, "output_mask": wanted}, outputs, facts=op.facts)
     return True
 
 
@@ -475,7 +481,7 @@ EAGER_FORMS = (
         "a copy in order of an input that is not contiguous",
     ),
     EagerForm(
-        {"aten.native_group_norm", "aten.native_layer_norm", *_BATCH_NORMS},
+        {"aten.native_group_norm", "aten.native_layer_norm", *BATCH_NORMS},
         _moments_first,
         "norm",
         "make",
@@ -487,6 +493,13 @@ EAGER_FORMS = (
         "group norm",
         "make",
         "the sums and the gradients of its weights in kernels of their own",
+    ),
+    EagerForm(
+        {"aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"},
+        _norm_gradients,
+        "norm",
+        "make",
+        "the gradients of its weights in a kernel of their own",
     ),
     EagerForm(
         {"aten.convolution_backward"},

@@ -24,11 +24,17 @@ from rooftrace.costmodels.rewrites.dataflow import (
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    DOUBLES,
     Editor,
+    needless_copies,
     operand,
     reading_others,
     released,
+    without_copies,
+    without_doubles,
     without_left_behind,
+    without_repeated_work,
+    without_waits,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
@@ -83,6 +89,11 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "all parameters on the GPU",
             with_fused_optimizer,
         )
+    yield from _of_waste(graph, compiled)
+
+
+def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
+    """Findings of work that the code could leave out."""
     waiting = [op for op in graph.ops if op.kind == "sync"]
     if waiting:
         count = plural(sum(map(graph.times, waiting)), "wait")
@@ -99,6 +110,26 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "nothing that writes into either of them",
             without_copies,
         )
+    if any(t.dtype in DOUBLES for t in graph.values) and graph.model.get("dtype") != "fp64":
+        yield Mend(
+            "compute",
+            "Compute in fp32 what is in fp64 beside the rest",
+            "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
+            without_doubles,
+        )
+    if not (compiled and graph.phase == "training") and _is_repeating(graph):
+        yield Mend(
+            "rewrite",
+            "Compute once what is computed again from the same values",
+            "code that hands the result on, as a mask to each layer",
+            without_repeated_work,
+        )
+
+
+def _is_repeating(graph: OpGraph) -> bool:
+    """Whether fewer kernels run where what is computed again is not."""
+    kernels = [sum(map(g.times, g.kernels())) for g in (graph, without_repeated_work(graph))]
+    return kernels[1] < kernels[0]
 
 
 # -- attention on the math path --------------------------------------------------------------------
@@ -534,67 +565,3 @@ _LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs")
 
 def _tensors(item: Argument) -> tuple[Ref, ...]:
     return item if isinstance(item, tuple) else (item,)
-
-
-# -- waits and copies ------------------------------------------------------------------------------
-
-
-def without_waits(graph: OpGraph) -> OpGraph:
-    """The graph without ops at which the host asks the device for a value."""
-    return graph.with_ops(op for op in graph.ops if op.kind != "sync")
-
-
-_ASKED = frozenset({"contiguous", "clone"})
-"""Functions by which the code asks for a copy; reshape and others make one only where they must."""
-
-
-def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
-    """Copies that the code asks for, all of whose readers are elementwise or reduce."""
-    flow = ValueFlow(graph)
-    return tuple(
-        op
-        for op in graph.ops
-        if op.name == "aten.clone" and op.function in _ASKED and _is_needless(flow, op)
-    )
-
-
-def _is_needless(flow: ValueFlow, copy: Op) -> bool:
-    (made,), before = copy.outputs, operand(copy, "self")
-    storage = flow.values[made].storage
-    if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
-        return False
-    users = [op for op in flow.storage_users[storage] if op.id != copy.id]
-    last = max((op.id for op in users), default=copy.id)
-    if not users or flow.overwritten(before.id, copy.id, last):
-        return False
-    same = flow.values[made].stride == flow.values[before.id].stride
-    rules = [find_rule(op.target) for op in users]
-    return all(
-        made in op.inputs and rule is not None and (same or rule.fusion in _ANY_LAYOUT)
-        for op, rule in zip(users, rules, strict=True)
-    )
-
-
-_ANY_LAYOUT = frozenset({"pointwise", "reduction"})
-
-
-def without_copies(graph: OpGraph) -> OpGraph:
-    """The readers of needless copies read the originals; elementwise results lie as these do."""
-    copies, instead, values = needless_copies(graph), dict[int, int](), list(graph.values)
-    for op in copies:
-        source = operand(op, "self").id
-        instead[op.outputs[0]] = instead.get(source, source)
-    ops, moved = list[Op](), set[int]()
-    for op in graph.ops:
-        if not instead.keys().isdisjoint(op.outputs):
-            continue
-        if any(value in instead or value in moved for value in op.inputs):
-            op = reading_others(op, instead)
-            rule = find_rule(op.target)
-            for value in op.outputs if rule is not None and rule.fusion == "pointwise" else ():
-                made, like = values[value], values[op.inputs[0]]
-                if made.shape == like.shape and made.storage == value:
-                    values[value] = replace(made, stride=like.stride)
-                    moved.add(value)
-        ops.append(op)
-    return released(graph.with_ops(ops, values=tuple(values)), graph).verify()

@@ -26,8 +26,8 @@ from rooftrace.scripts.fake_cuda.state import (
     kernel_refused,
     refusal,
 )
-from rooftrace.tracer import spec_after, torch_private
-from rooftrace.tracer.recording import original_of, put
+from rooftrace.tracer import torch_private
+from rooftrace.tracer.recording import original_of, when_imported
 
 # -- guarded imports -------------------------------------------------------------------------------
 # Whether code that imports a module goes on without it: the import stands in a `try`.
@@ -281,30 +281,14 @@ def _jit(fn: Any = None, **settings: Any) -> Any:
     return DefinedKernel if fn is None else DefinedKernel(fn)
 
 
-def _autotune(configs: Any = (), *args: Any, **settings: Any) -> Any:
-    return lambda fn: DefinedKernel(fn, configs)
-
-
-def _heuristics(values: Any = None, **settings: Any) -> Any:
-    return DefinedKernel
-
-
-def _cdiv(x: int, y: int) -> int:
-    return (x + y - 1) // y
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def _values() -> dict[str, Any]:
     """Names that are more than words, in whichever module of Triton they are looked for."""
     return {
         "jit": _jit,
-        "autotune": _autotune,
-        "heuristics": _heuristics,
-        "cdiv": _cdiv,
-        "next_power_of_2": _next_power_of_2,
+        "autotune": lambda configs=(), *args, **how: lambda fn: DefinedKernel(fn, configs),
+        "heuristics": lambda values=None, **how: DefinedKernel,
+        "cdiv": lambda x, y: (x + y - 1) // y,
+        "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
         "Config": Config,
         "constexpr": Constant,
         **dict.fromkeys(_KINDS, DefinedKernel),
@@ -440,37 +424,16 @@ def _of_module(module: ModuleType) -> tuple[Any, dict[str, Any]]:
     return module, _compilers(module)
 
 
-class _RefusingFinder:
-    """Finds the modules that refuse to make code for a GPU, from when they have run on."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in (_TRITON, _CPP):
-            return None
-        spec: Any = spec_after(self, name, path, target)
-        run = None if spec is None else getattr(spec.loader, "exec_module", None)
-        if run is not None:
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                put(*_of_module(module))
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-
 def watch_imports() -> None:
     """Modules that compile or launch code for a GPU refuse it from when they are imported on."""
-    finder: Any = _RefusingFinder()
-    sys.meta_path.insert(0, finder)
+    for name in (_TRITON, _CPP):
+        when_imported(name, lambda module: [_of_module(module)])
 
 
 def answers() -> Iterator[Answers]:
     """Loaders and compilers of code for a GPU fail with an error that says how to go on."""
     yield type(torch.ops), {"load_library": _library_loader()}
     yield ExtensionFileLoader, {"create_module": _module_loader()}
-    for name in (_TRITON, _CPP):
-        if name in sys.modules:
-            yield _of_module(sys.modules[name])
     yield torch_private.bindings, _refused_names()
     yield from _refused_classes()
 

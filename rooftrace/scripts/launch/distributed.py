@@ -21,7 +21,7 @@ from rooftrace.errors import RequestError
 from rooftrace.scripts.launch import records
 from rooftrace.scripts.launch.records import CommandLine, HardExit, Ranks
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.recording import original_of, put
+from rooftrace.tracer.recording import original_of, put, when_imported
 from rooftrace.tracer.sharding import ddp, fsdp
 
 # -- distributed -----------------------------------------------------------------------------------
@@ -122,8 +122,9 @@ class Processes:
         self._mesh["dp"] = self.ranks.world
         if not any(mesh is self._mesh for mesh in fsdp.running):
             fsdp.running.append(self._mesh)
-        for home, names in fsdp.stages_alone(lambda _, text: self.say(("bubble", text))):
-            put(home, names)
+        when_imported(
+            fsdp.STAGE, lambda _: fsdp.stages_alone(lambda _, text: self.say(("bubble", text)))
+        )
 
     @property
     def axis_assumed(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rooftrace.scripts.steps.presenting import Shapes
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.phases import steps
+from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import META, Values, tensors_in, trees
 
 
@@ -39,7 +40,10 @@ class Roots:
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
-        return runs_where(self._is_there, module, arguments)
+        there = runs_where(self._is_there, module, arguments)
+        if not there:
+            fsdp.refuse_offload(module)
+        return there
 
     def _is_there(self, tensor: Tensor) -> bool:
         return tensor.is_meta and tensor not in self._shapes

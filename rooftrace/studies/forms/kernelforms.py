@@ -315,7 +315,7 @@ class KernelForm:
     times: Amount
     works: tuple[WorkForm, ...]
     traffic: tuple[Traffic, ...]
-    issued: tuple[Amount, Amount]
+    issued: tuple[Amount, Amount, Amount]
     exchanged: tuple[Amount, ...]  # `nbytes` of its exchange, then those that experts get, and rows
 
     @property
@@ -393,6 +393,7 @@ class KernelRows:
             "moved": 0.0 if last else sum((n for a, n in hbm if a.role != "weights"), 0.0),
             "instructions": over(kernel.issued[0]),
             "trips": over(kernel.issued[1]),
+            "after": over(kernel.issued[2]),
             "link": sum((amount for access, amount in bytes_ if access.wire == "link"), 0.0),
             "eager": numbers.eager,
             "times": over(times),

@@ -102,6 +102,7 @@ class PlanForm:
             issued=(
                 self.amount((*at, "issued", 0), group.issued.instructions),
                 self.amount((*at, "issued", 1), group.issued.trips),
+                self.amount((*at, "issued", 2), group.issued.after),
             ),
             exchanged=tuple(exchanged),
         )

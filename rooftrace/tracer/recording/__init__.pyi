@@ -17,6 +17,7 @@ from rooftrace.tracer.recording.overrides import (
     original_of as original_of,
     put as put,
     replaced as replaced,
+    when_imported as when_imported,
 )
 from rooftrace.tracer.recording.recorder import (
     Recorder as Recorder,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import groups
 from rooftrace.tracer.torch_private import DispatchKey, OpOverload
 from rooftrace.tracer.values import trees
@@ -138,6 +139,22 @@ HIDDEN_VIEWS = frozenset(
 """Ops that share memory though their schema does not say so."""
 COMPOSITE = DispatchKey.CompositeImplicitAutograd
 """The dispatch key of ops that PyTorch takes apart into other ops on any device."""
+
+
+def has_composite(func: Any) -> bool:
+    """Whether C++ takes an op apart, on devices that have no kernel of it."""
+    return bool(torch_private.has_kernel(func.name(), COMPOSITE))
+
+
+def taken_apart(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a composite op as the ops that C++ takes it apart into, as on a device.
+
+    `OpOverload.decompose` prefers Python's decompositions, which are for compilers: one takes an
+    upsampling apart into 37 ops.  Returns NotImplemented where there is neither.
+    """
+    if has_composite(func):
+        return func._op_dk(COMPOSITE, *args, **kwargs)
+    return func.decompose(*args, **kwargs)
 
 
 # -- calls -----------------------------------------------------------------------------------------

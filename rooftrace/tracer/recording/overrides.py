@@ -8,14 +8,14 @@ import random
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from rooftrace.errors import RequestError
-from rooftrace.tracer import torch_private
+from rooftrace.tracer import spec_after, torch_private
 from rooftrace.tracer.recording.releases import Release, installed_release
 
 # -- contexts --------------------------------------------------------------------------------------
@@ -317,6 +317,46 @@ def put(home: Any, replacements: Mapping[str, Any]) -> None:
             if isinstance(home, ModuleType) and not isinstance(guard.original, _FUNCTIONS):
                 guard.there = value  # no function: it may be read without a call
                 guard.install()
+
+
+Replacing = Callable[[ModuleType], Iterable[tuple[Any, Mapping[str, Any]]]]
+
+
+class _Importing:
+    """A finder of modules of which something is replaced when they have run.
+
+    then: returns, of each of them by name, objects and their replacements.
+    """
+
+    then: ClassVar[dict[str, Replacing]] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in self.then:
+            return None
+        spec: Any = spec_after(self, name, path, target)
+        run = None if spec is None else getattr(spec.loader, "exec_module", None)
+        if run is not None:
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                for home, names in self.then[name](module):
+                    put(home, names)
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+_IMPORTING: Any = _Importing()
+
+
+def when_imported(name: str, then: Replacing) -> None:
+    """Replace what `then` says of a module: now if it is imported, else when it is."""
+    _Importing.then[name] = then
+    if _IMPORTING not in sys.meta_path:
+        sys.meta_path.insert(0, _IMPORTING)
+    if name in sys.modules:
+        for home, names in then(sys.modules[name]):
+            put(home, names)
 
 
 def _guard_of(home: Any, name: str) -> _Guard:

@@ -57,12 +57,14 @@ class Runner:
         name = info.name
         if name in ops.QUESTIONS or name.startswith("profiler."):
             return func(*args, **kwargs)
-        if info.composite or (tape.here.inside and func.has_kernel_for_dispatch_key(ops.COMPOSITE)):
+        if info.composite or (tape.here.inside and ops.has_composite(func)):
             # PyTorch has taken such ops apart before a mode sees them, but the ones inside of an
             # op of ours, or of a tensor subclass.
             with self._again():
                 replacement = whole_entry(func)
-                return (replacement or func.decompose)(*args, **kwargs)
+                if replacement is not None:
+                    return replacement(*args, **kwargs)
+                return ops.taken_apart(func, args, kwargs)
         call = Call.of(func, *args, **kwargs)
         tape.tags.recognise(call.tensors)
         if _on_host(call.tensors, kwargs.get("device")):

@@ -45,13 +45,15 @@ class _PlainImports:
 
 
 def _plainly(loader: Any) -> Callable[[Any], None]:
+    run = loader.exec_module  # it may be that of another finder, which replaces what it imports
+
     def exec_module(module: Any) -> None:
         vars(loader).pop("exec_module", None)
         if Scope.current() is None:  # a thread of somebody else imports it
-            loader.exec_module(module)
+            run(module)
             return
         with overrides.plainly():
-            loader.exec_module(module)
+            run(module)
 
     return exec_module
 

@@ -37,20 +37,14 @@ _library.define(f"{marks.FREE_STORAGES.partition('.')[2]}(Tensor[] tensors) -> (
 _library.define(f"{marks.BRING_STORAGES.partition('.')[2]}(Tensor[] tensors) -> ()")
 
 
-def _record_event() -> torch.Tensor:
-    return torch.empty(0, device="meta")
-
-
 def _nothing(*args: Any) -> None:
     pass
 
 
 _EVERYWHERE = "CompositeExplicitAutograd"
-_library.impl("record_event", _record_event, _EVERYWHERE)
-_library.impl("wait_event", _nothing, _EVERYWHERE)
-_library.impl("resize_storage", _nothing, _EVERYWHERE)
-_library.impl("free_storages", _nothing, _EVERYWHERE)
-_library.impl("bring_storages", _nothing, _EVERYWHERE)
+_library.impl("record_event", lambda: torch.empty(0, device="meta"), _EVERYWHERE)
+for _mark in ("wait_event", "resize_storage", "free_storages", "bring_storages"):
+    _library.impl(_mark, _nothing, _EVERYWHERE)
 _OPS: Any = torch.ops.rooftrace
 
 
@@ -236,6 +230,12 @@ def _modules(*names: str) -> Iterator[ModuleType]:
             yield module
 
 
+def refuse_offload(root: nn.Module) -> None:
+    """Raise RequestError for a module of which FSDP2 keeps weights on the host."""
+    for group in (g for state in _states([root]) for g in _groups(state)):
+        _no_offload(group)
+
+
 def _no_offload(group: Any) -> None:
     """Stands for a check of FSDP2 that comes before the first forward."""
     for param in group.fsdp_params:
@@ -404,13 +404,16 @@ BUBBLE = (
 )
 
 
+STAGE = "torch.distributed.pipelining.stage"
+
+
 def stages_alone(say: Callable[[str, str], object]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Modules and their functions by which torch's stages agree with processes that are not there.
 
     They vote whether all know their sizes, and send them where one does not.  say: called with the
     kind and the text of each assumption.
     """
-    stage: Any = sys.modules.get("torch.distributed.pipelining.stage")
+    stage: Any = sys.modules.get(STAGE)
     kind = getattr(stage, "PipelineStage", None)
     if not hasattr(kind, "_warmup_forward_vote"):  # older stages ask nobody
         return

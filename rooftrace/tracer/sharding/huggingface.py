@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from rooftrace.tracer.sharding.plans import (
     is_tied,
 )
 from rooftrace.tracer.sharding.sequences import cut_sequences, why_sequences_stay
+from rooftrace.tracer.sharding.splitting import layers_of
 from rooftrace.tracer.sharding.zero import SHARES, SharedStates, local_of
 
 _REPLICATED = ("dp_replicate", "ddp", "replicate")
@@ -126,6 +128,7 @@ def distribute(
         if trains:
             keep_less(model, checkpoint)
         if trains and config.dp_size > 1:
+            fsdp = fsdp if plan == "transformers" else fsdp | _by_layers(model)
             said = "; ".join(filter(None, (said, _share(model, manager, fsdp, ep, zero))))
     except RequestError:
         raise
@@ -214,9 +217,16 @@ def divided(model: Any, mesh: Mapping[str, int]) -> Iterator[None]:
     try:
         with _ring(model, sizes_of(mesh)):
             yield
-    except TraceError as error:
+    except (RequestError, TraceError) as error:
+        if not isinstance(error, TraceError) and not isinstance(error.__cause__, RuntimeError):
+            raise
         config, size = model.config.get_text_config(), sizes_of(mesh)["tp"]
         kind = type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
+        if heads := getattr(model, "counted_heads", 0):
+            raise RequestError(
+                f"--mesh tp={size}: code of {kind} fails with the {heads} attention heads of a "
+                f"process: {str(error).splitlines()[0]}; expected a smaller tp"
+            ) from error
         numbers = {name: getattr(config, name, None) for name in _DIVIDED}
         for name, number in numbers.items():
             if isinstance(number, int) and number % size:
@@ -347,7 +357,7 @@ def _share(model: Any, manager: Any, fsdp: Any, ep: Mapping[str, str], zero: int
     if zero > 1:
         from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism
 
-        apply_fully_sharded_data_parallelism(model, manager, fsdp, ep)
+        apply_fully_sharded_data_parallelism(model, manager, _grouped(model, fsdp), ep)
         if zero == 2:
             model.set_reshard_after_forward(False)
         return ""
@@ -363,6 +373,33 @@ def _share(model: Any, manager: Any, fsdp: Any, ep: Mapping[str, str], zero: int
     replicas = copies.size() * groups["fsdp"].size()
     SHARES[model] = SharedStates(shares, copies if copies.size() > 1 else None, replicas)
     return _SHARING
+
+
+def _by_layers(model: nn.Module) -> dict[str, str]:
+    """A rule of FSDP2 for each layer: transformers' plans name those of some models only, and
+    others are wrapped by them, too (TRANSFORMER_BASED_WRAP of Accelerate)."""
+    try:
+        layers = list(layers_of(model))
+    except RequestError:
+        return {}
+    return {n: "free_full_weight" for n, part in model.named_modules() if part in layers}
+
+
+def _grouped(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """A plan of FSDP2 without the parts that the root has to gather for all that read them.
+
+    FSDP2 takes a weight in one group (`_validate_no_duplicate_params` of torch's _fsdp_state.py).
+    One that several modules have is in the root's, with what stays whole after forward.
+    """
+    modules = dict(model.named_modules())
+    owners = Counter(id(w) for m in modules.values() for w in m.parameters(recurse=False))
+    shared = {
+        name
+        for name, module in modules.items()
+        if any(owners[id(weight)] > 1 for weight in module.parameters(recurse=False))
+    }
+    whole = ("keep_full_weight",) if shared else ()
+    return {n: style for n, style in plan.items() if n not in shared and style not in whole}
 
 
 def _check_experts(model: nn.Module, processes: int, plan: Mapping[str, str]) -> None:

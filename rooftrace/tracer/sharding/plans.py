@@ -23,14 +23,16 @@ from rooftrace.graph import pattern_of
 _c10d: Any = torch.ops._c10d_functional
 _COLUMNS = (
     "q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "fc1", "fc_in",
-    "wi", "wi_0", "wi_1", "dense_h_to_4h", "w1", "w3", "c_fc",
+    "wi", "wi_0", "wi_1", "dense_h_to_4h", "w1", "w3", "c_fc", "q_lin", "k_lin", "v_lin", "lin1",
+    "self.query", "self.key", "self.value", "intermediate.dense",
 )  # fmt: skip
 """Names of products that read the hidden states, or the latents, of all heads or channels."""
 _ROWS = (
     "o_proj", "out_proj", "down_proj", "fc2", "fc_out", "wo", "dense_4h_to_h", "w2", "c_proj",
-    "dense",
+    "dense", "out_lin", "lin2", "output.dense",
 )  # fmt: skip
 """Names of products that write the hidden states."""
+_QUERIES = (".q_proj", ".q_b_proj", ".query", ".q_lin")
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj")
 _HEADS = (
     "num_attention_heads", "num_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads",
@@ -156,7 +158,7 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
             styles = _cut_fused(model, block, *fused, size, trains)
             counted.append(path)
         elif not any(f"{place}.{name}" in own for name in children):
-            styles = dict(_rules_of(block, children, trains))
+            styles = dict(_rules_of(block, trains))
             if not ready and any(name in _OF_HEADS for name in styles):
                 counted.append(path)
         if "k_proj" in children and (f"{place}.k_proj" in own or "k_proj" in styles) and not trains:
@@ -172,7 +174,7 @@ def as_engines(model: Any, size: int, *, trains: bool, cut: bool, gathers: bool)
         if block is vocabulary:
             styles = dict.fromkeys(("", "weight"), WHOLE)
         rules |= {f"{place}.{name}".rstrip("."): style for name, style in styles.items()}
-    by_heads = [name for name in own | rules if name.endswith((".q_proj", ".q_b_proj"))]
+    by_heads = [name for name in own | rules if name.endswith(_QUERIES)]
     if by_heads:
         heads = model.config.get_text_config().num_attention_heads
         check_divides("tp", size, heads, "attention heads")
@@ -190,17 +192,16 @@ def check_divides(axis: str, processes: int, number: int, what: str) -> None:
     """Raise RequestError where so many things cannot be spread evenly over an axis of a mesh."""
     if number % processes:
         fitting = [str(size) for size in range(2, number + 1) if not number % size]
+        sizes = f"; sizes that divide them are {', '.join(fitting)}" if fitting else ""
         raise RequestError(
-            f"--mesh {axis}={processes}: {number:,} {what} cannot be spread evenly over it; sizes "
-            f"that divide them are {', '.join(fitting)} (copies are not modelled)"
+            f"--mesh {axis}={processes}: {number:,} {what} cannot be spread evenly over it{sizes} "
+            "(copies are not modelled)"
         )
 
 
-def _rules_of(
-    block: nn.Module, children: Collection[str], trains: bool
-) -> Iterator[tuple[str, str]]:
+def _rules_of(block: nn.Module, trains: bool) -> Iterator[tuple[str, str]]:
     """Styles of the parts of a block, by their name; "" is the block."""
-    linear = [name for name in children if isinstance(getattr(block, name), nn.Linear)]
+    linear = [name for name, part in block.named_modules() if isinstance(part, nn.Linear)]
     if not any(name in _ROWS for name in linear) or not any(name in _COLUMNS for name in linear):
         return
     for name in linear:
@@ -369,6 +370,7 @@ def _count_own(model: Any, paths: Collection[str], size: int) -> None:
             if getattr(part, name, None) == heads:
                 setattr(part, name, heads // size)
     for block in map(model.get_submodule, paths):
+        model.counted_heads = heads // size
         block.config = copy.copy(getattr(block, "config", config))
         for part in (block, block.config):
             own = dict.fromkeys(_HEADS, 1)

@@ -28,7 +28,7 @@ from rooftrace.tracer.sharding.plans import (
     own_rows,
     put_part,
 )
-from rooftrace.tracer.sharding.splitting import base_of, layers_of
+from rooftrace.tracer.sharding.splitting import base_of, ends_of, layers_of
 
 
 class _Exchanged(torch.autograd.Function):
@@ -62,9 +62,12 @@ def why_sequences_stay(model: Any, styles: Mapping[str, str], experts: Collectio
     styles: of modules and weights, by their paths; experts: paths of those that get their rows from
     all processes.
     """
-    if model.get_output_embeddings() is None:
+    head, names = model.get_output_embeddings(), {m: n for n, m in model.named_modules()}
+    if head is None:
         return "there is no head"
-    names = {module: name for name, module in model.named_modules()}
+    for part in names.keys() - set(base_of(model).modules()) - {head}:
+        if any(True for _ in part.parameters(recurse=False)):
+            return f"{pattern_of(names[part])} is whole"
     try:
         layers = layers_of(model)
     except RequestError:
@@ -76,6 +79,8 @@ def why_sequences_stay(model: Any, styles: Mapping[str, str], experts: Collectio
                 continue
             if _is_block(child, styles):
                 block = model.get_submodule(child)
+                if not any(style in _ADDED for style in _styles_in(child, styles)):
+                    return f"what {pattern_of(child)} returns is cut"
                 if "residual" in inspect.signature(block.forward).parameters:
                     return f"{pattern_of(child)} adds its results to a residual"
             elif weight.dim() > 1 or path == child:
@@ -86,9 +91,13 @@ def why_sequences_stay(model: Any, styles: Mapping[str, str], experts: Collectio
     return ""
 
 
+def _styles_in(path: str, styles: Mapping[str, str]) -> list[str]:
+    return [style for name, style in styles.items() if name.startswith(f"{path}.")]
+
+
 def _is_block(path: str, styles: Mapping[str, str]) -> bool:
     """Whether a child of a layer has parts that are cut."""
-    return any(n.startswith(f"{path}.") and style in _CUT for n, style in styles.items())
+    return any(style in _CUT for style in _styles_in(path, styles))
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -196,20 +205,21 @@ def _cut_ends(model: Any, first: nn.Module, ranks: Peers) -> bool:
 
     Returns whether the last part of the base gathers them.
     """
-    base = base_of(model)
-    parts = [part for part in base.children() if _has_weights(part)]
-    place = next(n for n, part in enumerate(parts) if any(m is first for m in part.modules()))
-    after = parts[place + 1 :]
+    ends = [[getattr(owner, name) for owner, name in places] for places in ends_of(model)]
+    before, after = ([part for part in parts if _has_weights(part)] for parts in ends)
     for part in after:
         _share(part, ranks)
-    if after:  # code of GPT-2 gives what its last norm makes the shape of whole sequences
+    # Code of GPT-2 gives what its last norm makes the shape of whole sequences.
+    if after:
         around(after[-1], leave=_exchange(ranks.gather, ranks.scatter))
+    elif ends[1]:
+        _hand_on(model, ends[1][-1], ranks.size)
     embedding: Any = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         cut_words(embedding, ranks.rank, ranks.size)
     if not _has_weights(layers_of(model)[0]):
         change = _handed(model, ranks.size)
-    elif place == 1 and any("Rotary" in type(child).__name__ for child in base.children()):
+    elif len(before) == 1 and any("Rotary" in type(m).__name__ for m in base_of(model).children()):
         # Positions are turned in attention, and nothing is added to what was looked up.
         change = _exchange(ranks.scatter, ranks.gather)
     else:
@@ -220,18 +230,34 @@ def _cut_ends(model: Any, first: nn.Module, ranks: Peers) -> bool:
     return bool(after)
 
 
+def _seen(part: torch.Tensor, size: int) -> torch.Tensor:
+    """A tensor of as many positions as all processes have, which code sees in place of a part."""
+    batch, positions, width = part.shape
+    return part.new_empty(()).expand(batch, positions * size, width)
+
+
+def _hand_on(model: Any, last: nn.Module, size: int) -> None:
+    """Let a stage hand on the part that its last module returns."""
+    parts, forward = list[torch.Tensor](), model.forward
+
+    def keep(part: torch.Tensor) -> torch.Tensor:
+        parts.append(part)
+        return _seen(part, size)
+
+    around(last, leave=keep)
+    model.forward = lambda **kwargs: (forward(**kwargs), parts.pop())[1]
+
+
 def _handed(model: Any, size: int) -> Any:
     """A function that gives the first layer of a stage the part that the stage before handed on.
 
-    Until then the model sees a tensor of as many positions as all processes have.
+    Until then the model sees whole sequences.
     """
     parts = list[torch.Tensor]()
 
     def keep(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         parts.append(part := kwargs["inputs_embeds"])
-        batch, positions, width = part.shape
-        whole = part.new_empty(()).expand(batch, positions * size, width)
-        return args, {**kwargs, "inputs_embeds": whole}
+        return args, {**kwargs, "inputs_embeds": _seen(part, size)}
 
     model.register_forward_pre_hook(keep, with_kwargs=True)
     model.sequence_parts = size

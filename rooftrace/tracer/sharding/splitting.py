@@ -6,7 +6,10 @@ pipelines, so that the paths of all others stay.
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import textwrap
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,11 +41,20 @@ class Stage:
 
 
 class _Passing(nn.Identity):
-    """Stands for a module of another stage."""
+    """Stands for a module of another stage, which returns so many things besides hidden states."""
+
+    def __init__(self, others: int = 0) -> None:
+        super().__init__()
+        self.others = others
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first argument."""
-        return args[0] if args else next(iter(kwargs.values()))
+        """The first of the arguments that is of real numbers."""
+        hidden = next(
+            x
+            for x in (*args, *kwargs.values())
+            if isinstance(x, torch.Tensor) and x.is_floating_point()
+        )
+        return (hidden, *[None] * self.others) if self.others else hidden
 
 
 class _Nothing(nn.Module):
@@ -94,8 +106,13 @@ def base_of(model: Any) -> Any:
 
 
 def layers_of(model: Any) -> nn.ModuleList:
-    """The list of layers: the longest list of modules that the base of a model has."""
-    lists = [m for m in base_of(model).children() if isinstance(m, nn.ModuleList)]
+    """The list of layers: the longest list of modules that the base of a model has, or the one part
+    of it that has lists (the encoder of BERT)."""
+    inside, lists = [base_of(model)], list[nn.ModuleList]()
+    while len(inside) == 1 and not lists:
+        children = list(inside[0].children())
+        lists = [m for m in children if isinstance(m, nn.ModuleList)]
+        inside = [c for c in children if any(isinstance(m, nn.ModuleList) for m in c.modules())]
     if not lists:
         raise RequestError(
             f"{type(model).__name__} has no list of layers to cut into stages: pass stages of your "
@@ -104,33 +121,75 @@ def layers_of(model: Any) -> nn.ModuleList:
     return max(lists, key=len)
 
 
+def _code(module: nn.Module) -> str:
+    return textwrap.dedent(inspect.getsource(type(module).forward))
+
+
+Place = tuple[nn.Module, str]
+"""A part of a model: the module that has it, and its name there."""
+
+
+def ends_of(model: Any) -> tuple[list[Place], list[Place]]:
+    """The parts that the code of a model runs before its layers, and those after them."""
+    owner, layers = base_of(model), layers_of(model)
+    before, after = list[Place](), list[Place]()
+    while owner is not layers:
+        inner = next(n for n, child in owner.named_children() if layers in child.modules())
+        code = _code(owner)
+        start = code.find(f"self.{inner}")
+        for name, _ in owner.named_children():
+            place = code.find(f"self.{name}(")
+            if place >= 0 and name != inner:
+                (before if place < start else after).append((owner, name))
+        owner = getattr(owner, inner)
+    return before, after
+
+
 def keep(model: Any, stage: Stage) -> None:
     """Leave only one stage of a model, in place; all but the first take `inputs_embeds`."""
-    base, layers = base_of(model), layers_of(model)
-    ends = [name for name, part in base.named_children() if part is not layers]
-    embedding = model.get_input_embeddings()
+    base, layers, embedding = base_of(model), layers_of(model), model.get_input_embeddings()
+    (before, after), others = ends_of(model), _others(layers[0])
     for number in range(len(layers)):
         if number not in stage.layers:
-            layers[number] = _Passing()
-    tied = getattr(model.config, "tie_word_embeddings", False)
-    others = [n for n in ends if isinstance(getattr(base, n), nn.Embedding | nn.Dropout)]
-    ends = [name for name in ends if name not in others or getattr(base, name) is embedding]
-    for name in () if stage.is_first else others:
-        part = getattr(base, name)
-        if part is not embedding:
-            setattr(base, name, _Passing() if isinstance(part, nn.Dropout) else _Nothing())
-    if not stage.is_first and not (tied and stage.is_last):
-        _replace(base, embedding)
+            layers[number] = _Passing(others)
+    tied = stage.is_last and getattr(model.config, "tie_word_embeddings", False)
+    for owner, name in () if stage.is_first else before:
+        part = getattr(owner, name)
+        if part is not embedding and embedding in part.modules():
+            part.forward = _Passing().forward
+            inside = [(part, child) for child, _ in part.named_children()]
+        else:
+            inside = [(owner, name)]
+        for parent, child in inside:
+            _empty(parent, child, embedding, kept=tied)
     if stage.is_last:
         return
-    for name in ends[ends.index(_name_in(base, embedding)) + 1 :] if stage.is_first else ends:
-        part = getattr(base, name)
-        if any(True for _ in part.parameters()) and part is not embedding:
-            setattr(base, name, _Passing())
-    head = model.get_output_embeddings()
-    if head is not None:
-        _replace(model, head)
-    model.forward = functools.partial(_hidden, base)
+    for owner, name in after:
+        _empty(owner, name, embedding, kept=False)
+    for part in set(model.modules()) - set(base.modules()):  # what has a head, or parts of one
+        for name, child in part.named_children():
+            part._parameters.clear()
+            if child is not base and not any(True for _ in child.children()):
+                _empty(part, name, embedding, kept=False)
+    model.forward = functools.partial(_hidden, base.forward if base is model else base)
+
+
+def _others(layer: nn.Module) -> int:
+    """How many things the code of a layer returns besides hidden states."""
+    returned = (n.value for n in ast.walk(ast.parse(_code(layer))) if isinstance(n, ast.Return))
+    return max(len(value.elts) - 1 if isinstance(value, ast.Tuple) else 0 for value in returned)
+
+
+def _empty(owner: nn.Module, name: str, embedding: nn.Module, *, kept: bool) -> None:
+    """Leave out a part that the first stage has; kept: but for the embedding."""
+    part = getattr(owner, name)
+    if part is embedding:
+        if not kept:
+            setattr(owner, name, _Passing())
+    elif isinstance(part, nn.Embedding):
+        setattr(owner, name, _Nothing())
+    elif isinstance(part, nn.Dropout) or any(True for _ in part.parameters()):
+        setattr(owner, name, _Passing())
 
 
 def _hidden(base: Any, **kwargs: Any) -> Any:
@@ -138,18 +197,6 @@ def _hidden(base: Any, **kwargs: Any) -> Any:
     kwargs.pop("labels", None)
     kwargs.pop("logits_to_keep", None)
     return base(**kwargs).last_hidden_state
-
-
-def _name_in(parent: Any, child: nn.Module) -> str:
-    return next((name for name, part in parent.named_children() if part is child), "")
-
-
-def _replace(parent: nn.Module, child: nn.Module) -> None:
-    """Put a module that passes its argument on in the place of a child."""
-    for owner in parent.modules():
-        for name, part in list(owner.named_children()):
-            if part is child:
-                setattr(owner, name, _Passing())
 
 
 def inputs_of(inputs: Any, model: Any, stage: Stage) -> Any:

@@ -1,0 +1,70 @@
+"""Operators of eager PyTorch beside calls that were measured on an H100."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.costmodels.script_support import loaded
+
+KERNELS = Path(__file__).parents[2] / "benchmarks" / "kernels"
+WITHIN = {  # the least and the most of measured over expected, over all sizes
+    "max_pool_3_2": (0.8, 1.35),
+    "max_pool_2_2": (0.7, 1.2),
+    "max_pool_3_2_backward": (0.85, 1.2),
+    "max_pool_2_2_backward": (0.85, 1.2),
+    "avg_pool_2_2": (0.85, 1.15),
+    "avg_pool_3_1": (0.9, 1.1),
+    "avg_pool_2_2_backward": (0.9, 1.05),
+    "adaptive_pool_7_backward": (0.7, 1.2),
+    "nearest": (0.85, 1.15),
+    "nearest_backward": (0.6, 1.2),
+    "bilinear": (0.75, 1.2),
+    "bilinear_backward": (0.8, 1.3),
+    "pad": (0.85, 1.0),
+    "channel_sums": (0.95, 1.35),
+    "sum_columns": (0.85, 1.35),
+    "roll": (0.9, 1.0),
+    "glu": (0.95, 1.2),
+    "cumsum_columns": (0.85, 1.4),
+    "index_add": (0.8, 1.05),
+    "scatter_add": (0.6, 1.0),
+    "embedding": (0.8, 2.1),
+}
+
+
+@pytest.fixture(scope="module")
+def compare() -> Iterator[Any]:
+    with loaded(KERNELS / "compare.py", "kernels_compare") as module:
+        yield module
+
+
+@pytest.fixture(scope="module")
+def rows(compare: Any) -> list[dict[str, Any]]:
+    """The calls that were measured."""
+    rows = [*compare.load(KERNELS / "operators-h100-2026-11-27.jsonl.gz")][1:]
+    return [row for row in rows if row.get("factor") != 64]  # one place made to 4,096
+
+
+@pytest.mark.parametrize("kernel", WITHIN)
+def test_one_call_of_an_operator_takes_as_long_as_measured(
+    compare: Any, rows: list[dict[str, Any]], kernel: str
+) -> None:
+    row = next(row for row in rows if row["kernel"] == kernel)
+    least, most = WITHIN[kernel]
+    assert least <= compare.compared(row, "h100-sxm").ratio <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", WITHIN)
+def test_calls_of_all_sizes_take_as_long_as_measured(
+    compare: Any, rows: list[dict[str, Any]], kernel: str
+) -> None:
+    ratios = [compare.compared(r, "h100-sxm").ratio for r in rows if r["kernel"] == kernel]
+    least, most = WITHIN[kernel]
+    assert least <= min(ratios) and max(ratios) <= most
+    assert statistics.median(ratios) == pytest.approx(1, abs=0.2)
