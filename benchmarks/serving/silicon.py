@@ -181,8 +181,9 @@ def answered(
     rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form, config: Path
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds per token and to the first one of rows of one engine on one chip."""
-    # dsr1_fp8_b200_docker.sh and dsr1_fp4_b200_docker.sh of InferenceMAX: --kv-cache-dtype fp8_e4m3
-    cache = "fp8" if engine == "sglang" and rows.system.iloc[0] not in HOPPER else None
+    # dsr1_fp8_b200.sh, dsr1_fp4_b200.sh, dsr1_*_trt.sh of InferenceMAX: dtype of the cache
+    later = engine == "trtllm" or rows.system.iloc[0] not in HOPPER
+    cache = "fp8" if later and "q_lora_rank" in config.read_text(encoding="utf-8") else None
     how, alone = (
         Conditions.of(rt.tools.execution_model("serving", library=engine, dispatch=dispatch),
                       None, None, cache)
