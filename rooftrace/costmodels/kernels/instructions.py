@@ -48,8 +48,8 @@ def group_issued(planned: Plan, number: int, kind: str) -> Issued:
     generated = planned.execution.fusion != "none" and number not in planned.eager
     if generated or len(ops) > 1:
         return NOTHING
-    of_rows = _ROWS.get(ops[0].name)
-    return Issued(index_work(ops[0], graph)) if of_rows is None else of_rows(ops[0], graph)
+    own = _OWN.get(ops[0].name) if ops[0].arguments and ops[0].outputs else None
+    return Issued(index_work(ops[0], graph)) if own is None else own(ops[0], graph)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -430,7 +430,7 @@ def _placed(op: Op, graph: OpGraph) -> Issued:
     return Issued(graph.values[op.outputs[0]].elements * PLACED[op.name])
 
 
-_ROWS: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
+_OWN: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
     "aten.native_layer_norm": _norm_rows(LAYER_NORM),
     "aten._fused_rms_norm": _norm_rows(RMS_NORM),
     "rooftrace.rms_norm": _norm_rows(RMS_NORM),
