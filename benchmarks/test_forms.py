@@ -47,6 +47,20 @@ def test_a_million_points(target: str, benchmark: Any) -> None:
     assert len(table["t_est"]) == len(places) * len(chips)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_plans_of_a_second_command(kept: bool, benchmark: Any, monkeypatch: Any) -> None:
+    """Thirty places of DeepSeek-V3 whose plans lie on disk, or are made again."""
+    known, places = form("deepseek-v3"), points("deepseek-v3", 30)
+    if not kept:
+        monkeypatch.setenv("ROOFTRACE_CACHE", "off")
+
+    def run() -> Any:
+        fresh = Form(known.title, known.phase, known.names, known.regimes)
+        return evaluated(fresh, places, [rt.load_chip("h200-sxm")], Conditions.of("efficient"))
+
+    assert len(benchmark.pedantic(run, rounds=2, iterations=1, warmup_rounds=1)["t_est"]) == 30
+
+
 @pytest.mark.parametrize("target", RANGES)
 def test_one_estimate_of_a_trace(target: str, benchmark: Any) -> None:
     """What each point would take without a form."""
