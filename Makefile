@@ -184,7 +184,8 @@ versions: $(INSTALLED) ## docs/versions.md: quick tests with other releases (VEN
 
 ##@ Devices: measure and fit
 
-# With the Python and the torch that are there: a GPU's machine often has both, and no network.
+# With the Python and the torch that are there: a GPU's machine often has both, and no network.  The
+# suite needs msgspec beside them, one wheel without dependencies.
 measure: ## measure this device with PYTHON's own torch; installs nothing (BUDGET=480 OUT=file.json.gz)
 	@unset OMP_NUM_THREADS; $(PYTHON) -m rooftrace.measured \
 		$(if $(BUDGET),--budget $(BUDGET)) $(if $(OUT),--out $(OUT)) $(if $(QUICK),--quick)

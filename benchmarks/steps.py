@@ -6,7 +6,8 @@
 Models come from torchvision, timm, torchaudio and transformers, with random weights, and run as
 their users run them: forward, or forward, backward and AdamW, eagerly, in bf16, under autocast, or
 in fp32 with TF32.  The first line of the file is the machine; each other has the milliseconds of a
-step on the wall (the median), of its kernels under the profiler, and of each operator's kernels.
+step on the wall (the median), of its kernels under the profiler, and microseconds and calls of each
+operator: `ops` of its kernels, `host` of the thread that launches them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -31,6 +33,8 @@ sys.path[:0] = [str(Path(__file__).parent / "kernels")]
 Given = dict[str, torch.Tensor]
 Made = tuple[nn.Module, Given]
 BF16 = torch.bfloat16
+ASKED = ["nvidia-smi", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
+"""Watts and MHz, asked in the middle of the steps."""
 
 
 @dataclass(frozen=True)
@@ -249,20 +253,28 @@ def measured(step: Step) -> dict[str, Any]:
     torch.cuda.synchronize()
     walls: list[float] = []
     began = time.perf_counter()
-    while len(walls) < 5 or (len(walls) < 20 and time.perf_counter() - began < 1.5):
+    told: subprocess.Popen[str] | None = None
+    while len(walls) < 5 or time.perf_counter() - began < 1.5:
+        if told is None and time.perf_counter() - began > 0.7:
+            told = subprocess.Popen(ASKED, stdout=subprocess.PIPE, text=True)
         start = time.perf_counter()
         run()
         torch.cuda.synchronize()
         walls.append((time.perf_counter() - start) * 1e3)
+    power = None if told is None else told.communicate()[0].strip()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiled:
         run()
         torch.cuda.synchronize()
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
+    host: Counter[str] = Counter()
+    often: Counter[str] = Counter()
     kernels = 0
     for one in profiled.events():
         if one.device_type == torch.autograd.DeviceType.CPU:
+            host[one.name] += one.self_cpu_time_total
+            often[one.name] += 1
             own = one.self_device_time_total
             if own and one.name.startswith(("aten::", "torchvision::", "cudnn", "_")):
                 spent[one.name] += own
@@ -274,7 +286,9 @@ def measured(step: Step) -> dict[str, Any]:
         "ms": round(statistics.median(walls), 4),
         "device_ms": round(kernels / 1e3, 4),
         "repeats": len(walls),
+        "power": power,
         "ops": ops,
+        "host": {name: [round(us, 1), often[name]] for name, us in host.most_common(50)},
     }
 
 

@@ -1,11 +1,16 @@
 """Amounts: numbers at one point, or arrays over many; the larger and the smaller of two of them.
 
 What is computed from amounts is written once: at one point it stays plain numbers, which are fast.
+`np` is numpy, imported when something of it is first used: numbers need none.
 """
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+__all__ = ["Amount", "Array", "Places", "larger", "np", "smaller"]
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,6 +19,15 @@ if TYPE_CHECKING:
     Places = np.ndarray[Any, np.dtype[np.integer[Any]]]
     Amount = Array | float
     """An array over points, or sizes; or one number for all of them."""
+else:
+
+    class _Lazy(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(importlib.import_module(self.__name__), name)
+            setattr(self, name, value)
+            return value
+
+    np = _Lazy("numpy")
 
 _NUMBERS = (float, int)
 
@@ -22,8 +36,6 @@ def larger(a: Any, b: Any) -> Any:
     """The larger of two amounts, at every point."""
     if isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS):
         return b if b > a else a
-    import numpy as np
-
     return np.maximum(a, b)
 
 
@@ -31,6 +43,4 @@ def smaller(a: Any, b: Any) -> Any:
     """The smaller of two amounts, at every point."""
     if isinstance(a, _NUMBERS) and isinstance(b, _NUMBERS):
         return b if b < a else a
-    import numpy as np
-
     return np.minimum(a, b)

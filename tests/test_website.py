@@ -42,6 +42,15 @@ def test_every_block_of_a_page_runs_is_read_or_is_output(source: str) -> None:
     assert list(checks.blocks((ROOT / source).read_text(encoding="utf-8"))) == []
 
 
+def test_every_command_in_a_text_of_the_code_is_read() -> None:
+    files = [path for folder in ("rooftrace", "examples") for path in (ROOT / folder).rglob("*.py")]
+    lines = [line.strip() for path in files for line in path.read_text("utf-8").splitlines()]
+    named = tuple(f"rooftrace {name} " for name in checks.cli.commands)
+    told = [line for line in lines if line.startswith(named)]
+    checks.READ["sh"]("\n".join(told))
+    assert len(told) >= 3
+
+
 @pytest.mark.parametrize(
     ("block", "told"),
     [

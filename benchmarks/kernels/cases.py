@@ -313,8 +313,30 @@ def convolutions() -> Iterator[Case]:
         yield from convolution(512, (14, 14), 3, 1, layout, dtype, batch=64)
         yield from convolution(320, (64, 64), 3, 1, layout, dtype)
     yield from first_layers()
+    yield from grouped_and_deep()
     for width, layout in product((4, 8, 16, 32, 48, 64), layouts):
         yield from convolution(384, (28, 28), 3, 384 // width, layout, "bf16", batch=64)
+
+
+def grouped_and_deep() -> Iterator[Case]:
+    """Wide groups, volumes, large images of few channels, windows that are not square."""
+    for channels, side, groups in ((896, 14, 16), (448, 28, 8), (224, 56, 4), (1024, 14, 32)):
+        yield from convolution(channels, (side, side), 3, groups, "first", "bf16", batch=64)
+    for channels, size in ((64, (16, 56, 56)), (128, (8, 28, 28)), (256, (4, 14, 14))):
+        for layout, dtype in (("first", "bf16"), ("first", "fp32"), ("last", "bf16")):
+            yield from convolution(channels, size, 3, 1, layout, dtype, batch=16)
+    squares = ((64, 224, "bf16"), (128, 112, "bf16"), (256, 56, "bf16"), (512, 28, "bf16"),
+               (96, 35, "fp32"), (192, 17, "fp32"), (64, 90, "fp32"), (128, 64, "fp32"),
+               (64, 147, "fp32"))  # fmt: skip
+    for channels, side, dtype in squares:
+        yield from convolution(channels, (side, side), 3, 1, "first", dtype, batch=64)
+    for out, channels, side, dtype in ((768, 192, 17, "fp32"), (192, 768, 17, "fp32"),
+                                       (96, 24, 96, "bf16"), (24, 96, 96, "bf16"),
+                                       (512, 128, 28, "bf16"), (960, 160, 14, "bf16")):  # fmt: skip
+        yield from convolution(channels, (side, side), 1, 1, "first", dtype, batch=64, out=out)
+    for channels, side, stride in ((96, 112, 2), (144, 56, 1), (960, 14, 1), (576, 14, 1)):
+        more = {"batch": 64, "stride": stride}
+        yield from convolution(channels, (side, side), 3, channels, "first", "bf16", **more)
 
 
 def first_layers() -> Iterator[Case]:
@@ -386,8 +408,18 @@ def operators() -> Iterator[Case]:
     for shape in ((4096, 8), (4096, 128), (64, 32768), (1, 2**20), (1, 128256)):
         for kernel in ("sort", "topk", "cumsum", "argmax", "nonzero"):
             yield _operator(kernel, shape, "fp32")
+    yield from scaled()
     yield from lookups()
     yield from recurrent_layers()
+
+
+def scaled() -> Iterator[Case]:
+    """Upsampling by other factors than two."""
+    images = (((8, 64, 128, 128), 4), ((8, 64, 64, 64), 8), ((8, 64, 32, 32), 16),
+              ((8, 256, 1, 1), 64), ((8, 21, 64, 64), 8), ((2, 64, 256, 256), 2))  # fmt: skip
+    kernels = ("bilinear", "nearest", "bilinear_backward", "nearest_backward")
+    for (shape, factor), kernel, dtype in product(images, kernels, ("bf16", "fp32")):
+        yield _operator(kernel, shape, dtype, layout="first", factor=factor)
 
 
 def lookups() -> Iterator[Case]:

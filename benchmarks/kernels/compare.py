@@ -83,11 +83,13 @@ def reads_mask(row: dict[str, Any]) -> bool:
 def compared(row: dict[str, Any], chip: str) -> Compared:
     """A case, priced as the program ran that was measured."""
     sizes, library = sizes_of(row), LIBRARIES.get(row["kernel"])
-    plain = row["kernel"] in ("efficient", "default") or row["group"] in ("rows", "operators")
+    eager = row["group"] in ("rows", "operators", "conv")
+    plain = eager or row["kernel"] in ("efficient", "default")
     preset = "eager" if plain else "efficient"
     execution = rt.tools.execution_model(preset, attention_library=library)
     module, given = module_of(row["kernel"], sizes)
-    priced = rt.estimate(rt.trace(module, *given), chip, execution)
+    tf32 = row["group"] == "conv"  # as PyTorch sets it: cuDNN alone
+    priced = rt.estimate(rt.trace(module, *given), chip=chip, execution=execution, tf32=tf32)
     seconds = sum(one.timing.t_device for one in priced.rows)
     by_sizes = None
     if "mask" in row and priced.knobs is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from attention import CAP
 from cases import documents
+from convolutions import convolution_call
 from operators import OPERATORS, operator_of
 from row_kernels import KERNELS, function_of
 from torch import nn
@@ -276,6 +277,11 @@ def _rows(kernel: str, sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Te
     return Plain(function), given
 
 
+def _convolution(kernel: str, sizes: dict[str, Any]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    call = convolution_call(kernel, sizes, "meta")
+    return Plain(lambda _: call()), (meta(1),)
+
+
 MODULES: dict[str, Callable[..., tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
     **dict.fromkeys(("flash", "cudnn", "fa3", "default", "flex"), _attention),
     "efficient": partial(_attention, tensor=True),
@@ -298,6 +304,8 @@ MODULES: dict[str, Callable[..., tuple[nn.Module, tuple[torch.Tensor, ...]]]] = 
     "selective_state_update": _scan,
     **dict.fromkeys(("causal_conv1d_update", "causal_conv1d_cuda_update"), _conv_step),
     "grouped_mm": _grouped,
+    "convolution": partial(_convolution, "convolution"),
+    "convolution_backward": partial(_convolution, "convolution_backward"),
     "mm": _mm,
     "copy": _copy,
     "add": _add,

@@ -190,6 +190,8 @@ def operator_of(kernel: str, sizes: dict[str, Any], device: str) -> Made:
     x = torch.randn(sizes["shape"], device=device).to(dtype)
     if sizes.get("layout") == "last":
         x = x.contiguous(memory_format=torch.channels_last)
+    if sizes.get("factor", 2) != 2:
+        return _scaled(kernel, x, sizes["factor"])
     if kernel in OF_ONE:
         return OF_ONE[kernel], (x,)
     if kernel in OF_GRADIENTS:
@@ -197,6 +199,18 @@ def operator_of(kernel: str, sizes: dict[str, Any], device: str) -> Made:
     below = x.shape[1] if kernel == "cross_entropy" else x.shape[0]
     many = x.shape[0] if kernel == "cross_entropy" else sizes["indices"]
     return OF_INDICES[kernel], (x, torch.randint(below, (many,), device=device))
+
+
+def _scaled(kernel: str, x: torch.Tensor, factor: int) -> Made:
+    """Upsampling by another factor, or what its backward gives."""
+    mode = kernel.removesuffix("_backward")
+    size = [factor * side for side in x.shape[2:]]
+    if mode == kernel:
+        return lambda x: F.interpolate(x, size, mode=mode), (x,)
+    grad = x.new_ones((*x.shape[:2], *size))
+    if mode == "nearest":
+        return lambda g: aten.upsample_nearest2d_backward(g, size, list(x.shape)), (grad,)
+    return lambda g: aten.upsample_bilinear2d_backward(g, size, list(x.shape), False), (grad,)
 
 
 def _recurrent(kernel: str, sizes: dict[str, Any], device: str, dtype: torch.dtype) -> Made:

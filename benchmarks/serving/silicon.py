@@ -63,14 +63,26 @@ ZIPF = {"routing": "skewed:1"}
 blame: engines with other kernels are off alike, and the less, the more chips share weights.
 Popular experts stand first in a trace, so that over `ep` one process would have them all: there
 choices are equally likely."""
-GUESSED = "1.2.0rc6.post3"
-"""The version of TensorRT-LLM that InferenceMAX ran with multi-token prediction alone (entries
-dsr1-fp4-b200-trt-mtp and dsr1-fp8-b200-trt-mtp of its nvidia-master.yaml, March and April 2026)."""
-PROMPTS = {"vllm": "compiled", "sglang": "eager", "trtllm": "eager"}
-"""How engines launch a prompt.  CUDA graphs hold decode steps.  For prompts SGLang 0.5.9's need a
-flag, and TensorRT-LLM's a `torch_compile_config`, which InferenceMAX's scripts set for DeepSeek-R1
-on B200 with many clients alone; vLLM's end at 512 tokens (max_cudagraph_capture_size), above which
-compiled code runs."""
+GUESSED = {"1.2.0rc6.post3": "with", "1.1.0rc2.post2": "with and without",
+           "0.5.9": "with and without"}  # fmt: skip
+"""Versions that InferenceMAX ran for DeepSeek-R1 with multi-token prediction (entries that end in
+-mtp of its nvidia-master.yaml, December 2025 to April 2026): TensorRT-LLM's, and of SGLang fp8 on
+B200 over `tp=8`.  Rows do not say whether they had it, but those whose "id" begins with dsr1_ have
+none of the first version, which had it always: they are taken to be without."""
+LAUNCH = {True: 77e-6, False: 51e-6}
+"""Seconds of the host, of Hopper's and of later chips, for each kernel of a prompt, which SGLang
+and TensorRT-LLM launch one by one from Python; they may be off as these two are.  CUDA graphs hold
+decode steps; for prompts SGLang 0.5.9's need a flag, and TensorRT-LLM's a `torch_compile_config`,
+which InferenceMAX's scripts set for DeepSeek-R1 on B200 over `ep=8` with prompts of 1,024 alone.
+vLLM's end at 512 tokens (max_cudagraph_capture_size), above which compiled code runs.  From first
+tokens of Llama-3.1-70B in TensorRT-LLM over `tp=8` with 4 and 8 clients and prompts of 1,024: 62
+and 78 ms on B200, 91 ms on H200."""
+ENDS = {"low": ("t_low", LAUNCH[False] / LAUNCH[True]), "expected": ("t_est", 1.0),
+        "high": ("t_high", LAUNCH[True] / LAUNCH[False])}  # fmt: skip
+"""Columns of a step, and shares of the seconds of its launches, of the ends of an interval."""
+QUANTISED = 2
+"""Kernels beside each product in fp8 with scales of blocks, which a plan has within the product:
+its activations are quantised, and scales laid out for DeepGEMM."""
 NODE = 8
 """Chips of a host, over which engines cut a model; labels of more count several workers."""
 
@@ -128,6 +140,14 @@ def mesh_of(row: Any) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 1} | split
 
 
+def guessed(row: Any) -> bool:
+    """Whether tokens may be guessed ahead (see `GUESSED`)."""
+    known = row.backend == "trtllm" or (
+        (row.system, row.precision, row.tp_size, row.moe_ep_size) == ("b200_sxm", "fp8", 8, 1)
+    )
+    return known and row.backend_version in GUESSED and not row.id.startswith("dsr1_")
+
+
 def form_of(config: Path, phase: str, mesh: dict[str, int], kept: Path) -> Form:
     """The step of a config over its sizes, kept in a folder."""
     skewed = "experts" in config.read_text(encoding="utf-8") and "ep" not in mesh
@@ -147,44 +167,67 @@ def priced(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, A
     """Predictions of rows with one checkpoint and one mesh."""
     first = rows.iloc[0]
     mesh = mesh_of(first)
-    if first.backend_version == GUESSED:
-        raise RequestError("tokens are guessed ahead: the row does not say how many are accepted")
+    if guessed(first):
+        ran = f"{first.backend} {first.backend_version} {GUESSED[first.backend_version]} it"
+        raise RequestError(f"InferenceMAX ran {ran}: multi-token prediction is not in the row")
     for (system, engine), some in rows.groupby(["system", "backend"]):
         config = written(some.iloc[0], kept, folder)
         decode, prefill = (form_of(config, phase, mesh, kept) for phase in SIZES)
         joined: System = load_system(SYSTEMS[system])
-        yield from answered(some, engine, joined.joined_chip, decode, prefill)
+        yield from answered(some, engine, joined.joined_chip, decode, prefill, config)
 
 
 def answered(
-    rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form
+    rows: pd.DataFrame, engine: str, chip: Chip, decode: Form, prefill: Form, config: Path
 ) -> Iterator[dict[str, Any]]:
     """Milliseconds per token and to the first one of rows of one engine on one chip."""
-    # dsr1_fp8_b200_docker.sh and dsr1_fp4_b200_docker.sh of InferenceMAX: --kv-cache-dtype fp8_e4m3
-    cache = "fp8" if engine == "sglang" and rows.system.iloc[0] not in HOPPER else None
+    # dsr1_fp8_b200.sh, dsr1_fp4_b200.sh, dsr1_*_trt.sh of InferenceMAX: dtype of the cache
+    later = engine == "trtllm" or rows.system.iloc[0] not in HOPPER
+    cache = "fp8" if later and "q_lora_rank" in config.read_text(encoding="utf-8") else None
     how, alone = (
         Conditions.of(rt.tools.execution_model("serving", library=engine, dispatch=dispatch),
                       None, None, cache)
-        for dispatch in ("graph", PROMPTS[engine])
+        for dispatch in ("graph", "compiled" if engine == "vllm" else "graph")
     )  # fmt: skip
     clients = rows.batch_size.to_numpy(dtype=np.int64)
     prompt, answer = (np.rint(rows[n] * MEAN).to_numpy(dtype=np.int64) for n in ("isl", "osl"))
     batch = np.minimum(clients, kept_at_once(decode, chip, how, prompt, answer, engine))
     points = Points({"batch": batch, "kv": prompt + answer // 2})
     steps = evaluated(decode, points, [chip], how)
-    prompts = evaluated(prefill, Points({"seq": prompt}), [chip], alone)
+    prompts, two = (
+        evaluated(prefill, Points({"seq": sizes}), [chip], alone) for sizes in (prompt, 2 * prompt)
+    )
+    launch = launching(prefill, how, rows.iloc[0], config)
     scheduled = [scheduling(row, engine) for row in rows.itertuples()]
     tokens, held = (np.array(column) for column in zip(*scheduled, strict=True))
     loop = {"rounds": ROUNDS, "spread": SPREAD, "together": np.maximum(tokens / prompt, 1),
             "held": held}  # fmt: skip
     found: dict[str, Any] = {"row": rows.index}
-    for end, name in (("low", "t_low"), ("expected", "t_est"), ("high", "t_high")):
-        own = prompts[name]
-        tpot, wait = closed_loop(steps[name], own, batch, answer, **loop)
+    for end, (name, share) in ENDS.items():
+        alone, least = prompts[name], launch * share
+        more = np.minimum(alone, two[name] - alone)  # their attention is not of two prompts
+        own = np.maximum(alone, least)
+
+        def filled(many: Any, alone: Any = alone, more: Any = more, least: Any = least) -> Any:
+            return np.maximum(alone + (many - 1) * more, least)
+
+        tpot, wait = closed_loop(steps[name], own, batch, answer, filled=filled, **loop)
         queue = (clients / batch - 1) * (answer * tpot + wait + own)
         found |= {f"tpot_{end}": tpot * 1e3, f"ttft_{end}": (queue + wait + own) * 1e3}
     for values in zip(*found.values(), strict=True):
         yield dict(zip(found, values, strict=True))
+
+
+def launching(prefill: Form, how: Conditions, row: Any, config: Path) -> float:
+    """Seconds of the host for the kernels of a prompt, where an engine launches them one by one."""
+    if row.backend == "vllm":
+        return 0.0
+    plan = how.plan(prefill.graph(seq=1024))
+    blocks = "weight_block_size" in config.read_text(encoding="utf-8")
+    products = {op.id for op in plan.graph.ops if op.name in ("aten.mm", "rooftrace.expert_mm")}
+    beside = QUANTISED * blocks
+    many = sum(group.times * (1 + beside * len(products & {*group.ops})) for group in plan.groups)
+    return many * LAUNCH[row.system in HOPPER]
 
 
 def apart(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, Any]]:
@@ -211,6 +254,7 @@ def apart(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, An
         )
         prompt, answer = (round(row[column] * MEAN) for column in ("isl", "osl"))
         prefill = evaluated(forms["prefill"], Points({"seq": np.array([prompt])}), *way)
+        launch = launching(forms["prefill"], way[1], row, config)
         far = max(system.size_of(0), forms["prefill"].example.processes)
         ranks = (0, far if len(system.levels) > 1 else 1)
         sent = link_seconds(system, "send", float(prefill["kv_memory"][0]), ranks)
@@ -220,8 +264,9 @@ def apart(rows: pd.DataFrame, kept: Path, folder: Path) -> Iterator[dict[str, An
                      "kv": prompt + answer // 2}  # fmt: skip
             points = Points({name: np.array([size]) for name, size in sizes.items()})
             step = evaluated(forms["decode"], points, *way)
-            for end, name in (("low", "t_low"), ("high", "t_high"), ("expected", "t_est")):
-                own, each = float(prefill[name][0]), float(step[name][0])
+            for end in ("low", "high", "expected"):
+                name, share = ENDS[end]
+                own, each = max(float(prefill[name][0]), launch * share), float(step[name][0])
                 wait = queued(clients[place], many["prefill"][place], own, each * answer)
                 found |= {f"tpot_{end}": each * 1e3, f"ttft_{end}": (wait + sent + each) * 1e3}
             decoding = clients[place] * each * answer / (each * answer + wait)
@@ -280,7 +325,11 @@ def scheduling(row: Any, engine: str) -> tuple[int, int]:
         return (32768 if row.precision == "fp8" else 16384), polled // 2
     if "Llama" in row.model_path:
         return 16384, 20 if row.isl == row.osl == 1024 and row.tp_size < 8 else 0
-    return (20000, 0) if "gpt-oss" in row.model_path else (int(row.isl + row.batch_size + 64), 0)
+    if "gpt-oss" in row.model_path:
+        return 20000, 0
+    # of dsr1_*_trt.sh since 21 January 2026, before versions 1.2 were run
+    least = 8192 if str(row.backend_version).startswith("1.2") else 0
+    return max(int(row.isl + row.batch_size + 64), least), 0
 
 
 def shown(table: pd.DataFrame) -> Iterator[str]:
@@ -308,7 +357,7 @@ def main() -> None:
     made: list[dict[str, Any]] = []
     together = ["model_path", "precision", *KEYS]
     sides = ["mode", *(f"{side}_{key}" for side in ("prefill", "decode") for key in KEYS)]
-    flags = (rows.prefill_num_workers.isna(), rows.backend_version == GUESSED)
+    flags = (rows.prefill_num_workers.isna(), rows.apply(guessed, axis=1))
     sides = [*together, *sides, *(flag.rename(place) for place, flag in enumerate(flags))]
     for _, some in rows.groupby(sides, dropna=False):
         way = priced if some["mode"].iloc[0] == "agg" else apart

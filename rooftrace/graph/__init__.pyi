@@ -31,6 +31,7 @@ from rooftrace.graph.records import (
     Tensor as Tensor,
     axis_of as axis_of,
     in_order as in_order,
+    one_nan as one_nan,
     pattern_of as pattern_of,
     references as references,
     refs as refs,

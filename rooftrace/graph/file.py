@@ -34,6 +34,7 @@ from rooftrace.graph.records import (
     Ref,
     Repeat,
     Tensor,
+    one_nan,
     refs,
 )
 from rooftrace.hardware.precisions import precision
@@ -563,11 +564,7 @@ def _decode_said(item: Any) -> Any:
         if _is_number(item):
             return _NUMBERS[item[_NUMBER]]
         return {key: _decode_said(value) for key, value in item.items()}
-    return [_decode_said(value) for value in item] if isinstance(item, list) else _one_nan(item)
-
-
-def _one_nan(item: Any) -> Any:
-    return math.nan if isinstance(item, float) and math.isnan(item) else item
+    return [_decode_said(value) for value in item] if isinstance(item, list) else one_nan(item)
 
 
 def _decode_argument(item: Any) -> Argument:
@@ -578,7 +575,7 @@ def _decode_argument(item: Any) -> Argument:
         return Ref(ref.ref, _neighbour(ref.then), ref.every)
     if isinstance(item, (list, tuple)):
         return tuple(_decode_argument(x) for x in item)
-    return _one_nan(item)
+    return one_nan(item)
 
 
 class _Words:

@@ -394,6 +394,11 @@ def refs(argument: Argument) -> Iterator[int]:
     return (ref.id for ref in references(argument))
 
 
+def one_nan(item: Any) -> Any:
+    """A NaN as always the same object, so that containers of it are equal."""
+    return math.nan if isinstance(item, float) and math.isnan(item) else item
+
+
 def in_order(holds: Iterable[Ref]) -> tuple[Ref, ...]:
     """The held values of an op, each once, by id."""
     return tuple(sorted(dict.fromkeys(holds), key=lambda ref: ref.id))

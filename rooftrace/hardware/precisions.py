@@ -221,6 +221,7 @@ FAMILIES: Mapping[str, str] = {
     "bool": "int8",
 }
 FLOAT_ORDER: tuple[str, ...] = ("fp4", "fp6", "fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
+_COMPUTED = ("int4", "fp4", "int8", "fp8")
 COMPLEX_OF: Mapping[str, str] = {"fp16": "complex32", "fp64": "complex128"}  # others: complex64
 
 
@@ -232,10 +233,6 @@ def compute_family(name: str) -> str:
     stored = precision(name)
     plain = stored.computes or stored.element
     return FAMILIES.get(plain, plain.removeprefix("u"))
-
-
-def _computed_order(name: str) -> int:
-    return ("int4", "fp4", "int8", "fp8").index(name)
 
 
 def widest(*names: str) -> str:
@@ -256,7 +253,7 @@ def widest(*names: str) -> str:
         others = [item.element for item in formats.values() if not item.computes] or elements
         scales = "_g128" if any(item.blocked for item in computing) else ""
         static = "_static" if all(item.static for item in computing) else ""
-        return f"{widest(*others)}{scales}_a{max(computed, key=_computed_order)}{static}"
+        return f"{widest(*others)}{scales}_a{max(computed, key=_COMPUTED.index)}{static}"
     if len(formats) == 1:
         return next(iter(formats.values())).element
     kinds = {item.kind for item in formats.values()}

@@ -1,4 +1,6 @@
-"""`python3 -m rooftrace.measured`: the measurement suite as a command that needs torch only.
+"""`python3 -m rooftrace.measured`: the measurement suite as a command on a bare GPU machine.
+
+It needs torch, numpy and msgspec.
 
 python3 -m rooftrace.measured --out run.json.gz --budget 480
 """
@@ -10,7 +12,19 @@ import os
 import sys
 from collections.abc import Sequence
 
-from rooftrace.measured.bench import MeasureError, SuitePlan, measure_suite, start_again, summary
+try:
+    from rooftrace.measured.bench import (
+        MeasureError,
+        SuitePlan,
+        measure_suite,
+        start_again,
+        summary,
+    )
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        f"rooftrace: {missing}: the suite needs torch, numpy and msgspec; "
+        "`pip install msgspec` brings one wheel that needs nothing else"
+    ) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rooftrace.reporting.commands.estimates import (
         estimate as estimate,
         priced_graphs as priced_graphs,
+        run as run,
     )
     from rooftrace.reporting.commands.explaining import (
         explain as explain,
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
         reports as reports,
     )
     from rooftrace.reporting.commands.rooflines import roofline as roofline
-    from rooftrace.reporting.commands.scripts import run as run
     from rooftrace.reporting.commands.sensitivity import sensitivity as sensitivity
     from rooftrace.reporting.commands.solving import solve as solve
     from rooftrace.reporting.commands.sweeps import form as form, sweep as sweep

@@ -363,6 +363,49 @@ def priced_graphs(
 ) -> dict[str, OpGraph]:
     """The graphs by phase of a source, in the precisions of the call; takes what `report` takes."""
 
+def run(
+    command: str | Sequence[str],
+    *,
+    progress: Callable[[str], None] | None = ...,
+    steps: int | None = ...,
+    ranks: int | None = ...,
+    rank: int = ...,
+    boundary: str = ...,
+    clock: str = ...,
+    scratch: str | os.PathLike[str] | None = ...,
+    assume: Mapping[str, Any] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    host: str | os.PathLike[str] | Host | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    library: str | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> ScriptCost:
+    """Run a script, unmodified, on a GPU that is not there, and price its steps.
+
+    The script runs in a separate process.  It sees a CUDA device with the name and memory of
+    `chip` (default h200-sxm); its tensors there have shapes, no values.
+
+    command: "train.py --batch_size=12", "torchrun --nproc_per_node=8 train.py", or its words.
+    system: how chips are joined, for a script of several processes; its chip is `chip` then.
+    steps: after so many training steps, or calls of a script that trains nothing, it is ended; None
+    for its own end.  Steps equal to the two before are counted and not run again.  ranks: of how
+    many processes this is the one numbered `rank`, where the launcher does not say.  boundary:
+    what begins a turn: "auto" finds training steps and calls, "batch" begins one with each batch of
+    a data loader, "call" with each call of a module, "optimizer" after each step of the optimizers,
+    "mark=NAME" where the script says NAME to torch.profiler or NVTX ("step": a profiler's
+    `step()`).  execution: by default what the script compiles is compiled, and the rest eager.
+    clock: "simulated" lets the script read the time that its steps would take on the chip.
+    scratch: a folder that gets the files that the script writes.  assume: as in `trace`.
+
+    Raises RequestError for a command line that is none, and ScriptError where the script fails.
+    """
+
 def explain(
     source: Source,
     *args: Any,
@@ -458,8 +501,9 @@ def explore(
     """Whether any batch makes a decode step limited by computing, over devices and cache lengths.
 
     source: a target, or a `Form` (or the file of one) over batch and kv.  over: values of devices
-    that share the routed experts (default 1 to 64), of kv (default 2048 to 16384), and of batch, of
-    one device (default: powers of 2, then every number).  alpha: the share of the slower of HBM and
+    that share the routed experts (default 1 to 64; 1 without such), of kv (default 2048 to 16384,
+    or up to the length of the model), and of batch, of one device (default: powers of 2, then every
+    number).  alpha: the share of the slower of HBM and
     link at which computing counts as the limit.  link: byte/s, or "50 GB/s"; default: the chip's
     fastest.  plot: a PNG.  FLOPs and bytes are those of estimates; other arguments as of `trace`.
 
@@ -1008,49 +1052,6 @@ def roofline(
     Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError for no
     source, names that are not one for each, several values of two sizes, and the errors of
     `report`.
-    """
-
-def run(
-    command: str | Sequence[str],
-    *,
-    progress: Callable[[str], None] | None = ...,
-    steps: int | None = ...,
-    ranks: int | None = ...,
-    rank: int = ...,
-    boundary: str = ...,
-    clock: str = ...,
-    scratch: str | os.PathLike[str] | None = ...,
-    assume: Mapping[str, Any] | None = ...,
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    host: str | os.PathLike[str] | Host | None = ...,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    library: str | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
-    **kwargs: Any,
-) -> ScriptCost:
-    """Run a script, unmodified, on a GPU that is not there, and price its steps.
-
-    The script runs in a separate process.  It sees a CUDA device with the name and memory of
-    `chip` (default h200-sxm); its tensors there have shapes, no values.
-
-    command: "train.py --batch_size=12", "torchrun --nproc_per_node=8 train.py", or its words.
-    system: how chips are joined, for a script of several processes; its chip is `chip` then.
-    steps: after so many training steps, or calls of a script that trains nothing, it is ended; None
-    for its own end.  Steps equal to the two before are counted and not run again.  ranks: of how
-    many processes this is the one numbered `rank`, where the launcher does not say.  boundary:
-    what begins a turn: "auto" finds training steps and calls, "batch" begins one with each batch of
-    a data loader, "call" with each call of a module, "optimizer" after each step of the optimizers,
-    "mark=NAME" where the script says NAME to torch.profiler or NVTX ("step": a profiler's
-    `step()`).  execution: by default what the script compiles is compiled, and the rest eager.
-    clock: "simulated" lets the script read the time that its steps would take on the chip.
-    scratch: a folder that gets the files that the script writes.  assume: as in `trace`.
-
-    Raises RequestError for a command line that is none, and ScriptError where the script fails.
     """
 
 @overload

@@ -91,10 +91,7 @@ def phase(
     def register(run: Run) -> Run:
         old = _OWN.get(name)
         refuse_second(
-            f"{name!r} already is a phase",
-            old.run if old is not None else None,
-            run,
-            override=override,
+            f"{name!r} already is a phase", getattr(old, "run", None), run, override=override
         )
         _OWN[name] = Phase(name=name, run=run, tokens=tokens, cached=tokens > 0, trains=trains)
         return run

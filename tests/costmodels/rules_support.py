@@ -27,6 +27,17 @@ def index(*shape: int) -> torch.Tensor:
     return meta(*shape, dtype=torch.int64)
 
 
+class Calls(torch.nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> object:
+        return self.function(*args)
+
+
 class _Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 

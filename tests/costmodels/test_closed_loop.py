@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from rooftrace.studies.solving.candidates import closed_loop
@@ -33,6 +34,7 @@ class Engine:
     rounds: int
     together: float
     held: int
+    host: float = 0.0  # of a step with prompts, however many
     draw: random.Random = field(default_factory=lambda: random.Random(1))
     first: list[float] = field(default_factory=list)
     each: list[float] = field(default_factory=list)
@@ -59,7 +61,8 @@ class Engine:
                     room, queue[0].prompt = room - part, queue[0].prompt - part
                     if queue[0].prompt == 0:
                         ready.append(queue.pop(0))
-            now += self.step + self.prefill * (self.together - room)
+            taken = self.together - room
+            now += self.step + max(self.host * (taken > 0), self.prefill * taken)
             queue, sent = queue + sent, []
             for request in running:
                 request.left -= 1
@@ -92,6 +95,19 @@ def test_clients_that_start_at_once(
     assert token == pytest.approx(sum(engine.each) / len(engine.each), rel=0.05)
     first = sum(engine.first) / len(engine.first)
     assert wait + prefill == pytest.approx(first, rel=0.08)
+
+
+@pytest.mark.parametrize("held", [0, 20])
+@pytest.mark.parametrize("clients", [4, 16, 64])
+def test_prompts_of_a_step_share_the_launches(clients: int, held: int) -> None:
+    engine = Engine(0.01, 0.03, clients, 400, 10, 16, held, host=0.12)
+    engine.run()
+    token, wait = closed_loop(
+        0.01, 0.12, clients, 400, rounds=10, spread=VARIATION, together=16, held=held,
+        filled=lambda prompts: np.maximum(0.12, 0.03 * prompts),
+    )  # fmt: skip
+    assert token == pytest.approx(sum(engine.each) / len(engine.each), rel=0.05)
+    assert wait + 0.12 == pytest.approx(sum(engine.first) / len(engine.first), rel=0.08)
 
 
 @pytest.mark.parametrize(("step", "prefill", "clients", "together"), CASES)

@@ -14,6 +14,7 @@ from rooftrace.costmodels.fusion.executions import ExecutionError
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.rewrites.eager_kernels import EAGER_FORMS, is_in_order
 from rooftrace.graph.records import Tensor as Value
+from tests.costmodels.rules_support import Calls
 
 pytestmark = pytest.mark.quick
 
@@ -21,15 +22,6 @@ FP32 = 4  # bytes
 N, C, S = 2, 8, 6
 IMAGE = N * C * S * S  # elements
 KERNEL = torch.ones(C, 1, 3, 3, device="meta")
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.function(*args)
 
 
 def image() -> Tensor:

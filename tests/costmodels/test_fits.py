@@ -107,6 +107,66 @@ def test_several_changes_are_tried_where_none_alone_is_enough(
     assert way.peak < min(alone)
 
 
+def test_two_changes_are_told_where_they_take_less_than_one_that_is_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fits, "HOST_LINKS", {"sm_90": 1e9})  # a slow link
+    both = on_a_chip(with_small_states(stack(again=True, rows=4096)))
+    step = on_a_chip(stack(rows=4096), (both.memory.peak + CONTEXT) * 1.01e-9)
+    first, second = fitting(step)
+    assert first.lever == "together" and first.t_after == pytest.approx(both.t_est, rel=1e-3)
+    assert "host's memory" in second.action and second.t_after > first.t_after
+
+
+OWN = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+
+def build():
+    layers = [nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True) for _ in range(3)]
+    return nn.Sequential(nn.Linear(512, 512), nn.ModuleDict({"all": nn.Sequential(*layers)})["all"])
+
+
+def inputs():
+    return (torch.zeros(2, 64, 512),)
+
+
+def alone():
+    return build().bfloat16(), tuple(x.bfloat16() for x in inputs())
+
+
+def by_hand(mesh):
+    model, given = alone()
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, given
+"""
+
+
+def test_code_that_shards_nothing_is_shared_over_a_mesh_of_replicas(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    how = {"phase": "training", "mesh": {"dp": 2}, "chip": "h100-sxm", "execution": "eager"}
+    ours, hands = (rt.report(f"{tmp_path}/own.py:{name}", **how) for name in ("alone", "by_hand"))
+    step, other = (report.estimate("training") for report in (ours, hands))
+    assert step.processes == 2 and step.t_est == pytest.approx(other.t_est, rel=1e-9)
+    assert step.memory.peak == other.memory.peak
+    assert [a for a in step.graph.assumptions if "fully_shard (FSDP2) on 2 items" in a.text]
+    with pytest.raises(rt.types.RequestError, match=r"--mesh dp=2,tp=2: .* takes no `mesh`"):
+        rt.report(f"{tmp_path}/own.py:alone", phase="training", mesh={"dp": 2, "tp": 2})
+
+
+def test_a_report_on_code_tells_of_shards_over_chips(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    chip = rt.load_chip("h100-sxm")
+    tight = replace(chip, memory_capacity=replace(chip.memory_capacity, value=7.5e8))
+    how = {"phase": "training", "execution": "eager"}
+    told = rt.report(f"{tmp_path}/own.py:alone", chip=tight, **how).fitting["training"]
+    assert "--mesh dp=2" in [way.option for way in told]
+
+
 def test_a_report_says_it_on_its_page_and_screen() -> None:
     with torch.device("meta"):
         module, x = Stack(False).bfloat16(), torch.empty(2**20, WIDTH, dtype=torch.bfloat16)

@@ -10,17 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rooftrace as rt
+from tests.costmodels.rules_support import Calls
 
 pytestmark = pytest.mark.quick
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[..., object]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> object:
-        return self.function(*args)
 
 
 def kernels(function: Callable[..., object], *args: Tensor, how: str = "eager") -> dict[str, float]:

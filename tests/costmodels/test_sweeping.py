@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
+from rooftrace.costmodels.ops import own_rules
 from rooftrace.errors import RequestError
 from rooftrace.hardware import units
 from rooftrace.studies.forms import Conditions, PlanForms, Points
@@ -277,6 +278,7 @@ def test_expected_numbers_and_notes_part_no_sizes(
         plans.append(len(graph.ops))
         return numbers(self, graph, with_memory)
 
+    monkeypatch.setenv("ROOFTRACE_CACHE", "off")
     monkeypatch.setattr(Conditions, "numbers", counted)
     over = {"batch": range(1, 65), "kv": range(1, 301)}
     assert len(rt.sweep(form, over=over, execution="serving").frame()) == 64 * 300
@@ -295,3 +297,38 @@ def test_experts_that_all_samples_reach_are_no_constant_elsewhere(form: rt.types
     assert wider is not None and few in wider.form.samples
     for numbers in ((8, 123), (13, 77), (59, 88)):
         assert wider.form.at(numbers) == Conditions.of("serving").numbers(regime.form.at(numbers))
+
+
+@pytest.mark.parametrize("form", [("mixtral", "decode")], indirect=True)
+def test_plans_of_a_form_are_kept_for_the_next_command(
+    form: rt.types.Form, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A later process plans nothing and has the same table; what is damaged is planned again."""
+
+    def swept(folder: str) -> Any:
+        monkeypatch.setenv("ROOFTRACE_CACHE", folder)
+        fresh = rt.types.Form(form.title, form.phase, form.names, form.regimes)
+        sizes = Points({"batch": range(1, 65), "kv": range(100, 164)})
+        return evaluated(fresh, sizes, [rt.load_chip("h200-sxm")], Conditions.of("serving"))
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a plan is made")
+
+    without = swept("off")
+    first = swept(str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(Conditions, "numbers", refused)
+        second = swept(str(tmp_path))
+        file.write_bytes(file.read_bytes()[:-40])
+        with pytest.raises(AssertionError, match="a plan is made"):
+            swept(str(tmp_path))
+        with own_rules(), pytest.raises(AssertionError, match="a plan is made"):
+            rt.extend.rule("mylib.op")(lambda op: None)
+            swept(str(tmp_path))
+    assert list(without) == list(first) == list(second)
+    for name, column in without.items():
+        assert (column.tobytes(), column.tobytes()) == (
+            first[name].tobytes(),
+            second[name].tobytes(),
+        )

@@ -1,4 +1,4 @@
-"""Twelve findings, each planted in a small model, and the same model mended by hand.
+"""Findings, each planted in a small model, and the same model mended by hand.
 
 A pair has a module with the finding and one without it, their inputs, and how both are run.  On a
 GPU that is:
@@ -301,6 +301,67 @@ class WrittenMended(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
+# -- numbers that are made again, or wider than the rest -------------------------------------------
+
+
+class Windows(nn.Module):
+    """Layers, each of which makes the mask of attention to near tokens for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(512, 1536) for _ in range(4))
+
+    def mask(self, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], device=x.device)
+        far = (at[:, None] - at).abs() > 512
+        rows = torch.zeros(x.shape[0], 1, *far.shape, dtype=x.dtype, device=x.device)
+        return rows.masked_fill(far, float("-inf"))  # planted: repeated
+
+    def shared(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shared = self.shared(x)
+        for layer in self.layers:
+            mask = self.mask(x) if shared is None else shared
+            rows = layer(x).unflatten(-1, (3, 8, 64)).permute(2, 0, 3, 1, 4)
+            x = x + F.scaled_dot_product_attention(*rows, mask).transpose(1, 2).flatten(2)
+        return x
+
+
+class WindowsMended(Windows):
+    def shared(self, x: Tensor) -> Tensor | None:
+        return self.mask(x)
+
+
+class Messages(nn.Module):
+    """Sums over the neighbours of nodes, in 64 bits as the degrees came from NumPy."""
+
+    wide = torch.float64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.register_buffer("degrees", torch.ones(100_000, 1, dtype=self.wide))
+
+    def forward(self, x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers:
+            sums = torch.zeros_like(x, dtype=self.wide)
+            sums.index_add_(0, target, layer(x)[source].to(self.wide))  # planted: doubles
+            x = (sums / self.degrees).relu().float()
+        return x
+
+
+class MessagesMended(Messages):
+    wide = torch.float32
+
+
+def edges() -> tuple[Tensor, ...]:
+    """100,000 nodes of 256 numbers, and a million edges between them."""
+    source, target = (torch.randint(0, 100_000, (1_000_000,)) for _ in range(2))
+    return torch.randn(100_000, 256), source, target
+
+
 def heads(keys: int, rows: int = 4096, queries: int | None = None) -> Any:
     """Query, key and value of 16 sequences."""
     shape = (16, 32, queries or rows, 128), (16, keys, rows, 128), (16, keys, rows, 128)
@@ -402,4 +463,12 @@ PAIRS = (
         Way(make=Written, inputs=heads(32)),
         make=WrittenMended,
     ),
+    _same(
+        "repeated",
+        "rewrite",
+        "Compute once",
+        Way(make=half(Windows), inputs=normal(32, 2048, 512), phase="training"),
+        make=half(WindowsMended),
+    ),
+    _same("doubles", "compute", "fp64", Way(make=Messages, inputs=edges), make=MessagesMended),
 )

@@ -1,4 +1,4 @@
-"""Twelve findings, planted in twelve models: named, with line, at the mended model's price."""
+"""Findings, each planted in a model: named, with line, at the mended model's price."""
 
 from __future__ import annotations
 
@@ -79,3 +79,54 @@ def test_a_change_of_kernels_that_take_too_little_is_not_planned(
     monkeypatch.setattr(Study, "estimate", noted)
     told = rt.tools.guidance(step).options
     assert planned and not any(planned) and "padding" not in {w.lever for w in told}
+
+
+def test_work_that_is_done_again_is_of_equal_operands_and_draws_no_numbers() -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(6):
+                x = x * (torch.rand_like(x[:1]) > 0.5) + torch.arange(4096.0).sin().cos()
+            return x
+
+    told = rt.tools.guidance(estimated(Way(make=Drawing, inputs=normal(4, 4096)))).options
+    (once,) = [w for w in told if "Compute once" in w.action]
+    assert once.kernels == 5 * 3  # of arange, sin and cos, and none of rand, > and *
+
+
+def test_tf32_is_no_part_of_all_together_where_nothing_stays_in_fp32() -> None:
+    pair = next(pair for pair in PAIRS if pair.name == "precision")
+    told = rt.tools.guidance(estimated(pair.planted))
+    both = [w for w in told.options if w.lever == "compute"]
+    assert len(both) == 2
+    assert "TF32" not in " ".join(told.options[rank - 1].action for rank in told.ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 1e-4, "foreach": False}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {}),
+        (torch.optim.NAdam, {}),
+    ],
+)
+def test_an_optimizer_is_fused_where_torch_has_its_kernel_and_its_step_is_known(
+    kind: type[torch.optim.Optimizer], how: dict[str, object]
+) -> None:
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        optimizer.step()
+
+    def made(**more: object) -> rt.types.Estimate:
+        with torch.device("meta"):
+            module = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+            x = torch.zeros(64, 1024)
+        optimizer = kind(module.parameters(), lr=0.1, **{**how, **more})  # type: ignore[call-arg]
+        return rt.estimate(rt.trace(step, module, optimizer, x), chip=CHIP, execution="eager")
+
+    told = [w for w in rt.tools.guidance(made()).options if w.lever == "optimizer"]
+    assert bool(told) == ("momentum" in how and "nesterov" not in how)
+    for what_if in told:
+        assert what_if.t_after == pytest.approx(made(fused=True, foreach=False).t_est, rel=OFF)

@@ -103,6 +103,13 @@ def test_no_leader_crosses_a_label_where_another_order_of_places_avoids_it(seed)
         assert not any(box.contains(*spot) for spot in spots for box in boxes if box is not own)
 
 
+def test_no_leader_crosses_a_line_where_a_place_a_little_farther_avoids_it():
+    line = [(x, 216.0) for x in range(0, 600, 8)]
+    mark = Box(140, 100, 260, 185)
+    (box,) = style.place([Label(200, 200, 60, 20)], Box(0, 0, 600, 600), taken=[mark], line=line)
+    assert box.y1 < 216
+
+
 def test_place_keeps_a_lone_label_next_to_its_point():
     (box,) = style.place([Label(100, 100, 50, 10)], Box(0, 0, 500, 500))
     x, y = box.nearest(100, 100)

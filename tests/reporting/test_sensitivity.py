@@ -339,3 +339,14 @@ def test_a_step_without_experts_is_for_one_device(here: Path) -> None:
     assert rt.tools.explore(form, over=over).experts == 1
     with pytest.raises(ExploreError, match="no products of routed experts"):
         rt.tools.explore(form, over={**over, "devices": [2]})
+
+
+@pytest.mark.slow
+def test_lengths_and_devices_that_nobody_says_are_those_of_the_model(tmp_path: Path) -> None:
+    sizes = {"n_positions": 65, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    result = rt.tools.explore(tmp_path / "config.json", over={"batch": [1, 8]})
+    assert [(cell.devices, cell.kv) for cell in result.cells] == [(1, kv) for kv in (8, 16, 32, 64)]
+    assert "no routed experts in a layer" in str(result)
+    with pytest.raises(rt.types.RequestError, match="a position table of 65 entries"):
+        rt.tools.explore(tmp_path / "config.json", over={"batch": [1, 8], "kv": [128]})

@@ -81,6 +81,18 @@ def test_the_graph_at_any_size_is_its_trace(family: str, phase: str, folder: Pat
     assert_equals_traces(form, source, levels, 2, phase)
 
 
+@pytest.mark.heavy
+def test_experts_of_one_process_are_an_equal_part_of_the_reached_ones(folder: Path) -> None:
+    source, mesh = target(folder, "deepseek"), {"tp": 2, "ep": 2}
+    form = rt.tools.form(source, over={"batch": range(2, 12)}, phase="decode", kv=20, mesh=mesh)
+    (regime,) = form.regimes
+    assert (regime.low, regime.high) == ((2,), (11,))
+    unseen = next(n for n in range(2, 12) if (n,) not in {*regime.form.samples, *regime.proven})
+    traced = rt.trace(source, phase="decode", batch=unseen, kv=20, mesh=mesh)
+    assert form.graph(batch=unseen) == traced
+    assert any(op.facts.get("groups_touched", 0) % 1 for op in traced.ops)  # no whole number
+
+
 @pytest.mark.slow
 def test_layers_are_a_size(folder: Path) -> None:
     source = target(folder, "llama")

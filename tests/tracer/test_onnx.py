@@ -230,6 +230,19 @@ def test_a_recurrent_layer_multiplies_as_often_as_its_sizes_say(
     assert step.graph.values[step.graph.outputs[0]].shape == (5, 2, 3, 16)
 
 
+def test_constants_of_an_attribute_and_of_the_file_are_multiplied(tmp_path: Path) -> None:
+    node = helper.make_node
+    nodes = [
+        node("Constant", [], ["two"], value_float=2.0),
+        node("Mul", ["two", "three"], ["six"]),
+        node("Mul", ["x", "six"], ["out"]),
+    ]
+    x = helper.make_tensor_value_info("x", kinds.FLOAT, [4])
+    three = {"three": numpy.float32(3)}
+    module, *_ = read_onnx(saved(nodes, [x], three, tmp_path / "constants.onnx"))
+    assert module(torch.ones(4)).tolist() == [6.0] * 4
+
+
 def test_a_dimension_without_a_size_is_named(tmp_path: Path) -> None:
     _, path = block(tmp_path)
     with pytest.raises(rt.types.RequestError, match=r"how large batch of x\[batch, seq, 32\] is"):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import np
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates.nodes import Aligned, aligned, with_shape
@@ -363,8 +364,6 @@ def tiled_kernels(
     knobs: None: at the datasheet's rates.  headline: FLOP/s.  wanted: numbers of groups of the
     plan, each with the cost of one kernel in its place.
     """
-    import numpy as np
-
     from rooftrace.costmodels.kernels import seconds, works
 
     wanted = list(wanted)
@@ -402,8 +401,6 @@ def _uses(
     choice: those of its longest product, -1 for none, by knobs; None: each has its fastest ones, at
     the datasheet's rates.
     """
-    import numpy as np
-
     uses: dict[Work, TileUse] = {}
     engine, use = engines.matrix_engine(chip), execution.utilization
     if engine is None or choice == -1 or (choice is None and not use.tiles):

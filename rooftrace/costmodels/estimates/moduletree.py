@@ -230,14 +230,9 @@ def _together(nodes: Sequence[ModuleNode]) -> ModuleNode:
     if first.trainable is None:
         names.remove("trainable")
     sums: dict[str, Any] = {n: sum(getattr(node, n) for node in nodes) for n in names}
-    return replace(
-        first, name=name, children=tuple(_named_as_first(group) for group in inside), **sums
-    )
-
-
-def _named_as_first(nodes: Sequence[ModuleNode]) -> ModuleNode:
-    """A child of several parents that are alike, under the name that it has in each."""
-    return replace(_together(nodes), name=nodes[0].name)
+    # A child of several parents that are alike has the name that it has in each.
+    children = tuple(replace(_together(group), name=group[0].name) for group in inside)
+    return replace(first, name=name, children=children, **sums)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -11,10 +11,11 @@ from rooftrace.costmodels.fusion.executions import (
 )
 from rooftrace.costmodels.fusion.grouping import fuse as fuse
 from rooftrace.costmodels.fusion.index_space import (
+    BATCH_NORMS as BATCH_NORMS,
     is_batch_norm_native as is_batch_norm_native,
     release_of as release_of,
 )
-from rooftrace.costmodels.fusion.joins import fusion as fusion
+from rooftrace.costmodels.fusion.joins import fusion as fusion, own_joins as own_joins
 from rooftrace.costmodels.fusion.kernels import KernelView as KernelView
 from rooftrace.costmodels.fusion.partition import FusionGroup as FusionGroup, beyond as beyond
 from rooftrace.costmodels.fusion.plans import (

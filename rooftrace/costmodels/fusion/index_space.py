@@ -18,6 +18,12 @@ def release_of(graph: OpGraph) -> Release | None:
     return read_release(release) if release else None
 
 
+BATCH_NORMS = frozenset({
+    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
+})  # fmt: skip
+"""Batch norms that may take mean and variance of the batch."""
+
+
 def is_batch_norm_native(op: Op, graph: OpGraph) -> bool:
     """Whether PyTorch's own kernels run a batch norm of images on a GPU of NVIDIA, and not cuDNN.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import np
 from rooftrace.costmodels.kernels.engines import (
     LEAST,
     PARTIAL,
@@ -19,8 +20,6 @@ from rooftrace.costmodels.kernels.numbers import AttentionKnobs
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from rooftrace._amounts import Array
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -122,8 +121,6 @@ class AttentionKernel:
 
     def tile(self, sizes: Mapping[str, Array]) -> tuple[Array, Array]:
         """Rows of a block, and keys of a step, by case."""
-        import numpy as np
-
         width, queries = sizes["width"], sizes["queries"]
         rows = np.where(width > _WIDE_HEAD, self.wide or self.rows, self.rows)
         keys = np.full(len(rows), self.keys)
@@ -254,8 +251,6 @@ def attention_blocks(
     walk: steps that a part of a row's keys walks over at least; [walks, 1] for arrays of [walks,
     cases].
     """
-    import numpy as np
-
     queries = sizes["queries"]
     short, long = (_walked(part, kernel) for part in _alike(sizes))
     uneven = long.batch > 0
@@ -278,8 +273,6 @@ def attention_blocks(
 
 def _alike(sizes: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
     """The sizes of all requests but the long ones, then of those: none where all are alike."""
-    import numpy as np
-
     batch = sizes["batch"]
     long = sizes.get("long", np.zeros(len(batch)))
     names = ("queries", "keys", "visible")
@@ -304,8 +297,6 @@ class _Walked:
 
 
 def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
-    import numpy as np
-
     queries, packed = sizes["queries"], _packed(sizes, kernel)
     rows, step = kernel.tile(sizes)
     tiles = np.ceil(queries * packed / rows)
@@ -324,15 +315,11 @@ def _walked(sizes: Mapping[str, Array], kernel: AttentionKernel) -> _Walked:
 
 def _packed(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     """Number of heads that share a tile of rows."""
-    import numpy as np
-
     return np.where(sizes["queries"] <= kernel.packs, sizes["heads"] / sizes["kv_heads"], 1.0)
 
 
 def _by_width(width: Array, factors: tuple[float, float]) -> Array:
     """A factor for each head: the first up to 64, the second above 128, else 1."""
-    import numpy as np
-
     narrow, wide = factors
     factor: Array = np.where(width <= _NARROW_HEAD, narrow, np.where(width > 128, wide, 1.0))
     return factor
@@ -340,8 +327,6 @@ def _by_width(width: Array, factors: tuple[float, float]) -> Array:
 
 def _tiles_by_rows(sizes: Mapping[str, Array], kernel: AttentionKernel) -> Array:
     """All tiles of rows; of a tile that rows of a request fill in part after others, that part."""
-    import numpy as np
-
     packed = _packed(sizes, kernel)
     tiles: Array = np.maximum(1.0, sizes["queries"] * packed / kernel.tile(sizes)[0])
     return tiles * sizes["batch"] * sizes["heads"] / packed
@@ -354,8 +339,6 @@ def _most_seen(sizes: Mapping[str, Array]) -> Array:
     k (k + 1) / 2 of them, where k < S; a narrower one leaves all rows the same.  Of more pairs than
     without a window some lie ahead: then a row may see all keys.
     """
-    import numpy as np
-
     rows, keys = sizes["queries"], sizes["keys"]
     hidden = rows * (keys - rows) + rows * (rows + 1) / 2 - sizes["visible"]
     window = keys - (np.sqrt(1 + 8 * np.maximum(hidden, 0)) - 1) / 2
@@ -386,8 +369,6 @@ def attention_seconds(
     (how many requests have long_queries, long_keys and long_visible, while the others are alike).
     compute, memory, overlap, cache: those of `Knobs`.
     """
-    import numpy as np
-
     result = OwnSeconds(*(np.full(len(sizes["batch"]), inf) for _ in range(3)))
     for kernel, may in _kernels(sizes, on):
         cases = {name: values[may] for name, values in sizes.items()}
@@ -429,8 +410,6 @@ def _kernels(
     sizes: Mapping[str, Array], on: AttentionEngine
 ) -> Iterator[tuple[AttentionKernel, Flags]]:
     """The kernels that may run, and which of the cases each can take; the fastest one does."""
-    import numpy as np
-
     masked, paged = sizes["masked"] > 0, sizes["paged"] > 0
     newest = {"hopper": "flash3", "blackwell": "trtllm", "rocm": "rocm"}.get(on.family, "flash2")
     library = sizes.get("library", np.full(len(masked), LIBRARIES.index(newest)))
@@ -464,8 +443,6 @@ def _step(
     sizes: Mapping[str, Array], on: AttentionEngine, kernel: AttentionKernel, knobs: AttentionKnobs
 ) -> Array:
     """Seconds of arithmetic per key in one block."""
-    import numpy as np
-
     width = sum(np.ceil(sizes[name] / _WIDTHS) * _WIDTHS for name in ("width", "value_width"))
     rows = kernel.tile(sizes)[0]
     flop = 2 * rows * width * on.units
@@ -483,8 +460,6 @@ def _walk(
     blocks: AttentionBlocks, step: Array, units: int, kernel: AttentionKernel, start: Array
 ) -> Array:
     """Seconds until the last block ends: even shares, and a tail while some SMs are idle."""
-    import numpy as np
-
     mean = start * (1 - kernel.behind) + blocks.mean * step
     longest = start + blocks.longest * step
     tail = longest - mean if kernel.alone or kernel.balanced else longest / 2
@@ -494,8 +469,6 @@ def _walk(
 
 def _cache_bytes(sizes: Mapping[str, Array]) -> Array:
     """Bytes of key and value, which stream while blocks compute; a latent is both."""
-    import numpy as np
-
     width = sizes["width"] + np.where(is_latent(sizes), 0, sizes["value_width"])
     return sizes["batch"] * sizes["keys"] * sizes["kv_heads"] * width * sizes["kv_size"]
 
@@ -509,8 +482,6 @@ def is_latent(sizes: Mapping[str, Any]) -> Flags:
 
 def _partial_bytes(sizes: Mapping[str, Array], blocks: AttentionBlocks) -> Array:
     """Partial results of splits, and the fp8 copy of queries for a cache in fp8."""
-    import numpy as np
-
     rows = sizes["batch"] * sizes["queries"] * sizes["heads"]
     partial = np.where(blocks.split > 1, blocks.split * PARTIAL, 0.0) * sizes["value_width"]
     copy = sizes["paged"] * np.where(sizes["size"] < _WIDE, 2 * sizes["size"], 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import np
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels.attention import (
     LIBRARIES,
@@ -197,8 +198,6 @@ def products_of(
 
 def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> dict[str, Array]:
     """The columns of kernels: those of the largest attention of each row."""
-    import numpy as np
-
     columns = {name: np.zeros(len(kernels)) for name in COLUMNS}
     most = np.zeros(len(kernels))
     for work in kernels.attention:
@@ -227,8 +226,6 @@ def backward_shares(data: Mapping[str, Array], chip: Chip) -> Amount:
     on = attention_engine(chip)
     if on is None or on.family not in ("hopper", "blackwell"):
         return 1.0
-    import numpy as np
-
     flash2 = data["attention library"] == LIBRARIES.index("flash2")
     old = (data["attention backward"] > 0) & flash2
     return np.where(old, OLD_INSTRUCTIONS.products, 1.0)
@@ -241,8 +238,6 @@ def attention_seconds_of(
 
     bytes_: through HBM, by row.
     """
-    import numpy as np
-
     on = attention_engine(chip)
     rows: Any = np.flatnonzero((data["attention rate"] > 0) & (data["attention backward"] == 0))
     if on is None or not len(rows):

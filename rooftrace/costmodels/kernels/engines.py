@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._amounts import smaller
+from rooftrace._amounts import np, smaller
 from rooftrace.costmodels.fusion import LIBRARIES, ExecutionModel, traffic
 from rooftrace.costmodels.kernels.knobs import (
     BACK,
@@ -28,8 +28,6 @@ from rooftrace.hardware.precisions import compute_family, precision
 from rooftrace.hardware.units import format_traffic
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from rooftrace._amounts import Amount, Array
 
 # -- classes ---------------------------------------------------------------------------------------
@@ -184,8 +182,6 @@ def running(
 
     shape: M, N, K, numbers or arrays; None if unknown.
     """
-    import numpy as np
-
     engine = engine_of(work, chip, execution)
     numbers = chip.peak(*engine), float(engine[0] == "matrix"), unit_of(*engine)
     streamed = streams(work, shape, engine, chip)
@@ -395,8 +391,6 @@ class OwnSeconds:
     @classmethod
     def by_place(cls, places: Array, price: Callable[[int, Array], OwnSeconds]) -> OwnSeconds:
         """Cases of one place are priced at once, `TILED` at most.  price: of a place, and cases."""
-        import numpy as np
-
         made = cls(*(np.zeros(len(places)) for _ in range(3)))
         for place in np.unique(places):
             chosen: Any = np.flatnonzero(places == place)
@@ -418,8 +412,6 @@ def product_sizes(
 
     Activations stay wide on a chip without an engine for what they would be rounded to.
     """
-    import numpy as np
-
     width_a, width_b = stored_widths(work)
     if precision(work.precision).computes:
         width_a = max(width_a, float(precision(precision_on(chip, work.precision)).bits / 8))
@@ -457,8 +449,6 @@ def tile_terms(
     products that each runs.  usual: whether a vector engine has the tiles that cuBLAS takes
     (`VECTOR_TILE`), computed in full, or any.
     """
-    import numpy as np
-
     a, b, split = _choices()  # [tiles, 1, 1] twice, [splits, 1]
     rows, columns, inner, products, width_a, width_b, padded = (sizes[name] for name in SIZES)
     shape = (len(a), len(split), len(rows))
@@ -505,8 +495,6 @@ def tile_terms(
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:
     """Rows, columns, prologue (NaN: the library's), share, cluster of each product's tile."""
-    import numpy as np
-
     fits = [(rows <= rule.most_rows) & (columns <= rule.most_columns) for rule in kernel.tiles]
     fits[-1] = np.ones(len(rows), dtype=bool)
     table = [(r.rows, r.columns, r.prologue, r.share, r.cluster) for r in kernel.tiles]
@@ -516,8 +504,6 @@ def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:
 
 @cache
 def _choices() -> tuple[Array, Array, Array]:
-    import numpy as np
-
     a, b = np.array(TILES, dtype=float).T[:, :, None, None]
     return a, b, np.array(SPLITS, dtype=float)[:, None]
 
@@ -527,8 +513,6 @@ def tile_shares(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Ar
 
     sizes: those of `tile_terms`.  rate: FLOP/s for each product.
     """
-    import numpy as np
-
     cuts = [slice(at, at + TILED) for at in range(0, len(rate), TILED)]
     parts = [({name: sizes[name][cut] for name in SIZES}, rate[cut]) for cut in cuts]
     seconds = np.concatenate([tile_seconds(*part, on).min(axis=1) for part in parts])
@@ -540,8 +524,6 @@ def tile_shares(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Ar
 
 def tile_seconds(sizes: Mapping[str, Array], rate: Array, on: MatrixEngine) -> Array:
     """Seconds [products, tiles x splits] of every tile and split, at the datasheet's rates."""
-    import numpy as np
-
     terms = tile_terms(sizes, on.units)
     work = np.maximum(terms.flop / rate[:, None], terms.feed / on.cache)
     seconds: Array = work + terms.spill / on.memory
@@ -577,8 +559,6 @@ class TileUse:
 
 def p_norm(p: float, *terms: Array) -> Array:
     """(a^p + b^p + ...)^(1/p); their maximum where p is infinite."""
-    import numpy as np
-
     if p == float("inf"):
         largest: Array = np.maximum.reduce(np.broadcast_arrays(*terms))
         return largest

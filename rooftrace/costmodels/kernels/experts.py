@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import np
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels.engines import (
     LEAST,
@@ -73,8 +74,6 @@ def expert_tiles(rows: Array, experts: Array, tile: Amount) -> Array:
     Rows of routed experts differ about as widely as exponential numbers do, of which
     1 / (1 - exp(-tile / rows)) tiles are expected; those of one expert alone are known.
     """
-    import numpy as np
-
     with np.errstate(divide="ignore", over="ignore"):
         spread = -1 / np.expm1(-tile / rows)
     return experts * (spread + (np.ceil(rows / tile) - spread) / np.maximum(experts, 1))
@@ -95,8 +94,6 @@ def expert_seconds(
     (FLOP/s of the matrix engine).  compute, memory: factors on the shares of `kernel`.  overlap:
     that of `Knobs`.
     """
-    import numpy as np
-
     rows, columns, inner, experts = (
         sizes[name] for name in ("rows", "columns", "inner", "products")
     )
@@ -216,8 +213,6 @@ COLUMNS = ("experts", "experts rate")
 
 def columns_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> dict[str, Array]:
     """The columns of kernels: those of the product of each row, where an engine runs experts."""
-    import numpy as np
-
     place, rate = np.zeros(len(kernels)), np.zeros(len(kernels))
     grouped = kernels.kind == CLASSES.index("grouped mm")
     modelled = chip.vendor == "NVIDIA" and matrix_engine(chip) is not None
@@ -246,8 +241,6 @@ def expert_seconds_of(
 
     bytes_: through HBM, by row, as many as take its time.
     """
-    import numpy as np
-
     on = matrix_engine(chip)
     rows: Any = np.flatnonzero((data["experts"] > 0) & (data["flop"] > 0))
     if on is None or not len(rows):

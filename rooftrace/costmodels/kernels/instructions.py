@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rooftrace.costmodels.fusion import Plan, is_batch_norm_native, release_of, traffic
+from rooftrace.costmodels.fusion import BATCH_NORMS, Plan, is_batch_norm_native, release_of, traffic
 from rooftrace.costmodels.kernels.knobs import NATIVE
 from rooftrace.costmodels.kernels.places import (
     WARP,
@@ -48,8 +48,8 @@ def group_issued(planned: Plan, number: int, kind: str) -> Issued:
     generated = planned.execution.fusion != "none" and number not in planned.eager
     if generated or len(ops) > 1:
         return NOTHING
-    of_rows = _ROWS.get(ops[0].name)
-    return Issued(index_work(ops[0], graph)) if of_rows is None else of_rows(ops[0], graph)
+    own = _OWN.get(ops[0].name) if ops[0].arguments and ops[0].outputs else None
+    return Issued(index_work(ops[0], graph)) if own is None else own(ops[0], graph)
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -83,9 +83,8 @@ TRANSFORMED, TRANSFORMED_IMAGE = 75, 10_000
 BATCH_NORM_LAST, GRADIENT_LAST = (105, 58), (65, 80)
 """The same where channels are adjacent: mean and variance, and the result; sums, and the gradient
 (`batch_norm_*_channels_last_kernel`): 8 calls on H100, torch 2.11, 2026-11-27, as all below."""
-BATCH_NORMS = (
-    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
-    "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
+_ALL_BATCH_NORMS = (
+    *BATCH_NORMS, "aten._native_batch_norm_legit_no_training", "aten._batch_norm_no_update",
     "aten.native_batch_norm_backward", "aten.cudnn_batch_norm", "aten.cudnn_batch_norm_backward",
 )  # fmt: skip
 SOFTMAX = ((2048, 47), (9216, 105), (math.inf, 58))
@@ -361,14 +360,16 @@ UNPOOLED: Mapping[str, Each] = {
     "aten.avg_pool2d_backward": ((605, 0), (605, 0)),
 }
 """The same for each element of the image, and each window that it is in: 36 calls."""
-UPSAMPLED = {"aten.upsample_nearest2d": (80, 200), "aten.upsample_bilinear2d": (100, 285)}
+UPSAMPLED = {"aten.upsample_nearest2d": (70, 200), "aten.upsample_bilinear2d": (85, 285)}
 """Instructions for each element of the result (UpSampleNearest2d.cu, UpSampleBilinear2d.cu).  With
 channels first a thread of the latter makes one place of all images, one trip after the other."""
-NEAREST_GRADIENT, BILINEAR_GRADIENT = (46, 107), (159, 413)
-"""For each element of the result's gradient.  Lanes of a warp add to one address of the image, as
-many as it is upsampled by, in fp32: one by one; in 16 bits as often as one comes in between, ..."""
-COMPARED = 233
-"""... for each of 1 + 2 + ... of them (`fastAtomicAdd`): x 2, and x 8 in a step of DeepLab."""
+NEAREST_GRADIENT: Each = ((135, 24), (269, 45))
+"""For each element of the image, and of the result's gradient: a thread walks over its part."""
+BILINEAR_GRADIENT, BILINEAR_LAST = {2: (250, 90), 4: (240, 18)}, 413
+"""For each element of the result's gradient, by its bytes, and times the square of the factor: so
+many lanes add to one address of the image at once.  In 16 bits they compare and swap, and only
+those of a warp meet (`fastAtomicAdd`): 24 calls, factors of 2 to 64.  Channels that are last do not
+meet."""
 PLACED: Mapping[str, int] = {
     "aten._adaptive_avg_pool2d_backward": 970,
     "aten.constant_pad_nd": 121,
@@ -415,26 +416,28 @@ def _upsample_gradient(op: Op, graph: OpGraph) -> Issued:
     grad, image = graph.values[op.inputs[0]], graph.values[op.outputs[0]]
     last = traffic.has_channels_last(grad)
     if op.name == "aten.upsample_nearest2d_backward":
-        return Issued(grad.elements * NEAREST_GRADIENT[last])
-    lanes = min(WARP, -(-grad.shape[-1] // max(1, image.shape[-1])))
-    each = BILINEAR_GRADIENT[last] * (1 if last else lanes)
-    if not last and storage_bytes(grad.dtype, 1) < 4:
-        each = COMPARED * lanes * (lanes + 1) // 2
-    return Issued(grad.elements * each)
+        own, each = NEAREST_GRADIENT[last]
+        return Issued(image.elements * own + grad.elements * each)
+    if last:
+        return Issued(grad.elements * BILINEAR_LAST)
+    wide = storage_bytes(grad.dtype, 1) >= 4
+    lanes = -(-grad.shape[-1] // max(1, image.shape[-1]))
+    each, squared = BILINEAR_GRADIENT[4 if wide else 2]
+    return Issued(grad.elements * (each + squared * (lanes if wide else min(WARP, lanes)) ** 2))
 
 
 def _placed(op: Op, graph: OpGraph) -> Issued:
     return Issued(graph.values[op.outputs[0]].elements * PLACED[op.name])
 
 
-_ROWS: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
+_OWN: Mapping[str, Callable[[Op, OpGraph], Issued]] = {
     "aten.native_layer_norm": _norm_rows(LAYER_NORM),
     "aten._fused_rms_norm": _norm_rows(RMS_NORM),
     "rooftrace.rms_norm": _norm_rows(RMS_NORM),
     "rooftrace.moments": _moments,
     "aten._softmax": _softmax,
     "aten._log_softmax": _softmax,
-    **dict.fromkeys(BATCH_NORMS, _batch_norm),
+    **dict.fromkeys(_ALL_BATCH_NORMS, _batch_norm),
     "aten.native_group_norm": _group_norm,
     "aten.native_group_norm_backward": _group_norm,
     "rooftrace.group_sums": _group_sums,

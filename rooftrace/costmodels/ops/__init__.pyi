@@ -20,6 +20,7 @@ from rooftrace.costmodels.ops.families import with_families as with_families
 from rooftrace.costmodels.ops.opview import (
     OpView as OpView,
     TensorView as TensorView,
+    all_rules as all_rules,
     builtin as builtin,
     find_rule as find_rule,
     own_rules as own_rules,

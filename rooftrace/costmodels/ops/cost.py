@@ -165,21 +165,21 @@ class AttentionSizes(Struct, frozen=True):
     """
 
     batch: int
-    queries: float
-    keys: float
-    visible: float
+    queries: int | float
+    keys: int | float
+    visible: int | float
     heads: int
     kv_heads: int
     width: int
     value_width: int
-    kv_size: float
+    kv_size: int | float
     masked: bool = False
     paged: bool = False
     backward: bool = False
-    long: float = 0.0
-    long_queries: float = 0.0
-    long_keys: float = 0.0
-    long_visible: float = 0.0
+    long: int | float = 0.0
+    long_queries: int | float = 0.0
+    long_keys: int | float = 0.0
+    long_visible: int | float = 0.0
 
     @property
     def flop(self) -> float:
@@ -211,12 +211,12 @@ class Work(Struct, frozen=True):
 
     operation: str
     precision: str
-    rows: float | None = None
+    rows: int | float | None = None
     count: str = "useful"
     columns: int | None = None
-    inner: float | None = None
+    inner: int | float | None = None
     attention: AttentionSizes | None = None
-    widths: tuple[float, float] | None = None
+    widths: tuple[int | float, int | float] | None = None
     lined: str = ""
 
     @property
@@ -261,7 +261,7 @@ class Cost(Struct, frozen=True):
         inner: float | None = None,
         count: str = "useful",
         attention: AttentionSizes | None = None,
-        widths: tuple[float, float] | None = None,
+        widths: tuple[int | float, int | float] | None = None,
         lined: str = "",
     ) -> Cost:
         """Work of one kind; zero amounts leave no entry.  The arguments are the fields of `Work`.

@@ -363,13 +363,8 @@ def rule(
             if "." not in key:
                 raise ValueError(f'rule({name!r}): expected "namespace::{name}"')
             old = RULES.get(key)
-            refuse_second(
-                f"{name!r} already has a rule",
-                old.price if old is not None else None,
-                function,
-                override=override,
-                error=DuplicateRuleError,
-            )
+            there, taken = f"{name!r} already has a rule", getattr(old, "price", None)
+            refuse_second(there, taken, function, override=override, error=DuplicateRuleError)
             RULES[key] = Rule(
                 name=key,
                 price=function,

@@ -6,11 +6,11 @@ A `Tensor` has shape and strides; the offset of a view follows from the ops that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from rooftrace.graph import Op, OpGraph, Tensor
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
 VIEWS = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t",
@@ -258,3 +258,91 @@ def relaid(view: Tensor, old: Tensor, stride: Sequence[int]) -> tuple[int, ...] 
             count *= dims[place][1]
         strides.append(steps * new)
     return tuple(strides)
+
+
+# -- steps of optimizers ---------------------------------------------------------------------------
+
+PARTS = {
+    "adamw": {"mul_", "lerp_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_", "div"},
+    "sgd": {"add", "mul_", "add_"},
+}
+"""Kernels of a step that the fused one stands for."""
+
+
+def moments_of(graph: OpGraph) -> dict[str, list[Op]]:
+    """Ops of Adam's step that are no single kernel, by name; empty for other optimizers."""
+    named: dict[str, list[Op]] = {}
+    for op in steps_of(graph):
+        named.setdefault(plain_name(op), []).append(op)
+    if {"lerp_", "addcmul_", "addcdiv_"} <= named.keys():
+        return named
+    return {}
+
+
+def steps_of(graph: OpGraph) -> list[Op]:
+    """The kernels of the optimizer."""
+    return [op for op in graph.ops if op.part == "optimizer" and op.kind == "kernel"]
+
+
+def plain_name(op: Op) -> str:
+    """The name of an op of one tensor or of lists of tensors."""
+    return op.name.removeprefix("aten.").removeprefix("_foreach_")
+
+
+def rows_of_adam(
+    named: Mapping[str, Sequence[Op]], values: Sequence[Tensor]
+) -> list[tuple[Ref, ...]]:
+    """Weight, gradient and moments of each parameter; nothing where some are not known."""
+    gradient, square, moments = {}, {}, {}
+    for op in named["lerp_"]:  # the first moment, and the gradient that it moves to
+        ends = op.arguments.get("tensors1", op.arguments.get("end"))
+        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ends), strict=True):
+            gradient[values[moment.id].storage] = moment, grad
+    for op in named["addcmul_"]:
+        ones = op.arguments["tensor1"]
+        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ones), strict=True):
+            square[values[grad.id].storage] = moment
+    for op in named["addcdiv_"]:
+        firsts = op.arguments["tensor1"]
+        for weight, moment in zip(_tensors(op.arguments["self"]), _tensors(firsts), strict=True):
+            if weight in moments:
+                return []  # NAdam adds two terms, and has no fused kernel
+            moments[weight] = values[moment.id].storage
+    rows = list[tuple[Ref, ...]]()
+    for weight, first in moments.items():
+        if first not in gradient or values[gradient[first][1].id].storage not in square:
+            return []
+        moment, grad = gradient[first]
+        rows.append((weight, grad, moment, square[values[grad.id].storage]))
+    return rows
+
+
+def rows_of_sgd(graph: OpGraph) -> list[tuple[Ref, ...]]:
+    """Weight, gradient and momentum of each parameter; nothing where some are not known."""
+    values, gradient, rows = graph.values, dict[int, tuple[Ref, Ref]](), list[tuple[Ref, ...]]()
+    decayed = dict[int, Ref]()
+    for op in steps_of(graph):
+        refs, others = (_tensors(op.arguments.get(name)) for name in ("self", "other"))
+        if plain_name(op) == "mul_":
+            continue
+        if plain_name(op) not in PARTS["sgd"] or len(refs) != len(others):
+            return []
+        if is_decay(op):
+            decayed |= dict(zip(op.outputs, refs, strict=True))
+            continue
+        for ref, other in zip(refs, others, strict=True):
+            momentum = values[other.id].storage
+            if momentum in gradient and values[ref.id].role == "weights":
+                rows.append((ref, *gradient[momentum]))
+            else:
+                gradient[values[ref.id].storage] = decayed.get(other.id, other), ref
+    return rows if len(rows) == len(gradient) else []
+
+
+def is_decay(op: Op) -> bool:
+    """Whether an op adds a share of the weights to their gradients."""
+    return op.name in ("aten.add", "aten._foreach_add")
+
+
+def _tensors(item: Argument) -> tuple[Ref, ...]:
+    return tuple(ref for ref in (item if isinstance(item, tuple) else (item,)) if type(ref) is Ref)

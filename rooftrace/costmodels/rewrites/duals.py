@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from rooftrace._amounts import np
 from rooftrace.costmodels.rewrites.dataflow import reads_across
 from rooftrace.costmodels.rewrites.indexing import (
     Atom,
@@ -90,8 +91,6 @@ def _parallel_scan(walker: Walker, entered: int) -> Scan | None:
 
 def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
     """Whether ops in place add the decayed sum over all earlier tokens to each token."""
-    import numpy as np
-
     graph = walker.graph
     made = [graph.producers.get(storage, -1) for storage in (entered, decay)]
     last = max(op.id for s in (entered, decay) for op in walker.writers[s])
@@ -120,8 +119,6 @@ def _adds_up(walker: Walker, entered: int, decay: int, dim: int) -> bool:
 
 def _numbers(tensor: Tensor, dim: int, seed: int) -> SmallTensor:
     """Random numbers in the layout of a tensor, of its length along one dimension only."""
-    import numpy as np
-
     dims = [((n, n if d == dim else min(n, 2)),) if n != 1 else () for d, n in
             enumerate(tensor.shape)]  # fmt: skip
     order = sorted(range(len(dims)), key=lambda d: -tensor.stride[d])

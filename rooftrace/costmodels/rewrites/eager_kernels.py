@@ -16,7 +16,7 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion import is_batch_norm_native, release_of
+from rooftrace.costmodels.fusion import BATCH_NORMS, is_batch_norm_native, release_of
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
 from rooftrace.costmodels.rewrites.dataflow import same_strides
@@ -266,11 +266,6 @@ _VECTOR = 4
 (`vectorized_layer_norm_kernel`)."""
 
 
-_BATCH_NORMS = frozenset({
-    "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update",
-})  # fmt: skip
-
-
 def _moments_first(edit: Editor, op: Op) -> bool:
     """group_norm_kernel.cu, layer_norm_kernel.cu, Normalization.cuh: mean and variance, and then
     the result.
@@ -282,7 +277,7 @@ def _moments_first(edit: Editor, op: Op) -> bool:
         return False
     out, mean, rstd = op.outputs
     grouped, rows = op.name == "aten.native_group_norm", edit.values[mean].elements
-    of_channels = op.name in _BATCH_NORMS
+    of_channels = op.name in BATCH_NORMS
     if of_channels:
         native = is_batch_norm_native(op, edit.graph) and not has_channels_last(edit.values[out])
         fits = native and op.arguments.get("training", True)
@@ -486,7 +481,7 @@ EAGER_FORMS = (
         "a copy in order of an input that is not contiguous",
     ),
     EagerForm(
-        {"aten.native_group_norm", "aten.native_layer_norm", *_BATCH_NORMS},
+        {"aten.native_group_norm", "aten.native_layer_norm", *BATCH_NORMS},
         _moments_first,
         "norm",
         "make",

@@ -14,21 +14,34 @@ from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.dataflow import (
+    PARTS,
     ValueFlow,
     dense,
     dense_like,
+    is_decay,
+    moments_of,
+    plain_name,
     reads_across,
     relaid,
+    rows_of_adam,
+    rows_of_sgd,
     same_strides,
+    steps_of,
 )
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    DOUBLES,
     Editor,
+    needless_copies,
     operand,
     reading_others,
     released,
+    without_copies,
+    without_doubles,
     without_left_behind,
+    without_repeated_work,
+    without_waits,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
@@ -76,13 +89,18 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "rows of zeros in these weights, and what reads their results to leave them out",
             lambda graph: with_sizes(graph, odd),
         )
-    if not compiled and _moments(graph):
+    if not compiled and with_fused_optimizer(graph) is not graph:
         yield Mend(
             "optimizer",
             "Update the weights in one fused kernel (fused=True of the optimizer)",
             "all parameters on the GPU",
             with_fused_optimizer,
         )
+    yield from _of_waste(graph, compiled)
+
+
+def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
+    """Findings of work that the code could leave out."""
     waiting = [op for op in graph.ops if op.kind == "sync"]
     if waiting:
         count = plural(sum(map(graph.times, waiting)), "wait")
@@ -99,6 +117,26 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "nothing that writes into either of them",
             without_copies,
         )
+    if any(t.dtype in DOUBLES for t in graph.values) and graph.model.get("dtype") != "fp64":
+        yield Mend(
+            "compute",
+            "Compute in fp32 what is in fp64 beside the rest",
+            "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
+            without_doubles,
+        )
+    if not (compiled and graph.phase == "training") and _is_repeating(graph):
+        yield Mend(
+            "rewrite",
+            "Compute once what is computed again from the same values",
+            "code that hands the result on, as a mask to each layer",
+            without_repeated_work,
+        )
+
+
+def _is_repeating(graph: OpGraph) -> bool:
+    """Whether fewer kernels run where what is computed again is not."""
+    kernels = [sum(map(g.times, g.kernels())) for g in (graph, without_repeated_work(graph))]
+    return kernels[1] < kernels[0]
 
 
 # -- attention on the math path --------------------------------------------------------------------
@@ -473,128 +511,35 @@ def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def _moments(graph: OpGraph) -> dict[str, list[Op]]:
-    """Ops of Adam's step that are no single kernel, by name; empty for other optimizers."""
-    named: dict[str, list[Op]] = {}
-    for op in graph.ops:
-        if op.part == "optimizer" and op.kind == "kernel":
-            name = op.name.removeprefix("aten.").removeprefix("_foreach_")
-            named.setdefault(name, []).append(op)
-    if {"lerp_", "addcmul_", "addcdiv_"} <= named.keys():
-        return named
-    return {}
-
-
 def with_fused_optimizer(graph: OpGraph) -> OpGraph:
-    """The kernels of Adam's step become one for each precision of the parameters."""
-    named, values = _moments(graph), graph.values
-    if not named:
+    """The kernels of Adam's step, or of SGD with momentum, become one for each precision of the
+    parameters."""
+    named, values = moments_of(graph), graph.values
+    kind, rows = ("adamw", rows_of_adam(named, values)) if named else ("sgd", rows_of_sgd(graph))
+    if not rows:
         return graph
-    gradient, square, moments = {}, {}, {}
-    for op in named["lerp_"]:  # the first moment, and the gradient that it moves to
-        ends = op.arguments.get("tensors1", op.arguments.get("end"))
-        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ends), strict=True):
-            gradient[values[moment.id].storage] = moment, grad
-    for op in named["addcmul_"]:
-        ones = op.arguments["tensor1"]
-        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ones), strict=True):
-            square[values[grad.id].storage] = moment
-    for op in named["addcdiv_"]:
-        firsts = op.arguments["tensor1"]
-        for weight, moment in zip(_tensors(op.arguments["self"]), _tensors(firsts), strict=True):
-            moments[weight] = values[moment.id].storage
     groups: dict[str, dict[str, tuple[Ref, ...]]] = {}
-    for weight, first in moments.items():
-        if first not in gradient or values[gradient[first][1].id].storage not in square:
-            return graph
-        moment, grad = gradient[first]
-        row = weight, grad, moment, square[values[grad.id].storage]
-        group = groups.setdefault(values[weight.id].dtype, {})
-        for name, ref in zip(_LISTS, row, strict=True):
+    for row in rows:
+        group = groups.setdefault(values[row[0].id].dtype, {})
+        for name, ref in zip(_LISTS[kind], row, strict=True):
             group[name] = (*group.get(name, ()), ref)
-    replaced = {"mul_", "lerp_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_", "div"}
-    gone = {op.id for name, ops in named.items() if name in replaced for op in ops}
-    last, edit = named["addcdiv_"][-1], Editor(graph)
+    gone = {op.id for op in steps_of(graph) if plain_name(op) in PARTS[kind]}
+    last, edit = max(gone), Editor(graph)
+    decays = {"adamw": "mul_" in named, "sgd": any(map(is_decay, steps_of(graph)))}[kind]
+    more: Mapping[str, Any] = {"weight_decay": 0.01 if decays else 0.0}
     for op in graph.ops:
-        if op.id == last.id:
-            for group in groups.values():
-                more: Mapping[str, Any] = {"weight_decay": 0.01 if "mul_" in named else 0.0}
-                outputs = tuple(
-                    edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
-                    for ref in group["self"]
-                )
-                edit.emit(op, "aten._fused_adamw_.default", {**group, **more}, outputs)
-        elif op.id not in gone:
+        if op.id not in gone:
             edit.ops.append(op)
+        for group in groups.values() if op.id == last else ():
+            outputs = tuple(
+                edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
+                for ref in group["self"]
+            )
+            edit.emit(op, f"aten._fused_{kind}_.default", {**group, **more}, outputs)
     return released(edit.done(), graph).verify()
 
 
-_LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs")
-
-
-def _tensors(item: Argument) -> tuple[Ref, ...]:
-    return item if isinstance(item, tuple) else (item,)
-
-
-# -- waits and copies ------------------------------------------------------------------------------
-
-
-def without_waits(graph: OpGraph) -> OpGraph:
-    """The graph without ops at which the host asks the device for a value."""
-    return graph.with_ops(op for op in graph.ops if op.kind != "sync")
-
-
-_ASKED = frozenset({"contiguous", "clone"})
-"""Functions by which the code asks for a copy; reshape and others make one only where they must."""
-
-
-def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
-    """Copies that the code asks for, all of whose readers are elementwise or reduce."""
-    flow = ValueFlow(graph)
-    return tuple(
-        op
-        for op in graph.ops
-        if op.name == "aten.clone" and op.function in _ASKED and _is_needless(flow, op)
-    )
-
-
-def _is_needless(flow: ValueFlow, copy: Op) -> bool:
-    (made,), before = copy.outputs, operand(copy, "self")
-    storage = flow.values[made].storage
-    if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
-        return False
-    users = [op for op in flow.storage_users[storage] if op.id != copy.id]
-    last = max((op.id for op in users), default=copy.id)
-    if not users or flow.overwritten(before.id, copy.id, last):
-        return False
-    same = flow.values[made].stride == flow.values[before.id].stride
-    rules = [find_rule(op.target) for op in users]
-    return all(
-        made in op.inputs and rule is not None and (same or rule.fusion in _ANY_LAYOUT)
-        for op, rule in zip(users, rules, strict=True)
-    )
-
-
-_ANY_LAYOUT = frozenset({"pointwise", "reduction"})
-
-
-def without_copies(graph: OpGraph) -> OpGraph:
-    """The readers of needless copies read the originals; elementwise results lie as these do."""
-    copies, instead, values = needless_copies(graph), dict[int, int](), list(graph.values)
-    for op in copies:
-        source = operand(op, "self").id
-        instead[op.outputs[0]] = instead.get(source, source)
-    ops, moved = list[Op](), set[int]()
-    for op in graph.ops:
-        if not instead.keys().isdisjoint(op.outputs):
-            continue
-        if any(value in instead or value in moved for value in op.inputs):
-            op = reading_others(op, instead)
-            rule = find_rule(op.target)
-            for value in op.outputs if rule is not None and rule.fusion == "pointwise" else ():
-                made, like = values[value], values[op.inputs[0]]
-                if made.shape == like.shape and made.storage == value:
-                    values[value] = replace(made, stride=like.stride)
-                    moved.add(value)
-        ops.append(op)
-    return released(graph.with_ops(ops, values=tuple(values)), graph).verify()
+_LISTS = {
+    "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
+    "sgd": ("self", "grads", "momentum_buffer_list"),
+}

@@ -13,12 +13,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import np
 from rooftrace.costmodels.rewrites.indexing import order_of
 from rooftrace.graph import Op, OpGraph, Ref
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Array = np.ndarray[Any, Any]
 
 Dim = tuple[tuple[int, int], ...]
@@ -50,9 +49,7 @@ class SmallRun:
         self, graph: OpGraph, inputs: Mapping[int, SmallTensor], outer: int,
         sizes: Mapping[int, int],
     ) -> None:  # fmt: skip
-        import numpy
-
-        self.np, self.graph, self.sizes, self.outer = numpy, graph, sizes, outer
+        self.graph, self.sizes, self.outer = graph, sizes, outer
         self.values = dict(inputs)
         self.like = {graph.values[i].shape: piece.dims for i, piece in inputs.items()}
         self._iteration: dict[int, tuple[int, dict[int, SmallTensor]]] = {}
@@ -63,9 +60,9 @@ class SmallRun:
         for op in ops:
             self._every.update((ref.id, []) for ref in op.reads if ref.every)
         try:
-            with self.np.errstate(all="ignore"):
+            with np.errstate(all="ignore"):
                 self._block(ops, self.outer)
-        except (ValueError, IndexError, TypeError, KeyError, self.np.linalg.LinAlgError) as error:
+        except (ValueError, IndexError, TypeError, KeyError, np.linalg.LinAlgError) as error:
             raise NotRun(str(error)) from error
         return self.values
 
@@ -124,7 +121,7 @@ class SmallRun:
         if isinstance(item, Ref):
             return self.at(item)
         if isinstance(item, (int, float)):
-            return SmallTensor(self.np.asarray(item), ())
+            return SmallTensor(np.asarray(item), ())
         raise NotRun(f"{op.name}: {name}")
 
     def all_of(self, op: Op, name: str) -> list[SmallTensor]:
@@ -181,7 +178,7 @@ def _by_elements(function: str, *names: str) -> Callable[..., SmallTensor]:
     """A pointwise function of numpy, of these arguments."""
 
     def made(run: SmallRun, op: Op) -> SmallTensor:
-        return _each(run, op, getattr(run.np, function), *names)
+        return _each(run, op, getattr(np, function), *names)
 
     return made
 
@@ -189,7 +186,7 @@ def _by_elements(function: str, *names: str) -> Callable[..., SmallTensor]:
 def _each(run: SmallRun, op: Op, function: Callable[..., Array], *names: str) -> SmallTensor:
     pieces = [run.of(op, name) for name in names]
     dims = _spread(*pieces)
-    out = run.np.asarray(function(*(piece.array for piece in pieces)))
+    out = np.asarray(function(*(piece.array for piece in pieces)))
     if out.shape != short(dims):
         raise NotRun(f"{op.id} {op.name} {[(p.array.shape, p.dims) for p in pieces]}")
     return SmallTensor(out, dims)
@@ -235,7 +232,7 @@ def _expanded(run: SmallRun, op: Op) -> SmallTensor:
         dim if dim or n == 1 else ((n, run.sizes.get(n, n)),)
         for n, dim in zip(shape, ((),) * new + piece.dims, strict=True)
     ]
-    return SmallTensor(run.np.broadcast_to(piece.array, short(dims)), dims)
+    return SmallTensor(np.broadcast_to(piece.array, short(dims)), dims)
 
 
 def _cut(piece: SmallTensor, dim: int, start: int, end: int, step: int = 1) -> SmallTensor:
@@ -284,12 +281,12 @@ def _joined(run: SmallRun, op: Op) -> SmallTensor:
     pieces, shape = run.all_of(op, "tensors"), run.full(op)
     dim = op.arguments.get("dim", 0) % len(shape)
     if op.name == "aten.stack":
-        array, rest = run.np.stack([p.array for p in pieces], dim), pieces[0].dims
+        array, rest = np.stack([p.array for p in pieces], dim), pieces[0].dims
         return SmallTensor(array, (*rest[:dim], ((shape[dim], len(pieces)),), *rest[dim:]))
     for piece in pieces:
         _check_full(piece.dims[dim], "a cat")
     pieces = [p for p in pieces if len(p.dims) == len(shape)]  # an empty one has no dimensions
-    array = run.np.concatenate([p.array for p in pieces], dim)
+    array = np.concatenate([p.array for p in pieces], dim)
     rest = pieces[0].dims
     return SmallTensor(array, (*rest[:dim], ((shape[dim], shape[dim]),), *rest[dim + 1 :]))
 
@@ -306,7 +303,7 @@ def _padded(run: SmallRun, op: Op) -> SmallTensor:
             size = piece.array.shape[d] + before + after
             widths[d], dims[d] = (before, after), ((size, size),)
     return SmallTensor(
-        run.np.pad(piece.array, widths, constant_values=op.arguments.get("value", 0)), dims
+        np.pad(piece.array, widths, constant_values=op.arguments.get("value", 0)), dims
     )
 
 
@@ -328,7 +325,7 @@ def _length(run: SmallRun, op: Op) -> SmallTensor:
     if op.arguments.get("ord", 2) != 2:
         raise NotRun(op.name)
     total = _summed(run, op, lambda array: array * array)
-    return SmallTensor(run.np.sqrt(total.array), total.dims)
+    return SmallTensor(np.sqrt(total.array), total.dims)
 
 
 def _mean(run: SmallRun, op: Op) -> SmallTensor:
@@ -356,7 +353,7 @@ def _baddbmm(run: SmallRun, op: Op) -> SmallTensor:
 
 
 def _solved(run: SmallRun, op: Op) -> SmallTensor:
-    a, b, np = run.of(op, "self"), run.of(op, "B"), run.np
+    a, b = run.of(op, "self"), run.of(op, "B")
     if not op.arguments.get("left", True):
         raise NotRun("solved from the right")
     system = np.triu(a.array) if op.arguments["upper"] else np.tril(a.array)
@@ -372,7 +369,7 @@ def _corner(name: str) -> Callable[..., SmallTensor]:
         piece = run.of(op, "self")
         _check_full(piece.dims[-2] + piece.dims[-1], "a triangle")
         return SmallTensor(
-            getattr(run.np, name)(piece.array, op.arguments.get("diagonal", 0)), piece.dims
+            getattr(np, name)(piece.array, op.arguments.get("diagonal", 0)), piece.dims
         )
 
     return made
@@ -390,7 +387,7 @@ def _created(number: float | None) -> Callable[..., SmallTensor]:
         if not isinstance(value, (int, float)):
             raise NotRun(op.name)
         boolean = run.graph.values[op.outputs[0]].dtype == "bool"
-        return SmallTensor(run.np.full(short(dims), value, dtype=bool if boolean else float), dims)
+        return SmallTensor(np.full(short(dims), value, dtype=bool if boolean else float), dims)
 
     return made
 
@@ -398,18 +395,14 @@ def _created(number: float | None) -> Callable[..., SmallTensor]:
 def _eye(run: SmallRun, op: Op) -> SmallTensor:
     shape = run.full(op)
     boolean = run.graph.values[op.outputs[0]].dtype == "bool"
-    return SmallTensor(
-        run.np.eye(*shape, dtype=bool if boolean else float), [((n, n),) for n in shape]
-    )
+    return SmallTensor(np.eye(*shape, dtype=bool if boolean else float), [((n, n),) for n in shape])
 
 
 def _arange(run: SmallRun, op: Op) -> SmallTensor:
     start, end, step = (
         op.arguments.get(n, d) for n, d in (("start", 0), ("end", None), ("step", 1))
     )
-    return SmallTensor(
-        run.np.arange(start, end, step, dtype=float), [((n, n),) for n in run.full(op)]
-    )
+    return SmallTensor(np.arange(start, end, step, dtype=float), [((n, n),) for n in run.full(op)])
 
 
 def _copied(run: SmallRun, op: Op) -> SmallTensor:
@@ -427,7 +420,7 @@ def _written(run: SmallRun, op: Op) -> SmallTensor:
     pairs = zip(short(source.dims)[::-1], short(target.dims)[::-1], strict=False)
     if any(s not in (1, t) for s, t in pairs):
         raise NotRun(f"copy of {source.dims} into {target.dims}")
-    return SmallTensor(run.np.broadcast_to(source.array, target.array.shape), target.dims)
+    return SmallTensor(np.broadcast_to(source.array, target.array.shape), target.dims)
 
 
 _HANDLERS: dict[str, Callable[..., Any]] = {
@@ -455,7 +448,7 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "clamp_min": _by_elements("maximum", "self", "min"),
     "masked_fill": _by_elements("where", "mask", "value", "self"),
     "where": _by_elements("where", "condition", "self", "other"),
-    "rsqrt": lambda run, op: _each(run, op, lambda a: 1 / run.np.sqrt(a), "self"),
+    "rsqrt": lambda run, op: _each(run, op, lambda a: 1 / np.sqrt(a), "self"),
     **{name: _by_elements(function, "self", "other") for name, function in (
         ("mul", "multiply"), ("div", "divide"), ("lt", "less"), ("le", "less_equal"),
         ("gt", "greater"), ("ge", "greater_equal"), ("eq", "equal"),

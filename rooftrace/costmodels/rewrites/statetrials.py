@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import np
 from rooftrace.costmodels.rewrites.smallruns import Dim, NotRun, SmallRun, SmallTensor, short
 from rooftrace.costmodels.rewrites.statechains import StateChain
 from rooftrace.graph import Argument, Op, OpGraph, Ref
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Array = np.ndarray[Any, Any]
 
 _DIGITS = 1e-9
@@ -131,8 +130,6 @@ def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
 def scale_of(trial: StateTrial) -> float | None:
     """The factor of the ops' result over the formula's; None where they compute something else."""
     graph, rule = trial.graph, trial.rule
-    import numpy as np
-
     sizes = _small_sizes(rule)
     names = tuple(
         (role, s.heads, _table(graph, s) if role in TABLES else "".join(sorted(s.order)))
@@ -235,8 +232,6 @@ def _numbers(sizes: Sizes, names: tuple[Any, ...], held: bool, is_log: bool) -> 
 
     The longer the sequence, the slower they decay: the last token sees the first one.
     """
-    import numpy as np
-
     random = np.random.default_rng(20)
     batch, tokens, heads, width, columns = sizes
     most = max(count for _, count, _ in names)
@@ -268,8 +263,6 @@ def _formula(
     norms: tuple[float | None, float | None], is_log: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The result and last state of the op, token by token."""
-    import numpy as np
-
     arrays = _numbers(sizes, names, held, is_log)
     batch, tokens, heads, width, columns = sizes
 
@@ -302,8 +295,6 @@ def _formula(
 
 def _block_formula(arrays: Mapping[str, Array], sizes: Sizes) -> tuple[Array, Array]:
     """The result and last state with tables of the decay of a block of tokens."""
-    import numpy as np
-
     batch, tokens, heads, width, columns = sizes
     q, k, v = (arrays[name].transpose(0, 2, 1, 3) for name in ("query", "key", "value"))
     length = arrays["query_decay"].shape[1]

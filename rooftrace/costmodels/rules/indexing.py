@@ -432,7 +432,8 @@ def empty(op: OpView) -> Cost:
          "aten.ones", "aten.ones_like", "aten.new_ones", "aten.full", "aten.full_like",
          "aten.new_full", "aten.eye", "aten.scalar_tensor", "aten.tril_indices",
          "aten.triu_indices", "aten.zero", "aten.zero_", "aten._foreach_zero",
-         "aten._foreach_zero_", fusion="pointwise")
+         "aten._foreach_zero_", "prims.full", "prims.full_like", "prims.fill",
+         "prims.scalar_tensor", fusion="pointwise")
 def filled(op: OpView) -> Cost:
     """Every element written; its old value (or the tensor it is like) is not read."""
     return op.write_all(op.written())

@@ -161,12 +161,6 @@ def copy_to(op: OpView) -> Cost:
     return op.reading("b")
 
 
-@builtin("prims.full", "prims.full_like", "prims.fill", "prims.scalar_tensor", fusion="pointwise")
-def filled(op: OpView) -> Cost:
-    """Every element written."""
-    return op.write_all(op.written())
-
-
 @builtin("prims.iota", "prims.normal", "prims.uniform", fusion="pointwise")
 def made(op: OpView) -> Cost:
     """A scale and an offset for every element; of integers bytes only."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-from rooftrace._amounts import larger, smaller
+from rooftrace._amounts import larger, np, smaller
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs
 from rooftrace.costmodels.timing.collectives import (
     CollectiveTime,
@@ -232,8 +232,6 @@ def _joined(a: Any, b: Any, c: Any, d: Any) -> Any:
 def _chosen(odd: Any, then: Any, before: Any) -> Any:
     if _never(then) and _never(before):
         return NEVER
-    import numpy as np
-
     return np.where(odd, then, before)
 
 

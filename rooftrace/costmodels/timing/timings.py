@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rooftrace._amounts import larger
+from rooftrace._amounts import larger, np
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.intervals import LEVEL, WORKS, Behind, StepCell, StepErrors
 
 if TYPE_CHECKING:
     from typing import Any
-
-    import numpy as np
 
     from rooftrace._amounts import Array, Places
 
@@ -193,8 +191,6 @@ class EntrySeconds:
     @property
     def by_regime(self) -> Mapping[str, Array]:
         """Seconds by regime: those of the largest term, the first of equal ones; gaps: launch."""
-        import numpy as np
-
         work = self.work
         compute = work == self.compute
         hbm = ~compute & (work == self.hbm)
@@ -219,8 +215,6 @@ class Headline:
     @property
     def peak(self) -> Array:
         """FLOP/s, dense, at each point."""
-        import numpy as np
-
         return np.array(self.rates)[self.place]
 
 
@@ -244,8 +238,6 @@ class Cells:
         step: the cell, as far as all points share it.  works: seconds [P] of each of WORKS; narrow:
         whether most products have narrow weights alone; seconds: of each of REGIMES.
         """
-        import numpy as np
-
         precision = np.where(narrow, len(heads.precisions), heads.place)
         keys = np.stack([np.argmax(works, axis=0), precision, np.argmax(seconds, axis=0)])
         different, place = np.unique(keys, axis=1, return_inverse=True)
@@ -262,8 +254,6 @@ class Cells:
     @staticmethod
     def joined(parts: Sequence[tuple[Places, Cells]], points: int) -> Cells:
         """The cells of all points from those of some and of others."""
-        import numpy as np
-
         cells: dict[StepCell, int] = {}
         place = np.zeros(points, dtype=np.int64)
         for at, part in parts:
@@ -310,8 +300,6 @@ class TimesOverPoints:
 
         None without knobs; nan at points where they have no spread.
         """
-        import numpy as np
-
         if self.variance is None or self.knobs is None:
             return None
         ends = np.full((2, len(self.t_est)), np.nan)

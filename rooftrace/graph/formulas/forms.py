@@ -219,6 +219,9 @@ class _Fit:
                 skewed = [f"{name} {policy}" for name in SKEWED if policy.startswith("skewed:")]
                 for function in skewed or polynomials.FUNCTIONS:
                     self._learn(Draw(function, *arguments))
+                for parts in () if skewed else _parts(assumption.facts):
+                    for function in ("distinct", "balanced"):
+                        self._learn(Draw(function, arguments[0], *parts))
                 for name in SKEWED:
                     if (*path, name) not in varying:
                         functions = [f"{name} {policy}"] if skewed else _FACTS[name]
@@ -299,6 +302,15 @@ class _Fit:
 
     def _place(self, formula: Formula) -> int:
         return self.formulas.setdefault(formula, len(self.formulas))
+
+
+def _parts(facts: Mapping[str, Any]) -> Iterator[tuple[Formula, Formula]]:
+    """Choices and classes of one process, where several have an equal part of the classes each, and
+    rows choose whole classes of each on average: it reaches an equal part of what all reach."""
+    chosen, classes = int(facts["chosen"]), int(facts["classes"])
+    for parts in range(2, chosen + 1):
+        if not (chosen % parts or classes % parts):
+            yield Formula.constant(chosen // parts), Formula.constant(classes // parts)
 
 
 def _over(value: float, reached: float) -> int:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from rooftrace._amounts import np
 from rooftrace.graph import OpGraph
 from rooftrace.graph.formulas import polynomials
 from rooftrace.graph.formulas.polynomials import Formula
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -57,8 +56,6 @@ class Draw(Struct, frozen=True, omit_defaults=True):
 
     def over(self, columns: Sequence[Array]) -> Array:
         """The numbers that are reached at many points; equal draws are computed once."""
-        import numpy as np
-
         count = max((len(column) for column in columns), default=1)
         arguments = [np.broadcast_to(formula.over(columns), (count,)) for formula in self.parts]
         function = polynomials.function_of(self.function)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
-if TYPE_CHECKING:
-    import numpy as np
+from rooftrace._amounts import np
 
+if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -97,8 +97,6 @@ class Formula(Struct, frozen=True):
         They are exact, also beyond 64 bits (then as an array of Python's integers).  Raises
         FormulaError where one is no integer; rounded: it is rounded down instead.
         """
-        import numpy as np
-
         most = sum(
             abs(term.coefficient) * _product([_largest(c) for c in columns], term.powers)
             for term in self.terms
@@ -118,8 +116,11 @@ class Formula(Struct, frozen=True):
             raise FormulaError(f"{self}: no whole number at some of {count:,} points")
         return total // self.divisor
 
-    def written(self, names: Sequence[str]) -> str:
-        """The formula with these names of its symbols: "4096 batch kv + 2 batch"."""
+    def written(self, names: Sequence[str], times: str = " ") -> str:
+        """The formula with these names of its symbols: "4096 batch kv + 2 batch".
+
+        times: between two factors.
+        """
         if not self.terms:
             return "0"
         parts = []
@@ -132,7 +133,7 @@ class Formula(Struct, frozen=True):
                 if power
             ]
             shown = "" if abs(factor) == 1 and symbols else _shown(abs(factor))
-            text = " ".join(filter(None, [shown, *symbols]))
+            text = times.join(filter(None, [shown, *symbols]))
             sign = "-" if factor < 0 else "+"
             parts.append(text if number == 0 and factor > 0 else f"{sign} {text}")
         return " ".join(parts)
@@ -305,8 +306,6 @@ def skewed_shares(exponent: float, k: int, classes: int) -> Array:
     arrive before t.  With too many classes times choices, all that arrive before a fixed time by
     which k are expected are taken instead.
     """
-    import numpy as np
-
     weights = np.arange(1, classes + 1, dtype=np.float64) ** -exponent
     if k == 1:
         weights /= weights.sum()
@@ -323,8 +322,6 @@ def skewed_shares(exponent: float, k: int, classes: int) -> Array:
 
 def _arriving(weights: Array, times: Array, k: int) -> Array:
     """The sum over times of t w exp(-w t) P(fewer than k others before t), for each class."""
-    import numpy as np
-
     waits = weights[:, None] * times
     here, gone = -np.expm1(-waits), np.exp(-waits)
     first = np.zeros((len(times), k))
@@ -351,8 +348,6 @@ def _with_one_more(state: Array, arrived: Array, waiting: Array) -> Array:
 
 def _until_k(weights: Array, k: int) -> Array:
     """1 - exp(-w t), with the time t at which they sum to k."""
-    import numpy as np
-
     low, high = _LEAST, -math.log(float(weights.min())) + _MOST + math.log(len(weights))
     for _ in range(200):
         middle = (low + high) / 2
@@ -366,8 +361,6 @@ def _until_k(weights: Array, k: int) -> Array:
 
 def expected_reached(rows: int, shares: Array) -> float:
     """The expected number of classes that some row chooses, each class with its own share."""
-    import numpy as np
-
     with np.errstate(divide="ignore"):
         missed = np.exp(rows * np.log1p(-np.clip(shares, 0, 1)))  # log1p(-1) is -inf: never
     return snapped(float((1 - missed).sum()))
@@ -439,7 +432,7 @@ class _Solver:
 
     def __init__(self, samples: Sequence[tuple[int, ...]], basis: Sequence[Powers]) -> None:
         self.basis = basis
-        self.rows = [[_monomial(sample, powers) for powers in basis] for sample in samples]
+        self.rows = [[_product(sample, powers) for powers in basis] for sample in samples]
         self.chosen = _independent(self.rows)
         self.inverse: list[_Row] | None = None
         if len(self.chosen) == len(basis):
@@ -463,10 +456,6 @@ class _Solver:
 
 def _dot(first: Iterable[Any], second: Iterable[Any]) -> Fraction:
     return sum((a * b for a, b in zip(first, second, strict=True)), Fraction(0))
-
-
-def _monomial(sample: Sequence[int], powers: Powers) -> int:
-    return prod(number**power for number, power in zip(sample, powers, strict=True))
 
 
 def _independent(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rooftrace._amounts import np
 from rooftrace._progress import tell
 from rooftrace.graph.formulas.forms import GraphForm, RecordForm, UnfitError
 from rooftrace.graph.formulas.leaves import Draw, Numbers, StructureError, differences
 from rooftrace.graph.formulas.polynomials import FormulaError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Array = np.ndarray[Any, np.dtype[Any]]
 
 RecordsAt = Callable[[Sequence[Numbers]], Sequence[Any]]
@@ -59,8 +58,6 @@ class Regime:
 
     def inside(self, columns: Sequence[Array]) -> Array:
         """Whether each of many sizes, a column for each, is inside."""
-        import numpy as np
-
         held = np.ones(len(columns[0]) if columns else 1, dtype=bool)
         for column, low, high in zip(columns, self.low, self.high, strict=True):
             held &= (column >= low) & (column <= high)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rooftrace._amounts import np
 from rooftrace.graph.formulas.polynomials import Formula
 
 if TYPE_CHECKING:
-    import numpy as np
-
     Array = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -132,8 +132,8 @@ def _read(root: FactTable) -> Host:
     for key in (*HOST_FACTS, "spread"):
         table = problems.of(root.table, key)
         fact = table and problems.of(table.whole_fact, FACT_UNITS.get(key, "share"))
-        if fact and fact.value < 0:
-            problems.of(_refuse, table, fact)
+        if table and fact and fact.value < 0:
+            problems.of(table.refuse, "value", fact.text, "expected 0 or more")
         if fact and key == "spread":
             spread = fact
         elif fact:
@@ -144,7 +144,3 @@ def _read(root: FactTable) -> Host:
     if name != TYPICAL_HOST:
         facts = host_facts(facts)
     return Host(name=name, title=title, facts=facts, spread=spread, aliases=aliases)
-
-
-def _refuse(table: FactTable, fact: Fact) -> None:
-    raise table.error("value", fact.text, "expected 0 or more")

@@ -241,8 +241,7 @@ def _read(root: FactTable) -> Chip:
     architecture = problems.of(_architecture, root)
     aliases = problems.of(root.texts, "aliases")
     facts = {key: problems.of(_single_fact, root, key) for key in FACT_UNITS}
-    peaks = tuple(problems.of(_peak, item) for item in problems.of(root.tables, "peak") or ())
-    links = tuple(problems.of(_link, item) for item in problems.of(root.tables, "link") or ())
+    peaks, links = problems.each(_peak, root, "peak"), problems.each(_link, root, "link")
     measured = problems.of(_measured, root)
     problems.of(root.finish, (*CHIP_KEYS, *FACT_UNITS))
     problems.raise_any()

@@ -89,6 +89,12 @@ class Problems:
             self._error = type(error)
             return cast(Value, None)
 
+    def each(
+        self, read: Callable[[FactTable], Value], of: FactTable, key: str
+    ) -> tuple[Value, ...]:
+        """The values of `read` for the [[key]] tables of a table."""
+        return tuple(self.of(read, item) for item in self.of(of.tables, key) or ())
+
     def raise_any(self) -> None:
         """Raise the error of the file if there was a mistake."""
         if self._gathered:
@@ -157,6 +163,10 @@ class FactTable:
     def error(self, key: str, value: object, expected: str) -> FactFileError:
         """The error about one value: its place, the value itself, and the expected one."""
         return self.failure(f"{self._where(key)} = {to_toml(value):.200}: {expected}")
+
+    def refuse(self, key: str, value: object, expected: str) -> None:
+        """Raise the error about one value."""
+        raise self.error(key, value, expected)
 
     def text(self, key: str, default: str | None = None) -> str:
         """The text at `key`; without a default it must be there, and not be blank."""

@@ -123,13 +123,9 @@ def _read(root: FactTable, folder: Path | None) -> System:
     chip = problems.of(_chip, root, folder)
     aliases = problems.of(root.texts, "aliases")
     power = problems.of(_inner_fact, root, "power", "watt", False)
-    levels = tuple(problems.of(_level, item) for item in problems.of(root.tables, "level") or ())
-    fits = tuple(
-        problems.of(_collective, item) for item in problems.of(root.tables, "collective") or ()
-    )
-    exchanges = tuple(
-        problems.of(_exchange, item) for item in problems.of(root.tables, "exchange") or ()
-    )
+    levels = problems.each(_level, root, "level")
+    fits = problems.each(_collective, root, "collective")
+    exchanges = problems.each(_exchange, root, "exchange")
     problems.of(root.finish, SYSTEM_KEYS)
     problems.raise_any()
     system = System(
@@ -168,7 +164,7 @@ def _level(table: FactTable) -> Level:
     shared = problems.of(_inner_fact, table, "oversubscription", "count", False)
     rails = table.rest.pop("rails", False)
     if not isinstance(rails, bool):
-        problems.of(_refuse, table, "rails", rails, "expected true or false")
+        problems.of(table.refuse, "rails", rails, "expected true or false")
     problems.of(table.finish, LEVEL_KEYS)
     problems.raise_any()
     if bandwidth is None or bandwidth.value <= 0:
@@ -186,10 +182,6 @@ def _level(table: FactTable) -> Level:
         rails=rails,
         oversubscription=shared,
     )
-
-
-def _refuse(table: FactTable, key: str, value: object, expected: str) -> None:
-    raise table.error(key, value, expected)
 
 
 def _inner_fact(table: FactTable, key: str, unit: str, needed: bool = True) -> Fact | None:

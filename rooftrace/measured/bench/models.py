@@ -7,6 +7,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,43 +198,28 @@ def _model(
     )
 
 
-def _decoder(
-    width: int, layers: int, heads: int, keys: int, hidden: int, vocabulary: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "width": width,
-        "layers": layers,
-        "heads": heads,
-        "key_heads": keys,
-        "hidden": hidden,
-        "vocabulary": vocabulary,
-        **more,
-    }
+def _settings(names: str, *values: Any, **more: Any) -> dict[str, Any]:
+    return {**dict(zip(names.split(), values, strict=True)), **more}
 
 
-def _bert(width: int, layers: int, heads: int, hidden: int, vocabulary: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": hidden,
-        "vocab_size": vocabulary,
-    }
-
-
-def _llama(
-    width: int, hidden: int, layers: int, heads: int, keys: int, vocabulary: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": keys,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 8192,
-        **more,
-    }
+_decoder = partial(_settings, "width layers heads key_heads hidden vocabulary")
+_bert = partial(
+    _settings,
+    "hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size",
+)
+_llama = partial(
+    _settings,
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "vocab_size",
+    max_position_embeddings=8192,
+)
+_gpt2 = partial(
+    _settings,
+    "n_layer n_embd n_head vocab_size",
+    n_positions=1024,
+    bos_token_id=0,
+    eos_token_id=0,
+)
 
 
 def _deepseek(
@@ -252,18 +238,6 @@ def _deepseek(
         "n_group": min(8, experts // 2),
         "topk_group": min(4, experts // 4),
         "num_experts_per_tok": min(8, experts // 4),
-    }
-
-
-def _gpt2(layers: int, width: int, heads: int, vocabulary: int) -> dict[str, Any]:
-    return {
-        "n_layer": layers,
-        "n_embd": width,
-        "n_head": heads,
-        "vocab_size": vocabulary,
-        "n_positions": 1024,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
     }
 
 

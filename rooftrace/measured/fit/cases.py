@@ -124,9 +124,7 @@ def _host(model: ExecutionModel, chip: Chip) -> HostSeconds:
     return host_seconds(model, chip)
 
 
-def alone_case(
-    name: str, planned: Plan, chip: Chip, seconds: float, group: str = ""
-) -> Case | None:
+def alone_case(name: str, planned: Plan, chip: Chip, seconds: float) -> Case | None:
     """The case of an operation that was timed alone, on cold caches.
 
     None if its time tells little about its kernel: it is too short, or its result is mapped anew.
@@ -142,7 +140,6 @@ def alone_case(
         table=table,
         seconds=seconds,
         dispatches=count,
-        group=group,
         layouts=planned.copies_layouts,
         dispatch=_host(planned.execution, chip).dispatch,
     )

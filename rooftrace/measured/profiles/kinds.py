@@ -447,12 +447,8 @@ def source(
 
     def register(read: Reader) -> Reader:
         old = _ADDED.get(name)
-        refuse_second(
-            f"{name!r} already is a source",
-            old.read if old is not None else None,
-            read,
-            override=override,
-        )
+        there, taken = f"{name!r} already is a source", getattr(old, "read", None)
+        refuse_second(there, taken, read, override=override)
         _ADDED[name] = Source(name=name, about=about, begins=begins, gives=gives, read=read)
         return read
 

@@ -84,14 +84,16 @@ CsvRow = Mapping[str, CsvCell]
 
 def texts(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
     """(line number, text) of each line that is not blank, for formats that quote nothing."""
-    path = Path(path)
-    try:
-        text = text_of(path, _KIND).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(_decoded(Path(path)).split("\n"), start=1):
         if line.strip():
             yield number, line.rstrip("\r")
+
+
+def _decoded(path: Path) -> str:
+    try:
+        return text_of(path, _KIND).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ProfileError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
 
 
 def named(names: Iterable[str]) -> str:
@@ -104,15 +106,11 @@ def named(names: Iterable[str]) -> str:
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, list[str]]]:
     """(line number, cells) of each line that is not blank, without the quotes of `to_cell`."""
-    path = Path(path)
+    reader = csv.reader(io.StringIO(_decoded(Path(path)), newline=""), strict=True)
     try:
-        text = text_of(path, _KIND).decode("utf-8-sig")
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
         for cells in reader:
             if any(cell.strip() for cell in cells):
                 yield reader.line_num, [from_cell(cell.strip()) for cell in cells]
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
     except csv.Error as error:
         raise ProfileError(f"{path}: line {reader.line_num}: not CSV ({error})") from None
 

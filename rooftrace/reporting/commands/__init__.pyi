@@ -12,7 +12,6 @@ from rooftrace.reporting.commands import (
     reports as reports,
     rooflines as rooflines,
     rooflinesteps as rooflinesteps,
-    scripts as scripts,
     sensitivity as sensitivity,
     solving as solving,
     sweeps as sweeps,

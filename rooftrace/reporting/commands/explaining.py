@@ -61,8 +61,7 @@ def graph_breaks(source: Source, *args: Any, **kwargs: Any) -> GraphBreaks:
 
 # -- exploring -------------------------------------------------------------------------------------
 
-DEVICES = (1, 2, 4, 8, 16, 32, 64)
-LENGTHS = (2048, 4096, 8192, 16384)
+LENGTHS = (2048, 4096, 8192, 16384)  # of a model with fewer: its usual length, its half ...
 _MOST_BATCH = 16_384
 NAMES = ("devices", "kv", "batch")
 
@@ -77,8 +76,9 @@ def explore(
     """Whether any batch makes a decode step limited by computing, over devices and cache lengths.
 
     source: a target, or a `Form` (or the file of one) over batch and kv.  over: values of devices
-    that share the routed experts (default 1 to 64), of kv (default 2048 to 16384), and of batch, of
-    one device (default: powers of 2, then every number).  alpha: the share of the slower of HBM and
+    that share the routed experts (default 1 to 64; 1 without such), of kv (default 2048 to 16384,
+    or up to the length of the model), and of batch, of one device (default: powers of 2, then every
+    number).  alpha: the share of the slower of HBM and
     link at which computing counts as the limit.  link: byte/s, or "50 GB/s"; default: the chip's
     fastest.  plot: a PNG.  FLOPs and bytes are those of estimates; other arguments as of `trace`.
 
@@ -102,16 +102,16 @@ def explore(
         job.refuse(("seq",), "a decode step has the lengths of its cache; say them with over")
         job.refuse(NAMES, "its values are those of `over`; leave it out")
     with telling(progress):
-        if saved is None:
-            form, fixed = _formed(job, levels), {}
-        else:
+        if saved is not None:
             form, fixed = saved, _fixed(saved, sizes)
+        else:
+            form, fixed = _formed(job, levels, "kv" in (arguments.over or {})), {}
         tell("exploring")
         result = decode_forms.explore_form(
             form,
             conditions,
             used,
-            devices=levels["devices"],
+            devices=levels.get("devices"),
             kv=levels["kv"],
             batches=levels.get("batch"),
             alpha=arguments.alpha,
@@ -143,7 +143,7 @@ _RATES = ("knobs", "utilization", "disturbances", "exchange")
 
 
 def _levels(over: Mapping[str, Any] | None) -> dict[str, Sequence[int]]:
-    levels: dict[str, Sequence[int]] = {"devices": DEVICES, "kv": LENGTHS}
+    levels: dict[str, Sequence[int]] = {"kv": LENGTHS}
     for name, values in (over or {}).items():
         if name not in NAMES:
             raise RequestError(f"over {name!r}: expected {', '.join(NAMES)}{hint(name, NAMES)}")
@@ -162,12 +162,22 @@ def _bandwidth(link: str | float | None) -> float | None:
     return link
 
 
-def _formed(job: Job, levels: Mapping[str, Sequence[int]]) -> Form:
-    """The form over all batches of a device and one twice as large, and all lengths."""
+def _formed(job: Job, levels: dict[str, Sequence[int]], said: bool) -> Form:
+    """The form over all batches of a device and one twice as large, and all lengths.
+
+    said: whether the user named the lengths; else a model that takes none so long gets its own.
+    """
     most = max(levels.get("batch", (_MOST_BATCH,)))
     batches = range(1, 2 * most + 1)
     lengths = levels["kv"]
-    return form_of(job, {"batch": batches, "kv": range(min(lengths), max(lengths) + 1)})
+    try:
+        return form_of(job, {"batch": batches, "kv": range(min(lengths), max(lengths) + 1)})
+    except RequestError:
+        if said:
+            raise
+    last = sizes_of(*first_graph(job))["kv"]
+    levels["kv"] = tuple(max(1, last // part) for part in (8, 4, 2, 1))
+    return _formed(job, levels, True)
 
 
 def _fixed(form: Form, sizes: Mapping[str, Any]) -> dict[str, int]:

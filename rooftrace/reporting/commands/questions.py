@@ -289,6 +289,10 @@ def with_numbers(chip: Chip, prices: Mapping[str, float], powers: Mapping[str, f
     return replace(chip, **changed) if changed else chip
 
 
+_OF_COMMANDS = ("mesh", "scaling", "run", "critical-batch")
+"""What `rooftrace solve` finds by functions of their own (`rt.tools.best_mesh`, `explore` ...)."""
+
+
 def check(question: Question) -> None:
     """Raise RequestError for a question that contradicts itself."""
     find, service, limits, job = question.find, question.service, question.limits, question.job
@@ -321,7 +325,8 @@ def check(question: Question) -> None:
     if find not in words and find not in USUAL and "." not in find and question.values is None:
         raise RequestError(
             f"find {find!r}: expected a size ({', '.join(USUAL)}, or another one with its values "
-            f"in over=) or one of {', '.join(words)}{hint(find, (*words, *USUAL))}"
+            f"in over=) or one of {', '.join(words)}; a command also takes --find "
+            f"{', '.join(_OF_COMMANDS)}{hint(find, (*words, *USUAL, *_OF_COMMANDS))}"
         )
 
 

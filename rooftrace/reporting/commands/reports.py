@@ -123,7 +123,7 @@ def _fitting(result: Report, job: Job) -> dict[str, tuple[WhatIf, ...]]:
         shared = replace(job, request=request, phases=(phase,), explicit=())
         return reprice(SizedSource(shared, ()).graphs(())[phase], *job.precisions)
 
-    alone = fixed or not job.is_named or job.is_code  # FSDP is of a Hugging Face model
+    alone = fixed or not job.is_named  # a module in memory is not built again
     return {
         phase: fitting(
             step, None if fixed else partial(at, phase), None if alone else partial(over, phase)

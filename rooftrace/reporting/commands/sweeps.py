@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rooftrace._amounts import np
 from rooftrace._outputs import MADE_BY
 from rooftrace._progress import tell, telling
 from rooftrace._writing import put_bytes, write_bytes
@@ -372,8 +373,6 @@ def variants_of(vary: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 
 def swept(request: SweepRequest, out: Path | None = None) -> Sweep:
     """The sweep of a request.  out: its file; parts are kept until all are there."""
-    import numpy as np
-
     request.check()
     if out is not None and out.suffix not in FORMATS:
         raise RequestError(f"{out}: expected a name that ends in {' or '.join(FORMATS)}")
@@ -496,8 +495,6 @@ def _kept(part: Path) -> dict[str, Any] | None:
     import zlib
     from zipfile import BadZipFile
 
-    import numpy as np
-
     try:
         packed = io.BytesIO(part.read_bytes())
         with np.load(packed, allow_pickle=False) as file:
@@ -507,8 +504,6 @@ def _kept(part: Path) -> dict[str, Any] | None:
 
 
 def _keep(part: Path, table: Mapping[str, Any]) -> None:
-    import numpy as np
-
     if part.exists() or any(column.dtype == object for column in table.values()):
         return
     packed = io.BytesIO()

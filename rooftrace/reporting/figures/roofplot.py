@@ -155,9 +155,13 @@ def _draw_lines(axes: Axes, points: Sequence[Point]) -> None:
     for point in points:
         for colour, rate in point.caps:
             axes.plot(
-                point.x, rate, marker="_", markersize=13, markeredgewidth=2.2, color=colour,
+                point.x, rate, marker="_", markersize=CAP, markeredgewidth=2.2, color=colour,
                 linestyle="", zorder=4,
             )  # fmt: skip
+
+
+CAP = 13
+"""Points across a short mark."""
 
 
 def _draw_point(axes: Axes, chips: Sequence[Roof], point: Point, order: float) -> None:
@@ -299,6 +303,9 @@ def _write(
     texts = _texts(chips, points, right, axes.get_ylim()[0], brief=brief)
     marks = [style.mark_box(axes, point.x, point.y, point.across) for point in points]
     line = [spot for chain in _chains(axes, chips, points) for spot in _trace(axes, chain)]
+    half = CAP / 2 * figure.dpi / 72
+    for x, y in (axes.transData.transform((p.x, rate)) for p in points for _, rate in p.caps):
+        line += [(x - half, y), (x, y), (x + half, y)]
     for text, label, box in style.place_texts(figure, axes, texts, marks, line):
         if text.leader:
             _leader(figure, marks, label, box, text.colour)

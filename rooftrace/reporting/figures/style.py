@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -405,18 +405,29 @@ def place(
     No box overlaps another or one that is `taken` as long as any candidate is free; boxes keep off
     `points`, leaders off boxes, and both off the sampled `line` where that is possible.
     """
-    count = len(labels)
+    count, cells = len(labels), frozenset(map(_cell, line))
     orders = [
         *itertools.islice(_orders(count), min(max(count, 1), ORDERS, 1 + TRIED // max(count, 1)))
     ]
     tried = []
     for order in orders:
         ranked = sorted(order, key=lambda i: (not labels[i].first, not labels[i].slide))
-        tried.append(_settled(labels, frame, ranked, taken, points, line))
+        tried.append(_settled(labels, frame, ranked, taken, points, _Line(line, cells)))
         if tried[-1][0] < CROSSING:
             break
     placed = min(tried, key=lambda pair: pair[0])[1]
     return [placed[i] for i in range(count)]
+
+
+class _Line(NamedTuple):
+    """A sampled line, and the cells of 8 pixels that it goes through."""
+
+    spots: Sequence[tuple[float, float]]
+    cells: Set[tuple[int, int]]
+
+
+def _cell(spot: tuple[float, float]) -> tuple[int, int]:
+    return int(spot[0] // 8), int(spot[1] // 8)
 
 
 ORDERS, TRIED = 8, 48
@@ -438,7 +449,7 @@ def _settled(
     order: Sequence[int],
     taken: Sequence[Box],
     points: Sequence[Box],
-    line: Sequence[tuple[float, float]],
+    line: _Line,
 ) -> tuple[float, dict[int, Box]]:
     """The cost and the boxes of labels that take the best free place one by one, some times."""
     placed: dict[int, Box] = {}
@@ -501,7 +512,7 @@ def _cost(
     frame: Box,
     boxes: Sequence[Box],
     points: Sequence[Box],
-    line: Sequence[tuple[float, float]],
+    line: _Line,
     leaders: Sequence[Sequence[tuple[float, float]]],
     limit: float,
 ) -> float:
@@ -516,13 +527,14 @@ def _cost(
     if cost >= limit:
         return cost
     around = Box(box.x0 - 3, box.y0 - 3, box.x1 + 3, box.y1 + 3)
-    cost += OVER_LINE * min(10, sum(around.contains(*spot) for spot in line))
+    cost += OVER_LINE * min(10, sum(around.contains(*spot) for spot in line.spots))
     if cost >= limit:
         return cost
     cost += CROSSING * sum(any(box.contains(*spot) for spot in other) for other in leaders)
     if cost >= limit:
         return cost
     spots = list(leader(label, box))
+    cost += OVER_LINE * (not line.cells.isdisjoint(map(_cell, spots)))
     foreign = [point for point in points if not point.contains(label.x, label.y)]
     cost += CROSSING * sum(
         any(other.contains(*spot) for spot in spots) for other in (*boxes, *foreign)

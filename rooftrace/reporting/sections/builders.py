@@ -202,12 +202,8 @@ def section(
 
     def add(build: Builder) -> Builder:
         old = _ADDED.get(key)
-        refuse_second(
-            f"section {key!r} already is there",
-            old.function if old is not None else None,
-            build,
-            override=override,
-        )
+        there = f"section {key!r} already is there"
+        refuse_second(there, getattr(old, "function", None), build, override=override)
         _ADDED[key] = Listed(partial(built, key, build), on, build)
         return build
 

@@ -358,11 +358,9 @@ def disaggregated_view(result: Disaggregated, output: view.Output) -> view.View:
 # -- explorations ----------------------------------------------------------------------------------
 
 
-def _intensity(ratio: float) -> str:
-    return "no end" if math.isinf(ratio) else f"{ratio:,.1f}"
-
-
-_INTENSITY = units.Unit("FLOP/byte", "number", _intensity)
+_INTENSITY = units.Unit(
+    "FLOP/byte", "number", lambda ratio: "no end" if math.isinf(ratio) else f"{ratio:,.1f}"
+)
 
 
 def _batch(cell: Any) -> Any:
@@ -397,9 +395,10 @@ def exploration_view(result: decode_forms.Exploration, output: view.Output) -> v
     )
     where = f"{result.title}, decode; {result.chip}, {result.execution}"
     head = "; ".join(filter(None, (where, precisions)))
+    routed = plural(result.experts, "routed expert") if result.experts > 1 else "no routed experts"
     conditions = (
         f"{format_flop_rate(rates.peak)}, {format_bandwidth(rates.memory)}, link "
-        f"{format_bandwidth(rates.link)}; {result.experts:,} routed experts in a layer; computing "
+        f"{format_bandwidth(rates.link)}; {routed} in a layer; computing "
         f"limits at {result.alpha:g} of the slower of HBM and link"
     )
     symbols = (

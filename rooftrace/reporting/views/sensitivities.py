@@ -334,7 +334,7 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
 def training_view(result: TrainingRun, output: view.Output) -> view.View:
     """Days, dollars and energy of a training, its interruptions, and the facts of both."""
     row, item = result.row, result.row.item
-    question = f"a training on {result.tokens:,.4g} {item}s"
+    question = f"a training on {format_count(result.tokens)} {item}s"
     where = f"{mesh_words(row.mesh)} on {plural(row.chips, 'chip')} of {result.system}"
     again = "" if row.checkpoint == "none" else f", checkpoint {row.checkpoint}"
     notes = [

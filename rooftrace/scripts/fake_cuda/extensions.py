@@ -281,30 +281,14 @@ def _jit(fn: Any = None, **settings: Any) -> Any:
     return DefinedKernel if fn is None else DefinedKernel(fn)
 
 
-def _autotune(configs: Any = (), *args: Any, **settings: Any) -> Any:
-    return lambda fn: DefinedKernel(fn, configs)
-
-
-def _heuristics(values: Any = None, **settings: Any) -> Any:
-    return DefinedKernel
-
-
-def _cdiv(x: int, y: int) -> int:
-    return (x + y - 1) // y
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def _values() -> dict[str, Any]:
     """Names that are more than words, in whichever module of Triton they are looked for."""
     return {
         "jit": _jit,
-        "autotune": _autotune,
-        "heuristics": _heuristics,
-        "cdiv": _cdiv,
-        "next_power_of_2": _next_power_of_2,
+        "autotune": lambda configs=(), *args, **how: lambda fn: DefinedKernel(fn, configs),
+        "heuristics": lambda values=None, **how: DefinedKernel,
+        "cdiv": lambda x, y: (x + y - 1) // y,
+        "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
         "Config": Config,
         "constexpr": Constant,
         **dict.fromkeys(_KINDS, DefinedKernel),

@@ -229,7 +229,9 @@ class Book:
             self.graphs.append(_lowered(recorder, root, learnt))
             self._kept.append(kept)
         # The first step has less from before than those after it.
-        elif kept > self._kept[number] and not self._is_sample(number):
+        elif kept > self._kept[number] and not any(
+            number in each.samples.values() for each in self.derived
+        ):
             self.graphs[number] = _lowered(recorder, root, learnt)
             self._kept[number] = kept
         return number
@@ -239,9 +241,6 @@ class Book:
         self.graphs.append(graph)
         self._kept.append(0)
         return len(self.graphs) - 1
-
-    def _is_sample(self, number: int) -> bool:
-        return any(number in each.samples.values() for each in self.derived)
 
     def part(self, recorder: ScriptRecorder, root: Any, learnt: Any, prices: Prices) -> float:
         """Expected seconds of a recorder's recording so far; it goes on."""

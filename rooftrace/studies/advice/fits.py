@@ -28,8 +28,8 @@ def fitting(
     """Changes after which a step fits its chip, the shortest first; none where it fits already.
 
     Checkpoints of layers, states of 8 bits or of the host's memory, and shards are of training,
-    which adds gradients of smaller batches up; several at once are tried where none of them is
-    enough.
+    which adds gradients of smaller batches up.  Checkpoints and narrow states together are told
+    where they take less than each alone; other pairs where none of them is enough.
     """
     room = step.chip.room()
     if step.memory.peak <= room:
@@ -38,14 +38,19 @@ def fitting(
     both = (all_of(single, ", ".join(change.action for change in single)),) * (len(single) > 1)
     batch = partial(_smaller_batch, step, at_batch)
     again = [change for change in single if with_checkpoints in change.edits]
-    tiers = ((single, [_AS_IT_IS], [_AS_IT_IS]), (both, [*single, *both], again))
-    for whole, in_batches, others in tiers:
-        ways = [*map(partial(priced_change, step), whole), *map(batch, in_batches)]
+
+    def tried(
+        whole: Sequence[StepChange], batches: Sequence[StepChange], others: Sequence[StepChange]
+    ) -> list[WhatIf]:
+        ways = [*map(partial(priced_change, step), whole), *map(batch, batches)]
         for change in others if step.phase == "training" else ():
             ways += [_in_host_memory(step, change), _over_chips(step, over_chips, change)]
-        if fit := [way for way in ways if way is not None and way.fits]:
-            return tuple(sorted(fit, key=lambda way: way.t_after))
-    return ()
+        return [way for way in ways if way is not None and way.fits]
+
+    fit = tried(single, [_AS_IT_IS], [_AS_IT_IS])
+    least = min((way.t_after for way in fit), default=math.inf)
+    more = tried(both, (), ()) if fit else tried(both, [*single, *both], again)
+    return tuple(sorted([*fit, *(w for w in more if w.t_after < least)], key=lambda w: w.t_after))
 
 
 def _smaller(step: Estimate) -> tuple[StepChange, ...]:

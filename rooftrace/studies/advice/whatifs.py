@@ -550,7 +550,8 @@ _STRONGER = ("eager", "compiled", "graph")
 def merged(changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
     """Compatible changes, in order, without those that contradict an earlier one.
 
-    One that another implies is left out, too: the weights in fp8, where everything is.
+    One that another implies is left out, too: the weights in fp8, where everything is, and TF32,
+    where nothing is in fp32.
     """
     everything = {change.precisions.get("dtype") for change in changes}
     kept: list[StepChange] = []
@@ -558,6 +559,7 @@ def merged(changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
     for change in changes:
         new = change.precisions
         done = bool(new) and "dtype" not in new and set(new.values()) <= everything
+        done = done or (change.execution == {"tf32": True} and everything != {None})
         clash = any(precisions.get(name, value) != value for name, value in new.items())
         if not done and not clash:
             precisions |= new

@@ -275,12 +275,16 @@ class Exploration(Plain, Shown):
         return [{**cell.to_row(), "global_batch": cell.global_batch} for cell in self.cells]
 
 
+DEVICES = (1, 2, 4, 8, 16, 32, 64)
+"""Devices that share routed experts, where nobody says how many."""
+
+
 def explore_form(
     form: Form,
     conditions: Conditions,
     chip: Chip,
     *,
-    devices: Sequence[int],
+    devices: Sequence[int] | None = None,
     kv: Sequence[int],
     batches: Sequence[int] | None = None,
     alpha: float = 0.9,
@@ -290,8 +294,9 @@ def explore_form(
     """The least batch of each device at which computing limits a decode step of a form.
 
     The form is over batch and kv, and sizes of `fixed`.  The peak is that of the engine with most
-    matrix FLOPs; link: byte/s, in place of the chip's fastest.  batches: those to try; None: powers
-    of 2 up to 16,384, then every number below the first that does.
+    matrix FLOPs; link: byte/s, in place of the chip's fastest.  devices: None: 1 to 64 with routed
+    experts, else 1.  batches: those to try; None: powers of 2 up to 16,384, then every number below
+    the first that does.
     Raises ExploreError where `explore` does, for several devices without routed experts, and for
     a chip without a link where one is needed; RequestError for sizes outside of the form.
     """
@@ -299,6 +304,8 @@ def explore_form(
     tried = tuple(BATCHES if batches is None else batches)
     least = min(tried, default=1), min(kv, default=1)
     routed = experts_of(totals, *least)
+    if devices is None:
+        devices = (1,) if isinstance(routed, NoExperts) else DEVICES
     if isinstance(routed, NoExperts) and any(count != 1 for count in devices):
         raise ExploreError(
             f"devices={list(devices)!r:.60}: {form.title} has no products of routed experts to "

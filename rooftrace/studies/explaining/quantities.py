@@ -237,25 +237,7 @@ def _whole(value: Any) -> float:
 
 def put_in(formula: Formula, values: Sequence[int]) -> str:
     """A formula with numbers for its symbols: "131,072 x 4,096 + 131,072"."""
-    if not formula.terms:
-        return "0"
-    parts = []
-    ordered = sorted(formula.terms, key=lambda term: (-sum(term.powers), term.powers[::-1]))
-    for number, term in enumerate(ordered):
-        factor = Fraction(term.coefficient, formula.divisor)
-        factors = [
-            f"{values[i]:,}" + (f"^{power}" if power > 1 else "")
-            for i, power in enumerate(term.powers)
-            if power
-        ]
-        size = abs(factor)
-        if size != 1 or not factors:
-            below = f"/{size.denominator:,}" if size.denominator > 1 else ""
-            factors.insert(0, f"{size.numerator:,}{below}")
-        sign = "-" if factor < 0 else "+"
-        text = " x ".join(factors)
-        parts.append(text if number == 0 and factor > 0 else f"{sign} {text}")
-    return " ".join(parts)
+    return formula.written([f"{value:,}" for value in values], times=" x ")
 
 
 # -- products of shapes ----------------------------------------------------------------------------

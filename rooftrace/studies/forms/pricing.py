@@ -8,19 +8,25 @@ fitted there.
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import random
+import zlib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from rooftrace._processes import collector_off
 from rooftrace._progress import tell
-from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, plan
+from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, own_joins, plan
+from rooftrace.costmodels.ops import all_rules
 from rooftrace.costmodels.rewrites import reprice
-from rooftrace.graph import OpGraph
+from rooftrace.graph import OpGraph, graphs_bytes
 from rooftrace.graph.formulas import (
     Formula,
     FormulaError,
@@ -34,6 +40,7 @@ from rooftrace.graph.formulas import (
 )
 from rooftrace.studies.forms.kernelforms import Array, Places, PlanNumbers, Points, numbers_of
 from rooftrace.studies.forms.planform import PlanForm
+from rooftrace.tracer.phases import TraceCache
 
 _SAMPLES = (4, 2)
 """Plans that a form is fitted to, and further ones for each open size; more where a number is left
@@ -98,6 +105,55 @@ class _Cell:
     wide: bool = True  # whether the form may hold elsewhere, too
 
 
+class _Planned(msgspec.Struct, frozen=True):
+    """The numbers of the plan at some sizes, or else the comparisons that lead to it."""
+
+    sizes: leaves.Numbers
+    numbers: PlanNumbers | None = None
+    guards: tuple[Guard, ...] | None = None
+
+
+class _Kept:
+    """The results of planning by sizes; a file of gzip members beside the traces keeps them."""
+
+    def __init__(self, file: Path | None) -> None:
+        self.plans: dict[leaves.Numbers, PlanNumbers] = {}
+        self.guards: dict[leaves.Numbers, tuple[Guard, ...] | None] = {}
+        self._file = file
+        if file is not None and file.exists():
+            try:
+                with gzip.open(file) as lines:
+                    for planned in map(msgspec.json.Decoder(_Planned).decode, lines):
+                        self._take(planned)
+            except (OSError, EOFError, zlib.error, ValueError):  # damaged: it is planned again
+                with suppress(OSError):
+                    file.unlink()
+
+    @staticmethod
+    def of(regime: Regime, conditions: Conditions) -> _Kept:
+        """Nothing is kept where rules or joins of others may change a plan."""
+        if own_joins() or any(rule.is_own for rule in all_rules()):
+            return _Kept(None)
+        form = regime.form
+        numbers = form.samples, form.formulas, form.draws, form.slots, form.grows, conditions
+        graph = graphs_bytes({"form": form.example})
+        return _Kept(TraceCache.usual().derived(graph, msgspec.json.encode(numbers)))
+
+    def _take(self, planned: _Planned) -> None:
+        if planned.numbers is None:
+            self.guards[planned.sizes] = planned.guards
+        else:
+            self.plans[planned.sizes] = planned.numbers
+
+    def add(self, planned: _Planned) -> None:
+        """Keep it, also for later commands where there is a file."""
+        self._take(planned)
+        if self._file is not None:
+            line = gzip.compress(msgspec.json.encode(planned) + b"\n", 1)
+            with suppress(OSError), self._file.open("ab", buffering=0) as file:
+                file.write(line)
+
+
 class PlanForms:
     """The plans of a graph's regime under some conditions, fitted on demand."""
 
@@ -106,7 +162,9 @@ class PlanForms:
         self._draws = tuple(draws_of(regime.form))
         self._cells: list[_Cell] = []
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
+        self._plans: dict[leaves.Numbers, Plan] = {}
         self._random = random.Random(repr((regime.low, regime.high)))
+        self._kept = _Kept.of(regime, conditions)
 
     def at(self, points: Points, once: bool = False) -> Iterator[tuple[PlanForm, Places]]:
         """The forms that hold at points of the regime, each with the indices of its points.
@@ -140,14 +198,9 @@ class PlanForms:
 
     def _cell(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell:
         """The cell around these sizes."""
-        track = Track()
-        tracked = self.conditions.numbers(self.regime.form.at(numbers, track), with_memory=False)
-        track.on = False
-        guards = tuple(track.guards)
-        here = self._numbers_at(numbers)
-        alike = tracked.groups == here.groups and tracked.launches == here.launches
+        guards = self._guards_at(numbers)
         tell(f"pricing around {_named(points.names, numbers)}")
-        if alike:
+        if guards is not None:
             form = self._fitted(numbers, guards, points, left)
             if form is not None:
                 return _Cell(guards, form)
@@ -232,13 +285,32 @@ class PlanForms:
         )
 
     def _plan_at(self, numbers: leaves.Numbers) -> Plan:
-        return self.conditions.plan(self.regime.form.at(numbers))
+        if numbers not in self._plans:
+            self._plans[numbers] = self.conditions.plan(self.regime.form.at(numbers))
+        return self._plans[numbers]
 
     def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
-            self._known[numbers] = self.conditions.numbers(self.regime.form.at(numbers))
+            kept = self._kept.plans.get(numbers)
+            self._known[numbers] = kept or self.conditions.numbers(self.regime.form.at(numbers))
+            if kept is None:
+                self._kept.add(_Planned(numbers, self._known[numbers]))
         return self._known[numbers]
+
+    def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
+        """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
+        if numbers not in self._kept.guards:
+            track = Track()
+            at = self.regime.form.at(numbers, track)
+            tracked = self.conditions.numbers(at, with_memory=False)
+            track.on = False
+            here = self._numbers_at(numbers)
+            alike = tracked.groups == here.groups and tracked.launches == here.launches
+            guards = tuple(track.guards) if alike else None
+            self._kept.add(_Planned(numbers, guards=guards))
+        self._numbers_at(numbers)
+        return self._kept.guards[numbers]
 
     def _fitted(
         self, numbers: leaves.Numbers, guards: Sequence[Guard], points: Points, left: Places

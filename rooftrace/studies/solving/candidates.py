@@ -185,8 +185,9 @@ class Deployment(Plain, Speeds[float]):
 
 
 def closed_loop(
-    step: Any, prefill: Any, batch: Any, tokens: Any, *,
-    rounds: int | None = None, spread: float = 0.0, together: Any = 1.0, held: Any = 0,
+    step: Any, prefill: Any, batch: Any, tokens: Any, *, rounds: int | None = None,
+    spread: float = 0.0, together: Any = 1.0, held: Any = 0,
+    filled: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Seconds per output token, and seconds that a request waits beside its own prefill.
 
@@ -195,7 +196,8 @@ def closed_loop(
     that it joins.  rounds: requests that each client sends, the first ones all at once; None: the
     steady state, where prompts come evenly.  spread: standard deviation of lengths of answers over
     their mean.  together: prompts that one step takes.  held: steps for which an engine holds
-    prompts back, so that more of them share a step.
+    prompts back, so that more of them share a step.  filled: gives the seconds by which so many
+    prompts delay the step that they join; None: each of them by those of one.
 
     A prompt joins the step after the next, as engines schedule a step while the one before runs.
     Answers that began together end together: after g of them, two end in the same step with the
@@ -209,11 +211,14 @@ def closed_loop(
     crowd = even * max(1.0, density)
     others = (1 + held) * crowd  # prompts that join the same step
     seen = even * (1 - share / 2) - np.where(held, others / tokens, 0)
-    tpot = step + seen * prefill
+    joined = np.clip(1 + others, 1, together)
+    each = filled(joined) / joined if filled else prefill
+    tpot = step + seen * each
     kept = held * (1 + crowd * held / 2) / (1 + crowd * held)  # the later wait shorter
-    steady = tpot + (1 + kept) * step + others * prefill
+    steady = tpot + (1 + kept) * step + others * each + (each - prefill)
     many = np.minimum(batch, together)
-    burst = (batch / many + 1) / 2 * step + ((batch + many) / 2 - 1) * prefill
+    full = filled(many) if filled else many * prefill
+    burst = (batch / many + 1) / 2 * (step + full) - prefill
     return tpot, (1 - share) * steady + share * burst
 
 

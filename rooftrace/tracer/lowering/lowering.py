@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from rooftrace.graph import (
     axis_of,
     in_order,
     marks,
+    one_nan,
     refs,
 )
 from rooftrace.tracer.lowering.blocks import NotAlikeError
@@ -457,7 +457,7 @@ class _Builder:
         if isinstance(item, (list, tuple)):
             return tuple(self._argument(x) for x in item)
         if item is None or isinstance(item, (bool, int, float, str)):
-            return _one_nan(item)
+            return one_nan(item)
         return _text(item)
 
 
@@ -472,11 +472,6 @@ def _text(item: Any) -> str:
     if isinstance(item, torch.UntypedStorage):  # its text has its bytes
         return f"UntypedStorage:{item.nbytes()}"
     return f"{type(item).__name__}:{item}"
-
-
-def _one_nan(item: Argument) -> Argument:
-    """A NaN as always the same object, so that containers of it are equal."""
-    return math.nan if isinstance(item, float) and math.isnan(item) else item
 
 
 def _is_called(node: fx.Node) -> bool:

@@ -27,9 +27,9 @@ from rooftrace.tracer.phases.tracing import ModuleSource, traced
 # Traces kept on disk, by their inputs: the source's files, its sizes, the versions.
 #
 # They lie in ROOFTRACE_CACHE, by default `rooftrace` in the user's folder for caches; "off" keeps
-# none.  With them lie parts of incomplete sweeps.  Nothing is read from, or written
-# to, a folder in which another user can write.  A trace of code is used again only while all files
-# that it came from are as they were.
+# none.  With them lie parts of incomplete sweeps, and plans of forms.  Nothing is read from, or
+# written to, a folder in which another user can write.  A trace of code is used again only while
+# all files that it came from are as they were.
 
 VARIABLE = "ROOFTRACE_CACHE"
 _MOST = 2 << 30
@@ -96,6 +96,15 @@ class TraceCache:
             files = {**made.files, str(file): _digest(str(file))}  # of this trace, not another's
             put_bytes(file.with_suffix(".files"), json.dumps(files).encode())
             self._shrink()
+
+    def derived(self, *key: bytes) -> Path | None:
+        """The file of what follows from these bytes and the environment; None keeps nothing."""
+        folder = self.private()
+        if folder is None:
+            return None
+        text = b"\0".join((json.dumps(_environment()).encode(), *key))
+        file = folder / f"{hashlib.sha256(text).hexdigest()[:40]}.json"
+        return None if file.is_symlink() else file
 
     def _place(self, job: Job) -> Path | None:
         """The file of a job; None for one that is not kept."""
@@ -187,7 +196,7 @@ def _environment() -> list[Any]:
     )
     package = Path(__file__).resolve().parents[2]
     files = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted((*package.rglob("*.py"), *package.rglob("*.toml"))):
         files.update(path.read_bytes())
     return [sys.version, packages, files.hexdigest()]
 

@@ -375,13 +375,6 @@ def _delta_rule_into(
     return out, into.copy_(last)
 
 
-def _delta_rule_into_meta(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor | None, beta: Tensor | None,
-    bonus: Tensor | None, state: Tensor | None, into: Tensor, *rest: float | bool | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return value.new_empty(value.shape), into
-
-
 def _block_attention(
     query: Tensor, key: Tensor, value: Tensor, rate: Tensor, query_decay: Tensor,
     key_decay: Tensor, pair_decay: Tensor, state: Tensor | None, scale: float, keep: bool,
@@ -435,7 +428,7 @@ for _name in ("delta_rule", "linear_attention"):
     )
     define(
         f"{_name}_({_STATE_OPERANDS}, Tensor(a!) into, {_SETTINGS}) -> (Tensor, Tensor(a!))",
-        Meta=_delta_rule_into_meta,
+        Meta=lambda *operands: (operands[2].new_empty(operands[2].shape), operands[7]),
         CPU=_delta_rule_into,
     )
 define(

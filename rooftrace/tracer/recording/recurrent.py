@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -220,46 +221,29 @@ def _run(input: Tensor, hx: Any, params: Sequence[Tensor], options: _Options) ->
     return outputs if options.mode == "lstm" else outputs[:2]
 
 
-def entry(mode: str) -> Callable[..., Any]:
+def entry(
+    mode: str,
+    input: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+    sizes: list[int] | None = None,
+) -> Any:
     """The replacement for `aten.lstm.input` and its like on meta while `kept_whole` is on."""
-
-    def call(
-        input: Tensor,
-        hx: Any,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-        batch_first: bool,
-    ) -> Any:
-        options = _Options(mode, has_biases, num_layers, bidirectional, batch_first)
-        return _run(input, hx, params, options)
-
-    return call
+    options = _Options(mode, has_biases, num_layers, bidirectional, batch_first, sizes)
+    return _run(input, hx, params, options)
 
 
-def packed_entry(mode: str) -> Callable[..., Any]:
+def packed_entry(mode: str, data: Tensor, batch_sizes: Tensor, *rest: Any) -> Any:
     """The entry for sequences of unequal length: the rows of all time steps, and how many each
     step has."""
-
-    def call(
-        data: Tensor,
-        batch_sizes: Tensor,
-        hx: Any,
-        params: Sequence[Tensor],
-        has_biases: bool,
-        num_layers: int,
-        dropout: float,
-        train: bool,
-        bidirectional: bool,
-    ) -> Any:
-        sizes = batch_sizes.tolist()
-        options = _Options(mode, has_biases, num_layers, bidirectional, False, sizes)
-        return _run(data, hx, params, options)
-
-    return call
+    whole: tuple[Any, ...] = (*rest, False, batch_sizes.tolist())
+    return entry(mode, data, *whole)
 
 
 # -- rms norm --------------------------------------------------------------------------------------
@@ -489,8 +473,8 @@ _ENTRIES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "dropout": _dropout,
     **({"rms_norm": rms_norm} if RMS_NORM_IS_ONE_KERNEL else {}),
-    **{f"{mode}.input": entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{f"{mode}.data": packed_entry(mode) for mode in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{f"{mode}.input": partial(entry, mode) for mode in _CUDNN_MODES},
+    **{f"{mode}.data": partial(packed_entry, mode) for mode in _CUDNN_MODES},
 }
 
 

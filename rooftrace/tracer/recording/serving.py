@@ -134,12 +134,6 @@ def empty_result(query: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return out, query.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
-def _packed_meta(
-    query: Tensor, key: Tensor, value: Tensor, *lengths: object
-) -> tuple[Tensor, Tensor]:
-    return empty_result(query, value.shape[-1])
-
-
 def packed_attention(
     query: Tensor,
     key: Tensor,
@@ -181,7 +175,7 @@ def _each(
 _LENGTHS = "int[] cached, int[] new, int window, float scale"
 define(
     f"packed_attention(Tensor query, Tensor key, Tensor value, {_LENGTHS}) -> (Tensor, Tensor)",
-    Meta=_packed_meta,
+    Meta=lambda query, key, value, *lengths: empty_result(query, value.shape[-1]),
     CPU=packed_attention,
 )
 
@@ -261,13 +255,6 @@ def _product(
     return out
 
 
-def _product_meta(
-    rows: Tensor, mat2: Tensor, order: Tensor, offs: Tensor, bias: Tensor | None,
-    scores: Tensor | None, share: int,
-) -> Tensor:  # fmt: skip
-    return rows.new_empty((len(order), mat2.shape[2]))
-
-
 def _combine(rows: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     return rows.view(-1, k, rows.shape[1]).to(dtype).sum(1)
 
@@ -283,7 +270,7 @@ define(
 define(
     "expert_mm(Tensor rows, Tensor mat2, Tensor order, Tensor offs, Tensor? bias, Tensor? scores, "
     "int share) -> Tensor",
-    Meta=_product_meta,
+    Meta=lambda rows, mat2, order, *rest: rows.new_empty((len(order), mat2.shape[2])),
     CPU=_product,
 )
 define("combine_experts(Tensor rows, int k, ScalarType dtype) -> Tensor", CPU=_combine)

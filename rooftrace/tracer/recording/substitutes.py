@@ -384,11 +384,7 @@ def _per_channel(x: Tensor) -> Tensor:
     return x.new_empty((x.shape[1],), dtype=dtype)
 
 
-def _stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _per_channel(x), _per_channel(x)
-
-
-def _of_all(x: Tensor, mean: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+def _stats(x: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
     return _per_channel(x), _per_channel(x)
 
 
@@ -411,8 +407,8 @@ def _reduced(
 
 _SHAPES: Mapping[str, Callable[..., Any]] = {
     "aten.batch_norm_stats": _stats,
-    "aten.batch_norm_gather_stats": _of_all,
-    "aten.batch_norm_gather_stats_with_counts": _of_all,
+    "aten.batch_norm_gather_stats": _stats,
+    "aten.batch_norm_gather_stats_with_counts": _stats,
     "aten.batch_norm_elemt": lambda x, *others, **more: torch.empty_like(x),
     "aten.batch_norm_backward_reduce": _reduced,
     "aten.batch_norm_backward_elemt": lambda grad, x, *others, **more: torch.empty_like(x),

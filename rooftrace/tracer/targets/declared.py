@@ -244,16 +244,10 @@ def _mxfp4(settings: Fields) -> Scheme:
     )
 
 
-def _in_one(
-    kind: str, bits: int, group: int, head: bool = False, scale: int = 16, computes: str = ""
-) -> Method:
+def _in_one(kind: str, bits: int, group: int, computes: str = "") -> Method:
     """The method of one format for every linear layer but those that are named."""
-
-    def method(settings: Fields) -> Scheme:
-        form = weight_format(kind, bits, group, scale=scale, computes=computes)
-        return Scheme("", form, settings.skipped(*SKIPPED), head=head)
-
-    return method
+    form = weight_format(kind, bits, group, computes=computes)
+    return lambda settings: Scheme("", form, settings.skipped(*SKIPPED), head=False)
 
 
 def _quanto(settings: Fields) -> Scheme:

@@ -1,4 +1,4 @@
-"""Steps of ONNX: on tensors by calls of torch, on constants in numpy."""
+"""Steps of ONNX: on tensors by calls of torch, on constants by onnx's reference."""
 
 from __future__ import annotations
 
@@ -473,17 +473,43 @@ def _floats(*items: Any) -> bool:
     )
 
 
-# -- Steps of ONNX on constants, in numpy: they compute the sizes of later steps -------------------
+# -- Steps of ONNX on constants: they compute the sizes of later steps -----------------------------
 
 _FARTHEST = 1 << 30
 """An end of a slice further before the start than this stands for the start."""
 _MOST = 1 << 16
 """Numbers that a result may have; a larger one is made as a tensor."""
+NUMBER_OPS = frozenset({
+    "Shape", "Size", "Gather", "Concat", "Unsqueeze", "Squeeze", "Slice", "Cast", "Reshape",
+    "Expand", "ConstantOfShape", "Range", "Identity", "Trilu", "Transpose", "ReduceProd", "Div",
+    "Add", "Sub", "Mul", "Mod", "Pow", "Neg", "Sqrt", "Reciprocal", "Floor", "Ceil", "Equal",
+    "Greater", "Less", "Not", "And", "Or", "Where", "Min", "Max",
+})  # fmt: skip
 
 
-def _shape(attributes: Attributes, item: Any) -> Any:
-    sizes = tuple(item.shape)[attributes.get("start", 0) : attributes.get("end")]
-    return numpy.asarray([int(size) for size in sizes], numpy.int64)
+def on_numbers(op: str, opset: int, attributes: Attributes, inputs: Sequence[Any]) -> Any:
+    """The result of a step on constants, as onnx's own reference computes it; None for too many
+    numbers.  Of a tensor only the sizes are read."""
+    from onnx import numpy_helper
+    from onnx.reference.ops import load_op
+
+    if op == "Range":
+        first, last, by = (numpy.asarray(number).reshape(-1)[0] for number in inputs)
+        if abs((last - first) / by) > _MOST:
+            return None
+    elif op in ("Expand", "ConstantOfShape"):
+        own = numpy.shape(inputs[0]) if op == "Expand" else ()
+        if math.prod(numpy.broadcast_shapes(own, tuple(map(int, inputs[-1])))) > _MOST:
+            return None
+    said = {
+        name: numpy_helper.from_array(item.values) if hasattr(item, "values") else item
+        for name, item in attributes.items()
+    }
+    arrays = [
+        numpy.broadcast_to(False, tuple(item.shape)) if isinstance(item, Tensor) else item
+        for item in inputs
+    ]
+    return load_op("", op, opset).eval(*arrays, **said)
 
 
 def slices(
@@ -502,82 +528,8 @@ def slices(
     return tuple(cut)
 
 
-def _filled_numbers(attributes: Attributes, shape: Any) -> Any:
-    sizes = tuple(int(size) for size in shape)
-    if math.prod(sizes) > _MOST:
-        return None
-    return numpy.full(sizes, *fill(attributes))
-
-
 def fill(attributes: Attributes) -> tuple[Any, Any]:
     """The value of a ConstantOfShape, and its dtype in numpy."""
     value = attributes.get("value")
     array = None if value is None else value.values
     return (0.0, numpy.float32) if array is None else (array.reshape(-1)[0], array.dtype)
-
-
-def _range(attributes: Attributes, start: Any, end: Any, step: Any) -> Any:
-    first, last, by = (numpy.asarray(n).reshape(-1)[0] for n in (start, end, step))
-    return None if abs((last - first) / by) > _MOST else numpy.arange(first, last, by)
-
-
-def _expand_numbers(attributes: Attributes, item: Any, shape: Any) -> Any:
-    sizes = numpy.broadcast_shapes(item.shape, tuple(int(size) for size in shape))
-    return None if math.prod(sizes) > _MOST else numpy.broadcast_to(item, sizes)
-
-
-def _cast_numbers(attributes: Attributes, item: Any) -> Any:
-    from onnx import helper
-
-    return item.astype(helper.tensor_dtype_to_np_dtype(attributes["to"]))
-
-
-def _divide(attributes: Attributes, a: Any, b: Any) -> Any:
-    integral = numpy.asarray(a).dtype.kind in "iu"
-    return numpy.floor_divide(a, b) if integral else numpy.divide(a, b)
-
-
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda attributes, *items: function(*items)
-
-
-NUMBER_OPS: Mapping[str, Callable[..., Any]] = {
-    "Shape": _shape,
-    "Size": lambda attributes, item: numpy.asarray(math.prod(item.shape), numpy.int64),
-    "Gather": lambda a, item, index: numpy.take(item, index, axis=a.get("axis", 0)),
-    "Concat": lambda a, *items: numpy.concatenate(
-        [numpy.atleast_1d(item) for item in items], axis=a["axis"]
-    ),
-    "Unsqueeze": lambda a, x, axes=None: numpy.expand_dims(x, tuple(_axes(a, axes))),
-    "Squeeze": lambda a, x, axes=None: numpy.squeeze(x, tuple(_axes(a, axes)) or None),
-    "Slice": lambda a, item, *said: item[slices(a, item.ndim, *said)],
-    "Cast": _cast_numbers,
-    "Reshape": lambda a, item, shape: item.reshape([int(size) for size in shape]),
-    "Expand": _expand_numbers,
-    "ConstantOfShape": _filled_numbers,
-    "Range": _range,
-    "Identity": _plain(lambda item: item),
-    "Trilu": lambda a, item, k=0: (numpy.triu if a.get("upper", 1) else numpy.tril)(item, int(k)),
-    "Transpose": lambda a, item: numpy.transpose(item, a.get("perm")),
-    "ReduceProd": lambda a, item, axes=None: numpy.prod(item, keepdims=bool(a.get("keepdims", 1))),
-    "Div": _divide,
-    "Add": _plain(numpy.add),
-    "Sub": _plain(numpy.subtract),
-    "Mul": _plain(numpy.multiply),
-    "Mod": _plain(numpy.mod),
-    "Pow": _plain(numpy.power),
-    "Neg": _plain(numpy.negative),
-    "Sqrt": _plain(numpy.sqrt),
-    "Reciprocal": _plain(numpy.reciprocal),
-    "Floor": _plain(numpy.floor),
-    "Ceil": _plain(numpy.ceil),
-    "Equal": _plain(numpy.equal),
-    "Greater": _plain(numpy.greater),
-    "Less": _plain(numpy.less),
-    "Not": _plain(numpy.logical_not),
-    "And": _plain(numpy.logical_and),
-    "Or": _plain(numpy.logical_or),
-    "Where": _plain(numpy.where),
-    "Min": _plain(numpy.minimum),
-    "Max": _plain(numpy.maximum),
-}

@@ -396,14 +396,15 @@ class OnnxModule(nn.Module):
         return name
 
     def _constant(self, step: OnnxStep) -> None:
-        (value,) = step.attributes.values()
+        ((name, value),) = step.attributes.items()
         if isinstance(value, Initializer):
             if value.values is None:
                 held = self._hold(f"constant_{len(self.weights)}", value)
                 self.weights[step.outputs[0]] = held
                 return
             value = value.values
-        self.constants[step.outputs[0]] = numpy.asarray(value)
+        kind = numpy.float32 if name.startswith("value_float") else None
+        self.constants[step.outputs[0]] = numpy.asarray(value, kind)
 
     def forward(self, *args: Any) -> Any:
         """The outputs of the graph; one alone is no tuple."""
@@ -426,7 +427,7 @@ class OnnxModule(nn.Module):
         attributes = {"outputs": len(step.outputs), "opset": self.opset, **step.attributes}
         tensors = any(isinstance(item, Tensor) for item in inputs)
         if step.op in onnxops.NUMBER_OPS and (not tensors or step.op in ("Shape", "Size")):
-            small = onnxops.NUMBER_OPS[step.op](attributes, *inputs)
+            small = onnxops.on_numbers(step.op, self.opset, step.attributes, inputs)
             if small is not None:
                 return small
         if not tensors and step.op not in ("ConstantOfShape", "Range"):

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 from rooftrace.errors import RequestError, TargetError, hint
+from rooftrace.hardware.units import plural
 from rooftrace.tracer import Request, names, users_traceback
 from rooftrace.tracer.inputs import Inputs, Loaded, call_inputs, module_inputs
 from rooftrace.tracer.recording import Recorder, followed, overrides
@@ -115,7 +117,13 @@ def _code_of(target: str, request: Request, real: bool) -> _TargetModule:
         function = _attribute(source, attribute, target)
         settings = _settings(function, target, request)
         module, inputs = _module_and_inputs(function, target, settings, real)
-        made = partial(module_inputs, module, request, inputs, target, attribute)
+        shared = request.mesh and "mesh" not in settings
+        said = (("plan", _share(module, target)),) if shared else ()
+
+        def made() -> Inputs:
+            guessed = module_inputs(module, request, inputs, target, attribute)
+            return replace(guessed, assumptions=(*guessed.assumptions, *said))
+
         return _TargetModule(module, attribute if where.endswith(".py") else target, made)
     raise TargetError(
         f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
@@ -144,12 +152,32 @@ def _settings(function: Any, target: str, request: Request) -> Mapping[str, Any]
     from rooftrace.tracer.sharding import fsdp
 
     takes = inspect.signature(function).parameters if callable(function) else {}
-    if isinstance(function, nn.Module) or "mesh" not in takes:
+    is_module = isinstance(function, nn.Module)
+    if not is_module and "mesh" not in takes and request.mesh.keys() == {"dp"}:
+        return request.settings
+    if is_module or "mesh" not in takes:
         raise RequestError(
             f"--mesh {fsdp.shown(request.mesh)}: {target} takes no `mesh`; name a function "
             "build(mesh) that shards the module which it returns"
         )
     return {**request.settings, "mesh": fsdp.devices()}
+
+
+def _share(module: nn.Module, target: str) -> str:
+    """Let replicas share a module that its code does not shard; a sentence on it."""
+    from torch.distributed.fsdp import fully_shard
+
+    from rooftrace.tracer.sharding import fsdp
+
+    items = [name for name, _ in module.named_modules() if name.rpartition(".")[2].isdigit()]
+    outermost = [n for n in items if not any(part.isdigit() for part in n.split(".")[:-1])]
+    try:
+        for name in (*outermost, ""):
+            fully_shard(module.get_submodule(name), mesh=fsdp.devices())
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise failed(f"sharing the weights ({name or 'the root'})", target, error) from error
+    parts = f"{plural(len(outermost), 'item')} of lists of modules, and the rest" * bool(outermost)
+    return f"its code shards nothing: fully_shard (FSDP2) on {parts or 'the whole'}"
 
 
 def _attribute(source: ModuleType, attribute: str, target: str) -> Any:

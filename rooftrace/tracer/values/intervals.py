@@ -70,14 +70,6 @@ def _add(a: Bounds, b: Bounds) -> Bounds:
     return _hull(a[0] + b[0], a[1] + b[1])
 
 
-def _sub(a: Bounds, b: Bounds) -> Bounds:
-    return _hull(a[0] - b[1], a[1] - b[0])
-
-
-def _mul(a: Bounds, b: Bounds) -> Bounds:
-    return _hull(*(x * y for x in a for y in b))
-
-
 def _quotient(a: Bounds, b: Bounds) -> Bounds:
     """a / b; anything where b may be 0 and is uncertain."""
     low, high = _hull(*(x / y for x in a for y in b))
@@ -162,14 +154,6 @@ def _and(a: Bounds, b: Bounds) -> Bounds:
     return torch.minimum(low, other_low), torch.minimum(high, other_high)
 
 
-def _or(a: Bounds, b: Bounds) -> Bounds:
-    return _not(_and(_not(a), _not(b)))
-
-
-def _xor(a: Bounds, b: Bounds) -> Bounds:
-    return _not(_equal(_truth(a), _truth(b)))
-
-
 def _where(condition: Bounds, a: Bounds, b: Bounds) -> Bounds:
     low, high = _truth(condition)
     first, second = low > 0, high == 0
@@ -188,8 +172,8 @@ _TRUTHS: dict[str, Interval] = {
     "ne": lambda a, b: _not(_equal(a, b)),
     "logical_not": _not,
     "logical_and": _and,
-    "logical_or": _or,
-    "logical_xor": _xor,
+    "logical_or": lambda a, b: _not(_and(_not(a), _not(b))),
+    "logical_xor": lambda a, b: _not(_equal(_truth(a), _truth(b))),
 }
 
 OPS: dict[str, Interval] = {
@@ -198,8 +182,8 @@ OPS: dict[str, Interval] = {
     "to": lambda a: a,
     "trunc": _rising(torch.trunc),
     "add": _add,
-    "sub": _sub,
-    "mul": _mul,
+    "sub": lambda a, b: _hull(a[0] - b[1], a[1] - b[0]),
+    "mul": lambda a, b: _hull(*(x * y for x in a for y in b)),
     "div": _quotient,
     "floor_divide": _floored,
     "remainder": _remainder,

@@ -20,7 +20,7 @@ function Fact({ name, value, about }: { name: string; value: string; about?: str
       <dt>{name}</dt>
       <dd>
         {value}
-        {about ? <small>{about}</small> : null}
+        {about ? <small>{about.replace(/(\d) (?=[%a-z])/gi, "$1\u00a0")}</small> : null}
       </dd>
     </div>
   );
@@ -42,11 +42,11 @@ function Bar({ legend, kind, parts }: { legend: string; kind: string; parts: [st
       <p class="key">
         {told.map(([name, part], i) => (
           <span>
-            {i ? ", " : ""}
             <i class={`swatch ${kind}-${name}`} /> {limitWords(name)} {share(part)}
+            {i < told.length - 1 || rest > 0 ? ", " : ""}
           </span>
         ))}
-        {rest > 0 ? `, other ${share(rest)}` : ""}
+        {rest > 0 ? <span>other {share(rest)}</span> : null}
       </p>
     </>
   );
