@@ -179,14 +179,14 @@ class Moe(nn.Module):
         got = Exchange.apply(sent, self.groups.ep)
         count = len(self.up)
         rows = len(got) // count
-        sorted_rows = got.index_select(0, chosen.flatten()[: rows * count])
+        sorted_rows = Sorted.apply(got, chosen.flatten()[: rows * count])
         scale = shares.to(x.dtype).flatten()[: rows * count].view(count, rows, 1)
         made = Gated.apply(Experts.apply(sorted_rows.unflatten(0, (count, rows)), self.up), scale)
         made = Experts.apply(made, self.down).flatten(0, 1)
         if rows * count < len(got):  # rows that do not divide: none of them is lost
             made = F.pad(made, (0, 0, 0, len(got) - rows * count))
-        back = Exchange.apply(made.index_select(0, chosen.flatten()), self.groups.ep)
-        mixed = back.unflatten(0, (-1, self.sizes.chosen)).sum(1)
+        back = Exchange.apply(Sorted.apply(made, chosen.flatten()), self.groups.ep)
+        mixed = added(back, self.sizes.chosen)
         return mixed if self.beside is None else mixed + self.beside(x)
 
 
@@ -203,6 +203,12 @@ class Exchange(torch.autograd.Function):
         return exchange(grads[0], ctx.group), None
 
 
+@torch.compile
+def added(x: Tensor, chosen: int) -> Tensor:
+    """The sum of what so many experts make of each token, in one kernel (`moe_unpermute` of TE)."""
+    return x.unflatten(0, (-1, chosen)).sum(1)
+
+
 class Permute(torch.autograd.Function):
     """A row for each expert of each token, in the order of the experts."""
 
@@ -213,7 +219,20 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0].unflatten(0, (-1, ctx.chosen)).sum(1), None, None
+        return added(grads[0], ctx.chosen), None, None
+
+
+class Sorted(torch.autograd.Function):
+    """Rows in another order; their gradients come back in the former one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.order = order.new_empty(len(x))
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].index_select(0, ctx.order), None
 
 
 class Layer(nn.Module):

@@ -164,6 +164,7 @@ class Rotary(torch.autograd.Function):
         return Rotary.turned(x, cos, sin)
 
     @staticmethod
+    @torch.compile
     def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
@@ -174,6 +175,23 @@ class Rotary(torch.autograd.Function):
         return Rotary.turned(grads[0], cos, -sin), None, None
 
 
+@torch.compile
+def gated(x: Tensor, shares: Tensor | None) -> Tensor:
+    """silu(a) b of halves a, b, times the shares of experts."""
+    a, b = x.chunk(2, -1)
+    made = F.silu(a) * b
+    return made if shares is None else made * shares
+
+
+@torch.compile
+def gated_back(x: Tensor, shares: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The gradients of `gated`."""
+    a, b = x.chunk(2, -1)
+    s, inner = torch.sigmoid(a), grad if shares is None else grad * shares
+    dx = torch.cat((inner * b * s * (1 + a * (1 - s)), inner * a * s), -1)
+    return dx, None if shares is None else (grad * a * s * b).sum(-1, keepdim=True)
+
+
 class Gated(torch.autograd.Function):
     """silu(a) b of halves a, b; only the halves are kept.  Shares [rows, 1] of experts scale it
     (`weighted_bias_swiglu_impl`)."""
@@ -181,17 +199,11 @@ class Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shares: Tensor | None = None) -> Tensor:
         ctx.save_for_backward(x, shares)
-        a, b = x.chunk(2, -1)
-        made = F.silu(a) * b
-        return made if shares is None else made * shares
+        return gated(x, shares)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, shares = ctx.saved_tensors
-        a, b = x.chunk(2, -1)
-        s, grad = torch.sigmoid(a), grads[0] if shares is None else grads[0] * shares
-        dx = torch.cat((grad * b * s * (1 + a * (1 - s)), grad * a * s), -1)
-        return dx, None if shares is None else (grads[0] * a * s * b).sum(-1, keepdim=True)
+        return gated_back(*ctx.saved_tensors, grads[0])
 
 
 class Turned(torch.autograd.Function):
@@ -223,13 +235,25 @@ class Turned(torch.autograd.Function):
         return Turned.exchanged(grads[0], ctx.group, not ctx.back), None, None
 
 
+@torch.compile
+def shares_of(logits: Tensor, high: Tensor, total: Tensor, scale: Tensor) -> Tensor:
+    """The gradient of a loss by its logits, of their highest one and the sum of exponentials."""
+    return ((logits.float() - high[:, None]).exp() / total[:, None] * scale).to(logits.dtype)
+
+
+@torch.compile
+def exponentials(logits: Tensor, high: Tensor) -> Tensor:
+    """The sum of the exponentials of each row."""
+    return (logits.float() - high[:, None]).exp().sum(-1)
+
+
 class CrossEntropy(torch.autograd.Function):
     """The loss of logits [rows, words / tp] in one pass; its gradient takes the place of these."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Any) -> Tensor:
         high = added_up(logits.float().amax(-1), group, "max")
-        total = added_up((logits.float() - high[:, None]).exp().sum(-1), group)
+        total = added_up(exponentials(logits, high), group)
         ctx.save_for_backward(logits, high, total, labels)
         told = added_up(logits.gather(1, labels[:, None])[:, 0].float(), group)
         return (total.log() + high - told).mean()
@@ -237,5 +261,4 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         logits, high, total, _ = ctx.saved_tensors
-        share = (logits.float() - high[:, None]).exp() / total[:, None] * grads[0]
-        return logits.detach().copy_(share), None, None
+        return logits.detach().copy_(shares_of(logits, high, total, grads[0])), None, None

@@ -4,9 +4,10 @@ FOLDER/simumax_b200.csv: model, layers, tp, pp, ep, cp, seq (4096 where it is em
 micro_batches, real_ms, real_alloc_gib.  Each microbatch has one sequence.
 
 Nothing was fitted to these rows: collectives are those of dgx-b200, kernels have the typical
-constants of the chip.  Megatron-LM hands its kernels to the device one by one, so the time is that
-of an eager step.  Its own kernels turn heads, gate, take the loss and update weights in one pass
-each, as a compiled step does: from that are what a process keeps, its peak, and the update.
+constants of the chip.  Megatron-LM hands its kernels to the device one by one; its own turn heads,
+gate, sum what experts made and take the loss (`_cef`: fused) in one pass each, as compiled code
+does (`torch.compile` of megatron_ops.py).  What a process keeps, its peak, and the update are those
+of a compiled step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def stage_cost(row: dict[str, str], number: int) -> tuple[StageCost, int]:
             angles = torch.zeros(rows, 1, inner, dtype=torch.bfloat16)
         graph = rt.trace(microbatch, stage, ids if first else hidden, ids, angles, angles)
         work, kept = (
-            rt.estimate(graph, execution=name, system=SYSTEM) for name in ("eager", "compiled")
+            rt.estimate(graph, execution=name, system=SYSTEM) for name in ("mixed", "compiled")
         )
         parts = Update(
             stage,
