@@ -501,11 +501,11 @@ def call_inputs(
 def _bags(module: nn.Module, tensors: Sequence[Tensor]) -> int | None:
     """How many bags a module with an EmbeddingBag takes as one row of indices, and then offsets;
     None where it takes no such."""
-    parts = [part for part in module.modules() if isinstance(part, nn.EmbeddingBag)]
     rows = [t for t in tensors if t.dim() == 1 and not t.dtype.is_floating_point]
-    if not parts or len(rows) < 2 or rows[0] is not tensors[0]:
+    if len(rows) < 2 or rows[0] is not tensors[0]:
         return None
-    return len(rows[1]) - parts[0].include_last_offset
+    parts = [part for part in module.modules() if isinstance(part, nn.EmbeddingBag)]
+    return len(rows[1]) - parts[0].include_last_offset if parts else None
 
 
 def _prompt(named: Mapping[str, Any], tensors: list[Tensor]) -> str | None:
