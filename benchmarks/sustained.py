@@ -1,11 +1,13 @@
 """What a GPU sustains of its products: the same ones for a quarter of a minute, with its power.
 
-    python benchmarks/sustained.py sustained.jsonl
+    python benchmarks/sustained.py sustained.jsonl [mixed]
 
 Products are 8192 x 8192 x 8192 on normally distributed numbers; then come the layers of
 manychips/layers.py.  The first line of the file is the machine.  Each other has a name and, for
 every two seconds, seconds since the start, milliseconds of a step, TFLOP/s, and what nvidia-smi
-says: watts, MHz, degrees and the limit in watts.
+says: watts, MHz, degrees and the limit in watts.  With `mixed` it has products in turns with
+additions of 2 GiB instead, so many milliseconds of these for each of products: the TFLOP/s of the
+products alone.
 """
 
 from __future__ import annotations
@@ -58,8 +60,45 @@ def sustained(name: str, step: Callable[[], Any], flop: float) -> dict[str, Any]
     return {"name": name, "rows": rows}
 
 
-def main(path: Path) -> None:
+def mixed(kind: str, products: int, additions: int) -> dict[str, Any]:
+    """So many products in turns with so many additions: the rate of the former."""
+    call, x = product(kind), torch.randn(2**29, device="cuda")
+    asked = ["nvidia-smi", "--query-gpu=power.draw,clocks.sm", "--format=csv,noheader,nounits"]
+    rows, began = [], time.perf_counter()
+    told: subprocess.Popen[str] | None = None
+    while time.perf_counter() - began < 5.0:
+        if told is None and time.perf_counter() - began > 3.0:
+            told = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        events[0].record()
+        for _ in range(products):
+            call()
+        events[1].record()
+        for _ in range(additions):
+            x.add_(1.0)
+        events[2].record()
+        torch.cuda.synchronize()
+        rows.append((events[0].elapsed_time(events[1]), events[1].elapsed_time(events[2])))
+    late = rows[len(rows) // 2 :]
+    first, second = (sum(row[i] for row in late) / len(late) for i in (0, 1))
+    rate = products * 2.0 * SIZE**3 / first / 1e9
+    said = "" if told is None else told.communicate()[0].strip()
+    return {
+        "name": f"mm {kind}", "products ms": round(first, 3), "additions ms": round(second, 3),
+        "tflops": round(rate, 1), "power": said,
+    }  # fmt: skip
+
+
+def main(path: Path, *, turns: bool = False) -> None:
     """Write a line for each."""
+    if turns:
+        pairs = (
+            (16, 0), (16, 4), (16, 8), (12, 8), (8, 8), (8, 12), (8, 16), (4, 16), (64, 64)
+        )  # fmt: skip
+        rows = [machine(), *(mixed("bf16", *pair) for pair in pairs)]
+        rows += [mixed("fp8", *pair) for pair in ((32, 0), (32, 8), (16, 8))]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return
     lines = [machine()]
     for kind in ("bf16", "fp8"):
         call = product(kind)
@@ -79,4 +118,4 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), turns="mixed" in sys.argv[2:])
