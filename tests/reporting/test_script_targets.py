@@ -98,6 +98,20 @@ def test_a_report_has_the_steady_step(folder: Path, capsys: pytest.CaptureFixtur
     assert not (folder / "left.pt").exists()
 
 
+def test_a_script_is_priced_on_the_device_that_it_sees() -> None:
+    """Where the call names none; a system brings its chip."""
+    names = [
+        rt.estimate(target, phase="training", **named).chip.name
+        for target, named in (
+            ("run:--chip l4 train.py 64", {}),
+            ("run:--system dgx-a100 train.py 64", {}),
+            ("run:--chip l4 train.py 64", {"chip": "t4"}),
+            ("train.py 64", {}),
+        )
+    ]
+    assert names == ["l4", "a100-sxm-80", "t4", "h200-sxm"]
+
+
 def test_two_settings_of_a_script_differ_by_what_they_cost() -> None:
     diff: Any = rt.diff("train.py 64", "train.py 128")
     (training,) = diff.phases

@@ -38,6 +38,7 @@ from rooftrace.reporting.commands.pricing import (
     PricingOptions,
     Workload,
 )
+from rooftrace.tracer.names import ScriptCommand, is_script
 
 if TYPE_CHECKING:
     pass
@@ -188,9 +189,13 @@ def conditions_of(
 ) -> tuple[tuple[ExecutionModel, ...], tuple[Chip, ...]]:
     """The executions and chips that a call of `function` is priced with.
 
-    Raises RequestError for several where it takes one.
+    A script has the device that it sees, where the call names none.  Raises RequestError for
+    several where it takes one.
     """
     call = CALLS[function.__name__]
+    scripts = [ScriptCommand.of(s) for s in sources if isinstance(s, str) and is_script(s)]
+    if pricing.chip is None and pricing.system is None and scripts:
+        pricing = replace(pricing, chip=scripts[0].chip, system=scripts[0].system)
     models = pricing.executions(*_usual(call, sources, phase) if pricing.execution is None else ())
     chips = pricing.chips(models)
     for name, values in (("execution", models), ("chip", chips)):
