@@ -104,7 +104,7 @@ def a_pickle(file: Path, secret: Path, rng: random.Random) -> None:
 
 def another(file: Path, secret: Path, rng: random.Random) -> None:
     for suffix in (".json", ".files"):  # a trace that holds, of something else
-        source = rng.choice(sorted(file.parent.glob("*.json"))).with_suffix(suffix)
+        source = rng.choice(sorted(file.parent.glob(f"*{suffix}")))
         shutil.copyfile(source, secret.with_name("copy"))
         file.with_suffix(suffix).write_bytes(secret.with_name("copy").read_bytes())
     secret.with_name("copy").unlink()
@@ -116,8 +116,11 @@ def another_half(file: Path, secret: Path, rng: random.Random) -> None:
 
 
 def pairs_swapped(file: Path, secret: Path, rng: random.Random) -> None:
-    first, second = (p.with_suffix("") for p in rng.sample(sorted(file.parent.glob("*.json")), 2))
-    for suffix in (".json", ".files"):
+    traces = {p.with_suffix("") for p in file.parent.glob("*.files")}
+    plans = {p.with_suffix("") for p in file.parent.glob("*.json")} - traces
+    chosen = traces if file.with_suffix("") in traces or len(plans) < 2 else plans
+    first, second = rng.sample(sorted(chosen), 2)
+    for suffix in (".json", ".files") if chosen is traces else (".json",):
         aside = secret.with_name("aside")
         os.replace(first.with_suffix(suffix), aside)
         os.replace(second.with_suffix(suffix), first.with_suffix(suffix))

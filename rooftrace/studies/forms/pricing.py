@@ -106,8 +106,12 @@ class _Cell:
 
 
 class _Planned(msgspec.Struct, frozen=True):
-    """The numbers of the plan at some sizes, or else the comparisons that lead to it."""
+    """The numbers of the plan at some sizes, or else the comparisons that lead to it.
 
+    of: the name of the file that it belongs into.
+    """
+
+    of: str
     sizes: leaves.Numbers
     numbers: PlanNumbers | None = None
     guards: tuple[Guard, ...] | None = None
@@ -119,18 +123,23 @@ class _Kept:
     def __init__(self, file: Path | None) -> None:
         self.plans: dict[leaves.Numbers, PlanNumbers] = {}
         self.guards: dict[leaves.Numbers, tuple[Guard, ...] | None] = {}
-        self._file = file
+        if file is not None and file.exists() and not file.is_file():  # a folder, or a pipe
+            file = None
+        self._file, self.of = file, "" if file is None else file.stem
         if file is not None and file.exists():
             try:
                 with gzip.open(file) as lines:
                     for planned in map(msgspec.json.Decoder(_Planned).decode, lines):
+                        if planned.of != self.of:
+                            raise ValueError(planned.of)
                         self._take(planned)
             except (OSError, EOFError, zlib.error, ValueError):  # damaged: it is planned again
+                self.plans, self.guards = {}, {}
                 with suppress(OSError):
                     file.unlink()
 
     @staticmethod
-    def of(regime: Regime, conditions: Conditions) -> _Kept:
+    def by(regime: Regime, conditions: Conditions) -> _Kept:
         """Nothing is kept where rules or joins of others may change a plan."""
         if own_joins() or any(rule.is_own for rule in all_rules()):
             return _Kept(None)
@@ -164,7 +173,7 @@ class PlanForms:
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
         self._plans: dict[leaves.Numbers, Plan] = {}
         self._random = random.Random(repr((regime.low, regime.high)))
-        self._kept = _Kept.of(regime, conditions)
+        self._kept = _Kept.by(regime, conditions)
 
     def at(self, points: Points, once: bool = False) -> Iterator[tuple[PlanForm, Places]]:
         """The forms that hold at points of the regime, each with the indices of its points.
@@ -295,7 +304,7 @@ class PlanForms:
             kept = self._kept.plans.get(numbers)
             self._known[numbers] = kept or self.conditions.numbers(self.regime.form.at(numbers))
             if kept is None:
-                self._kept.add(_Planned(numbers, self._known[numbers]))
+                self._kept.add(_Planned(self._kept.of, numbers, self._known[numbers]))
         return self._known[numbers]
 
     def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
@@ -308,7 +317,7 @@ class PlanForms:
             here = self._numbers_at(numbers)
             alike = tracked.groups == here.groups and tracked.launches == here.launches
             guards = tuple(track.guards) if alike else None
-            self._kept.add(_Planned(numbers, guards=guards))
+            self._kept.add(_Planned(self._kept.of, numbers, guards=guards))
         self._numbers_at(numbers)
         return self._kept.guards[numbers]
 
