@@ -69,6 +69,7 @@ def one_process(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
         spread = model(ids, use_cache=False).logits
     error = (whole - spread).abs().max() / whole.abs().max()
     Path(folder, f"{rank}").write_text(f"{error:.3e}")
+    dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
 
@@ -99,6 +100,7 @@ def one_learner(rank: int, config: dict[str, Any], mesh: dict[str, int], folder:
     assert ("and sequences (" in said) is (config is not BERT)  # it adds inputs behind its sums
     error = (whole - learnt(model, ids)).abs().max()
     Path(folder, f"{rank}").write_text(f"{error:.3e}")
+    dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
 

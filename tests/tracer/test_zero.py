@@ -140,6 +140,7 @@ def started(rank: int, run: Any, config: dict[str, Any], mesh: Any, folder: str)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
     run(rank, config, mesh, folder)
+    dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
 
