@@ -355,8 +355,10 @@ def computes_experts(planned: Plan, kernel: int) -> bool:
 
 
 def runs_aside(planned: Plan, kernel: int) -> bool:
-    """Whether a kernel of a plan runs on another stream than the main one."""
-    return bool(planned.graph.ops[planned.groups[kernel].ops[0]].stream)
+    """Whether a kernel of a plan runs on another stream than the main one, or asynchronously."""
+    ops = [planned.graph.ops[number] for number in planned.groups[kernel].ops]
+    talks = any(op.collective is not None and not op.collective.waits for op in ops)
+    return talks or bool(ops[0].stream)
 
 
 # -- exchanges -------------------------------------------------------------------------------------
