@@ -59,7 +59,7 @@ def hint(name: str, names: Collection[str] | Mapping[str, str]) -> str:
 
 
 def one_of(name: object, names: Iterable[str], count: str = "one") -> str:
-    """The end of a message about a name that is none of `names`: "expected one of batch, seq; did you mean 'seq'?"."""
+    """The end of a message: "expected one of batch, seq; did you mean 'seq'?"."""
     every = tuple(names)
     return f"expected {count} of {', '.join(every)}{hint(str(name), every)}"
 
