@@ -385,3 +385,18 @@ def test_the_plan_of_transformers_leaves_attention_whole() -> None:
         said = huggingface.distribute(model, {"tp": 4}, trains=False, plan="transformers")
     assert model.model.layers[1].self_attn.o_proj.weight.shape == (64, 64)
     assert "as transformers shards" in said and "self_attn.o_proj.weight" in said
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, DEEPSEEK])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "ep": 2}])
+def test_the_count_of_parameters_is_that_of_the_whole_model(
+    config: dict[str, Any], mesh: dict[str, int], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    graph = trace_target(file, phases=["prefill"], mesh=mesh, seq=16)["prefill"]
+    whole = sum(weight.numel() for weight in model_of(config).parameters())
+    assert graph.model["params"] == whole
+    assert whole / 2 < graph.model["bytes_parameters"] / 2 < whole  # of the process, in bf16
+    shown = str(rt.report(graph, system="dgx-h100", execution="eager")).splitlines()[0]
+    assert " parameters (" in shown and shown.endswith("in each of 2 processes), bf16")
