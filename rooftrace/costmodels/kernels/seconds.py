@@ -35,6 +35,7 @@ from rooftrace.costmodels.kernels.knobs import (
     library_products,
 )
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Share
+from rooftrace.costmodels.kernels.places import TURNED
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware import Chip
@@ -177,7 +178,7 @@ class KernelTable:
     `experts.COLUMNS`:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
-      moved               bytes that are no weights, of kernels that may copy layouts
+      turned              values that convolutions may copy into another layout (see `Issued`)
       issue, wait         seconds in which SMs issue what is counted by instructions, and in which
                           threads wait for memory one trip after the other (see `Issued`)
       left                seconds in which the last blocks wait for the last cache
@@ -287,7 +288,11 @@ def _shared_seconds(
 
     sent = d["bytes"] - d["warm"] * (1 - 1 / knobs.cache)
     t_memory = sent / (bandwidth * memory)
-    apart = layout * d["moved"] / (bandwidth * memory) + d["left"]  # copies before and after
+    copies = d["turned"] * d["width_a"] / (bandwidth * memory)  # before and after
+    if chip.sm_count is not None and chip.clock is not None:
+        turns = d["turned"] * TURNED / (ISSUED * chip.sm_count.value * chip.clock.value)
+        copies = np.hypot(copies, turns)
+    apart = layout * copies + d["left"]
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
     issue = d["issue"] / max(1, knobs.compute)
@@ -464,7 +469,7 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "count": np.ones(len(kernels)),
         "bytes": kernels.bytes,
         "warm": kernels.warm,
-        "moved": kernels.moved,
+        "turned": kernels.turned,
         "issue": _issue_seconds(kernels, chip),
         "wait": _wait_seconds(kernels, chip),
         "left": kernels.after * (LEFT if chip.kind == "gpu" else 0.0),
