@@ -14,21 +14,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan
-from rooftrace.costmodels.kernels import Knobs, engines, group_class
+from rooftrace.costmodels.kernels import Knobs, engines
 from rooftrace.costmodels.kernels.intervals import WORKS, StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES
-from rooftrace.costmodels.kernels.seconds import (
-    clock_of,
-    peak_seconds,
-    rest_of,
-    seconds_by_knobs,
-)
+from rooftrace.costmodels.kernels.seconds import clock_of, peak_seconds, rest_of, seconds_by_knobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, plan_kernels
 from rooftrace.costmodels.ops import MATRIX, Work
 from rooftrace.costmodels.timing.queue import (
@@ -43,6 +38,7 @@ from rooftrace.costmodels.timing.queue import (
     leading_seconds,
     runs_aside,
     schedule,
+    spread_kind,
 )
 from rooftrace.costmodels.timing.streams import Walk, has_streams, wait_for_stragglers, walk
 from rooftrace.costmodels.timing.timings import (
@@ -54,6 +50,7 @@ from rooftrace.costmodels.timing.timings import (
     StepTimes,
     TimesOverPoints,
     Timing,
+    at_points,
 )
 from rooftrace.hardware import Chip, host_spread_of
 from rooftrace.hardware.precisions import compute_family
@@ -210,14 +207,6 @@ class StepAmounts:
         )
 
 
-def at_points(amount: Amount, at: Places | None, points: slice = slice(None)) -> Any:
-    """An amount over sizes at points, all or some of them; one number for all of them stays one."""
-    if np.size(amount) == 1:
-        return amount
-    amounts = np.asarray(amount)
-    return amounts[points] if at is None else amounts[at[points]]
-
-
 # -- seconds ---------------------------------------------------------------------------------------
 
 
@@ -237,29 +226,7 @@ def time_step(step: StepAmounts, chip: Chip) -> TimesOverPoints:
         return timed(step, chip, heads)[0]
     _, place = np.unique(np.stack(keys), axis=1, return_inverse=True)
     apart = [np.flatnonzero(np.ravel(place) == n) for n in range(int(place.max()) + 1)]
-    return _joined(heads, [(at, time_step(step.where(at), chip)) for at in apart])
-
-
-def _joined(heads: Headline, parts: Sequence[tuple[Places, TimesOverPoints]]) -> TimesOverPoints:
-    """The times of all points from those of some and of others."""
-    first = parts[0][1]
-
-    def over(arrays: Sequence[Array]) -> Array:
-        result = np.zeros(len(heads.place))
-        for (at, _), array in zip(parts, arrays, strict=True):
-            result[at] = array
-        return result
-
-    changes: dict[str, Any] = {
-        item.name: over([getattr(times, item.name) for _, times in parts])
-        for item in fields(TimesOverPoints)
-        if isinstance(getattr(first, item.name), np.ndarray)
-    }
-    changes["regime_seconds"] = {
-        name: over([times.regime_seconds[name] for _, times in parts]) for name in REGIMES
-    }
-    changes["cells"] = Cells.joined([(at, times.cells) for at, times in parts], len(heads.place))
-    return replace(first, heads=heads, **changes)
+    return TimesOverPoints.joined(heads, [(at, time_step(step.where(at), chip)) for at in apart])
 
 
 def _headline(step: StepAmounts, chip: Chip) -> Headline:
@@ -309,7 +276,9 @@ def timed(
     cell = StepCell.at(chip, step.phase, step.execution.fusion, step.execution.dispatch)
     times = times_of(step, (fast, real), exchanges, run, knobs, heads, cell, slower)
     host = host_time(step.launches, host_seconds(step.execution, chip), step.counts)
-    times = replace(times, t_host=times.t_host + host, host_spread=host_spread_of(chip), clock=clock)
+    times = replace(
+        times, t_host=times.t_host + host, host_spread=host_spread_of(chip), clock=clock
+    )
     return times, Detail(real.times(step.times), exchanges, run)
 
 
@@ -627,11 +596,3 @@ def step_of(planned: Plan, chip: Chip | None) -> StepAmounts:
         structure=(lambda: planned) if has_streams(planned) else None,
         phase=planned.graph.phase,
     )
-
-
-def spread_kind(planned: Plan, kernel: int, kind: str) -> str:
-    """The class whose spread holds for a kernel of this class: that without a compiler's layout."""
-    if not planned.lays_out(kernel):
-        return kind
-    ops = planned.groups[kernel].ops
-    return group_class(planned.graph, ops, costs=planned.op_costs)

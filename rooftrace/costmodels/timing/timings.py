@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from rooftrace._amounts import larger, np
@@ -14,7 +14,7 @@ from rooftrace.costmodels.kernels.intervals import LEVEL, WORKS, Behind, StepCel
 if TYPE_CHECKING:
     from typing import Any
 
-    from rooftrace._amounts import Array, Places
+    from rooftrace._amounts import Amount, Array, Places
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -315,6 +315,30 @@ class TimesOverPoints:
             host_spread=self.host_spread,
         )
 
+    @staticmethod
+    def joined(heads: Headline, parts: Sequence[tuple[Places, TimesOverPoints]]) -> TimesOverPoints:
+        """The times of all points from those of some and of others."""
+        first = parts[0][1]
+
+        def over(arrays: Sequence[Array]) -> Array:
+            result = np.zeros(len(heads.place))
+            for (at, _), array in zip(parts, arrays, strict=True):
+                result[at] = array
+            return result
+
+        changes: dict[str, Any] = {
+            item.name: over([getattr(times, item.name) for _, times in parts])
+            for item in fields(TimesOverPoints)
+            if isinstance(getattr(first, item.name), np.ndarray)
+        }
+        changes["regime_seconds"] = {
+            name: over([times.regime_seconds[name] for _, times in parts]) for name in REGIMES
+        }
+        changes["cells"] = Cells.joined(
+            [(at, times.cells) for at, times in parts], len(heads.place)
+        )
+        return replace(first, heads=heads, **changes)
+
     @property
     def interval(self) -> tuple[Array, Array] | None:
         """Seconds between which 90 % of such steps are, as `StepTimes.within` says it.
@@ -332,3 +356,11 @@ class TimesOverPoints:
             ends[:, at] = errors.within()
         low, high = self.t_est * np.exp(ends)
         return np.maximum(self.t_bound, low), high
+
+
+def at_points(amount: Amount, at: Places | None, points: slice = slice(None)) -> Any:
+    """An amount over sizes at points, all or some of them; one number for all of them stays one."""
+    if np.size(amount) == 1:
+        return amount
+    amounts = np.asarray(amount)
+    return amounts[points] if at is None else amounts[at[points]]

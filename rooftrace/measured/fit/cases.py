@@ -291,10 +291,11 @@ class Stack:
             terms = at_start if knobs.tiling == self._tiling else table.tiles(knobs)
             full = table.at_full_clock(knobs, layouts, terms)
             device = full.device + knobs.launch_on(table.chip)
-            busy, paced, device = (
-                np.bincount(owner, table.data["count"] * each, len(total))
+            sums: list[Array] = [
+                np.bincount(owner, table.data["count"] * each, len(total)).astype(float)
                 for each in (full.busy, full.paced, device)
-            )
+            ]
+            busy, paced, device = sums
             clock = clock_of(busy, paced, device, knobs.power, rest_of(table.chip))
             total += device + paced * (1 / clock - 1)
         dispatch = knobs.dispatch

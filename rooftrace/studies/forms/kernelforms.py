@@ -19,7 +19,7 @@ from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
-from rooftrace.costmodels.timing import queue, steps, streams
+from rooftrace.costmodels.timing import queue, streams
 from rooftrace.costmodels.timing.queue import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.steps import Part
 from rooftrace.graph import pattern_of
@@ -193,7 +193,7 @@ def _group(
         ops=group.ops,
         name=group.name,
         kind=kind,
-        spread_kind=steps.spread_kind(planned, index, kind),
+        spread_kind=queue.spread_kind(planned, index, kind),
         module=pattern_of(modules[0]),
         times=group.times,
         work=tuple(cost.work.items()),
