@@ -431,17 +431,20 @@ def clock_of(busy: Amount, paced: Amount, seconds: Array, power: float, rest: fl
         busy f^(GROWTH - 1) + rest (T - busy / f) = power^GROWTH T,
     where T = seconds + paced (1 / f - 1).  It holds also where clocks change faster than steps.
     """
-    clock = np.ones(np.shape(seconds))
-    if power >= 1:
-        return clock
-    limit = power**GROWTH
-    rest, growth = min(rest, limit), GROWTH - 1
-    left, fixed = limit - rest, seconds - paced
+    held, limit, growth = np.ones(np.shape(seconds)), power**GROWTH, GROWTH - 1
+    rest = min(rest, limit)
+    left = limit - rest
+    over = np.asarray(busy * (1 - rest) > left * seconds)  # the limit, at the full clock
+    if power >= 1 or not over.any():
+        return held
+    busy, paced, seconds = (np.asarray(each)[over] for each in (busy, paced, seconds))
+    clock, fixed = held[over], seconds - paced
     for _ in range(8):  # Newton's; the left side less the right grows with the clock
-        over = busy * clock**growth - rest * busy / clock - left * (fixed + paced / clock)
+        more = busy * clock**growth - rest * busy / clock - left * (fixed + paced / clock)
         slope = busy * growth * clock ** (growth - 1) + (rest * busy + left * paced) / clock**2
-        clock = np.clip(clock - over / np.maximum(slope, 1e-300), power, 1.0)
-    return clock
+        clock = np.clip(clock - more / slope, power, 1.0)
+    held[over] = clock
+    return held
 
 
 # -- rows of a table -------------------------------------------------------------------------------
