@@ -58,6 +58,12 @@ def hint(name: str, names: Collection[str] | Mapping[str, str]) -> str:
     return f"; did you mean {shown!r}?" if close else ""
 
 
+def one_of(name: object, names: Iterable[str], count: str = "one") -> str:
+    """The end of a message: "expected one of batch, seq; did you mean 'seq'?"."""
+    every = tuple(names)
+    return f"expected {count} of {', '.join(every)}{hint(str(name), every)}"
+
+
 def is_ours(error: BaseException) -> bool:
     """Whether the message of an error is meant for the user of rooftrace."""
     return type(error).__module__.startswith("rooftrace.")

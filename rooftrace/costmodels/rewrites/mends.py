@@ -89,12 +89,13 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "rows of zeros in these weights, and what reads their results to leave them out",
             lambda graph: with_sizes(graph, odd),
         )
-    if not compiled and with_fused_optimizer(graph) is not graph:
+    fused = graph if compiled else with_fused_optimizer(graph)
+    if fused is not graph:
         yield Mend(
             "optimizer",
             "Update the weights in one fused kernel (fused=True of the optimizer)",
             "all parameters on the GPU",
-            with_fused_optimizer,
+            lambda other: fused if other is graph else with_fused_optimizer(other),
         )
     yield from _of_waste(graph, compiled)
 
@@ -124,19 +125,14 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
             without_doubles,
         )
-    if not (compiled and graph.phase == "training") and _is_repeating(graph):
+    once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
+    if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
         yield Mend(
             "rewrite",
             "Compute once what is computed again from the same values",
             "code that hands the result on, as a mask to each layer",
-            without_repeated_work,
+            lambda other: once if other is graph else without_repeated_work(other),
         )
-
-
-def _is_repeating(graph: OpGraph) -> bool:
-    """Whether fewer kernels run where what is computed again is not."""
-    kernels = [sum(map(g.times, g.kernels())) for g in (graph, without_repeated_work(graph))]
-    return kernels[1] < kernels[0]
 
 
 # -- attention on the math path --------------------------------------------------------------------
