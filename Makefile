@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help venv demo check test heavy lint types golden fuzz clean docs notebooks page bench \
-	large checkpoints zoo zoo-diff flops inductor exact falls manychips accuracy serving published \
+	floors large checkpoints zoo zoo-diff flops inductor exact falls manychips accuracy serving published \
 	earlier versions measure collectives tests quick
 
 ##@ Every day
@@ -114,6 +114,11 @@ page: ## build the script of HTML reports from site/app/ (needs Node)
 
 bench: $(INSTALLED) ## time rooftrace itself; results are ratios within one run
 	@$(BIN)/python -m pytest benchmarks --benchmark-only
+
+floors: $(INSTALLED) ## time commands beside bare processes, and traces beside other counters (N=5)
+	@mkdir -p out && $(BIN)/python benchmarks/peers/floors.py --rounds $(or $(N),5) > out/floors.md
+	@$(BIN)/python benchmarks/peers/peers.py --rounds $(or $(N),5) > out/peers.md
+	@echo "written to out/floors.md and out/peers.md"
 
 large: $(INSTALLED) ## time, memory and Ctrl-C at 500,000 ops, 100 x 512 experts, a 1.5 GB trace (STOPS=20)
 	@mkdir -p out && $(BIN)/python benchmarks/large/large.py --stops $(or $(STOPS),20) > out/large.md

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -107,61 +106,3 @@ def test_price(benchmark: Any, model: Any, execution: str) -> None:
 def test_start(benchmark: Any, arguments: list[str]) -> None:
     """A process from start to exit, beside an empty one and one that imports torch."""
     benchmark(subprocess.run, [sys.executable, *arguments], capture_output=True, check=True)
-
-
-@pytest.mark.benchmark(group="process", min_rounds=1, max_time=1)
-def test_deepseek_report(benchmark: Any, tmp_path: Path) -> None:
-    """The whole DeepSeek-V3 report: three phases, two executions, all files."""
-    command = [
-        sys.executable,
-        "-m",
-        "rooftrace",
-        "report",
-        str(CONFIGS / "deepseek-v3.json"),
-        "--batch",
-        "8",
-        "--seq",
-        "255",
-        "--dtype",
-        "fp8",
-        "--out",
-        str(tmp_path / "report"),
-    ]
-    benchmark.pedantic(
-        subprocess.run, (command,), {"capture_output": True, "check": True}, rounds=2
-    )
-
-
-STEP = """
-import torch
-
-def module():
-    return torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 8))
-
-if __name__ == "__main__":
-    device = "cuda" if torch.cuda.is_available() else "meta"
-    made = module().to(device)
-    optimizer = torch.optim.AdamW(made.parameters())
-    made(torch.ones(8, 512, device=device)).sum().backward()
-    optimizer.step()
-"""
-PROCESSES: dict[str, tuple[str, ...]] = {
-    "bare": ("step.py",),
-    "report": ("-m", "rooftrace", "report", "step.py:module", "--input", "input=8,512:fp32"),
-    "run": ("-m", "rooftrace", "run", "step.py"),
-}
-PROCESSES["json"] = (*PROCESSES["report"], "--format", "json")
-
-
-@pytest.mark.benchmark(group="process")
-@pytest.mark.parametrize("what", PROCESSES)
-def test_a_process(benchmark: Any, tmp_path: Path, what: str) -> None:
-    """A step of an own module: bare on meta, priced, priced as JSON, and as a script."""
-    (tmp_path / "step.py").write_text(STEP)
-    command = [sys.executable, *PROCESSES[what]]
-    kwargs = {"cwd": tmp_path, "capture_output": True, "check": True}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    benchmark.pedantic(subprocess.run, (command,), kwargs, rounds=3, warmup_rounds=1)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    benchmark.extra_info["cpu"] = used / 4

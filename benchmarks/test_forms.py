@@ -1,4 +1,4 @@
-"""A million points by a form, beside single estimates: ratios of one run, and seconds."""
+"""Places by a form, with plans kept and made: ratios of one run, and seconds."""
 
 from __future__ import annotations
 
@@ -32,21 +32,6 @@ def points(target: str, count: int) -> Points:
     return Points({name: draw.integers(v[0], v[-1] + 1, count) for name, v in over.items()})
 
 
-@pytest.mark.parametrize("target", RANGES)
-def test_a_million_points(target: str, benchmark: Any) -> None:
-    """250,000 places on four chips; plans are made in the first round, traces before it."""
-    precision = RANGES[target][1]
-    chips = [rt.load_chip(name) for name in CHIPS if precision != "fp8" or "a100" not in name]
-    known, places = form(target), points(target, 1_000_000 // len(chips))
-
-    def run() -> Any:
-        fresh = Form(known.title, known.phase, known.names, known.regimes)
-        return evaluated(fresh, places, chips, Conditions.of("efficient", precision))
-
-    table = benchmark.pedantic(run, rounds=2, iterations=1)
-    assert len(table["t_est"]) == len(places) * len(chips)
-
-
 @pytest.mark.parametrize("kept", [True, False])
 def test_plans_of_a_second_command(kept: bool, benchmark: Any, monkeypatch: Any) -> None:
     """Thirty places of DeepSeek-V3 whose plans lie on disk, or are made again."""
@@ -59,17 +44,6 @@ def test_plans_of_a_second_command(kept: bool, benchmark: Any, monkeypatch: Any)
         return evaluated(fresh, places, [rt.load_chip("h200-sxm")], Conditions.of("efficient"))
 
     assert len(benchmark.pedantic(run, rounds=2, iterations=1, warmup_rounds=1)["t_est"]) == 30
-
-
-@pytest.mark.parametrize("target", RANGES)
-def test_one_estimate_of_a_trace(target: str, benchmark: Any) -> None:
-    """What each point would take without a form."""
-
-    def run() -> Any:
-        graph = rt.trace(target, phase="decode", batch=64, kv=4096)
-        return rt.estimate(graph, chip="h200-sxm", execution="efficient")
-
-    benchmark.pedantic(run, rounds=2, iterations=1)
 
 
 def test_the_least_batches_of_six_cells(benchmark: Any) -> None:
@@ -85,12 +59,3 @@ def test_the_least_batches_of_six_cells(benchmark: Any) -> None:
         return explore_form(fresh, Conditions.of("serving"), rt.load_chip("h200-sxm"), **sizes)
 
     assert len(benchmark.pedantic(run, rounds=2, iterations=1).cells) == 6
-
-
-def test_changes_of_the_limiter(benchmark: Any) -> None:
-    """Of 400,000 lines, beside the sweep that made them (its seconds are in the extra)."""
-    over, chips = {"batch": range(1, 1025), "kv": range(64, 848, 8)}, list(CHIPS)
-    started = time.perf_counter()
-    swept = rt.sweep("llama-3.1-8b", phase="decode", over=over, chip=chips)
-    benchmark.extra_info["sweep"] = time.perf_counter() - started
-    assert benchmark.pedantic(swept.crossings, rounds=2, iterations=1)

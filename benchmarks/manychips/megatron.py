@@ -52,7 +52,8 @@ LATENT = {"latent_q": 1536, "latent_kv": 512, "rope": 64, "dense": 1, "heads": 1
 MODELS = {
     "llama3_8b": Sizes(width=4096, inside=14336, heads=32),
     "llama3_70b": Sizes(width=8192, inside=28672, heads=64),
-    "llama3_405b": Sizes(width=16384, inside=53248, heads=128),
+    # 16 heads of keys: `num_query_groups` of SimuMax's scripts/run_pretrain_llama3.sh
+    "llama3_405b": Sizes(width=16384, inside=53248, heads=128, kv_heads=16),
     "mixtral_8x7b": Sizes(
         width=4096, inside=0, heads=32, words=32000, experts=8, chosen=2, expert=14336
     ),
@@ -302,7 +303,7 @@ class Update(nn.Module):
 
     def __init__(self, stage: Stage, dense: Any, experts: Any, everybody: Any) -> None:
         super().__init__()
-        self.everybody = everybody
+        self.everybody, self.replicas = everybody, size_of(dense)
         self.parts: list[tuple[Any, Tensor, Tensor]] = []
         weights = [w for w in stage.parameters() if isinstance(w, Weight)]
         for group, some in (
@@ -329,16 +330,28 @@ class Update(nn.Module):
 
 
 def update(parts: Update, optimizer: torch.optim.Optimizer) -> None:
-    """One update."""
+    """One update, a pass over memory for each of its kernels, as Megatron-LM hands them over.
+
+    All gradients are looked through for NaN and, of more than one replica, scaled, before they are
+    shared (`start_grad_sync` of distributed/param_and_grad_buffer.py); a process takes the norm of
+    its part and scales that (optimizer/clip_grads.py), updates fp32 weights in one kernel and
+    copies these into its part of the bf16 ones, which are gathered where they lie.
+    """
+    for _, _, main in parts.parts:
+        torch.linalg.vector_norm(main)
+        if parts.replicas > 1:
+            main.mul_(1 / parts.replicas)
     shards = [scatter(main, group) for group, _, main in parts.parts]
-    total = added_up(
-        torch.stack([(shard * shard).sum() for shard in shards]).sum(), parts.everybody
-    )
-    factor = (1 / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    norms = torch.stack(torch._foreach_norm(shards))
+    total = added_up(norms.square().sum(), parts.everybody).sqrt()
+    torch._foreach_mul_(shards, (1 / (total + 1e-6)).clamp(max=1.0))
     for master, shard in zip(parts.masters, shards, strict=True):
-        master.grad = shard.mul_(factor)
+        master.grad = shard
     optimizer.step()
     for (group, flat, main), master in zip(parts.parts, parts.masters, strict=True):
-        flat.data.copy_(gather(master.to(torch.bfloat16), group))
+        own = flat.data[: len(master)]
+        own.copy_(master)
+        if size_of(group) > 1:
+            torch.distributed.all_gather_into_tensor(flat.data, own, group=group)
         main.zero_()
         master.grad = None

@@ -6,8 +6,8 @@ micro_batches, real_ms, real_alloc_gib.  Each microbatch has one sequence.
 Nothing was fitted to these rows: collectives are those of dgx-b200, kernels have the typical
 constants of the chip.  Megatron-LM hands its kernels to the device one by one; its own turn heads,
 gate, sum what experts made and take the loss (`_cef`: fused) in one pass each, as compiled code
-does (`torch.compile` of megatron_ops.py).  What a process keeps, its peak, and the update are those
-of a compiled step.
+does (`torch.compile` of megatron_ops.py).  What a process keeps and its peak are those of a
+compiled step.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def stage_cost(row: dict[str, str], number: int) -> tuple[StageCost, int]:
             group_of(routed, "edp"),
             group_of(everybody, "all"),
         )
-        optimizer = torch.optim.AdamW(parts.masters.parameters(), foreach=True)
+        optimizer = torch.optim.AdamW(parts.masters.parameters(), fused=True)
         graph = rt.trace(update, parts, optimizer)
-        once = rt.estimate(graph, execution="compiled", system=SYSTEM)
+        once = rt.estimate(graph, execution="mixed", system=SYSTEM)
     cost = StageCost.of(work)
     whole = StageCost(
         forward=cost.forward,

@@ -418,6 +418,6 @@ def test_a_step_on_latents_takes_the_seconds_of_the_kernel_of_its_library(
     alone = attention_seconds(
         case, engine, numbers, knobs.compute, knobs.memory, knobs.overlap
     ).device
-    assert table.seconds(knobs, False).device[row] == pytest.approx(alone[0])
+    assert table.at_full_clock(knobs, False).device[row] == pytest.approx(alone[0])
     streamed = 64 * 4096 * 576 * 2 / on.memory_bandwidth.value
     assert streamed < alone[0] < 2 * streamed

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+import rooftrace as rt
+from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.kernels.works import kernel_bytes
 from tests.costmodels.script_support import loaded
 
 KERNELS = Path(__file__).parents[2] / "benchmarks" / "kernels"
@@ -57,6 +60,23 @@ def test_one_call_of_an_operator_takes_as_long_as_measured(
     row = next(row for row in rows if row["kernel"] == kernel)
     least, most = WITHIN[kernel]
     assert least <= compare.compared(row, "h100-sxm").ratio <= most
+
+
+@pytest.mark.parametrize("size", [[224, 224], [90, 90], [16, 56, 56]])
+def test_convolutions_copy_by_the_tiles_that_cudnn_launches(
+    compare: Any, rows: list[dict[str, Any]], size: list[int]
+) -> None:
+    row = next(row for row in rows if row.get("size") == size and row["kernel"] == "convolution")
+    blocks = row["grids"][1][1]  # of the copies of the image, or of the result, which is as large
+    assert "Kernel<" in row["kernels"][1][0] and row["kernels"][1][0].startswith("cudnn::engines")
+
+    def turned(**sizes: Any) -> int:
+        module, given = compare.module_of(row["kernel"], {**compare.sizes_of(row), **sizes})
+        ((_, _, issued),) = kernel_bytes(plan(rt.trace(module, *given), "eager"), None)
+        return issued.turned
+
+    assert turned() / 32**2 == pytest.approx(2 * blocks, rel=5e-3)  # filters beside
+    assert not turned(layout="last")
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from rooftrace._plain import Plain
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.intervals import StepCell
-from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
+from rooftrace.costmodels.kernels.seconds import KernelTable, clock_of, kernel_table, rest_of
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
 from rooftrace.costmodels.timing.steps import time_plan
 from rooftrace.errors import RequestError, UnusedError
@@ -289,9 +289,15 @@ class Stack:
         total = np.zeros(len(self.measured))
         for (layouts, table, owner), at_start in zip(self.parts, self._terms, strict=True):
             terms = at_start if knobs.tiling == self._tiling else table.tiles(knobs)
-            device = table.seconds(knobs, layouts, terms).device
-            device = device + knobs.launch_on(table.chip)
-            total += np.bincount(owner, table.data["count"] * device, len(total))
+            full = table.at_full_clock(knobs, layouts, terms)
+            device = full.device + knobs.launch_on(table.chip)
+            sums: list[Array] = [
+                np.bincount(owner, table.data["count"] * each, len(total)).astype(float)
+                for each in (full.busy, full.paced, device)
+            ]
+            busy, paced, device = sums
+            clock = clock_of(busy, paced, device, knobs.power, rest_of(table.chip))
+            total += device + paced * (1 / clock - 1)
         dispatch = knobs.dispatch
         if dispatch is None and self.parts:
             dispatch = self.parts[0][1].chip.dispatch_eager.value
