@@ -125,6 +125,26 @@ class Masked(Stack):
         return self.head(x)
 
 
+class Unseen(Stack):
+    """What a mask of attention shows is not known: backward takes it as visible, too."""
+
+    class Kind(Layer):
+        def forward(self, x: Tensor, mask: Any = None) -> Any:
+            q, k, v = self.qkv(x).chunk(3, -1)
+            seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return super().forward(x + seen)
+
+    kind = Kind
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        first = x[0].detach()
+        mask = first @ first.T >= 0
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(x)
+
+
 class Frozen(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +190,7 @@ class OfTorch(Stack):
         self.layers = nn.ModuleList(layers)
 
 
-REPEATED = [AfterNorm, WithDropout, Between, Tuples, Masked, Frozen, Unused, OfTorch]
+REPEATED = [AfterNorm, WithDropout, Between, Tuples, Masked, Unseen, Frozen, Unused, OfTorch]
 
 
 # -- stacks of which some or all layers have to be run ---------------------------------------------
