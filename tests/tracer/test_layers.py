@@ -130,9 +130,9 @@ class Unseen(Stack):
 
     class Kind(Layer):
         def forward(self, x: Tensor, mask: Any = None) -> Any:
-            q, k, v = self.qkv(x).chunk(3, -1)
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
             seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            return super().forward(x + seen)
+            return super().forward(x + seen[:, 0])
 
     kind = Kind
 
@@ -466,14 +466,14 @@ def of_each(kind: type[Stack]) -> OpGraph:
 def repeated(kind: type[Stack]) -> tuple[OpGraph, set[str]]:
     """The graph, and the paths of layers that were repeated."""
     paths: set[str] = set()
-    attached = Layers.attached
+    verify = Layers.verify
 
-    def noted(self: Layers, call: Any, *rest: Any) -> None:
-        paths.add(call.path)
-        attached(self, call, *rest)
+    def noted(self: Layers) -> None:
+        verify(self)  # raises where layers have to be run after all
+        paths.update(self._paths)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layers, "attached", noted)
+        patch.setattr(Layers, "verify", noted)
         return traced(kind), paths
 
 
