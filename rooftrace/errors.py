@@ -23,10 +23,6 @@ class UnusedError(RequestError):
         self.name, self.shown, self.reason = name, shown, reason
 
 
-class NoCacheError(RequestError):
-    """A phase that continues from a cache, of a module that returned none."""
-
-
 class TargetError(ValueError):
     """A target that cannot be found or built: quotes it and the expected form."""
 

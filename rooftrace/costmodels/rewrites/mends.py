@@ -33,6 +33,7 @@ from rooftrace.costmodels.rewrites.editing import (
     ATTENTION_BACKWARD,
     DOUBLES,
     Editor,
+    cast_weights,
     needless_copies,
     operand,
     reading_others,
@@ -42,6 +43,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_left_behind,
     without_repeated_work,
     without_waits,
+    without_weight_casts,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
@@ -124,6 +126,14 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "Compute in fp32 what is in fp64 beside the rest",
             "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
             without_doubles,
+        )
+    casts = cast_weights(graph) if graph.phase != "training" else {}
+    if casts:
+        yield Mend(
+            "copy",
+            f"Store weights in {listed(sorted({*casts.values()}))}, as each step casts them",
+            "weights that are rounded once; nothing that reads them as they are",
+            without_weight_casts,
         )
     once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
     if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
@@ -470,14 +480,14 @@ def _is_elementwise(op: Op) -> bool:
 def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
     """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
 
-    Rows shorter than that are left alone.
+    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
     """
     sizes: dict[int, int] = {}
     for index in graph.external:
         tensor = graph.values[index]
-        if tensor.role == "weights" and len(tensor.shape) == 2:
+        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
             step = max(1, load * 8 // precision(tensor.dtype).bits)
-            sizes |= {n: -(-n // step) * step for n in tensor.shape if n > step and n % step}
+            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
     return dict(sorted(sizes.items()))
 
 

@@ -77,8 +77,8 @@ def is_measured(source: Any) -> bool:
 def diff_runs(before: Source, after: Source, question: RunQuestion | None = None) -> RunDiff:
     """The changes from one measured run to another: two traces, two runs, or one of each.
 
-    Raises ProfileError and ProfileError for files that cannot be read, and RequestError for
-    two that cannot be compared.
+    Raises ProfileError for files that cannot be read, and RequestError for two that cannot be
+    compared.
     """
     question = question or RunQuestion()
     labels = [_label(source, usual) for source, usual in ((before, "before"), (after, "after"))]

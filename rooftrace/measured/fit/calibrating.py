@@ -181,8 +181,7 @@ def calibrated(
     `counted_steps` steps.  factors: whether to fit factors on bytes too; by_layer: also those of
     the weights of each layer.
 
-    Raises RequestError where no step is left, and RequestError for fewer measurements
-    than knobs to fit.
+    Raises RequestError where no step is left, and for fewer measurements than knobs to fit.
     """
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")

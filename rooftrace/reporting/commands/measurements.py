@@ -51,8 +51,8 @@ def validate(
     the datasheet's peaks.  phases: compare only these.  counters: a CSV of Nsight
     Compute or rocprof of the same step as the trace.
 
-    Raises RequestError for arguments that do not go together; ProfileError and ProfileError
-    for a file that cannot be read, or a trace of something else.
+    Raises RequestError for arguments that do not go together; ProfileError for a file that cannot
+    be read, or a trace of something else.
     """
     named = {"chip": chip, "execution": execution, "knobs": knobs, **kwargs}
     if chip is None and named.get("system") is None:

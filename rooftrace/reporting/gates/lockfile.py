@@ -295,7 +295,7 @@ class Settings:
 def load_settings(start: Path) -> Settings:
     """The settings in the pyproject.toml of a folder's project; else the defaults, in this folder.
 
-    Raises RequestError, RequestError, BudgetError.
+    Raises RequestError and BudgetError.
     """
     root = project_of(start)
     path = root / FILE
