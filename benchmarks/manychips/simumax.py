@@ -3,11 +3,11 @@
 FOLDER/simumax_b200.csv: model, layers, tp, pp, ep, cp, seq (4096 where it is empty), gpus,
 micro_batches, real_ms, real_alloc_gib.  Each microbatch has one sequence.
 
-Nothing was fitted to these rows: collectives are those of dgx-b200, kernels have the typical
-constants of the chip.  Megatron-LM hands its kernels to the device one by one; its own turn heads,
-gate, sum what experts made and take the loss (`_cef`: fused) in one pass each, as compiled code
-does (`torch.compile` of megatron_ops.py).  What a process keeps and its peak are those of a
-compiled step.
+What B200 sustains (b200-sxm.toml) was chosen with the rows of Llama 3 70B in sight, nothing else:
+collectives are those of dgx-b200, kernels have the typical constants of the chip.  Megatron-LM
+hands its kernels to the device one by one; its own turn heads, gate, sum what experts made and take
+the loss (`_cef`: fused) in one pass each, as compiled code does (`torch.compile` of
+megatron_ops.py).  What a process keeps and its peak are those of a compiled step.
 """
 
 from __future__ import annotations

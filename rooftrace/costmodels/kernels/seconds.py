@@ -144,8 +144,8 @@ class KernelSeconds:
     device: Array
     choice: Places
     untiled: Array
-    busy: Array
-    paced: Array
+    busy: Amount = 0.0
+    paced: Amount = 0.0
 
     def where(self, chosen: Flags, others: KernelSeconds) -> KernelSeconds:
         """These seconds; of chosen rows those of others."""
@@ -307,9 +307,9 @@ def _shared_seconds(
     t_compute = rest + product
     tiled = np.flatnonzero(d["flop"] > 0)
     device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"]) + apart
-    choice, none = np.full(len(table), -1, dtype=np.int64), np.zeros(len(table))
+    choice = np.full(len(table), -1, dtype=np.int64)
     if engine is None or not len(tiled):
-        return KernelSeconds(t_compute, t_memory + apart, device, choice, device, none, none)
+        return KernelSeconds(t_compute, t_memory + apart, device, choice, device)
     untiled, device = device, device.copy()
     parts = [tiled] if terms is not None else np.split(tiled, range(TILED, len(tiled), TILED))
     for rows in parts:
@@ -328,7 +328,7 @@ def _shared_seconds(
         choice[rows] = best[1][on_matrix]
         t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
         device[rows] = total[best][on_matrix]
-    return KernelSeconds(t_compute, t_memory + apart, device, choice, untiled, none, none)
+    return KernelSeconds(t_compute, t_memory + apart, device, choice, untiled)
 
 
 def _layouts(table: KernelTable, shares: list[Share]) -> Array:
@@ -420,7 +420,7 @@ def _with_power(table: KernelTable, knobs: Knobs, at_full: KernelSeconds) -> Ker
     return replace(at_full, busy=busy, paced=paced)
 
 
-def clock_of(busy: Array, paced: Array, seconds: Array, power: float, rest: float) -> Array:
+def clock_of(busy: Amount, paced: Amount, seconds: Array, power: float, rest: float) -> Array:
     """The share of its clock that a chip holds by its limit on power, in [power, 1].
 
     Of work that takes `seconds` at the full clock, matrix engines are busy for `busy`, and `paced`
@@ -431,17 +431,20 @@ def clock_of(busy: Array, paced: Array, seconds: Array, power: float, rest: floa
         busy f^(GROWTH - 1) + rest (T - busy / f) = power^GROWTH T,
     where T = seconds + paced (1 / f - 1).  It holds also where clocks change faster than steps.
     """
-    clock = np.ones(np.shape(seconds))
-    if power >= 1:
-        return clock
-    limit = power**GROWTH
-    rest, growth = min(rest, limit), GROWTH - 1
-    left, fixed = limit - rest, seconds - paced
+    held, limit, growth = np.ones(np.shape(seconds)), power**GROWTH, GROWTH - 1
+    rest = min(rest, limit)
+    left = limit - rest
+    over = np.asarray(busy * (1 - rest) > left * seconds)  # the limit, at the full clock
+    if power >= 1 or not over.any():
+        return held
+    busy, paced, seconds = (np.asarray(each)[over] for each in (busy, paced, seconds))
+    clock, fixed = held[over], seconds - paced
     for _ in range(8):  # Newton's; the left side less the right grows with the clock
-        over = busy * clock**growth - rest * busy / clock - left * (fixed + paced / clock)
+        more = busy * clock**growth - rest * busy / clock - left * (fixed + paced / clock)
         slope = busy * growth * clock ** (growth - 1) + (rest * busy + left * paced) / clock**2
-        clock = np.clip(clock - over / np.maximum(slope, 1e-300), power, 1.0)
-    return clock
+        clock = np.clip(clock - more / slope, power, 1.0)
+    held[over] = clock
+    return held
 
 
 # -- rows of a table -------------------------------------------------------------------------------

@@ -44,9 +44,9 @@ from rooftrace.costmodels.timing.streams import Walk, has_streams, wait_for_stra
 from rooftrace.costmodels.timing.timings import (
     REGIMES,
     Cells,
+    Clocked,
     EntrySeconds,
     Headline,
-    Held,
     StepTimes,
     TimesOverPoints,
     Timing,
@@ -137,12 +137,12 @@ class StepAmounts:
             for part in self.parts
         ]  # fmt: skip
 
-    def total(self, entries: Array | Held, keep: Callable[[Part], bool] | None = None) -> Array:
+    def total(self, entries: Array | Clocked, keep: Callable[[Part], bool] | None = None) -> Array:
         """The sum [P] of an amount of all entries, or of those of the parts that `keep` wants.
 
         Parts with the same `at` are added up first, in their order.
         """
-        if isinstance(entries, Held):
+        if isinstance(entries, Clocked):
             sums = self.total(entries.entries, keep)
             more = entries.slower.any() and self.total(entries.paced, keep)
             return sums + entries.slower * more
@@ -160,7 +160,7 @@ class StepAmounts:
             result += at_points(amount, at)
         return result
 
-    def launched(self, each: Held, points: slice) -> list[Any]:
+    def launched(self, each: Clocked, points: slice) -> list[Any]:
         """Seconds of each launch on the device at some points: a number where all are equal."""
         amounts = self.by_part(each.entries)
         more = self.by_part(each.paced) if each.slower.any() else [0.0] * len(amounts)
@@ -330,7 +330,7 @@ def times_of(
     )
 
 
-def _main(step: StepAmounts, entries: Array | Held) -> Array:
+def _main(step: StepAmounts, entries: Array | Clocked) -> Array:
     """The sum [P] over the kernels of the main stream; over all where there is one stream."""
     return step.total(entries, None if step.structure is None else _on_main)
 
@@ -340,7 +340,7 @@ def _on_main(part: Part) -> bool:
 
 
 def _variance(
-    step: StepAmounts, device: Held, t_serial: Array, knobs: Knobs | None
+    step: StepAmounts, device: Clocked, t_serial: Array, knobs: Knobs | None
 ) -> Array | None:
     """The relative variance [P] of a step: the mean of those of its kernels, by their time."""
     if knobs is None:
@@ -355,7 +355,11 @@ def _variance(
 
 
 def _cells(
-    step: StepAmounts, device: Held, regimes: Mapping[str, Array], heads: Headline, cell: StepCell
+    step: StepAmounts,
+    device: Clocked,
+    regimes: Mapping[str, Array],
+    heads: Headline,
+    cell: StepCell,
 ) -> Cells:
     """Where each point is among measured steps; device: seconds of all kernels of each entry."""
     latent, kinds = step.kernels.latent[step.row], np.empty(len(step.row), dtype=object)
@@ -413,7 +417,8 @@ def _by_knobs(
     row, execution = step.row, step.execution
     rows = seconds_by_knobs(step.kernels, chip, knobs, execution, step.copies_layouts)
     compute, hbm, device = rows.compute[row], rows.memory[row], rows.device[row]
-    paced = rows.paced[row]
+    none = np.zeros(len(step.kernels))
+    busy, paced = ((each + none)[row] for each in (rows.busy, rows.paced))
     more = np.maximum(0.0, device - np.maximum(compute, hbm))
     gap, network = np.full(len(row), knobs.launch_on(chip)), network.copy()
     multiplies = np.zeros(len(step.kernels), dtype=bool)
@@ -425,20 +430,17 @@ def _by_knobs(
         compute[where] *= multiplies[row[where]]
         hbm[where] = gap[where] = more[where] = 0.0
         paced[where] *= multiplies[row[where]]
-    return EntrySeconds(compute, hbm, network, gap, more, rows.busy[row], paced)
+    return EntrySeconds(compute, hbm, network, gap, more, busy=busy, paced=paced)
 
 
 def _clock(step: StepAmounts, chip: Chip, knobs: Knobs, real: EntrySeconds) -> Array:
-    """The share of its clock that the chip holds at each point; see `clock_of`.
-
-    Exchanges count where the main stream runs them.
-    """
+    """The share of its clock that the chip holds at each point; see `clock_of`."""
     every = real.times(step.times)
     if knobs.power >= 1 or not np.any(every.busy):
         return np.ones(step.points)
+    busy, paced = (step.total(np.asarray(each)) for each in (every.busy, every.paced))
     here = step.total(every.device, lambda part: not part.aside)
-    sums = step.total(np.asarray(every.busy)), step.total(np.asarray(every.paced)), here
-    return clock_of(*sums, knobs.power, rest_of(chip))
+    return clock_of(busy, paced, here, knobs.power, rest_of(chip))
 
 
 def _bound(
@@ -506,7 +508,7 @@ def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, slower: Array) -> Wa
     return Walk(starts, [], np.concatenate(ends) if ends else np.zeros(0))
 
 
-def _on_streams(step: StepAmounts, chip: Chip, durations: Held) -> Walk:
+def _on_streams(step: StepAmounts, chip: Chip, durations: Clocked) -> Walk:
     """Run a step whose collectives overlap with computing."""
     assert step.structure is not None
     planned, host = step.structure(), host_seconds(step.execution, chip)

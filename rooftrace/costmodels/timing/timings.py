@@ -159,7 +159,7 @@ def margin(terms: Mapping[str, float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class Clocked:
     """Seconds of entries at the clock of each point: entries + slower * paced.
 
     entries, paced: arrays over the N entries of a step.  slower: [P], what the clock adds to paced.
@@ -169,7 +169,7 @@ class Held:
     paced: Array
     slower: Array
 
-    def of(self, shares: Array) -> Held:
+    def of(self, shares: Array) -> Clocked:
         """These shares [N] of the seconds."""
         return replace(self, entries=self.entries * shares, paced=self.paced * shares)
 
@@ -210,16 +210,16 @@ class EntrySeconds:
         """The seconds with what the clock adds to those that follow it."""
         return replace(self, more=self.more + self.paced * slower, busy=0.0, paced=0.0)
 
-    def at(self, slower: Array) -> Held:
+    def at(self, slower: Array) -> Clocked:
         """Seconds of the device; slower: [P], what the clock adds to those that follow it."""
-        return Held(self.device, self.paced + np.zeros(len(self.gap)), slower)
+        return Clocked(self.device, self.paced + np.zeros(len(self.gap)), slower)
 
-    def by_regime(self, device: Held) -> Mapping[str, Held]:
+    def by_regime(self, device: Clocked) -> Mapping[str, Clocked]:
         """Seconds by regime: those of the largest term, the first of equal ones; gaps: launch."""
         work, busy = self.work, replace(device, entries=device.entries - self.gap)
         compute = work == self.compute
         hbm = ~compute & (work == self.hbm)
-        gaps = Held(self.gap, np.zeros(len(work)), device.slower)
+        gaps = Clocked(self.gap, np.zeros(len(work)), device.slower)
         terms = (busy.of(compute), busy.of(hbm), busy.of(~(compute | hbm)), gaps)
         return dict(zip(REGIMES, terms, strict=True))
 
