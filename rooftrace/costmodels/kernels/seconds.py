@@ -116,17 +116,19 @@ def _tile_shares(work: Works, chip: Chip, rate: Amount, padded: Amount) -> Amoun
 def seconds_by_knobs(
     kernels: KernelAmounts, chip: Chip, knobs: Knobs, execution: ExecutionModel, layouts: bool
 ) -> KernelSeconds:
-    """Seconds of kernels by knobs, at the full clock; of kernels that are not compiled by those of
-    eager mode.
+    """Seconds of kernels by knobs; of kernels that are not compiled by those of eager mode.
+
+    They are at the full clock where a step holds one clock, else each at its own; see `REST`.
 
     layouts: whether convolutions copy their activations into another layout.
     """
     table = table_of(kernels, chip, execution)
-    seconds = table.at_full_clock(knobs, layouts)
+    price = table.at_full_clock if rest_of(chip) else table.seconds
+    seconds = price(knobs, layouts)
     outside = execution.outside.knobs_on(chip)
     if outside is None or not kernels.eager.any():
         return seconds
-    return seconds.where(kernels.eager, table.at_full_clock(outside, layouts=True))
+    return seconds.where(kernels.eager, price(outside, layouts=True))
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class KernelSeconds:
     def held(self, clock: Amount) -> KernelSeconds:
         """The seconds at this share of the clock."""
         more = self.paced * (1 / np.asarray(clock) - 1)
-        return replace(self, device=self.device + more, untiled=self.untiled + more)
+        device, untiled = self.device + more, self.untiled + more
+        return replace(self, device=device, untiled=untiled, busy=0.0, paced=0.0)
 
     def at_pace(self, pace: float) -> KernelSeconds:
         """The seconds of kernels that are all so many times as fast."""
@@ -390,16 +393,18 @@ GROWTH = 2.3
 products of H100 run at 499.5 TFLOP/s on 114 SMs at 350 W (PCIe) and 792.1 on 132 at 700 W (SXM;
 mamf-finder, https://github.com/mag-/gpu_benchmark), 100 W of each for memory and idle parts."""
 REST = 0.415
-"""Power of a GPU with HBM whose matrix engines are idle, over that with them at full rate and full
+"""Power of A100 and H100 whose matrix engines are idle, over that with them at full rate and full
 clock: 466 W by additions of 2 GiB in turns with products, which take 1,124 W (H100 SXM, 700 W,
-torch 2.11, 2026-11-27).  0 elsewhere: attention on L40S, whose engines are busy for part of the
-time, is slowed as if the rest took nothing."""
+torch 2.11, 2026-11-27); steps of MPT with much attention and with little (llm-foundry, A100) agree.
+Elsewhere each kernel holds the clock that it would hold alone, again and again, as if the rest took
+nothing: what was measured on B200 and L40S says no more (attention on L40S, and of long sequences
+in steps on B200, whose engines are busy for part of the time, is slowed by less than products)."""
 _MATRIX_UNITS = np.array([name.startswith("matrix") for name in UNITS])
 
 
 def rest_of(chip: Chip) -> float:
-    """`REST` of a chip."""
-    return 0.0 if Knobs.generation(chip) in (None, "ada") else REST
+    """`REST` of a chip; 0: each kernel holds a clock of its own."""
+    return REST if Knobs.generation(chip) in ("ampere", "hopper") else 0.0
 
 
 def _with_power(table: KernelTable, knobs: Knobs, at_full: KernelSeconds) -> KernelSeconds:
