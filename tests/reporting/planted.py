@@ -403,7 +403,7 @@ def last(module: nn.Module) -> nn.Module:
 def images(channels: int) -> Callable[[], tuple[Tensor, ...]]:
     """Images in bf16 with channels last."""
     return lambda: (
-        torch.randn(32, channels, 64, 64).to(HALF).to(memory_format=torch.channels_last),
+        torch.randn(32, channels, 100, 100).to(HALF).to(memory_format=torch.channels_last),
     )
 
 

@@ -492,7 +492,7 @@ def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
 
 
 def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
-    """Every dimension of one of these sizes has another one."""
+    """Every dimension of one of these sizes has another one; of images, only channels."""
 
     def sized(item: Argument) -> Argument:
         if isinstance(item, tuple):
@@ -502,6 +502,9 @@ def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
     values = []
     for tensor in graph.values:
         shape = tuple(sizes.get(n, n) for n in tensor.shape)
+        if has_channels_last(tensor):  # heights and widths stay, and the number of images
+            first = 0 if tensor.role == "weights" else 1
+            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
         if shape != tensor.shape:
             steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
             stride = tuple(s and step for s, step in steps)
