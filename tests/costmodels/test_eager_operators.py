@@ -40,6 +40,8 @@ WITHIN = {  # the least and the most of measured over expected, over all sizes
     "embedding": (0.8, 2.1),
     "masked_fill": (0.9, 1.2),
     "logsumexp": (0.8, 1.3),
+    "convolution": (0.7, 1.9),
+    "convolution_backward": (0.65, 1.8),
 }
 
 

@@ -320,36 +320,28 @@ def _sums_first(edit: Editor, op: Op) -> bool:
     return True
 
 
-def _norm_gradients(edit: Editor, op: Op) -> bool:
-    """layer_norm_kernel.cu: the gradient of the input, and those of the weights."""
-    mask = op.arguments.get("output_mask")
-    if not isinstance(mask, tuple) or not mask[0] or len(op.outputs) != sum(mask) or sum(mask) < 2:
-        return False
-    apart = ((False, *mask[1:]), op.outputs[1:]), ((True, *[False] * len(mask[1:])), op.outputs[:1])
-    for wanted, outputs in apart:
-        edit.emit(op, op.target, {**op.arguments, "output_mask": wanted}, outputs, facts=op.facts)
-    return True
-
-
 def _gradients(edit: Editor, op: Op) -> bool:
-    """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
+    """Convolution.cpp: the gradients of input, weight and bias one after the other.
+    layer_norm_kernel.cu: those of the weights, and that of the input.
 
-    Each of the first two is a kernel of cuDNN's that reads the gradient of the result, and so does
-    the sum for the bias.
+    Each kernel reads the gradient of the result, the sum for the bias of a convolution, too.
     """
     grad, mask = op.arguments.get("grad_output"), op.arguments.get("output_mask")
-    if not isinstance(grad, Ref) or not isinstance(mask, tuple) or sum(mask) < 2:
+    if not isinstance(mask, tuple) or sum(mask) < 2 or sum(mask) != len(op.outputs):
         return False
-    positions = [position for position, wanted in enumerate(mask) if wanted]
-    if len(positions) != len(op.outputs):
+    made = dict(
+        zip((place for place, wanted in enumerate(mask) if wanted), op.outputs, strict=True)
+    )
+    if not isinstance(grad, Ref) and not mask[0]:
         return False
-    for position, out in zip(positions, op.outputs, strict=True):
-        if position == _BIAS:
+    parts = [[place] for place in made] if isinstance(grad, Ref) else [[*made][1:], [0]]
+    for part in parts:
+        if isinstance(grad, Ref) and part == [_BIAS]:
             dims = tuple(d for d in range(len(edit.values[grad.id].shape)) if d != 1)
-            _extra(edit, op, "aten.sum.dim_IntList", {"self": grad, "dim": dims}, out)
+            _extra(edit, op, "aten.sum.dim_IntList", {"self": grad, "dim": dims}, made[_BIAS])
             continue
-        alone = tuple(other == position for other in range(len(mask)))
-        edit.emit(op, op.target, {**op.arguments, "output_mask": alone}, (out,), facts=op.facts)
+        alone = {**op.arguments, "output_mask": tuple(d in part for d in range(len(mask)))}
+        edit.emit(op, op.target, alone, tuple(made[place] for place in part), facts=op.facts)
     return True
 
 
@@ -542,7 +534,7 @@ EAGER_FORMS = (
     ),
     EagerForm(
         {"aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"},
-        _norm_gradients,
+        _gradients,
         "norm",
         "make",
         "the gradients of its weights in a kernel of their own",
