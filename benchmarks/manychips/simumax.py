@@ -8,6 +8,9 @@ collectives are those of dgx-b200, kernels have the typical constants of the chi
 hands its kernels to the device one by one; its own turn heads, gate, sum what experts made and take
 the loss (`_cef`: fused) in one pass each, as compiled code does (`torch.compile` of
 megatron_ops.py).  What a process keeps and its peak are those of a compiled step.
+
+Not in it: waits of the host for the loss and between steps, which Megatron-LM has, and its two
+kernels for the turn of MLA's heads, for which eager copies stand here, about 0.5 ms a layer more.
 """
 
 from __future__ import annotations

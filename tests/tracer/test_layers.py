@@ -125,6 +125,26 @@ class Masked(Stack):
         return self.head(x)
 
 
+class Unseen(Stack):
+    """What a mask of attention shows is not known: backward takes it as visible, too."""
+
+    class Kind(Layer):
+        def forward(self, x: Tensor, mask: Any = None) -> Any:
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+            seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            return super().forward(x + seen[:, 0])
+
+    kind = Kind
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        first = x[0].detach()
+        mask = first @ first.T >= 0
+        for layer in self.layers:
+            x = layer(x, mask=mask)
+        return self.head(x)
+
+
 class Frozen(Stack):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +190,7 @@ class OfTorch(Stack):
         self.layers = nn.ModuleList(layers)
 
 
-REPEATED = [AfterNorm, WithDropout, Between, Tuples, Masked, Frozen, Unused, OfTorch]
+REPEATED = [AfterNorm, WithDropout, Between, Tuples, Masked, Unseen, Frozen, Unused, OfTorch]
 
 
 # -- stacks of which some or all layers have to be run ---------------------------------------------
@@ -446,14 +466,14 @@ def of_each(kind: type[Stack]) -> OpGraph:
 def repeated(kind: type[Stack]) -> tuple[OpGraph, set[str]]:
     """The graph, and the paths of layers that were repeated."""
     paths: set[str] = set()
-    attached = Layers.attached
+    verify = Layers.verify
 
-    def noted(self: Layers, call: Any, *rest: Any) -> None:
-        paths.add(call.path)
-        attached(self, call, *rest)
+    def noted(self: Layers) -> None:
+        verify(self)  # raises where layers have to be run after all
+        paths.update(self._paths)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layers, "attached", noted)
+        patch.setattr(Layers, "verify", noted)
         return traced(kind), paths
 
 

@@ -10,6 +10,7 @@ Facts are from ATen's sources (aten/src/ATen/native), named at each op.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -395,6 +396,47 @@ def _safe_softmax(edit: Editor, op: Op) -> bool:
     return True
 
 
+def _filled(edit: Editor, op: Op) -> bool:
+    """TensorAdvancedIndexing.cpp, masked_fill: a clone, into which `masked_fill_` writes."""
+    item, out = op.arguments.get("self"), edit.values[op.outputs[0]]
+    if not isinstance(item, Ref):
+        return False
+    plain = edit.view(Ref(op.outputs[0]), out.shape, out.stride, op.repeats)
+    _extra(edit, op, "aten.clone.default", {"self": item}, plain)
+    _last(edit, op, {**op.arguments, "self": Ref(plain)})
+    return True
+
+
+def _log_sum(edit: Editor, op: Op) -> bool:
+    """ReduceOps.cpp, logsumexp_out_impl: log(sum(exp(x - max))) + max; 0 for an infinite max."""
+    item, dims = op.arguments.get("self"), op.arguments.get("dim")
+    if not isinstance(item, Ref) or not edit.values[item.id].elements:
+        return False
+    value, out = edit.values[item.id], edit.values[op.outputs[0]]
+    wanted = dims if isinstance(dims, tuple) else (dims,)
+    over = {d % len(value.shape) for d in wanted or range(len(value.shape))}
+    rows = tuple(1 if d in over else size for d, size in enumerate(value.shape))
+
+    def made(
+        target: str, shape: tuple[int, ...], first: Ref, dtype: str = out.dtype, **more: Argument
+    ) -> Ref:
+        return _temporary(edit, op, f"aten.{target}", {"self": first, **more}, shape, dtype)
+
+    def within(target: str, there: Ref, **more: Argument) -> Ref:
+        tensor = edit.values[there.id]
+        out = edit.view(there, tensor.shape, tensor.stride, op.repeats)
+        _extra(edit, op, f"aten.{target}", {"self": there, **more}, out)
+        return Ref(out)
+
+    top = made("amax.default", rows, item, dim=dims, keepdim=True)
+    endless = made("eq.Scalar", rows, made("abs.default", rows, top), "bool", other=math.inf)
+    top = within("masked_fill_.Scalar", top, mask=endless, value=0)
+    powers = within("exp_.default", made("sub.Tensor", value.shape, item, other=top))
+    log = within("log_.default", made("sum.dim_IntList", out.shape, powers, dim=dims))
+    edit.emit(op, "aten.add_.Tensor", {"self": log, "other": top}, op.outputs, facts=op.facts)
+    return True
+
+
 _TERMS_APART = frozenset({"aten.mse_loss", "aten.smooth_l1_loss", "aten.huber_loss"})
 """Losses that write their terms into a tensor of their own."""
 _TERMS_KEPT = frozenset(
@@ -451,6 +493,10 @@ EAGER_FORMS = (
     EagerForm(
         {"aten.convolution"}, _biased, "convolution", "add", "the bias in a kernel of its own"
     ),
+    EagerForm(
+        {"aten.masked_fill"}, _filled, "fill", "write", "into a clone by a kernel of its own"
+    ),
+    EagerForm({"aten.logsumexp"}, _log_sum, "log-sum-exp", "run", "as nine kernels"),
     EagerForm({"aten.addmm"}, _linear, "product", "add", "the bias in a kernel of its own"),
     EagerForm(
         {"aten._softmax_backward_data"},

@@ -405,14 +405,17 @@ def place(
     No box overlaps another or one that is `taken` as long as any candidate is free; boxes keep off
     `points`, leaders off boxes, and both off the sampled `line` where that is possible.
     """
+    import numpy as np
+
     count, cells = len(labels), frozenset(map(_cell, line))
+    sampled = _Line(np.array(line, float).reshape(-1, 2).T, cells)
     orders = [
         *itertools.islice(_orders(count), min(max(count, 1), ORDERS, 1 + TRIED // max(count, 1)))
     ]
     tried = []
     for order in orders:
         ranked = sorted(order, key=lambda i: (not labels[i].first, not labels[i].slide))
-        tried.append(_settled(labels, frame, ranked, taken, points, _Line(line, cells)))
+        tried.append(_settled(labels, frame, ranked, taken, points, sampled))
         if tried[-1][0] < CROSSING:
             break
     placed = min(tried, key=lambda pair: pair[0])[1]
@@ -420,9 +423,9 @@ def place(
 
 
 class _Line(NamedTuple):
-    """A sampled line, and the cells of 8 pixels that it goes through."""
+    """A sampled line (x and y of its points), and the cells of 8 pixels that it goes through."""
 
-    spots: Sequence[tuple[float, float]]
+    spots: Any
     cells: Set[tuple[int, int]]
 
 
@@ -454,22 +457,27 @@ def _settled(
     """The cost and the boxes of labels that take the best free place one by one, some times."""
     placed: dict[int, Box] = {}
     prices: dict[int, float] = {}
+    choices = {i: [*candidates(labels[i])] for i in order}
+    leaders: dict[int, list[tuple[float, float]]] = {}
     for _ in range(PASSES):
         before = dict(placed)
         for i in order:
             if labels[i].first and i in placed:
                 continue
             others = [box for j, box in placed.items() if j != i]
-            leaders = [list(leader(labels[j], box)) for j, box in placed.items() if j != i]
+            lines = [leaders[j] for j in placed if j != i]
+            foreign = [p for p in points if not p.contains(labels[i].x, labels[i].y)]
             best, price = placed.get(i), math.inf
-            for reach, box in candidates(labels[i]):
+            boxes = [*taken, *others]
+            for reach, box in choices[i]:
                 cost = _cost(
-                    labels[i], box, reach, frame, [*taken, *others], points, line, leaders, price
+                    labels[i], box, reach, frame, boxes, points, foreign, line, lines, price
                 )
                 if cost < price:
                     best, price = box, cost
             if best is not None:
                 placed[i], prices[i] = best, price
+                leaders[i] = [*leader(labels[i], best)]
         if placed == before:
             break
     return sum(prices.values()), placed
@@ -512,10 +520,12 @@ def _cost(
     frame: Box,
     boxes: Sequence[Box],
     points: Sequence[Box],
+    foreign: Sequence[Box],
     line: _Line,
     leaders: Sequence[Sequence[tuple[float, float]]],
     limit: float,
 ) -> float:
+    """foreign: the points that are not the label's.  limit: what is above it is not told apart."""
     x, y = box.nearest(label.x, label.y)
     cost = reach if label.slide else math.hypot(x - label.x, y - label.y) + reach * 0.2
     if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1:
@@ -526,17 +536,25 @@ def _cost(
     cost += OVER_POINT * sum(box.overlaps(point, 2) for point in points)
     if cost >= limit:
         return cost
-    around = Box(box.x0 - 3, box.y0 - 3, box.x1 + 3, box.y1 + 3)
-    cost += OVER_LINE * min(10, sum(around.contains(*spot) for spot in line.spots))
+    x0, y0, x1, y1 = box.x0 - 3, box.y0 - 3, box.x1 + 3, box.y1 + 3
+    at_x, at_y = line.spots
+    under = (x0 < at_x) & (at_x < x1) & (y0 < at_y) & (at_y < y1)
+    cost += OVER_LINE * min(10, int(under.sum()))
     if cost >= limit:
         return cost
-    cost += CROSSING * sum(any(box.contains(*spot) for spot in other) for other in leaders)
+    cost += CROSSING * sum(_is_on(spots, box) for spots in leaders)
     if cost >= limit:
         return cost
     spots = list(leader(label, box))
     cost += OVER_LINE * (not line.cells.isdisjoint(map(_cell, spots)))
-    foreign = [point for point in points if not point.contains(label.x, label.y)]
-    cost += CROSSING * sum(
-        any(other.contains(*spot) for spot in spots) for other in (*boxes, *foreign)
-    )
-    return cost
+    return cost + CROSSING * sum(_is_on(spots, other) for other in (*boxes, *foreign))
+
+
+def _is_on(spots: Sequence[tuple[float, float]], box: Box) -> bool:
+    """Whether one of these points, which follow a straight line, is inside the box."""
+    if not spots:
+        return False
+    (ax, ay), (bx, by), (x0, y0, x1, y1) = spots[0], spots[-1], box
+    if max(ax, bx) <= x0 or min(ax, bx) >= x1 or max(ay, by) <= y0 or min(ay, by) >= y1:
+        return False
+    return any(x0 < x < x1 and y0 < y < y1 for x, y in spots)

@@ -106,7 +106,8 @@ class LastLayer:
 
     def _now(self) -> Any:
         values, calls = self._tape.values, self._tape.paths.counts.values()
-        return values.decisions, values.computed, len(values.assumptions), sum(calls)
+        mine = [a for a in values.assumptions if is_below(a.where, self.forward.path)]
+        return values.decisions, values.computed, len(mine), sum(calls)
 
     # -- afterwards --------------------------------------------------------------------------------
 
