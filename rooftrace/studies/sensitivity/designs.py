@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, one_of
 
 Array = NDArray[np.float64]
 
@@ -106,8 +106,8 @@ class Factorial:
         for effect in self.main:
             if effect.factor == factor:
                 return effect
-        names = ", ".join(effect.factor for effect in self.main)
-        raise RequestError(f"factor {factor!r:.60}: expected one of {names}")
+        every = (effect.factor for effect in self.main)
+        raise RequestError(f"factor {factor!r:.60}: {one_of(factor, every)}")
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each effect, ranked, as a CSV file takes them.
