@@ -22,7 +22,7 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("rooftrace")
-    return _current(name) if name in __all__ else _face.former(name)
+    return _current(name)
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, TypeVar
 
+from rooftrace.errors import RequestError
+
 CHIPS = "rooftrace.chips"
 MODULES = tuple(f"rooftrace.{kind}" for kind in ("rules", "joins", "sections", "sources", "phases"))
 """Groups whose entry points name modules, which register what they define."""
@@ -52,15 +54,14 @@ def refuse_second(
     new: Callable[..., Any],
     *,
     override: bool,
-    error: type[ValueError] = ValueError,
 ) -> None:
-    """Raise `error` if `new` would replace `old` without override=True, and name both owners.
+    """Raise RequestError if `new` would replace `old` without override=True, and name both owners.
 
     there: the beginning of the message, for example "'mylib.rope' already has a rule".  The same
     function defined again may replace itself.
     """
     if old is not None and not override and not same_definition(old, new):
-        raise error(
+        raise RequestError(
             f"{there}, {owner(old)}; {owner(new)} would be a second one: pass override=True to "
             "replace it"
         )

@@ -17,9 +17,7 @@ import ast
 import contextlib
 import importlib
 import sys
-import warnings
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -64,19 +62,7 @@ def face(
 
 
 # -- public modules --------------------------------------------------------------------------------
-# The names that users call, in `rooftrace` and its modules extend, tools and types.  Former names
-# of `rooftrace` work for one more release, with a warning.
-
-MODULES = ("extend", "tools", "types")
-METHODS = {
-    "load_form": "types.Form.load",
-    "load_run": "types.Run.load",
-    "plot_answer": "types.ServingAnswer.plot",
-    "plot_roofline": "types.Rooflines.plot",
-    "plot_sweep": "types.Sweep.plot",
-    "save_form": "types.Form.save",
-}
-"""Former functions that are methods of their first argument, or of the class of their result."""
+# The names that users call, in `rooftrace` and its modules extend, tools and types.
 
 
 def public(
@@ -85,26 +71,6 @@ def public(
     """`__getattr__`, `__dir__` and `__all__` of a public module; dir() lists its names alone."""
     look_up, _, listed = face(module, file)
     return lambda name: _not_compiled(look_up(name), module), lambda: listed, listed
-
-
-def former(name: str) -> Any:
-    """An object that `rooftrace` itself gave in earlier releases; warns where it is now.
-
-    Raises AttributeError for a name that no public module has.
-    """
-    package = sys.modules["rooftrace"]
-    homes = (module for module in MODULES if name in getattr(package, module).__all__)
-    place = METHODS.get(name) or next((f"{module}.{name}" for module in homes), None)
-    if place is None:
-        raise AttributeError(f"module 'rooftrace' has no attribute {name!r}")
-    warnings.warn(
-        f"rooftrace.{name} is rooftrace.{place} now; the next release drops the former name",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    value = attrgetter(place)(package)
-    setattr(package, name, value)  # one warning for each name
-    return value
 
 
 def _not_compiled(value: Any, module: str) -> Any:

@@ -39,10 +39,6 @@ Files = frozenset[tuple[int, int]]
 _COMMAND: ContextVar[tuple[Files, bool] | None] = ContextVar("rooftrace_command", default=None)
 
 
-class OutputError(RequestError):
-    """A file in the place of an output that would be lost."""
-
-
 @contextlib.contextmanager
 def outputs_of_command(named: Iterable[str], force: bool) -> Iterator[None]:
     """Check every output of the block by the rules of a command line.
@@ -70,7 +66,7 @@ def check_output(
     known: bool = False,
     table: bool = True,
 ) -> None:
-    """Raise OutputError or OSError where an output cannot go, or where a file would be lost.
+    """Raise RequestError or OSError where an output cannot go, or where a file would be lost.
 
     content: of the output; None before it is made.  own_name: rooftrace chose the name, in a folder
     of the user.  known: a manifest lists the file as rooftrace's.  table: a CSV is accepted before
@@ -94,15 +90,15 @@ def check_output(
     by_command = _COMMAND.get() is not None
     rather = "; name another file" + (", or add --force to replace it" if by_command else "")
     if (status.st_dev, status.st_ino) in inputs:
-        raise OutputError(f"{str(path)!r} is an input of this command{rather}")
+        raise RequestError(f"{str(path)!r} is an input of this command{rather}")
     if path.suffix in _CODE:
-        raise OutputError(f"{str(path)!r} is code, and would be lost{rather}")
+        raise RequestError(f"{str(path)!r} is code, and would be lost{rather}")
     if known or not (by_command or own_name) or not status.st_size:
         return
     was = kind_at(path) if table or path.suffix != ".csv" else None
     new = was if content is None else kind_of(content, path.suffix)
     if was is None or (was != new and _NOTHING not in (was, new)):
-        raise OutputError(
+        raise RequestError(
             f"{str(path)!r} is there, and is not what rooftrace writes here: it would be lost"
             f"{rather}"
         )
@@ -146,18 +142,18 @@ def _ends(path: Path) -> bytes:
 
 
 def _check_plain(path: Path, status: os.stat_result) -> None:
-    """Raise OutputError unless this is a plain file with write permission."""
+    """Raise RequestError unless this is a plain file with write permission."""
     if stat.S_ISLNK(status.st_mode):
-        raise OutputError(
+        raise RequestError(
             f"{str(path)!r} is a link to {os.readlink(path)!r}: name that file itself, or remove "
             "the link"
         )
     if stat.S_ISDIR(status.st_mode):
-        raise OutputError(f"{str(path)!r} is a folder: an output has this name; move it away")
+        raise RequestError(f"{str(path)!r} is a folder: an output has this name; move it away")
     if not stat.S_ISREG(status.st_mode):
-        raise OutputError(f"{str(path)!r} is no plain file: an output has this name; move it away")
+        raise RequestError(f"{str(path)!r} is no plain file: an output has this name; move it away")
     if not status.st_mode & 0o222 or not os.access(path, os.W_OK):
-        raise OutputError(f"{str(path)!r} is read-only: make it writable, or name another file")
+        raise RequestError(f"{str(path)!r} is read-only: make it writable, or name another file")
 
 
 def _check_parent(path: Path) -> None:

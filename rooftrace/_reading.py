@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from rooftrace._escapes import visible
-from rooftrace.errors import hint
+from rooftrace.errors import one_of
 
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
@@ -259,9 +259,10 @@ def record_of(
     import msgspec  # here, as importing it takes 15 ms
 
     for spot, key, names in _unknown(record, data):
-        expected = f"expected one of {', '.join(names)}{hint(key, names)}"
         spot = f"{place}{spot}".removeprefix(".")
-        raise kind.refused(where, f"{spot and f'{spot}: '}unknown key {key!r:.60}: {expected}")
+        raise kind.refused(
+            where, f"{spot and f'{spot}: '}unknown key {key!r:.60}: {one_of(key, names)}"
+        )
     try:
         return msgspec.convert(data, record, strict=True)
     except msgspec.ValidationError as problem:

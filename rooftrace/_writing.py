@@ -39,7 +39,7 @@ def write_bytes(path: Path, content: bytes, *, own_name: bool = False) -> None:
     """Write an output, if nothing of the user's is lost (`check_output`).
 
     Makes the folders above it.  A pipe or a device is written to directly.
-    Raises OutputError, and OSError with the name of `path`.
+    Raises RequestError, and OSError with the name of `path`.
     """
     check_output(path, content, own_name=own_name)
     put_bytes(path, content)
@@ -105,7 +105,7 @@ def put_files(made: Path, out: Path, manifest: str) -> None:
     a reader tells a complete set from a mixed one.  Files of an earlier set that `made` does not
     have stay; the manifest names them as `earlier`.  Other files are not touched.
 
-    Raises OutputError, before anything is put, where a name belongs to another file.
+    Raises RequestError, before anything is put, where a name belongs to another file.
     """
     files = sorted(made.iterdir())
     digests = {file.name: _digest(file) for file in files}
@@ -124,7 +124,7 @@ def put_files(made: Path, out: Path, manifest: str) -> None:
 
 
 def check_files(out: Path, names: Iterable[str], manifest: str, made: Path | None = None) -> None:
-    """Raise OutputError where a file of these names in a folder is not of rooftrace.
+    """Raise RequestError where a file of these names in a folder is not of rooftrace.
 
     made: a folder that has the new files, once they are made.
     """

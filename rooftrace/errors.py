@@ -23,10 +23,6 @@ class UnusedError(RequestError):
         self.name, self.shown, self.reason = name, shown, reason
 
 
-class NoCacheError(RequestError):
-    """A phase that continues from a cache, of a module that returned none."""
-
-
 class TargetError(ValueError):
     """A target that cannot be found or built: quotes it and the expected form."""
 
@@ -56,6 +52,12 @@ def hint(name: str, names: Collection[str] | Mapping[str, str]) -> str:
     close = near(name, names)
     shown = names[close] if close and isinstance(names, Mapping) else close
     return f"; did you mean {shown!r}?" if close else ""
+
+
+def one_of(name: object, names: Iterable[str], count: str = "one") -> str:
+    """The end of a message: "expected one of batch, seq; did you mean 'seq'?"."""
+    every = tuple(names)
+    return f"expected {count} of {', '.join(every)}{hint(str(name), every)}"
 
 
 def is_ours(error: BaseException) -> bool:

@@ -23,6 +23,5 @@ from rooftrace.reporting.signed import (
     training_run as training_run,
 )
 from rooftrace.studies.advice import guidance as guidance, headroom as headroom
-from rooftrace.studies.solving import disaggregated as disaggregated
 from rooftrace.tracer import trace_target as trace_target
 from rooftrace.tracer.sharding import fake_mesh as fake_mesh

@@ -30,12 +30,11 @@ from rooftrace.hardware.chip import (
 from rooftrace.hardware.chipfile.reading import UnknownChipError as UnknownChipError
 from rooftrace.hardware.systems import System as System
 from rooftrace.measured.alignment import FusedStep as FusedStep
-from rooftrace.measured.bench import Run as Run, RunFileError as RunFileError
+from rooftrace.measured.bench import Run as Run
 from rooftrace.measured.fit import (
     Calibration as Calibration,
     Validation as Validation,
 )
-from rooftrace.measured.fit.cases import CalibrationError as CalibrationError
 from rooftrace.reporting.commands import SweepFleet as SweepFleet
 from rooftrace.reporting.commands.compat import Captured as Captured, Profile as Profile
 from rooftrace.reporting.commands.reportfolder import Report as Report
@@ -51,7 +50,6 @@ from rooftrace.studies.explaining import Explanation as Explanation
 from rooftrace.studies.explaining.decode_forms import Exploration as Exploration
 from rooftrace.studies.sensitivity import Elasticities as Elasticities
 from rooftrace.studies.solving import (
-    Disaggregated as Disaggregated,
     MeshAnswer as MeshAnswer,
     ScalingAnswer as ScalingAnswer,
     TrainingRun as TrainingRun,

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rooftrace import _writing
-from rooftrace._outputs import OutputError
 from rooftrace._writing import aside, put_files, write_bytes
+from rooftrace.errors import RequestError
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a fork")
 MANIFEST = "_set.json"
@@ -256,7 +256,7 @@ def test_a_link_is_refused_and_what_it_leads_to_stays(leads, tmp_path):
         lambda: write_bytes(tmp_path / "a", b"new"),
         lambda: new_set(tmp_path, "new"),
     ):
-        with pytest.raises(OutputError, match=rf"a' is a link to '.*{leads}': name that file"):
+        with pytest.raises(RequestError, match=rf"a' is a link to '.*{leads}': name that file"):
             work()
     assert sorted(os.listdir(tmp_path)) == ["a", "folder", "target"]
     assert (tmp_path / "target").read_text() == "old"
@@ -272,14 +272,14 @@ def test_a_folder_is_reached_through_a_link(tmp_path):
 def test_a_folder_with_the_name_of_an_output_is_refused_before_anything_is_put(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.tex").write_text("mine")
-    with pytest.raises(OutputError, match="b' is a folder"):
+    with pytest.raises(RequestError, match="b' is a folder"):
         new_set(tmp_path, "new")
     assert os.listdir(tmp_path) == ["b"] and (tmp_path / "b" / "thesis.tex").exists()
 
 
 def test_a_file_of_the_user_with_the_name_of_an_output_is_refused(tmp_path):
     (tmp_path / "b").write_text("mine")
-    with pytest.raises(OutputError, match=r"b' is there, and is not what rooftrace writes"):
+    with pytest.raises(RequestError, match=r"b' is there, and is not what rooftrace writes"):
         new_set(tmp_path, "new")
     assert (tmp_path / "b").read_text() == "mine" and not (tmp_path / "a").exists()
 
@@ -287,7 +287,7 @@ def test_a_file_of_the_user_with_the_name_of_an_output_is_refused(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
 def test_a_pipe_is_written_to_but_never_replaced(tmp_path):
     os.mkfifo(tmp_path / "a")
-    with pytest.raises(OutputError, match="a' is no plain file"):
+    with pytest.raises(RequestError, match="a' is no plain file"):
         new_set(tmp_path, "new")
     reader = os.open(tmp_path / "a", os.O_RDONLY | os.O_NONBLOCK)
     write_bytes(tmp_path / "a", b"new")
@@ -323,7 +323,7 @@ def test_permissions_stay_and_a_read_only_file_is_refused(tmp_path):
     write_bytes(path, b"new")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640  # no file of ours runs as another user
     path.chmod(0o444)
-    with pytest.raises(OutputError, match="a' is read-only"):
+    with pytest.raises(RequestError, match="a' is read-only"):
         write_bytes(path, b"newer")
     assert path.read_text() == "new"
 
@@ -341,7 +341,7 @@ def test_the_file_of_another_user_stays_theirs(tmp_path):
 def test_an_error_names_the_file_that_was_asked_for(made, tmp_path):
     (tmp_path / "missing").write_text("in the way")
     (tmp_path / "a folder").mkdir()
-    with pytest.raises((OSError, OutputError), match=made):
+    with pytest.raises((OSError, RequestError), match=made):
         write_bytes(tmp_path / made, b"x")
 
 
@@ -349,6 +349,6 @@ def test_a_damaged_manifest_knows_no_file(tmp_path):
     new_set(tmp_path, "1")
     for damage in (b"", b'{"schema": "rooftrace.files/1", "files": 3, "earlier": []}', b"[" * 9999):
         (tmp_path / MANIFEST).write_bytes(damage)
-        with pytest.raises(OutputError):
+        with pytest.raises(RequestError):
             new_set(tmp_path, "2")
         assert (tmp_path / "a").read_text() == "1"

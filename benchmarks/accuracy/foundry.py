@@ -20,7 +20,7 @@ A microbatch of one GPU is traced.  Added to its kernels are
 Two numbers, what the GPUs sustain of their arithmetic and of their bandwidth, and one factor, are
 fitted to rows on one node of all other models.  The usual numbers, from which a fit begins, hold
 what A100 and H100 sustain under their limit on power: that of A100 was chosen with the rows of 80
-GB in sight, that of H100 with steps of torchtitan and with the rows of H100 in sight.
+GB in sight, that of H100 with products alone, steps of torchtitan and the rows of H100 in sight.
 """
 
 from __future__ import annotations

@@ -175,10 +175,10 @@ the others do.""",
         """\
 Throughput of MPT with 125 M to 70 B parameters and sequences of 512 to 65,536 in llm-foundry
 (Apache-2.0), with FSDP on 8 to 512 A100 and H100. One model is left out of each fit, which sees the
-rows on 8 GPUs, and is predicted. What an A100 sustains with its matrix engines at full rate (76 %)
-was chosen with the rows of A100 80 GB in sight; those of A100 40 GB test it little. That of H100
-(70 %) is between what steps of Llama 3.1 at 500 W say (torchtitan; 72 % when scaled to 700 W by
-f V^2) and what suits the rows here best (65 %), which were in sight.
+rows on 8 GPUs, and is predicted. The clock that an A100 holds with its matrix engines at full rate
+(80 %) was chosen with the rows of A100 80 GB in sight; those of A100 40 GB test it little. That of
+H100 (77 %) is between what products alone hold (81 %; 80 % on H200), what steps of Llama 3.1 at
+500 W say (torchtitan; 78 %), and what suits the rows here best (69 %), which were in sight.
 Attention was a Triton kernel there; how much slower than FlashAttention 2 it is was taken from the
 paper of the latter, and on H100 it has the matrix instructions of sm_80 alone. Composer's defaults
 are added: two metrics of each microbatch (cross entropies in fp32), and gathering and reducing in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,8 @@ LATENT = {"latent_q": 1536, "latent_kv": 512, "rope": 64, "dense": 1, "heads": 1
 MODELS = {
     "llama3_8b": Sizes(width=4096, inside=14336, heads=32),
     "llama3_70b": Sizes(width=8192, inside=28672, heads=64),
-    "llama3_405b": Sizes(width=16384, inside=53248, heads=128),
+    # 16 heads of keys: `num_query_groups` of SimuMax's scripts/run_pretrain_llama3.sh
+    "llama3_405b": Sizes(width=16384, inside=53248, heads=128, kv_heads=16),
     "mixtral_8x7b": Sizes(
         width=4096, inside=0, heads=32, words=32000, experts=8, chosen=2, expert=14336
     ),
@@ -161,7 +163,11 @@ class Mlp(nn.Module):
 
 
 class Moe(nn.Module):
-    """Experts over "ep", with as many tokens for each; every process has some whole ones."""
+    """Experts over "ep", with room for as many tokens in each; every process has some whole ones.
+
+    As Megatron-LM with `--moe-pad-expert-input-to-capacity`: tokens without room are dropped, room
+    without tokens is computed.
+    """
 
     def __init__(self, sizes: Sizes, groups: Groups) -> None:
         super().__init__()
@@ -173,21 +179,47 @@ class Moe(nn.Module):
         self.beside = Mlp(sizes.width, sizes.shared, groups) if sizes.shared else None
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = Column.apply(x, self.router, None).float().softmax(-1)
-        shares, chosen = scores.topk(self.sizes.chosen, -1)
-        sent = Permute.apply(x, chosen.flatten(), self.sizes.chosen)
-        got = Exchange.apply(sent, self.groups.ep)
-        count = len(self.up)
-        rows = len(got) // count
-        sorted_rows = Sorted.apply(got, chosen.flatten()[: rows * count])
-        scale = shares.to(x.dtype).flatten()[: rows * count].view(count, rows, 1)
-        made = Gated.apply(Experts.apply(sorted_rows.unflatten(0, (count, rows)), self.up), scale)
+        sizes, group, count = self.sizes, self.groups.ep, len(self.up)
+        room = math.ceil(len(x) * sizes.chosen / sizes.experts)
+        order = torch.empty(sizes.experts * room, dtype=torch.long, device=x.device)
+        shares = self.shares(Column.apply(x, self.router, None), room)
+        scale = shares.t().flatten().index_select(0, order)
+        got = Exchange.apply(Permute.apply(x, order, sizes.chosen), group)
+        scale = Exchange.apply(scale, group).to(x.dtype).view(count, -1, 1)
+        sorted_rows = Sorted.apply(got, order).unflatten(0, (count, -1))
+        made = Gated.apply(Experts.apply(sorted_rows, self.up), scale)
         made = Experts.apply(made, self.down).flatten(0, 1)
-        if rows * count < len(got):  # rows that do not divide: none of them is lost
-            made = F.pad(made, (0, 0, 0, len(got) - rows * count))
-        back = Exchange.apply(Sorted.apply(made, chosen.flatten()), self.groups.ep)
-        mixed = added(back, self.sizes.chosen)
+        back = Exchange.apply(Sorted.apply(made, order), group)
+        mixed = Combine.apply(back, len(x), sizes.chosen)
         return mixed if self.beside is None else mixed + self.beside(x)
+
+    def shares(self, logits: Tensor, room: int) -> Tensor:
+        """The shares [tokens, experts] of experts in what tokens get: 0 of those not chosen.
+
+        `topk_routing_with_score_function`, the loss that balances, `apply_router_token_dropping`
+        of megatron/core/transformer/moe/moe_utils.py, op by op.
+        """
+        chosen = self.sizes.chosen
+        scores = torch.softmax(logits, -1, dtype=torch.float32)
+        best, places = scores.to(logits.dtype).topk(chosen, -1)
+        shares = torch.zeros_like(logits).scatter(1, places, best * 16)
+        taken = torch.zeros_like(logits).int().scatter(1, places, 1).bool()
+        shares = Balanced.apply(shares, (scores.sum(0) * taken.sum(0)).sum())
+        kept = shares.topk(room, 0, sorted=False)[1]
+        return shares * torch.zeros_like(shares).scatter(0, kept, 1).bool()
+
+
+class Balanced(torch.autograd.Function):
+    """Shares, to which the gradient of the loss that balances experts is tied."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss
+        return shares.view_as(shares)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], torch.ones_like(ctx.loss)
 
 
 class Exchange(torch.autograd.Function):
@@ -204,9 +236,9 @@ class Exchange(torch.autograd.Function):
 
 
 @torch.compile
-def added(x: Tensor, chosen: int) -> Tensor:
+def added(x: Tensor, tokens: int, chosen: int) -> Tensor:
     """The sum of what so many experts make of each token, in one kernel (`moe_unpermute` of TE)."""
-    return x.unflatten(0, (-1, chosen)).sum(1)
+    return x[: tokens * chosen].unflatten(0, (tokens, chosen)).sum(1)
 
 
 class Permute(torch.autograd.Function):
@@ -214,12 +246,25 @@ class Permute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, chosen: int) -> Tensor:
-        ctx.chosen = chosen
+        ctx.sizes = len(x), chosen
         return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return added(grads[0], ctx.chosen), None, None
+        return added(grads[0], *ctx.sizes), None, None
+
+
+class Combine(torch.autograd.Function):
+    """The sum of what experts make of each token; rows of experts get its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: int, chosen: int) -> Tensor:
+        ctx.order = torch.empty(len(x), dtype=torch.long, device=x.device)
+        return added(x, tokens, chosen)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].index_select(0, ctx.order), None, None
 
 
 class Sorted(torch.autograd.Function):
@@ -302,7 +347,7 @@ class Update(nn.Module):
 
     def __init__(self, stage: Stage, dense: Any, experts: Any, everybody: Any) -> None:
         super().__init__()
-        self.everybody = everybody
+        self.everybody, self.replicas = everybody, size_of(dense)
         self.parts: list[tuple[Any, Tensor, Tensor]] = []
         weights = [w for w in stage.parameters() if isinstance(w, Weight)]
         for group, some in (
@@ -329,16 +374,28 @@ class Update(nn.Module):
 
 
 def update(parts: Update, optimizer: torch.optim.Optimizer) -> None:
-    """One update."""
+    """One update, a pass over memory for each of its kernels, as Megatron-LM hands them over.
+
+    All gradients are looked through for NaN and, of more than one replica, scaled, before they are
+    shared (`start_grad_sync` of distributed/param_and_grad_buffer.py); a process takes the norm of
+    its part and scales that (optimizer/clip_grads.py), updates fp32 weights in one kernel and
+    copies these into its part of the bf16 ones, which are gathered where they lie.
+    """
+    for _, _, main in parts.parts:
+        torch.linalg.vector_norm(main)
+        if parts.replicas > 1:
+            main.mul_(1 / parts.replicas)
     shards = [scatter(main, group) for group, _, main in parts.parts]
-    total = added_up(
-        torch.stack([(shard * shard).sum() for shard in shards]).sum(), parts.everybody
-    )
-    factor = (1 / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    norms = torch.stack(torch._foreach_norm(shards))
+    total = added_up(norms.square().sum(), parts.everybody).sqrt()
+    torch._foreach_mul_(shards, (1 / (total + 1e-6)).clamp(max=1.0))
     for master, shard in zip(parts.masters, shards, strict=True):
-        master.grad = shard.mul_(factor)
+        master.grad = shard
     optimizer.step()
     for (group, flat, main), master in zip(parts.parts, parts.masters, strict=True):
-        flat.data.copy_(gather(master.to(torch.bfloat16), group))
+        own = flat.data[: len(master)]
+        own.copy_(master)
+        if size_of(group) > 1:
+            torch.distributed.all_gather_into_tensor(flat.data, own, group=group)
         main.zero_()
         master.grad = None

@@ -138,10 +138,6 @@ _SCALES = {
 }
 
 
-class FailOnError(RequestError):
-    """A --fail-on condition that cannot be read, or whose metric is not there."""
-
-
 @dataclass(frozen=True, slots=True)
 class Limit:
     """The allowed growth of a metric, or its allowed maximum."""
@@ -157,14 +153,14 @@ class Limit:
         """The limit of "time>5%"; an absolute one takes a unit ("memory>1 GiB").
 
         metrics: those that may be named.  of, example: the compared thing and another limit, for
-        the message of the FailOnError that is raised for a text that cannot be read.
+        the message of the RequestError that is raised for a text that cannot be read.
         """
         match = _CONDITION.fullmatch(text)
         if match is None or match[1] not in metrics:
             name = text.partition(">")[0].strip()
             close = hint(name, tuple(metrics)) if name not in metrics else ""
             also = f' or "{example}"' if example else ""
-            raise FailOnError(
+            raise RequestError(
                 f"--fail-on {text!r}: {f'of {of} ' if of else ''}expected METRIC>LIMIT with METRIC "
                 f'one of {", ".join(metrics)}, for example "{next(iter(metrics))}>5%"{also}'
                 f"{close}"
@@ -172,7 +168,7 @@ class Limit:
         try:
             most, relative = amount_of(match[2], metrics[match[1]])
         except ValueError as error:
-            raise FailOnError(f"--fail-on {text!r}: {error}") from None
+            raise RequestError(f"--fail-on {text!r}: {error}") from None
         return cls(text, most, relative, metric=match[1])
 
     def growth(self, change: Change) -> float:
@@ -237,19 +233,19 @@ class Limited:
 
     @classmethod
     def limits(cls, conditions: Iterable[str]) -> list[Limit]:
-        """The limits that conditions say.  Raises FailOnError."""
+        """The limits that conditions say.  Raises RequestError."""
         return [Limit.parse(text, cls.METRICS, cls.COMPARED, cls.EXAMPLE) for text in conditions]
 
     def violations(self, conditions: Iterable[str]) -> list[str]:
         """A sentence for each condition ("time>5%", "memory>1 GiB") and each place that breaks it.
 
-        Raises FailOnError for a condition that cannot be read, and for a metric that no place has.
+        Raises RequestError for a condition that cannot be read, and for a metric that no place has.
         """
         parts, sentences = self.places(), []
         there = {name for _, changes in parts for name in changes}
         for limit in self.limits(conditions):
             if limit.metric not in there:
-                raise FailOnError(
+                raise RequestError(
                     f"--fail-on {limit.text!r}: {limit.metric} was not measured in both; there are "
                     f"{', '.join(name for name in self.METRICS if name in there)}"
                 )

@@ -23,8 +23,6 @@ from rooftrace.graph.records import pattern_of
 ROUTING = "routing"
 FALLBACK = "fallback"
 """Kind of assumptions on code that runs in place of a package's kernel: nobody decides them."""
-ALIASES: Mapping[str, str] = {"balanced-routing": ROUTING}
-"""Other names of kinds, as they were called before."""
 POLICIES: Mapping[str, str] = {
     "expected": "each class is equally likely; counts are the exact expectation",
     "balanced": "each class equally often",
@@ -49,7 +47,6 @@ _WORDS = {"true": True, "false": False}
 def check_assumption(key: str, value: Any) -> None:
     """Raise RequestError for an unknown kind, or for a value that the kind does not take."""
     kind, at, module = key.partition("@")
-    kind = ALIASES.get(kind, kind)
     if kind not in ASSUMABLE or (at and not module):
         raise RequestError(
             f"assumption {key!r:.60}: expected KIND, KIND@MODULE or KIND@FILE:LINE, for example "
@@ -104,10 +101,9 @@ def decided(assume: Mapping[str, Any], kind: str, where: str, line: str = "") ->
     for key, value in reversed(tuple(assume.items())):
         name, _, pattern = key.partition("@")
         where_meant = _stands_for(pattern, where) or _of_line(pattern, line)
-        if ALIASES.get(name, name) == kind and pattern and where_meant:
+        if name == kind and pattern and where_meant:
             return value
-    names = (kind, *(alias for alias, name in ALIASES.items() if name == kind))
-    return next((assume[name] for name in names if name in assume), None)
+    return assume.get(kind)
 
 
 def check_histograms(assume: Mapping[str, Any], facts: Iterable[Mapping[str, Any]]) -> None:
@@ -117,8 +113,7 @@ def check_histograms(assume: Mapping[str, Any], facts: Iterable[Mapping[str, Any
     """
     made = [fact for fact in facts if "policy" in fact]
     for key, value in assume.items():
-        kind = key.partition("@")[0]
-        if ALIASES.get(kind, kind) != ROUTING or not made:
+        if key.partition("@")[0] != ROUTING or not made:
             continue
         policy = policy_of(value)
         if policy.name == "histogram" and str(policy) not in {fact["policy"] for fact in made}:

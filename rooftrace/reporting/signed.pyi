@@ -507,8 +507,8 @@ def explore(
     link at which computing counts as the limit.  link: byte/s, or "50 GB/s"; default: the chip's
     fastest.  plot: a PNG.  FLOPs and bytes are those of estimates; other arguments as of `trace`.
 
-    Raises RequestError for a name or values that there are not, ExploreError for devices without
-    routed experts, and the errors of `form`.
+    Raises RequestError for a name or values that there are not and for devices without routed
+    experts, and the errors of `form`.
     """
 
 def graph_breaks(
@@ -612,7 +612,7 @@ def calibrate(
     Pass the result as `knobs=` to `report` or `execution_model`;
     `.save(path)` writes it to a file for --knobs.
 
-    Raises the errors of `validate`, and CalibrationError for fewer measurements than knobs to fit.
+    Raises the errors of `validate`, and RequestError for fewer measurements than knobs to fit.
     """
 
 def validate(
@@ -669,8 +669,8 @@ def validate(
     the datasheet's peaks.  phases: compare only these.  counters: a CSV of Nsight
     Compute or rocprof of the same step as the trace.
 
-    Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
-    for a file that cannot be read, or a trace of something else.
+    Raises RequestError for arguments that do not go together; ProfileError for a file that cannot
+    be read, or a trace of something else.
     """
 
 def best_mesh(

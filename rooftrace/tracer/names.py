@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rooftrace._extensions import failures, load, refuse_second, track
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError, hint, one_of
 from rooftrace.graph import looks_saved
 
 BOUNDARIES = ("auto", "batch", "call", "optimizer", "mark")
@@ -110,7 +110,7 @@ def phase_of(name: str) -> Phase:
     known = phases()
     if name not in known:
         broken = failures("rooftrace.phases")
-        expected = f"phase {name!r:.60}: expected one of {', '.join(known)}"
+        expected = f"phase {name!r:.60}: {one_of(name, known)}"
         raise RequestError("; ".join((expected, *broken)))
     return known[name]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError, one_of
 from rooftrace.graph.assumptions import check_assumption
 from rooftrace.tracer.names import CHECKPOINTS, PLANS, ZERO, is_shared
 from rooftrace.tracer.recording import Release, installed_release, read_release
@@ -111,9 +111,7 @@ class Request:
                 )
         for name, words in (("checkpoint", CHECKPOINTS), ("plan", PLANS)):
             if (value := getattr(self, name)) not in words:
-                raise RequestError(
-                    f"--{name} {value}: expected one of {', '.join(words)}{hint(value, words)}"
-                )
+                raise RequestError(f"--{name} {value}: {one_of(value, words)}")
         if self.plan != PLANS[0] and self.mesh.get("tp", 1) < 2:
             raise RequestError(
                 f"--plan {self.plan}: it is for tensor parallelism; expected an axis tp in --mesh"

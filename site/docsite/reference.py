@@ -27,7 +27,7 @@ GROUPS: Mapping[str, str] = {
     "Compare": """diff Diff compare Comparison inventory ModelInfo ParameterDiff CheckpointDiff
         dump_model_info""",
     "Many chips": """fake_mesh System best_mesh MeshAnswer scaling ScalingAnswer
-        training_run TrainingRun disaggregated Disaggregated save_chakra""",
+        training_run TrainingRun save_chakra""",
     "What if": """form Form sweep Sweep sweep_fleet SweepFleet solve
         ServingAnswer CapacityAnswer RatesAnswer PassingAnswer sensitivity Elasticities
         explore Exploration roofline Rooflines""",
@@ -36,7 +36,7 @@ GROUPS: Mapping[str, str] = {
     "Extend": """rule OpView Cost Work Access fusion KernelView section Section Table Column Note
         source phase""",
     "Errors": """RequestError TargetError TraceError UnknownChipError MissingPeakError
-        ExecutionError GraphFileError RunFileError ProfileError KnobsError CalibrationError""",
+        ExecutionError GraphFileError ProfileError KnobsError""",
 }
 
 

@@ -35,9 +35,10 @@ from rooftrace.costmodels.kernels.knobs import (
     load_knobs,
 )
 from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
+from rooftrace.errors import RequestError
 from rooftrace.hardware.chip import Chip
 from rooftrace.hardware.chipfile import load_chip
-from rooftrace.measured.fit.cases import CalibrationError, Case, predict, step_case
+from rooftrace.measured.fit.cases import Case, predict, step_case
 from rooftrace.measured.fit.fitting import fit
 from tests.costmodels.serving_support import LatentLayer
 
@@ -274,7 +275,7 @@ def test_single_attentions_are_fitted_before_the_steps() -> None:
 
 
 def test_a_number_that_there_is_not_is_refused() -> None:
-    with pytest.raises(CalibrationError, match=r"attention\.products.* or a class and a number"):
+    with pytest.raises(RequestError, match=r"attention\.products.* or a class and a number"):
         fit(decode(USUAL), USUAL, ("attention.speed",))
 
 
@@ -417,6 +418,6 @@ def test_a_step_on_latents_takes_the_seconds_of_the_kernel_of_its_library(
     alone = attention_seconds(
         case, engine, numbers, knobs.compute, knobs.memory, knobs.overlap
     ).device
-    assert table.seconds(knobs, False).device[row] == pytest.approx(alone[0])
+    assert table.at_full_clock(knobs, False).device[row] == pytest.approx(alone[0])
     streamed = 64 * 4096 * 576 * 2 / on.memory_bandwidth.value
     assert streamed < alone[0] < 2 * streamed

@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import Launch
 from rooftrace.costmodels.timing.queue import host_seconds, schedule
+from rooftrace.costmodels.timing.timings import Clocked
 from rooftrace.hardware.chipfile import load_chip
 from tests.costmodels.batch_support import bare_step
 
@@ -76,7 +77,9 @@ def test_random_launches_end_when_each_point_alone_ends(
         durations = case.durations[:, point].tolist()
         turns = (case.counts[:, 0] if same else case.counts[:, point]).tolist()
         ends.append(schedule(durations, case.launches, host_seconds(model, CHIP), turns)[1])
-    durations = step.launched(case.durations.ravel(), slice(None))
+    each = case.durations.ravel()
+    seconds = Clocked(each, np.zeros(len(each)), np.zeros(POINTS))
+    durations = step.launched(seconds, slice(None))
     host = host_seconds(model, CHIP)
     told = schedule(durations, case.launches, host, step.counted(slice(None)))[1]
     assert told == pytest.approx(np.array(ends), rel=1e-12, abs=0)

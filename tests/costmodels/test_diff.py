@@ -6,9 +6,10 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.diffs import Change, Limit
-from rooftrace.diffs.changes import TOTALS, FailOnError
+from rooftrace.diffs.changes import TOTALS
 from rooftrace.diffs.costs.changes import Diff
 from rooftrace.diffs.costs.differences import diff_estimates
+from rooftrace.errors import RequestError
 
 WIDTH, ROWS = 32, 64
 
@@ -195,7 +196,7 @@ def test_conditions(text, metric, limit, relative):
     ],
 )
 def test_conditions_that_cannot_be_read(text, message):
-    with pytest.raises(FailOnError) as caught:
+    with pytest.raises(RequestError) as caught:
         Limit.parse(text, TOTALS)
     assert message in str(caught.value) and text in str(caught.value)
 

@@ -285,9 +285,9 @@ def test_a_plot_of_one_op_is_refused(tmp_path: Path) -> None:
         rt.explain(mixer(), rows_of(2), op="up", plot=tmp_path / "up.png")
 
 
-def test_a_plot_is_a_figure(tmp_path: Path) -> None:
-    rt.explain(nn.Linear(8, 8), torch.empty(4, 8), plot=tmp_path / "step.png")
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+def test_a_plot_is_a_figure_and_names_the_engine(tmp_path: Path) -> None:
+    rt.explain(nn.Linear(8, 8), torch.empty(4, 8), chip="rtx-5090", plot=tmp_path / "step.svg")
+    assert b"vector fp32 " in (tmp_path / "step.svg").read_bytes()
 
 
 def test_everything_is_said_on_a_screen_and_in_json() -> None:

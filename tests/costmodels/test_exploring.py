@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.studies.explaining import DecodeStep, ExploreError, Rates, RoutedExperts, explore
+from rooftrace.errors import RequestError
+from rooftrace.studies.explaining import DecodeStep, Rates, RoutedExperts, explore
 
 pytestmark = pytest.mark.quick
 
@@ -148,19 +149,19 @@ def test_a_row_names_its_columns() -> None:
 )
 def test_sizes_that_no_step_has_are_told(changes: dict[str, Any], told: str) -> None:
     sizes: dict[str, Any] = {"devices": [1], "kv": [1], **changes}
-    with pytest.raises(ExploreError) as error:
+    with pytest.raises(RequestError) as error:
         explore(deepseek(True), ROUTED, H200, **sizes)
     assert told in str(error.value)
 
 
 def test_records_check_themselves() -> None:
-    with pytest.raises(ExploreError, match="link=0: expected a number above 0"):
+    with pytest.raises(RequestError, match="link=0: expected a number above 0"):
         Rates(1, 1, 0)
-    with pytest.raises(ExploreError, match="top_k=8 of experts=4"):
+    with pytest.raises(RequestError, match="top_k=8 of experts=4"):
         RoutedExperts(1, 4, 8, 1, 1)
-    with pytest.raises(ExploreError, match="weight_bytes=-1"):
+    with pytest.raises(RequestError, match="weight_bytes=-1"):
         DecodeStep(lambda batch, kv: batch, lambda batch, kv: batch, -1)
     for flops in (lambda batch, kv: -batch, lambda batch, kv: np.ones(2)):
         step = DecodeStep(flops, lambda batch, kv: batch, 1)
-        with pytest.raises(ExploreError, match="flops gave"):
+        with pytest.raises(RequestError, match="flops gave"):
             explore(step, ROUTED, H200, devices=[1], kv=[1])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rooftrace.studies.sensitivity import FactorialError, factorial, grid_of
+from rooftrace.errors import RequestError
+from rooftrace.studies.sensitivity import factorial, grid_of
 
 pytestmark = pytest.mark.quick
 
@@ -150,7 +151,7 @@ def test_a_table_in_any_order_is_the_same_grid() -> None:
     ],
 )
 def test_what_is_no_grid_is_told(levels: dict, response: list, told: str) -> None:
-    with pytest.raises(FactorialError) as error:
+    with pytest.raises(RequestError) as error:
         factorial(levels, response)
     assert told in str(error.value)
 
@@ -165,17 +166,17 @@ def test_what_is_no_grid_is_told(levels: dict, response: list, told: str) -> Non
     ],
 )
 def test_a_table_that_is_no_grid_is_told(rows: list, told: str) -> None:
-    with pytest.raises(FactorialError) as error:
+    with pytest.raises(RequestError) as error:
         grid_of(rows, ("a",), "t")
     assert told in str(error.value)
 
 
 def test_a_missing_combination_is_named() -> None:
     rows = [{"a": a, "b": b, "t": 1} for a in (1, 2) for b in (3, 4) if (a, b) != (2, 3)]
-    with pytest.raises(FactorialError, match="a=2, b=3 is missing"):
+    with pytest.raises(RequestError, match="a=2, b=3 is missing"):
         grid_of(rows, ("a", "b"), "t")
 
 
 def test_an_unknown_factor_is_told() -> None:
-    with pytest.raises(FactorialError, match="factor 'b': expected one of a"):
+    with pytest.raises(RequestError, match="factor 'b': expected one of a"):
         factorial({"a": (1, 2)}, [1, 2]).of("b")

@@ -314,7 +314,7 @@ def test_convolutions_on_channels_last_have_shares_of_their_own_and_copy_nothing
     (a, _), (b, _) = (kernel_table(plan(graph, "eager"), chip) for graph in (first, last))
     assert [CLASSES[k] for k in a.kind] == ["conv", "conv 1x1", "grouped conv"]
     assert [CLASSES[k] for k in b.kind] == [f"{CLASSES[k]}{LAST}" for k in a.kind]
-    assert (a.data["moved"] > 0).all() and not b.data["moved"].any()
+    assert (a.data["turned"] > 0).all() and not b.data["turned"].any()
     eager, compiled = load_knobs("typical-eager"), load_knobs("typical-compiled")
     assert eager.share(f"conv{LAST}").compute > eager.share("conv").compute
     assert compiled.share(f"conv{LAST}") == compiled.share("conv")

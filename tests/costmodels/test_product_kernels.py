@@ -1,5 +1,6 @@
 """Products in narrow formats by the kernels of inference engines, and the rounding before them."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,10 @@ from rooftrace.costmodels.ops import Access, Cost, Work
 from rooftrace.hardware import load_chip
 from rooftrace.hardware.precisions import precision, storage_bytes, widest
 
-CHIPS = {name: load_chip(name) for name in ("a100", "h100", "h200", "b200", "l40s", "rtx-4090")}
+CHIPS = {
+    name: replace(load_chip(name), sustained_compute=None)  # no limit on power: at one clock
+    for name in ("a100", "h100", "h200", "b200", "l40s", "rtx-4090")
+}
 STORED = {
     "fp8": "fp8_afp8",
     "fp8_block": "fp8_g128x128_s32_afp8",
@@ -41,7 +45,7 @@ def estimated(chip: str, stored: str | None, library: str, m: int, n: int, k: in
     """A linear layer as users price it."""
     layer = nn.Linear(k, n, bias=False, dtype=torch.bfloat16, device="meta")
     x = torch.zeros(m, k, dtype=torch.bfloat16, device="meta")
-    return rt.estimate(layer, x, chip=chip, library=library, weights_dtype=stored)
+    return rt.estimate(layer, x, chip=CHIPS[chip], library=library, weights_dtype=stored)
 
 
 def device(estimate: Any) -> float:
@@ -258,7 +262,7 @@ def test_a_sweep_takes_kernels_of_libraries_as_single_estimates_do() -> None:
     layer = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16, device="meta")
     x = torch.zeros(16, 1024, dtype=torch.bfloat16, device="meta")
     how: dict[str, Any] = {
-        "chip": "b200",
+        "chip": CHIPS["b200"],
         "library": "trtllm",
         "weights_dtype": STORED["fp8_block"],
     }

@@ -371,3 +371,20 @@ def test_compilers_know_masks_on_divided_scores(scale: str, masked: bool, count:
 
     inputs = [torch.empty(B, S, H * E, device="meta"), torch.empty(1, H, S, S, device="meta")]
     assert flash_from_products(rt.trace(attend, *inputs))[1] == count
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_attention_between_compiled_graphs_stays_as_it_is_written(compiled: bool) -> None:
+    """A script compiles its attention, or what comes after it."""
+
+    def attend(x: Tensor) -> Tensor:
+        return (x @ x.transpose(-2, -1)).softmax(-1) @ x
+
+    def twice(x: Tensor) -> Tensor:
+        return F.silu(x) * 2
+
+    first, second = (torch.compile(attend), twice) if compiled else (attend, torch.compile(twice))
+    graph = rt.trace(lambda x: second(first(x)), torch.empty(B, H, S, E, device="meta"))
+    rows = rt.estimate(graph, execution="mixed", chip="h100-sxm").rows
+    assert sum("attention" in row.name for row in rows) == compiled
+    assert sum("softmax" in row.name for row in rows) != compiled

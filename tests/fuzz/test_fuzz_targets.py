@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from rooftrace._escapes import to_toml
-from rooftrace.measured.alignment import MeasuredRequestError
+from rooftrace.errors import RequestError
 from rooftrace.measured.alignment.pairing import template_of
 from tests.fuzz.watch import unasked, watching
 from tests.reporting.conftest import Run, run
@@ -260,7 +260,7 @@ def test_a_template_never_leads_out_of_what_it_names(seconds: float) -> None:
         for text in TEMPLATES[:4]:
             try:
                 made = template_of(text).filled({"target": name})
-            except MeasuredRequestError:
+            except RequestError:
                 continue
             before, after = text.split("{target}")
             put = made.removeprefix(before).removesuffix(after)
@@ -269,5 +269,5 @@ def test_a_template_never_leads_out_of_what_it_names(seconds: float) -> None:
         odd = "".join(rng.choices(letters, k=8))
         try:
             assert template_of(odd).filled({"target": "x"})
-        except MeasuredRequestError:
+        except RequestError:
             continue

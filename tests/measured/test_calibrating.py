@@ -13,7 +13,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.kernels.knobs import Knobs, load_knobs
-from rooftrace.measured.alignment.pairing import MeasuredRequestError
+from rooftrace.errors import RequestError
 from rooftrace.measured.profiles.tables import StepTime
 from rooftrace.tracer.request import Request
 from tests.measured.profiles_support import run_on_cpu
@@ -90,9 +90,9 @@ def test_a_model_that_does_not_trace_is_left_out_and_named() -> None:
 
 def test_nothing_that_traces_is_an_error() -> None:
     chip = rt.load_chip("rtx-3090")
-    with pytest.raises(MeasuredRequestError, match="none of 1 measured steps could be traced"):
+    with pytest.raises(RequestError, match="none of 1 measured steps could be traced"):
         rt.calibrate([StepTime(target="nothing", seconds=1.0)], chip, trust_targets=True)
-    with pytest.raises(MeasuredRequestError, match="expected some of"):
+    with pytest.raises(RequestError, match="expected some of"):
         rt.calibrate([StepTime(target="x", seconds=1.0)], chip, target="{size}")
 
 
@@ -107,7 +107,7 @@ def test_a_run_of_the_suite_is_fitted_to_by_its_models() -> None:
     )
     assert not found.failures and found.measured == len(few) and not found.kernels
     assert found.fit.errors.count == len(few)
-    with pytest.raises(MeasuredRequestError, match="no compiled steps of models, only eager"):
+    with pytest.raises(RequestError, match="no compiled steps of models, only eager"):
         rt.calibrate(replace(run, models=tuple(few)), chip, "compiled")
 
 

@@ -17,11 +17,11 @@ from rooftrace.costmodels.kernels.engines import group_class, op_class, p_norm
 from rooftrace.costmodels.kernels.intervals import Residuals
 from rooftrace.costmodels.kernels.knobs import CLASSES, NATIVE, Knobs, Share
 from rooftrace.costmodels.kernels.seconds import kernel_table
+from rooftrace.errors import RequestError
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import (
-    CalibrationError,
     Case,
     Stack,
     alone_case,
@@ -88,7 +88,7 @@ def declared() -> list[tuple[str, numbers.KnobFacts]]:
 @pytest.mark.parametrize(("name", "facts"), declared())
 def test_a_fit_frees_a_knob_as_its_declaration_says(name: str, facts: numbers.KnobFacts) -> None:
     if facts.prior is None:
-        with pytest.raises(CalibrationError, match="free knob"):
+        with pytest.raises(RequestError, match="free knob"):
             Space(START, [name], CHIP)
         return
     space = Space(START, [name], CHIP)
@@ -279,19 +279,19 @@ def test_errors_on_paper() -> None:
 )
 def test_what_cannot_be_fitted_is_refused(change, words: str) -> None:
     given, options = change(cases(TRUTH, sizes=(512,)))
-    with pytest.raises(CalibrationError, match=words):
+    with pytest.raises(RequestError, match=words):
         fit(given, START, **options)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), None])
 def test_a_time_that_is_none_is_refused(seconds) -> None:
-    with pytest.raises(CalibrationError, match="expected a time above 0"):
+    with pytest.raises(RequestError, match="expected a time above 0"):
         step_case("x", step(256, 8), CHIP, "eager", seconds)
 
 
 def test_several_chips_are_not_mixed() -> None:
     other = step_case("y", step(256, 8), load_chip("l4"), "eager", 1.0)
-    with pytest.raises(CalibrationError, match="several chips"):
+    with pytest.raises(RequestError, match="several chips"):
         fit([*cases(TRUTH, sizes=(512,)), other], START)
 
 
@@ -516,7 +516,7 @@ def test_steps_below_the_bound_are_left_out_and_named() -> None:
     kept, told = check_bound([wrong, *fine[1:]])
     assert kept == fine[1:] and list(told) == [wrong.name]
     assert "NVIDIA GeForce RTX 4090" in told[wrong.name] and "at least" in told[wrong.name]
-    with pytest.raises(CalibrationError, match="beat this chip's bound: measure it again"):
+    with pytest.raises(RequestError, match="beat this chip's bound: measure it again"):
         check_bound([wrong])
 
 

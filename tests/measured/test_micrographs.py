@@ -6,8 +6,9 @@ import pytest
 
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.ops.cost import MATRIX
+from rooftrace.errors import ProfileError
 from rooftrace.measured.bench.operations import micro_cases, traced_micro as traced
-from rooftrace.measured.bench.runfile import MicroRow, RunFileError
+from rooftrace.measured.bench.runfile import MicroRow
 
 
 def rows(on_cuda: bool):
@@ -53,7 +54,7 @@ def test_the_graph_computes_and_moves_what_the_case_says(on_cuda):
 
 
 def test_a_launch_has_no_graph():
-    with pytest.raises(RunFileError, match="launch what=eager op"):
+    with pytest.raises(ProfileError, match="launch what=eager op"):
         traced(
             MicroRow(key="launch what=eager op", kind="launch", sizes={}, seconds=(1e-6,)), False
         )

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import rooftrace as rt
-from rooftrace.diffs.changes import FailOnError
 from rooftrace.diffs.runs.comparing import noise_of
 from rooftrace.diffs.runs.diffing import diff_runs
 from rooftrace.diffs.runs.rundiff import PARTS, KernelChange, RunDiff, StepDiff
@@ -425,11 +424,11 @@ def test_limits_hold_for_measured_metrics(tmp_path: Path) -> None:
     ]
     assert result.violations(["work>50 us", "kernels>0"]) == []
     assert diff_runs(b, a).violations(["time>0%", "work>0 s"]) == []
-    with pytest.raises(FailOnError, match="memory was not measured in both"):
+    with pytest.raises(RequestError, match="memory was not measured in both"):
         result.violations(["memory>1 GiB"])
 
 
 @pytest.mark.parametrize("text", ["time", "flops>5%", "time>5", "kernels>1 ms", "time>x%"])
 def test_a_limit_that_cannot_be_read_is_refused(text: str) -> None:
-    with pytest.raises(FailOnError, match="--fail-on"):
+    with pytest.raises(RequestError, match="--fail-on"):
         RunDiff.limits([text])

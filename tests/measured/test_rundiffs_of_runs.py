@@ -13,8 +13,8 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.diffs.runs.comparing import chip_for
 from rooftrace.diffs.runs.diffing import RunQuestion, diff_runs
+from rooftrace.errors import RequestError
 from rooftrace.graph.graph import OpGraph
-from rooftrace.measured.alignment import MeasuredRequestError
 from rooftrace.measured.bench.runfile import MicroRow, ModelRow, OpTime, Run
 from tests.measured.profiles_support import GpuTrace, Stack
 from tests.reporting.conftest import Run as RunCommand
@@ -114,9 +114,9 @@ def test_a_trace_beside_a_run_takes_one_row(tmp_path: Path) -> None:
     assert result.kinds == ("trace", "run")
     mm = next(change for change in result.steps[0].rows if change.call == ("aten::mm", "aten::mm"))
     assert mm.time.after == pytest.approx(600 * US)
-    with pytest.raises(MeasuredRequestError, match="the run beside it has 2"):
+    with pytest.raises(RequestError, match="the run beside it has 2"):
         diff_runs(path, run_of(row("a"), row("b")))
-    with pytest.raises(MeasuredRequestError, match="phase decode: the run has forward"):
+    with pytest.raises(RequestError, match="phase decode: the run has forward"):
         diff_runs(path, run_of(row()), RunQuestion(phases=["decode"]))
 
 

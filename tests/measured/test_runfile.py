@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rooftrace.errors import ProfileError
 from rooftrace.graph.file import SCHEMA as GRAPH_SCHEMA
 from rooftrace.measured.bench.runfile import (
     SCHEMA,
@@ -16,7 +17,6 @@ from rooftrace.measured.bench.runfile import (
     ModelRow,
     OpTime,
     Run,
-    RunFileError,
     Trouble,
     encoded,
 )
@@ -104,7 +104,7 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(tmp_path: Path, name: str) -
     whole = path.read_bytes()
     for length in range(0, len(whole), max(1, len(whole) // 40)):
         path.write_bytes(whole[:length])
-        with pytest.raises(RunFileError) as caught:
+        with pytest.raises(ProfileError) as caught:
             Run.load(path)
         message = str(caught.value)
         assert str(path) in message and "\n" not in message and "measure" in message
@@ -147,7 +147,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 def test_a_damaged_file_is_refused(tmp_path: Path, data: Any, word: str) -> None:
     path = tmp_path / "run.json.gz"
     path.write_bytes(gzip.compress(json.dumps(data).encode()))
-    with pytest.raises(RunFileError) as caught:
+    with pytest.raises(ProfileError) as caught:
         Run.load(path)
     message = str(caught.value)
     assert word in message and str(path) in message and "measure" in message

@@ -23,7 +23,7 @@ from torch import nn
 from torch._C._autograd import DeviceType
 
 import rooftrace as rt
-from rooftrace.errors import RequestError, TargetError
+from rooftrace.errors import ProfileError, RequestError, TargetError
 from rooftrace.measured import __main__ as command
 from rooftrace.measured.__main__ import main
 from rooftrace.measured.bench import (
@@ -41,12 +41,7 @@ from rooftrace.measured.bench.machine import device_facts
 from rooftrace.measured.bench.models import MODELS, Make
 from rooftrace.measured.bench.operations import MicroCase, NotOfferedError, micro_cases
 from rooftrace.measured.bench.replay import attributed
-from rooftrace.measured.bench.runfile import (
-    MicroRow,
-    ModelRow,
-    Run,
-    RunFileError,
-)
+from rooftrace.measured.bench.runfile import MicroRow, ModelRow, Run
 from rooftrace.measured.bench.session import Session, SuitePlan
 from rooftrace.measured.bench.steps import (
     Stepped,
@@ -393,7 +388,7 @@ def test_a_file_of_another_device_or_kind_is_refused(plan: SuitePlan) -> None:
     ):
         measure_suite(plan)
     plan.out.write_bytes(b"{}")
-    with pytest.raises(RunFileError, match="schema is None"):
+    with pytest.raises(ProfileError, match="schema is None"):
         measure_suite(plan)
     assert plan.out.read_bytes() == b"{}"
 
@@ -635,7 +630,7 @@ def test_a_row_of_another_model_cannot_be_traced() -> None:
     found = ModelRow(
         key="mine", model="mine", phase="forward", mode="eager", sizes={}, seconds=(1.0,)
     )
-    with pytest.raises(RunFileError, match="the suite has no model 'mine'; it has decoder"):
+    with pytest.raises(ProfileError, match="the suite has no model 'mine'; it has decoder"):
         suite_models.traced_model(found)
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import rooftrace as rt
-from rooftrace.errors import UnusedError
-from rooftrace.measured.alignment import MeasuredRequestError
+from rooftrace.errors import RequestError, UnusedError
 from rooftrace.measured.alignment.pairing import template_of
 from rooftrace.measured.bench import ModelRow, Run
 from rooftrace.measured.profiles import StepTime
@@ -51,7 +50,7 @@ NAMES = ("payload:build", "payload.py:build", "os:abort", "config.json", "hf:a/b
 def test_a_name_in_a_file_is_not_run(name: str, payload: Path) -> None:
     for measured in ([StepTime(target=name, seconds=1e-3)], run_of(name)):
         for ask in (rt.validate, rt.calibrate):
-            with pytest.raises(MeasuredRequestError, match=r"not run|is no model of the suite"):
+            with pytest.raises(RequestError, match=r"not run|is no model of the suite"):
                 ask(measured, CHIP)
     assert not ran(payload)
 
@@ -104,10 +103,10 @@ def test_trust_that_changes_nothing_is_refused() -> None:
     ],
 )
 def test_a_template_has_names_of_columns_only(template: str) -> None:
-    with pytest.raises(MeasuredRequestError) as error:
+    with pytest.raises(RequestError) as error:
         rt.validate([StepTime(target="x", seconds=1e-3)], CHIP, target=template)
     assert len(str(error.value)) < 300
-    with pytest.raises(MeasuredRequestError, match="1,013 characters; expected at most"):
+    with pytest.raises(RequestError, match="1,013 characters; expected at most"):
         template_of("m.py:{target}" + "x" * 1000)
 
 
@@ -116,7 +115,7 @@ def test_a_template_has_names_of_columns_only(template: str) -> None:
     ["os.abort", "../evil", "/etc/evil", "a:b", "a b", "__hidden", "a\nb", "é", "x" * 1001, ""],
 )
 def test_a_name_cannot_lead_a_template_of_code_elsewhere(name: str, payload: Path) -> None:
-    with pytest.raises(MeasuredRequestError) as error:
+    with pytest.raises(RequestError) as error:
         rt.validate([StepTime(target=name, seconds=1e-3)], CHIP, target="payload.py:{target}")
     assert "expected letters, digits" in str(error.value) and len(str(error.value)) < 400
     assert not ran(payload)
@@ -140,18 +139,18 @@ def test_a_template_is_filled(template: str, name: str, made: str) -> None:
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../x", "a/./x", "a//x", "x:y", "x\\y", "..", ""])
 def test_a_name_is_a_plain_path_in_other_templates(name: str) -> None:
-    with pytest.raises(MeasuredRequestError, match="a plain relative name"):
+    with pytest.raises(RequestError, match="a plain relative name"):
         template_of("configs/{target}.json").filled({"target": name})
 
 
 @pytest.mark.parametrize("size", ["os:abort", 1.5, True, -1, 10**20])
 def test_a_size_is_a_number(size: object) -> None:
-    with pytest.raises(MeasuredRequestError, match="expected a whole number"):
+    with pytest.raises(RequestError, match="expected a whole number"):
         template_of("m{batch}").filled({"batch": size})
-    with pytest.raises(MeasuredRequestError, match="expected a whole number"):
+    with pytest.raises(RequestError, match="expected a whole number"):
         rt.validate(run_of("x", batch=size), CHIP, target="m.py:{target}{batch}")
 
 
 def test_a_size_that_the_file_does_not_have_is_named() -> None:
-    with pytest.raises(MeasuredRequestError, match=r"has \{seq\}, and the step has no seq"):
+    with pytest.raises(RequestError, match=r"has \{seq\}, and the step has no seq"):
         template_of("m{seq}").filled({"seq": None})

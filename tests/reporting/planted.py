@@ -368,6 +368,45 @@ def heads(keys: int, rows: int = 4096, queries: int | None = None) -> Any:
     return lambda: tuple(torch.randn(size).to(HALF) for size in shape)
 
 
+class Codec(nn.Module):
+    """Wide products whose weights stay in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(8192, 8192)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = F.linear(x, weight.to(x.dtype)).relu()  # planted: cast
+        return x
+
+
+class Masks(nn.Module):
+    """Convolutions of so many channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        how = {"kernel_size": 3, "padding": 1, "bias": False}
+        self.layers = nn.ModuleList(nn.Conv2d(channels, channels, **how) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()  # planted: channels
+        return x
+
+
+def last(module: nn.Module) -> nn.Module:
+    """A module in bf16 with channels last."""
+    return module.to(HALF).to(memory_format=torch.channels_last)
+
+
+def images(channels: int) -> Callable[[], tuple[Tensor, ...]]:
+    """Images in bf16 with channels last."""
+    return lambda: (
+        torch.randn(32, channels, 100, 100).to(HALF).to(memory_format=torch.channels_last),
+    )
+
+
 def half(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: make().to(HALF)
 
@@ -471,4 +510,34 @@ PAIRS = (
         make=half(WindowsMended),
     ),
     _same("doubles", "compute", "fp64", Way(make=Messages, inputs=edges), make=MessagesMended),
+    _same(
+        "cast",
+        "copy",
+        "as each step casts them",
+        Way(make=Codec, inputs=normal(256, 8192)),
+        make=half(Codec),
+    ),
+    _same(
+        "channels",
+        "padding",
+        "Pad 100 to 104",
+        Way(make=lambda: last(Masks(100)), inputs=images(100)),
+        make=lambda: last(Masks(104)),
+        inputs=images(104),
+    ),
+    _same(
+        "cast",
+        "copy",
+        "as each step casts them",
+        Way(make=Codec, inputs=normal(256, 8192)),
+        make=half(Codec),
+    ),
+    _same(
+        "channels",
+        "padding",
+        "Pad 100 to 104",
+        Way(make=lambda: last(Masks(100)), inputs=images(100)),
+        make=lambda: last(Masks(104)),
+        inputs=images(104),
+    ),
 )

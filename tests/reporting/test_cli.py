@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.shell_completion import ShellComplete
 
 from rooftrace._formats import FORMATS
 from rooftrace.reporting.cli import cli
@@ -387,37 +386,6 @@ def test_a_misspelt_keyword_of_a_target_is_answered_with_the_right_one(
     assert ran.err.strip().endswith("takes width, batch; did you mean 'width'?")
 
 
-FORMER = {
-    "nodes": ("report", "--table", "nodes"),
-    "census": ("report", "--table", "census"),
-    "explore": ("solve", "--find", "critical-batch"),
-}
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_a_former_command_says_its_new_form(name: str, run: Run) -> None:
-    how = ("--over", "devices=1", "--over", "kv=16") if name == "explore" else ("--batch", "2")
-    words = (GPT2, "--set", "config.n_layer=1", *how, "--format", "csv")
-    former, now = run(name, *words), run(*FORMER[name], *words)
-    assert former.code == now.code == 0, now.err
-    assert former.out == now.out
-    form = " ".join(FORMER[name])
-    assert f"rooftrace: `rooftrace {name}` is now `rooftrace {form}`" in former.err
-    assert len(former.err.splitlines()) == 1 + len(now.err.splitlines())
-    assert f"\n  {name}" not in run("--help").out
-
-
-def test_a_shell_completes_a_former_command(capsys: pytest.CaptureFixture[str]) -> None:
-    def completed(words: list[str], begin: str) -> set[str]:
-        shell = ShellComplete(cli, {}, "rooftrace", "_ROOFTRACE_COMPLETE")
-        return {item.value for item in shell.get_completions(words, begin)}
-
-    assert completed([], "s") >= {"solve", "sweep"}
-    assert completed([], "n") == set()
-    assert completed(["nodes"], "--al") == {"--align"}
-    assert capsys.readouterr().err == ""
-
-
 def test_a_table_is_of_one_step(run: Run) -> None:
     for words, refused in (
         (("--table", "nodes", "--max-batch"), "--max-batch"),
@@ -453,3 +421,21 @@ def test_help_has_every_option_once(name: str, run: Run) -> None:
             spelled = ", ".join(option.opts)
             shown = [line for line in lines if f"{line} ".startswith(f"  {spelled} ")]
             assert len(shown) == 1, (name, spelled)
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        (("--phase", "train"), "training"),
+        (("--format", "htm"), "html"),
+        (("--checkpoint", "ful"), "full"),
+        (("--optimizer", "adam-w"), "adamw"),
+        (("--exchange", "deep"), "deepep"),
+    ],
+)
+def test_a_word_that_is_no_choice_is_told_the_nearest(
+    words: tuple[str, str], near: str, run: Run
+) -> None:
+    ran = run("report", GPT2, "--set", "config.n_layer=1", *words)
+    assert ran.code == 2
+    assert ran.err.strip().endswith(f"; did you mean '{near}'?")

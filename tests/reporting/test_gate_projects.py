@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rooftrace.errors import RequestError
 from rooftrace.reporting.gates import lock as records, lockfile
-from rooftrace.reporting.gates.lockfile import ProjectError, load_settings, project_of
+from rooftrace.reporting.gates.lockfile import load_settings, project_of
 from tests.reporting.conftest import Run
 from tests.reporting.gate_support import MODELS, SETTINGS, repository
 
@@ -208,6 +209,6 @@ def test_a_project_over_the_folder_of_another_user_is_refused(
         assert project_of(mine) == mine
         (mine / "pyproject.toml").unlink()
         path.unlink()
-    with pytest.raises(ProjectError, match="lies outside"):
+    with pytest.raises(RequestError, match="lies outside"):
         (mine / "pyproject.toml").write_text('[tool.rooftrace]\nlock = ".."')
         load_settings(mine)

@@ -10,7 +10,7 @@ import click
 import pytest
 
 import rooftrace as rt
-from rooftrace._outputs import OutputError
+from rooftrace.errors import RequestError
 from rooftrace.reporting.cli import cli
 from rooftrace.reporting.cli.options import OutputPath
 from tests.reporting.conftest import Run
@@ -241,10 +241,10 @@ def test_a_report_refuses_a_folder_a_link_and_a_file_of_the_user(
 def test_in_python_a_named_file_is_replaced_and_code_is_not(here: Path) -> None:
     graph = rt.load("g.json")
     rt.save(graph, "data.json")  # as open(path, "w") would
-    with pytest.raises(OutputError, match=r"models\.py' is code, and would be lost; name another"):
+    with pytest.raises(RequestError, match=r"models\.py' is code, and would be lost; name another"):
         rt.save(graph, "models.py")
     (here / "report.md").write_text("mine")
-    with pytest.raises(OutputError, match=r"report\.md' is there"):  # this name is rooftrace's
+    with pytest.raises(RequestError, match=r"report\.md' is there"):  # this name is rooftrace's
         rt.report(graph).write(here, formats=("md",))
     assert (here / "report.md").read_text() == "mine"
 

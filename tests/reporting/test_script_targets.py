@@ -10,7 +10,7 @@ import torch
 import rooftrace as rt
 from rooftrace.diffs.git import repositories
 from rooftrace.errors import RequestError, TargetError
-from rooftrace.measured.alignment.pairing import MeasuredRequestError, template_of
+from rooftrace.measured.alignment.pairing import template_of
 from rooftrace.reporting.cli import main
 from rooftrace.reporting.cli.diff_command import _targets
 from rooftrace.scripts.steps import ScriptError
@@ -148,7 +148,7 @@ def test_all_that_follows_a_script_beside_revisions_is_its_own() -> None:
 
 
 def test_a_name_in_a_file_runs_no_script() -> None:
-    with pytest.raises(MeasuredRequestError, match="is a script"):
+    with pytest.raises(RequestError, match="is a script"):
         template_of("models/{target}").filled({"target": "train.py"})
     assert template_of("train.py --batch {batch}").filled({"batch": 8}) == "train.py --batch 8"
 

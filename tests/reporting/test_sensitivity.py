@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.studies.explaining import ExploreError, decode_forms
+from rooftrace.errors import RequestError
+from rooftrace.studies.explaining import decode_forms
 from rooftrace.studies.forms import Conditions
 from tests.reporting.conftest import Run
 
@@ -337,7 +338,7 @@ def test_a_step_without_experts_is_for_one_device(here: Path) -> None:
     )
     over = {"devices": [1], "kv": [16], "batch": [1, 8]}
     assert rt.tools.explore(form, over=over).experts == 1
-    with pytest.raises(ExploreError, match="no products of routed experts"):
+    with pytest.raises(RequestError, match="no products of routed experts"):
         rt.tools.explore(form, over={**over, "devices": [2]})
 
 

@@ -14,9 +14,9 @@ import pytest
 import rooftrace as rt
 from rooftrace._plain import Plain
 from rooftrace.costmodels.ops.opview import own_rules
+from rooftrace.errors import RequestError
 from rooftrace.reporting.renderers import as_page, units, view
 from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
-from rooftrace.reporting.sections.builders import SectionError
 from rooftrace.reporting.sections.report_json import report_schema, schema_of
 from rooftrace.reporting.sections.results import Results
 from rooftrace.reporting.views.results import VIEWS, as_markdown, as_text, view_of
@@ -107,7 +107,7 @@ def test_a_section_that_cannot_be_shown_is_named_with_its_function(case: str) ->
     build, said = SECTIONS_THAT_CANNOT_BE_SHOWN[case]
     with own_rules():
         rt.extend.section("mine")(build)
-        with pytest.raises(SectionError) as error:
+        with pytest.raises(RequestError) as error:
             str(made_report())
     owner = f"(tests.reporting.test_view.<lambda>:{build.__code__.co_firstlineno})"
     assert str(error.value).startswith(f"section 'mine' {owner}: ") and said in str(error.value)

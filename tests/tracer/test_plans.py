@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch.distributed as dist
 import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.tracer import trace_target
-from rooftrace.tracer.sharding import huggingface, splitting
+from rooftrace.tracer.sharding import huggingface, plans, splitting
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
 from tests.tracer.sharded_models import PROCESSES, in_fresh_interpreter, on_processes
+from tests.tracer.test_calls import Runs, without_holds
 
 pytestmark = needs_plans
 QWEN: dict[str, Any] = {**MIXTRAL, "model_type": "qwen3_moe", "num_key_value_heads": 2,
@@ -385,3 +387,62 @@ def test_the_plan_of_transformers_leaves_attention_whole() -> None:
         said = huggingface.distribute(model, {"tp": 4}, trains=False, plan="transformers")
     assert model.model.layers[1].self_attn.o_proj.weight.shape == (64, 64)
     assert "as transformers shards" in said and "self_attn.o_proj.weight" in said
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, DEEPSEEK])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"dp": 2, "ep": 2}])
+def test_the_count_of_parameters_is_that_of_the_whole_model(
+    config: dict[str, Any], mesh: dict[str, int], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    graph = trace_target(file, phases=["prefill"], mesh=mesh, seq=16)["prefill"]
+    whole = sum(weight.numel() for weight in model_of(config).parameters())
+    assert graph.model["params"] == whole
+    assert whole / 2 < graph.model["bytes_parameters"] / 2 < whole  # of the process, in bf16
+    shown = str(rt.report(graph, system="dgx-h100", execution="eager")).splitlines()[0]
+    assert " parameters (" in shown and shown.endswith("in each of 2 processes), bf16")
+
+
+LAYERED: dict[str, Any] = {**MIXTRAL, "num_hidden_layers": 6}
+STACKS = [
+    ({**DEEPSEEK, "num_hidden_layers": 7}, {"tp": 4}, 1 + 2),  # a dense layer; routed, and shared
+    ({**QWEN, "num_hidden_layers": 6}, {"dp": 2, "tp": 2, "ep": 4}, 1),
+    (LAYERED, {"tp": 4}, 1),
+]
+
+
+@pytest.mark.parametrize(("config", "mesh", "wanted"), STACKS)
+def test_one_layer_of_each_kind_runs(
+    config: dict[str, Any], mesh: dict[str, int], wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations whose Python runs are counted; the graph is that of all layers."""
+    from transformers.activations import SiLUActivation
+
+    runs, forward = Runs(), SiLUActivation.forward
+    counted = partialmethod(_counted, runs, forward)
+    monkeypatch.setattr(SiLUActivation, "forward", counted)
+    found = spread_graph(config, mesh, "prefill", 2, 8)
+    assert len(runs.modules) == wanted
+    flat = spread_graph(config, mesh, "prefill", 2, 8, repeats=False)
+    assert without_holds(found.expand()) == without_holds(flat)
+
+
+def _counted(module: Any, runs: Runs, forward: Any, x: torch.Tensor) -> torch.Tensor:
+    runs.append(module)
+    result: torch.Tensor = forward(module, x)
+    return result
+
+
+def test_a_layer_with_a_number_of_its_own_in_a_closure_runs() -> None:
+    """Functions that stand for a method are compared with all that they hold."""
+    with rt.tools.fake_mesh({"tp": 4}), torch.device("meta"):
+        model = model_of(LAYERED)
+        huggingface.distribute(model, {"tp": 4}, trains=False)
+        for number, layer in enumerate(model.model.layers):
+            plans.around(layer.mlp, leave=partial(torch.mul, other=1.0 + number))
+        ids = torch.zeros(2, 8, dtype=torch.long)
+        graph = rt.trace(model, ids, phase="prefill").expand()
+    factors = [op.arguments["other"] for op in graph.ops if op.module.endswith(".mlp")
+               and op.target == "aten.mul.Tensor"]  # fmt: skip
+    assert factors == [1.0 + number for number in range(6)]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.quick
         ("density=1", "density", 1),
         ("value@encoder=3", "value@encoder", 3),
         ("value=2.5", "value", 2.5),
-        ("balanced-routing=uniform", "balanced-routing", "uniform"),
+        ("routing=uniform", "routing", "uniform"),
     ],
 )
 def test_an_assumption_is_read_from_text(text: str, key: str, value: Any) -> None:
@@ -48,7 +48,7 @@ def test_an_assumption_is_read_from_text(text: str, key: str, value: Any) -> Non
         ("density=true", "assumption density=True: expected a share from 0 to 1"),
         ("value=nan", "assumption value=nan: expected a number"),
         ("value=many", "assumption value=many: expected a number"),
-        ("balanced-routing=zipf", "assumption balanced-routing=zipf: expected one of expected"),
+        ("routing=zipf", "assumption routing=zipf: expected one of expected"),
     ],
 )
 def test_an_assumption_that_cannot_be_made_is_refused(text: str, message: str) -> None:

@@ -240,9 +240,8 @@ def test_a_policy_that_there_is_not_is_refused(value: Any, message: str) -> None
         rt.capture(nn.Linear(2, 2), assume={"routing@gate": value})
 
 
-def test_the_old_name_of_the_kind_is_taken() -> None:
-    assert decided({"balanced-routing": "uniform"}, "routing", "gate") == "uniform"
-    asked = {"balanced-routing@*.gate": "balanced", "routing": "skewed:1"}
+def test_an_assumption_of_a_module_wins_over_one_of_all() -> None:
+    asked = {"routing@*.gate": "balanced", "routing": "skewed:1"}
     assert decided(asked, "routing", "layers.1.gate") == "balanced"
     assert decided(asked, "routing", "layers.1.up") == "skewed:1"
 
@@ -288,7 +287,7 @@ def test_a_policy_may_be_of_one_module(cast: bool) -> None:
     x = torch.empty(5, 8, device="meta")
     graph = rt.trace(gated(cast=cast), x, assume={"routing@second": "balanced"})
     assert touched(graph) == [pytest.approx(16 * (1 - (14 / 16) ** 5)), 5 * 2]
-    assert touched(rt.trace(gated(), x, assume={"balanced-routing": "balanced"})) == [10, 10]
+    assert touched(rt.trace(gated(), x, assume={"routing": "balanced"})) == [10, 10]
 
 
 def test_tokens_are_not_taken_for_experts() -> None:

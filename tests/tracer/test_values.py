@@ -429,7 +429,7 @@ def test_a_loop_whose_condition_the_user_holds_true_ends(module: Callable[..., n
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_routing_by_lot_is_on_record(name: str, model: Callable[..., Any]) -> None:
     case = model(name, "grouped_mm")
-    graph = rt.trace(case.module, **case.kwargs, assume={"balanced-routing": "uniform"})
+    graph = rt.trace(case.module, **case.kwargs, assume={"routing": "uniform"})
     routing = [a for a in graph.assumptions if a.kind == "routing"]
     assert routing and {a.facts["policy"] for a in routing} == {"uniform"}
 

@@ -187,11 +187,13 @@ def census(
     knobs: Knobs | None,
     headline: float,
     t_serial: float,
+    clock: float,
     align: int = engines.ACCESS,
 ) -> Census:
     """Every matrix product of an estimate, whose fields these are.
 
-    headline: FLOP/s of its peak.  t_serial: seconds that shares are of.  align: bytes; sizes are
+    headline: FLOP/s of its peak.  t_serial: seconds that shares are of.  clock: see
+    `StepTimes.clock`.  align: bytes; sizes are
     odd whose rows in memory are no multiple of them.  Raises ValueError for less than 1 byte.
     """
     if align < 1:
@@ -206,7 +208,7 @@ def census(
     groups = list(dict.fromkeys(call.row.index for call in products))
     wanted = [(group, planned.costs[group]) for group in groups]
     wanted += [(call.row.index, cost) for call, cost, _ in lengthened]
-    kernels = tiled_kernels(planned, chip, knobs, headline, wanted)
+    kernels = tiled_kernels(planned, chip, knobs, headline, wanted, clock)
     now = dict(zip(groups, kernels, strict=False))
     more = {
         id(call): (flop, kernel.seconds - now[call.row.index].seconds)
@@ -358,11 +360,12 @@ def tiled_kernels(
     knobs: Knobs | None,
     headline: float,
     wanted: Iterable[tuple[int, Cost]],
+    clock: float,
 ) -> list[TiledKernel]:
     """Kernels in the place of those of a plan, priced as `time_plan` prices them, without links.
 
     knobs: None: at the datasheet's rates.  headline: FLOP/s.  wanted: numbers of groups of the
-    plan, each with the cost of one kernel in its place.
+    plan, each with the cost of one kernel in its place.  clock: see `StepTimes.clock`.
     """
     from rooftrace.costmodels.kernels import seconds, works
 
@@ -377,6 +380,7 @@ def tiled_kernels(
     )
     if knobs is not None:
         taken = seconds.seconds_by_knobs(kernels, chip, knobs, execution, planned.copies_layouts)
+        taken = taken.held(clock)
         tiled, untiled, choices = taken.device, taken.untiled, taken.choice.tolist()
     else:
         memory = kernels.bytes / chip.memory_bandwidth.value

@@ -85,6 +85,7 @@ class Itemised:
             knobs=self.knobs,
             headline=self.peak,
             t_serial=self.times.t_serial,
+            clock=self.times.clock,
             align=align,
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 from rooftrace._plain import Plain
 from rooftrace.costmodels.kernels import Knobs, load_knobs
 from rooftrace.costmodels.ops import WEIGHTS, ByteFactors
-from rooftrace.errors import hint
+from rooftrace.errors import one_of
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.chip import USUAL
 
@@ -166,8 +166,7 @@ class ExecutionModel(Plain):
         ):
             value = getattr(self, name)
             if value not in allowed:
-                names = ", ".join(filter(None, allowed))
-                raise ExecutionError(f"{name}={value!r}: expected one of {names}")
+                raise ExecutionError(f"{name}={value!r}: {one_of(value, filter(None, allowed))}")
         if isinstance(self.knobs, str) and self.knobs != TYPICAL:
             raise ExecutionError(
                 f"knobs={self.knobs!r:.60}: expected Knobs, None, or {TYPICAL!r}; "
@@ -336,9 +335,7 @@ class ExecutionModel(Plain):
             )
         for name in names:
             if name not in REWRITES:
-                raise ExecutionError(
-                    f"rewrite {name!r}: expected one of {', '.join(REWRITES)}{hint(name, REWRITES)}"
-                )
+                raise ExecutionError(f"rewrite {name!r}: {one_of(name, REWRITES)}")
         object.__setattr__(self, "rewrites", tuple(name for name in REWRITES if name in names))
 
     @staticmethod
@@ -477,10 +474,7 @@ def execution_model(name: str | ExecutionModel, **changes: Any) -> ExecutionMode
         )
     preset = PRESETS.get(name)
     if preset is None:
-        names = list(PRESETS)
-        raise ExecutionError(
-            f"execution {name!r:.60}: expected one of {', '.join(names)}{hint(name, names)}"
-        )
+        raise ExecutionError(f"execution {name!r:.60}: {one_of(name, PRESETS)}")
     return _changed(preset, changes)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rooftrace._extensions import load, owner, refuse_second, track
 from rooftrace.costmodels.fusion.index_space import FEW_PLACED, UNROLLED
 from rooftrace.costmodels.fusion.kernels import FEW_READS, SMALL, KernelView
+from rooftrace.errors import RequestError
 
 Condition = Callable[..., bool]
 
@@ -30,10 +31,6 @@ it.  move: an op, with the only kernel that reads it.  reader, place: a kernel, 
 that reads it.  sibling: two kernels that read the same tensor.  finished: kernels after all of the
 above, each of which only the next one reads.
 """
-
-
-class DuplicateJoinError(ValueError):
-    """Two joins of one name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,7 +307,7 @@ def fusion(
 
     name: of such a kernel in reports.  because: a sentence for `why()`, by default the first line
     of the docstring.  source: the author.  label: of the kernel in reports, by default the names of
-    its parts.  A second join of one name raises DuplicateJoinError, unless override=True or it is
+    its parts.  A second join of one name raises RequestError, unless override=True or it is
     the same function defined again; a function of another number of parameters raises ValueError.
     """
     if not isinstance(name, str) or not name.strip():
@@ -324,11 +321,9 @@ def fusion(
                 "when(first, second) or when(first, second, third)"
             )
         if any(name == join.name for join in JOINS):
-            raise DuplicateJoinError(f"{name!r} is a join of rooftrace's own; use another name")
+            raise RequestError(f"{name!r} is a join of rooftrace's own; use another name")
         old = next((join.when for join in _OWN if join.name == name), None)
-        refuse_second(
-            f"{name!r} already is a join", old, when, override=override, error=DuplicateJoinError
-        )
+        refuse_second(f"{name!r} already is a join", old, when, override=override)
         join = Join(
             name=name,
             when=when,

@@ -6,6 +6,7 @@ code that applies joins (`grouping`, `partition`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -323,3 +324,24 @@ def single(facts: Facts, number: int, fusable: bool = True) -> KernelView:
         stored=number in facts.stored,
         long=number in facts.long and any(values[i].elements > SMALL for i in op.outputs),
     )
+
+
+def library_calls(op: Op, graph: OpGraph, kind: str) -> int:
+    """How often an op of this kind goes through a library on the host.
+
+    cuDNN enqueues every step of every recurrent layer: a product, and a kernel of its gates.  What
+    goes back does twice as often, for two gradients.  A cell goes through none.
+    """
+    twice = 2 if "backward" in op.name or "grad_output" in op.arguments else 1
+    if kind != "rnn":
+        return twice if kind == "conv" else 1
+    if "num_layers" not in op.arguments:
+        return 0
+    x = graph.values[op.inputs[0]].shape
+    state = graph.values[next(references(op.arguments["hx"])).id].shape
+    steps = math.prod(x[:-1]) // (state[-2] if len(state) > 1 else 1)
+    layers = int(op.arguments["num_layers"]) * (1 + bool(op.arguments.get("bidirectional")))
+    calls = twice * steps * layers
+    return int(calls == int(calls)) * int(
+        calls
+    )  # compared: a plan by formulas holds for these only

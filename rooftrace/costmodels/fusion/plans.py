@@ -25,6 +25,7 @@ from rooftrace.costmodels.fusion.execution_advice import (
 )
 from rooftrace.costmodels.fusion.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion.grouping import fuse
+from rooftrace.costmodels.fusion.kernels import library_calls
 from rooftrace.costmodels.fusion.partition import FusionGroup
 from rooftrace.costmodels.fusion.traffic import bytes_by_role
 from rooftrace.costmodels.memory import Memory, memory
@@ -66,6 +67,7 @@ THROUGH_LIBRARIES: Mapping[str, int] = {
     "batch norm": 1,
     "layer norm": 1,
     "group norm": 1,
+    "rnn": 2,
 }
 """Host time of ops beyond that of a plain op, in plain ops, by kind.
 
@@ -73,7 +75,8 @@ A plain op is one dispatch, one allocation and one launch.  cuBLAS also looks up
 its attributes; cuDNN describes every tensor and looks up a plan; norms allocate two more results;
 attention chooses a backend, and calls into each.  From median host times of ops in torch.profiler
 traces of TraceLens (MIT, ViT and BERT on H100 and MI300X), without what the profiler takes for each
-nested op: 8 us an elementwise op, 24 a product, 19 a norm, 45 attention, 60 a convolution.
+nested op: 8 us an elementwise op, 24 a product, 19 a norm, 45 attention, 60 a convolution.  A step
+of a recurrent layer: 15 to 25 us in 12 calls on H100, cuDNN 9.19, 2026-11-27 (benchmarks/kernels).
 """
 COUNTED = frozenset({
     "aten._unique", "aten._unique2", "aten.bincount", "aten.masked_select", "aten.nonzero",
@@ -198,15 +201,14 @@ class _Host:
         return Launch(0, on_device=False)
 
     def _library(self, ops: Sequence[int], generated: Collection[str] = ()) -> int:
-        """Plain ops that these take in addition; a backward of a convolution is two of them."""
+        """Plain ops that these take in addition."""
         total = 0
         for place in ops if self.costs else ():
             op = self.graph.ops[place]
             rule = find_rule(op.target) if op.kind == "kernel" else None
             kind = rule.kind_of(self.costs[place]) if rule else ""
             if kind not in generated:
-                twice = kind == "conv" and "grad_output" in op.arguments
-                total += THROUGH_LIBRARIES.get(kind, 0) * (2 if twice else 1)
+                total += THROUGH_LIBRARIES.get(kind, 0) * library_calls(op, self.graph, kind)
         return total
 
     def _stop(self) -> None:

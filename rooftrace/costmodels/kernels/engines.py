@@ -14,12 +14,15 @@ from rooftrace.costmodels.kernels.knobs import (
     BACK,
     CLASSES,
     FEW,
+    FILTERS,
     LAST,
     NATIVE,
+    ODD,
     UNITS,
     library_products,
 )  # fmt: skip
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Tiling
+from rooftrace.costmodels.kernels.places import stored_last
 from rooftrace.costmodels.ops import MATRIX, Cost, Work, find_rule, op_cost
 from rooftrace.graph import Op, OpGraph
 from rooftrace.hardware import Chip
@@ -72,29 +75,33 @@ def _convolution(op: Op, graph: OpGraph, channels_last: bool) -> str:
     if shape is None:
         return "conv"
     groups, window = op.arguments.get("groups", 1), shape[2:]
-    image = graph.values[op.inputs[0]]
-    stored_last = traffic.has_channels_last(image)
+    image, lies_last = graph.values[op.inputs[0]], stored_last(op, graph)
     back = BACK if "grad_output" in op.arguments else ""
     # A compiler lays out images of two dimensions alone (`convolution` of Inductor's lowerings).
-    last = stored_last or (channels_last and len(window) == 2)
-    ending = LAST if stored_last else back
+    last = lies_last or (channels_last and len(window) == 2)
+    ending = LAST if lies_last else back
     if groups > 1:
         alone = shape[1] == 1 or shape[0] == groups
         if not alone:
             return f"grouped conv{back or ending}"
-        if last and (max(window) > LARGE_WINDOW_LAST or shape[0] != groups):
+        general = max(window) > LARGE_WINDOW_LAST or shape[0] != groups
+        if last and (general or (back and image.dtype == "fp32")):
             return "depthwise conv backward" if back else "depthwise conv, general"
         if last:
             return f"depthwise conv{back}{LAST}"
         return NATIVE if traffic.is_depthwise_native(op, graph) else f"depthwise conv{back}"
+    load = ACCESS * 8 // precision(image.dtype).bits
     if all(size == 1 for size in window):
-        return f"conv 1x1{ending}"
+        positions = math.prod(image.shape[2:])
+        odd_rows = not last and positions > 1 and positions % load
+        return f"conv 1x1{ODD if odd_rows else ''}{ending}"
+    # Adjacent channels that are no multiple of such a load are loaded in smaller pieces.
+    if shape[1] < load:
+        return f"conv{FEW}{back or ending}"
+    if back and image.dtype == "fp32" and not op.arguments.get("output_mask", (True,))[0]:
+        return f"conv{FILTERS}{BACK}"
     if len(window) == 3:
         return "conv 3d"
-    # Adjacent channels that are no multiple of such a load are loaded in smaller pieces.
-    load = ACCESS * 8 // precision(image.dtype).bits
-    if shape[1] < load and not back:
-        return f"conv{FEW}{ending}"
     odd = shape[0] % load or (shape[1] % load and shape[1] > load)
     return "conv, odd channels" if last and odd else f"conv{ending}"
 

@@ -10,12 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rooftrace.costmodels.fusion import BATCH_NORMS, Plan, is_batch_norm_native, release_of, traffic
-from rooftrace.costmodels.kernels.knobs import NATIVE
+from rooftrace.costmodels.kernels.knobs import BACK, FEW, LAST, NATIVE
 from rooftrace.costmodels.kernels.places import (
+    TURNED_TILE,
     WARP,
     depthwise_work,
     each_strided,
     index_work,
+    turned_values,
 )
 from rooftrace.graph import Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import storage_bytes
@@ -26,12 +28,14 @@ class Issued(NamedTuple):
 
     instructions: of all its threads.  trips: how often a thread waits for memory before it goes on,
     in kernels of so few blocks that nothing else runs meanwhile.  after: how often the last blocks
-    wait for the last cache, when all else is done.
+    wait for the last cache, when all else is done.  turned: values that convolutions copy into
+    another layout, see `turned_values`.
     """
 
     instructions: int = 0
     trips: int = 0
     after: int = 0
+    turned: int = 0
 
 
 NOTHING = Issued()
@@ -40,11 +44,16 @@ NOTHING = Issued()
 def group_issued(planned: Plan, number: int, kind: str) -> Issued:
     """Instructions and waits of a group; none of a kernel that a compiler writes, or an engine has.
 
-    kind: its class; kernels of NATIVE have their `depthwise_work`, however they are run.
+    kind: its class; kernels of NATIVE have their `depthwise_work`, and convolutions their copies,
+    however they are run.
     """
     graph, ops = planned.graph, [planned.graph.ops[i] for i in planned.groups[number].ops]
     if kind == NATIVE:
         return Issued(sum(depthwise_work(op, graph) for op in ops))
+    if "conv" in kind:
+        tile = 1 if FEW in kind and BACK not in kind else TURNED_TILE
+        turned = 0 if kind.endswith(LAST) else sum(turned_values(op, graph, tile) for op in ops)
+        return Issued(turned=turned)
     generated = planned.execution.fusion != "none" and number not in planned.eager
     if generated or len(ops) > 1:
         return NOTHING

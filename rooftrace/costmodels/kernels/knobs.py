@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -59,7 +60,11 @@ them those with large windows."""
 FEW = ", few channels"
 """Suffix, before the others, of the classes of images with fewer channels than 16 bytes hold; the
 same holds."""
-GROUPED = ("grouped conv", f"grouped conv{LAST}")
+ODD = ", odd rows"
+"""The same of 1x1 ones with channels first whose images begin at no multiple of 16 bytes."""
+FILTERS = ", fp32 filters"
+"""The same of gradients of fp32 filters."""
+GROUPED = ("grouped conv", f"grouped conv{LAST}", "grouped conv backward")
 CLASSES = (
     "conv",
     f"conv{LAST}",
@@ -67,8 +72,12 @@ CLASSES = (
     f"conv{FEW}{LAST}",
     "conv 1x1",
     f"conv 1x1{LAST}",
+    f"conv 1x1{ODD}",
     f"conv{BACK}",
+    f"conv{FEW}{BACK}",
+    f"conv{FILTERS}{BACK}",
     f"conv 1x1{BACK}",
+    f"conv 1x1{ODD}{BACK}",
     "conv 3d",
     "conv, odd channels",
     *GROUPED,
@@ -187,7 +196,7 @@ class Knobs(Plain):
 
     def share(self, name: str) -> Share:
         """The share of a class of kernels, else that of the class without its suffixes."""
-        usual = name.replace(FEW, "")
+        usual = re.sub("|".join((FEW, ODD, FILTERS)), "", name)
         names = (name, usual, usual.removesuffix(LAST).removesuffix(BACK))
         return next((self.shares[each] for each in names if each in self.shares), PLAIN)
 

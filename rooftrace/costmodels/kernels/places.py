@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from rooftrace.costmodels.fusion import traffic
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.graph import Op, OpGraph, Tensor
+from rooftrace.graph import Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import storage_bytes
 
 # -- index arithmetic ------------------------------------------------------------------------------
@@ -137,6 +137,43 @@ def _joined(
         else:
             dims.append((shape[d], steps))
     return dims
+
+
+# -- copies of convolutions ------------------------------------------------------------------------
+# cuDNN computes most convolutions with channels last.  Where they come first, nchwToNhwcKernel
+# copies the operands before, and nhwcToNchwKernel the result behind.
+
+TURNED, TURNED_TILE = 32, 32
+"""Instructions for each value that they copy, and the channels and positions of the tiles that they
+copy by: grids and times of 158 such kernels in bf16 and fp32 on H100 and H200, cuDNN 9.19,
+2026-11-27 (benchmarks/kernels), which take the root of the squares of issuing and of moving."""
+
+
+def stored_last(op: Op, graph: OpGraph) -> bool:
+    """Whether a convolution, or its gradient, runs with channels last: its image or filters lie so
+    (`cudnn_conv_suggest_memory_format` in ConvUtils.h), and more than one position of them."""
+    operands = (op.arguments.get(name) for name in ("input", "self", "weight"))
+    values = [graph.values[x.id] for x in operands if isinstance(x, Ref)]
+    return any(traffic.has_channels_last(value) and value.stride[-1] > 1 for value in values)
+
+
+def turned_values(op: Op, graph: OpGraph, tile: int) -> int:
+    """Values that a convolution copies into another layout, in full tiles; 0 of other ops.
+
+    Images and filters of one position lie alike either way.
+    """
+    rule = find_rule(op.target)
+    if rule is None or rule.kind != "conv" or stored_last(op, graph):
+        return 0
+    image, filters, *_ = op.arguments.get("output_mask", (True, True))
+    unread = {"input": not filters, "weight": not image}
+    reads = [x.id for n, x in op.arguments.items() if isinstance(x, Ref) and not unread.get(n)]
+    tensors = [graph.values[i].shape for i in (*reads, *op.outputs)]
+    return sum(
+        n * -(-channels // tile) * tile * -(-math.prod(space) // tile) * tile
+        for n, channels, *space in (shape for shape in tensors if len(shape) > 2)
+        if math.prod(space) > 1
+    )
 
 
 # -- depthwise convolutions ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ evaluates them hundreds of times.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from rooftrace.costmodels.kernels.knobs import (
     library_products,
 )
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Share
+from rooftrace.costmodels.kernels.places import TURNED
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware import Chip
@@ -117,14 +118,17 @@ def seconds_by_knobs(
 ) -> KernelSeconds:
     """Seconds of kernels by knobs; of kernels that are not compiled by those of eager mode.
 
+    They are at the full clock where a step holds one clock, else each at its own; see `REST`.
+
     layouts: whether convolutions copy their activations into another layout.
     """
     table = table_of(kernels, chip, execution)
-    seconds = table.seconds(knobs, layouts)
+    price = table.at_full_clock if rest_of(chip) else table.seconds
+    seconds = price(knobs, layouts)
     outside = execution.outside.knobs_on(chip)
     if outside is None or not kernels.eager.any():
         return seconds
-    return seconds.where(kernels.eager, table.seconds(outside, layouts=True))
+    return seconds.where(kernels.eager, price(outside, layouts=True))
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ class KernelSeconds:
 
     choice: the tile and split of each row's product (see `TileUse.of`), -1 where it has none or
     is not timed by tiles.  untiled: `device` if every tile and every wave were full, and fed at
-    once.
+    once.  busy: seconds that its matrix engines would be busy at their full rate.  paced: those of
+    `device` that grow as the clock falls.
     """
 
     compute: Array
@@ -141,6 +146,8 @@ class KernelSeconds:
     device: Array
     choice: Places
     untiled: Array
+    busy: Amount = 0.0
+    paced: Amount = 0.0
 
     def where(self, chosen: Flags, others: KernelSeconds) -> KernelSeconds:
         """These seconds; of chosen rows those of others."""
@@ -152,18 +159,18 @@ class KernelSeconds:
         memory, device, untiled = (
             each + rounding for each in (self.memory, self.device, self.untiled)
         )
-        return KernelSeconds(self.compute, memory, device, self.choice, untiled)
+        return replace(self, memory=memory, device=device, untiled=untiled)
 
-    def held(self, clock: Array) -> KernelSeconds:
-        """The seconds at these shares of the clock; bytes of the memory take as long."""
-        compute, device, untiled = (t / clock for t in (self.compute, self.device, self.untiled))
-        return KernelSeconds(compute, self.memory, device, self.choice, untiled)
+    def held(self, clock: Amount) -> KernelSeconds:
+        """The seconds at this share of the clock."""
+        more = self.paced * (1 / np.asarray(clock) - 1)
+        device, untiled = self.device + more, self.untiled + more
+        return replace(self, device=device, untiled=untiled, busy=0.0, paced=0.0)
 
     def at_pace(self, pace: float) -> KernelSeconds:
         """The seconds of kernels that are all so many times as fast."""
-        seconds = (self.compute, self.memory, self.device, self.untiled)
-        compute, memory, device, untiled = (each / pace for each in seconds)
-        return KernelSeconds(compute, memory, device, self.choice, untiled)
+        seconds = ("compute", "memory", "device", "untiled", "busy", "paced")
+        return replace(self, **{name: getattr(self, name) / pace for name in seconds})
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ class KernelTable:
     `experts.COLUMNS`:
       count               how many kernels the row stands for
       bytes, warm         through HBM; and how many of them the last cache still holds
-      moved               bytes that are no weights, of kernels that may copy layouts
+      turned              values that convolutions may copy into another layout (see `Issued`)
       issue, wait         seconds in which SMs issue what is counted by instructions, and in which
                           threads wait for memory one trip after the other (see `Issued`)
       left                seconds in which the last blocks wait for the last cache
@@ -232,7 +239,18 @@ class KernelTable:
                 yield numbers[engines.KERNELS[place]], self.data["kernel"] == place
 
     def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
-        """Seconds of one kernel of each row, by the formula of `knobs`.
+        """Seconds of one kernel of each row that runs again and again, at the clock that it holds.
+
+        See `at_full_clock` for the arguments.
+        """
+        full = self.at_full_clock(knobs, layouts, terms)
+        clock = clock_of(full.busy, full.paced, full.device, knobs.power, rest_of(self.chip))
+        return full.held(clock)
+
+    def at_full_clock(
+        self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None
+    ) -> KernelSeconds:
+        """Seconds of one kernel of each row, by the formula of `knobs`, where no limit slows it.
 
         Attention takes the formula of `attention.py`, where its blocks are modelled; products of
         experts by an engine's kernel that of `experts.py`.  layouts: whether convolutions copy
@@ -252,7 +270,7 @@ class KernelTable:
             result.device[rows] = own.device
             result.choice[rows], result.untiled[rows] = -1, own.device
         if knobs.power < 1:
-            result = result.held(held(self, knobs, result.device))
+            result = _with_power(self, knobs, result)
         return result if knobs.pace == 1 else result.at_pace(knobs.pace)
 
 
@@ -273,7 +291,11 @@ def _shared_seconds(
 
     sent = d["bytes"] - d["warm"] * (1 - 1 / knobs.cache)
     t_memory = sent / (bandwidth * memory)
-    apart = layout * d["moved"] / (bandwidth * memory) + d["left"]  # copies before and after
+    copies = d["turned"] * d["width_a"] / (bandwidth * memory)  # before and after
+    if chip.sm_count is not None and chip.clock is not None:
+        turns = d["turned"] * TURNED / (ISSUED * chip.sm_count.value * chip.clock.value)
+        copies = np.hypot(copies, turns)
+    apart = layout * copies + d["left"]
     t_memory = np.where(d["flop"] > 0, t_memory, odd * t_memory)
     odd = np.where(d["padded"] > 0, odd, 1.0)  # of products: those of the matrix engine
     issue = d["issue"] / max(1, knobs.compute)
@@ -370,27 +392,64 @@ GROWTH = 2.3
 """Power of a busy engine grows with its clock f to this: f V^2, where V falls with f.  The largest
 products of H100 run at 499.5 TFLOP/s on 114 SMs at 350 W (PCIe) and 792.1 on 132 at 700 W (SXM;
 mamf-finder, https://github.com/mag-/gpu_benchmark), 100 W of each for memory and idle parts."""
+REST = 0.415
+"""Power of A100 and H100 whose matrix engines are idle, over that with them at full rate and full
+clock: 466 W by additions of 2 GiB in turns with products, which take 1,124 W (H100 SXM, 700 W,
+torch 2.11, 2026-11-27); steps of MPT with much attention and with little (llm-foundry, A100) agree.
+Elsewhere each kernel holds the clock that it would hold alone, again and again, as if the rest took
+nothing: what was measured on B200 and L40S says no more (attention on L40S, and of long sequences
+in steps on B200, whose engines are busy for part of the time, is slowed by less than products)."""
 _MATRIX_UNITS = np.array([name.startswith("matrix") for name in UNITS])
 
 
-def held(table: KernelTable, knobs: Knobs, device: Array) -> Array:
-    """The share of its clock that the chip holds in each row, by its limit on power, in (0, 1].
+def rest_of(chip: Chip) -> float:
+    """`REST` of a chip; 0: each kernel holds a clock of its own."""
+    return REST if Knobs.generation(chip) in ("ampere", "hopper") else 0.0
 
-    Matrix engines at full rate hold `knobs.power` of it.  A kernel that has them busy for a share u
-    of its time draws u as much, which is within the limit where u < power^GROWTH:
-        held = min(1, power * u^(-1 / GROWTH)).
-    Work of the vector engine and of the memory draws less than the limit.  device: seconds of each
-    row at the full clock.
+
+def _with_power(table: KernelTable, knobs: Knobs, at_full: KernelSeconds) -> KernelSeconds:
+    """The seconds with those in which matrix engines are busy, and those that follow the clock.
+
+    Of a kernel on these engines the share of its computing in the formula of `knobs` follows it.
     """
     d = table.data
     vector = np.array([knobs.share(name).engine == "vector" for name in CLASSES])[table.kind]
     products = (d["flop"] > 0) & _MATRIX_UNITS[d["unit"].astype(np.int64)] & ~vector
     on_matrix = products | (d["attention rate"] > 0)
     at_peak = np.where(on_matrix, d["matrix"] + d["flop"] / d["rate"], 0.0)
-    reached = knobs.compute * knobs.share("mm").compute
-    busy = at_peak / (reached * np.where(device > 0, device, 1.0))
-    shares: Array = knobs.power * np.maximum(busy, knobs.power**GROWTH) ** (-1 / GROWTH)
-    return np.clip(shares, knobs.power, 1.0)
+    full = knobs.compute * knobs.share("mm").compute
+    busy = np.minimum(at_peak / full, at_full.device)
+    more = np.maximum(at_full.memory, 1e-30) / np.maximum(at_full.compute, 1e-30)
+    with np.errstate(over="ignore"):
+        paced = on_matrix * at_full.device / (1 + more**knobs.overlap)
+    return replace(at_full, busy=busy, paced=paced)
+
+
+def clock_of(busy: Amount, paced: Amount, seconds: Array, power: float, rest: float) -> Array:
+    """The share of its clock that a chip holds by its limit on power, in [power, 1].
+
+    Of work that takes `seconds` at the full clock, matrix engines are busy for `busy`, and `paced`
+    grow as the clock falls: arrays of one length.  power: the share that the chip holds where they
+    are busy all the time.  rest: see `REST`.
+
+    The mean power is at its limit, power^GROWTH of that of busy engines at the full clock:
+        busy f^(GROWTH - 1) + rest (T - busy / f) = power^GROWTH T,
+    where T = seconds + paced (1 / f - 1).  It holds also where clocks change faster than steps.
+    """
+    held, limit, growth = np.ones(np.shape(seconds)), power**GROWTH, GROWTH - 1
+    rest = min(rest, limit)
+    left = limit - rest
+    over = np.asarray(busy * (1 - rest) > left * seconds)  # the limit, at the full clock
+    if power >= 1 or not over.any():
+        return held
+    busy, paced, seconds = (np.asarray(each)[over] for each in (busy, paced, seconds))
+    clock, fixed = held[over], seconds - paced
+    for _ in range(8):  # Newton's; the left side less the right grows with the clock
+        more = busy * clock**growth - rest * busy / clock - left * (fixed + paced / clock)
+        slope = busy * growth * clock ** (growth - 1) + (rest * busy + left * paced) / clock**2
+        clock = np.clip(clock - more / slope, power, 1.0)
+    held[over] = clock
+    return held
 
 
 # -- rows of a table -------------------------------------------------------------------------------
@@ -418,7 +477,7 @@ def table_of(kernels: KernelAmounts, chip: Chip, execution: ExecutionModel) -> K
         "count": np.ones(len(kernels)),
         "bytes": kernels.bytes,
         "warm": kernels.warm,
-        "moved": kernels.moved,
+        "turned": kernels.turned,
         "issue": _issue_seconds(kernels, chip),
         "wait": _wait_seconds(kernels, chip),
         "left": kernels.after * (LEFT if chip.kind == "gpu" else 0.0),

@@ -15,7 +15,7 @@ from rooftrace.costmodels.fusion import Plan
 from rooftrace.costmodels.kernels.engines import group_class
 from rooftrace.costmodels.kernels.instructions import NOTHING, Issued, group_issued
 from rooftrace.costmodels.kernels.intervals import WIDE, StepCell
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
+from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.memory import Visits
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work
 from rooftrace.hardware import Chip
@@ -238,20 +238,18 @@ class KernelAmounts:
     """Kernels in R rows: arrays of length R.
 
     kind: the class of each, a place in CLASSES.  bytes: through HBM.  warm: those that the last
-    cache still holds.  moved: those that are no weights, of kernels that may copy layouts.
-    instructions, trips, after: see `Issued`.  link: bytes over links.  eager: see `Plan.eager`.
-    works:
-    those that take time, in the order in which a row adds them up.  attention: the attention
-    kernels of rows, with the FLOP of all of a size.
+    cache still holds.  instructions, trips, after, turned: see `Issued`.  link: bytes over links.
+    eager: see `Plan.eager`.  works: those that take time, in the order in which a row adds them
+    up.  attention: the attention kernels of rows, with the FLOP of all of a size.
     """
 
     kind: Places
     bytes: Array
     warm: Array
-    moved: Array
     instructions: Array
     trips: Array
     after: Array
+    turned: Array
     link: Array
     eager: np.ndarray[Any, np.dtype[np.bool_]]
     works: tuple[Works, ...]
@@ -289,7 +287,6 @@ class SizedKernel:
     cost: Cost
     kind: str
     warm: float = 0.0
-    moved: int = 0
     issued: Issued = NOTHING
     eager: bool = False
 
@@ -301,7 +298,7 @@ def kernels_of(kernels: Iterable[SizedKernel]) -> tuple[KernelAmounts, list[int]
     rows = []
     for kernel in kernels:
         size, link = kernel.cost.bytes(), kernel.cost.bytes("link")
-        ours = (kernel.kind, kernel.warm, kernel.moved, kernel.issued, kernel.eager)
+        ours = (kernel.kind, kernel.warm, kernel.issued, kernel.eager)
         numbers = (*ours, size, link)
         row = row_by_key.setdefault((*numbers, *kernel.cost.work.items()), len(distinct))
         if row == len(distinct):
@@ -318,10 +315,10 @@ def _rows(kernels: Sequence[tuple[SizedKernel, int, int]]) -> KernelAmounts:
         kind=np.array([CLASSES.index(kernel.kind) for kernel, _, _ in kernels], dtype=np.int64),
         bytes=amounts(size for _, size, _ in kernels),
         warm=amounts(kernel.warm for kernel, _, _ in kernels),
-        moved=amounts(kernel.moved for kernel, _, _ in kernels),
         instructions=amounts(kernel.issued.instructions for kernel, _, _ in kernels),
         trips=amounts(kernel.issued.trips for kernel, _, _ in kernels),
         after=amounts(kernel.issued.after for kernel, _, _ in kernels),
+        turned=amounts(kernel.issued.turned for kernel, _, _ in kernels),
         link=amounts(link for _, _, link in kernels),
         eager=np.array([kernel.eager for kernel, _, _ in kernels], dtype=bool),
         works=_by_key([list(kernel.cost.computed().items()) for kernel, _, _ in kernels]),
@@ -394,23 +391,15 @@ def plan_kernels(
 
 def kernel_bytes(
     planned: Plan, chip: Chip | None, reuse: bool = True, cold: bool = False
-) -> Iterator[tuple[str, float, int, Issued]]:
-    """By group: its class, bytes that the last cache holds, bytes that layout copies move, and
-    what it issues.
+) -> Iterator[tuple[str, float, Issued]]:
+    """By group: its class, bytes that the last cache holds, and what it issues.
 
     chip: whose cache; None: there is none.  For reuse and cold see `kernel_table`.
     """
     warm = [0.0] * len(planned.groups)
     if reuse and chip is not None and chip.l2_capacity is not None:
         warm = warm_bytes(planned, chip.l2_capacity.value, cold)
-    weights = {i for i, t in enumerate(planned.graph.values) if t.role == "weights"}
-    for number, (group, cost) in enumerate(zip(planned.groups, planned.costs, strict=True)):
+    for number, group in enumerate(planned.groups):
         layout = planned.lays_out(number)
         kind = group_class(planned.graph, group.ops, layout, planned.op_costs)
-        activations = sum(
-            size
-            for access, size in cost.traffic.items()
-            if access.wire == "hbm" and access.storage not in weights
-        )
-        moved = 0 if kind.endswith(LAST) else activations
-        yield kind, warm[number], moved, group_issued(planned, number, kind)
+        yield kind, warm[number], group_issued(planned, number, kind)

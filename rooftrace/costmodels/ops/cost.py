@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from rooftrace.errors import hint
+from rooftrace.errors import one_of
 from rooftrace.hardware.precisions import bytes_per_element
 
 WRITTEN_OUT = "written_out"
@@ -133,8 +133,7 @@ def family_of(cost: Cost, kind: str) -> str:
 def check(noun: str, value: str | None, allowed: Collection[str]) -> None:
     """Raise ValueError for a kind, family, trait or fusion class that does not exist."""
     if value is not None and value not in allowed:
-        names = ", ".join(allowed)
-        raise ValueError(f'{noun} "{value}": expected one of {names}{hint(value, allowed)}')
+        raise ValueError(f'{noun} "{value}": {one_of(value, allowed)}')
 
 
 # -- cost ------------------------------------------------------------------------------------------

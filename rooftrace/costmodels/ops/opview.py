@@ -256,10 +256,6 @@ OURS = "rooftrace"
 """The source of this package's rules."""
 
 
-class DuplicateRuleError(ValueError):
-    """Two rules for one op."""
-
-
 class RuleError(ValueError):
     """A user's rule that raises an error, or that returns no cost."""
 
@@ -342,7 +338,7 @@ def rule(
 
     kind, family: of the op; by default its cost tells.  label: of its kernel in reports.  fused:
     the label of a kernel of several ops that it leads, by default the same.  A second rule for one
-    op raises DuplicateRuleError naming both owners, unless override=True or it is the
+    op raises RequestError naming both owners, unless override=True or it is the
     same function defined again (a file or a notebook cell that ran twice); a name without a
     namespace, and an unknown fusion class, kind, family or trait raise ValueError.
     """
@@ -364,7 +360,7 @@ def rule(
                 raise ValueError(f'rule({name!r}): expected "namespace::{name}"')
             old = RULES.get(key)
             there, taken = f"{name!r} already has a rule", getattr(old, "price", None)
-            refuse_second(there, taken, function, override=override, error=DuplicateRuleError)
+            refuse_second(there, taken, function, override=override)
             RULES[key] = Rule(
                 name=key,
                 price=function,

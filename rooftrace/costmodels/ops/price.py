@@ -11,17 +11,13 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.ops.cost import Access, Cost, Work
-from rooftrace.costmodels.ops.opview import OpView, Slot, TensorView, find_rule
+from rooftrace.costmodels.ops.opview import OpView, RuleError, Slot, TensorView, find_rule
 from rooftrace.errors import is_ours
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, references, refs
 from rooftrace.hardware.precisions import precision, storage_bytes
 
 _MOST = 4096
 """Cached prices of ops: the graphs of a script, and those of other lengths, share most."""
-
-
-class PriceError(ValueError):
-    """An op that its rule fails on, as arguments are missing or of another type than it reads."""
 
 
 def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
@@ -170,7 +166,7 @@ def _priced(
 
 
 def _by_rule(price: Callable[[OpView], Cost], view: OpView) -> Cost:
-    """The cost of an op by its rule.  Raises PriceError where the rule fails on it."""
+    """The cost of an op by its rule.  Raises RuleError where the rule fails on it."""
     try:
         return price(view)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -178,7 +174,7 @@ def _by_rule(price: Callable[[OpView], Cost], view: OpView) -> Cost:
             raise
         shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in view.inputs)
         reason = f"{type(error).__name__}: {error}"
-        raise PriceError(
+        raise RuleError(
             f"{view.target} of {shapes or 'nothing'}: its rule cannot price it: {reason:.300}"
         ) from error
 

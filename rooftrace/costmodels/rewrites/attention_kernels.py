@@ -33,7 +33,7 @@ from rooftrace.costmodels.rewrites.editing import (
     with_matches,
     without_left_behind,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, marks, refs
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer import RequestLengths
 
@@ -180,15 +180,16 @@ def _in_chunks(rows: int, chunk: int) -> int:
 # -- attention kernels -----------------------------------------------------------------------------
 
 
-def flash_from_products(graph: OpGraph) -> tuple[OpGraph, int]:
+def flash_from_products(graph: OpGraph, mixed: bool = False) -> tuple[OpGraph, int]:
     """Hand-written attention that compilers match, without sinks and soft caps, as one op.
 
     The conditions are those of `attention_kernels`, and a release that has such a pass.
+    mixed: only within compiled graphs.
     """
     release = release_of(graph)
     if release is not None and not release.matches_attention:
         return graph, 0
-    return _as_kernels(graph, plain=True)
+    return _as_kernels(graph, plain=True, mixed=mixed)
 
 
 def attention_kernels(graph: OpGraph) -> tuple[OpGraph, int]:
@@ -203,8 +204,10 @@ def attention_kernels(graph: OpGraph) -> tuple[OpGraph, int]:
     return _as_kernels(graph, plain=False)
 
 
-def _as_kernels(graph: OpGraph, plain: bool) -> tuple[OpGraph, int]:
+def _as_kernels(graph: OpGraph, plain: bool, mixed: bool = False) -> tuple[OpGraph, int]:
+    eager = marks.eager_ops(graph.ops) if mixed else ()
     chosen = [w for w in written_attentions(graph) if w.alone and (w.plain or not plain)]
+    chosen = [w for w in chosen if w.last.id not in eager]
     flow = ValueFlow(graph)
     matches = {w.last.id: (w, _copy_of_result(flow, w)) for w in chosen}
     inner = {op for written in chosen for op in written.inner}

@@ -10,6 +10,7 @@ Facts are from ATen's sources (aten/src/ATen/native), named at each op.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -319,36 +320,28 @@ def _sums_first(edit: Editor, op: Op) -> bool:
     return True
 
 
-def _norm_gradients(edit: Editor, op: Op) -> bool:
-    """layer_norm_kernel.cu: the gradient of the input, and those of the weights."""
-    mask = op.arguments.get("output_mask")
-    if not isinstance(mask, tuple) or not mask[0] or len(op.outputs) != sum(mask) or sum(mask) < 2:
-        return False
-    apart = ((False, *mask[1:]), op.outputs[1:]), ((True, *[False] * len(mask[1:])), op.outputs[:1])
-    for wanted, outputs in apart:
-        edit.emit(op, op.target, {**op.arguments, "output_mask": wanted}, outputs, facts=op.facts)
-    return True
-
-
 def _gradients(edit: Editor, op: Op) -> bool:
-    """Convolution.cpp, convolution_backward: input, weight and bias one after the other.
+    """Convolution.cpp: the gradients of input, weight and bias one after the other.
+    layer_norm_kernel.cu: those of the weights, and that of the input.
 
-    Each of the first two is a kernel of cuDNN's that reads the gradient of the result, and so does
-    the sum for the bias.
+    Each kernel reads the gradient of the result, the sum for the bias of a convolution, too.
     """
     grad, mask = op.arguments.get("grad_output"), op.arguments.get("output_mask")
-    if not isinstance(grad, Ref) or not isinstance(mask, tuple) or sum(mask) < 2:
+    if not isinstance(mask, tuple) or sum(mask) < 2 or sum(mask) != len(op.outputs):
         return False
-    positions = [position for position, wanted in enumerate(mask) if wanted]
-    if len(positions) != len(op.outputs):
+    made = dict(
+        zip((place for place, wanted in enumerate(mask) if wanted), op.outputs, strict=True)
+    )
+    if not isinstance(grad, Ref) and not mask[0]:
         return False
-    for position, out in zip(positions, op.outputs, strict=True):
-        if position == _BIAS:
+    parts = [[place] for place in made] if isinstance(grad, Ref) else [[*made][1:], [0]]
+    for part in parts:
+        if isinstance(grad, Ref) and part == [_BIAS]:
             dims = tuple(d for d in range(len(edit.values[grad.id].shape)) if d != 1)
-            _extra(edit, op, "aten.sum.dim_IntList", {"self": grad, "dim": dims}, out)
+            _extra(edit, op, "aten.sum.dim_IntList", {"self": grad, "dim": dims}, made[_BIAS])
             continue
-        alone = tuple(other == position for other in range(len(mask)))
-        edit.emit(op, op.target, {**op.arguments, "output_mask": alone}, (out,), facts=op.facts)
+        alone = {**op.arguments, "output_mask": tuple(d in part for d in range(len(mask)))}
+        edit.emit(op, op.target, alone, tuple(made[place] for place in part), facts=op.facts)
     return True
 
 
@@ -392,6 +385,47 @@ def _safe_softmax(edit: Editor, op: Op) -> bool:
     _extra(edit, op, "aten.scalar_tensor.default", {"s": 0.0}, zero)
     chosen = {"condition": Ref(empty), "self": Ref(zero), "other": Ref(plain)}
     edit.emit(op, "aten.where.self", chosen, op.outputs, facts=op.facts)
+    return True
+
+
+def _filled(edit: Editor, op: Op) -> bool:
+    """TensorAdvancedIndexing.cpp, masked_fill: a clone, into which `masked_fill_` writes."""
+    item, out = op.arguments.get("self"), edit.values[op.outputs[0]]
+    if not isinstance(item, Ref):
+        return False
+    plain = edit.view(Ref(op.outputs[0]), out.shape, out.stride, op.repeats)
+    _extra(edit, op, "aten.clone.default", {"self": item}, plain)
+    _last(edit, op, {**op.arguments, "self": Ref(plain)})
+    return True
+
+
+def _log_sum(edit: Editor, op: Op) -> bool:
+    """ReduceOps.cpp, logsumexp_out_impl: log(sum(exp(x - max))) + max; 0 for an infinite max."""
+    item, dims = op.arguments.get("self"), op.arguments.get("dim")
+    if not isinstance(item, Ref) or not edit.values[item.id].elements:
+        return False
+    value, out = edit.values[item.id], edit.values[op.outputs[0]]
+    wanted = dims if isinstance(dims, tuple) else (dims,)
+    over = {d % len(value.shape) for d in wanted or range(len(value.shape))}
+    rows = tuple(1 if d in over else size for d, size in enumerate(value.shape))
+
+    def made(
+        target: str, shape: tuple[int, ...], first: Ref, dtype: str = out.dtype, **more: Argument
+    ) -> Ref:
+        return _temporary(edit, op, f"aten.{target}", {"self": first, **more}, shape, dtype)
+
+    def within(target: str, there: Ref, **more: Argument) -> Ref:
+        tensor = edit.values[there.id]
+        out = edit.view(there, tensor.shape, tensor.stride, op.repeats)
+        _extra(edit, op, f"aten.{target}", {"self": there, **more}, out)
+        return Ref(out)
+
+    top = made("amax.default", rows, item, dim=dims, keepdim=True)
+    endless = made("eq.Scalar", rows, made("abs.default", rows, top), "bool", other=math.inf)
+    top = within("masked_fill_.Scalar", top, mask=endless, value=0)
+    powers = within("exp_.default", made("sub.Tensor", value.shape, item, other=top))
+    log = within("log_.default", made("sum.dim_IntList", out.shape, powers, dim=dims))
+    edit.emit(op, "aten.add_.Tensor", {"self": log, "other": top}, op.outputs, facts=op.facts)
     return True
 
 
@@ -451,6 +485,10 @@ EAGER_FORMS = (
     EagerForm(
         {"aten.convolution"}, _biased, "convolution", "add", "the bias in a kernel of its own"
     ),
+    EagerForm(
+        {"aten.masked_fill"}, _filled, "fill", "write", "into a clone by a kernel of its own"
+    ),
+    EagerForm({"aten.logsumexp"}, _log_sum, "log-sum-exp", "run", "as nine kernels"),
     EagerForm({"aten.addmm"}, _linear, "product", "add", "the bias in a kernel of its own"),
     EagerForm(
         {"aten._softmax_backward_data"},
@@ -496,7 +534,7 @@ EAGER_FORMS = (
     ),
     EagerForm(
         {"aten.native_layer_norm_backward", "aten._fused_rms_norm_backward"},
-        _norm_gradients,
+        _gradients,
         "norm",
         "make",
         "the gradients of its weights in a kernel of their own",

@@ -465,8 +465,31 @@ DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
 
 def without_doubles(graph: OpGraph) -> OpGraph:
     """The graph whose values in fp64 are in fp32, without the casts between the two."""
+    doubles = enumerate(t.dtype for t in graph.values)
+    return _recast(graph, {value: DOUBLES[was] for value, was in doubles if was in DOUBLES})
+
+
+def cast_weights(graph: OpGraph) -> Mapping[int, str]:
+    """Weights that are only read by casts to one precision, and that precision."""
+    flow, casts = ValueFlow(graph), dict[int, str]()
+    for value in graph.external:
+        users, tensor = flow.users[value], graph.values[value]
+        made = {graph.values[v].dtype for op in users for v in op.outputs} - {tensor.dtype}
+        alone = flow.storage_users[tensor.storage] == users and value not in flow.escaping
+        if tensor.role == "weights" and alone and {op.name for op in users} == {"aten._to_copy"}:
+            casts |= dict.fromkeys([value], *made) if len(made) == 1 else {}
+    return casts
+
+
+def without_weight_casts(graph: OpGraph) -> OpGraph:
+    """The graph whose weights are stored as each step casts them."""
+    return _recast(graph, cast_weights(graph))
+
+
+def _recast(graph: OpGraph, dtypes: Mapping[int, str]) -> OpGraph:
+    """The graph with values in other precisions, without the casts that then change nothing."""
     edit, flow = Editor(graph), ValueFlow(graph)
-    edit.values = [replace(t, dtype=DOUBLES.get(t.dtype, t.dtype)) for t in graph.values]
+    edit.values = [replace(t, dtype=dtypes.get(i, t.dtype)) for i, t in enumerate(graph.values)]
     casts = dict[int, int]()
     for op in graph.ops:
         if op.name == "aten._to_copy" and not reads_across(op):

@@ -33,6 +33,7 @@ from rooftrace.costmodels.rewrites.editing import (
     ATTENTION_BACKWARD,
     DOUBLES,
     Editor,
+    cast_weights,
     needless_copies,
     operand,
     reading_others,
@@ -42,6 +43,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_left_behind,
     without_repeated_work,
     without_waits,
+    without_weight_casts,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
@@ -89,12 +91,13 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "rows of zeros in these weights, and what reads their results to leave them out",
             lambda graph: with_sizes(graph, odd),
         )
-    if not compiled and with_fused_optimizer(graph) is not graph:
+    fused = graph if compiled else with_fused_optimizer(graph)
+    if fused is not graph:
         yield Mend(
             "optimizer",
             "Update the weights in one fused kernel (fused=True of the optimizer)",
             "all parameters on the GPU",
-            with_fused_optimizer,
+            lambda other: fused if other is graph else with_fused_optimizer(other),
         )
     yield from _of_waste(graph, compiled)
 
@@ -124,19 +127,22 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
             without_doubles,
         )
-    if not (compiled and graph.phase == "training") and _is_repeating(graph):
+    casts = cast_weights(graph) if graph.phase != "training" else {}
+    if casts:
+        yield Mend(
+            "copy",
+            f"Store weights in {listed(sorted({*casts.values()}))}, as each step casts them",
+            "weights that are rounded once; nothing that reads them as they are",
+            without_weight_casts,
+        )
+    once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
+    if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
         yield Mend(
             "rewrite",
             "Compute once what is computed again from the same values",
             "code that hands the result on, as a mask to each layer",
-            without_repeated_work,
+            lambda other: once if other is graph else without_repeated_work(other),
         )
-
-
-def _is_repeating(graph: OpGraph) -> bool:
-    """Whether fewer kernels run where what is computed again is not."""
-    kernels = [sum(map(g.times, g.kernels())) for g in (graph, without_repeated_work(graph))]
-    return kernels[1] < kernels[0]
 
 
 # -- attention on the math path --------------------------------------------------------------------
@@ -474,19 +480,19 @@ def _is_elementwise(op: Op) -> bool:
 def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
     """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
 
-    Rows shorter than that are left alone.
+    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
     """
     sizes: dict[int, int] = {}
     for index in graph.external:
         tensor = graph.values[index]
-        if tensor.role == "weights" and len(tensor.shape) == 2:
+        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
             step = max(1, load * 8 // precision(tensor.dtype).bits)
-            sizes |= {n: -(-n // step) * step for n in tensor.shape if n > step and n % step}
+            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
     return dict(sorted(sizes.items()))
 
 
 def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
-    """Every dimension of one of these sizes has another one."""
+    """Every dimension of one of these sizes has another one; of images, only channels."""
 
     def sized(item: Argument) -> Argument:
         if isinstance(item, tuple):
@@ -496,6 +502,9 @@ def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
     values = []
     for tensor in graph.values:
         shape = tuple(sizes.get(n, n) for n in tensor.shape)
+        if has_channels_last(tensor):  # heights and widths stay, and the number of images
+            first = 0 if tensor.role == "weights" else 1
+            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
         if shape != tensor.shape:
             steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
             stride = tuple(s and step for s, step in steps)

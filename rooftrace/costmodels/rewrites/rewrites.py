@@ -234,7 +234,7 @@ def rewrite(
     price: of ops; with it, the sentence on a named rewrite says how much was saved.
     """
     captured = graph
-    detected = execution.fusion == "detected"
+    detected, mixed = execution.fusion == "detected", execution.dispatch == "mixed"
     notes: list[str] = []
 
     def change(wanted: bool, apply: Change, noun: str, verb: str, rest: str) -> None:
@@ -248,7 +248,7 @@ def rewrite(
     named = any(entry.name == WRITTEN and _can_apply(entry, graph) for entry in chosen)
     change(
         execution.attention == "flash" and detected and not named,
-        flash_from_products,
+        partial(flash_from_products, mixed=mixed),
         "hand-written attention",
         "run",
         "as flash attention",
@@ -272,7 +272,6 @@ def rewrite(
         "the new rows only, into a cache that has room",
     )
     graph, _ = with_libraries(graph, detected)
-    mixed = execution.dispatch == "mixed"
     for form in EAGER_FORMS:
         wanted = execution.beside and (execution.fusion == "none" or mixed)
         change(wanted, partial(with_form, form, mixed), form.noun, form.verb, form.rest)

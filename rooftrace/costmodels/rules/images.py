@@ -32,20 +32,18 @@ def _forward(op: OpView, x: TensorView, weight: TensorView, transposed: bool) ->
     batch = x.shape[0]
     epilogue = sum(op.tensor(name) is not None for name in ("bias", "z"))
     epilogue += "relu" in op.target.rsplit(".", 1)[0]
-    columns, inner = _sides(op, weight, transposed)
+    columns, channels = _sides(op, weight, transposed)
+    window = math.prod(weight.shape[2:])
     return (Cost.of(convolution=convolution_flop(batch, positions, weight),
                     precision=product_precision(x, weight), rows=batch * positions,
-                    columns=columns, inner=inner, widths=widths(x, weight))
+                    columns=columns, inner=channels * window, widths=widths(x, weight))
             + (vector(op, epilogue * out.elements) if epilogue else Cost()) + op.streamed())
 
 
 def _sides(op: OpView, weight: TensorView, transposed: bool) -> tuple[int, int]:
-    """N and K of one group's product: output channels, and the values that each channel sums."""
-    groups = max(int(op.attribute("groups", 1)), 1)
-    first, second, window = weight.shape[0], weight.shape[1], math.prod(weight.shape[2:])
-    if transposed:
-        return second * window, first // groups
-    return first // groups, second * window
+    """Channels of one group that come out, and that go in."""
+    sides = weight.shape[0] // max(int(op.attribute("groups", 1)), 1), weight.shape[1]
+    return sides[::-1] if transposed else sides
 
 
 @builtin(
@@ -79,8 +77,9 @@ def convolution_backward(op: OpView) -> Cost:
     """Gradients of x, w and bias, as far as `output_mask` asks for them.
 
     Each of the first two does the multiplications of the forward once more, with other roles:
-    dx has N P rows per weight tile (P: positions of the forward, see `convolution_flop`), dw has
-    C_out rows per group.  The bias gradient adds N P values per channel.
+    dx has N P rows (P: positions of the forward, see `convolution_flop`) and C_in columns, dw has
+    C_out rows per group and C_in R S columns, as those of implicit products (CUTLASS, "Implicit
+    GEMM convolution").  The bias gradient adds N P values per channel.
     """
     grad, x, weight = op.needed("grad_output"), op.needed("input"), op.needed("weight")
     wants_x, wants_weight, wants_bias = op.attribute("output_mask", (True, True, True))
@@ -90,13 +89,14 @@ def convolution_backward(op: OpView) -> Cost:
     flop = convolution_flop(batch, positions, weight)
     precision = product_precision(grad, x, weight)
     cost = Cost()
-    columns, inner = _sides(op, weight, transposed)
+    columns, channels = _sides(op, weight, transposed)
+    window = math.prod(weight.shape[2:])
     if wants_x:
         cost += Cost.of(convolution=flop, precision=precision, rows=batch * positions,
-                        columns=inner, inner=columns, widths=widths(grad, weight))
+                        columns=channels, inner=columns * window, widths=widths(grad, weight))
     if wants_weight:
         cost += Cost.of(convolution=flop, precision=precision, rows=columns,
-                        columns=inner, inner=batch * positions, widths=widths(grad, x))
+                        columns=channels * window, inner=batch * positions, widths=widths(grad, x))
     if wants_bias:
         cost += vector(op, grad.elements - grad.shape[1])
     # A kernel for each of the three, and each reads the gradient.

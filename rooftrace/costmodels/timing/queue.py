@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from rooftrace._amounts import larger, np, smaller
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs
+from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.timing.collectives import (
     CollectiveTime,
     collective_seconds,
@@ -355,8 +356,18 @@ def computes_experts(planned: Plan, kernel: int) -> bool:
 
 
 def runs_aside(planned: Plan, kernel: int) -> bool:
-    """Whether a kernel of a plan runs on another stream than the main one."""
-    return bool(planned.graph.ops[planned.groups[kernel].ops[0]].stream)
+    """Whether a kernel of a plan runs on another stream than the main one, or asynchronously."""
+    ops = [planned.graph.ops[number] for number in planned.groups[kernel].ops]
+    talks = any(op.collective is not None and not op.collective.waits for op in ops)
+    return talks or bool(ops[0].stream)
+
+
+def spread_kind(planned: Plan, kernel: int, kind: str) -> str:
+    """The class whose spread holds for a kernel of this class: that without a compiler's layout."""
+    if not planned.lays_out(kernel):
+        return kind
+    ops = planned.groups[kernel].ops
+    return group_class(planned.graph, ops, costs=planned.op_costs)
 
 
 # -- exchanges -------------------------------------------------------------------------------------

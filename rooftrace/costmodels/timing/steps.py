@@ -14,16 +14,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan
-from rooftrace.costmodels.kernels import Knobs, engines, group_class
+from rooftrace.costmodels.kernels import Knobs, engines
 from rooftrace.costmodels.kernels.intervals import WORKS, StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES
-from rooftrace.costmodels.kernels.seconds import peak_seconds, seconds_by_knobs
+from rooftrace.costmodels.kernels.seconds import clock_of, peak_seconds, rest_of, seconds_by_knobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, plan_kernels
 from rooftrace.costmodels.ops import MATRIX, Work
 from rooftrace.costmodels.timing.queue import (
@@ -38,16 +38,19 @@ from rooftrace.costmodels.timing.queue import (
     leading_seconds,
     runs_aside,
     schedule,
+    spread_kind,
 )
 from rooftrace.costmodels.timing.streams import Walk, has_streams, wait_for_stragglers, walk
 from rooftrace.costmodels.timing.timings import (
     REGIMES,
     Cells,
+    Clocked,
     EntrySeconds,
     Headline,
     StepTimes,
     TimesOverPoints,
     Timing,
+    at_points,
 )
 from rooftrace.hardware import Chip, host_spread_of
 from rooftrace.hardware.precisions import compute_family
@@ -134,32 +137,41 @@ class StepAmounts:
             for part in self.parts
         ]  # fmt: skip
 
-    def total(self, entries: Array, keep: Callable[[Part], bool] | None = None) -> Array:
+    def total(self, entries: Array | Clocked, keep: Callable[[Part], bool] | None = None) -> Array:
         """The sum [P] of an amount of all entries, or of those of the parts that `keep` wants.
 
         Parts with the same `at` are added up first, in their order.
         """
+        if isinstance(entries, Clocked):
+            sums = self.total(entries.entries, keep)
+            more = entries.slower.any() and self.total(entries.paced, keep)
+            return sums + entries.slower * more
         pairs = list(zip(self.parts, self.by_part(entries), strict=True))
         if self.points == 1:
             kept = (amount for part, amount in pairs if keep is None or keep(part))
             return np.array([sum(kept)], dtype=float)
-        sums: dict[int, tuple[Places | None, Amount]] = {}
+        alike: dict[int, tuple[Places | None, Amount]] = {}
         for part, amount in pairs:
             if keep is None or keep(part):
-                at, before = sums.get(id(part.at), (part.at, 0.0))
-                sums[id(part.at)] = at, before + amount
+                at, before = alike.get(id(part.at), (part.at, 0.0))
+                alike[id(part.at)] = at, before + amount
         result = np.zeros(self.points)
-        for at, amount in sums.values():
+        for at, amount in alike.values():
             result += at_points(amount, at)
         return result
 
-    def launched(self, entries: Array, points: slice) -> list[Any]:
-        """An amount of each launch on the device at some points: a number where all are equal."""
-        amounts = self.by_part(entries)
+    def launched(self, each: Clocked, points: slice) -> list[Any]:
+        """Seconds of each launch on the device at some points: a number where all are equal."""
+        amounts = self.by_part(each.entries)
+        more = self.by_part(each.paced) if each.slower.any() else [0.0] * len(amounts)
         seconds: dict[int, Any] = {}
         for number in self.order:
             if number not in seconds:
-                seconds[number] = at_points(amounts[number], self.parts[number].at, points)
+                at = self.parts[number].at
+                seconds[number] = at_points(amounts[number], at, points)
+                if np.any(more[number]):
+                    paced = at_points(more[number], at, points)
+                    seconds[number] = seconds[number] + each.slower[points] * paced
         return [seconds[number] for number in self.order]
 
     def counted(self, points: slice) -> list[Any]:
@@ -195,14 +207,6 @@ class StepAmounts:
         )
 
 
-def at_points(amount: Amount, at: Places | None, points: slice = slice(None)) -> Any:
-    """An amount over sizes at points, all or some of them; one number for all of them stays one."""
-    if np.size(amount) == 1:
-        return amount
-    amounts = np.asarray(amount)
-    return amounts[points] if at is None else amounts[at[points]]
-
-
 # -- seconds ---------------------------------------------------------------------------------------
 
 
@@ -222,29 +226,7 @@ def time_step(step: StepAmounts, chip: Chip) -> TimesOverPoints:
         return timed(step, chip, heads)[0]
     _, place = np.unique(np.stack(keys), axis=1, return_inverse=True)
     apart = [np.flatnonzero(np.ravel(place) == n) for n in range(int(place.max()) + 1)]
-    return _joined(heads, [(at, time_step(step.where(at), chip)) for at in apart])
-
-
-def _joined(heads: Headline, parts: Sequence[tuple[Places, TimesOverPoints]]) -> TimesOverPoints:
-    """The times of all points from those of some and of others."""
-    first = parts[0][1]
-
-    def over(arrays: Sequence[Array]) -> Array:
-        result = np.zeros(len(heads.place))
-        for (at, _), array in zip(parts, arrays, strict=True):
-            result[at] = array
-        return result
-
-    changes: dict[str, Any] = {
-        item.name: over([getattr(times, item.name) for _, times in parts])
-        for item in fields(TimesOverPoints)
-        if isinstance(getattr(first, item.name), np.ndarray)
-    }
-    changes["regime_seconds"] = {
-        name: over([times.regime_seconds[name] for _, times in parts]) for name in REGIMES
-    }
-    changes["cells"] = Cells.joined([(at, times.cells) for at, times in parts], len(heads.place))
-    return replace(first, heads=heads, **changes)
+    return TimesOverPoints.joined(heads, [(at, time_step(step.where(at), chip)) for at in apart])
 
 
 def _headline(step: StepAmounts, chip: Chip) -> Headline:
@@ -286,11 +268,17 @@ def timed(
         real = _by_knobs(step, chip, knobs, fast.network, exchanges)
     factors = _expert_factors(step)
     real = real if factors is None else real.slowed(factors)
-    run = _run(step, chip, real, _main(step, real.times(step.times).device))
+    clock = np.ones(step.points) if knobs is None else _clock(step, chip, knobs, real)
+    slower = 1 / clock - 1
+    if step.points == 1:
+        real, slower = real.held(float(slower[0])), np.zeros(1)
+    run = _run(step, chip, real, slower)
     cell = StepCell.at(chip, step.phase, step.execution.fusion, step.execution.dispatch)
-    times = times_of(step, (fast, real), exchanges, run, knobs, heads, cell)
+    times = times_of(step, (fast, real), exchanges, run, knobs, heads, cell, slower)
     host = host_time(step.launches, host_seconds(step.execution, chip), step.counts)
-    times = replace(times, t_host=times.t_host + host, host_spread=host_spread_of(chip))
+    times = replace(
+        times, t_host=times.t_host + host, host_spread=host_spread_of(chip), clock=clock
+    )
     return times, Detail(real.times(step.times), exchanges, run)
 
 
@@ -302,23 +290,27 @@ def times_of(
     knobs: Knobs | None,
     heads: Headline,
     cell: StepCell | None = None,
+    slower: Array | None = None,
 ) -> TimesOverPoints:
     """The totals of a step that ran.
 
-    seconds: of one kernel of each entry, at the datasheet's rates and as expected.  The work of a
-    kernel belongs to its largest term, all gaps and waiting to launch, and the main stream's waits
-    for exchanges to the network.
+    seconds: of one kernel of each entry, at the datasheet's rates and as expected.  slower: [P],
+    what the clock adds to the seconds that follow it.  The work of a kernel belongs to its largest
+    term, all gaps and waiting to launch, and the main stream's waits for exchanges to the network.
     """
     fast, real = seconds
     every = real.times(step.times)
+    device = every.at(np.zeros(step.points) if slower is None else slower)
     exposed = np.zeros(step.points) + run.waited
-    t_serial = _main(step, every.device) + exposed
+    t_serial = _main(step, device) + exposed
     t_est = np.maximum(run.end, t_serial)  # equal but for rounding when the host is never late
-    regimes = {name: _main(step, part) for name, part in every.by_regime.items()}
+    regimes = {name: _main(step, part) for name, part in every.by_regime(device).items()}
     regimes["network"] = exposed + regimes["network"]
     cell, busy = cell or StepCell(), dict(regimes)  # without waiting, which `Behind` has
     regimes["launch"] = regimes["launch"] + (t_est - t_serial)
-    squares = step.total(np.square(every.device) / np.maximum(step.times, 1.0))
+    once = 1 / np.maximum(step.times, 1.0)
+    squares = step.total(device.of(every.device * once))
+    squares += device.slower * step.total(device.of(device.paced * once))
     return TimesOverPoints(
         knobs=knobs,
         t_comp=_main(step, every.compute),
@@ -329,15 +321,16 @@ def times_of(
         t_est=t_est,
         t_exposed=exposed,
         regime_seconds=regimes,
-        variance=_variance(step, every, t_serial, knobs),
+        variance=_variance(step, device, t_serial, knobs),
         heads=heads,
-        cells=_cells(step, every.device, regimes if cell.kind == "cpu" else busy, heads, cell),
+        cells=_cells(step, device, regimes if cell.kind == "cpu" else busy, heads, cell),
         alone=np.minimum(1.0, np.sqrt(squares) / np.maximum(t_est, 1e-30)),
         t_host=np.zeros(step.points),
+        clock=np.ones(step.points),
     )
 
 
-def _main(step: StepAmounts, entries: Array) -> Array:
+def _main(step: StepAmounts, entries: Array | Clocked) -> Array:
     """The sum [P] over the kernels of the main stream; over all where there is one stream."""
     return step.total(entries, None if step.structure is None else _on_main)
 
@@ -347,7 +340,7 @@ def _on_main(part: Part) -> bool:
 
 
 def _variance(
-    step: StepAmounts, every: EntrySeconds, t_serial: Array, knobs: Knobs | None
+    step: StepAmounts, device: Clocked, t_serial: Array, knobs: Knobs | None
 ) -> Array | None:
     """The relative variance [P] of a step: the mean of those of its kernels, by their time."""
     if knobs is None:
@@ -357,19 +350,23 @@ def _variance(
         spreads[part.where] = (knobs.share(part.spread_kind).spread or knobs.spread) ** 2
     with np.errstate(invalid="ignore"):
         if step.points == 1:  # rounded as shares of kernels are
-            return step.total(every.device / t_serial * spreads)
-        return step.total(every.device * spreads) / t_serial
+            return step.total(device.of(spreads / t_serial))
+        return step.total(device.of(spreads)) / t_serial
 
 
 def _cells(
-    step: StepAmounts, device: Array, regimes: Mapping[str, Array], heads: Headline, cell: StepCell
+    step: StepAmounts,
+    device: Clocked,
+    regimes: Mapping[str, Array],
+    heads: Headline,
+    cell: StepCell,
 ) -> Cells:
     """Where each point is among measured steps; device: seconds of all kernels of each entry."""
     latent, kinds = step.kernels.latent[step.row], np.empty(len(step.row), dtype=object)
     for part in step.parts:
         at_latents = bool(latent[part.where.start])
         kinds[part.where] = StepCell.work_of(part.spread_kind, part.of_experts, at_latents)
-    works = [step.total(device * (kinds == work)) for work in WORKS]
+    works = [step.total(device.of(kinds == work)) for work in WORKS]
     narrow, flops = (step.total(flop[step.row] * step.times) for flop in step.kernels.products)
     return Cells.of(cell, works, narrow > flops / 2, [regimes[name] for name in REGIMES], heads)
 
@@ -420,6 +417,8 @@ def _by_knobs(
     row, execution = step.row, step.execution
     rows = seconds_by_knobs(step.kernels, chip, knobs, execution, step.copies_layouts)
     compute, hbm, device = rows.compute[row], rows.memory[row], rows.device[row]
+    none = np.zeros(len(step.kernels))
+    busy, paced = ((each + none)[row] for each in (rows.busy, rows.paced))
     more = np.maximum(0.0, device - np.maximum(compute, hbm))
     gap, network = np.full(len(row), knobs.launch_on(chip)), network.copy()
     multiplies = np.zeros(len(step.kernels), dtype=bool)
@@ -430,7 +429,18 @@ def _by_knobs(
         network[where] = exchange.taken.seconds
         compute[where] *= multiplies[row[where]]
         hbm[where] = gap[where] = more[where] = 0.0
-    return EntrySeconds(compute, hbm, network, gap, more)
+        paced[where] *= multiplies[row[where]]
+    return EntrySeconds(compute, hbm, network, gap, more, busy=busy, paced=paced)
+
+
+def _clock(step: StepAmounts, chip: Chip, knobs: Knobs, real: EntrySeconds) -> Array:
+    """The share of its clock that the chip holds at each point; see `clock_of`."""
+    every = real.times(step.times)
+    if knobs.power >= 1 or not np.any(every.busy):
+        return np.ones(step.points)
+    busy, paced = (step.total(np.asarray(each)) for each in (every.busy, every.paced))
+    here = step.total(every.device, lambda part: not part.aside)
+    return clock_of(busy, paced, here, knobs.power, rest_of(chip))
 
 
 def _bound(
@@ -480,9 +490,9 @@ def _expert_factors(step: StepAmounts) -> Array | None:
 # -- the end of the step ---------------------------------------------------------------------------
 
 
-def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, device: Array) -> Walk:
-    """Run kernels of these seconds in the order of the host; device: [P] of the main stream."""
-    durations = real.device
+def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, slower: Array) -> Walk:
+    """Run kernels of these seconds in the order of the host; slower: see `times_of`."""
+    durations = real.at(slower)
     if step.structure is not None:
         return _on_streams(step, chip, durations)
     host = host_seconds(step.execution, chip)
@@ -493,11 +503,12 @@ def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, device: Array) -> Wa
         starts, end = schedule(seconds, step.launches, host, counts, chip.host_waits)
         ends.append(end + np.zeros(points.stop - points.start))
     if before is not None:  # exact also where a kernel of a repeat stands for fewer iterations
+        device = step.total(real.times(step.times).at(slower))
         return Walk(starts, [], before + device)
     return Walk(starts, [], np.concatenate(ends) if ends else np.zeros(0))
 
 
-def _on_streams(step: StepAmounts, chip: Chip, durations: Array) -> Walk:
+def _on_streams(step: StepAmounts, chip: Chip, durations: Clocked) -> Walk:
     """Run a step whose collectives overlap with computing."""
     assert step.structure is not None
     planned, host = step.structure(), host_seconds(step.execution, chip)
@@ -587,11 +598,3 @@ def step_of(planned: Plan, chip: Chip | None) -> StepAmounts:
         structure=(lambda: planned) if has_streams(planned) else None,
         phase=planned.graph.phase,
     )
-
-
-def spread_kind(planned: Plan, kernel: int, kind: str) -> str:
-    """The class whose spread holds for a kernel of this class: that without a compiler's layout."""
-    if not planned.lays_out(kernel):
-        return kind
-    ops = planned.groups[kernel].ops
-    return group_class(planned.graph, ops, costs=planned.op_costs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from rooftrace._amounts import larger, np
@@ -14,7 +14,7 @@ from rooftrace.costmodels.kernels.intervals import LEVEL, WORKS, Behind, StepCel
 if TYPE_CHECKING:
     from typing import Any
 
-    from rooftrace._amounts import Array, Places
+    from rooftrace._amounts import Amount, Array, Places
 
     Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -30,7 +30,7 @@ class Timing:
     t_net: float
     gap: float  # between kernels, see `Chip.kernel_gap`
     start: float = 0.0  # when the first of the kernels starts
-    more: float = 0.0  # added to the largest term by imperfect overlap
+    more: float = 0.0  # added to the largest term by imperfect overlap and the limit on power
 
     @property
     def t_device(self) -> float:
@@ -77,6 +77,7 @@ class StepTimes:
     # t_est.  Equal kernels share an error, so n of them count as about the root of n different ones
     alone: float = 1.0
     t_host: float = 0.0  # of the host to enqueue all of it
+    clock: float = 1.0  # share of it that the chip holds by its limit on power
     host_spread: float = 0.0  # between such hosts, relative; 0: it was measured
 
     @property
@@ -158,6 +159,22 @@ def margin(terms: Mapping[str, float]) -> float:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Clocked:
+    """Seconds of entries at the clock of each point: entries + slower * paced.
+
+    entries, paced: arrays over the N entries of a step.  slower: [P], what the clock adds to paced.
+    """
+
+    entries: Array
+    paced: Array
+    slower: Array
+
+    def of(self, shares: Array) -> Clocked:
+        """These shares [N] of the seconds."""
+        return replace(self, entries=self.entries * shares, paced=self.paced * shares)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class EntrySeconds:
     """Seconds of kernels: arrays over the N entries of a step."""
 
@@ -165,7 +182,9 @@ class EntrySeconds:
     hbm: Array
     network: Array
     gap: Array
-    more: Array  # added to the largest term by imperfect overlap
+    more: Array  # added to the largest term by imperfect overlap and the limit on power
+    busy: Array | float = 0.0  # that matrix engines would be busy at their full rate
+    paced: Array | float = 0.0  # of the device, that grow as its clock falls
 
     @property
     def work(self) -> Array:
@@ -184,23 +203,24 @@ class EntrySeconds:
 
     def slowed(self, factor: Array) -> EntrySeconds:
         """The seconds of so much more work in as many kernels."""
-        terms = (self.compute, self.hbm, self.network)
-        compute, hbm, network = (factor * term for term in terms)
-        return EntrySeconds(compute, hbm, network, self.gap, factor * self.more)
+        names = ("compute", "hbm", "network", "more", "busy", "paced")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
 
-    @property
-    def by_regime(self) -> Mapping[str, Array]:
+    def held(self, slower: float) -> EntrySeconds:
+        """The seconds with what the clock adds to those that follow it."""
+        return replace(self, more=self.more + self.paced * slower, busy=0.0, paced=0.0)
+
+    def at(self, slower: Array) -> Clocked:
+        """Seconds of the device; slower: [P], what the clock adds to those that follow it."""
+        return Clocked(self.device, self.paced + np.zeros(len(self.gap)), slower)
+
+    def by_regime(self, device: Clocked) -> Mapping[str, Clocked]:
         """Seconds by regime: those of the largest term, the first of equal ones; gaps: launch."""
-        work = self.work
+        work, busy = self.work, replace(device, entries=device.entries - self.gap)
         compute = work == self.compute
         hbm = ~compute & (work == self.hbm)
-        busy = work + self.more
-        terms = (
-            np.where(compute, busy, 0.0),
-            np.where(hbm, busy, 0.0),
-            np.where(compute | hbm, 0.0, busy),
-            self.gap,
-        )
+        gaps = Clocked(self.gap, np.zeros(len(work)), device.slower)
+        terms = (busy.of(compute), busy.of(hbm), busy.of(~(compute | hbm)), gaps)
         return dict(zip(REGIMES, terms, strict=True))
 
 
@@ -280,19 +300,44 @@ class TimesOverPoints:
     cells: Cells  # where each point is among measured steps
     alone: Array
     t_host: Array
+    clock: Array
     host_spread: float = 0.0
 
     def at(self, point: int) -> StepTimes:
         """The times at one point."""
-        names = ("t_comp", "t_hbm", "t_net", "t_bound", "t_serial", "t_est", "t_exposed", "t_host")
+        names = ("t_comp", "t_hbm", "t_net", "t_bound", "t_serial", "t_est", "t_exposed")
         return StepTimes(
-            **{name: float(getattr(self, name)[point]) for name in names},
+            **{name: float(getattr(self, name)[point]) for name in (*names, "t_host", "clock")},
             regime_seconds={n: float(s[point]) for n, s in self.regime_seconds.items()},
             variance=None if self.variance is None else float(self.variance[point]),
             cell=self.cells.cells[self.cells.place[point]],
             alone=float(self.alone[point]),
             host_spread=self.host_spread,
         )
+
+    @staticmethod
+    def joined(heads: Headline, parts: Sequence[tuple[Places, TimesOverPoints]]) -> TimesOverPoints:
+        """The times of all points from those of some and of others."""
+        first = parts[0][1]
+
+        def over(arrays: Sequence[Array]) -> Array:
+            result = np.zeros(len(heads.place))
+            for (at, _), array in zip(parts, arrays, strict=True):
+                result[at] = array
+            return result
+
+        changes: dict[str, Any] = {
+            item.name: over([getattr(times, item.name) for _, times in parts])
+            for item in fields(TimesOverPoints)
+            if isinstance(getattr(first, item.name), np.ndarray)
+        }
+        changes["regime_seconds"] = {
+            name: over([times.regime_seconds[name] for _, times in parts]) for name in REGIMES
+        }
+        changes["cells"] = Cells.joined(
+            [(at, times.cells) for at, times in parts], len(heads.place)
+        )
+        return replace(first, heads=heads, **changes)
 
     @property
     def interval(self) -> tuple[Array, Array] | None:
@@ -311,3 +356,11 @@ class TimesOverPoints:
             ends[:, at] = errors.within()
         low, high = self.t_est * np.exp(ends)
         return np.maximum(self.t_bound, low), high
+
+
+def at_points(amount: Amount, at: Places | None, points: slice = slice(None)) -> Any:
+    """An amount over sizes at points, all or some of them; one number for all of them stays one."""
+    if np.size(amount) == 1:
+        return amount
+    amounts = np.asarray(amount)
+    return amounts[points] if at is None else amounts[at[points]]

@@ -23,14 +23,13 @@ from rooftrace.diffs.runs.rundiff import (
     family_of_op,
 )
 from rooftrace.diffs.runs.traceside import GraphPlace, side_of_trace
-from rooftrace.errors import ProfileError, UnusedError, naming
+from rooftrace.errors import ProfileError, RequestError, UnusedError, naming
 from rooftrace.graph import OpGraph, pattern_of
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.chip import USUAL
 from rooftrace.measured.alignment import (
     Alignment,
     Graphs,
-    MeasuredRequestError,
     is_compiled,
     pairing as matching,
     read_measured,
@@ -78,8 +77,8 @@ def is_measured(source: Any) -> bool:
 def diff_runs(before: Source, after: Source, question: RunQuestion | None = None) -> RunDiff:
     """The changes from one measured run to another: two traces, two runs, or one of each.
 
-    Raises ProfileError and RunFileError for files that cannot be read, and MeasuredRequestError for
-    two that cannot be compared.
+    Raises ProfileError for files that cannot be read, and RequestError for two that cannot be
+    compared.
     """
     question = question or RunQuestion()
     labels = [_label(source, usual) for source, usual in ((before, "before"), (after, "after"))]
@@ -123,7 +122,7 @@ def _read(source: Source) -> Trace | Run:
     measured = read_measured(os.fspath(source), "a comparison of two runs")
     if isinstance(measured, (Trace, Run)):
         return measured
-    raise MeasuredRequestError(
+    raise RequestError(
         f"{os.fspath(source)}: a table of step times, expected a trace of torch.profiler or a run "
         "file of `rooftrace measure`"
     )
@@ -184,7 +183,7 @@ def _paired_rows(
         has_operations = bool({r.key for r in before.micro} & {r.key for r in after.micro})
         if not pairing.pairs and not has_operations:
             listed = [", ".join(row.key for row in each) or "none" for each in rows]
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"the two runs have no step in common: before has {listed[0]}, after {listed[1]}"
             )
         if len(rows[0]) == len(rows[1]) == 1 and not pairing.pairs:
@@ -197,7 +196,7 @@ def _paired_rows(
         return pairs, (first, second)
     for each in rows:
         if len(each) > 1:
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"a trace is of one step, and the run beside it has {len(each)}: "
                 f"{', '.join(row.key for row in each[:6])}; choose with --phase, or compare runs"
             )
@@ -210,7 +209,7 @@ def _rows(measured: Trace | Run, phases: Sequence[str] | None) -> list[ModelRow]
     rows = [row for row in measured.models if not phases or row.phase in phases]
     if phases and not rows:
         there = sorted({row.phase for row in measured.models})
-        raise MeasuredRequestError(
+        raise RequestError(
             f"phase {', '.join(phases)}: the run has {', '.join(there) or 'no step'}"
         )
     return rows
@@ -236,7 +235,7 @@ def _side(
     if isinstance(measured, Trace):
         return _of_trace(measured, label, graphs, question)
     if row is None:
-        raise MeasuredRequestError("the run has no step of a model, only operations alone")
+        raise RequestError("the run has no step of a model, only operations alone")
     traced = measured.graphs.get(row.key)
     graph = traced if graphs is None else graphs.get(row.phase, _only(graphs))
     if graph is None:

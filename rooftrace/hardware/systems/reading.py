@@ -41,7 +41,7 @@ from typing import Any, cast
 
 from rooftrace._outputs import TOML_MARK
 from rooftrace._writing import write_bytes
-from rooftrace.errors import hint
+from rooftrace.errors import one_of
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import KINDS, Chip, Fact
 from rooftrace.hardware.chipfile import (
@@ -289,7 +289,7 @@ def _mistakes(system: System, file: str) -> Iterator[str]:
     keys = [(fit.library, fit.op, fit.level) for fit in system.collectives]
     for number, key in enumerate(keys, start=1):
         if key[2] not in names:
-            expected = f"expected one of {', '.join(names)}{hint(key[2], names)}"
+            expected = one_of(key[2], names)
             yield f'{file}: [[collective]] #{number}: level = "{key[2]}": {expected}'
         if keys.index(key) + 1 < number:
             first = keys.index(key) + 1

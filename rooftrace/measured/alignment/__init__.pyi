@@ -10,7 +10,6 @@ from rooftrace.measured.alignment.compiled_steps import FusedStep as FusedStep, 
 from rooftrace.measured.alignment.naming import is_compiled as is_compiled
 from rooftrace.measured.alignment.pairing import (
     Graphs as Graphs,
-    MeasuredRequestError as MeasuredRequestError,
     MeasuredStep as MeasuredStep,
     read_measured as read_measured,
     steps_of as steps_of,

@@ -12,7 +12,7 @@ from typing import Any
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.fusion import ExecutionModel, execution_model
 from rooftrace.costmodels.rewrites import reprice
-from rooftrace.errors import ProfileError, UnusedError
+from rooftrace.errors import ProfileError, RequestError, TargetError, UnusedError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip, units
 from rooftrace.measured.alignment.aligning import align
@@ -41,7 +41,7 @@ def best_match(
 ) -> Match:
     """The graph that a trace matches best, priced, with the alignment.
 
-    graphs_of: makes the graphs by phase of the code that ran.  Raises MeasuredRequestError without
+    graphs_of: makes the graphs by phase of the code that ran.  Raises RequestError without
     it, and ProfileError where the trace matches no graph.
     """
     graphs = graphs_of_trace(trace, graphs_of)
@@ -69,7 +69,7 @@ def best_fused(
 ) -> tuple[FusedStep, tuple[str, ...]]:
     """The compiled step of the graph that a trace matches best, and the phases that were tried.
 
-    Raises MeasuredRequestError without graphs, and ProfileError where no kernel has an op of one.
+    Raises RequestError without graphs, and ProfileError where no kernel has an op of one.
     """
     graphs = graphs_of_trace(trace, graphs_of)
     steps: list[FusedStep] = []
@@ -86,16 +86,16 @@ def best_fused(
 
 
 def graphs_of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None) -> Graphs:
-    """The graphs by phase of the code that ran; MeasuredRequestError without any."""
+    """The graphs by phase of the code that ran; RequestError without any."""
     if graphs_of is None:
-        raise MeasuredRequestError(
+        raise RequestError(
             f"{trace.source or 'the trace'}: a trace does not say what ran: name it with "
             "--target, and its sizes with --batch, --seq, --phase (in Python: "
             "target=rooftrace.trace(model, x))"
         )
     graphs = graphs_of()
     if not graphs:
-        raise MeasuredRequestError(f"{trace.source}: the target has no graph to set it beside")
+        raise RequestError(f"{trace.source}: the target has no graph to set it beside")
     return graphs
 
 
@@ -105,20 +105,16 @@ Graphs = Mapping[str, OpGraph]
 """By phase."""
 
 
-class MeasuredRequestError(ValueError):
-    """Measurements do not fit the request; the message quotes them."""
-
-
 def read_measured(path: str, use: str) -> Measured:
     """The measurements in a file; its contents tell the kind.
 
     use: the purpose, in words, for the error.  Raises the errors of the file's reader, and
-    MeasuredRequestError for counted bytes, which only complement measurements.
+    RequestError for counted bytes, which only complement measurements.
     """
     kind = source_of(path)
     place = kind.place(path)
     if place:
-        raise MeasuredRequestError(f"{path}: {kind.about}, which is not enough for {use}: {place}")
+        raise RequestError(f"{path}: {kind.about}, which is not enough for {use}: {place}")
     return records_of(kind, path)
 
 
@@ -172,7 +168,7 @@ def steps_of(
     and {batch}, {seq}, {kv} (in a table also {image_size}) for its sizes.  None: rows of a run may
     name models of the suite.  trust_targets: without a target, the names in the measurements are
     targets, which are code; else a table, and other rows of a run, have no graph.  Raises
-    MeasuredRequestError for another name in braces, for a table without either, and where a run
+    RequestError for another name in braces, for a table without either, and where a run
     has no such step.
     """
     if isinstance(measured, Run):
@@ -216,7 +212,7 @@ def steps_of_run(
 
     target: graphs, or a target in which {target} stands for the row's model; without it a run that
     this process measured has its graphs, and rows of other runs name models of the suite, and with
-    `trust_targets` also targets.  Raises MeasuredRequestError where the run has no such row.
+    `trust_targets` also targets.  Raises RequestError where the run has no such row.
     """
     source = _source(target, trust_targets)
     mode = "eager" if execution_model(execution).dispatch == "eager" else "compiled"
@@ -240,7 +236,7 @@ def steps_of_run(
         reason = "every row of the run is of a model of the suite"
         raise UnusedError("trust_targets", "True", reason)
     if not steps:
-        raise MeasuredRequestError(
+        raise RequestError(
             f"the run has no {mode} steps of models, only "
             f"{', '.join(sorted({row.mode for row in run.models})) or 'operations'}; measure some "
             "with `rooftrace measure`, or name another --execution"
@@ -283,7 +279,7 @@ def _graph_of_row(row: ModelRow, source: TargetTemplate | Graphs | None, of_suit
         return traced_model(row)
     if source is None or isinstance(source, TargetTemplate):
         if of_suite and not _names_a_target(row.model):
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"{row.key!r}: {row.model!r} is no model of the suite and names no target; say "
                 "with --target what ran (in Python: target=rooftrace.trace(model, x))"
             )
@@ -299,7 +295,6 @@ def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph
 
     A target that makes its inputs gets no sizes; its inputs must then have these sizes.
     """
-    from rooftrace.errors import RequestError, TargetError
     from rooftrace.tracer import Request, trace_target
 
     batch, seq, kv = (sizes[size] for size in ("batch", "seq", "kv"))
@@ -314,10 +309,10 @@ def _at_sizes(name: str, phase: str, sizes: Mapping[str, int | None]) -> OpGraph
         other = [n for n in traced if sizes[n] not in (None, traced[n])]
         if not other:
             return graph
-        first = first or MeasuredRequestError(
+        first = first or RequestError(
             f"{name}: measured with {other[0]} {sizes[other[0]]}, traces with {traced[other[0]]}"
         )
-    raise first or MeasuredRequestError(f"{name}: does not trace at the sizes that were measured")
+    raise first or RequestError(f"{name}: does not trace at the sizes that were measured")
 
 
 def _names_a_target(model: str) -> bool:
@@ -330,7 +325,7 @@ def _of_phase(graphs: Graphs, phase: str | None) -> OpGraph:
         return graphs[phase]
     if phase is None and len(graphs) == 1:
         return next(iter(graphs.values()))
-    raise MeasuredRequestError(
+    raise RequestError(
         f"phase {phase or 'not given'}: the target has {', '.join(graphs) or 'none'}"
     )
 
@@ -373,7 +368,7 @@ class TargetTemplate:
         return not self.text.startswith("hf:") and any(":" in text for text, _ in self.parts)
 
     def filled(self, values: Mapping[str, Any]) -> str:
-        """The target of a step.  Raises MeasuredRequestError for a value that may not stand there.
+        """The target of a step.  Raises RequestError for a value that may not stand there.
 
         values: by column.  A name has letters, digits, "_" and "-" only where the template names
         code, and elsewhere also "." and "/", without a leading "/" and without "..".
@@ -382,7 +377,7 @@ class TargetTemplate:
             text + (self._checked(name, values) if name else "") for text, name in self.parts
         )
         if names.is_script(target) and not (self.trusts_names or names.is_script(self._plain)):
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"--target {shortened(self.text)!r}: {shortened(target)!r} is a script, which a "
                 "name in a file cannot run"
             )
@@ -396,12 +391,12 @@ class TargetTemplate:
     def _checked(self, name: str, values: Mapping[str, Any]) -> str:
         value = values.get(name)
         if value is None:
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"--target {shortened(self.text)!r} has {{{name}}}, and the step has no {name}"
             )
         if name != NAME:
             if type(value) is not int or not 0 <= value <= _LARGEST:
-                raise MeasuredRequestError(f"{name} is {value!r:.60}: expected a whole number")
+                raise RequestError(f"{name} is {value!r:.60}: expected a whole number")
             return str(value)
         text = str(value)
         allowed = _WORD if self.names_code else _PATH
@@ -413,7 +408,7 @@ class TargetTemplate:
                 if self.names_code
                 else 'a plain relative name, without ":" and ".."'
             )
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"--target {shortened(self.text)!r}: the name {shortened(text)!r}: expected "
                 f"{expected}"
             )
@@ -424,10 +419,10 @@ def template_of(text: str, columns: tuple[str, ...] = (NAME, *SIZES)) -> TargetT
     """The template that a user wrote; "{{" and "}}" stand for braces.
 
     Only the names of columns stand in braces: nothing is looked up or formatted.  Raises
-    MeasuredRequestError for anything else in braces.
+    RequestError for anything else in braces.
     """
     if len(text) > _LONGEST:
-        raise MeasuredRequestError(
+        raise RequestError(
             f"--target {shortened(text)!r}: {len(text):,} characters; expected at most {_LONGEST:,}"
         )
     parts, literal, end = [], "", 0
@@ -440,7 +435,7 @@ def template_of(text: str, columns: tuple[str, ...] = (NAME, *SIZES)) -> TargetT
             parts.append((literal, place[1]))
             literal = ""
         else:
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"--target {shortened(text)!r}: {shortened(place[0])!r}: expected some of "
                 f"{', '.join(f'{{{name}}}' for name in columns)}"
             )
@@ -453,9 +448,9 @@ def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def not_run(name: str) -> MeasuredRequestError:
+def not_run(name: str) -> RequestError:
     """The error of a name in a file that the user did not declare a target."""
-    return MeasuredRequestError(
+    return RequestError(
         f"{shortened(name)!r} stands in a file of measurements, and what such a file names is not "
         'run: say with --target what it stands for, for example --target "models.py:{target}", or '
         "--trust-targets if you trust every name in the file"

@@ -25,7 +25,6 @@ from rooftrace.measured.bench.runfile import (
     ModelRow as ModelRow,
     OpTime as OpTime,
     Run as Run,
-    RunFileError as RunFileError,
 )
 from rooftrace.measured.bench.session import SuitePlan as SuitePlan, start_again as start_again
 from rooftrace.measured.bench.steps import profiler as profiler

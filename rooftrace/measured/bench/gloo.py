@@ -23,15 +23,12 @@ from rooftrace._outputs import check_output
 from rooftrace._processes import safe_path
 from rooftrace._writing import write_bytes
 from rooftrace.errors import RequestError
+from rooftrace.measured.bench.clock import MeasureError
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Bytes of a buffer: 1 KiB to 16 MiB."""
 REPEATS = 7
 GlooRow = tuple[str, str, int, int, float]
-
-
-class GroupMeasureError(RuntimeError):
-    """Processes that measure collectives did not end."""
 
 
 def measure_collectives(
@@ -44,7 +41,7 @@ def measure_collectives(
 ) -> int:
     """Time collectives between `ranks` processes of this machine; the number of rows in `out`.
 
-    Raises RequestError for fewer than two ranks, and GroupMeasureError where a process fails or the
+    Raises RequestError for fewer than two ranks, and MeasureError where a process fails or the
     time is over.
     """
     if ranks < 2:
@@ -90,15 +87,15 @@ def _first_answer(answers: Any, workers: Sequence[Any], end: float) -> list[Gloo
             failed = [n for n, worker in enumerate(workers) if worker.exitcode not in (None, 0)]
             if failed:
                 code = workers[failed[0]].exitcode
-                raise GroupMeasureError(
+                raise MeasureError(
                     f"rank {failed[0]} of {len(workers)} ended with exit code {code}; try fewer "
                     "--ranks, and see its message above"
                 ) from None
             continue
         if isinstance(answer, str):
-            raise GroupMeasureError(f"gloo failed: {answer}")
+            raise MeasureError(f"gloo failed: {answer}")
         return list(answer)
-    raise GroupMeasureError(
+    raise MeasureError(
         f"{len(workers)} processes did not come to an end in time; try fewer --ranks"
     )
 

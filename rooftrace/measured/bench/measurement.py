@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace.costmodels.fusion import execution_model, plan
-from rooftrace.errors import RequestError, TargetError
+from rooftrace.errors import RequestError, TargetError, one_of
 from rooftrace.graph import OpGraph
 from rooftrace.measured.alignment import KernelTime, kernel_times
 from rooftrace.measured.bench import machine
@@ -499,7 +499,7 @@ def check_phases(phases: Sequence[str] | None) -> None:
     """Raise RequestError for a phase that cannot be measured."""
     for phase in phases or ():
         if phase not in names.MEASURED:
-            raise RequestError(f"phase {phase!r:.60}: expected one of {', '.join(names.MEASURED)}")
+            raise RequestError(f"phase {phase!r:.60}: {one_of(phase, names.MEASURED)}")
 
 
 def _joined(first: Run, second: Run) -> Run:

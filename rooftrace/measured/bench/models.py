@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rooftrace.errors import ProfileError
 from rooftrace.graph import OpGraph
 from rooftrace.measured.bench import nets
-from rooftrace.measured.bench.runfile import ModelRow, RunFileError
+from rooftrace.measured.bench.runfile import ModelRow
 
 Sizes = Mapping[str, int]
 Settings = Mapping[str, Any]
@@ -453,7 +454,7 @@ def named(name: str) -> SuiteModel:
 def traced_model(row: ModelRow) -> OpGraph:
     """The graph of the step that `row` measured, captured on meta.
 
-    Raises RunFileError for a row of a model that is not of the suite.
+    Raises ProfileError for a row of a model that is not of the suite.
     """
     from rooftrace.tracer import trace
     from rooftrace.tracer.values import torch_dtype
@@ -461,7 +462,7 @@ def traced_model(row: ModelRow) -> OpGraph:
     try:
         model = named(row.model)
     except LookupError as error:
-        raise RunFileError(f"{row.key!r}: {error.args[0]}") from None
+        raise ProfileError(f"{row.key!r}: {error.args[0]}") from None
     dtype = torch_dtype(row.dtype)
     make = Make.on("meta", dtype, model.channels_last)
     kwargs: dict[str, Any] = dict(model.inputs(model.settings[row.scale], row.sizes, make))

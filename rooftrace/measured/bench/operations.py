@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rooftrace.errors import ProfileError
 from rooftrace.graph import OpGraph
 from rooftrace.measured.bench import clock
 from rooftrace.measured.bench.clock import Bench
-from rooftrace.measured.bench.runfile import MicroRow, RunFileError
+from rooftrace.measured.bench.runfile import MicroRow
 from rooftrace.tracer import capture, torch_private
 
 Call = Callable[[], object]
@@ -137,12 +138,12 @@ class _OnMeta(Bench):
 def traced_micro(row: MicroRow, on_cuda: bool) -> OpGraph:
     """The graph of the call that `row` timed on a GPU or a CPU.
 
-    Raises RunFileError for a row of no operation (launches), or of a case that this version does
+    Raises ProfileError for a row of no operation (launches), or of a case that this version does
     not have.
     """
     case = _cases(on_cuda).get(row.key)
     if case is None or case.sampler:
-        raise RunFileError(f"{row.key!r}: not an operation that this version measures")
+        raise ProfileError(f"{row.key!r}: not an operation that this version measures")
     call: Any = case.make(_OnMeta(torch.device("meta"), 0.0, lambda _: None))
     with capture(torch.nn.Module()) as captured:
         call()

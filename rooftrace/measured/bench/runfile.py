@@ -17,6 +17,7 @@ from typing import Any
 from rooftrace._reading import FileKind, json_of, record_of, text_of
 from rooftrace._shown import short, some
 from rooftrace._writing import write_packed
+from rooftrace.errors import ProfileError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_time
 from rooftrace.measured.alignment import KernelTime
@@ -24,11 +25,7 @@ from rooftrace.measured.alignment import KernelTime
 SCHEMA = "rooftrace.run/1"
 
 
-class RunFileError(ValueError):
-    """A file holds no measurements, or not the requested ones; the message quotes it."""
-
-
-_KIND = FileKind("run", RunFileError, "measure again with `rooftrace measure --out FILE`")
+_KIND = FileKind("run", ProfileError, "measure again with `rooftrace measure --out FILE`")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +193,7 @@ class Run:
     def load(path: str | os.PathLike[str]) -> Run:
         """The run in a file.
 
-        Raises FileNotFoundError, or RunFileError for a file that is cut off, damaged or of another
+        Raises FileNotFoundError, or ProfileError for a file that is cut off, damaged or of another
         kind or version.
         """
         data = json_of(text_of(Path(path), _KIND), str(path), _KIND)
@@ -226,7 +223,7 @@ def encoded(run: Run) -> dict[str, Any]:
 
 
 def decoded(data: Mapping[str, Any], where: str = "run") -> Run:
-    """The run from values of `encoded`.  Raises RunFileError for others, which names `where`."""
+    """The run from values of `encoded`.  Raises ProfileError for others, which names `where`."""
     values = {name: value for name, value in data.items() if name != "schema"}
     for name in ("micro", "models", "troubles"):
         if name not in values:

@@ -114,10 +114,6 @@ class CaseTimeoutError(Exception):
     """A case took longer than its limit."""
 
 
-class DeviceLostError(MeasureError):
-    """The device does not respond any more."""
-
-
 Hang = Callable[["Session"], None]
 Clock = Callable[[], float]
 """A clock such as `time.monotonic`, in seconds."""
@@ -159,7 +155,7 @@ class Session:
     def attempt(self, key: str, limit_s: float, work: Callable[[], MicroRow | ModelRow]) -> bool:
         """Try a case; afterwards the run has its row, or the reason why there is none.
 
-        Raises DeviceLostError if the device does not synchronize, and the errors of a target.
+        Raises MeasureError if the device does not synchronize, and the errors of a target.
         """
         if self.is_done(key):
             return True
@@ -189,7 +185,7 @@ class Session:
         free()
         if lost:
             self.flush()
-            raise DeviceLostError(
+            raise MeasureError(
                 f"the device does not answer after {key!r} ({reason}); {self.plan.out} holds "
                 f"{self.run.counts}: the same command goes on after that case"
             )

@@ -64,7 +64,7 @@ def real_step(
 
     compiled: through torch.compile, with these options of Inductor.
 
-    Raises RequestError (NoCacheError) for a phase that the module does not have, and the errors of
+    Raises RequestError for a phase that the module does not have, and the errors of
     the module while the prompt of a decode runs.
     """
     device = str(next((t.device for t in module.parameters()), torch.device("cpu")))

@@ -56,7 +56,7 @@ def measure_suite(
 
     on_hang: called from another thread if a case cannot be interrupted; None waits.  clock: tells
     the time for the budget.  Raises MeasureError for a device that does not exist or was lost, or a
-    file of another device; RunFileError for a file that is no run; TargetError for an unknown name.
+    file of another device; ProfileError for a file that is no run; TargetError for an unknown name.
     """
     if not (math.isfinite(plan.budget_s) and plan.budget_s > 0):
         raise MeasureError(f"--budget {plan.budget_s!r}: expected a number of seconds above 0")

@@ -11,13 +11,12 @@ from pathlib import Path
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.fusion import TYPICAL, ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs, dump_knobs, load_knobs
-from rooftrace.errors import UnusedError
+from rooftrace.errors import RequestError, UnusedError
 from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import listed
 from rooftrace.measured.alignment import (
     Graphs,
-    MeasuredRequestError,
     MeasuredStep,
     is_compiled,
     pairing,
@@ -182,8 +181,7 @@ def calibrated(
     `counted_steps` steps.  factors: whether to fit factors on bytes too; by_layer: also those of
     the weights of each layer.
 
-    Raises MeasuredRequestError where no step is left, and CalibrationError for fewer measurements
-    than knobs to fit.
+    Raises RequestError where no step is left, and for fewer measurements than knobs to fit.
     """
     if isinstance(measured, (str, os.PathLike)):
         measured = read_measured(os.fspath(measured), "a fit")
@@ -276,7 +274,7 @@ def _graphs(
 ) -> tuple[list[_PlannedStep], dict[str, str]]:
     """The steps that trace, and why others do not, by step.
 
-    Raises MeasuredRequestError where none does.
+    Raises RequestError where none does.
     """
     made: list[_PlannedStep] = []
     failures: dict[str, str] = {}
@@ -291,7 +289,7 @@ def _graphs(
             failures[step.place] = step.why_not(error)
     if not made:
         first = next(iter(failures.values()), "the table is empty")
-        raise MeasuredRequestError(
+        raise RequestError(
             f"none of {len(measured)} measured steps could be traced; the first: {first}"
         )
     return made, failures
@@ -321,7 +319,7 @@ def _cases(
         elif row is not None:
             alone += profiled_cases(planned, chip, row.ops, step.label, step.group)
     if not cases:
-        raise MeasuredRequestError(
+        raise RequestError(
             f"none of {len(made)} measured steps could be priced; the first: "
             f"{next(iter(failures.values()))}"
         )
@@ -393,7 +391,7 @@ def _of_trace(
     plain = kernel_cases(planned, wanted.chip, seconds, phase)
     cases = kernel_cases(ran, wanted.chip, seconds, phase)
     if not cases:
-        raise MeasuredRequestError(
+        raise RequestError(
             f"{trace.source or 'the trace'}: no kernel of it is long enough to fit to"
         )
     steps = [MeasuredStep.of_graph(graph) for graph in (graphs_of() if graphs_of else {}).values()]

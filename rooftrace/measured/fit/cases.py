@@ -15,21 +15,13 @@ from rooftrace._plain import Plain
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.intervals import StepCell
-from rooftrace.costmodels.kernels.seconds import KernelTable, kernel_table
+from rooftrace.costmodels.kernels.seconds import KernelTable, clock_of, kernel_table, rest_of
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
 from rooftrace.costmodels.timing.steps import time_plan
-from rooftrace.errors import UnusedError
+from rooftrace.errors import RequestError, UnusedError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
-from rooftrace.measured.alignment import (
-    Alignment,
-    FusedStep,
-    MeasuredRequestError,
-    MeasuredStep,
-    counted,
-    fused,
-    keys,
-)
+from rooftrace.measured.alignment import Alignment, FusedStep, MeasuredStep, counted, fused, keys
 from rooftrace.measured.bench import ModelRow, OpTime, Run
 from rooftrace.measured.fit.byfactors import SHORTEST, Measured, StepBytes, step_bytes
 from rooftrace.measured.profiles import KernelCounters, MemoryCount, counts_of, source_of
@@ -44,10 +36,6 @@ if TYPE_CHECKING:
 MAPPED = 32 * 2**20
 """Bytes: glibc maps a larger block anew at every call (the highest M_MMAP_THRESHOLD), and its first
 use is a page fault every 4 KiB."""
-
-
-class CalibrationError(ValueError):
-    """Measurements do not suffice for a fit: the message names the present and the needed ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +76,9 @@ def step_case(
     seconds: float,
     group: str = "",
 ) -> Case:
-    """The case of a measured step.  Raises CalibrationError for a time of 0 or below."""
+    """The case of a measured step.  Raises RequestError for a time of 0 or below."""
     if not (isinstance(seconds, (int, float)) and math.isfinite(seconds) and seconds > 0):
-        raise CalibrationError(f"{name}: {seconds!r} seconds: expected a time above 0")
+        raise RequestError(f"{name}: {seconds!r} seconds: expected a time above 0")
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     table, _ = kernel_table(planned, chip)
     model = planned.execution
@@ -236,10 +224,10 @@ def errors(
 ) -> Errors:
     """The errors of predictions; weights: of these in the means.
 
-    Raises CalibrationError without any.
+    Raises RequestError without any.
     """
     if not names:
-        raise CalibrationError("no predictions to compare with measurements")
+        raise RequestError("no predictions to compare with measurements")
     off = np.array(predicted) / np.array(measured) - 1
     size = np.abs(off)
     worst = int(size.argmax())
@@ -301,9 +289,15 @@ class Stack:
         total = np.zeros(len(self.measured))
         for (layouts, table, owner), at_start in zip(self.parts, self._terms, strict=True):
             terms = at_start if knobs.tiling == self._tiling else table.tiles(knobs)
-            device = table.seconds(knobs, layouts, terms).device
-            device = device + knobs.launch_on(table.chip)
-            total += np.bincount(owner, table.data["count"] * device, len(total))
+            full = table.at_full_clock(knobs, layouts, terms)
+            device = full.device + knobs.launch_on(table.chip)
+            sums: list[Array] = [
+                np.bincount(owner, table.data["count"] * each, len(total)).astype(float)
+                for each in (full.busy, full.paced, device)
+            ]
+            busy, paced, device = sums
+            clock = clock_of(busy, paced, device, knobs.power, rest_of(table.chip))
+            total += device + paced * (1 / clock - 1)
         dispatch = knobs.dispatch
         if dispatch is None and self.parts:
             dispatch = self.parts[0][1].chip.dispatch_eager.value
@@ -342,7 +336,7 @@ class Counts:
     def of(path: str | os.PathLike[str] | None, steps: int | None = None) -> Counts:
         """The counts in a file; a total is of `steps` steps, or of as many as the file says.
 
-        Raises ProfileError for a file without counts, and MeasuredRequestError for a total of an
+        Raises ProfileError for a file without counts, and RequestError for a total of an
         unknown number of steps.
         """
         if path is None:
@@ -359,25 +353,25 @@ class Counts:
         return Counts(path, kernels, flushed=kind.name == _FLUSHES)
 
     def check(self, run: Run, steps: int) -> None:
-        """Raise MeasuredRequestError for counters that are not of this run."""
+        """Raise RequestError for counters that are not of this run."""
         if not self.source:
             return
         if steps != 1:
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"{self.source}: counters are of one step, and the run has {steps} with the times "
                 "of single kernels; measure one phase of one model (--phase)"
             )
         kind, name = str(run.device.get("type", "")), run.device.get("name", "")
         if bool(self.kernels) != (kind == "cuda"):
             counts = "kernels of a GPU" if self.kernels else "memory controllers of a CPU"
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"{self.source}: counts {counts}, and the run is of a {kind.upper()} ({name}); "
                 "count the device that was measured"
             )
         counted = {launch.capability for launch in self.kernels if launch.capability}
         measured = str(run.device.get("capability", ""))
         if counted and measured and counted != {measured}:
-            raise MeasuredRequestError(
+            raise RequestError(
                 f"{self.source}: kernels of a device of compute capability "
                 f"{', '.join(sorted(counted))}, and {name} has {measured}; count the device that "
                 "was measured"
@@ -388,14 +382,14 @@ def _each(path: str, counts: Sequence[MemoryCount], steps: int | None) -> float:
     """The bytes of one step in a file of totals."""
     if len(counts) > 1:
         names = ", ".join(repr(count.name) for count in counts)
-        raise MeasuredRequestError(
+        raise RequestError(
             f"{path}: {len(counts)} regions ({names:.200}): expected one, around the step alone"
         )
     calls = steps if steps is not None else counts[0].calls
     if steps is not None and (isinstance(steps, bool) or steps < 1):
-        raise MeasuredRequestError(f"counted_steps={steps!r}: expected a number of at least 1")
+        raise RequestError(f"counted_steps={steps!r}: expected a number of at least 1")
     if not calls:
-        raise MeasuredRequestError(
+        raise RequestError(
             f"{path}: it does not say how many steps it counts: say so with --counted-steps (in "
             "Python: counted_steps=)"
         )

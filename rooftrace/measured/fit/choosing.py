@@ -48,7 +48,7 @@ def choose(
     names of the free numbers.  usual: the knobs of estimates without a fit; default: the start.
 
     With too few groups to leave some out, one factor is fitted where the steps are `is_off`, and
-    the errors are empty.  Raises CalibrationError for several chips.
+    the errors are empty.  Raises RequestError for several chips.
     """
     check_one_chip((*cases, *kernels))
     plain = Starts((), start)

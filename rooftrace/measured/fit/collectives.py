@@ -23,7 +23,7 @@ from rooftrace.costmodels.timing import (
     per_rank_link_bytes,
     steps_of,
 )
-from rooftrace.errors import ProfileError, hint
+from rooftrace.errors import ProfileError, one_of
 from rooftrace.hardware.systems import System
 from rooftrace.hardware.systems.records import COLLECTIVES, LIBRARIES, CollectiveFit
 from rooftrace.hardware.units import listed, plural
@@ -71,10 +71,7 @@ EXPECTED = (
 def _op(path: Path, line: int, text: str) -> str:
     name = SPELLINGS.get(text.lower(), text.lower())
     if name not in COLLECTIVES:
-        raise ProfileError(
-            f"{path}: line {line}: op {text!r:.60}: expected one of {', '.join(COLLECTIVES)}"
-            f"{hint(name, COLLECTIVES)}"
-        )
+        raise ProfileError(f"{path}: line {line}: op {text!r:.60}: {one_of(name, COLLECTIVES)}")
     return name
 
 
@@ -98,8 +95,7 @@ def _csv_points(path: Path) -> Iterator[TimedCollective]:
         hosts = (cells["hosts"].whole_number() if "hosts" in cells else None) or 0
         if library not in LIBRARIES:
             raise ProfileError(
-                f"{path}: line {line}: library {library!r:.60}: expected one of "
-                f"{', '.join(LIBRARIES)}"
+                f"{path}: line {line}: library {library!r:.60}: {one_of(library, LIBRARIES)}"
             )
         yield TimedCollective(
             op=_op(path, line, cells["op"].text),

@@ -13,16 +13,9 @@ import numpy as np
 from rooftrace.costmodels.kernels import Knobs, attention_knobs, numbers
 from rooftrace.costmodels.kernels.intervals import FITTED, NO_FIT, ONE_FACTOR, Residuals
 from rooftrace.costmodels.kernels.knobs import CLASSES
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
-from rooftrace.measured.fit.cases import (
-    CalibrationError,
-    Case,
-    Errors,
-    Stack,
-    errors,
-    predict,
-    weights_of,
-)
+from rooftrace.measured.fit.cases import Case, Errors, Stack, errors, predict, weights_of
 
 if TYPE_CHECKING:
     from rooftrace._amounts import Array
@@ -167,14 +160,14 @@ class Space:
 
 
 def _path(name: str) -> str:
-    """The path of a knob in its record.  Raises CalibrationError for a name that is none."""
+    """The path of a knob in its record.  Raises RequestError for a name that is none."""
     kind, dot, number = name.rpartition(".")
     if name in STEP or number in TABLES.get(kind, ()):
         return name
     if dot and kind in CLASSES and number in _SHARES:
         return f"shares.{name}"
     tables = (f"{table}.{number}" for table, names in TABLES.items() for number in names)
-    raise CalibrationError(
+    raise RequestError(
         f"free knob {name!r}: expected one of {', '.join(STEP)}, {', '.join(tables)}, or a class "
         f"and a number such as 'mm.compute' or 'layer norm.memory' (classes: {'; '.join(CLASSES)})"
     )
@@ -261,12 +254,12 @@ def fit(
     free: names of knobs that may change (see `STEP`).  check: also fit without each fifth of the
     groups, and report the errors there.  kernels: cases of single kernels; the shares of their
     classes, and the numbers of tiles, are fitted to them first (without left-out groups).  Raises
-    CalibrationError for fewer cases than free knobs, for several chips, and for a name that is no
+    RequestError for fewer cases than free knobs, for several chips, and for a name that is no
     knob.
     """
     names = list(dict.fromkeys(free))
     if len(cases) < max(1, len(names)):
-        raise CalibrationError(
+        raise RequestError(
             f"{len(cases)} measurements for {len(names)} knobs ({', '.join(names)}): expected at "
             "least as many measurements as knobs; measure more, or free fewer"
         )
@@ -277,9 +270,7 @@ def fit(
 def check_one_chip(cases: Sequence[Case]) -> None:
     chips = sorted({case.table.chip.name for case in cases})
     if len(chips) > 1:
-        raise CalibrationError(
-            f"measurements of several chips ({', '.join(chips)}): fit one at a time"
-        )
+        raise RequestError(f"measurements of several chips ({', '.join(chips)}): fit one at a time")
 
 
 def fitted(

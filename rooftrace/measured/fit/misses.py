@@ -330,8 +330,7 @@ def _compute_reason(estimate: Estimate, row: Row, measured: float) -> str:
             if work.operation in MATRIX and work.shape is not None:
                 shapes.append((flop, work.shape))
     achieved = format_share(at_peak / measured)
-    clock = 1.0 if estimate.knobs is None else estimate.knobs.power
-    used = at_peak / clock / row.timing.t_comp if row.timing.t_comp else 1.0
+    used = at_peak / row.timing.t_comp if row.timing.t_comp else 1.0
     if at_peak > measured:
         return f"{achieved} of the peak: the run skips work that is counted"
     if shapes and used < FEW_TILES:

@@ -12,10 +12,11 @@ import numpy as np
 from rooftrace.costmodels.fusion import ExecutionModel
 from rooftrace.costmodels.kernels import Knobs
 from rooftrace.costmodels.kernels.numbers import MOST
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import format_time, listed
 from rooftrace.measured.alignment import MeasuredStep
-from rooftrace.measured.fit.cases import CalibrationError, Case, Stack, predict, step_case
+from rooftrace.measured.fit.cases import Case, Stack, predict, step_case
 from rooftrace.measured.fit.fitting import FEW, NOISE, Space, most_of
 
 if TYPE_CHECKING:
@@ -73,13 +74,13 @@ def beaten_by(check: StepCheck, priced: Estimate) -> dict[str, str]:
 def check_bound(cases: Sequence[Case]) -> tuple[list[Case], dict[str, str]]:
     """The cases that a chip can have made, and a sentence on each other, by name.
 
-    Raises CalibrationError where no case is left.
+    Raises RequestError where no case is left.
     """
     below = beaten(cases)
     told = {cases[index].name: text for index, text in below.items()}
     kept = [case for index, case in enumerate(cases) if index not in below]
     if cases and not kept:
-        raise CalibrationError(beaten_words(told, cases[0].table.chip))
+        raise RequestError(beaten_words(told, cases[0].table.chip))
     return kept, told
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.fusion import TYPICAL, ExecutionModel
+from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip, units
 from rooftrace.hardware.units import format_share, format_traffic, plural
@@ -16,7 +17,6 @@ from rooftrace.measured.alignment import (
     Alignment,
     FusedStep,
     Graphs,
-    MeasuredRequestError,
     MeasuredStep,
     Stray,
     counted,
@@ -154,7 +154,7 @@ def validated(
     counters: a CSV of Nsight Compute or of rocprof of the same step as a trace.  A step that does
     not trace is left out and reported.
 
-    Raises MeasuredRequestError where measurements and code do not match, and errors of the readers.
+    Raises RequestError where measurements and code do not match, and errors of the readers.
     """
     source = ""
     tell = progress or (lambda _: None)
@@ -166,7 +166,7 @@ def validated(
         validate_one = validate_compiled if compiled else validate_trace
         return validate_one(measured, graphs_of, chip, model, counters, tell)
     if counters is not None:
-        raise MeasuredRequestError(
+        raise RequestError(
             f"{os.fspath(counters)}: counters stand beside the kernels of a trace; "
             f"{source or 'what was measured'} has none"
         )
@@ -208,7 +208,7 @@ def _of_phases(
     chosen = [step for step in measured if step.phase is None or step.phase in phases]
     if not chosen:
         there = sorted({str(step.phase) for step in measured})
-        raise MeasuredRequestError(
+        raise RequestError(
             f"phase {', '.join(phases)}: no such steps were measured, only {units.listed(there)}"
         )
     return chosen
@@ -260,7 +260,7 @@ def _kernels_of(
 def _compared(
     measured: Sequence[MeasuredStep], chip: Chip, model: ExecutionModel, tell: Tell
 ) -> Validation:
-    """The steps, and their ops where they were measured.  Raises MeasuredRequestError where no step
+    """The steps, and their ops where they were measured.  Raises RequestError where no step
     traces."""
     steps: list[StepCheck] = []
     kernels: list[tuple[str, _StepKernels]] = []
@@ -270,7 +270,7 @@ def _compared(
         tell(f"tracing {step.label} ({number + 1} of {len(measured)})")
         try:
             if step.seconds <= 0:
-                raise MeasuredRequestError(f"{step.seconds!r} seconds: expected a time above 0")
+                raise RequestError(f"{step.seconds!r} seconds: expected a time above 0")
             graph = step.graph()
             priced = estimate(graph, chip, model if step.row is None else model.as_called)
             of_step = _kernels_of(step, graph, priced, model)
@@ -285,7 +285,7 @@ def _compared(
             kernels.append((step.label, of_step))
     if not steps:
         first = next(iter(failures.values()), "there are none")
-        raise MeasuredRequestError(
+        raise RequestError(
             f"none of {len(measured)} measured steps could be compared; the first: {first}"
         )
     return Validation(

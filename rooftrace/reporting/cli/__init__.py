@@ -47,27 +47,10 @@ _COMMANDS: Mapping[str, Sequence[click.Command]] = {
     "Look up": (chips, systems, inventory),
 }
 """Commands by the question that they answer."""
-_FORMER = {
-    "nodes": ("report", "--table", "nodes"),
-    "census": ("report", "--table", "census"),
-    "explore": ("solve", "--find", "critical-batch"),
-}
-"""Commands of the last release, and their forms today."""
 
 
 class _Commands(click.Group):
-    """All commands, by question on the first screen; former ones go on to their new form."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name, *others = args
-        if name in _FORMER:
-            form = " ".join(_FORMER[name])
-            if not ctx.resilient_parsing:  # a shell that completes a line
-                complain(f"`rooftrace {name}` is now `rooftrace {form}`; the next release ends it")
-            args = [*_FORMER[name], *others]
-        return super().resolve_command(ctx, args)
+    """All commands, by question on the first screen."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, self.commands))

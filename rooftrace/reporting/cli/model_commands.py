@@ -16,7 +16,14 @@ from rooftrace._formats import FIGURES, TEXTS, USUAL
 from rooftrace._outputs import check_output
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, hint
-from rooftrace.reporting.cli.options import OutputPath, complain, say, style_option, timeline_option
+from rooftrace.reporting.cli.options import (
+    Choice,
+    OutputPath,
+    complain,
+    say,
+    style_option,
+    timeline_option,
+)
 from rooftrace.reporting.cli.shared import (
     CommandOutput,
     command,
@@ -62,7 +69,7 @@ from rooftrace.reporting.commands.options import words
 )
 @click.option(
     "--table",
-    type=click.Choice(["nodes", "census"]),
+    type=Choice(["nodes", "census"]),
     help="In place of the report, one table of one phase.  nodes: each kernel with the bytes of "
     "weights, inputs and outputs that it moves.  census: matrix products by M, N, K.",
 )

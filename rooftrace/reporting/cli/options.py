@@ -18,8 +18,8 @@ from click.core import ParameterSource
 
 from rooftrace._escapes import visible
 from rooftrace._formats import FIGURES, TEXTS
-from rooftrace._outputs import OutputError, check_output, outputs_of_command
-from rooftrace.errors import RequestError
+from rooftrace._outputs import check_output, outputs_of_command
+from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.commands.calls import CALLS, USUAL
 from rooftrace.reporting.commands.options import Option, options_of
 from rooftrace.reporting.commands.pricing import (
@@ -105,6 +105,17 @@ def other_options(*names: str) -> list[str]:
     ]
 
 
+class Choice(click.Choice):  # type: ignore[type-arg]
+    """One of some words; the message about another one has the nearest."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            close = hint(str(value), tuple(map(str, self.choices))) or "."
+            raise click.BadParameter(error.message.rstrip(".") + close, ctx, param) from None
+
+
 def click_option(option: Option) -> click.Option:
     """The option of click."""
     how: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
@@ -113,7 +124,7 @@ def click_option(option: Option) -> click.Option:
     if option.kind is bool:
         how |= {"is_flag": True, "default": "/" in option.flag}
     elif option.words:
-        how["type"] = click.Choice(option.words)
+        how["type"] = Choice(option.words)
     elif option.least is not None:
         how["type"] = click.IntRange(option.least, option.most)
     elif option.kind is not str:
@@ -127,14 +138,10 @@ def click_option(option: Option) -> click.Option:
     return click.Option([*option.spelled.split(" "), option.name], **how)
 
 
-class RulesFileError(ValueError):
-    """A file of --rules that fails: names it, the line, and the error."""
-
-
 def load_rules(paths: Iterable[str]) -> None:
     """Run the files of --rules: their functions register themselves.
 
-    Raises RulesFileError for a file that fails.
+    Raises RequestError for a file that fails.
     """
     import runpy
 
@@ -147,7 +154,7 @@ def load_rules(paths: Iterable[str]) -> None:
             lines = [frame for frame in extract_tb(error.__traceback__) if frame.filename == path]
             line = getattr(error, "lineno", None) or (lines[-1].lineno if lines else None)
             where = path if line is None else f"{path}:{line}"
-            raise RulesFileError(f"--rules {where}: {type(error).__name__}: {error}") from error
+            raise RequestError(f"--rules {where}: {type(error).__name__}: {error}") from error
 
 
 # -- options ---------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ def style_option() -> click.Option:
     """--style: the medium of figures and tables."""
     return click.Option(
         ["--style"],
-        type=click.Choice(["screen", "paper", "paper-column"]),
+        type=Choice(["screen", "paper", "paper-column"]),
         default="screen",
         show_default=True,
         help="Size of figures: paper is 7.2 in wide, paper-column 3.5 in, with type of 7 to 9 "
@@ -202,7 +209,7 @@ def out_option(kind: OutputPath) -> click.Option:
 def form_option(forms: Sequence[str], help: str = "", **how: Any) -> click.Option:
     """--format: the format of the result, the terminal first."""
     usual = "Default: terminal, or by the ending of --out."
-    kind = click.Choice(["terminal", *forms])
+    kind = Choice(["terminal", *forms])
     return click.Option(["--format", "form"], type=kind, help=help or usual, **how)
 
 
@@ -284,7 +291,7 @@ def _check(outputs: Mapping[str, OutputPath], options: Mapping[str, Any]) -> Non
             raise RequestError(f"--out {path}: expected a file of {', '.join(kind.forms[1:])}")
         check_output(Path(path), table=kind.table)
         if os.path.realpath(path) in seen:
-            raise OutputError(f"{path!r}: two outputs of this command have this name")
+            raise RequestError(f"{path!r}: two outputs of this command have this name")
         seen.add(os.path.realpath(path))
 
 

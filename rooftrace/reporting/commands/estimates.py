@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._progress import telling
 from rooftrace.costmodels.estimates import Estimate, estimate as estimate_graph
 from rooftrace.costmodels.fusion import Plan
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, one_of
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.reporting.commands.arguments import RunArguments
@@ -161,6 +161,6 @@ def _seconds(chip: Chip, execution: ExecutionModel) -> Callable[[OpGraph], float
 
 def _check(clock: str, steps: Any) -> None:
     if clock not in CLOCKS:
-        raise RequestError(f"clock={clock!r}: expected one of {', '.join(CLOCKS)}")
+        raise RequestError(f"clock={clock!r}: {one_of(clock, CLOCKS)}")
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
         raise RequestError(f"steps={steps!r}: expected a whole number of at least 1, or None")

@@ -82,8 +82,8 @@ def explore(
     link at which computing counts as the limit.  link: byte/s, or "50 GB/s"; default: the chip's
     fastest.  plot: a PNG.  FLOPs and bytes are those of estimates; other arguments as of `trace`.
 
-    Raises RequestError for a name or values that there are not, ExploreError for devices without
-    routed experts, and the errors of `form`.
+    Raises RequestError for a name or values that there are not and for devices without routed
+    experts, and the errors of `form`.
     """
     arguments, kwargs = taken(ExploreArguments, kwargs)
     levels = _levels(arguments.over)

@@ -138,7 +138,7 @@ def _opened(out: str | Path) -> Path:
 
 
 def _check_places(folder: Path, tasks: Sequence[Task]) -> None:
-    """Raise OutputError where the part of a task would replace a file that is no part."""
+    """Raise RequestError where the part of a task would replace a file that is no part."""
     listed: Mapping[str, str] = {}
     if (folder / MANIFEST).is_file():
         with contextlib.suppress(RequestError):  # damaged: it is written again

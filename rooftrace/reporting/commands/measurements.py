@@ -51,8 +51,8 @@ def validate(
     the datasheet's peaks.  phases: compare only these.  counters: a CSV of Nsight
     Compute or rocprof of the same step as the trace.
 
-    Raises MeasuredRequestError for arguments that do not go together; ProfileError and RunFileError
-    for a file that cannot be read, or a trace of something else.
+    Raises RequestError for arguments that do not go together; ProfileError for a file that cannot
+    be read, or a trace of something else.
     """
     named = {"chip": chip, "execution": execution, "knobs": knobs, **kwargs}
     if chip is None and named.get("system") is None:
@@ -107,7 +107,7 @@ def calibrate(
     Pass the result as `knobs=` to `report` or `execution_model`;
     `.save(path)` writes it to a file for --knobs.
 
-    Raises the errors of `validate`, and CalibrationError for fewer measurements than knobs to fit.
+    Raises the errors of `validate`, and RequestError for fewer measurements than knobs to fit.
     """
     job = Job.of(calibrate, "" if target is None else target, (), kwargs)
     begin = os.fspath(start) if isinstance(start, os.PathLike) else start
@@ -165,7 +165,7 @@ def _graphs(
     """A function that makes the graphs of the measured steps, or a template for their names.
 
     job: the request; its source is "" without a target.  all_phases: use rows of all phases, even
-    if the job names some.  Raises MeasuredRequestError for sizes without a target, and for sizes
+    if the job names some.  Raises RequestError for sizes without a target, and for sizes
     beside a file that names what was run.
     """
     shown, kind = "this", "a run" if isinstance(measured, Run) else "a table of step times"

@@ -17,7 +17,7 @@ from rooftrace._reading import check_name
 from rooftrace._writing import aside, check_files, put_files
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, usual_execution
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, one_of
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
 from rooftrace.reporting.sections import Results
@@ -35,12 +35,11 @@ MANIFEST = "_report.json"
 
 def check_formats(formats: Sequence[str], among: Sequence[str] = OF_REPORTS) -> None:
     """Raise RequestError for a format that is not among these, and for none."""
-    shown = ", ".join(among)
     if not formats:
-        raise RequestError(f"format: expected some of {shown}, got none")
+        raise RequestError(f"format: {one_of('', among, 'some')}, got none")
     for name in formats:
         if name not in among:
-            raise RequestError(f"format {name!r}: expected some of {shown}")
+            raise RequestError(f"format {name!r}: {one_of(name, among, 'some')}")
 
 
 class ReportFolderError(OSError):
@@ -54,7 +53,7 @@ class FigureError(RuntimeError):
 def check_folder(out: Path, formats: Sequence[str] = USUAL) -> None:
     """Raise, before any work, the errors of writing these formats later.
 
-    Raises ReportFolderError for a folder, OutputError for a file in it that would be lost,
+    Raises ReportFolderError for a folder, RequestError for a file in it that would be lost,
     FigureError where matplotlib does not load.
     """
     with new_folder(out, MANIFEST):
@@ -162,7 +161,7 @@ def new_folder(out: Path, manifest: str) -> Iterator[Path]:
     """A folder to make files in, which are then moved into `out` with their manifest.
 
     Folders that were made for it are removed again if nothing was put there.
-    Raises ReportFolderError, and OutputError where a file would be lost.
+    Raises ReportFolderError, and RequestError where a file would be lost.
     """
     missing: list[Path] = []
     try:

@@ -21,7 +21,7 @@ from rooftrace._outputs import MADE_BY
 from rooftrace._progress import tell, telling
 from rooftrace._writing import put_bytes, write_bytes
 from rooftrace.costmodels.estimates import estimate
-from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
 from rooftrace.graph.formulas import Survey
 from rooftrace.graph.formulas.leaves import Numbers
@@ -130,7 +130,7 @@ def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = 
     if job.phases is None and job.is_named and not job.is_code and not job.is_graph:
         try:
             return build(replace(job, phases=("decode",)))
-        except (NoCacheError, RequestError, TraceError):
+        except (RequestError, TraceError):
             if must_decode:
                 raise
     return build(job.of_one_phase())

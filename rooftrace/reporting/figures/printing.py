@@ -14,7 +14,7 @@ from rooftrace._escapes import visible
 from rooftrace._formats import FIGURES
 from rooftrace._outputs import MADE_BY, MARK
 from rooftrace._writing import write_bytes
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError, one_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,8 +110,7 @@ MEDIA: Mapping[str, Medium] = {
 def medium_of(style: str) -> Medium:
     """The medium of this name.  Raises RequestError for another one."""
     if style not in MEDIA:
-        shown = ", ".join(MEDIA)
-        raise RequestError(f"style {style!r}: expected one of {shown}{hint(style, MEDIA)}")
+        raise RequestError(f"style {style!r}: {one_of(style, MEDIA)}")
     return MEDIA[style]
 
 

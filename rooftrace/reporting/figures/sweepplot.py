@@ -337,7 +337,9 @@ def _draw(
     axes.plot(
         [span[0], ridge, span[1]], [bandwidth * span[0], peak, peak], color=colour, linewidth=1.8
     )
-    text = f"{chip.name}  {format_flop_rate(peak)}, ridge {format_intensity(ridge)}"
+    as_fast = [f"{each.engine} {each.precision}" for each in chip.peaks if each.rate.value == peak]
+    engine = " or ".join(as_fast)
+    text = f"{chip.name}  {engine} {format_flop_rate(peak)}, ridge {format_intensity(ridge)}"
     style.note(axes, text, (span[1], peak), (-4, 4), "right", 9.5, colour, **over)
     rows = [row for row in sweep.rows if row.chip == chip.name and row.bytes and row.flops]
     xs, ys = [row.intensity for row in rows], [row.rate for row in rows]

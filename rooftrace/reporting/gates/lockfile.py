@@ -182,11 +182,7 @@ SECTION = "tool.rooftrace"
 TOLD, FAILS = "told", "fail"
 
 
-class SettingsError(ValueError):
-    """Settings that cannot be read: names the file, the key, and the expected value."""
-
-
-_SETTING_KIND = FileKind("pyproject.toml", SettingsError)
+_SETTING_KIND = FileKind("pyproject.toml", RequestError)
 
 
 TargetSettings = make_dataclass(
@@ -214,14 +210,14 @@ class ToolTable:
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= 99:
-            raise SettingsError(f"depth={self.depth}: expected 1 to 99 names of modules")
+            raise RequestError(f"depth={self.depth}: expected 1 to 99 names of modules")
         if self.improvements not in (TOLD, FAILS):
-            raise SettingsError(
+            raise RequestError(
                 f"improvements={self.improvements!r:.60}: expected {TOLD!r} or {FAILS!r}"
             )
         for name in ("chips", "executions"):
             if getattr(self, name) == []:
-                raise SettingsError(f"{name}=[]: expected at least one")
+                raise RequestError(f"{name}=[]: expected at least one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,13 +244,13 @@ class Settings:
         return self.folder / self.lock
 
     def check_place(self) -> None:
-        """Raise ProjectError for a lock outside of the project, also where a link leads out."""
+        """Raise RequestError for a lock outside of the project, also where a link leads out."""
         inside(self.root, self.path, f"lock {os.path.relpath(self.path)!r}")
 
     def code(self, former: Lock | None = None) -> list[tuple[str, str]]:
         """(code that is run, setting that names it), with the code of a former lock.
 
-        Raises ProjectError where it lies outside of the project.
+        Raises RequestError where it lies outside of the project.
         """
         old = {} if former is None else {n: each.asked for n, each in former.targets.items()}
         rows = [
@@ -299,7 +295,7 @@ class Settings:
 def load_settings(start: Path) -> Settings:
     """The settings in the pyproject.toml of a folder's project; else the defaults, in this folder.
 
-    Raises ProjectError, SettingsError, BudgetError.
+    Raises RequestError and BudgetError.
     """
     root = project_of(start)
     path = root / FILE
@@ -314,7 +310,7 @@ def read_settings(data: Any, folder: Path) -> Settings:
     """The settings in the table [tool.rooftrace] of a folder's pyproject.toml."""
     where = str(folder / FILE)
     if not isinstance(data, dict):
-        raise SettingsError(f"{where}: {SECTION}={data!r:.60}: expected a table")
+        raise RequestError(f"{where}: {SECTION}={data!r:.60}: expected a table")
     table = make_dataclass("PricedToolTable", [], bases=(ToolTable, PricedTable), frozen=True)
     section: ToolTable = record_of(table, data, where, _SETTING_KIND, SECTION)
     inside(folder, folder / section.lock, f"{where}: {SECTION}.lock = {section.lock!r}")
@@ -363,14 +359,10 @@ FILE = "pyproject.toml"
 _MARKS = (FILE, ".git")
 
 
-class ProjectError(RequestError):
-    """A file that names files outside of its project, or that belongs to another user."""
-
-
 def project_of(folder: Path) -> Path:
     """The nearest folder with a pyproject.toml or .git, this one or one above it; else this one.
 
-    Raises ProjectError for one above that does not belong to the user this folder belongs to: in a
+    Raises RequestError for one above that does not belong to the user this folder belongs to: in a
     shared folder anyone could put such a file over the folders of others.
     """
     folder = folder.resolve()
@@ -380,7 +372,7 @@ def project_of(folder: Path) -> Path:
                 continue
             owners = {path.lstat().st_uid for path in (folder, root, mark)}
             if root != folder and len(owners) > 1:
-                raise ProjectError(
+                raise RequestError(
                     f"{mark}: it does not belong to the user to whom {folder} belongs, so its "
                     f"project is not taken for yours; stand in {root} to use it, or put a {FILE} "
                     "into your own folder"
@@ -390,14 +382,14 @@ def project_of(folder: Path) -> Path:
 
 
 def inside(root: Path, path: Path, named: str) -> Path:
-    """The place of a path, links followed.  Raises ProjectError where that is not in a project.
+    """The place of a path, links followed.  Raises RequestError where that is not in a project.
 
     named: the setting that names the path, for the message.
     """
     check_name(path)
     place = Path(os.path.realpath(path))
     if not place.is_relative_to(root):
-        raise ProjectError(
+        raise RequestError(
             f"{named}: {place} lies outside of the project {root}, and what its files name is run, "
             "read as a lock or written only inside of it; stand in the other project, or copy the "
             "file into this one"
@@ -410,7 +402,7 @@ def code_of(
 ) -> list[tuple[str, str]]:
     """(code of targets and rules, setting that names it).
 
-    Raises ProjectError for a file outside of the project.  A dotted name is imported as Python
+    Raises RequestError for a file outside of the project.  A dotted name is imported as Python
     does: from the project, else from the installed packages.
     """
     code = [(path, "rules") for path in rules]

@@ -94,7 +94,7 @@ def cost_of(request: pytest.FixtureRequest) -> Iterator[CostOf]:
 def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
     """The limits of a test's markers, and arguments for its calls; the nearest marker wins."""
     from rooftrace.diffs.changes import TOTALS
-    from rooftrace.errors import hint
+    from rooftrace.errors import one_of
     from rooftrace.reporting.commands.calls import CALLS
     from rooftrace.reporting.gates.lock import BudgetError, most
 
@@ -112,7 +112,7 @@ def _marked(item: pytest.Item) -> tuple[dict[str, Limit], dict[str, Any]]:
             if name not in TOTALS:
                 names = (*TOTALS, *how)
                 pytest.fail(
-                    f"{where}({name}=...): expected one of {', '.join(names)}{hint(name, names)}",
+                    f"{where}({name}=...): {one_of(name, names)}",
                     False,
                 )
             try:

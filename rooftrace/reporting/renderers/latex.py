@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError, one_of
 from rooftrace.reporting.renderers.latex_columns import (
     LETTER,
     Set,
@@ -197,9 +197,7 @@ SHEETS: Mapping[str, Sheet] = {
 def sheet_of(style: str) -> Sheet:
     """The sheet of a style.  Raises RequestError for one that is none of SHEETS."""
     if style not in SHEETS:
-        raise RequestError(
-            f"style {style!r}: expected one of {', '.join(SHEETS)}{hint(style, SHEETS)}"
-        )
+        raise RequestError(f"style {style!r}: {one_of(style, SHEETS)}")
     return SHEETS[style]
 
 

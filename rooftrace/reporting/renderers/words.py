@@ -92,12 +92,14 @@ def regime_words(times: StepTimes) -> str:
     return f"{text}, {LIMITS[second]} {percent(shares[second])}" if shares[second] > 0 else text
 
 
-def model_words(model: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
-    """ "DeepseekV3ForCausalLM, 671.0 B parameters, fp8"."""
+def model_words(model: Mapping[str, Any], workload: Mapping[str, Any], processes: int = 1) -> str:
+    """ "DeepseekV3ForCausalLM, 671.0 B parameters (16.4 GiB in each of 8 processes), fp8"."""
     parts = [str(model.get("name") or "model")]
     params = model.get("params")
     if params is not None:
-        parts.append(f"{format_count(params)} parameters")
+        part = format_capacity(model.get("bytes_parameters", 0))
+        held = f" ({part} in each of {processes} processes)" if processes > 1 else ""
+        parts.append(f"{format_count(params)} parameters{held}")
     dtype = workload.get("dtype") or model.get("dtype")
     if dtype:
         parts.append(str(dtype))

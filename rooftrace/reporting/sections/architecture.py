@@ -35,6 +35,8 @@ def architecture(results: Results) -> view.Section:
         f"Read from the graph of {phase}, as {estimate.execution.name} runs it; a star stands for "
         "the number of a module in a stack."
     )
+    if estimate.processes > 1:
+        source += f" Parameters below are those of one of {estimate.processes:,} processes."
     parts: list[view.Part] = [
         *_fingerprint(results, made),
         view.Note(source),

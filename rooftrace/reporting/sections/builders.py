@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from rooftrace._extensions import failures, load, owner, refuse_second, track
-from rooftrace.errors import hint, worded
+from rooftrace.errors import RequestError, one_of, worded
 from rooftrace.hardware.units import format_traffic
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.architecture import architecture, elsewhere
@@ -191,7 +191,7 @@ def section(
     key: its name in report.json, under `sections`.  on: the output that it stands on: "page"
     (report.md), "screen" or "both"; anything else raises ValueError.  A second section of one key
     raises ValueError, unless override=True or it is the same function defined again.  A report
-    raises SectionError where the function fails or returns something that cannot be shown.
+    raises RequestError where the function fails or returns something that cannot be shown.
     """
     if not isinstance(key, str) or not key.strip():
         raise ValueError(f'section({key!r}): expected a name, for example "energy"')
@@ -254,26 +254,22 @@ NUMBERS = ("integer", "number")
 """Types of units whose columns hold numbers.  A count may be an average, so not whole."""
 
 
-class SectionError(ValueError):
-    """An added section that cannot be shown: names it, its function, and the column."""
-
-
 def built(key: str, build: Callable[..., object], results: object) -> view.Section:
-    """The section that a user's function returns.  Raises SectionError."""
+    """The section that a user's function returns.  Raises RequestError."""
     try:
         section = build(results)
         if not isinstance(section, view.Section):
             raise ValueError(f"it returned {section!r:.60}; expected a rooftrace.extend.Section")
         _check(section)
     except Exception as error:  # whatever the code of a user may raise
-        raise SectionError(f"section {key!r} ({owner(build)}): {worded(error)}") from error
+        raise RequestError(f"section {key!r} ({owner(build)}): {worded(error)}") from error
     return section
 
 
 def check_output(on: object) -> None:
     """Raise ValueError for an output that does not exist."""
     if on not in OUTPUTS:
-        raise ValueError(f"on={on!r}: expected one of {', '.join(OUTPUTS)}{hint(str(on), OUTPUTS)}")
+        raise ValueError(f"on={on!r}: {one_of(on, OUTPUTS)}")
 
 
 def _check(section: view.Section) -> None:

@@ -190,7 +190,8 @@ def head(results: Results) -> view.Section:
 def title(results: Results) -> str:
     """The model, its parameters and its precision."""
     first = results.estimate(results.phases[0])
-    return words.model_words(results.model, first.graph.workload)
+    processes = 1 if "stages" in first.graph.workload else first.processes
+    return words.model_words(results.model, first.graph.workload, processes)
 
 
 def _processes(results: Results) -> int:

@@ -146,7 +146,6 @@ VIEWS: Mapping[str, str] = {
     "MeshAnswer": "views.sensitivities:mesh_view",
     "ScalingAnswer": "views.sensitivities:scaling_view",
     "TrainingRun": "views.sensitivities:training_view",
-    "Disaggregated": "views.answers:disaggregated_view",
     "GraphBreaks": "views.scripts:graph_breaks_view",
     "ScriptCost": "views.scripts:script_view",
     "Chip": "views.inventories:chip_view",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rooftrace._progress import tell
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, one_of
 from rooftrace.graph import OpGraph
 from rooftrace.hardware.units import format_capacity
 from rooftrace.studies.breaks import placing
@@ -85,9 +85,7 @@ def traced_with_dynamo(job: Job) -> tuple[OpGraph, DynamoRun]:
         raise RequestError("graph breaks with a mesh: give the module of one process")
     (phase,) = job.phases or ("forward",)
     if phase not in names.MEASURED:
-        raise RequestError(
-            f"graph breaks of phase {phase!r}: expected one of {', '.join(names.MEASURED)}"
-        )
+        raise RequestError(f"graph breaks of phase {phase!r}: {one_of(phase, names.MEASURED)}")
     torch_private.DYNAMO_LATER.load()  # before the module's code asks for it
     with ExitStack() as stack:
         for context in (collector_paused(), overrides.apart(), torch.inference_mode(False)):

@@ -1,7 +1,6 @@
 from rooftrace.studies.explaining import decode_forms as decode_forms, steps as steps
 from rooftrace.studies.explaining.critical_batch import (
     DecodeStep as DecodeStep,
-    ExploreError as ExploreError,
     Rates as Rates,
     RoutedExperts as RoutedExperts,
     explore as explore,

@@ -10,13 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rooftrace.errors import RequestError
+
 Array = NDArray[np.float64]
 OfSizes = Callable[[Array, Array], Any]
 """A function of batch and cache length, arrays that broadcast; gives numbers of that shape."""
-
-
-class ExploreError(ValueError):
-    """Sizes or rates that no step has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class DecodeStep:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight_bytes) or self.weight_bytes < 0:
-            raise ExploreError(
+            raise RequestError(
                 f"weight_bytes={self.weight_bytes!r:.60}: expected a number of at least 0"
             )
 
@@ -77,7 +75,7 @@ class RoutedExperts:
     def __post_init__(self) -> None:
         _check_positive(self)
         if self.top_k > self.experts:
-            raise ExploreError(f"top_k={self.top_k} of experts={self.experts}: a token takes more")
+            raise RequestError(f"top_k={self.top_k} of experts={self.experts}: a token takes more")
 
     def local(self, devices: int) -> int:
         """Experts of a layer on the device that has most."""
@@ -126,7 +124,7 @@ def _check_positive(record: RoutedExperts | Rates) -> None:
     for column in fields(record):
         value = getattr(record, column.name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e300:
-            raise ExploreError(f"{column.name}={value!r:.60}: expected a number above 0")
+            raise RequestError(f"{column.name}={value!r:.60}: expected a number above 0")
 
 
 # -- exploring -------------------------------------------------------------------------------------
@@ -185,19 +183,19 @@ def explore(
 
     batches: of one device, tried in ascending order.  alpha: the share of the slower of HBM and
     network at which computing counts as the limit.
-    Raises ExploreError for sizes below 1, more devices than experts, an alpha that is not above 0,
+    Raises RequestError for sizes below 1, more devices than experts, an alpha that is not above 0,
     and a step whose FLOPs or bytes are not finite or below 0.
     """
     for name, sizes in (("devices", devices), ("kv", kv), ("batches", batches)):
         valid = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in sizes)
         if not len(sizes) or not valid:
-            raise ExploreError(f"{name}={sizes!r:.60}: expected whole numbers of at least 1")
+            raise RequestError(f"{name}={sizes!r:.60}: expected whole numbers of at least 1")
     if max(devices) > experts.experts:
-        raise ExploreError(
+        raise RequestError(
             f"devices={max(devices)}: {experts.experts} experts are on that many devices at most"
         )
     if not 0 < alpha < float("inf"):
-        raise ExploreError(f"alpha={alpha!r:.60}: expected a number above 0")
+        raise RequestError(f"alpha={alpha!r:.60}: expected a number above 0")
     ordered = sorted(set(batches))
     return tuple(
         _explored(step, experts, rates, parallel, length, ordered, alpha)
@@ -250,11 +248,11 @@ def _checked(name: str, values: Any, batch: Array) -> Array:
     """Values of a function of the step, as numbers for each batch."""
     result = np.asarray(values, dtype=np.float64)
     if result.shape not in ((), batch.shape):
-        raise ExploreError(
+        raise RequestError(
             f"{name} gave the shape {result.shape} for batches of the shape {batch.shape}"
         )
     if not np.isfinite(result).all() or (result < 0).any():
-        raise ExploreError(f"{name} gave {result.min():g}: expected numbers of at least 0")
+        raise RequestError(f"{name} gave {result.min():g}: expected numbers of at least 0")
     return np.broadcast_to(result, batch.shape)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.fusion import plan
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.studies.explaining.critical_batch import (
     BATCHES,
@@ -20,7 +21,6 @@ from rooftrace.studies.explaining.critical_batch import (
     DecodeStep,
     Experts,
     Explored,
-    ExploreError,
     Rates,
     explore,
 )
@@ -214,7 +214,7 @@ def decode_step(totals: FormTotals) -> DecodeStep:
 def experts_of(totals: FormTotals, batch: int, kv: int) -> FormExperts | NoExperts:
     """The routed experts of a form; NoExperts where no product has groups of rows.
 
-    Raises ExploreError where layers have different numbers of experts.
+    Raises RequestError where layers have different numbers of experts.
     """
     sizes = {**totals.fixed, "batch": batch, "kv": kv}
     conditions = totals.conditions
@@ -230,7 +230,7 @@ def experts_of(totals: FormTotals, batch: int, kv: int) -> FormExperts | NoExper
     if not counts:
         return NoExperts()
     if len(counts) > 1:
-        raise ExploreError(
+        raise RequestError(
             f"layers have {', '.join(map(str, sorted(counts)))} experts: expected the same in all"
         )
     return FormExperts(totals, counts.pop(), kv)
@@ -264,11 +264,11 @@ class Exploration(Plain, Shown):
         )
 
     def of(self, devices: int, kv: int) -> Explored:
-        """The cell of a number of devices and a length.  Raises ExploreError where none is."""
+        """The cell of a number of devices and a length.  Raises RequestError where none is."""
         for cell in self.cells:
             if (cell.devices, cell.kv) == (devices, kv):
                 return cell
-        raise ExploreError(f"devices {devices}, kv {kv}: it was not explored")
+        raise RequestError(f"devices {devices}, kv {kv}: it was not explored")
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each cell, as a CSV file takes them."""
@@ -297,7 +297,7 @@ def explore_form(
     matrix FLOPs; link: byte/s, in place of the chip's fastest.  devices: None: 1 to 64 with routed
     experts, else 1.  batches: those to try; None: powers of 2 up to 16,384, then every number below
     the first that does.
-    Raises ExploreError where `explore` does, for several devices without routed experts, and for
+    Raises RequestError where `explore` does, for several devices without routed experts, and for
     a chip without a link where one is needed; RequestError for sizes outside of the form.
     """
     totals = FormTotals(form, conditions, fixed or {})
@@ -307,13 +307,13 @@ def explore_form(
     if devices is None:
         devices = (1,) if isinstance(routed, NoExperts) else DEVICES
     if isinstance(routed, NoExperts) and any(count != 1 for count in devices):
-        raise ExploreError(
+        raise RequestError(
             f"devices={list(devices)!r:.60}: {form.title} has no products of routed experts to "
             "share; ask for one device"
         )
     bandwidth = max((each.bandwidth.value for each in chip.links), default=0.0)
     if link is None and not bandwidth and any(count > 1 for count in devices):
-        raise ExploreError(f"{chip.name} has no link: say one, in byte/s")
+        raise RequestError(f"{chip.name} has no link: say one, in byte/s")
     points = Points({name: [{**totals.fixed, "batch": least[0], "kv": least[1]}[name]]
                      for name in form.names})  # fmt: skip
     peak = float(evaluated(form, points, [chip], conditions)["peak"][0])

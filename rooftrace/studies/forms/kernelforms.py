@@ -15,11 +15,11 @@ from rooftrace.costmodels.estimates import rows
 from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs, traffic
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.kernels.instructions import Issued, group_issued
-from rooftrace.costmodels.kernels.knobs import CLASSES, LAST
+from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works
 from rooftrace.costmodels.memory import Memory
 from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
-from rooftrace.costmodels.timing import queue, steps, streams
+from rooftrace.costmodels.timing import queue, streams
 from rooftrace.costmodels.timing.queue import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.steps import Part
 from rooftrace.graph import pattern_of
@@ -193,7 +193,7 @@ def _group(
         ops=group.ops,
         name=group.name,
         kind=kind,
-        spread_kind=steps.spread_kind(planned, index, kind),
+        spread_kind=queue.spread_kind(planned, index, kind),
         module=pattern_of(modules[0]),
         times=group.times,
         work=tuple(cost.work.items()),
@@ -315,7 +315,7 @@ class KernelForm:
     times: Amount
     works: tuple[WorkForm, ...]
     traffic: tuple[Traffic, ...]
-    issued: tuple[Amount, Amount, Amount]
+    issued: tuple[Amount, ...]  # as in `Issued`
     exchanged: tuple[Amount, ...]  # `nbytes` of its exchange, then those that experts get, and rows
 
     @property
@@ -385,15 +385,14 @@ class KernelRows:
         self._attention += _works_of(attention, where, over, attention=True)
         bytes_ = [(item.access, over(item)) for item in kernel.traffic]
         hbm = [(access, amount) for access, amount in bytes_ if access.wire == "hbm"]
-        last = numbers.kind.endswith(LAST)
         amounts = {
             "kind": CLASSES.index(numbers.kind),
             "bytes": sum((amount for _, amount in hbm), 0.0),
             "warm": warm,
-            "moved": 0.0 if last else sum((n for a, n in hbm if a.role != "weights"), 0.0),
             "instructions": over(kernel.issued[0]),
             "trips": over(kernel.issued[1]),
             "after": over(kernel.issued[2]),
+            "turned": over(kernel.issued[3]),
             "link": sum((amount for access, amount in bytes_ if access.wire == "link"), 0.0),
             "eager": numbers.eager,
             "times": over(times),

@@ -99,10 +99,9 @@ class PlanForm:
                 self._work((*at, "work", number), *entry) for number, entry in enumerate(group.work)
             ),
             traffic=traffic,
-            issued=(
-                self.amount((*at, "issued", 0), group.issued.instructions),
-                self.amount((*at, "issued", 1), group.issued.trips),
-                self.amount((*at, "issued", 2), group.issued.after),
+            issued=tuple(
+                self.amount((*at, "issued", place), number)
+                for place, number in enumerate(group.issued)
             ),
             exchanged=tuple(exchanged),
         )

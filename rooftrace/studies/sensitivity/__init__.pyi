@@ -1,7 +1,6 @@
 from rooftrace.studies.sensitivity import designs as designs
 from rooftrace.studies.sensitivity.designs import (
     Factorial as Factorial,
-    FactorialError as FactorialError,
     Interaction as Interaction,
     MainEffect as MainEffect,
     factorial as factorial,

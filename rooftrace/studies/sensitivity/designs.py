@@ -15,15 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rooftrace.errors import RequestError, one_of
+
 Array = NDArray[np.float64]
 
 
 LARGEST = 1e140
 """Above it, squares of cells do not add up in double precision."""
-
-
-class FactorialError(ValueError):
-    """Levels and a response that are no full factorial grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +102,12 @@ class Factorial:
     share_left: float
 
     def of(self, factor: str) -> MainEffect:
-        """The main effect of a factor.  Raises FactorialError for a name that is none."""
+        """The main effect of a factor.  Raises RequestError for a name that is none."""
         for effect in self.main:
             if effect.factor == factor:
                 return effect
-        names = ", ".join(effect.factor for effect in self.main)
-        raise FactorialError(f"factor {factor!r:.60}: expected one of {names}")
+        every = (effect.factor for effect in self.main)
+        raise RequestError(f"factor {factor!r:.60}: {one_of(factor, every)}")
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each effect, ranked, as a CSV file takes them.
@@ -145,7 +143,7 @@ def factorial(levels: Mapping[str, Sequence[Hashable]], response: ArrayLike) -> 
     levels of the second, ...), in any unit; sums of squares have its square.  For an effect in
     factors rather than in sums, pass the logarithm of the response: factors that multiply then have
     no interactions.  A response that is equal in all cells has shares of 0.
-    Raises FactorialError for levels and a response that do not fit each other.
+    Raises RequestError for levels and a response that do not fit each other.
     """
     cells = _cells(levels, response)
     mean = float(cells.mean())
@@ -213,38 +211,38 @@ def _share(squares: float, total: float) -> float:
 
 
 def _cells(levels: Mapping[str, Sequence[Hashable]], response: ArrayLike) -> Array:
-    """The response as an array.  Raises FactorialError where it is no grid of the levels."""
+    """The response as an array.  Raises RequestError where it is no grid of the levels."""
     if not isinstance(levels, Mapping) or not levels:
-        raise FactorialError(
+        raise RequestError(
             f"levels={levels!r:.60}: expected the levels of each factor by its name, "
             "for example {'batch': (1, 8)}"
         )
     for name, values in levels.items():
         if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
-            raise FactorialError(
+            raise RequestError(
                 f"levels[{name!r}]={values!r:.60}: expected a sequence of at least one level"
             )
         if len(set(values)) != len(values):
-            raise FactorialError(f"levels[{name!r}]={values!r:.60}: a level stands there twice")
+            raise RequestError(f"levels[{name!r}]={values!r:.60}: a level stands there twice")
     try:
         cells = np.asarray(response, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise FactorialError(f"response={response!r:.60}: expected numbers ({error})") from None
+        raise RequestError(f"response={response!r:.60}: expected numbers ({error})") from None
     shape = tuple(len(values) for values in levels.values())
     if cells.shape != shape:
-        raise FactorialError(
+        raise RequestError(
             f"the response has the shape {cells.shape}, and the levels of {', '.join(levels)} make "
             f"{shape}: each combination of levels has one number"
         )
     if not np.isfinite(cells).all():
         at = tuple(int(i) for i in np.argwhere(~np.isfinite(cells))[0])
         named = ", ".join(f"{n}={v[i]!r}" for (n, v), i in zip(levels.items(), at, strict=True))
-        raise FactorialError(
+        raise RequestError(
             f"response at {named} is {cells[at]}: expected a finite number; leave out a level "
             "without a result"
         )
     if float(np.abs(cells).max()) > LARGEST:
-        raise FactorialError("the response is too large to be squared: pass it in a larger unit")
+        raise RequestError("the response is too large to be squared: pass it in a larger unit")
     return cells
 
 
@@ -260,7 +258,7 @@ def grid_of(
     rows: mappings with a value for each factor and for the response, for example of
     `csv.DictReader` or `frame.to_dict("records")`.  Levels are in the order in which they first
     appear.
-    Raises FactorialError for a row without such a column, and where a combination of levels is
+    Raises RequestError for a row without such a column, and where a combination of levels is
     missing or stands there twice.
     """
     cells: dict[tuple[int, ...], float] = {}
@@ -268,12 +266,12 @@ def grid_of(
     for number, row in enumerate(rows):
         for name in (*factors, response):
             if name not in row:
-                raise FactorialError(
+                raise RequestError(
                     f"row {number} has no {name!r}: its columns are {', '.join(map(str, row))}"
                 )
         key = tuple(seen.setdefault(row[name], len(seen)) for name, seen in levels.items())
         if key in cells:
-            raise FactorialError(
+            raise RequestError(
                 f"row {number}: {_named(levels, key)} stands there twice; "
                 "a further column tells the rows apart: make it a factor, or choose rows"
             )
@@ -284,7 +282,7 @@ def grid_of(
         result[key] = value
     if len(cells) != result.size or not cells:
         missing = next((place for place in np.ndindex(*shape) if place not in cells), ())
-        raise FactorialError(
+        raise RequestError(
             f"{len(cells)} rows, and the levels of {', '.join(factors)} make {result.size} "
             f"combinations: {_named(levels, missing) or 'all of them'} is missing"
         )
@@ -295,7 +293,7 @@ def _number(value: Any, row: int, response: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise FactorialError(f"row {row}: {response}={value!r:.60}: expected a number") from None
+        raise RequestError(f"row {row}: {response}={value!r:.60}: expected a number") from None
 
 
 def _named(levels: Mapping[str, Mapping[Hashable, int]], key: tuple[Any, ...]) -> str:

@@ -13,7 +13,3 @@ from rooftrace.studies.solving.meshes import (
     row_of as row_of,
     with_experts as with_experts,
 )
-from rooftrace.studies.solving.serving import (
-    Disaggregated as Disaggregated,
-    disaggregated as disaggregated,
-)

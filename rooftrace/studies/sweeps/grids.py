@@ -17,7 +17,7 @@ import numpy as np
 from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.timing.timings import REGIMES
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError, one_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     UnitError,
@@ -229,10 +229,7 @@ def _check(factors: Sequence[Factor], response: str) -> None:
     if doubled is not None:
         raise RequestError(f"factor {doubled!r} stands twice; give all of its levels at once")
     if response not in RESPONSES:
-        raise RequestError(
-            f"response {response!r}: expected one of {', '.join(RESPONSES)}"
-            f"{hint(response, RESPONSES)}"
-        )
+        raise RequestError(f"response {response!r}: {one_of(response, RESPONSES)}")
     for factor in factors:
         if len(set(factor.labels)) != len(factor.labels):
             raise RequestError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell
-from rooftrace.errors import NoCacheError, RequestError, TargetError, naming
+from rooftrace.errors import RequestError, TargetError, naming
 from rooftrace.graph import GraphError, GraphFileError, OpGraph, load_graphs
 from rooftrace.tracer import Job, Options, Request, names
 from rooftrace.tracer.phases import ownprocess
@@ -339,6 +339,6 @@ def _error(names: Iterable[str], message: str) -> Exception:
     """The other process's error, as our nearest class that takes a message alone."""
     from rooftrace.errors import TraceError
 
-    kinds = (NoCacheError, RequestError, TargetError, GraphFileError, GraphError, TraceError)
+    kinds = (RequestError, TargetError, GraphFileError, GraphError, TraceError)
     kind = next((kind for name in names for kind in kinds if kind.__name__ == name), TargetError)
     return kind(message)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rooftrace.errors import NoCacheError, RequestError
+from rooftrace.errors import RequestError
 from rooftrace.tracer import names
 from rooftrace.tracer.inputs import Inputs, calls as arguments
 from rooftrace.tracer.sharding import plans, zero
@@ -105,7 +105,7 @@ class ModuleCalls:
     def plain_call(self, phase: str) -> PlainCall:
         """The call of a phase, to be run without a recorder.
 
-        The call before it (the prompt of a decode step) runs here.  Raises NoCacheError, whatever
+        The call before it (the prompt of a decode step) runs here.  Raises RequestError, whatever
         the module raises, and RequestError for a phase that can be traced only.
         """
         if phase not in names.MEASURED:
@@ -128,7 +128,7 @@ class ModuleCalls:
         with torch.no_grad():
             output, state = self.prompted(prompt)
         if not state:
-            raise NoCacheError(self.without_cache(phase, output))
+            raise RequestError(self.without_cache(phase, output))
         kwargs = {**(inputs.decode or {}), **state, **extras}
         return PlainCall(self.module, (), kwargs, self.device, None)
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from torch.utils.module_tracker import ModuleTracker
 
 from rooftrace._progress import tell
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, one_of
 from rooftrace.graph import OpGraph
 from rooftrace.tracer import Job, Options, names, torch_private
 from rooftrace.tracer.inputs import Inputs, Loaded, as_before
@@ -274,7 +274,7 @@ def check_peers(peers: Sequence[str]) -> None:
     """Raise RequestError for a counter that we do not know."""
     for peer in peers or ("",):
         if peer not in _PEERS:
-            raise RequestError(f"--with {peer!r}: expected some of {', '.join(_PEERS)}")
+            raise RequestError(f"--with {peer!r}: {one_of(peer, _PEERS, 'some')}")
 
 
 def count_with(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rooftrace._progress import tell
-from rooftrace.errors import NoCacheError, RequestError, TraceError
+from rooftrace.errors import RequestError, TraceError
 from rooftrace.graph import OpGraph, assumptions
 from rooftrace.tracer import Options, RequestLengths, names, torch_private
 from rooftrace.tracer.inputs import Inputs, as_before, calls as arguments
@@ -84,7 +84,7 @@ def _traced(
     keeps = inputs.decode is not None
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
-            raise NoCacheError(run.calls.without_cache(phase))
+            raise RequestError(run.calls.without_cache(phase))
     with overrides.claimed(list(run.module.modules())):
         run.materialise()
     with overrides.claimed(list(run.module.modules())), as_before(run.module):
@@ -199,7 +199,7 @@ class PhaseRunner:
         """Forward that returns a cache; the outputs that the next call receives have role kv."""
         step = self._prompt(recorder)
         if not step.state:
-            raise NoCacheError(self.calls.without_cache("prefill", step.output))
+            raise RequestError(self.calls.without_cache("prefill", step.output))
         return step
 
     def _prompt(self, recorder: Recorder) -> Step:
@@ -229,7 +229,7 @@ class PhaseRunner:
                     prompted, state = self.calls.prompted(prompt)
                 recorder.values.asides = range(before, len(recorder.values.assumptions))
                 if not state:
-                    raise NoCacheError(self.calls.without_cache("decode", prompted))
+                    raise RequestError(self.calls.without_cache("decode", prompted))
             recorder.paths.counts.clear()
             recorder.storages.enter_gathered()
             encoded = state.get("encoder_outputs")
@@ -450,7 +450,7 @@ def step_inputs(calls: ModuleCalls, lengths: RequestLengths) -> dict[str, Tensor
 def joined_state(calls: ModuleCalls, lengths: RequestLengths) -> dict[str, Any]:
     """The arguments by which a step continues: the caches of all requests, one behind another.
 
-    Raises NoCacheError for a module without a cache, RequestError for one whose state is no row for
+    Raises RequestError for a module without a cache, and for one whose state is no row for
     each token.
     """
     longest = max(lengths.longest, _PROBES[1] + 1)
@@ -476,7 +476,7 @@ def joined_state(calls: ModuleCalls, lengths: RequestLengths) -> dict[str, Any]:
 def _prompted(calls: ModuleCalls, length: int) -> dict[str, Any]:
     output, state = calls.prompted(calls.inputs.prompt_of(length))
     if not state:
-        raise NoCacheError(calls.without_cache("requests", output))
+        raise RequestError(calls.without_cache("requests", output))
     if "encoder_outputs" in state:
         raise _refused(calls.module, "it has an encoder")
     return state

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, one_of
 from rooftrace.hardware.precisions import bytes_per_element
 from rooftrace.tracer import Options, torch_private
 from rooftrace.tracer.recording import Recorder, original_of, replaced
@@ -230,8 +230,7 @@ def optimizer_class(name: str) -> Any:
         and _steps_alone(c)
     }
     if name.lower() not in kinds:
-        names = ", ".join(sorted(kinds))
-        raise RequestError(f"optimizer {name!r:.60}: expected none or one of {names}")
+        raise RequestError(f"optimizer {name!r:.60}: {one_of(name, sorted(kinds), 'none or one')}")
     return kinds[name.lower()]
 
 

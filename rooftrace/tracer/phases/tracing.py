@@ -382,7 +382,7 @@ class TargetSource:
         from rooftrace.tracer.sharding.huggingface import sizes_of
         from rooftrace.tracer.sharding.splitting import layers_of
 
-        options, short = self.job.options, None
+        model, options, short = describe(made.module), self.job.options, None
         mesh = self.job.request.mesh
         # A stage whose processes share weights keeps them from one microbatch to the next.
         held = mesh.get("pp", 1) > 1 and sizes_of(mesh)["fsdp"] > 1
@@ -396,7 +396,7 @@ class TargetSource:
             with suppress(RequestError):  # no layers
                 short = shorten(made.module, layers_of(made.module))
         if short is None:
-            return self._of_one(made.module, inputs, phases, trains, behind)
+            return _counted(self._of_one(made.module, inputs, phases, trains, behind), model)
         from rooftrace.errors import TraceError
 
         try:
@@ -406,9 +406,9 @@ class TargetSource:
         except (RequestError, TraceError):
             graphs = {}
         whole = {phase: graph for phase, graph in graphs.items() if graph is not None}
-        if whole.keys() == set(phases):
-            return whole
-        return self._of_one(again().module, inputs, phases, trains, behind)
+        if whole.keys() != set(phases):
+            whole = self._of_one(again().module, inputs, phases, trains, behind)
+        return _counted(whole, model)
 
     def _of_one(
         self, module: Any, inputs: Inputs, phases: Sequence[str], trains: bool, behind: bool
@@ -428,6 +428,12 @@ class TargetSource:
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))
         with huggingface.divided(module, request.mesh):
             return trace_phases(module, inputs, phases, job.options, job.name, behind)
+
+
+def _counted(graphs: Mapping[str, OpGraph], model: Mapping[str, Any]) -> dict[str, OpGraph]:
+    """The graphs of one process's part, with the counts of the model before it was spread."""
+    counts = {name: model[name] for name in ("params", "params_trainable")}
+    return {name: g.replace(model={**g.model, **counts}) for name, g in graphs.items()}
 
 
 # -- tracing ---------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from rooftrace.tracer.recording import library
 from rooftrace.tracer.recording.library import OPS, define, differentiable
+from rooftrace.tracer.recording.ops import COMPOSITE
 from rooftrace.tracer.recording.overrides import Scope
-from rooftrace.tracer.torch_private import DispatchKey
 
 _aten: Any = torch.ops.aten
 _broadcast: Any = torch.broadcast_shapes
@@ -326,9 +326,8 @@ def scaled_dot_product_attention(
     """
     if not library.agree(query, key, value, attn_mask):
         entry: Any = torch.ops.aten.scaled_dot_product_attention.default
-        composite = DispatchKey.CompositeImplicitAutograd
         operands = (query, key, value, attn_mask, dropout_p, is_causal)
-        made: Tensor = entry._op_dk(composite, *operands, scale=scale, enable_gqa=enable_gqa)
+        made: Tensor = entry._op_dk(COMPOSITE, *operands, scale=scale, enable_gqa=enable_gqa)
         return made
     why = library.why_math(query, key, value, attn_mask, bool(is_causal), enable_gqa)
     if why:

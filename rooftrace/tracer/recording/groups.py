@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -191,6 +192,9 @@ def _ranks(group: Any) -> tuple[str, tuple[int, ...]] | None:
 _NAME = "_propagate_tensor_meta_non_cached"
 _FAKE = "_rebuild_tensor_from_dtensor_meta"
 _EXCHANGE = "shard_dim_alltoall"
+_NUMBER = "generate_unique_id"
+"""Of an exchange on meta tensors; numbers that torch draws are up to 10 ** 9."""
+_BEHIND = 10**9 + 1
 
 
 @contextlib.contextmanager
@@ -202,6 +206,9 @@ def sizes_unseen() -> Iterator[None]:
 
 
 def _sizes_unseen(enter: Callable[[AbstractContextManager[Any]], Any], dynamo: Any = None) -> None:
+    works = sys.modules.get("torch.distributed._meta_registrations")
+    if hasattr(works, _NUMBER):  # drawn by Python's generator, as no exchange on a GPU does
+        enter(replaced(works, {_NUMBER: partial(next, itertools.count(_BEHIND))}))
     home = sys.modules.get(torch_private.SHARDING_PROP)
     propagator: Any = getattr(home, "ShardingPropagator", None)
     if propagator is None or not hasattr(propagator, _NAME):

@@ -16,6 +16,7 @@ from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import library
 from rooftrace.tracer.recording.attention import scaled_dot_product_attention
 from rooftrace.tracer.recording.library import OPS, Library, define, differentiable
+from rooftrace.tracer.recording.ops import COMPOSITE
 from rooftrace.tracer.recording.overrides import Scope
 from rooftrace.tracer.torch_private import AutoDispatchBelowAutograd, DispatchKey, is_key_excluded
 
@@ -455,14 +456,11 @@ def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
         return torch.empty_like(x)
     again = torch.is_grad_enabled() and (grad.requires_grad or x.requires_grad)
     if again:  # somebody differentiates the gradient
-        spelled: Tensor = torch.ops.aten.mish_backward.default._op_dk(_COMPOSITE, grad, x)
+        spelled: Tensor = torch.ops.aten.mish_backward.default._op_dk(COMPOSITE, grad, x)
         return spelled
     with AutoDispatchBelowAutograd():
         made: Tensor = torch.ops.aten.mish_backward(grad, x)
     return made
-
-
-_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 RMS_NORM_IS_ONE_KERNEL = hasattr(torch.ops.aten, "_fused_rms_norm_backward")
@@ -551,7 +549,7 @@ def _in_scope(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if Scope.current() is None:
-            return op._op_dk(_COMPOSITE, *args, **kwargs)
+            return op._op_dk(COMPOSITE, *args, **kwargs)
         return function(*args, **kwargs)
 
     return kernel

@@ -8,7 +8,8 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ _HOOKS = (
     "_backward_pre_hooks",
 )
 _STRUCTURE = frozenset({"_parameters", "_buffers", "_modules"})
-_DEPTH = 4
+_DEPTH = 8
 """How deep plain objects among the attributes are compared."""
 _REACH = 12
 """How deep in attributes a change is seen."""
@@ -53,7 +54,7 @@ def build_of(module: nn.Module, builds: Mapping[int, Any]) -> Any:
             return None
         children.append((name, build))
     tensors = tuple(
-        (name, None if t is None else (type(t), *trees.look_of(t), t.device))
+        (name, None if t is None else _look(t))
         for group in (module._parameters, module._buffers)
         for name, t in group.items()
     )
@@ -83,15 +84,17 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
     if [(path, first) for path, _, first in parts] != [(path, first) for path, _, first in twins]:
         return None
     paths = set()
+    places = {id(mine): theirs for (_, mine, _), (_, theirs, _) in zip(parts, twins, strict=True)}
     for (path, mine, _), (_, theirs, _) in zip(parts, twins, strict=True):
         fields, others = vars(mine), vars(theirs)
         if type(mine) is not type(theirs) or fields.keys() != others.keys():
             return None
         for name, value in fields.items():
-            if name in _STRUCTURE or value is others[name]:
+            twin = others[name]
+            if name in _STRUCTURE or value is twin:
                 continue
-            both = isinstance(value, Tensor) and isinstance(others[name], Tensor)
-            if not (_look(value) == _look(others[name]) if both else _same(value, others[name])):
+            both = isinstance(value, Tensor) and isinstance(twin, Tensor)
+            if not (_look(value) == _look(twin) if both else _same(value, twin, places)):
                 paths.add((path, name))
     return frozenset(paths)
 
@@ -111,11 +114,20 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _look(tensor: Tensor) -> Any:
-    return type(tensor), *trees.look_of(tensor), tensor.device
+    spec = tensor._spec if _is_shard(tensor) else None  # type: ignore[attr-defined]
+    return type(tensor), *trees.look_of(tensor), tensor.device, spec
 
 
-def _same(value: Any, other: Any, depth: int = _DEPTH) -> bool:
-    """Whether no code could tell two attributes apart, but by identity."""
+def _is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is a part of one that a mesh holds (a DTensor)."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def _same(value: Any, other: Any, places: Mapping[int, nn.Module], depth: int = _DEPTH) -> bool:
+    """Whether no code could tell two attributes apart, but by identity.
+
+    places: for each module by its id the one in whose place it stands.
+    """
     if value is other:
         return True
     if type(value) is not type(other):
@@ -124,25 +136,45 @@ def _same(value: Any, other: Any, depth: int = _DEPTH) -> bool:
         return bool(value == other)
     if type(value) in _CONTAINERS and not value and not other:
         return True
-    if depth == 0 or isinstance(value, (Tensor, nn.Module)) or callable(value):
+    if isinstance(value, nn.Module):
+        return places.get(id(value)) is other
+    if depth == 0 or isinstance(value, Tensor):
         return False
+    same = partial(_same, places=places, depth=depth - 1)
+    held, others = _held_by(value), _held_by(other)
+    if any(held):  # under gradients, what it calls may hold more than a layer's own
+        alike = not torch.is_grad_enabled() and len(held[1]) == len(others[1])
+        return alike and all(map(same, held[0] + held[1], others[0] + others[1]))
     if type(value) in (set, frozenset, range, slice, bytes):
         return bool(value == other)
     if isinstance(value, (list, tuple)):
-        same = len(value) == len(other) and all(
-            _same(a, b, depth - 1) for a, b in zip(value, other, strict=True)
-        )
+        equal = len(value) == len(other) and all(map(same, value, other))
     elif isinstance(value, dict):
-        same = list(value) == list(other) and all(
-            _same(a, other[key], depth - 1) for key, a in value.items()
-        )
+        equal = list(value) == list(other) and all(same(a, other[key]) for key, a in value.items())
     else:
-        same = type(value).__basicsize__ == _Simple.__basicsize__ and hasattr(value, "__dict__")
-    return same and _same(getattr(value, "__dict__", 0), getattr(other, "__dict__", 0), depth - 1)
+        equal = _is_simple(value)
+    return equal and same(getattr(value, "__dict__", 0), getattr(other, "__dict__", 0))
+
+
+def _held_by(function: Any) -> tuple[list[Any], list[Any]]:
+    """The parts of a function, bound method or partial: those that never change, and others."""
+    if type(function) is partial:
+        return [], [function.func, function.args, function.keywords]
+    if isinstance(function, MethodType):
+        return [function.__func__], [function.__self__]
+    if not isinstance(function, FunctionType):
+        return [], []
+    cells = map(trees.cell_content, function.__closure__ or ())
+    fixed = [function.__code__, function.__globals__, function.__defaults__]
+    return [*fixed, function.__kwdefaults__], [function.__dict__, *cells]
 
 
 class _Simple:
     """A plain object: all its state is in its `__dict__`."""
+
+
+def _is_simple(value: Any) -> bool:
+    return type(value).__basicsize__ == _Simple.__basicsize__ and hasattr(value, "__dict__")
 
 
 def held_state(module: nn.Module) -> list[Any]:
@@ -157,10 +189,14 @@ def held_state(module: nn.Module) -> list[Any]:
 def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
     # Tensors by reference: their lifetime is part of the recording.
     state.append(weakref.ref(value) if isinstance(value, Tensor) else value)
-    hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type)) or callable(value)
+    hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type))
     if hidden or depth == 0 or id(value) in seen:
         return
     seen.add(id(value))
+    if callable(value) and not _is_simple(value):
+        for item in _held_by(value)[1]:
+            _collect(item, depth - 1, seen, state)
+        return
     if isinstance(value, dict):
         for key, item in value.items():
             state.append(key)
@@ -209,7 +245,8 @@ class Arguments:
     def module_tensors(self) -> list[Tensor]:
         """The tensors of the module."""
         parts = modules_below(self._module)
-        return [tensor for _, part, _ in parts for tensor in own_tensors(part)]
+        tensors = (tensor for _, part, _ in parts for tensor in own_tensors(part))
+        return [trees.parts_of(t)[0][0] if _is_shard(t) else t for t in tensors]
 
     def _look(self) -> Any:
         leaves, cached = self._leaves, self.cached

@@ -5,7 +5,8 @@ recorded; a later one becomes a single node that refers to that block, with the 
 that stand in its place.  Done only where the later call could not have recorded anything else:
 
 1. Both modules have one build: classes, names, sizes of parameters and buffers, training flags, no
-   hooks.  All their attributes are equal, but for those that the recorded call did not read
+   hooks.  All their attributes are equal, functions in all that they hold (with gradients, only
+   the same function is), but for those that the recorded call did not read
    (`Watch` sees reads of attributes in which the modules differ, as a layer's number), and those of
    the recorded one are still what they were.
 2. The arguments, and the module's tensors, look the same: trees of plain values and tensors;

@@ -327,8 +327,9 @@ class Outside:
             if sys.getprofile() is not None:  # somebody profiles this thread: leave that alone
                 self.followable = False
                 return self
-            sys.setprofile(_watching(_outside.active, self._watches_draws))
+            sys.setprofile(_watching(_outside, self._watches_draws))
         _outside.active.append(self)
+        _outside.entered.clear()
         self._entered = True
         collector_off.take()
         return self
@@ -336,6 +337,7 @@ class Outside:
     def __exit__(self, *exception: Any) -> None:
         if self._entered:
             _outside.active.remove(self)
+            _outside.entered.clear()  # ids of codes that it alone has kept may be of others now
             if not _outside.active:
                 sys.setprofile(None)
             collector_off.give_back()
@@ -418,28 +420,27 @@ _DRAWS = frozenset({_PYTHONS.random, _PYTHONS.getrandbits})
 class _OutsideThread(threading.local):
     def __init__(self) -> None:
         self.active: list[Outside] = []  # the watches that are entered; a function counts for all
+        self.entered: set[int] = set()  # functions that all of them know, by the id of their code
 
 
 _outside = _OutsideThread()
 
 
-def _watching(active: list[Outside], draws: bool) -> Callable[[FrameType, str, Any], None]:
-    """A profile function that tells these watches, of one thread, which functions begin."""
+def _watching(thread: _OutsideThread, draws: bool) -> Callable[[FrameType, str, Any], None]:
+    """A profile function that tells the watches of a thread which functions begin."""
+    active, known = thread.active, thread.entered
 
     def entered(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            for watch in active:
-                watch.enter(frame)
-
-    def entered_or_drawn(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            for watch in active:
-                watch.enter(frame)
-        elif event == "c_call" and argument in _DRAWS:
+            if id(frame.f_code) not in known:
+                known.add(id(frame.f_code))
+                for watch in active:
+                    watch.enter(frame)
+        elif draws and event == "c_call" and argument in _DRAWS:
             for watch in active:
                 watch.followable = False
 
-    return entered_or_drawn if draws else entered
+    return entered
 
 
 def include(other: Outside) -> None:

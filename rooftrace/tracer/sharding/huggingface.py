@@ -331,6 +331,7 @@ def _split(
     if sizes["ep"] > 1 and ep:
         _check_experts(model, sizes["ep"], ep)
         experts, around = manager.get_mesh("ep"), _alone() if apart else manager.get_mesh("tp")
+        _ = hash(experts), hash(around)  # kept there: else the first layer changes what all see
         apply_expert_parallelism(model, experts, around, ep, ep_implementation=exchange)
 
 

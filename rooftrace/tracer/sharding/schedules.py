@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rooftrace.errors import RequestError, hint
+from rooftrace.errors import RequestError, one_of
 
 SCHEDULES: Mapping[str, tuple[str, int]] = {
     "gpipe": ("", 1),
@@ -85,10 +85,7 @@ def table_of(
 def _known(schedule: str) -> tuple[str, int]:
     """Raises RequestError for a schedule that there is not."""
     if schedule not in SCHEDULES:
-        raise RequestError(
-            f"--schedule {schedule}: expected one of {', '.join(SCHEDULES)}"
-            f"{hint(schedule, tuple(SCHEDULES))}"
-        )
+        raise RequestError(f"--schedule {schedule}: {one_of(schedule, SCHEDULES)}")
     return SCHEDULES[schedule]
 
 
