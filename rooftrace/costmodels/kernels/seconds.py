@@ -408,10 +408,7 @@ def rest_of(chip: Chip) -> float:
 
 
 def _with_power(table: KernelTable, knobs: Knobs, at_full: KernelSeconds) -> KernelSeconds:
-    """The seconds with those in which matrix engines are busy, and those that follow the clock.
-
-    Of a kernel on these engines the share of its computing in the formula of `knobs` follows it.
-    """
+    """The seconds with those of busy matrix engines, and of computing there, which follow the clock."""
     d = table.data
     vector = np.array([knobs.share(name).engine == "vector" for name in CLASSES])[table.kind]
     products = (d["flop"] > 0) & _MATRIX_UNITS[d["unit"].astype(np.int64)] & ~vector
