@@ -160,7 +160,7 @@ class Measurements:
             for kernel in row.kernels:
                 kinds.append(kernel.kind)
                 moved = kernel.bytes
-                amounts.append((1, moved, moved * warm, moved, 0, 0, 0, 1, *[0] * 9))
+                amounts.append((1, moved, moved * warm, 0, 0, 0, 1, *[0] * 9))
                 attention.append(self._columns(kernel))
         return table(self.chip, kinds, amounts, attention)
 

@@ -14,8 +14,10 @@ from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 
-AMOUNTS = ("count", "bytes", "warm", "moved", "vector", "matrix", "flop", "rate", *SIZES)
+AMOUNTS = ("count", "bytes", "warm", "vector", "matrix", "flop", "rate", *SIZES)
 """The numbers of a row, in this order, and after them `unit` and `odd`."""
+_NONE = ("turned", "issue", "wait", "left", *EXPERTS)
+"""Columns that are 0 in all rows."""
 NO_ATTENTION = (0.0,) * len(COLUMNS)
 
 
@@ -39,7 +41,7 @@ def table(
     blocks = attention or [NO_ATTENTION] * len(kinds)
     for name, column in zip(COLUMNS, np.array(blocks, dtype=float).T, strict=True):
         data[f"attention {name}"] = column
-    data |= {name: np.zeros(len(kinds)) for name in ("issue", "wait", *EXPERTS)}
+    data |= {name: np.zeros(len(kinds)) for name in _NONE}
     return KernelTable(chip, np.array([CLASSES.index(k) for k in kinds], dtype=np.int64), data)
 
 
@@ -51,9 +53,7 @@ def stage(
         *AMOUNTS,
         "unit",
         "odd",
-        "issue",
-        "wait",
-        *EXPERTS,
+        *_NONE,
         *(f"attention {name}" for name in COLUMNS),
     )
     data = {name: np.zeros(len(moved)) for name in names}

@@ -135,7 +135,7 @@ def test_no_product_takes_less_for_more(
     zero, one = np.zeros_like(grown), np.ones_like(grown)
     data = dict(zip(engines.SIZES, product, strict=True))
     data |= {"bytes": a + b + c, "warm": a * warm, "flop": flop, "rate": one * rate}
-    data |= dict.fromkeys(("moved", "issue", "wait", "left", "vector", "matrix", "odd"), zero)
+    data |= dict.fromkeys(("turned", "issue", "wait", "left", "vector", "matrix", "odd"), zero)
     data |= {f"attention {name}": zero for name in COLUMNS} | dict.fromkeys(experts.COLUMNS, zero)
     data["unit"] = one * engines.unit_of(*on)
     kernels = KernelTable(chip, np.full(len(grown), CLASSES.index("mm")), data)
