@@ -396,9 +396,8 @@ REST = 0.415
 """Power of A100 and H100 whose matrix engines are idle, over that with them at full rate and full
 clock: 466 W by additions of 2 GiB in turns with products, which take 1,124 W (H100 SXM, 700 W,
 torch 2.11, 2026-11-27); steps of MPT with much attention and with little (llm-foundry, A100) agree.
-Elsewhere each kernel holds the clock that it would hold alone, again and again, as if the rest took
-nothing: what was measured on B200 and L40S says no more (attention on L40S, and of long sequences
-in steps on B200, whose engines are busy for part of the time, is slowed by less than products)."""
+Elsewhere a kernel holds the clock that it would hold alone, as if the rest took nothing: attention
+on L40S and long steps on B200 say so."""
 _MATRIX_UNITS = np.array([name.startswith("matrix") for name in UNITS])
 
 
@@ -409,12 +408,11 @@ def rest_of(chip: Chip) -> float:
 
 def _with_power(table: KernelTable, knobs: Knobs, at_full: KernelSeconds) -> KernelSeconds:
     """The seconds, with those of busy matrix engines and those that follow the clock."""
-    d = table.data
+    d, full = table.data, knobs.compute * knobs.share("mm").compute
     vector = np.array([knobs.share(name).engine == "vector" for name in CLASSES])[table.kind]
     products = (d["flop"] > 0) & _MATRIX_UNITS[d["unit"].astype(np.int64)] & ~vector
     on_matrix = products | (d["attention rate"] > 0)
     at_peak = np.where(on_matrix, d["matrix"] + d["flop"] / d["rate"], 0.0)
-    full = knobs.compute * knobs.share("mm").compute
     busy = np.minimum(at_peak / full, at_full.device)
     more = np.maximum(at_full.memory, 1e-30) / np.maximum(at_full.compute, 1e-30)
     with np.errstate(over="ignore"):
@@ -505,6 +503,8 @@ def _issue_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
 TRIP, TRIP_CACHED = 410e-9, 235e-9
 """Seconds in which a thread loads a number, from memory or the last cache, adds it to a mean and a
 variance, and goes on: group norms of 2 to 64 groups on H200, torch 2.11, 2026-11-27."""
+NEAR = 0.62
+"""The same of GPUs without HBM over that: bilinear kernels on RTX 3090 and 4090 (timm's steps)."""
 
 
 LEFT = 280e-9
@@ -522,7 +522,8 @@ def _wait_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
         return np.zeros(len(kernels))
     room = 0.0 if chip.l2_capacity is None else chip.l2_capacity.value
     cached = np.clip(3 - 6 * kernels.bytes / room, 0, 1) if room else 0.0
-    seconds: Array = kernels.trips * (TRIP + (TRIP_CACHED - TRIP) * cached)
+    near = NEAR if Knobs.generation(chip) in (None, "ada") else 1.0
+    seconds: Array = kernels.trips * near * (TRIP + (TRIP_CACHED - TRIP) * cached)
     return seconds
 
 
