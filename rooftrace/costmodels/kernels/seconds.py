@@ -500,11 +500,10 @@ def _issue_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
     )
 
 
-TRIP, TRIP_CACHED = 410e-9, 235e-9
+TRIP, TRIP_CACHED, NEAR = 410e-9, 235e-9, 0.62
 """Seconds in which a thread loads a number, from memory or the last cache, adds it to a mean and a
-variance, and goes on: group norms of 2 to 64 groups on H200, torch 2.11, 2026-11-27."""
-NEAR = 0.62
-"""The same of GPUs without HBM over that: bilinear kernels on RTX 3090 and 4090 (timm's steps)."""
+variance, and goes on: group norms of 2 to 64 groups on H200, torch 2.11, 2026-11-27.  The same of
+GPUs without HBM over that: bilinear kernels on RTX 3090 and 4090 (timm's steps)."""
 
 
 LEFT = 280e-9
