@@ -500,7 +500,7 @@ def _issue_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
     )
 
 
-TRIP, TRIP_CACHED, NEAR = 410e-9, 235e-9, 0.62
+TRIP, TRIP_CACHED, GDDR = 410e-9, 235e-9, 0.62
 """Seconds in which a thread loads a number, from memory or the last cache, adds it to a mean and a
 variance, and goes on: group norms of 2 to 64 groups on H200, torch 2.11, 2026-11-27.  The same of
 GPUs without HBM over that: bilinear kernels on RTX 3090 and 4090 (timm's steps)."""
@@ -521,7 +521,7 @@ def _wait_seconds(kernels: KernelAmounts, chip: Chip) -> Array:
         return np.zeros(len(kernels))
     room = 0.0 if chip.l2_capacity is None else chip.l2_capacity.value
     cached = np.clip(3 - 6 * kernels.bytes / room, 0, 1) if room else 0.0
-    near = NEAR if Knobs.generation(chip) in (None, "ada") else 1.0
+    near = GDDR if Knobs.generation(chip) in (None, "ada") else 1.0
     seconds: Array = kernels.trips * near * (TRIP + (TRIP_CACHED - TRIP) * cached)
     return seconds
 
