@@ -11,7 +11,8 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, Utilization
-from rooftrace.costmodels.fusion.plans import COUNTED, THROUGH_LIBRARIES, waits_of
+from rooftrace.costmodels.fusion.kernels import THROUGH_LIBRARIES
+from rooftrace.costmodels.fusion.plans import COUNTED, waits_of
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.opview import own_rules
 from rooftrace.graph.file import load_graphs, save_graphs

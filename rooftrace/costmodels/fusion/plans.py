@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, takewhile
@@ -25,7 +25,7 @@ from rooftrace.costmodels.fusion.execution_advice import (
 )
 from rooftrace.costmodels.fusion.executions import ExecutionModel, execution_model
 from rooftrace.costmodels.fusion.grouping import fuse
-from rooftrace.costmodels.fusion.kernels import library_calls
+from rooftrace.costmodels.fusion.kernels import THROUGH_LIBRARIES, library_calls
 from rooftrace.costmodels.fusion.partition import FusionGroup
 from rooftrace.costmodels.fusion.traffic import bytes_by_role
 from rooftrace.costmodels.memory import Memory, memory
@@ -58,26 +58,6 @@ class Launch:
     library: int = 0
 
 
-THROUGH_LIBRARIES: Mapping[str, int] = {
-    "conv": 6,
-    "attention": 4,
-    "mm": 2,
-    "bmm": 2,
-    "grouped mm": 2,
-    "batch norm": 1,
-    "layer norm": 1,
-    "group norm": 1,
-    "rnn": 2,
-}
-"""Host time of ops beyond that of a plain op, in plain ops, by kind.
-
-A plain op is one dispatch, one allocation and one launch.  cuBLAS also looks up a kernel and sets
-its attributes; cuDNN describes every tensor and looks up a plan; norms allocate two more results;
-attention chooses a backend, and calls into each.  From median host times of ops in torch.profiler
-traces of TraceLens (MIT, ViT and BERT on H100 and MI300X), without what the profiler takes for each
-nested op: 8 us an elementwise op, 24 a product, 19 a norm, 45 attention, 60 a convolution.  A step
-of a recurrent layer: 15 to 25 us in 12 calls on H100, cuDNN 9.19, 2026-11-27 (benchmarks/kernels).
-"""
 COUNTED = frozenset({
     "aten._unique", "aten._unique2", "aten.bincount", "aten.masked_select", "aten.nonzero",
     "aten.repeat_interleave", "aten.unique_consecutive", "aten.unique_dim",
@@ -113,6 +93,8 @@ def waits_of(graph: OpGraph) -> int:
 
 _GENERATED = frozenset({"batch norm", "layer norm", "group norm"})
 """Kinds that a compiler writes itself."""
+_AT_ONCE = frozenset(THROUGH_LIBRARIES) - {"rnn"}
+"""Kinds whose kernel starts after all of their time on the host, not while it enqueues steps."""
 
 
 def launches_of(
@@ -158,8 +140,11 @@ class _Host:
                 self._stop()
             before = self._enqueue(group.ops, group.repeats)
             stops = any(waits(self.graph, self.graph.ops[place]) for place in group.ops)
-            after = replace(before, on_device=True, sync=stops, repeats=group.repeats)
-            self.launches.append(after)
+            rest, at = min(before.library, self._library(group.ops, _AT_ONCE)), group.repeats
+            first = replace(before, library=before.library - rest, repeats=at)
+            self.launches.append(replace(first, on_device=True, sync=stops))
+            if rest:
+                self.launches.append(Launch(0, on_device=False, library=rest, repeats=at))
         while self.stops:
             self._stop()
         if self.singles:
