@@ -224,8 +224,9 @@ DYNAMO = "torch._dynamo"
 FOREACH = "torch.utils._foreach_utils"
 FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 OP_SCHEMA = "torch.distributed.tensor._op_schema"
+META_EXCHANGES = "torch.distributed._meta_registrations"
 SHARDING_PROP = "torch.distributed.tensor._sharding_prop"
-_LOADED = (DYNAMO, FOREACH, FULLY_SHARD, OP_SCHEMA, SHARDING_PROP)
+_LOADED = (DYNAMO, FOREACH, FULLY_SHARD, META_EXCHANGES, OP_SCHEMA, SHARDING_PROP)
 """Modules that are changed or cleaned up only where they are loaded."""
 
 _VARIABLES = frozenset({"current_level", "is_fx_tracing_flag", "stance"})

@@ -206,7 +206,7 @@ def sizes_unseen() -> Iterator[None]:
 
 
 def _sizes_unseen(enter: Callable[[AbstractContextManager[Any]], Any], dynamo: Any = None) -> None:
-    works = sys.modules.get("torch.distributed._meta_registrations")
+    works = sys.modules.get(torch_private.META_EXCHANGES)
     if hasattr(works, _NUMBER):  # drawn by Python's generator, as no exchange on a GPU does
         enter(replaced(works, {_NUMBER: partial(next, itertools.count(_BEHIND))}))
     home = sys.modules.get(torch_private.SHARDING_PROP)
