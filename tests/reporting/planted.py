@@ -525,19 +525,4 @@ PAIRS = (
         make=lambda: last(Masks(104)),
         inputs=images(104),
     ),
-    _same(
-        "cast",
-        "copy",
-        "as each step casts them",
-        Way(make=Codec, inputs=normal(256, 8192)),
-        make=half(Codec),
-    ),
-    _same(
-        "channels",
-        "padding",
-        "Pad 100 to 104",
-        Way(make=lambda: last(Masks(100)), inputs=images(100)),
-        make=lambda: last(Masks(104)),
-        inputs=images(104),
-    ),
 )
