@@ -140,7 +140,8 @@ class _Host:
                 self._stop()
             before = self._enqueue(group.ops, group.repeats)
             stops = any(waits(self.graph, self.graph.ops[place]) for place in group.ops)
-            rest, at = min(before.library, self._library(group.ops, _AT_ONCE)), group.repeats
+            rest, at = before.library, group.repeats
+            rest = rest and min(rest, self._library(group.ops, _AT_ONCE))
             first = replace(before, library=before.library - rest, repeats=at)
             self.launches.append(replace(first, on_device=True, sync=stops))
             if rest:
