@@ -232,7 +232,8 @@ def _encode(graph: OpGraph) -> dict[str, Any]:
             t.name,
             list(t.repeats),
             _encode_neighbour(t.then),
-            *([words(t.stored)] if t.stored else []),
+            *([words(t.stored)] if t.stored or t.host else []),
+            *([True] if t.host else []),
         ]
         for t in graph.values
     ]
@@ -298,6 +299,7 @@ class _Value(NamedTuple):
     repeats: tuple[int, ...]
     then: tuple[int, int, int] | None
     stored: int | None = None  # files without it declare nothing, or are older
+    host: bool = False
 
 
 class _Op(NamedTuple):

@@ -174,7 +174,8 @@ class Tensor(Struct, frozen=True):
 
     repeats: ids of the repeats in which every iteration has a copy, outermost first.  then: the
     storage in iterations that view a value of their neighbour.  stored: the precision in which
-    the checkpoint declares this weight, "" where it says nothing.
+    the checkpoint declares this weight, "" where it says nothing.  host: its bytes lie in the
+    memory of the host.
     """
 
     shape: tuple[int, ...]
@@ -186,6 +187,7 @@ class Tensor(Struct, frozen=True):
     repeats: tuple[int, ...] = ()
     then: Neighbour | None = None
     stored: str = ""
+    host: bool = False
 
     def __str__(self) -> str:
         """Precision and shape: "bf16[8, 128]"."""

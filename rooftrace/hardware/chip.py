@@ -115,6 +115,20 @@ HOST_FACTS = (
 """The facts that are of a chip's host."""
 
 
+HOST_LINKS = {
+    **dict.fromkeys(("sm_70", "sm_75"), 16e9),
+    **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950"), 64e9),
+}
+"""Bytes a second and direction between a chip and its host, by the datasheets of each architecture:
+PCIe 3.0 and 5.0 of 16 lanes.  Grace hosts have more (NVLink-C2C)."""
+HOST_LINK = 32e9
+"""The same by PCIe 4.0, of sm_80, sm_86, sm_89, and of chips that are not known."""
+COPIED = 0.87
+"""Share of it that copies of pinned memory reach: 55.63 of 64 GB/s, in the example of NVIDIA's post
+on nvbandwidth as a tutorial quotes it (https://dev.smart-guide.co.kr/en/tutorial/); 12.36 of 16 in
+the README of nvbandwidth, on an older host."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chip(Plain, Shown):
     """One accelerator, or one CPU machine, as data. None: unknown."""
@@ -167,6 +181,13 @@ class Chip(Plain, Shown):
     def host_waits(self) -> bool:
         """Whether an op has run when its call returns: a CPU computes in the thread that calls."""
         return self.kind == "cpu"
+
+    @property
+    def host_link(self) -> float:
+        """Bytes a second in each direction that copies from and to pinned memory of the host reach;
+        infinite for a CPU, whose memory it is."""
+        peak = HOST_LINKS.get(self.architecture, HOST_LINK)
+        return math.inf if self.kind == "cpu" else COPIED * peak
 
     @property
     def drawn(self) -> Fact | None:

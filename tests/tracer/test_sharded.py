@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -356,12 +356,32 @@ def test_flat_weights_are_refused() -> None:
             rt.trace(net, torch.zeros(2, 8), phase="training")
 
 
-def test_weights_that_stay_on_the_host_are_refused() -> None:
-    policy = CPUOffloadPolicy(pin_memory=False)
-    with rt.tools.fake_mesh({"dp": 4}) as mesh, torch.device("meta"):
-        net = fsdp(Net(), mesh, offload_policy=policy)
-        with pytest.raises(rt.types.RequestError, match=r"CPUOffloadPolicy\(pin_memory=False\)"):
-            rt.trace(step, net, torch.zeros(BATCH, SEQ, dtype=torch.long))
+@pytest.mark.parametrize("phase", ["training", None])
+def test_weights_that_stay_on_the_host_are_copied_and_take_no_memory(phase: str | None) -> None:
+    """The exchanges are those without the policy; a shard goes to the device before each gather,
+    and its gradient back.  The optimizer runs on the host."""
+    made = []
+    for policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)):
+        with rt.tools.fake_mesh({"dp": 4}) as mesh, torch.device("meta"):
+            net = fsdp(Net(), mesh, offload_policy=policy)
+            ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
+            graph = rt.trace(net, ids, phase=phase) if phase else rt.trace(step, net, ids)
+            shards = sum(p.to_local().nbytes for p in net.parameters())
+        made.append(graph.expand())
+    plain, offloaded = made
+    exchanged = [[(o.part, o.collective) for o in g.ops if o.collective] for g in made]
+    assert exchanged[0] == exchanged[1]
+    before, after = (rt.estimate(graph, "h100-sxm").memory for graph in made)
+    assert before.gradients == shards and after.gradients == after.optimizer == 0
+    assert before.weights - after.weights == shards
+    assert (before.optimizer > 0) == (phase is not None)
+    there = [o for o in offloaded.ops if o.name == "rooftrace.to_host"]
+    assert sum(offloaded.values[o.inputs[0]].nbytes for o in there) == shards
+    gathers = sum(o.name == "rooftrace.from_host" for o in offloaded.ops)
+    assert gathers >= len(there)
+    assert not any("_host" in o.name for o in plain.ops)
+    assert all(o.kind == "view" for o in offloaded.ops if o.part == "optimizer")
+    assert ("memory of the host" in " ".join(a.text for a in offloaded.assumptions)) == bool(phase)
 
 
 @functools.cache

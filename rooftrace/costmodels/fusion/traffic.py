@@ -374,13 +374,15 @@ class _Factors:
 
 
 def storage_sizes(graph: OpGraph, unmade: Iterable[int] = ()) -> list[int]:
-    """Bytes by value id of an owner: a storage is as large as its largest view.
+    """Bytes of the device by value id of an owner: a storage is as large as its largest view.
 
     unmade: storages that never are in memory.
     """
     sizes = [0] * len(graph.values)
     memo: dict[tuple[Any, ...], int] = {}  # few sizes, many values
     for tensor in graph.values:
+        if tensor.host:
+            continue
         form = (tensor.shape, tensor.stride, tensor.dtype)
         size = memo.get(form)
         if size is None:

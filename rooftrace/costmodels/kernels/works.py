@@ -17,7 +17,7 @@ from rooftrace.costmodels.kernels.instructions import NOTHING, Issued, group_iss
 from rooftrace.costmodels.kernels.intervals import WIDE, StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.memory import Visits
-from rooftrace.costmodels.ops import COMPUTED, MATRIX, Access, AttentionSizes, Cost, Work
+from rooftrace.costmodels.ops import COMPUTED, MATRIX, WIRES, Access, AttentionSizes, Cost, Work
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:
@@ -238,7 +238,8 @@ class KernelAmounts:
     """Kernels in R rows: arrays of length R.
 
     kind: the class of each, a place in CLASSES.  bytes: through HBM.  warm: those that the last
-    cache still holds.  instructions, trips, after, turned: see `Issued`.  link: bytes over links.
+    cache still holds.  instructions, trips, after, turned: see `Issued`.  link, host: bytes over
+    links, and between device and host.
     eager: see `Plan.eager`.  works: those that take time, in the order in which a row adds them
     up.  attention: the attention kernels of rows, with the FLOP of all of a size.
     """
@@ -251,6 +252,7 @@ class KernelAmounts:
     after: Array
     turned: Array
     link: Array
+    host: Array
     eager: np.ndarray[Any, np.dtype[np.bool_]]
     works: tuple[Works, ...]
     attention: tuple[Works, ...]
@@ -294,35 +296,38 @@ class SizedKernel:
 def kernels_of(kernels: Iterable[SizedKernel]) -> tuple[KernelAmounts, list[int]]:
     """Kernels in rows, and the row of each: equal ones share a row."""
     row_by_key: dict[Any, int] = {}
-    distinct: list[tuple[SizedKernel, int, int]] = []
+    distinct: list[tuple[SizedKernel, tuple[int, ...]]] = []
     rows = []
     for kernel in kernels:
-        size, link = kernel.cost.bytes(), kernel.cost.bytes("link")
+        sizes = tuple(map(kernel.cost.bytes, WIRES))
         ours = (kernel.kind, kernel.warm, kernel.issued, kernel.eager)
-        numbers = (*ours, size, link)
-        row = row_by_key.setdefault((*numbers, *kernel.cost.work.items()), len(distinct))
+        row = row_by_key.setdefault((*ours, sizes, *kernel.cost.work.items()), len(distinct))
         if row == len(distinct):
-            distinct.append((kernel, size, link))
+            distinct.append((kernel, sizes))
         rows.append(row)
     return _rows(distinct), rows
 
 
-def _rows(kernels: Sequence[tuple[SizedKernel, int, int]]) -> KernelAmounts:
+def _rows(rows: Sequence[tuple[SizedKernel, tuple[int, ...]]]) -> KernelAmounts:
+    kernels = [kernel for kernel, _ in rows]
+    hbm, link, host = zip(*(sizes for _, sizes in rows), strict=True) if rows else ((), (), ())
+
     def amounts(numbers: Iterable[float]) -> Array:
         return np.array(list(numbers), dtype=float)
 
     return KernelAmounts(
-        kind=np.array([CLASSES.index(kernel.kind) for kernel, _, _ in kernels], dtype=np.int64),
-        bytes=amounts(size for _, size, _ in kernels),
-        warm=amounts(kernel.warm for kernel, _, _ in kernels),
-        instructions=amounts(kernel.issued.instructions for kernel, _, _ in kernels),
-        trips=amounts(kernel.issued.trips for kernel, _, _ in kernels),
-        after=amounts(kernel.issued.after for kernel, _, _ in kernels),
-        turned=amounts(kernel.issued.turned for kernel, _, _ in kernels),
-        link=amounts(link for _, _, link in kernels),
-        eager=np.array([kernel.eager for kernel, _, _ in kernels], dtype=bool),
-        works=_by_key([list(kernel.cost.computed().items()) for kernel, _, _ in kernels]),
-        attention=_by_key([_largest_attention(kernel.cost) for kernel, _, _ in kernels]),
+        kind=np.array([CLASSES.index(kernel.kind) for kernel in kernels], dtype=np.int64),
+        bytes=amounts(hbm),
+        warm=amounts(kernel.warm for kernel in kernels),
+        instructions=amounts(kernel.issued.instructions for kernel in kernels),
+        trips=amounts(kernel.issued.trips for kernel in kernels),
+        after=amounts(kernel.issued.after for kernel in kernels),
+        turned=amounts(kernel.issued.turned for kernel in kernels),
+        link=amounts(link),
+        host=amounts(host),
+        eager=np.array([kernel.eager for kernel in kernels], dtype=bool),
+        works=_by_key([list(kernel.cost.computed().items()) for kernel in kernels]),
+        attention=_by_key([_largest_attention(kernel.cost) for kernel in kernels]),
     )
 
 

@@ -216,9 +216,11 @@ class Visits:
 
 
 def bytes_of_weights(graph: OpGraph) -> int:
-    """Bytes of all parameters and buffers, also of those that a step does not read (experts
-    without tokens)."""
-    return sum(int(graph.model.get(f"bytes_{kind}", 0)) for kind in ("parameters", "buffers"))
+    """Bytes of all parameters and buffers of the device, also of those that a step does not read
+    (experts without tokens)."""
+    everywhere = sum(int(graph.model.get(f"bytes_{kind}", 0)) for kind in ("parameters", "buffers"))
+    weights = (graph.values[number] for number in graph.external)
+    return everywhere - sum(t.nbytes for t in weights if t.host and t.role == "weights")
 
 
 @dataclass(frozen=True, slots=True)

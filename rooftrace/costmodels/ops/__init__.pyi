@@ -11,6 +11,7 @@ from rooftrace.costmodels.ops.cost import (
     COMPUTED as COMPUTED,
     KINDS as KINDS,
     MATRIX as MATRIX,
+    WIRES as WIRES,
     Access as Access,
     AttentionSizes as AttentionSizes,
     Cost as Cost,

@@ -231,8 +231,12 @@ class Work(Struct, frozen=True):
         return self.rows, self.columns, self.inner
 
 
+WIRES = ("hbm", "link", "host")
+"""To the memory of the device, to other devices, to the memory of the host."""
+
+
 class Access(Struct, frozen=True):
-    """A key of `Cost.traffic`: which storage, read or written, over which wire (hbm or link).
+    """A key of `Cost.traffic`: which storage, read or written, over which of `WIRES`.
 
     In a rule the storage is the operand's local index (see OpView); `bind` makes it a value id.
     """

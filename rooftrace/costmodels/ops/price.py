@@ -31,7 +31,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     memo: dict[Any, tuple[Cost, bool]] = {}
     costs: list[Cost] = []
     has_rule: list[bool] = []
-    sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
+    sizes = [(t.shape, t.dtype, t.stride, t.host) for t in graph.values]
     storages = [t.storage for t in graph.values]
     copies = _Copies(graph, sizes, storages)
     outside = {storages[i] for i in graph.external}
@@ -56,7 +56,7 @@ def op_cost(graph: OpGraph, op: Op) -> Cost:
     """The cost of one op alone, its storages by their local index; no cost of a view or a wait."""
     if op.kind != "kernel":
         return Cost()
-    sizes = [(t.shape, t.dtype, t.stride) for t in graph.values]
+    sizes = [(t.shape, t.dtype, t.stride, t.host) for t in graph.values]
     storages = [t.storage for t in graph.values]
     key, _ = _signature(_Copies(graph, sizes, storages).written_out(op), sizes, storages)
     return _price(key, graph)[0]
@@ -342,8 +342,10 @@ def _tensor(
     shape: tuple[int, ...],
     dtype: str,
     stride: tuple[int, ...],
+    host: bool,
     storage: int,
 ) -> TensorView:
+    """A tensor of these sizes; one of the host takes no bytes of the device."""
     tensor = Tensor(shape, dtype, stride, "activations", 0)
     unique = tensor.unique_elements
     floating = precision(dtype).kind in ("float", "complex")
@@ -354,6 +356,6 @@ def _tensor(
         storage=storage,
         elements=tensor.elements,
         unique_elements=unique,
-        nbytes=storage_bytes(dtype, unique),
+        nbytes=0 if host else storage_bytes(dtype, unique),
         floating=floating,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from rooftrace.costmodels.ops import Cost, OpView, TensorView, builtin
+from rooftrace.costmodels.ops import Access, Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import over_link, total, vector
 from rooftrace.costmodels.rules.matmul import product
 from rooftrace.hardware.systems.records import torch_ops
@@ -121,6 +121,14 @@ def between_two(op: OpView) -> Cost:
 def check_for_nan(op: OpView) -> Cost:
     """A comparison per value."""
     return vector(op, total(op.inputs)) + op.streamed()
+
+
+@builtin("rooftrace.to_host", "rooftrace.from_host", kind="copy")
+def host_copy(op: OpView) -> Cost:
+    """A copy between the memories of device and host: through each once, and all of it between."""
+    here = op.inputs[0] if op.target.startswith("rooftrace.to_host") else op.outputs[0]
+    between = Cost({}, {Access(here.storage, False, "host"): here.nbytes})
+    return op.streamed() + (between if here.nbytes else Cost())
 
 
 @builtin(*torch_ops("barrier"), "_c10d_functional.wait_tensor", "_c10d_functional.wait_tensors",

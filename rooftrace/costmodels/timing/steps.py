@@ -388,15 +388,15 @@ def _at_peaks(
     step: StepAmounts, chip: Chip, headline: float, exchanges: Mapping[int, ExchangeSeconds]
 ) -> EntrySeconds:
     """One kernel of each entry at the datasheet's rates."""
-    row = step.row
+    row, sent = step.row, step.kernels.link[step.row]
     compute = peak_seconds(step.kernels, chip, step.execution, headline)[row]
     hbm = (step.kernels.bytes / chip.memory_bandwidth.value)[row]
-    sent = step.kernels.link[row]
     gap, more = np.full(len(row), chip.kernel_gap.value), np.zeros(len(row))
     for number in exchanges:
         where = step.parts[number].where
         sent[where] = compute[where] = hbm[where] = gap[where] = 0.0
     network = sent / engines.link_bandwidth(float(np.sum(sent * step.times)), chip)
+    network += step.kernels.host[row] / chip.host_link
     for number, exchange in exchanges.items():
         network[step.parts[number].where] = exchange.least
     return EntrySeconds(compute, hbm, network, gap, more)

@@ -75,11 +75,11 @@ def _smaller(step: Estimate) -> tuple[StepChange, ...]:
 def _in_host_memory(step: Estimate, change: StepChange) -> WhatIf | None:
     """The step with the states of the optimizer in the host's memory, and another change.
 
-    None without such states, and for a chip whose link to the host is unknown.
+    None without such states.
     """
-    away, link = step.memory.optimizer, HOST_LINKS.get(step.chip.architecture, 0.0) * COPIED
+    away, link = step.memory.optimizer, step.chip.host_link
     edited = priced_change(step, change) if change.edits else None
-    if not away or not link:
+    if not away:
         return None
     return WhatIf(
         lever="memory",
@@ -92,19 +92,6 @@ def _in_host_memory(step: Estimate, change: StepChange) -> WhatIf | None:
         away=away,
         t_away=2 * away / link,
     )
-
-
-HOST_LINKS = {
-    **dict.fromkeys(("sm_70", "sm_75"), 16e9),
-    **dict.fromkeys(("sm_80", "sm_86", "sm_89"), 32e9),
-    **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950"), 64e9),
-}
-"""Bytes a second and direction between a chip and its host, by the datasheets of each architecture:
-PCIe 3.0, 4.0 and 5.0 of 16 lanes.  Grace hosts have more (NVLink-C2C)."""
-COPIED = 0.87
-"""Share of it that copies of pinned memory reach: 55.63 of 64 GB/s, in the example of NVIDIA's post
-on nvbandwidth as a tutorial quotes it (https://dev.smart-guide.co.kr/en/tutorial/); 12.36 of 16 in
-the README of nvbandwidth, on an older host."""
 
 
 def _over_chips(step: Estimate, over_chips: OverChips | None, change: StepChange) -> WhatIf | None:

@@ -18,7 +18,7 @@ from rooftrace.costmodels.kernels.instructions import Issued, group_issued
 from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works
 from rooftrace.costmodels.memory import Memory
-from rooftrace.costmodels.ops import COMPUTED, Access, AttentionSizes, Cost, Work
+from rooftrace.costmodels.ops import COMPUTED, WIRES, Access, AttentionSizes, Cost, Work
 from rooftrace.costmodels.timing import queue, streams
 from rooftrace.costmodels.timing.queue import KernelExchange, exchanges_of
 from rooftrace.costmodels.timing.steps import Part
@@ -393,7 +393,10 @@ class KernelRows:
             "trips": over(kernel.issued[1]),
             "after": over(kernel.issued[2]),
             "turned": over(kernel.issued[3]),
-            "link": sum((amount for access, amount in bytes_ if access.wire == "link"), 0.0),
+            **{
+                wire: sum((amount for access, amount in bytes_ if access.wire == wire), 0.0)
+                for wire in WIRES[1:]
+            },
             "eager": numbers.eager,
             "times": over(times),
         }

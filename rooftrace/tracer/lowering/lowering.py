@@ -377,7 +377,9 @@ class _Builder:
         if owner != index:
             role = self.values[owner].role
         self.values.append(
-            Tensor(spec.shape, dtype_name(spec.dtype), spec.stride, role, owner, name)
+            Tensor(
+                spec.shape, dtype_name(spec.dtype), spec.stride, role, owner, name, host=spec.host
+            )
         )
         return index
 

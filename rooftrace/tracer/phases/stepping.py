@@ -70,10 +70,10 @@ def run_optimizer(
             owner = recorder.name_of(parameter)
             tensor.grad = sums.get(id(parameter), tensor.grad)
             if _is_low(parameter, dtype):
-                recorder.enter(tensor, "optimizer", f"{owner}.master")
+                recorder.enter_state(tensor, parameter, f"{owner}.master")
             for state, value in states.get(id(tensor), {}).items():
                 if isinstance(value, Tensor):
-                    recorder.enter(value, "optimizer", f"{owner}.{state}")
+                    recorder.enter_state(value, parameter, f"{owner}.{state}")
         own = [pair for pair in low if id(pair[0]) not in sums]
         wide = _cast_gradients(recorder, own) if own else {}
         for optimizer in optimizers:
@@ -426,7 +426,7 @@ def enter_states(recorder: Recorder, optimizer: Optimizer) -> None:
     for parameter, name in zip(parameters, names, strict=True):
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                recorder.enter(value, "optimizer", f"{name}.{state}")
+                recorder.enter_state(value, parameter, f"{name}.{state}")
 
 
 def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from rooftrace.tracer import source, torch_private
 from rooftrace.tracer.recording import taperecords
+from rooftrace.tracer.recording.library import FROM_HOST, TO_HOST
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, Values, masks, trees
@@ -454,43 +455,71 @@ def _suppressed(tape: Tape, call: Call) -> Tensor:
 # -- copies to the host, and a scaler that looks at gradients ------------------------------------
 
 _NOT_FOLLOWED = "a copy to the host of an unknown value is not followed"
+_TO = torch.ops.aten._to_copy.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
 @answers("aten._to_copy")
-def _to_host(tape: Tape, call: Call) -> Any:
-    """`.cpu()`: floats stay on meta, so that later ops on them are recorded on any device.
+def _between(tape: Tape, call: Call) -> Any:
+    """Copies between device and host, as of `.cpu()`: floats stay on meta, and are followed there.
 
     Known integers (indices, lengths, masks) become real, because host code computes with them.
     Unknown ones stay on meta, which is recorded as an assumption.
     """
     device = call.kwargs.get("device")
-    if device is None or torch.device(device).type != "cpu":
+    kind, tensor = None if device is None else torch.device(device).type, call.args[0]
+    if kind == "meta" and tape.on_host(tensor):
+        return _copied(tape, FROM_HOST, tensor, call.kwargs)
+    if kind != "cpu" or tensor.device.type == "cpu":
         return NotImplemented
-    values, tensor = tape.values, call.args[0]
-    entry = values.known(tensor)
-    tape.record(call, [], sync=True, taint=taperecords.NO_TAINT if entry is None else entry.taint)
+    values, entry = tape.values, tape.values.known(tensor)
     integers = not (tensor.is_floating_point() or tensor.is_complex())
     if entry is not None and integers and not tape.entries.is_stored(tensor):
+        tape.record(call, [], sync=True, taint=entry.taint)
         return entry.value.to(call.kwargs.get("dtype") or entry.value.dtype).clone()
+    out = _copied(tape, TO_HOST, tensor, call.kwargs)
+    if not call.kwargs.get("non_blocking"):
+        tape.record(call, [], sync=True)
     if entry is None:
         values.assume("host-copy", _NOT_FOLLOWED)
-    there = replace(call, kwargs={**call.kwargs, "device": META})
-    out: Tensor = there.run()
-    if out.dtype == tensor.dtype:
-        tape.tags.same_as(out, tensor)
-    else:
-        tape.record(there, [out], single=True)
-    if entry is not None and masks.small(tensor):
+    elif masks.small(tensor):
         values.learn(out, entry.value.to(out.dtype).clone(), entry.taint)
     return out
 
 
+def _copied(tape: Tape, op: Any, tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
+    """A tensor, copied by one of our ops as keyword arguments of `_to_copy` say; the host converts
+    it."""
+    layout, dtype = how.get("memory_format"), how.get("dtype") or tensor.dtype
+    if op is FROM_HOST:
+        tensor = _converted(tape, tensor, dtype)
+    out: Tensor = _TO(tensor, device=META, memory_format=layout)
+    tape.record(Call.of(op, tensor), [out], single=True)
+    return _converted(tape, out, dtype) if op is TO_HOST else out
+
+
+def _converted(tape: Tape, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in this precision."""
+    if tensor.dtype == dtype:
+        return tensor
+    cast = Call.of(_TO, tensor, dtype=dtype, device=META)
+    out: Tensor = cast.run()
+    tape.record(cast, [out], single=True)
+    return out
+
+
 @answers("aten.copy_")
-def _into_host(tape: Tape, call: Call) -> Any:
-    """A copy into a tensor of the host, which then holds the copied value if that is known."""
+def _into(tape: Tape, call: Call) -> Any:
+    """A copy into a tensor of the host, which then holds the copied value if that is known, or one
+    from the host into a tensor of the device."""
     target, source = call.args[:2]
-    if target.device.type != "cpu" or source.device.type == "cpu":
+    there, here = (t.device.type == "cpu" or tape.on_host(t) for t in (target, source))
+    if not there and tape.on_host(source):
+        call = Call.of(call.func, target, _copied(tape, FROM_HOST, source, {}), *call.args[2:])
+        call.run()
+        tape.record(call, [target], single=True)
+        return target
+    if not there or here:
         return NotImplemented
     entry = tape.values.known(source)
     if entry is not None:
@@ -498,7 +527,7 @@ def _into_host(tape: Tape, call: Call) -> Any:
         tape.record(Call.of(_SCALAR, source), [], sync=True, taint=entry.taint)
         return target
     tape.values.assume("host-copy", _NOT_FOLLOWED)
-    tape.record(call, [target], single=True)
+    tape.record(Call.of(TO_HOST, source), [target], single=True)
     return target
 
 

@@ -171,6 +171,7 @@ class Entries:
         self._attached: dict[int, tuple[str, str]] = {}  # kind and name of scales of weights
         self.storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
         self._first: dict[int, Any] = {}  # references to the tensors that entered first, by bytes
+        self.hosts: set[int] = set()  # bytes of weights that lie in the memory of the host
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
         self._spans = Spans()  # of weights and states
         self._numbers = itertools.count()
@@ -244,8 +245,9 @@ class Entries:
             self.storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
         if tensor.layout is not torch.strided:
             self.say_sparse()
-        node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage))
-        tag = Tag(node, None, storage)
+        host = trees.bytes_of(tensor) in self.hosts
+        node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage, host=host))
+        tag = Tag(node, None, storage, host)
         self._tag(tensor, tag)
         self._tags.remember(tensor, tag, _held(tensor, self.weakly))
         if kind in ("parameter", "buffer", "table"):
@@ -290,7 +292,7 @@ class Entries:
         tag = self._tags.of(tensor) or self._stranger(tensor)
         item = picked_in(self._graph, tag)
         if item is not tag.node:
-            self._tags.mark(tensor, Tag(item, None, tag.storage))
+            self._tags.mark(tensor, Tag(item, None, tag.storage, tag.host))
         return item
 
     def first_of(self, key: int) -> Tensor | None:

@@ -267,6 +267,10 @@ class Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
         if "device" in kwargs and func is not torch_private.parse_to:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
+        if func is Tensor.to and tape.on_host(args[0]):
+            made = _from_host(*args, **kwargs)
+            if made is not None:
+                return made
         outer = tape.here.function
         if not outer:
             name = getattr(func, "__name__", "")
@@ -457,6 +461,15 @@ def _numbers(item: Any) -> Any:
     if isinstance(item, (list, tuple)):
         return [_numbers(x) for x in item]
     return item.item() if isinstance(item, Tensor) and item.is_meta else item
+
+
+def _from_host(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """`tensor.to(...)` of a tensor in the memory of the host; None where it stays there."""
+    device, dtype, *_ = torch_private.parse_to(*args, **kwargs)
+    if device is None or device.type != "meta":
+        return None
+    moved: Tensor = torch.ops.aten._to_copy.default(tensor, device=META, dtype=dtype)
+    return moved
 
 
 def _placed(device: Any) -> Any:

@@ -30,6 +30,12 @@ def define(schema: str, **kernels: Callable[..., Any]) -> None:
         _library.impl(schema.partition("(")[0], kernel, device)
 
 
+define("to_host(Tensor self) -> Tensor", CPU=torch.clone)
+define("from_host(Tensor self) -> Tensor", CPU=torch.clone)
+TO_HOST, FROM_HOST = OPS.to_host.default, OPS.from_host.default
+"""Copies between the memory of the device and that of the host, where tensors stay on meta."""
+
+
 @contextlib.contextmanager
 def differentiable() -> Iterator[None]:
     """Inside, autograd follows ops, also where a dispatch mode asks for a value: it runs below."""

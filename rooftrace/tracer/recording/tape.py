@@ -12,10 +12,11 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from rooftrace.graph import Collective, Group, marks, pattern_of
+from rooftrace.graph import UNRECORDED, Collective, Group, marks, pattern_of
 from rooftrace.tracer import source_line, torch_private
 from rooftrace.tracer.recording import overrides
 from rooftrace.tracer.recording.entries import Entries
+from rooftrace.tracer.recording.library import FROM_HOST, TO_HOST
 from rooftrace.tracer.recording.ops import Call
 from rooftrace.tracer.recording.taperecords import (
     LEFT_OUT,
@@ -202,6 +203,11 @@ class Origins:
 # prices nothing; `lower` turns its graph into plain records.
 
 
+_ON_HOST = (
+    "ops on tensors in the memory of the host run there: the time of their work is not counted"
+)
+
+
 class Tape:
     """The ops and tensors that one recording has recorded so far.
 
@@ -230,6 +236,7 @@ class Tape:
         self.entries = Entries(self.graph, self.values, self.tags, self.here)
         self.origins = Origins(self.here, self.entries)
         self.shards = Shards()
+        self._host = False  # whether an op has put something into the memory of the host
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}  # weights of TorchScript, unpacked
 
     # -- where the running thread stands -----------------------------------------------------------
@@ -283,6 +290,12 @@ class Tape:
         """Make `tensor`, or the tensors inside it, a value of the graph that no op made (once)."""
         if self.recording:
             self.entries.enter(tensor, kind, name)
+
+    def enter_state(self, state: Tensor, weight: Tensor, name: str) -> None:
+        """Make an optimizer's state of a weight, which lies where that does, such a value."""
+        if any(self.on_host(part) for part, _ in trees.parts_of(weight)):
+            self.entries.hosts.update(trees.bytes_of(part) for part, _ in trees.parts_of(state))
+        self.enter(state, "optimizer", name)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The fx node of `tensor`; an unknown tensor enters the graph."""
@@ -344,18 +357,36 @@ class Tape:
             self.rolling.depends()
         if not self.rolling.saw(call, outputs) or not self.recording:
             return
+        there = self._runs_on_host(call)
+        host = there or call.func is TO_HOST
+        self._host |= host
         node = self._node(call)
         written = call.written()
-        specs, sparse = self._outputs(call, node, outputs or written, bool(outputs), single)
+        specs, sparse = self._outputs(call, node, outputs or written, bool(outputs), single, host)
         if single:
             for tensor in written:
                 tag = self.tags.of(tensor)
-                self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0))
+                self.tags.mark(tensor, Tag(node, None, tag.storage if tag else 0, host))
         origin = self.origins.origin(call.info.name, self.rolling.label)
         where = fsdp.current_stream(), self.shards.exchanged(together)
-        noted = self.origins.noted(facts, origin, call.info.view or where[0]), taint | sparse
-        node.meta[META_KEY] = Recorded(specs, origin, call.info.view, sync, *noted, *where)
+        view = call.info.view or there
+        noted = self.origins.noted(facts, origin, view or where[0]), taint | sparse
+        node.meta[META_KEY] = Recorded(specs, origin, view, sync, *noted, *where)
         self.tags.last = node
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor on meta stands for one in the memory of the host."""
+        tag, hosts = self.tags.of(tensor), self.entries.hosts
+        return bool(hosts) and trees.bytes_of(tensor) in hosts if tag is None else tag.host
+
+    def _runs_on_host(self, call: Call) -> bool:
+        """Whether an op runs on the host, where all tensors lie that it reads; it is not priced."""
+        if not (self._host or self.entries.hosts) or call.func is FROM_HOST or not call.tensors:
+            return False
+        runs = all(map(self.on_host, call.tensors))
+        if runs and not call.info.view:
+            self.values.assume(UNRECORDED, _ON_HOST)
+        return runs
 
     def _node(self, call: Call) -> fx.Node:
         """A node for a call.
@@ -379,11 +410,18 @@ class Tape:
         return item
 
     def _outputs(
-        self, call: Call, node: fx.Node, outputs: Sequence[Tensor], returned: bool, single: bool
+        self,
+        call: Call,
+        node: fx.Node,
+        outputs: Sequence[Tensor],
+        returned: bool,
+        single: bool,
+        host: bool,
     ) -> tuple[tuple[Spec, ...], frozenset[int]]:
         """The Specs of a node's outputs, and the assumption about sparse ones.
 
-        returned: the op returns the outputs; else it writes them in place (_foreach_add_).
+        returned: the op returns the outputs; else it writes them in place (_foreach_add_).  host:
+        their bytes lie in the memory of the host.
         """
         tags, sparse = self.tags, NO_TAINT
         owned = self._storages_read(call) if call.info.may_alias else {}
@@ -397,9 +435,9 @@ class Tape:
             if storage is None:
                 storage = tags.new_storage()
                 tags.watch(output, storage)
-            specs.append(Spec.of(output, storage, joined))
+            specs.append(Spec.of(output, storage, joined, host))
             if returned:
-                tag = Tag(node, None if single else index, storage)
+                tag = Tag(node, None if single else index, storage, host)
                 tags.mark(output, tag)
                 tags.remember(output, tag)
         return tuple(specs), sparse

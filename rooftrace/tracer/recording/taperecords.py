@@ -69,9 +69,10 @@ class Spec(Struct, frozen=True):
     dtype: torch.dtype
     stride: tuple[int, ...]  # in elements; of a sparse tensor as if it were dense, or see `of`
     storage: int  # a number for each storage of the recording
+    host: bool = False  # in the memory of the host
 
     @classmethod
-    def of(cls, tensor: Tensor, storage: int, joined: bool = False) -> Spec:
+    def of(cls, tensor: Tensor, storage: int, joined: bool = False, host: bool = False) -> Spec:
         """The Spec of `tensor`, whose bytes have this storage number.
 
         joined: it is a sparse tensor that other tensors of the graph store, as large as a number.
@@ -79,7 +80,7 @@ class Spec(Struct, frozen=True):
         shape = tuple(tensor.shape)
         strided = tensor.layout is torch.strided
         stride = tensor.stride() if strided else Value.contiguous(shape)
-        return cls(shape, tensor.dtype, (0,) * len(shape) if joined else stride, storage)
+        return cls(shape, tensor.dtype, (0,) * len(shape) if joined else stride, storage, host)
 
 
 class Entry(Struct, frozen=True):
@@ -142,6 +143,7 @@ class Tag(Struct, frozen=True):
     node: fx.Node
     index: int | None  # which of the outputs; None: the only one
     storage: int
+    host: bool = False  # its bytes lie in the memory of the host, where the tensor is on meta
 
     def __deepcopy__(self, memo: Any) -> Tag:
         return self  # a tensor that the code copies deeply stands for the same value
@@ -232,7 +234,15 @@ class Tags:
     def made_by(self, tensor: Tensor) -> tuple[fx.Node, int | None, Spec] | None:
         """The node that made a tensor, which of its outputs it is, and how it looks."""
         tag = self.of(tensor)
-        return None if tag is None else (tag.node, tag.index, Spec.of(tensor, tag.storage))
+        return (
+            None
+            if tag is None
+            else (
+                tag.node,
+                tag.index,
+                Spec.of(tensor, tag.storage, host=tag.host),
+            )
+        )
 
     # -- other objects of the same bytes -----------------------------------------------------------
 

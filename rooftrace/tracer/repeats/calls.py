@@ -320,8 +320,9 @@ class CallReplay:
             elif isinstance(leaf, Tensor) and id(leaf) not in made:
                 if node is not None:
                     index = len(made)
-                    storage = recording.block.results[index][2].storage + call.first_storage
-                    tape.tags.mark(leaf, taperecords.Tag(node, index, storage))
+                    spec = recording.block.results[index][2]
+                    storage = spec.storage + call.first_storage
+                    tape.tags.mark(leaf, taperecords.Tag(node, index, storage, spec.host))
                     tape.tags.watch(leaf, storage)
                 made.add(id(leaf))
                 if content is not None:

@@ -230,7 +230,7 @@ class LastLayer:
                     memory[storage] = bare.untyped_storage()
                 tensor = torch.empty(0, dtype=spec.dtype, device=META)
                 tensor.set_(memory[storage], gradient.offset, spec.shape, spec.stride)
-            tag = taperecords.Tag(node, index, storage)
+            tag = taperecords.Tag(node, index, storage, spec.host)
             tags.mark(tensor, tag)
             tags.watch(tensor, storage)
             tags.remember(tensor, tag)

@@ -230,27 +230,23 @@ def _modules(*names: str) -> Iterator[ModuleType]:
             yield module
 
 
-def refuse_offload(root: nn.Module) -> None:
-    """Raise RequestError for a module of which FSDP2 keeps weights on the host."""
+def on_host(root: nn.Module) -> Iterator[Tensor]:
+    """Shards of weights that FSDP2 keeps in the memory of the host (`CPUOffloadPolicy`)."""
     for group in (g for state in _states([root]) for g in _groups(state)):
-        _no_offload(group)
+        yield from (p._sharded_param_data for p in group.fsdp_params if p.offload_to_cpu)
 
 
-def _no_offload(group: Any) -> None:
-    """Stands for a check of FSDP2 that comes before the first forward."""
-    for param in group.fsdp_params:
-        if param.offload_to_cpu:
-            raise RequestError(
-                f"fully_shard(offload_policy=CPUOffloadPolicy(pin_memory={param.pin_memory})): "
-                "weights and optimizer states that stay on the host, and their copies to the "
-                "device, are not modelled; leave the policy out"
-            )
+def refuse_offload(root: nn.Module) -> None:
+    """Raise RequestError for a module of a script of which FSDP2 keeps weights on the host."""
+    if any(True for _ in on_host(root)):
+        raise RequestError(
+            "fully_shard(offload_policy=CPUOffloadPolicy(...)): copies of weights and gradients "
+            "are not followed in a script; leave the policy out, or trace the module by itself "
+            "(rt.trace(model, ids, phase='training') inside of rt.tools.fake_mesh)"
+        )
 
 
 def _watch_weights(undo: contextlib.ExitStack, unsharded: Any) -> None:
-    for groups in _modules("_fsdp_param_group"):
-        checked = {"_validate_cpu_offload_params": _no_offload}
-        undo.enter_context(replaced(groups.FSDPParamGroup, checked))
     for params in _modules("_fsdp_param"):
         param = params.FSDPParam
         make = original_of(param, "init_all_gather_outputs")
@@ -282,7 +278,8 @@ def _replace_functions(undo: contextlib.ExitStack) -> None:
             if isinstance(item, Stream):
                 item.name = name.removesuffix("_stream")
 
-    undo.enter_context(replaced(group, {"_validate_no_meta_params": lambda self: None}))
+    checks = ("_validate_no_meta_params", "_validate_cpu_offload_params")
+    undo.enter_context(replaced(group, dict.fromkeys(checks, _nothing)))
     undo.enter_context(replaced(context, {"lazy_init": lazy_init}))
 
 
