@@ -136,7 +136,7 @@ model(torch.zeros(2, 4, device="cuda"))
 
 
 def test_weights_that_fsdp_keeps_on_the_host_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"CPUOffloadPolicy\(pin_memory=True\)"):
+    with pytest.raises(Exception, match=r"CPUOffloadPolicy.*rt\.trace\("):
         run(tmp_path, OFFLOADED, "torchrun", "--nproc_per_node=4")
 
 

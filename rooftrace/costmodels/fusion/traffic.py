@@ -380,9 +380,7 @@ def storage_sizes(graph: OpGraph, unmade: Iterable[int] = ()) -> list[int]:
     """
     sizes = [0] * len(graph.values)
     memo: dict[tuple[Any, ...], int] = {}  # few sizes, many values
-    for tensor in graph.values:
-        if tensor.host:
-            continue
+    for tensor in (tensor for tensor in graph.values if not tensor.host):
         form = (tensor.shape, tensor.stride, tensor.dtype)
         size = memo.get(form)
         if size is None:

@@ -70,10 +70,10 @@ def run_optimizer(
             owner = recorder.name_of(parameter)
             tensor.grad = sums.get(id(parameter), tensor.grad)
             if _is_low(parameter, dtype):
-                recorder.enter_state(tensor, parameter, f"{owner}.master")
+                enter_state(recorder, tensor, parameter, f"{owner}.master")
             for state, value in states.get(id(tensor), {}).items():
                 if isinstance(value, Tensor):
-                    recorder.enter_state(value, parameter, f"{owner}.{state}")
+                    enter_state(recorder, value, parameter, f"{owner}.{state}")
         own = [pair for pair in low if id(pair[0]) not in sums]
         wide = _cast_gradients(recorder, own) if own else {}
         for optimizer in optimizers:
@@ -416,6 +416,13 @@ def _prepare(recorder: Recorder, optimizer: Optimizer, closure: bool) -> None:
         enter_states(recorder, optimizer)
 
 
+def enter_state(recorder: Recorder, state: Tensor, weight: Tensor, name: str) -> None:
+    """A state of a weight, which lies where that does, is a value of the graph."""
+    if any(recorder.tags.on_host(part) for part, _ in trees.parts_of(weight)):
+        recorder.tags.hosts.update(trees.bytes_of(part) for part, _ in trees.parts_of(state))
+    recorder.enter(state, "optimizer", name)
+
+
 def enter_states(recorder: Recorder, optimizer: Optimizer) -> None:
     """The weights of an optimizer, and the states that it has of them, are values of the graph."""
     kind = type(optimizer).__name__.lower()
@@ -426,7 +433,7 @@ def enter_states(recorder: Recorder, optimizer: Optimizer) -> None:
     for parameter, name in zip(parameters, names, strict=True):
         for state, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                recorder.enter_state(value, parameter, f"{name}.{state}")
+                enter_state(recorder, value, parameter, f"{name}.{state}")
 
 
 def note_gradients(recorder: Recorder, root: nn.Module, learnt: Learnt) -> None:

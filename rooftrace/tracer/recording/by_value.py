@@ -468,7 +468,7 @@ def _between(tape: Tape, call: Call) -> Any:
     """
     device = call.kwargs.get("device")
     kind, tensor = None if device is None else torch.device(device).type, call.args[0]
-    if kind == "meta" and tape.on_host(tensor):
+    if kind == "meta" and tape.tags.on_host(tensor):
         return _copied(tape, FROM_HOST, tensor, call.kwargs)
     if kind != "cpu" or tensor.device.type == "cpu":
         return NotImplemented
@@ -513,8 +513,8 @@ def _into(tape: Tape, call: Call) -> Any:
     """A copy into a tensor of the host, which then holds the copied value if that is known, or one
     from the host into a tensor of the device."""
     target, source = call.args[:2]
-    there, here = (t.device.type == "cpu" or tape.on_host(t) for t in (target, source))
-    if not there and tape.on_host(source):
+    there, here = (t.device.type == "cpu" or tape.tags.on_host(t) for t in (target, source))
+    if not there and tape.tags.on_host(source):
         call = Call.of(call.func, target, _copied(tape, FROM_HOST, source, {}), *call.args[2:])
         call.run()
         tape.record(call, [target], single=True)

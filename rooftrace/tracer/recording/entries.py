@@ -171,7 +171,6 @@ class Entries:
         self._attached: dict[int, tuple[str, str]] = {}  # kind and name of scales of weights
         self.storages: dict[int, tuple[int, Any]] = {}  # bytes of weights and inputs, while alive
         self._first: dict[int, Any] = {}  # references to the tensors that entered first, by bytes
-        self.hosts: set[int] = set()  # bytes of weights that lie in the memory of the host
         self._named: dict[str, tuple[Tag, tuple[int, ...], torch.dtype]] = {}  # the weights
         self._spans = Spans()  # of weights and states
         self._numbers = itertools.count()
@@ -245,7 +244,7 @@ class Entries:
             self.storages[trees.bytes_of(tensor)] = storage, _reference(tensor)
         if tensor.layout is not torch.strided:
             self.say_sparse()
-        host = trees.bytes_of(tensor) in self.hosts
+        host = trees.bytes_of(tensor) in self._tags.hosts
         node.meta[META_KEY] = Entry(kind, name, Spec.of(tensor, storage, host=host))
         tag = Tag(node, None, storage, host)
         self._tag(tensor, tag)

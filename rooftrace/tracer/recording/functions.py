@@ -226,6 +226,8 @@ class Functions(TorchFunctionMode):
         makes = self.device is not None and func in torch_private.device_constructors()
         if makes and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": self.device}
+        if func is Tensor.cuda:
+            func, args, kwargs = Tensor.to, (args[0], META), {}
         if func in _TO_PYTHON:
             if args[0].device.type == "meta":
                 return _to_python(tape, args[0], func.__name__)
@@ -252,10 +254,11 @@ class Functions(TorchFunctionMode):
             made = self._construct(func, args, kwargs)
             if made is not None:
                 return made
-        elif func is Tensor.cuda:
-            func, args, kwargs = Tensor.to, (args[0], META), {}
         elif func is Tensor.to:
             args = tuple([_placed(item) for item in args])
+            made = _from_host(*args, **kwargs) if tape.tags.on_host(args[0]) else None
+            if made is not None:
+                return made
         elif func is torch_private.pack_padded_sequence:
             entry = tape.values.known(args[1])  # the lengths must be on the host
             args = (args[0], args[1] if entry is None else entry.value, *args[2:])
@@ -267,10 +270,6 @@ class Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
         if "device" in kwargs and func is not torch_private.parse_to:
             kwargs = {**kwargs, "device": _placed(kwargs["device"])}
-        if func is Tensor.to and tape.on_host(args[0]):
-            made = _from_host(*args, **kwargs)
-            if made is not None:
-                return made
         outer = tape.here.function
         if not outer:
             name = getattr(func, "__name__", "")
@@ -465,7 +464,8 @@ def _numbers(item: Any) -> Any:
 
 def _from_host(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     """`tensor.to(...)` of a tensor in the memory of the host; None where it stays there."""
-    device, dtype, *_ = torch_private.parse_to(*args, **kwargs)
+    placed = {name: _placed(item) for name, item in kwargs.items()}
+    device, dtype, *_ = torch_private.parse_to(*args, **placed)
     if device is None or device.type != "meta":
         return None
     moved: Tensor = torch.ops.aten._to_copy.default(tensor, device=META, dtype=dtype)

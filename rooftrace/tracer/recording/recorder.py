@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode, Tape):
     def name_modules(self, root: nn.Module) -> None:
         """Use the dotted paths of `root` for its modules and the tensors that they hold."""
         self._roots.append(root)
-        self.entries.hosts.update(map(trees.bytes_of, fsdp.on_host(root)))
+        self.tags.hosts.update(map(trees.bytes_of, fsdp.on_host(root)))
         self.shards.mesh = fsdp.mesh_of(self._roots)
         self._rolling.watch(root)
         self._module_calls.watch(root)

@@ -236,7 +236,6 @@ class Tape:
         self.entries = Entries(self.graph, self.values, self.tags, self.here)
         self.origins = Origins(self.here, self.entries)
         self.shards = Shards()
-        self._host = False  # whether an op has put something into the memory of the host
         self.packed: dict[int, tuple[Any, list[Tensor]]] = {}  # weights of TorchScript, unpacked
 
     # -- where the running thread stands -----------------------------------------------------------
@@ -290,12 +289,6 @@ class Tape:
         """Make `tensor`, or the tensors inside it, a value of the graph that no op made (once)."""
         if self.recording:
             self.entries.enter(tensor, kind, name)
-
-    def enter_state(self, state: Tensor, weight: Tensor, name: str) -> None:
-        """Make an optimizer's state of a weight, which lies where that does, such a value."""
-        if any(self.on_host(part) for part, _ in trees.parts_of(weight)):
-            self.entries.hosts.update(trees.bytes_of(part) for part, _ in trees.parts_of(state))
-        self.enter(state, "optimizer", name)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The fx node of `tensor`; an unknown tensor enters the graph."""
@@ -357,9 +350,10 @@ class Tape:
             self.rolling.depends()
         if not self.rolling.saw(call, outputs) or not self.recording:
             return
-        there = self._runs_on_host(call)
+        there = call.func is not FROM_HOST and self.tags.all_on_host(call.tensors)
+        if there and not call.info.view:
+            self.values.assume(UNRECORDED, _ON_HOST)
         host = there or call.func is TO_HOST
-        self._host |= host
         node = self._node(call)
         written = call.written()
         specs, sparse = self._outputs(call, node, outputs or written, bool(outputs), single, host)
@@ -373,20 +367,6 @@ class Tape:
         noted = self.origins.noted(facts, origin, view or where[0]), taint | sparse
         node.meta[META_KEY] = Recorded(specs, origin, view, sync, *noted, *where)
         self.tags.last = node
-
-    def on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor on meta stands for one in the memory of the host."""
-        tag, hosts = self.tags.of(tensor), self.entries.hosts
-        return bool(hosts) and trees.bytes_of(tensor) in hosts if tag is None else tag.host
-
-    def _runs_on_host(self, call: Call) -> bool:
-        """Whether an op runs on the host, where all tensors lie that it reads; it is not priced."""
-        if not (self._host or self.entries.hosts) or call.func is FROM_HOST or not call.tensors:
-            return False
-        runs = all(map(self.on_host, call.tensors))
-        if runs and not call.info.view:
-            self.values.assume(UNRECORDED, _ON_HOST)
-        return runs
 
     def _node(self, call: Call) -> fx.Node:
         """A node for a call.

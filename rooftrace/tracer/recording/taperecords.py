@@ -209,6 +209,8 @@ class Tags:
         self.last: fx.Node | None = None  # the node that was recorded last
         self.last_held: dict[int, fx.Node] = {}  # the node after which a storage was freed
         self.survivors: frozenset[int] = frozenset()  # storages that something holds at the end
+        self.hosts: set[int] = set()  # bytes of weights and states in the memory of the host
+        self._away = False  # whether a tensor lies there
 
     def of(self, tensor: Tensor) -> Tag | None:
         """The tag of a tensor; None for a tensor that the graph does not know."""
@@ -224,6 +226,19 @@ class Tags:
             tensor.__dict__.pop(self._key, None)
         else:
             tensor.__dict__[self._key] = tag
+            self._away |= tag.host
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor on meta stands for one in the memory of the host."""
+        tag = self.of(tensor)
+        if tag is not None:
+            return tag.host
+        return bool(self.hosts) and trees.bytes_of(tensor) in self.hosts
+
+    def all_on_host(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether there are tensors, and all stand for some in the memory of the host."""
+        away = bool(tensors) and (self._away or bool(self.hosts))
+        return away and all(map(self.on_host, tensors))
 
     def same_as(self, tensor: Tensor, other: Tensor) -> None:
         """Let `tensor` stand for the same value as `other`, if that is in the graph."""
