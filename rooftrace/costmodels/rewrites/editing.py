@@ -317,9 +317,9 @@ def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
     used = {op.id for op in _used(graph)}
     kept = [op for op in graph.ops if op.id in used or op.outputs in unused_before]
     read_before = _read(before, before.ops)
-    kept, read = _without_unread_views(graph, kept, read_before)
+    kept = _without_unread_views(graph, kept, read_before)
     gone = before.producers.keys() - {value for op in kept for value in op.outputs}
-    gone |= set(before.external) & read_before - read
+    gone |= set(before.external) & read_before - _read(graph, kept)
     return graph.with_ops(_released(op, gone) for op in kept)
 
 
@@ -344,11 +344,8 @@ def _read(graph: OpGraph, ops: Sequence[Op]) -> set[int]:
     return read | {then.value for then in neighbours if then is not None}
 
 
-def _without_unread_views(
-    graph: OpGraph, ops: list[Op], before: Collection[int]
-) -> tuple[list[Op], set[int]]:
-    """Ops without the views that nothing reads any more, among those that were read `before`; and
-    the values that they read.
+def _without_unread_views(graph: OpGraph, ops: list[Op], before: Collection[int]) -> list[Op]:
+    """Ops without the views that nothing reads any more, among those that were read `before`.
 
     `_used` keeps views of external values, since they may be written.
     """
@@ -362,38 +359,30 @@ def _without_unread_views(
             or any(i in read or graph.values[i].storage == i for i in op.outputs)
         ]
         if len(kept) == len(ops):
-            return kept, read
+            return kept
         ops = kept
 
 
 def _used(graph: OpGraph) -> list[Op]:
     """The ops that make an output, or write into something that outlives the step."""
     across: set[tuple[int, int]] = set()
-    looked: set[int] = set()
-    storage, eager = [t.storage for t in graph.values], marks.eager_ops(graph.ops)
     while True:  # an iteration also makes what the next iteration reads
-        kept = _needed(graph, storage, eager, across)
-        new = [op for op in kept if op.repeats and op.id not in looked]
-        more = {pair for op in new for pair in _read_across(graph, op)}
+        kept = _needed(graph, across)
+        more = {pair for op in kept if op.repeats for pair in _read_across(graph, op)}
         if more <= across:
             return kept
         across |= more
-        looked.update(op.id for op in new)
 
 
-def _needed(
-    graph: OpGraph,
-    storage: Sequence[int],
-    eager: Collection[int],
-    across: Collection[tuple[int, int]],
-) -> list[Op]:
+def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
     """The ops that make an output, or write what a later op reads.
 
-    storage: of each value.  eager: ops outside of compiled code.  across: (repeat, storage) that
-    the next iteration of the repeat reads.
+    across: (repeat, storage) that the next iteration of the repeat reads.
     """
+    storage = [t.storage for t in graph.values]
     live = {storage[i] for i in (*graph.outputs, *graph.external)}
     inside: tuple[int, ...] = ()
+    eager = marks.eager_ops(graph.ops)
     kept = []
     for op in reversed(graph.ops):
         if op.repeats != inside:

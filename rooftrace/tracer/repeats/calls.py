@@ -173,7 +173,8 @@ class CallReplay:
         with Watch(module, watched, call.cached) as watch, self.stacks.within_layer(trained):
             with outside:
                 output = original(module, *args, **kwargs)
-            unchanged = outside.unchanged()
+            with Unwatched():
+                unchanged = outside.unchanged()
         with Unwatched(), torch_private.DisableTorchFunction():
             unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
             if not unchanged or watch.used:
