@@ -22,6 +22,7 @@ import rooftrace as rt
 from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.inputs.calls import call_inputs
 from rooftrace.tracer.phases.running import trace_phases
+from rooftrace.tracer.recording.running import Runner
 from rooftrace.tracer.request import Options
 
 LAYERS = 7
@@ -264,6 +265,64 @@ def test_a_profiler_of_the_user_is_left_alone() -> None:
     assert events
     rt.trace(model, torch.zeros(2, 8))
     assert sys.getprofile() is None
+
+
+@torch.library.custom_op("layers::turn_", mutates_args={"x"})
+def turn_(x: Tensor) -> None:
+    x.neg_()
+
+
+@turn_.register_fake
+def _(x: Tensor) -> None:
+    COUNTER["calls"] += 1
+
+
+def test_what_an_op_of_the_user_changes_outside_is_seen() -> None:
+    class Turning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            LOG.append(self)
+            y: Tensor = self.linear(x)
+            turn_(y)
+            return y
+
+    LOG.modules.clear()
+    before = COUNTER["calls"]
+    rt.trace(nn.Sequential(*(Turning() for _ in range(LAYERS))).eval(), torch.zeros(2, 8))
+    assert len(LOG.modules) == COUNTER["calls"] - before == LAYERS
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="it stays on: see `Unwatched`")
+def test_functions_inside_of_an_op_of_torch_are_not_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_layers, in_ops, run = set[tuple[bool, bool]](), set[bool](), Runner.run
+
+    def noted(runner: Runner, *arguments: Any) -> Any:
+        in_ops.add(sys.getprofile() is not None)
+        return run(runner, *arguments)
+
+    class Watching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = sys.getprofile() is not None
+            y: Tensor = self.linear(x)
+            with pytest.raises(RuntimeError):
+                y @ x  # an op that fails
+            in_layers.add((before, sys.getprofile() is not None))
+            return y
+
+    monkeypatch.setattr(Runner, "run", noted)
+    rt.trace(nn.Sequential(*(Watching() for _ in range(LAYERS))).eval(), torch.zeros(2, 8))
+    assert (True, True) in in_layers
+    assert in_layers <= {(True, True), (False, False)}  # the second are of layers past all attempts
+    assert in_ops == {False}
 
 
 def test_what_the_garbage_collector_calls_is_no_code_of_a_layer() -> None:

@@ -222,6 +222,39 @@ def test_layers_with_a_cache_or_a_loss_stand_once_too(phase: str, tmp_path: Path
     assert timeless(rolled.expand()) == timeless(flat)
 
 
+class Reading(Block):
+    """A layer that reads a tensor among the arguments, as of a filled cache."""
+
+    def forward(self, x: Tensor, own: Tensor | None = None) -> Tensor:
+        return super().forward(x if own is None else x + own)
+
+
+class Given(Stack):
+    """Layers that each have a tensor of their own among the arguments, in order or in reverse."""
+
+    order = 1
+
+    def forward(self, x: Tensor, *own: Tensor) -> Tensor:
+        for layer, mine in zip(self.layers, own[:: self.order], strict=True):
+            x = layer(x, mine)
+        return x
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_that_read_arguments_of_their_own_stand_once(order: int) -> None:
+    layers = Given([Reading() for _ in range(DEPTH)]).eval()
+    layers.order = order
+    x, *own = torch.randn(DEPTH + 1, 2, 5, 8)
+    rolled, flat = graphs(Case(layers, (x, *own)), "forward")
+    assert len(flat.inputs) == 1 + DEPTH
+    assert len(rolled.inputs) == 1 + DEPTH - sum(repeat.count - 1 for repeat in rolled.repeats)
+    assert bool(rolled.repeats) == (order == 1)
+    assert timeless(rolled.expand()) == timeless(flat)
+    state: Mapping[str, Tensor] = dict(layers.named_parameters())
+    (result,) = to_fx(rolled, state)(x, *own)
+    assert torch.equal(result, layers(x, *own))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adagrad", "none"])
 def test_the_optimizer_updates_the_weights_of_every_layer(optimizer: str) -> None:
     rolled, flat = graphs(stack(*["linear"] * DEPTH), "training", optimizer=optimizer)

@@ -119,8 +119,7 @@ class Blocks:
             near = label is not None and all(abs(user - label) <= 1 for user in some)
             if label is not None and near and (label in some or not some):
                 owners[index] = label
-        kept = frozenset(self.graph.inputs)
-        return {value: label for value, label in owners.items() if value not in kept}
+        return owners
 
     def _named(self, value: int) -> int | None:
         """The iteration whose weight a value is, or is a view of, by its name."""

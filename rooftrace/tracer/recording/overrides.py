@@ -9,6 +9,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -70,13 +71,18 @@ def without_functions() -> Iterator[None]:
         _put_on(around)
 
 
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
+def untraced() -> AbstractContextManager[None]:
     """Inside, sizes of tensors are numbers, also where torch.jit.trace would have them recorded."""
     graph = torch_private.get_tracing_state()
-    if graph is None:
-        yield
-        return
+    return _ALREADY if graph is None else _untraced(graph)
+
+
+_ALREADY = contextlib.nullcontext()
+"""For the many ops outside of torch.jit.trace."""
+
+
+@contextlib.contextmanager
+def _untraced(graph: Any) -> Iterator[None]:
     refused = torch_private.excluded_keys().remove(torch_private.parse_dispatch_key("Tracer"))
     with torch_private.ForceDispatchKeyGuard(torch_private.included_keys(), refused):
         torch_private.set_tracing_state(None)

@@ -53,7 +53,7 @@ from rooftrace.tracer.recording.threads import (
     static_caches_counted,
     warnings_quiet,
 )
-from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin
+from rooftrace.tracer.repeats import CallReplay, Loop, Rolling, Twin, Unwatched
 from rooftrace.tracer.sharding import ddp, fsdp
 from rooftrace.tracer.torch_private import (
     DisableTorchFunction,
@@ -187,6 +187,9 @@ class Recorder(TorchDispatchMode, Tape):
             if higher_order:
                 return run_higher_order(self, self.again, func, args, kwargs)
             with DisableTorchFunction():  # functions called from here on name no op
+                if self.values.op.startswith("aten.") and get_current_dispatch_mode() is None:
+                    with Unwatched():  # no code of others handles the op
+                        return self._runner.run(func, args, kwargs)
                 return self._runner.run(func, args, kwargs)
         except Exception as error:
             if self.failed_op is None or self.failed_op[0] is not error:

@@ -8,3 +8,4 @@ from rooftrace.tracer.repeats.blocks import (
 from rooftrace.tracer.repeats.calls import CallReplay as CallReplay
 from rooftrace.tracer.repeats.fewer import Shortened as Shortened, shorten as shorten
 from rooftrace.tracer.repeats.loops import Loop as Loop, Rolling as Rolling
+from rooftrace.tracer.repeats.outside import Unwatched as Unwatched

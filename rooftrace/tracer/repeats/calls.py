@@ -67,7 +67,7 @@ from rooftrace.tracer.repeats.gradients import (
     has_hooks_on,
     made_by,
 )
-from rooftrace.tracer.repeats.outside import Outside, Watch, include, note
+from rooftrace.tracer.repeats.outside import Outside, Unwatched, Watch, include, note
 from rooftrace.tracer.values import trees
 
 _ATTEMPTS = 3
@@ -116,7 +116,7 @@ class CallReplay:
         if group is None or not self._looks(trained):
             return original(module, *args, **kwargs)
         layers: Layers | None = None
-        with torch_private.DisableTorchFunction():  # reading a tensor's facts is no call
+        with Unwatched(), torch_private.DisableTorchFunction():  # reading facts is no call
             call = Arguments(tape, module, args, kwargs)
             compiled = tape.origins.compiled_here()
             key = (id(group[0]), call.look, tape.recording, compiled, *_modes())
@@ -166,15 +166,16 @@ class CallReplay:
         call: Arguments,
     ) -> tuple[Any, Recording | None]:
         """Run the call; returns its result, and its record if later calls can repeat it."""
-        with torch_private.DisableTorchFunction():
+        with Unwatched(), torch_private.DisableTorchFunction():
             start, watched = Beginning(self._tape, module, call), self._differing(module)
         outside = Outside(watches_draws=self._tape.generators is not None)
         trained = torch.is_grad_enabled()
         with Watch(module, watched, call.cached) as watch, self.stacks.within_layer(trained):
             with outside:
                 output = original(module, *args, **kwargs)
-            unchanged = outside.unchanged()
-        with torch_private.DisableTorchFunction():
+            with Unwatched():
+                unchanged = outside.unchanged()
+        with Unwatched(), torch_private.DisableTorchFunction():
             unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
             if not unchanged or watch.used:
                 return output, None

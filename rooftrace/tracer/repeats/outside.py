@@ -142,8 +142,7 @@ class Watched:
             return self
         note(module, self._name, sys._getframe(1))
         inherited = self.inherited
-        is_property = hasattr(type(inherited), "__set__")
-        if self._name in vars(module) and not is_property:
+        if self._name in vars(module) and not hasattr(type(inherited), "__set__"):
             return vars(module)[self._name]
         if inherited is _ABSENT:
             raise AttributeError(self._name)
@@ -278,7 +277,6 @@ _HERE = __file__.rpartition("tracer")[0]
 _TORCH = (torch.__file__ or "").rpartition("__init__")[0]
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib")})
-_LIBRARY_FILES: dict[str, bool] = {}
 
 
 class UnfollowableError(Exception):
@@ -302,9 +300,6 @@ class Place:
         return value.inherited if type(value) is Watched else value
 
 
-State = list[Any]
-
-
 class Outside:
     """State outside of modules that is visible to the functions that run while this is entered.
 
@@ -317,7 +312,7 @@ class Outside:
         self.followable = True
         self._watches_draws = watches_draws
         self._entered = False
-        self._before: dict[tuple[int, str | None], tuple[Place, State]] = {}
+        self._before: dict[tuple[int, str | None], tuple[Place, list[Any]]] = {}
         self._seen: dict[int, CodeType] = {}
         self._local: set[CodeType] = set()
         self._closures: list[CodeType] = []
@@ -327,7 +322,10 @@ class Outside:
             if sys.getprofile() is not None:  # somebody profiles this thread: leave that alone
                 self.followable = False
                 return self
-            sys.setprofile(_watching(_outside, self._watches_draws))
+            _outside.profile = _watching(_outside, self._watches_draws)
+            sys.setprofile(_outside.profile)
+        elif sys.getprofile() is not _outside.profile:  # code has set its own, or see `Unwatched`
+            self.followable = False
         _outside.active.append(self)
         _outside.entered.clear()
         self._entered = True
@@ -366,7 +364,7 @@ class Outside:
         if id(code) in self._seen or not self.followable:
             return
         self._seen[id(code)] = code  # kept, so that the id is not reused
-        if not _looked_into(code):
+        if not _looked_into(code.co_filename):
             return
         self._local.update(item for item in code.co_consts if isinstance(item, CodeType))
         try:
@@ -399,7 +397,7 @@ class Outside:
         """Find the cells of plain free variables; one that was rebound meanwhile says so itself."""
         if not self._closures or not self.followable:
             return
-        if any(_rebinds(code) for code in self._seen.values() if _looked_into(code)):
+        if any(_rebinds(code) for code in self._seen.values() if _looked_into(code.co_filename)):
             self.followable = False
             return
         for function in gc.get_referrers(*self._closures):
@@ -421,6 +419,7 @@ class _OutsideThread(threading.local):
     def __init__(self) -> None:
         self.active: list[Outside] = []  # the watches that are entered; a function counts for all
         self.entered: set[int] = set()  # functions that all of them know, by the id of their code
+        self.profile: Any = None  # the function that tells them
 
 
 _outside = _OutsideThread()
@@ -443,20 +442,36 @@ def _watching(thread: _OutsideThread, draws: bool) -> Callable[[FrameType, str, 
     return entered
 
 
+class Unwatched:
+    """Inside, code of torch and of rooftrace runs, and none that an `Outside` looks into.
+
+    A profile function is called at every call and return, also of C, with a copy of the variables.
+    From Python 3.12 on it stays on: there a change of it has all code instrumented again.
+    """
+
+    _CHEAP = sys.version_info < (3, 12)
+
+    def __enter__(self) -> None:
+        ours = self._CHEAP and sys.getprofile() is _outside.profile
+        self._paused = ours and bool(_outside.active)
+        if self._paused:
+            sys.setprofile(None)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._paused:
+            sys.setprofile(_outside.profile)
+
+
 def include(other: Outside) -> None:
     """All that are entered now see the state that `other` saw."""
     for active in _outside.active:
         active.include(other)
 
 
-def _looked_into(code: CodeType) -> bool:
-    file = code.co_filename
-    library = _LIBRARY_FILES.get(file)
-    if library is None:
-        standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
-        library = standard or file.startswith((_HERE, _TORCH, "<frozen"))
-        _LIBRARY_FILES[file] = library
-    return not library
+@functools.cache
+def _looked_into(file: str) -> bool:
+    standard = file.startswith(_STANDARD) and not file.startswith(_INSTALLED)
+    return not standard and not file.startswith((_HERE, _TORCH, "<frozen"))
 
 
 def _rebinds(code: CodeType) -> bool:
@@ -493,13 +508,10 @@ def _places(frame: FrameType) -> Iterator[Place]:
 
 def _attributes(owner: type | ModuleType, code: CodeType) -> Iterator[Place]:
     held: Mapping[str, Any] = vars(owner)
-    for name in code.co_names:
-        if name in held:
-            value = held[name]
-            if type(value) is Watched:
-                value = value.inherited
-            if value is not trees.ABSENT and not callable(value) and not hasattr(value, "__get__"):
-                yield Place(held, name)
+    for place in (Place(held, name) for name in code.co_names):
+        value = place.value()
+        if value is not trees.ABSENT and not callable(value) and not hasattr(value, "__get__"):
+            yield place
 
 
 def _defaults(function: Any, code: CodeType) -> Iterator[Place]:
@@ -518,13 +530,13 @@ def _is_library(owner: type | ModuleType) -> bool:
     return top in ("torch", "rooftrace") or top in sys.stdlib_module_names
 
 
-def _state_of(value: Any) -> State:
-    state: State = []
+def _state_of(value: Any) -> list[Any]:
+    state: list[Any] = []
     _collect(value, _DEPTH, set(), state)
     return state
 
 
-def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
+def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
     """Append the state of a value: objects by identity, and their contents.
 
     Raises UnfollowableError for an object that may change where nobody sees it.
@@ -538,9 +550,8 @@ def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
     if isinstance(value, Tensor):
         state.append(0 if value.is_inference() else value._version)
         return
-    reader = _TELLS.get(type(value))
-    if reader is not None:
-        state.append(reader(value))
+    if type(value) in _TELLS:
+        state.append(_TELLS[type(value)](value))
         return
     if isinstance(value, contextvars.ContextVar):
         _collect(value.get(trees.ABSENT), depth, seen, state)
@@ -563,7 +574,7 @@ def _collect(value: Any, depth: int, seen: set[int], state: State) -> None:
         _items(held, depth, seen, state)
 
 
-def _items(held: Mapping[Any, Any], depth: int, seen: set[int], state: State) -> None:
+def _items(held: Mapping[Any, Any], depth: int, seen: set[int], state: list[Any]) -> None:
     state.append(len(held))
     if len(held) > _MAX_ITEMS:
         state.extend(itertools.chain(held, held.values()))
@@ -580,7 +591,7 @@ _TELLS: dict[type, Callable[[Any], str]] = {
 """Objects whose state a method returns (`getstate`, `get_state`)."""
 
 
-def _same(before: State, after: State) -> bool:
+def _same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(
         a is b or (type(a) is type(b) and isinstance(a, trees.PLAIN) and a == b)
         for a, b in zip(before, after, strict=True)
