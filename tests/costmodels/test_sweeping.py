@@ -104,13 +104,13 @@ def test_plans_of_one_listed_length_say_nothing_of_another(
 ) -> None:
     """Between the lengths that are proven no plan is made that would show how bytes grow."""
     monkeypatch.setattr(pricing, "_TRIED", 40)  # too few draws to hit the other length
-    whole = form_of(folder, "llama", "decode")
+    whole = form_of(folder, "mixtral", "decode")
     few = ((), (64, 256))
     regimes = tuple(replace(each, levels=few) for each in whole.regimes if each.high[1] > 256)
     form = rt.types.Form(whole.title, whole.phase, whole.names, regimes)
     short = Points({"batch": range(2, 65), "kv": [64] * 63})
-    assert len(list(form.plans(short, Conditions.of("naive")))) < 20
-    assert_equals_estimates(form, [(32, 256), (2, 64)], "naive")
+    assert len(list(form.plans(short, Conditions.of("serving")))) < 20
+    assert_equals_estimates(form, [(32, 256), (2, 64)], "serving")
 
 
 @pytest.mark.slow
