@@ -348,8 +348,7 @@ def attempted(
     """Call `run` under a recorder; after a failure, again with the last unknown condition flipped.
 
     A check of arguments stands in one line and may run many times, so all conditions of a line are
-    flipped together first, and one by one if that fails too.  If neither helps and a number was
-    unknown, the last attempt takes that number as zero.
+    flipped together first, then one by one; the last attempt takes unknown numbers as zero.
     name, root: a name for the code, and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None

@@ -38,7 +38,7 @@ Modules = dict[str, ModuleType]
 
 @dataclass
 class Kept:
-    """What a call that builds a target several times keeps of it.
+    """Modules and models of targets, for a call that builds a target several times.
 
     modules: the imports of targets, by target: the target's module first, then its other modules;
     and `sys.path` after the import.  models: of configs, by all that they are built from.
@@ -129,7 +129,7 @@ def keeping(kept: Kept) -> Iterator[None]:
 
 
 def once(key: str, build: Callable[[], Any]) -> Any:
-    """What `build` makes, once for each key inside `keeping`; anew outside of it."""
+    """The result of `build`, made once for each key inside `keeping`, and anew outside of it."""
     kept = _KEPT.get()
     if kept is None:
         return build()
