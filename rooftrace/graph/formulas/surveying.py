@@ -142,11 +142,11 @@ class Survey:
 
     def _wanted(self, box: _Box) -> Iterator[_Place]:
         """The places in a box that are asked for."""
-        asked = itertools.zip_longest(box, self.levels, self.asked, fillvalue=())
+        asked = self.asked or ((),) * len(box)
         return itertools.product(
             *(
                 [i for i in range(low, high + 1) if not only or levels[i] in only]
-                for (low, high), levels, only in asked
+                for (low, high), levels, only in zip(box, self.levels, asked, strict=True)
             )
         )
 
