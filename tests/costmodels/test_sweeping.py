@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import rooftrace as rt
 from rooftrace.costmodels.ops import own_rules
 from rooftrace.errors import RequestError
 from rooftrace.hardware import units
-from rooftrace.studies.forms import Conditions, PlanForms, Points
+from rooftrace.studies.forms import Conditions, PlanForms, Points, pricing
 from rooftrace.studies.sweeps import SweepCase, evaluated
 from tests.costmodels.conftest import TEXT, example
 
@@ -96,6 +97,20 @@ def assert_equals_estimates(
 )
 def test_totals_and_times_are_those_of_estimates(form: rt.types.Form, execution: str) -> None:
     assert_equals_estimates(form, scattered(form, 12), execution)
+
+
+def test_plans_of_one_listed_length_say_nothing_of_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the lengths that are proven no plan is made that would show how bytes grow."""
+    monkeypatch.setattr(pricing, "_TRIED", 40)  # too few draws to hit the other length
+    whole = form_of(folder, "mixtral", "decode")
+    few = ((), (64, 256))
+    regimes = tuple(replace(each, levels=few) for each in whole.regimes if each.high[1] > 256)
+    form = rt.types.Form(whole.title, whole.phase, whole.names, regimes)
+    short = Points({"batch": range(2, 65), "kv": [64] * 63})
+    assert len(list(form.plans(short, Conditions.of("serving")))) < 20
+    assert_equals_estimates(form, [(32, 256), (2, 64)], "serving")
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_prompt_of_which_the_cache_is_read_routes_no_token(
     many = run(batch=3, kv=masks.MAX_CHOSEN)  # choices of more tokens are not followed
     assert {op.facts["rows_routed"] for op in grouped(many)} <= {6, 3, 12}
     short = run(batch=3, kv=6)
-    monkeypatch.setattr(running, "experts_by_size", lambda _: nullcontext())
+    monkeypatch.setattr(running, "without_experts", lambda *_: nullcontext())
     assert run(batch=3, kv=6) == short
 
 

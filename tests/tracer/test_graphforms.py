@@ -278,6 +278,23 @@ def test_nothing_is_traced_after_a_size_that_shows_a_form_wrong() -> None:
     assert survey.traces < 13
 
 
+def test_a_box_with_few_sizes_that_are_asked_for_takes_no_samples() -> None:
+    traced: list[tuple[int, ...]] = []
+
+    def records(many: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        traced.extend(many)
+        return [(x * y,) * min(x, 2) for x, y in many]  # as steps of a batch of 1
+
+    levels, asked = (range(1, 101), range(16, 201)), ((), (16, 200))
+    survey = Survey(("x", "y"), levels, records, form=RecordForm, asked=asked)
+    regimes = {(regime.low, regime.high): regime for regime in survey.regimes()}
+    assert regimes.keys() == {((2, 16), (100, 200)), ((1, 16), (1, 16)), ((1, 200), (1, 200))}
+    assert regimes[(2, 16), (100, 200)].form.at((50, 99)) == (50 * 99, 50 * 99)  # between, too
+    asked_of_all = len(traced)
+    list(Survey(("x", "y"), levels, records, form=RecordForm).regimes())
+    assert asked_of_all < len(traced) - asked_of_all
+
+
 def test_a_size_of_one_value_takes_no_samples() -> None:
     def records(many: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         return [(3 * numbers[0],) for numbers in many]

@@ -73,7 +73,8 @@ class Survey:
 
     names: of the sizes.  levels: for each the requested values; between them nothing is
     tried.  trace: gives the records.  most: of records; boxes unproven by then are no regimes.
-    form: the kind of form, fitted with `draws`.  word: what a record is called.
+    form: the kind of form, fitted with `draws`.  word: what a record is called.  asked: for each
+    size the only levels that anyone asks for, empty for all: few of them are traced one by one.
     """
 
     names: tuple[str, ...]
@@ -83,6 +84,7 @@ class Survey:
     form: type[RecordForm] = GraphForm
     draws: Sequence[Draw] = ()
     word: str = "traces"
+    asked: Levels = ()
     traces: int = 0  # made so far
     _records: dict[Numbers, Any] = field(default_factory=dict)
 
@@ -113,12 +115,11 @@ class Survey:
 
     def _regimes_of(self, box: _Box, left: list[_Box]) -> Iterator[Regime]:
         """The regimes found in a box; boxes still to be looked at go to `left`."""
-        count = _points(box)
         if self.traces > self.most:
             return
-        if count <= _FEW:
-            for place in _places(box):
-                yield self._single(self._at(place))
+        wanted = list(itertools.islice(self._wanted(box), _FEW + 1))
+        if len(wanted) <= _FEW:
+            yield from map(self._single, map(self._at, wanted))
             return
         samples = _scattered(box, 2 ** sum(low < high for low, high in box) + 2)
         tell(f"fitting {self._named(box)}: {len(samples)} {self.word}")
@@ -138,6 +139,16 @@ class Survey:
                 left += self._cut_by_structure(box, samples)
                 return
         yield from self._proven(box, form, samples, left)
+
+    def _wanted(self, box: _Box) -> Iterator[_Place]:
+        """The places in a box that are asked for."""
+        asked = self.asked or ((),) * len(box)
+        return itertools.product(
+            *(
+                [i for i in range(low, high + 1) if not only or levels[i] in only]
+                for (low, high), levels, only in zip(box, self.levels, asked, strict=True)
+            )
+        )
 
     def _single(self, numbers: Numbers) -> Regime:
         form = self.form.fitted(self.names, {numbers: self.graph(numbers)}, self.draws)
@@ -267,10 +278,6 @@ def _points(box: _Box) -> int:
     for low, high in box:
         count *= high - low + 1
     return count
-
-
-def _places(box: _Box) -> Iterator[_Place]:
-    return itertools.product(*(range(low, high + 1) for low, high in box))
 
 
 def _inside(box: _Box, place: _Place) -> bool:

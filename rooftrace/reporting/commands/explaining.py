@@ -163,7 +163,7 @@ def _bandwidth(link: str | float | None) -> float | None:
 
 
 def _formed(job: Job, levels: dict[str, Sequence[int]], said: bool) -> Form:
-    """The form over all batches of a device and one twice as large, and all lengths.
+    """The form over all batches of a device and one twice as large, and all lengths between.
 
     said: whether the user named the lengths; else a model that takes none so long gets its own.
     """
@@ -171,7 +171,8 @@ def _formed(job: Job, levels: dict[str, Sequence[int]], said: bool) -> Form:
     batches = range(1, 2 * most + 1)
     lengths = levels["kv"]
     try:
-        return form_of(job, {"batch": batches, "kv": range(min(lengths), max(lengths) + 1)})
+        over = {"batch": batches, "kv": range(min(lengths), max(lengths) + 1)}
+        return form_of(job, over, asked={"kv": lengths})
     except RequestError:
         if said:
             raise

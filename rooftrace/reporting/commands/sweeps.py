@@ -87,10 +87,12 @@ def form_of(
     levels: Levels,
     most: int = MOST_TRACES,
     seen: Callable[[str, OpGraph], None] | None = None,
+    asked: Levels | None = None,
 ) -> Form:
     """The form of a job of one phase over these levels.
 
-    seen: called with the sizes and the graph of the first trace.
+    seen: called with the sizes and the graph of the first trace.  asked: of some sizes, the only
+    levels that are asked for; others between them show how numbers grow.
     """
     from rooftrace.tracer.phases import SizedSource
 
@@ -108,7 +110,13 @@ def form_of(
         return graph
 
     bounded = {name: _bounded(sized, name, values, levels) for name, values in levels.items()}
-    survey = Survey(sized.names, tuple(bounded.values()), lambda many: list(map(trace, many)), most)
+    survey = Survey(
+        names=sized.names,
+        levels=tuple(bounded.values()),
+        trace=lambda many: list(map(trace, many)),
+        most=most,
+        asked=tuple((asked or {}).get(name, ()) for name in sized.names),
+    )
     regimes = tuple(survey.regimes())
     first = regimes[0].form.example if regimes else None
     return Form(

@@ -212,8 +212,17 @@ class PlanForms:
         if guards is not None:
             form = self._fitted(numbers, guards, points, left)
             if form is not None:
-                return _Cell(guards, form)
+                return _Cell((*guards, *self._unvaried(form)), form)
         return self._single(numbers)
+
+    def _unvaried(self, form: PlanForm) -> Iterator[Guard]:
+        """Guards on sizes that are open and equal in all samples: how numbers follow from them is
+        unknown."""
+        spans = zip(self.regime.low, self.regime.high, strict=True)
+        samples = zip(*form.regime.form.samples, strict=True)
+        for place, ((low, high), values) in enumerate(zip(spans, samples, strict=True)):
+            if low < high and len(set(values)) == 1:
+                yield _is_number(place, values[0])
 
     def _single(self, numbers: leaves.Numbers) -> _Cell:
         """The cell of these sizes alone."""
@@ -221,7 +230,7 @@ class PlanForms:
         single = RecordForm.fitted(self.regime.form.sizes, alone)
         regime = Regime(single, numbers, numbers)
         form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
-        return _Cell(tuple(_equal_to(numbers)), form, wide=False)
+        return _Cell(tuple(map(_is_number, range(len(numbers)), numbers)), form, wide=False)
 
     def _widened(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell | None:
         """The cell of a known form that holds at these sizes, too, and around them.
@@ -430,10 +439,9 @@ def _held(
         yield from zip(sizes, held.tolist(), strict=True)
 
 
-def _equal_to(numbers: leaves.Numbers) -> Iterator[Guard]:
-    for place, number in enumerate(numbers):
-        difference = Formula.total([(1, Formula.symbol(place)), (-1, Formula.constant(number))])
-        yield Guard("==", difference, True)
+def _is_number(place: int, number: int) -> Guard:
+    difference = Formula.total([(1, Formula.symbol(place)), (-1, Formula.constant(number))])
+    return Guard("==", difference, True)
 
 
 def _named(names: Sequence[str], numbers: Sequence[int]) -> str:

@@ -27,6 +27,8 @@ from rooftrace.tracer.recording import META_KEY, Entry, Recorder, Tape, installe
 from rooftrace.tracer.repeats import UnlikeLayersError
 from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import (
+    DECIDED,
+    ChoiceNeededError,
     UnknownValueError,
     Values,
     dtype_name,
@@ -327,8 +329,6 @@ MAX_LINES = 64
 """How many source lines may have their unknown conditions turned."""
 UNKNOWN_NUMBERS = (1, 0)
 """Values tried in turn for an unknown number, until the code runs."""
-_DECIDED = frozenset({"branch", "density", "value"})
-"""Kinds of assumptions that a user can decide."""
 
 
 class OwnBackwardError(RequestError):
@@ -348,12 +348,11 @@ def attempted(
     """Call `run` under a recorder; after a failure, again with the last unknown condition flipped.
 
     A check of arguments stands in one line and may run many times, so all conditions of a line are
-    flipped together first, and one by one if that fails too.  If neither helps and a number was
-    unknown, the last attempt takes that number as zero.
+    flipped together first, then one by one; the last attempt takes unknown numbers as zero.
     name, root: a name for the code, and the class of its module, for the message of the TraceError.
     """
     first: TraceError | None = None
-    repeats = options.repeats
+    repeats, follows_all = options.repeats, False
     apart: set[str] = set()  # paths of layers of which each is run, also under gradients
     for number in UNKNOWN_NUMBERS:
         turns = _Flips(options.branches)
@@ -364,7 +363,7 @@ def attempted(
                 number=number,
                 turned=turns.lines,
             )
-            values.by_number = bool(options.branches)
+            values.by_number, values.follows_all = bool(options.branches), follows_all
             recorder = Recorder(
                 values,
                 roll_loops=repeats,
@@ -378,6 +377,8 @@ def attempted(
                 return graph
             except RequestError:
                 raise
+            except ChoiceNeededError:
+                follows_all = True
             except UnlikeLayersError as error:  # all of them, if a second one is not alike
                 assert error.path not in apart
                 apart = {*apart, "" if apart else error.path}
@@ -444,7 +445,7 @@ def _explained(error: Exception, recorder: Recorder, name: str, root: str) -> Tr
         f"{name} failed in {where}: {type(error).__name__}: {error}",
         users_traceback(error),
     ]
-    decided = [a for a in recorder.values.assumptions if a.kind in _DECIDED]
+    decided = [a for a in recorder.values.assumptions if a.kind in DECIDED]
     for item in list({(a.kind, a.where): a for a in decided}.values())[-3:]:
         choice = f"{item.kind}@{item.where}" if item.where else item.kind
         other = str(not item.value).lower() if item.kind == "branch" else "NUMBER"

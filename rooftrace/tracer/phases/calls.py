@@ -18,7 +18,15 @@ from rooftrace.errors import RequestError
 from rooftrace.tracer import names
 from rooftrace.tracer.inputs import Inputs, calls as arguments
 from rooftrace.tracer.sharding import plans, zero
-from rooftrace.tracer.values import META, REAL_VALUE, parameters_of, tensors_in, trees, with_tensors
+from rooftrace.tracer.values import (
+    META,
+    REAL_VALUE,
+    Values,
+    parameters_of,
+    tensors_in,
+    trees,
+    with_tensors,
+)
 
 
 class EncoderOutputs(tuple[Any, ...]):
@@ -31,8 +39,8 @@ class EncoderOutputs(tuple[Any, ...]):
 
 
 @contextlib.contextmanager
-def experts_by_size(module: nn.Module) -> Iterator[None]:
-    """Inside, experts give results of their tokens' sizes and precision, and route no token.
+def without_experts(module: nn.Module, values: Values) -> Iterator[None]:
+    """Inside, experts give results of their tokens' sizes and precision, and nothing chooses them.
 
     For calls of which only the cache is read: its sizes depend on no choice of experts.
     """
@@ -41,7 +49,8 @@ def experts_by_size(module: nn.Module) -> Iterator[None]:
     for part in some:
         part.__dict__["forward"] = _sized
     try:
-        yield
+        with values.unchosen() if some else nullcontext():
+            yield
     finally:
         for part, forward in zip(some, before, strict=True):
             if forward is None:

@@ -27,7 +27,7 @@ from rooftrace.tracer.phases.attempts import (
     graph_of,
     tell_freed,
 )
-from rooftrace.tracer.phases.calls import ModuleCalls, experts_by_size
+from rooftrace.tracer.phases.calls import ModuleCalls, without_experts
 from rooftrace.tracer.phases.stepping import optimizer_class, step_all, step_shares
 from rooftrace.tracer.recording import Recorder, attend, overrides
 from rooftrace.tracer.sharding import ddp, fsdp, zero
@@ -224,12 +224,13 @@ class PhaseRunner:
             if state is None:
                 prompt = self.inputs.cached_kwargs
                 before = len(recorder.values.assumptions)
-                with recorder.paused(), experts_by_size(self.module):
+                with recorder.paused(), without_experts(self.module, recorder.values):
                     prompt = self.inputs.kwargs if prompt is None else prompt
                     prompted, state = self.calls.prompted(prompt)
                 recorder.values.asides = range(before, len(recorder.values.assumptions))
                 if not state:
                     raise RequestError(self.calls.without_cache("decode", prompted))
+                recorder.values.check_chosen(tensors_in(state))
             recorder.paths.counts.clear()
             recorder.storages.enter_gathered()
             encoded = state.get("encoder_outputs")
@@ -248,7 +249,7 @@ class PhaseRunner:
         assert self.inputs.lengths is not None  # `_fed_inputs` has seen to it
         lengths, before = self.inputs.lengths, len(recorder.values.assumptions)
         with torch.no_grad():
-            with recorder.paused(), experts_by_size(self.module):
+            with recorder.paused(), without_experts(self.module, recorder.values):
                 state = joined_state(self.calls, lengths)
             recorder.values.asides = range(before, len(recorder.values.assumptions))
             recorder.paths.counts.clear()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypedDict
@@ -29,6 +31,7 @@ from rooftrace.tracer.targets.configs import (
     without_code,
 )
 from rooftrace.tracer.targets.declared import Declared, declared_in
+from rooftrace.tracer.targets.isolation import once
 from rooftrace.tracer.targets.quantized_weights import Marked, marked
 from rooftrace.tracer.values import META, REAL_VALUE, Values, own_tensors
 
@@ -273,7 +276,10 @@ def from_config(described: Described, request: Request) -> Loaded:
     Where nothing names its precision, and its call or its loss refuses the default, it is
     built in fp32.  Raises TargetError, and RequestError for inputs that cannot be guessed.
     """
-    built = built_from(described)
+    # A trace leaves a module as it was; one that is spread over processes is changed.
+    spread = request.mesh or request.checkpoint != "none" or described.tensors
+    key = json.dumps(described._replace(config=None), default=repr)
+    built = built_from(described) if spread else once(key, partial(built_from, described))
     module = built.module
     module.config.name_or_path = module.config.name_or_path or described.name
     try:

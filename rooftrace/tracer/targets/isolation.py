@@ -18,7 +18,7 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,12 +38,14 @@ Modules = dict[str, ModuleType]
 
 @dataclass
 class Kept:
-    """The imports of targets, by target: for a call that builds a target several times.
+    """Modules and models of targets, for a call that builds a target several times.
 
-    Each entry: the target's module first, then its other modules; and `sys.path` after the import.
+    modules: the imports of targets, by target: the target's module first, then its other modules;
+    and `sys.path` after the import.  models: of configs, by all that they are built from.
     """
 
     modules: dict[str, tuple[Modules, list[str]]] = field(default_factory=dict)
+    models: dict[str, Any] = field(default_factory=dict)
 
 
 _KEPT: ContextVar[Kept | None] = ContextVar("_KEPT", default=None)
@@ -124,6 +126,16 @@ def keeping(kept: Kept) -> Iterator[None]:
         yield
     finally:
         _KEPT.reset(token)
+
+
+def once(key: str, build: Callable[[], Any]) -> Any:
+    """The result of `build`, made once for each key inside `keeping`, and anew outside of it."""
+    kept = _KEPT.get()
+    if kept is None:
+        return build()
+    if key not in kept.models:
+        kept.models[key] = build()
+    return kept.models[key]
 
 
 def prepare(key: str, first: Sequence[str], more: Sequence[str] = ()) -> ModuleType | None:

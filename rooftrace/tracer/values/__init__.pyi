@@ -19,4 +19,9 @@ from rooftrace.tracer.values.trees import (
     tensors_in as tensors_in,
     torch_dtype as torch_dtype,
 )
-from rooftrace.tracer.values.values import UnknownValueError as UnknownValueError, Values as Values
+from rooftrace.tracer.values.values import (
+    DECIDED as DECIDED,
+    ChoiceNeededError as ChoiceNeededError,
+    UnknownValueError as UnknownValueError,
+    Values as Values,
+)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ loops end."""
 _ANY = {"density": "SHARE", "value": "NUMBER"}
 DENSITY = 0.5
 """The share of an unknown mask that is taken as true."""
+DECIDED = frozenset({"branch", "density", "value"})
+"""Kinds of assumptions that a user can decide."""
 
 
 class Assumptions:
@@ -202,6 +205,10 @@ class UnknownValueError(RuntimeError):
     """The code needs a value that is unknown and too large to assume."""
 
 
+class ChoiceNeededError(RuntimeError):
+    """Code needs choices that were left out."""
+
+
 class Values(Assumptions, KnownTensors):
     """Known values of the meta tensors of one capture, and assumptions about unknown ones.
 
@@ -227,6 +234,33 @@ class Values(Assumptions, KnownTensors):
         self.finite: Callable[[Tensor], bool | None] = lambda tensor: None
         """The answer of a test for inf and nan on finite numbers; None for any other tensor."""
         self.uniform = UniformDraws(self)
+        self.follows_all = False  # also choices of calls that only fill a cache
+        self._follows, self._left = True, False
+
+    @contextmanager
+    def unchosen(self) -> Iterator[None]:
+        """Inside, indices that unknown scores choose stay unknown: a cache is filled without them.
+
+        Raises ChoiceNeededError where the code asks for one, or fails: then it needs `follows_all`.
+        """
+        before, self._follows = len(self.assumptions), self.follows_all
+        try:
+            yield
+        except Exception as error:
+            if self._left:
+                raise ChoiceNeededError from error
+            raise
+        finally:
+            self._follows = True
+        if self._left and any(each.kind in DECIDED for each in self.assumptions[before:]):
+            raise ChoiceNeededError
+
+    def check_chosen(self, kept: Iterable[Tensor]) -> None:
+        """Raise ChoiceNeededError where what is kept may have choices that were left out."""
+        if self._left and any(
+            not tensor.is_floating_point() and self.known(tensor) is None for tensor in kept
+        ):
+            raise ChoiceNeededError
 
     # -- asking ------------------------------------------------------------------------------------
 
@@ -302,6 +336,9 @@ class Values(Assumptions, KnownTensors):
         is a sort).  Returns the id of the assumption.
         """
         if not index.numel():
+            return None
+        if not self._follows:
+            self._left = True
             return None
         classes = max(source.shape[dimension] if source.dim() else 1, 1)
         shape = tuple(index.shape)
