@@ -29,6 +29,7 @@ from rooftrace.costmodels.kernels.intervals import (
     StepErrors,
 )
 from rooftrace.costmodels.kernels.knobs import Knobs, dump_knobs, load_knobs
+from rooftrace.measured.fit.cases import step_case
 from tests.costmodels.script_support import loaded
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
@@ -297,6 +298,19 @@ def test_a_step_that_waits_for_a_typical_host_says_so(tmp_path: Path) -> None:
     assert wide >= narrow
     whole = rt.estimate(tiny, "h200-sxm", "efficient")
     assert whole.times.t_host < 0.5 * typical.times.t_host
+
+
+def test_a_measured_step_is_a_point_that_knows_its_host(coverage: Any) -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(30)))
+    tiny = rt.trace(net, torch.zeros(2, 8))
+    step = step_case("tiny", tiny, rt.load_chip("h200-sxm"), "eager", 1e-3)
+    times = rt.estimate(tiny, "h200-sxm", "eager").times
+    point = coverage.Point("tiny", 1.0, 1.0, "").of("one", step)
+    late = (times.t_host - times.t_serial) / times.t_est
+    assert (point.behind, point.hosts) == (pytest.approx(late), 0.5) and late > 0.5
+    assert point.cell == times.cell
+    kernels = coverage.Point("tiny", 1.0, 1.0, "").of("one", times.cell)
+    assert kernels.behind == -1  # nothing in it waits for a host
 
 
 def test_one_step_of_a_source_says_nothing_of_how_steps_scatter(coverage: Any) -> None:
