@@ -4,7 +4,8 @@
 
 FOLDER holds run files of `rooftrace measure` (default: benchmarks/measurements/), each with the
 chip that `rooftrace measure --chip-only` made on the same machine.  The models of a run are sorted
-by name and dealt into two halves; a fit sees one half, the other is predicted, both ways.
+by name and dealt into two halves; a fit sees one half, the other is predicted, both ways.  Points
+hold the kernels of a step on a GPU beside it, which the run has timed alone.
 """
 
 from __future__ import annotations
