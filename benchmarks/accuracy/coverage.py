@@ -13,8 +13,12 @@ Cells are a hierarchy: steps that agree in the first fields of `ORDER`.  The mea
 to that of the cells around it, as if these were `DRAWN` sources, and so is the scale: the 90th
 percentile of how far a source is from what all others say of its cell.  Steps of a source are
 alike, so n of them count as n / (n + `HALF`) of a source (random effects: DerSimonian and Laird,
-"Meta-analysis in clinical trials", 1986); those that a host bounds count less (see `Behind`), and
-of n steps n - 1 say how they scatter.  Ends are order statistics of left-out sources in scales.
+"Meta-analysis in clinical trials", 1986); those that may wait for a host count less (`Behind`), and
+where their kernels were timed alone these count instead; of n steps n - 1 say how they scatter.
+Ends are order statistics of left-out sources in scales.
+
+Hosts have a scale of their own, by the steps that wait for them: how far one is from the others of
+its source.  How far hosts lie apart is a fact of each host (`spread`).
 
 After a fit of one factor, errors are those within a source: each family against the others.
 """
@@ -76,6 +80,7 @@ MOST = 200
 SHARE = 0.9
 """The share of left-out steps that a scale holds."""
 HOSTS = load_host("typical").spread.value
+"""How far host times are apart where no step that waits was measured: as hosts are."""
 FEWEST = 6
 """Families of a source on which a fit is tried."""
 
@@ -163,12 +168,22 @@ def part(steps: float) -> float:
     return max(0.0, steps) / (max(0.0, steps) + HALF)
 
 
-def _thinned(points: Sequence[Point]) -> Held:
+def _thinned(points: Sequence[Point], hosts: float) -> Held:
     chosen = sorted(points, key=error)
     if len(chosen) > MOST:
         chosen = [chosen[int((n + 0.5) * len(chosen) / MOST)] for n in range(MOST)]
-    share = [max(1e-6, behind(point).before()) for point in chosen]
+    share = [max(1e-6, behind(point).before(hosts)) for point in chosen]
     return Held(np.array([error(point) for point in chosen]), np.array(share), len(points))
+
+
+def within_runs(late: Mapping[str, Array], without: str | None = None) -> float:
+    """The scale of errors of hosts, of steps that wait for them by source: each from the others."""
+    held = [off for source, off in late.items() if source != without and len(off) > 1]
+    if not held:
+        return OF_SCALE * HOSTS
+    values = [np.abs(off - off.mean()) * len(off) / (len(off) - 1) for off in held]
+    weights = [np.full(len(off), part(len(off) - 1) / len(off)) for off in held]
+    return quantile(np.concatenate(values), np.concatenate(weights), SHARE)
 
 
 # -- the hierarchy ---------------------------------------------------------------------------------
@@ -183,9 +198,15 @@ class Hierarchy:
     def __init__(self, points: Iterable[Point], order: Sequence[str] = ORDER) -> None:
         self.order = tuple(order)
         here: dict[Key, list[Point]] = defaultdict(list)
+        late: dict[str, list[float]] = defaultdict(list)
         for point in points:
-            here[point.source, self.path(point.cell)].append(point)
-        self.held = {key: _thinned(values) for key, values in here.items()}
+            if not point.kernels:  # else these are a point of their own
+                here[point.source, self.path(point.cell)].append(point)
+            if behind(point).share > 0:
+                late[point.source].append(error(point))
+        self.late = {source: np.array(off) for source, off in late.items()}
+        hosts = within_runs(self.late)
+        self.held = {key: _thinned(values, hosts) for key, values in here.items()}
         self.inside: dict[Path_, dict[str, list[Path_]]] = defaultdict(lambda: defaultdict(list))
         for source, path in self.held:
             for depth in range(len(path) + 1):
@@ -342,6 +363,7 @@ class Hierarchy:
             low=tuple(round(end, 4) for end in low),
             high=tuple(round(end, 4) for end in high),
             scatter=tuple(round(value, 4) for value in self.scatter),
+            hosts=round(within_runs(self.late), 4),
             cells=cells,
             uses=uses,
         )
@@ -352,8 +374,8 @@ def error(point: Point) -> float:
 
 
 def behind(point: Point) -> Behind:
-    """Where the host of a point is, which nobody measured; on a CPU nowhere."""
-    return Behind(point.behind, HOSTS) if point.cell.kind != "cpu" else Behind()
+    """Where the host of a point is; on a CPU nowhere."""
+    return Behind(point.behind, point.hosts) if point.cell.kind != "cpu" else Behind()
 
 
 # -- after a fit -----------------------------------------------------------------------------------
@@ -385,10 +407,13 @@ def by_source(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def fitted_steps(points: Sequence[Point]) -> Residuals | None:
-    """Residuals after a fit of one factor, of the steps of sources with enough families."""
+    """Residuals after a fit of one factor, of the steps of sources with enough families.
+
+    Those that wait for their host are left out.
+    """
     values, groups, spreads = [], [], []
     for source, chosen in by_source(points).items():
-        steps = [p for p in chosen if p.phase != "kernel"]
+        steps = [p for p in chosen if p.phase != "kernel" and behind(p).share <= 0]
         if len({family(p) for p in steps}) < FEWEST:
             continue
         left = one_factor(steps)
@@ -435,6 +460,7 @@ class LeftOut:
         self.hierarchy = Hierarchy(points)
         low, high = self.hierarchy.ends()
         self._kept: dict[tuple[Path_, str | None], tuple[float, float]] = {}
+        self._hosts: dict[str | None, float] = {}
         self.ends = low[LEVELS.index(LEVEL)], high[LEVELS.index(LEVEL)]
 
     def interval(self, point: Point, without: str | None) -> tuple[float, float]:
@@ -443,7 +469,9 @@ class LeftOut:
         if (path, without) not in self._kept:
             mean, known = self.hierarchy.mean(path, without)
             self._kept[path, without] = mean, self.hierarchy.wide(path, known, without)
-        mean, scale = behind(point).later(*self._kept[path, without])
+        if without not in self._hosts:
+            self._hosts[without] = within_runs(self.hierarchy.late, without)
+        mean, scale = behind(point).later(*self._kept[path, without], self._hosts[without])
         low, high = self.ends
         return min(0.0, mean + low * scale), max(0.0, mean + high * scale)
 
@@ -529,7 +557,7 @@ def group_of(point: Point) -> str:
 def text_of(table: IntervalTable) -> str:
     """The TOML text of a table."""
     head = {name: getattr(table, name) for name in
-            ("title", "order", "levels", "low", "high", "scatter")}  # fmt: skip
+            ("title", "order", "levels", "low", "high", "scatter", "hosts")}  # fmt: skip
     head = {name: list(v) if isinstance(v, tuple) else v for name, v in head.items()}
     cells = {
         name: {f: getattr(steps, f) for f in ("mean", "scale", "sources", "steps")}

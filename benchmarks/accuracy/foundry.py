@@ -10,11 +10,19 @@ that made the tables.  That kernel is taken to be as much slower than FlashAtten
 of the latter says (Dao, 2023: 1.3 to 1.5 times forward, twice backward); like that one it uses the
 matrix instructions of sm_80.  Rows in fp8 ran the linear layers of TransformerEngine.
 
+Runs on 128 and more H100 were made by another script (scripts/train/benchmarking/sweep.py, January
+2024): four models with FlashAttention 2.4.2, for which every layer takes rows of padding out and
+puts them back; gathering ahead both ways; and gradients reduced in fp32, as Composer does since
+0.16.4.
+
 A microbatch of one GPU is traced.  Added to its kernels are
 - what FSDP exchanges in backward: Composer's default is BACKWARD_POST, which gathers a layer's
   weights when the layer before is done, after its gradients on the same stream of NCCL; gathering
-  in forward is taken to hide behind computing.  Times are those of the DGX system of the GPU;
-- copies of gradients into the flat parameter of each layer;
+  in forward is taken to hide behind computing.  On 128 and more H100 all of it should hide, and
+  counts in full: rows of 7b to 70b are slower than their kernels by 0.7 to 1.1 times the exchange
+  (beside what rows on 8 are), so it seems to take from products what it takes itself.  Times are
+  those of the DGX system of the GPU;
+- copies of gradients into the flat parameter of each layer, and casts of those reduced in fp32;
 - the optimizer, over the microbatches of a step.
 
 Two numbers, what the GPUs sustain of their arithmetic and of their bandwidth, and one factor, are
@@ -55,6 +63,10 @@ NODE = 8
 UPDATE = 110
 """Bytes that an update moves for each parameter of a GPU: the norm of gradients, and about nine
 kernels over fp32 numbers in Composer's DecoupledAdamW."""
+LARGE = 128
+"""GPUs from which on H100 ran as sweep.py says."""
+WITH_FLASH = ("1b", "3b", "7b", "70b")
+"""Models that it ran with FlashAttention 2; the others kept Triton."""
 ATTENTION = 32768
 """From sequences of so many tokens on attention takes most of the time."""
 SLOWER = {"forward": 1.4, "backward": 2.0}
@@ -84,6 +96,15 @@ class Row:
     accumulated: int  # microbatches of a step
 
     @property
+    def large(self) -> bool:
+        """Whether sweep.py made it."""
+        return self.gpus >= LARGE and rt.load_chip(self.chip).architecture == "sm_90"
+
+    @property
+    def flash(self) -> bool:
+        return self.large and self.model in WITH_FLASH
+
+    @property
     def name(self) -> str:
         kept = ", checkpointed" if self.checkpoint else ""
         kept += ", fp8" if self.fp8 else ""
@@ -94,6 +115,7 @@ class Row:
         """The name of its trace."""
         kept = "-checkpoint" if self.checkpoint else ""
         kept += "-fp8" if self.fp8 else ""
+        kept += "-unpads" if self.flash else ""
         return f"mpt-metrics-{self.model}-{self.batch}x{self.seq}{kept}"
 
 
@@ -147,7 +169,8 @@ def traced(row: Row, cache: Path) -> rt.types.OpGraph:
         from mpt import Mpt, microbatch
 
         with torch.device("meta"):
-            model = Mpt(row.model, row.seq, row.checkpoint, row.fp8).train().bfloat16()
+            model = Mpt(row.model, row.seq, row.checkpoint, row.fp8, row.flash)
+            model = model.train().bfloat16()
         ids = torch.zeros(row.batch, row.seq, dtype=torch.long, device="meta")
         return rt.trace(microbatch, model, ids)
 
@@ -161,21 +184,25 @@ def beside(row: Row, on: rt.types.Chip, knobs: Knobs) -> float:
     system = load_system(SYSTEMS[on.architecture]) if on.architecture in SYSTEMS else None
     system = System.of_chip(on) if system is None else system.with_chip(on)
     layers = SIZES[row.model][2]
-    kinds = ("all_gather", "reduce_scatter") if row.gathered else ("reduce_scatter",)
     of_layer = 2 * row.parameters / layers
+    exchanges = [("reduce_scatter", of_layer * (1 + row.large))]  # in fp32, or in bf16
+    exchanges += [("all_gather", of_layer)] * (row.gathered + row.large)
     exchanged = sum(
-        layers * collective_seconds(system, kind, of_layer, range(row.gpus)).seconds
-        for kind in kinds
+        layers * collective_seconds(system, kind, nbytes, range(row.gpus)).seconds
+        for kind, nbytes in exchanges
     )
-    moved = 4 * row.parameters + UPDATE * row.parameters / row.gpus / row.accumulated
+    moved = (4 + 6 * row.large) * row.parameters
+    moved += UPDATE * row.parameters / row.gpus / row.accumulated
     return float(exchanged + moved / (on.memory_bandwidth.value * knobs.memory))
 
 
-def start_on(chip: str) -> Knobs:
-    """Typical shares, with attention at the pace of Triton."""
+def start_on(chip: str, flash: bool = False) -> Knobs:
+    """Typical shares, with attention at the pace of Triton or of FlashAttention 2."""
     on = rt.load_chip(chip)
     usual = Knobs.typical(on, compiled=False)
     attention = attention_knobs(usual.attention, on, "flash2")
+    if flash:
+        return replace(usual, attention=attention)
     slow = replace(attention, products=attention.products / SLOWER["forward"])
     share = usual.share("attention").compute / SLOWER["backward"]
     return replace(usual.with_shares(compute={"attention": share}), attention=slow)
@@ -191,18 +218,19 @@ class Found:
 
 
 def predicted(rows: list[Row], cases: list[Case], chip: str) -> Found:
-    start = start_on(chip)
-    others = [beside(row, rt.load_chip(chip), start) for row in rows]
+    on, starts = rt.load_chip(chip), [start_on(chip, row.flash) for row in rows]
+    kernels = [predict([case], start)[0] for case, start in zip(cases, starts, strict=True)]
+    others = [beside(row, on, start) for row, start in zip(rows, starts, strict=True)]
     inside = [
         replace(case, seconds=max(row.seconds - other, row.seconds / 2))
         for row, case, other in zip(rows, cases, others, strict=True)
         if row.gpus == NODE
     ]
-    numbers = left_out(inside, start, (row.model for row in rows))
-    before = [k + other for k, other in zip(predict(cases, start), others, strict=True)]
+    numbers = left_out(inside, start_on(chip), (row.model for row in rows))
+    before = [k + other for k, other in zip(kernels, others, strict=True)]
     after = [
         predict([case], with_numbers(start, FEW, numbers[row.model]))[0] + other
-        for row, case, other in zip(rows, cases, others, strict=True)
+        for row, case, start, other in zip(rows, cases, starts, others, strict=True)
     ]
     factor = one_factor(
         before,

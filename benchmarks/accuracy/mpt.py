@@ -108,11 +108,46 @@ class Fp8Linear(nn.Linear):
         return Fp8Product.apply(x, self.weight, self.bias)
 
 
+class Unpadded(torch.autograd.Function):
+    """Rows [B, S, C] that a mask shows, as one [T, C]; here it shows all, and T is B S.
+
+    flash_attn.bert_padding.index_first_axis: a gather, and in backward zeros and a scatter.
+    """
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return torch.gather(x.flatten(0, 1), 0, rows[:, None].expand(-1, x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx, g):
+        (rows,) = ctx.saved_tensors
+        whole = g.new_zeros(ctx.shape).flatten(0, 1)
+        return whole.scatter_(0, rows[:, None].expand(-1, g.shape[-1]), g).view(ctx.shape), None
+
+
+class Padded(torch.autograd.Function):
+    """The inverse (index_put_first_axis): zeros and an index_put, and in backward rows of it."""
+
+    @staticmethod
+    def forward(ctx, x, rows):
+        ctx.save_for_backward(rows)
+        whole = x.new_zeros(x.shape)
+        whole[rows] = x
+        return whole
+
+    @staticmethod
+    def backward(ctx, g):
+        (rows,) = ctx.saved_tensors
+        return g[rows], None
+
+
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, fp8: bool) -> None:
+    def __init__(self, width: int, heads: int, fp8: bool, unpads: bool) -> None:
         super().__init__()
         linear = Fp8Linear if fp8 else nn.Linear
-        self.heads = heads
+        self.heads, self.unpads = heads, unpads
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = linear(width, 3 * width)
         self.out = linear(width, width)
@@ -121,24 +156,39 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shape = (*x.shape[:2], self.heads, -1)
-        q, k, v = (
-            part.reshape(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        parts = self.qkv(self.norm_1(x)).chunk(3, -1)
+        rows = torch.arange(x.shape[0] * x.shape[1], device=x.device) if self.unpads else None
+        if rows is not None:  # every layer, of q, k and v
+            parts = tuple(Unpadded.apply(part, rows) for part in parts)
+        q, k, v = (part.reshape(shape).transpose(1, 2) for part in parts)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        if rows is not None:
+            mixed = Padded.apply(mixed.reshape(-1, x.shape[-1]), rows)
+        x = x + self.out(mixed.reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Mpt(nn.Module):
-    """Logits of ids [batch, sequence]; the output layer is the embedding."""
+    """Logits of ids [batch, sequence]; the output layer is the embedding.
 
-    def __init__(self, size: str, places: int, checkpoint: bool = False, fp8: bool = False) -> None:
+    unpads: attention by flash_attn, around which llm-foundry of that year takes rows of padding
+    out and puts them back, though there are none (llmfoundry/models/layers/attention.py).
+    """
+
+    def __init__(
+        self,
+        size: str,
+        places: int,
+        checkpoint: bool = False,
+        fp8: bool = False,
+        unpads: bool = False,
+    ) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         width, heads, layers = SIZES[size]
         self.tokens = nn.Parameter(torch.empty(VOCABULARY, width))
         self.places = nn.Parameter(torch.empty(places, width))
-        self.blocks = nn.ModuleList(Block(width, heads, fp8) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, fp8, unpads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@
 
 FOLDER holds run files of `rooftrace measure` (default: benchmarks/measurements/), each with the
 chip that `rooftrace measure --chip-only` made on the same machine.  The models of a run are sorted
-by name and dealt into two halves; a fit sees one half, the other is predicted, both ways.
+by name and dealt into two halves; a fit sees one half, the other is predicted, both ways.  Points
+hold the kernels of a step on a GPU beside it, which the run has timed alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from points import Point, write_points
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import plan
+from rooftrace.costmodels.kernels.intervals import Behind
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.hardware.chip import Chip
 from rooftrace.measured.alignment.pairing import steps_of_run
@@ -59,15 +61,21 @@ def runs(folder: Path) -> list[tuple[str, rt.types.Run, Chip]]:
     return found
 
 
-def cases_of(run: rt.types.Run, chip: Chip, mode: str) -> list[Case]:
-    """The steps of a run that ran so, traced."""
+def cases_of(run: rt.types.Run, chip: Chip, mode: str) -> tuple[list[Case], list[Case]]:
+    """The steps of a run that ran so, traced; and the kernels alone of those on a GPU."""
     if not any(row.mode == mode for row in run.models):
-        return []
-    model = execution_model(mode)
-    return [
+        return [], []
+    model, steps = execution_model(mode), steps_of_run(run, mode)
+    cases = [
         step_case(one.label, plan(one.graph(), model), chip, model, one.seconds, one.group)
-        for one in steps_of_run(run, mode)
+        for one in steps
     ]
+    kernels = [
+        replace(case, seconds=took, dispatches=0, host=0.0, behind=Behind())
+        for one, case in zip(steps, cases, strict=True)
+        if not chip.host_waits and (took := one.row.device_seconds if one.row else None)
+    ]
+    return cases, kernels
 
 
 def halves(
@@ -78,11 +86,12 @@ def halves(
     points: list[Point] = []
     for mode in MODES:
         tell(f"{name}: {mode}")
-        cases = cases_of(run, chip, mode)
+        cases, kernels = cases_of(run, chip, mode)
         models = sorted({case.group for case in cases})
         if len(models) < 4:
             continue
         start = usual_start(chip, execution_model(mode))
+        alone = {case.name: case.seconds for case in kernels}
         for kept in (set(models[::2]), set(models[1::2])):
             inside = [case for case in cases if case.group in kept]
             outside = [case for case in cases if case.group not in kept]
@@ -103,13 +112,28 @@ def halves(
                     tuple(p.name for p in chosen.parameters if p.identified),
                 )
             )
-            points += [
-                Point(case.name, seconds, case.seconds, f"{mode} {_phase(case.name)}").of(
-                    f"rooftrace {name}", case
-                )
-                for case, seconds in zip(outside, predict(outside, start), strict=True)
-            ]
+            points += points_of(name, mode, outside, predict(outside, start), alone)
+        if kernels:
+            points += points_of(name, f"{mode} kernels of", kernels, predict(kernels, start))
     return found, points
+
+
+def points_of(
+    name: str,
+    how: str,
+    cases: Sequence[Case],
+    predicted: Sequence[float],
+    alone: Mapping[str, float] | None = None,
+) -> list[Point]:
+    """A point for each case.  alone: seconds of the kernels of those that have a point of these."""
+    found = []
+    for case, seconds in zip(cases, predicted, strict=True):
+        kernels = (alone or {}).get(case.name, 0.0)
+        point = Point(
+            case.name, seconds, case.seconds, f"{how} {_phase(case.name)}", kernels=kernels
+        )
+        found.append(point.of(f"rooftrace {name}", case))
+    return found
 
 
 def _errors(cases: Sequence[Case], predicted: Sequence[float]) -> Errors:

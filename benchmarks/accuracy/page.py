@@ -183,8 +183,11 @@ Attention was a Triton kernel there; how much slower than FlashAttention 2 it is
 paper of the latter, and on H100 it has the matrix instructions of sm_80 alone. Composer's defaults
 are added: two metrics of each microbatch (cross entropies in fp32), and gathering and reducing in
 backward, which its prefetching leaves exposed; their times are those of the DGX system. That this
-exchange is not hidden was found on the 8-GPU rows, and then read in Composer. Rows that fill the
-memory (30 B and 13 B on 8 GPUs) take longer.""",
+exchange is not hidden was found on the 8-GPU rows, and then read in Composer. Rows of 128 and more
+H100 ran otherwise, as their script says: FlashAttention 2 for four models, around which each layer
+takes out rows of padding, gradients reduced in fp32, gathering ahead. That should hide all of the
+exchange; the rows say that it costs what it takes (7 B to 70 B: 0.7 to 1.1 times), so it counts in
+full. Rows that fill the memory (30 B and 13 B on 8 GPUs) take longer.""",
     ),
     Part(
         "Published steps",
@@ -321,7 +324,9 @@ run, and what limits it. A cell of these takes its mean and its width from the s
 it, drawn towards the cells around it; steps of a source are alike, so n of them count as n / (n +
 5) of a source. Cells that nobody measured take both from there, and are wider by how far cells are
 apart. Which field is dropped first is where sources are least apart: the generation. What the host
-takes has errors of its own, as far as hosts lie apart, and steps that a host bounds make no cell.
+takes has errors of its own: as far as hosts lie apart, and at least as far as steps of one run do
+that wait for theirs. These make no cell, and where the kernels of a step were timed alone, their
+time makes it. An interval takes of each as much as the step may wait for it.
 *Inside*: of the steps, with nothing of their source (one file, or one publication) in the interval.
 *Effective*: how many sources of equal size would say as much of a group. Rows of a source err
 together, so with one or two of them *inside* is nearly all or nothing, and only the mean over many

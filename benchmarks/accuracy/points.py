@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 
 from rooftrace.costmodels.estimates import Estimate
-from rooftrace.costmodels.kernels.intervals import StepCell
+from rooftrace.costmodels.kernels.intervals import Behind, StepCell
 from rooftrace.measured.fit.cases import Case
 
 
@@ -33,7 +33,8 @@ class Point:
 
     predicted: without a fit, where `source` is not "".  group: what it is coloured by.  source:
     what intervals leave out together (one file or publication).  The others say where it is, as
-    `StepCell` has them.  behind: the share of `Behind`.
+    `StepCell` has them.  behind, hosts: the share and the spread of `Behind`.  kernels: measured
+    seconds of its kernels, where these are a point of their own.
     """
 
     label: str
@@ -48,6 +49,8 @@ class Point:
     work: str = ""
     limit: str = ""
     behind: float = -1.0
+    hosts: float = 0.0
+    kernels: float = 0.0
 
     @property
     def cell(self) -> StepCell:
@@ -55,15 +58,14 @@ class Point:
 
     def of(self, source: str, cell: StepCell | Estimate | Case) -> Point:
         """This point with its source and where it is: a cell, or that of a priced step."""
-        behind = -1.0
-        if isinstance(cell, Estimate):
-            cell, behind = cell.times, cell.times.behind.share
-        at = cell if isinstance(cell, StepCell) else cell.cell
-        here = {field.name: getattr(at, field.name) for field in fields(StepCell)}
-        return replace(self, source=source, behind=behind, **here)
+        at = cell.times if isinstance(cell, Estimate) else cell
+        host = Behind() if isinstance(at, StepCell) else at.behind
+        where = at if isinstance(at, StepCell) else at.cell
+        here = {field.name: getattr(where, field.name) for field in fields(StepCell)}
+        return replace(self, source=source, behind=host.share, hosts=host.spread, **here)
 
 
-_NUMBERS = ("predicted", "measured", "behind")
+_NUMBERS = ("predicted", "measured", "behind", "hosts", "kernels")
 
 
 def write_points(path: Path, points: Iterable[Point]) -> None:

@@ -9,7 +9,8 @@ Willett, "Distribution-free inference with hierarchical data", 2023).
 
 After a fit, residuals are those of its left-out steps, in standard deviations of a step
 (`Knobs.spread` and those of classes, by its time).  Without one, `IntervalTable` has the mean and
-the scale of residuals by where a step is: its `StepCell`; `Behind` adds the errors of its host.
+the scale of residuals of kernels by where a step is, its `StepCell`, and the scale of those of
+hosts.  A step takes the longer of both times (`Behind`), so it has each as far as it waits for it.
 """
 
 from __future__ import annotations
@@ -414,37 +415,39 @@ class Behind:
         log: Any = math.log1p if isinstance(later, float) else np.log1p
         return log(-larger(later, 0.0)), log(smaller(later, 0.0))
 
-    def before(self) -> Any:
-        """How likely the device is done later, as far as the host's spread says it."""
+    def before(self, hosts: float) -> Any:
+        """How likely the device is done later, as far as errors of hosts say it; see `later`."""
         device, host = self.ends()
-        return _share_below((device - host) / max(self.deviation, _NO_HOST))
+        return _share_below((device - host) / max(self.deviation(hosts), _NO_HOST))
 
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of the logarithm of the host's seconds."""
-        return math.sqrt(math.log1p(self.spread**2))
+    def deviation(self, hosts: float) -> float:
+        """The standard deviation of the logarithm of the host's seconds.
 
-    def grounds(self, cell: StepCell) -> str:
+        As far as steps of one run lie apart, whose host was measured, or as such hosts do, if that
+        is farther: how far these are apart was told by steps, too.
+        """
+        return max(hosts / OF_SCALE, math.sqrt(math.log1p(self.spread**2)))
+
+    def grounds(self, cell: StepCell, hosts: float) -> str:
         """A phrase on what an interval of one point assumes of the host; "" where it is early."""
-        if cell.kind == "cpu" or self.before() > 0.95:
+        if cell.kind == "cpu" or self.before(hosts) > 0.95:
             return ""
         return f"; hosts lie {self.spread:.0%} apart" if self.spread else "; the host was measured"
 
-    def later(self, mean: Any, scale: Any) -> tuple[Any, Any]:
+    def later(self, mean: Any, scale: Any, hosts: float) -> tuple[Any, Any]:
         """The mean and the scale of errors of a step whose kernels have these.
 
         A step takes the longer of two times, each with errors of its own: the moments of the
-        greater of two normal variables (Clark, Operations Research 9, 1961).  Host times err as
-        kernels do and, where the host was not measured, as hosts lie apart.
+        greater of two normal variables (Clark, Operations Research 9, 1961).  hosts: the scale of
+        errors of hosts within a run.
         """
         first, second = self.ends()
-        first, own = first + mean, scale / OF_SCALE
-        hosts = (own**2 + self.deviation**2) ** 0.5
-        apart = (own**2 + hosts**2) ** 0.5
+        first, own, host = first + mean, scale / OF_SCALE, self.deviation(hosts)
+        apart = (own**2 + host**2) ** 0.5
         gap = (first - second) / apart
         share, density = _share_below(gap), apart * math.e ** (-(gap**2) / 2) / math.tau**0.5
         middle = first * share + second * (1 - share) + density
-        squares = (first**2 + own**2) * share + (second**2 + hosts**2) * (1 - share)
+        squares = (first**2 + own**2) * share + (second**2 + host**2) * (1 - share)
         return middle, OF_SCALE * (squares + (first + second) * density - middle**2) ** 0.5
 
 
@@ -483,8 +486,9 @@ class IntervalTable:
 
     order: fields of a `StepCell`, the first is dropped last.  cells: by the values of the first of
     these, joined by ", "; "" is all steps.  levels, low, high: ends in scales.  scatter: how far
-    means of cells are from those around them, by the number of fields that both share.  uses: of
-    steps after a fit, wherever they are.
+    means of cells are from those around them, by the number of fields that both share.  hosts: the
+    scale of steps that wait for their host, each from the others of its run.  uses: of steps after
+    a fit, wherever they are.
 
     The benchmark script coverage.py writes it.
     """
@@ -495,6 +499,7 @@ class IntervalTable:
     low: tuple[float, ...]
     high: tuple[float, ...]
     scatter: tuple[float, ...]
+    hosts: float
     cells: Mapping[str, CellSteps]
     uses: Mapping[str, Residuals] = field(default_factory=dict)
 
@@ -534,7 +539,7 @@ class IntervalTable:
         """
         mean, scale = self.steps_at(cell).mixed(self.steps_at(cell.of_kernel), alone)
         if behind is not None and cell.kind != "cpu":
-            mean, scale = behind.later(mean, scale)
+            mean, scale = behind.later(mean, scale, self.hosts)
         low, high = (tuple(mean + end * scale for end in ends) for ends in (self.low, self.high))
         return StepErrors(self.levels, low, high)
 
@@ -552,8 +557,12 @@ class IntervalTable:
 
         return min((variance(StepCell.of(text)) for text in cells), default=0.0)
 
-    def grounds(self, cell: StepCell) -> str:
-        """A sentence on the measured steps that an interval at a cell rests on."""
+    def grounds(self, cell: StepCell, alone: float = 0.0, behind: Behind | None = None) -> str:
+        """A sentence on what an interval rests on: measured steps, and the host; see `errors`."""
+        told = self._grounds(cell.of_kernel if alone > 0.5 else cell)
+        return told if behind is None else told + behind.grounds(cell, self.hosts)
+
+    def _grounds(self, cell: StepCell) -> str:
         depth, steps = self.measured(cell)
         kind = "kernel" if cell.phase == "kernel" else "step"
         of = f"{plural(steps.steps, f'measured {kind}')} of {plural(steps.sources, 'source')}"

@@ -317,7 +317,7 @@ class Knobs(Plain):
         """A sentence on the steps that an interval at a cell rests on; "" where there are none."""
         table, residuals = IntervalTable.shipped(), self.of_use
         if self.residuals == USUAL:
-            return table.grounds(cell.of_kernel if alone > 0.5 else cell) + behind.grounds(cell)
+            return table.grounds(cell, alone, behind)
         if residuals is None:
             return ""
         other = table.apart(residuals.cells, cell) > 0

@@ -14,7 +14,7 @@ import numpy as np
 from rooftrace._plain import Plain
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, plan
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.costmodels.kernels.intervals import StepCell
+from rooftrace.costmodels.kernels.intervals import Behind, StepCell
 from rooftrace.costmodels.kernels.seconds import KernelTable, clock_of, kernel_table, rest_of
 from rooftrace.costmodels.timing.queue import HostSeconds, host_seconds
 from rooftrace.costmodels.timing.steps import time_plan
@@ -48,6 +48,7 @@ class Case:
     dispatches: int = 0  # that the host enqueued; 0 where the host does not matter
     layouts: bool = False  # whether hidden layout copies count; see `KernelTable.seconds`
     cell: StepCell = field(default_factory=StepCell)  # where it is among measured steps
+    behind: Behind = field(default_factory=Behind)  # where its host is
     group: str = ""  # cases of one group are left out together when a fit is checked
     dispatch: float | None = None  # s of each dispatch; None: the knob of this name
     host: float = 0.0  # other s of the host: views, calls of modules
@@ -81,7 +82,7 @@ def step_case(
         raise RequestError(f"{name}: {seconds!r} seconds: expected a time above 0")
     planned = graph if isinstance(graph, Plan) else plan(graph, execution)
     table, _ = kernel_table(planned, chip)
-    model = planned.execution
+    model, step = planned.execution, time_plan(planned, chip).step
     each, dispatches, other = _host(model, chip), 0, 0.0
     for launch in planned.launches:
         times = math.prod(planned.graph.repeats[r].count for r in launch.repeats)
@@ -100,7 +101,8 @@ def step_case(
         group=group,
         dispatch=None if model.dispatch == "eager" else each.dispatch,
         host=other,
-        cell=time_plan(planned, chip).step.cell,
+        cell=step.cell,
+        behind=step.behind,
     )
 
 
