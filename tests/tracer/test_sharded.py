@@ -39,6 +39,7 @@ from tests.tracer.sharded_models import (
     Net,
     allocated,
     fsdp,
+    low,
     piped,
     sp,
     step,
@@ -65,9 +66,12 @@ def exchanged(graph: Any, part: str | None = None) -> Counter[str]:
     return Counter(op.collective.kind for op in made if part in (None, op.part))
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "ddp"])
+ON_HOST = {"dp": 4}, functools.partial(low, offload_policy=CPUOffloadPolicy(False)), False
+
+
+@pytest.mark.parametrize("way", [*(way for way in WAYS if way != "ddp"), "fsdp-host"])
 def test_as_many_collectives_as_torch_counts_on_real_tensors(way: str) -> None:
-    sizes, spread, again = WAYS[way]
+    sizes, spread, again = WAYS.get(way, ON_HOST)
     with rt.tools.fake_mesh(sizes) as mesh:
         with torch.device("meta"):
             net = spread(Net(again=again), mesh)
