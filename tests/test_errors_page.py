@@ -14,6 +14,7 @@ PAGE = ROOT / "docs" / "errors.md"
 CAUGHT_INSIDE = {
     "CannotCountError": "a counter cannot count such a thing: its count says so",
     "CaseTimeoutError": "a case of the suite took too long: its row says so",
+    "ChoiceNeededError": "code needs choices that were left out: it is run with them",
     "ExpressionError": "a size in a file is no arithmetic: the file is refused",
     "NoPatternError": "a mask is too large to look at each pair: an assumption says so",
     "NotImpliedError": "a value follows from no ranges: it is unknown",

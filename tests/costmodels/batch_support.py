@@ -117,7 +117,7 @@ def stack(plans: Sequence[Plan], chip: Chip | None = None) -> StepAmounts:
             for work in getattr(step.kernels, name)
         )
 
-    arrays = ("kind", "bytes", "warm", "instructions", "trips", "after", "turned", "link",
+    arrays = ("kind", "bytes", "warm", "instructions", "trips", "after", "turned", "link", "host",
               "eager")  # fmt: skip
     kernels = KernelAmounts(
         **{name: np.concatenate([getattr(s.kernels, name) for s in steps]) for name in arrays},

@@ -103,11 +103,30 @@ def test_a_tensor_comes_back_from_the_host_however_that_is_written(way: str) -> 
     moved = [(op.name, op.kind) for op in graph.ops if "_host" in op.name]
     assert moved == [("rooftrace.to_host", "kernel"), ("rooftrace.from_host", "kernel")]
     assert bytes_of(graph, "rooftrace.from_host") == ROWS * WIDTH * 4
-    assert bytes_of(graph, "rooftrace.to_host") == ROWS * WIDTH * 4
+    width = 2 if way == "narrow" else 4  # converted on the host
+    assert bytes_of(graph, "rooftrace.to_host") == ROWS * WIDTH * width
     assert sum(op.kind == "sync" for op in graph.ops) == 1
-    casts = [op for op in graph.ops if op.name == "aten._to_copy" and op.kind != "sync"]
-    assert len(casts) == 2 * (way == "narrow") and all(op.kind == "view" for op in casts)
-    assert any(a.kind == "unrecorded" for a in graph.assumptions) == (way == "narrow")
+    frame = rt.estimate(graph, H100).to_frame()
+    copies = frame[frame.name.str.contains("_host")]
+    assert copies.t_net.sum() == pytest.approx(2 * ROWS * WIDTH * 4 / (64e9 * COPIED))
+
+
+@pytest.mark.parametrize("name", ["cpu", "to"])
+def test_what_the_code_computes_afterwards_is_counted_on_any_device(name: str) -> None:
+    """Code that runs on a CPU names it as its device: its work is no less."""
+
+    class There(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, weight = (t.cpu() if name == "cpu" else t.to("cpu") for t in (x, self.lin.weight))
+            return torch.relu(nn.functional.linear(x, weight))
+
+    graph = rt.trace(There(), torch.randn(ROWS, WIDTH))
+    assert rt.estimate(graph, H100).flops_matrix == 2 * ROWS * WIDTH**2
+    assert not any(a.kind == "unrecorded" for a in graph.assumptions)
 
 
 def test_what_goes_to_the_host_and_stays_takes_no_memory(tmp_path: Path) -> None:

@@ -488,23 +488,13 @@ def _between(tape: Tape, call: Call) -> Any:
 
 
 def _copied(tape: Tape, op: Any, tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
-    """A tensor, copied by one of our ops as keyword arguments of `_to_copy` say; the host converts
-    it."""
-    layout, dtype = how.get("memory_format"), how.get("dtype") or tensor.dtype
-    if op is FROM_HOST:
-        tensor = _converted(tape, tensor, dtype)
-    out: Tensor = _TO(tensor, device=META, memory_format=layout)
+    """A tensor, copied by one of our ops as keyword arguments of `_to_copy` say.
+
+    Its precision is converted on the host, which is not counted.
+    """
+    wanted = {name: how.get(name) for name in ("dtype", "memory_format")}
+    out: Tensor = _TO(tensor, device=META, **wanted)
     tape.record(Call.of(op, tensor), [out], single=True)
-    return _converted(tape, out, dtype) if op is TO_HOST else out
-
-
-def _converted(tape: Tape, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in this precision."""
-    if tensor.dtype == dtype:
-        return tensor
-    cast = Call.of(_TO, tensor, dtype=dtype, device=META)
-    out: Tensor = cast.run()
-    tape.record(cast, [out], single=True)
     return out
 
 

@@ -351,8 +351,10 @@ class Tape:
         if not self.rolling.saw(call, outputs) or not self.recording:
             return
         there = call.func is not FROM_HOST and self.tags.all_on_host(call.tensors)
-        if there and not call.info.view:
-            self.values.assume(UNRECORDED, _ON_HOST)
+        if there and not call.info.view:  # by the code's will, else what follows is of any device
+            there = bool(self.tags.hosts)
+            if there:
+                self.values.assume(UNRECORDED, _ON_HOST)
         host = there or call.func is TO_HOST
         node = self._node(call)
         written = call.written()

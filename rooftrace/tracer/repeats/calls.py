@@ -111,8 +111,7 @@ class CallReplay:
     def answer(self, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Call a module, or give the result of an equal call."""
         original = original_of(nn.Module, "__call__")
-        tape, group = self._tape, self._groups.get(id(module))
-        trained = torch.is_grad_enabled()
+        tape, group, trained = self._tape, self._groups.get(id(module)), torch.is_grad_enabled()
         if group is None or not self._looks(trained):
             return original(module, *args, **kwargs)
         layers: Layers | None = None
