@@ -31,16 +31,18 @@ from rooftrace.costmodels.rewrites.dataflow import (
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
-    DOUBLES,
     Editor,
-    cast_weights,
-    needless_copies,
     operand,
     reading_others,
     released,
+    without_left_behind,
+)
+from rooftrace.costmodels.rewrites.waste import (
+    DOUBLES,
+    cast_weights,
+    needless_copies,
     without_copies,
     without_doubles,
-    without_left_behind,
     without_repeated_work,
     without_waits,
     without_weight_casts,
