@@ -39,6 +39,7 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.waste import (
     DOUBLES,
+    batched,
     cast_weights,
     needless_copies,
     without_copies,
@@ -71,7 +72,14 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
     load: bytes that a thread loads at once, where rows begin at multiples of that.  compiled:
     whether a compiler makes one kernel of the optimizer already.
     """
-    if any(_is_unfused(op) for op in graph.ops):
+    if any(_is_unfused(op, _RANK) for op in graph.ops):
+        yield Mend(
+            "layout",
+            "Give query, key and value four dimensions (.unsqueeze(1))",
+            "attention then has a kernel of its own",
+            with_four_dimensions,
+        )
+    if any(_is_unfused(op, _WIDTH) for op in graph.ops):
         yield Mend(
             "layout",
             "Make the width of query, key and value their innermost dimension (.contiguous())",
@@ -137,6 +145,14 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "weights that are rounded once; nothing that reads them as they are",
             without_weight_casts,
         )
+    one = _batched(graph)
+    if one is not graph:
+        yield Mend(
+            "rewrite",
+            "Compute equal calls, which do not read each other, as one call with a batch of them",
+            "their weights stored as one tensor, and code that hands them on together",
+            lambda other: one if other is graph else _batched(other),
+        )
     once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
     if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
         yield Mend(
@@ -147,14 +163,21 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
         )
 
 
+def _batched(graph: OpGraph) -> OpGraph:
+    """The graph with equal calls as one; attention has one more dimension then."""
+    wide = with_four_dimensions(graph)
+    one = batched(wide)
+    return graph if one is wide else one
+
+
 # -- attention on the math path --------------------------------------------------------------------
 
-_WIDTH = "the width of an operand"
-"""How the reason begins for which CUDA has no kernel (`recording.library.why_math`)."""
+_WIDTH, _RANK = "the width of an operand", "operands have 3 dimensions"
+"""How the reasons begin for which CUDA has no kernel (`recording.library.why_math`)."""
 
 
-def _is_unfused(op: Op) -> bool:
-    return str(op.facts.get(UNFUSED, "")).startswith(_WIDTH)
+def _is_unfused(op: Op, why: str) -> bool:
+    return str(op.facts.get(UNFUSED, "")).startswith(why)
 
 
 class _Apart(NamedTuple):
@@ -172,13 +195,18 @@ class _Apart(NamedTuple):
     grads: tuple[int, ...] = ()
 
 
-def with_contiguous_attention(graph: OpGraph, copied: bool = True) -> OpGraph:
+def with_four_dimensions(graph: OpGraph) -> OpGraph:
+    """Attention of operands with three dimensions becomes a kernel, as it is with four."""
+    return with_contiguous_attention(graph, why=_RANK)
+
+
+def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _WIDTH) -> OpGraph:
     """Attention of operands whose width is not innermost becomes copies of them, and a kernel.
 
     copied: whether operands may need a copy; the same graph where there is nothing to mend.
     """
     flow = ValueFlow(graph)
-    apart = [match for op in graph.ops if _is_unfused(op) if (match := _apart(flow, op))]
+    apart = [match for op in graph.ops if _is_unfused(op, why) if (match := _apart(flow, op))]
     if not copied:
         apart = [m for m in apart if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)]
     if not apart:
