@@ -32,10 +32,16 @@ from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
     Editor,
-    operand,
     reading_others,
     released,
     without_left_behind,
+)
+from rooftrace.costmodels.rewrites.trained import (
+    Apart,
+    apart,
+    heads_shared,
+    masks_told,
+    written_attention,
 )
 from rooftrace.costmodels.rewrites.waste import (
     DOUBLES,
@@ -109,7 +115,20 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "all parameters on the GPU",
             lambda other: fused if other is graph else with_fused_optimizer(other),
         )
+    if graph.phase == "training" and not compiled:
+        yield from _of_attention(graph)
     yield from _of_waste(graph, compiled)
+
+
+def _of_attention(graph: OpGraph) -> Iterator[Mend]:
+    """Findings of attention in training; `REWRITES` has the same for inference."""
+    for action, edit in (
+        ("Compute attention that is written out in one kernel", written_attention),
+        ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
+        ("Read keys and values that heads share without a copy for each", heads_shared),
+    ):
+        if edit(graph) is not graph:
+            yield Mend("rewrite", action, "code that does so; results stay the same", edit)
 
 
 def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
@@ -180,21 +199,6 @@ def _is_unfused(op: Op, why: str) -> bool:
     return str(op.facts.get(UNFUSED, "")).startswith(why)
 
 
-class _Apart(NamedTuple):
-    """Attention that runs as products: its ops forward and backward, and what they read and make.
-
-    grads: those of query, key and value, in this order.
-    """
-
-    forward: tuple[Op, ...]
-    operands: tuple[Ref, Ref, Ref]
-    out: int
-    is_causal: bool
-    backward: tuple[Op, ...] = ()
-    grad_out: Ref | None = None
-    grads: tuple[int, ...] = ()
-
-
 def with_four_dimensions(graph: OpGraph) -> OpGraph:
     """Attention of operands with three dimensions becomes a kernel, as it is with four."""
     return with_contiguous_attention(graph, why=_RANK)
@@ -206,7 +210,7 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
     copied: whether operands may need a copy; the same graph where there is nothing to mend.
     """
     flow = ValueFlow(graph)
-    apart = [match for op in graph.ops if _is_unfused(op, why) if (match := _apart(flow, op))]
+    apart = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
     if not copied:
         apart = [m for m in apart if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)]
     if not apart:
@@ -233,73 +237,7 @@ def _by_position(out: Tensor) -> tuple[int, ...]:
     return dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
-def _apart(flow: ValueFlow, softmax: Op) -> _Apart | None:
-    """The attention around a softmax; None where its ops are not all known."""
-    graph = flow.graph
-    where = softmax.source, softmax.module, softmax.call, softmax.repeats
-    alike = [op for op in graph.ops if (op.source, op.module, op.call, op.repeats) == where]
-    forward = [op for op in alike if op.part == softmax.part and op.function == softmax.function]
-    inner = {value for op in forward for value in op.outputs}
-    products = [op for op in forward if op.name == "aten.bmm"]
-    if len(products) != 2 or any(ref.then for op in forward for ref in op.reads):
-        return None
-    starts = [_start(flow, operand(products[n], name), inner) for n, name in _OPERANDS]
-    if len({graph.values[ref.id].dtype for ref in starts}) != 1:
-        return None
-    outside = {v for op in forward for v in op.inputs} - inner - {ref.id for ref in starts}
-    out = forward[-1].outputs[0]
-    if outside or len(graph.values[out].shape) < 3:
-        return None  # a mask of the caller's
-    causal = any(op.name == "aten.tril" for op in forward)
-    match = _Apart(tuple(forward), (starts[0], starts[1], starts[2]), out, causal)
-    later = [op for op in alike if op.part == "backward"]
-    return _with_backward(flow, match, later, inner) if later else match
-
-
-_OPERANDS = ((0, "self"), (0, "mat2"), (1, "mat2"))
-
-
-def _start(flow: ValueFlow, ref: Ref, inner: set[int]) -> Ref:
-    """The operand of attention that an operand of its products is made of."""
-    while ref.id in inner:
-        op = flow.producer(ref.id)
-        assert op is not None
-        ref = op.reads[0]
-    return ref
-
-
-def _with_backward(
-    flow: ValueFlow, match: _Apart, later: Sequence[Op], inner: set[int]
-) -> _Apart | None:
-    """The attention with the ops of its backward; None where these are not all known."""
-    values, out = flow.values, flow.values[match.out]
-    start = next((op for op in later if not inner.isdisjoint(op.inputs)), None)
-    if start is None:
-        return None
-    made, backward = set[int](), list[Op]()
-    for op in later:  # from the gradient in the shape of the result on
-        reads = {value for value in op.inputs if value not in inner}
-        is_grad = any((values[v].shape, values[v].dtype) == (out.shape, out.dtype) for v in reads)
-        if made & reads or not inner.isdisjoint(op.inputs) or (is_grad and not backward):
-            backward.append(op)
-            made.update(op.outputs)
-    reads = {v for op in backward for v in op.inputs} - made - inner
-    used = {v for v in made for op in flow.users.get(v, ()) if op not in backward}
-    used |= made & set(flow.graph.outputs)
-    grads = sorted(used)
-    sizes = [values[ref.id].elements for ref in match.operands]
-    if len(reads) != 1 or sorted(values[v].elements for v in grads) != sorted(sizes):
-        return None
-    in_order = []
-    for size in sizes:
-        in_order.append(next(v for v in grads if values[v].elements == size))
-        grads.remove(in_order[-1])
-    return match._replace(
-        backward=tuple(backward), grad_out=Ref(reads.pop()), grads=tuple(in_order)
-    )
-
-
-def _emit_forward(edit: Editor, match: _Apart) -> tuple[Ref, ...]:
+def _emit_forward(edit: Editor, match: Apart) -> tuple[Ref, ...]:
     """Copies of the operands and the kernel; returns what backward reads of them."""
     like = match.forward[-1]
     copies = []
@@ -324,9 +262,7 @@ def _attention(operands: Sequence[Ref]) -> dict[str, Argument]:
     return {**named, "mask": None, "dropout_p": 0.0}
 
 
-def _emit_backward(
-    edit: Editor, match: _Apart, kept: tuple[Ref, ...]
-) -> dict[int, tuple[int, ...]]:
+def _emit_backward(edit: Editor, match: Apart, kept: tuple[Ref, ...]) -> dict[int, tuple[int, ...]]:
     """The kernel of the gradients; returns their strides, in the order of their operands'."""
     assert match.grad_out is not None
     like, (*operands, out, logsumexp) = match.backward[-1], kept
