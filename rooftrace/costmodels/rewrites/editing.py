@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow
+from rooftrace.costmodels.ops import find_rule
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, reads_across
 from rooftrace.graph import Argument, GraphError, Op, OpGraph, Ref, Tensor, assumptions, marks, refs
 
 Match = TypeVar("Match")
@@ -408,3 +409,131 @@ def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
         for storage in (values[i].storage for i in op.inputs):
             if repeat not in values[storage].repeats:
                 yield repeat, storage
+
+
+# -- other precisions ------------------------------------------------------------------------------
+
+
+DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
+"""Precisions of 64 bits a number, and those of 32."""
+
+
+def without_doubles(graph: OpGraph) -> OpGraph:
+    """The graph whose values in fp64 are in fp32, without the casts between the two."""
+    doubles = enumerate(t.dtype for t in graph.values)
+    return _recast(graph, {value: DOUBLES[was] for value, was in doubles if was in DOUBLES})
+
+
+def cast_weights(graph: OpGraph) -> Mapping[int, str]:
+    """Weights that are only read by casts to one precision, and that precision."""
+    flow, casts = ValueFlow(graph), dict[int, str]()
+    for value in graph.external:
+        users, tensor = flow.users[value], graph.values[value]
+        made = {graph.values[v].dtype for op in users for v in op.outputs} - {tensor.dtype}
+        alone = flow.storage_users[tensor.storage] == users and value not in flow.escaping
+        if tensor.role == "weights" and alone and {op.name for op in users} == {"aten._to_copy"}:
+            casts |= dict.fromkeys([value], *made) if len(made) == 1 else {}
+    return casts
+
+
+def without_weight_casts(graph: OpGraph) -> OpGraph:
+    """The graph whose weights are stored as each step casts them."""
+    return _recast(graph, cast_weights(graph))
+
+
+def _recast(graph: OpGraph, dtypes: Mapping[int, str]) -> OpGraph:
+    """The graph with values in other precisions, without the casts that then change nothing."""
+    edit, flow = Editor(graph), ValueFlow(graph)
+    edit.values = [replace(t, dtype=dtypes.get(i, t.dtype)) for i, t in enumerate(graph.values)]
+    casts = dict[int, int]()
+    for op in graph.ops:
+        if op.name == "aten._to_copy" and not reads_across(op):
+            (made,), (source,) = op.outputs, op.inputs
+            was, now = (
+                [side[v].dtype for v in (source, made)] for side in (graph.values, edit.values)
+            )
+            strides = [edit.values[v].stride for v in (source, made)]
+            written = {made, graph.values[source].storage} & flow.writers.keys()
+            alike = now[0] == now[1] and strides[0] == strides[1]
+            if was[0] != was[1] and alike and not written and made not in flow.escaping:
+                casts[made] = source
+    return without_values(edit, casts)
+
+
+def without_values(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
+    """The graph whose readers of copies read the originals; elementwise results lie as these do."""
+    graph, instead = edit.graph, dict[int, int]()
+    for op in graph.ops:
+        if not copies.keys().isdisjoint(op.outputs):
+            (made,) = op.outputs
+            instead[made] = source = instead.get(copies[made], copies[made])
+            storage = edit.values[source].storage
+            edit.moved[made] = edit.moved.get(storage, storage)
+            continue
+        pairs = [(graph.values[v], edit.values[instead.get(v, v)]) for v in op.inputs]
+        op, rule = reading_others(op, instead), find_rule(op.target)
+        if rule and rule.fusion == "pointwise" and any(a.stride != b.stride for a, b in pairs):
+            like = pairs[0][1]
+            for value in op.outputs:
+                if edit.values[value].shape == like.shape and graph.values[value].storage == value:
+                    edit.values[value] = replace(edit.values[value], stride=like.stride)
+        edit.ops.append(op)
+    return released(edit.done(), graph).verify()
+
+
+_HALVES = ("bf16", "fp16")
+
+
+def promoted(graph: OpGraph, casts: bool) -> Mapping[int, str]:
+    """Values that are wider than the numbers of the model, by the precision of these.
+
+    They come from a half and a tensor in fp32 that is made of no activations, such as a buffer; or,
+    with `casts`, from a cast for a softmax over logits, which adds up in fp32 anyway.  So are what
+    is made of them up to the next cast, and their gradients.
+    """
+    half, flow = str(graph.model.get("dtype")), ValueFlow(graph)
+    if half not in _HALVES:
+        return {}
+    values, wide = graph.values, dict[int, str]()
+    fixed = {v for v in graph.external if values[v].role in ("weights", "constants")}
+    fixed |= {v for v, t in enumerate(values) if t.role == "constants"}
+    for op in graph.ops:
+        if (
+            any(values[v].dtype != "fp32" for v in op.outputs)
+            or not op.outputs
+            or op.part == "optimizer"
+        ):
+            continue
+        read = {v for v in op.inputs if values[v].shape}
+        singles = {v for v in read if values[v].dtype == "fp32"}
+        from_half = any(values[v].dtype == half for v in read)
+        if op.name == "aten._to_copy":
+            users = {user.name for user in flow.users[op.outputs[0]]}
+            starts = casts and from_half and users == {"aten._log_softmax"}
+            starts |= (
+                op.part == "backward"
+                and from_half
+                and any(
+                    not wide.keys().isdisjoint(user.inputs) for user in flow.users[op.outputs[0]]
+                )
+            )
+        else:
+            rule = find_rule(op.target)
+            joins = rule is not None and rule.fusion == "pointwise" and op.part == "forward"
+            starts = not casts and joins and from_half and bool(singles) and singles <= fixed
+            grown = op.kind == "view" or not (singles - fixed - wide.keys())
+            starts |= grown and not wide.keys().isdisjoint(op.inputs)
+        if starts:
+            wide |= dict.fromkeys(op.outputs, half)
+    narrow = {v for v in fixed if values[v].dtype == "fp32" and flow.users.get(v)}
+    wide |= {
+        v: half
+        for v in narrow
+        if all(not wide.keys().isdisjoint(user.outputs) for user in flow.users[v])
+    }
+    return wide
+
+
+def without_promotions(graph: OpGraph, casts: bool = False) -> OpGraph:
+    """The graph whose promoted values are as narrow as the model."""
+    return _recast(graph, promoted(graph, casts))

@@ -31,10 +31,16 @@ from rooftrace.costmodels.rewrites.dataflow import (
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    DOUBLES,
     Editor,
+    cast_weights,
+    promoted,
     reading_others,
     released,
+    without_doubles,
     without_left_behind,
+    without_promotions,
+    without_weight_casts,
 )
 from rooftrace.costmodels.rewrites.trained import (
     Apart,
@@ -44,15 +50,11 @@ from rooftrace.costmodels.rewrites.trained import (
     written_attention,
 )
 from rooftrace.costmodels.rewrites.waste import (
-    DOUBLES,
     batched,
-    cast_weights,
     needless_copies,
     without_copies,
-    without_doubles,
     without_repeated_work,
     without_waits,
-    without_weight_casts,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
@@ -92,10 +94,12 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "a copy of each, which is counted; attention then has a kernel of its own",
             with_contiguous_attention,
         )
-    if any(_is_image_first(graph, op) for op in graph.ops):
+    images = [op.inputs[0] for op in graph.ops if _is_image_first(graph, op)]
+    if images:
+        formats = sorted({_IMAGES[len(graph.values[image].shape)] for image in images})
         yield Mend(
             "layout",
-            "Lay images out with channels last (memory_format=torch.channels_last)",
+            f"Lay images out with channels last (memory_format={listed(formats)})",
             "the module and its inputs in this layout",
             with_channels_last,
         )
@@ -156,6 +160,21 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
             without_doubles,
         )
+    if promoted(graph, casts=False):
+        yield Mend(
+            "compute",
+            f"Keep in {graph.model['dtype']} what a tensor in fp32 makes fp32",
+            "buffers and tables in the precision of the model; accuracy is not checked",
+            without_promotions,
+        )
+    if promoted(graph, casts=True):
+        yield Mend(
+            "compute",
+            f"Take the loss of logits in {graph.model['dtype']}, without a copy in fp32",
+            "logarithms that are rounded once more; their sums are in fp32 all the same; accuracy "
+            "is not checked",
+            lambda other: without_promotions(other, casts=True),
+        )
     casts = cast_weights(graph) if graph.phase != "training" else {}
     if casts:
         yield Mend(
@@ -210,16 +229,16 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
     copied: whether operands may need a copy; the same graph where there is nothing to mend.
     """
     flow = ValueFlow(graph)
-    apart = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
+    found = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
     if not copied:
-        apart = [m for m in apart if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)]
-    if not apart:
+        found = [m for m in found if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)]
+    if not found:
         return graph
-    firsts = {match.forward[-1].id: match for match in apart}
-    lasts = {match.backward[-1].id: match for match in apart if match.backward}
-    gone = {op.id for match in apart for op in (*match.forward, *match.backward)}
+    firsts = {match.forward[-1].id: match for match in found}
+    lasts = {match.backward[-1].id: match for match in found if match.backward}
+    gone = {op.id for match in found for op in (*match.forward, *match.backward)}
     edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
-    strides = {match.out: _by_position(graph.values[match.out]) for match in apart}
+    strides = {match.out: _by_position(graph.values[match.out]) for match in found}
     for op in graph.ops:
         if match := firsts.get(op.id):
             made[match.out] = _emit_forward(edit, match)
@@ -292,10 +311,12 @@ def _is_image_first(graph: OpGraph, op: Op) -> bool:
     if op.kind != "kernel" or op.name != "aten.convolution" or weight_shape(op, graph) is None:
         return False
     image = graph.values[op.inputs[0]]
-    return len(image.shape) == 4 and not has_channels_last(image)
+    return len(image.shape) in _IMAGES and not has_channels_last(image)
 
 
-_KEEPING = ("convolution", "batch_norm", "pool2d", "upsample", "cat")
+_IMAGES = {4: "torch.channels_last", 5: "torch.channels_last_3d"}
+"""Memory formats by the number of dimensions of images, and of volumes."""
+_KEEPING = ("convolution", "batch_norm", "pool2d", "pool3d", "upsample", "cat")
 """Parts of names of kernels whose results lie as their images do, beside elementwise ones.
 
 Convolutions follow the weight, too (`cudnn_conv_suggest_memory_format` of ATen's ConvUtils.h);
@@ -314,15 +335,17 @@ def with_channels_last(graph: OpGraph) -> OpGraph:
     Attention has a kernel of its own where the width of its operands is innermost then.
     """
     values = graph.values
-    own = [value for value in graph.external if values[value].storage == value]
+    ranks = {len(values[op.inputs[0]].shape) for op in graph.ops if _is_image_first(graph, op)}
+    own = [v for v in graph.external if values[v].storage == v and len(values[v].shape) in ranks]
     laid = _Laid(graph, {value: last for value in own if (last := _last(values[value]))}).done()
     return with_contiguous_attention(laid, copied=False)
 
 
 def _last(image: Tensor) -> tuple[int, ...] | None:
     """The strides of a contiguous image or weight with channels last; None for other tensors."""
-    is_image = len(image.shape) == 4 and image.stride == Tensor.contiguous(image.shape)
-    return dense(image.shape, (0, 2, 3, 1)) if is_image else None
+    rank = len(image.shape)
+    is_image = rank in _IMAGES and image.stride == Tensor.contiguous(image.shape)
+    return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
 
 
 class _Laid(Editor):
@@ -359,7 +382,7 @@ class _Laid(Editor):
     def _is_last(self, value: int) -> bool:
         """Whether a value has channels last now; so has a weight of one channel."""
         stride = self.values[value].stride
-        return self._is_other(value) and len(stride) == 4 and stride[1] == 1
+        return self._is_other(value) and len(stride) in _IMAGES and stride[1] == 1
 
     def _laid(self, op: Op) -> Op:
         """An op after what it makes is laid out; it may read copies that are made before it."""

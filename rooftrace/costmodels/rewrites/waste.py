@@ -18,6 +18,7 @@ from rooftrace.costmodels.rewrites.editing import (
     reading_others,
     released,
     without_left_behind,
+    without_values,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
@@ -64,74 +65,7 @@ _ANY_LAYOUT = frozenset({"pointwise", "reduction"})
 def without_copies(graph: OpGraph) -> OpGraph:
     """The graph without needless copies."""
     copies = {op.outputs[0]: operand(op, "self").id for op in needless_copies(graph)}
-    return _without(Editor(graph), copies)
-
-
-DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
-"""Precisions of 64 bits a number, and those of 32."""
-
-
-def without_doubles(graph: OpGraph) -> OpGraph:
-    """The graph whose values in fp64 are in fp32, without the casts between the two."""
-    doubles = enumerate(t.dtype for t in graph.values)
-    return _recast(graph, {value: DOUBLES[was] for value, was in doubles if was in DOUBLES})
-
-
-def cast_weights(graph: OpGraph) -> Mapping[int, str]:
-    """Weights that are only read by casts to one precision, and that precision."""
-    flow, casts = ValueFlow(graph), dict[int, str]()
-    for value in graph.external:
-        users, tensor = flow.users[value], graph.values[value]
-        made = {graph.values[v].dtype for op in users for v in op.outputs} - {tensor.dtype}
-        alone = flow.storage_users[tensor.storage] == users and value not in flow.escaping
-        if tensor.role == "weights" and alone and {op.name for op in users} == {"aten._to_copy"}:
-            casts |= dict.fromkeys([value], *made) if len(made) == 1 else {}
-    return casts
-
-
-def without_weight_casts(graph: OpGraph) -> OpGraph:
-    """The graph whose weights are stored as each step casts them."""
-    return _recast(graph, cast_weights(graph))
-
-
-def _recast(graph: OpGraph, dtypes: Mapping[int, str]) -> OpGraph:
-    """The graph with values in other precisions, without the casts that then change nothing."""
-    edit, flow = Editor(graph), ValueFlow(graph)
-    edit.values = [replace(t, dtype=dtypes.get(i, t.dtype)) for i, t in enumerate(graph.values)]
-    casts = dict[int, int]()
-    for op in graph.ops:
-        if op.name == "aten._to_copy" and not reads_across(op):
-            (made,), (source,) = op.outputs, op.inputs
-            was, now = (
-                [side[v].dtype for v in (source, made)] for side in (graph.values, edit.values)
-            )
-            strides = [edit.values[v].stride for v in (source, made)]
-            written = {made, graph.values[source].storage} & flow.writers.keys()
-            alike = now[0] == now[1] and strides[0] == strides[1]
-            if was[0] != was[1] and alike and not written and made not in flow.escaping:
-                casts[made] = source
-    return _without(edit, casts)
-
-
-def _without(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
-    """The graph whose readers of copies read the originals; elementwise results lie as these do."""
-    graph, instead = edit.graph, dict[int, int]()
-    for op in graph.ops:
-        if not copies.keys().isdisjoint(op.outputs):
-            (made,) = op.outputs
-            instead[made] = source = instead.get(copies[made], copies[made])
-            storage = edit.values[source].storage
-            edit.moved[made] = edit.moved.get(storage, storage)
-            continue
-        pairs = [(graph.values[v], edit.values[instead.get(v, v)]) for v in op.inputs]
-        op, rule = reading_others(op, instead), find_rule(op.target)
-        if rule and rule.fusion == "pointwise" and any(a.stride != b.stride for a, b in pairs):
-            like = pairs[0][1]
-            for value in op.outputs:
-                if edit.values[value].shape == like.shape and graph.values[value].storage == value:
-                    edit.values[value] = replace(edit.values[value], stride=like.stride)
-        edit.ops.append(op)
-    return released(edit.done(), graph).verify()
+    return without_values(Editor(graph), copies)
 
 
 def without_repeated_work(graph: OpGraph) -> OpGraph:
