@@ -51,6 +51,8 @@ from rooftrace.costmodels.rewrites.trained import (
 )
 from rooftrace.costmodels.rewrites.waste import (
     batched,
+    looked_up,
+    made_before,
     needless_copies,
     without_copies,
     without_repeated_work,
@@ -191,6 +193,20 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "their weights stored as one tensor, and code that hands them on together",
             lambda other: one if other is graph else _batched(other),
         )
+    for action, needs, edit in (
+        (
+            "Make once, before the steps, what each step makes of weights or sizes alone",
+            "the result kept as a buffer, made again where the weights or sizes change",
+            made_before,
+        ),
+        (
+            "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
+            "indices handed on as they are",
+            looked_up,
+        ),
+    ):
+        if edit(graph) is not graph:
+            yield Mend("rewrite", action, needs, edit)
     once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
     if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
         yield Mend(

@@ -14,6 +14,7 @@ from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across
 from rooftrace.costmodels.rewrites.editing import (
     Editor,
+    cast_weights,
     operand,
     reading_others,
     released,
@@ -138,6 +139,99 @@ def _key(item: Argument) -> Argument:
     if isinstance(item, Mapping):
         return tuple(sorted((name, _key(value)) for name, value in item.items()))
     return tuple(map(_key, item)) if isinstance(item, tuple) else (type(item), repr(item))
+
+
+# -- what can be made before the steps, and what need not be multiplied ----------------------------
+
+
+def made_before(graph: OpGraph) -> OpGraph:
+    """The graph whose ops on weights alone, or on sizes alone, ran before the step.
+
+    In training weights change; with a cache, or in a decode, so do sizes.
+    """
+    flow, values = ValueFlow(graph), graph.values
+    casts, wide = cast_weights(graph), graph.phase in ("prefill", "decode", "requests")
+    fixed = dict[int, bool]()  # by value, whether weights are among what it is made of
+    if graph.phase != "training":
+        given = {*graph.inputs}
+        weights = (v for v in graph.external if values[v].role == "weights")
+        fixed = {v: True for v in weights if values[v].storage not in flow.writers}
+        fixed = {v: True for v in fixed if v not in given}
+    before = set[int]()
+    for op in graph.ops:
+        is_fixed = all(v in fixed for v in op.inputs) and (op.inputs or not wide)
+        if not is_fixed or not _is_pure(flow, op) or _is_random(op) or op.assumptions:
+            continue
+        if op.kind == "kernel" and not casts.keys().isdisjoint(op.inputs):
+            continue  # stored as it is cast: told apart
+        fixed |= dict.fromkeys(op.outputs, any(fixed[v] for v in op.inputs))
+        if op.kind == "kernel":
+            before.add(op.id)
+    if not before:
+        return graph
+    rest = graph.with_ops(op for op in graph.ops if op.id not in before)
+    return released(without_left_behind(rest, graph), graph)
+
+
+def looked_up(graph: OpGraph) -> OpGraph:
+    """Products with rows that are one at an index and else zero look rows up; so do gradients."""
+    edit, flow = Editor(graph), ValueFlow(graph)
+    count = 0
+    for op in graph.ops:
+        found = _one_hot(flow, op) if op.name == "aten.mm" else None
+        if found is None:
+            edit.ops.append(op)
+            continue
+        count += 1
+        indices, is_first = found
+        (out,), other = op.outputs, operand(op, "mat2" if is_first else "self")
+        of = graph.values[other.id]
+        rows = _flat(edit, op, indices)
+        if is_first and edit.values[rows.id].elements == graph.values[out].shape[0]:
+            edit.emit(op, "aten.embedding.default", {"weight": other, "indices": rows}, (out,))
+            continue
+        # the gradient of such a table: rows of gradients are added up by index
+        turned = not is_first
+        grad = edit.view_op(op, "aten.t.default", other, {}, of.shape[::-1], of.stride[::-1])
+        shape = graph.values[out].shape
+        how: dict[str, Argument] = {
+            "grad_output": grad if turned else other,
+            "indices": rows,
+            "num_weights": shape[1 if turned else 0],
+            "padding_idx": -1,
+            "scale_grad_by_freq": False,
+        }
+        table = shape[::-1] if turned else shape
+        made = edit.made(
+            op, "aten.embedding_dense_backward.default", how, table, of.dtype, "gradients"
+        )
+        edit.becomes(op, out, made)
+    if not count:
+        return graph
+    return released(without_left_behind(edit.done(), graph), graph)
+
+
+def _one_hot(flow: ValueFlow, op: Op) -> tuple[Ref, bool] | None:
+    """The indices of an operand of a product with one 1 in each row, and whether it is first."""
+    for name in ("self", "mat2"):
+        by = flow.kernel_of(operand(op, name).id)
+        while by is not None and by.name == "aten._to_copy":
+            by = flow.kernel_of(by.inputs[0])
+        if by is not None and by.name == "aten.eq" and len(by.inputs) == 2 and not reads_across(by):
+            counted = flow.kernel_of(by.inputs[1])
+            if counted is not None and counted.name == "aten.arange":
+                return Ref(by.inputs[0]), name == "self"
+        if by is not None and by.name in ("aten.scatter", "aten.scatter_"):
+            empty = flow.kernel_of(operand(by, "self").id)
+            zeros = empty is not None and "zeros" in empty.name
+            if zeros and by.arguments.get("value") == 1 and "index" in by.arguments:
+                return operand(by, "index"), name == "self"
+    return None
+
+
+def _flat(edit: Editor, like: Op, indices: Ref) -> Ref:
+    """Indices as one row."""
+    return edit.viewed(like, indices, (edit.values[indices.id].elements,))
 
 
 # -- equal work, one call after the other ----------------------------------------------------------
