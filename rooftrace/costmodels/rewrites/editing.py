@@ -508,7 +508,7 @@ def promoted(graph: OpGraph, casts: bool) -> Mapping[int, str]:
         singles = {v for v in read if values[v].dtype == "fp32"}
         from_half = any(values[v].dtype == half for v in read)
         if op.name == "aten._to_copy":
-            users = {user.name for user in flow.users[op.outputs[0]]}
+            users = {user.name for user in flow.kernels_on(op.outputs[0])}
             starts = casts and from_half and users == {"aten._log_softmax"}
             starts |= (
                 op.part == "backward"

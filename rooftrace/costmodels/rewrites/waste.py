@@ -243,6 +243,8 @@ _PRODUCTS = {
     "aten.addmm": ("aten.baddbmm.default", ("self", "batch1", "batch2")),
 }
 """Products of matrices, and those of batches of them."""
+_COUNTED = frozenset({*_PRODUCTS, "aten.bmm", "rooftrace.attention"})
+"""Ops that are worth it, at least one."""
 _SIMPLE = (Ref, int, float, str, tuple, type(None))
 _ROWWISE = frozenset({"aten._softmax", "aten._log_softmax", "aten._safe_softmax"})
 
@@ -289,7 +291,7 @@ def _has_lanes(graph: OpGraph) -> bool:
         for value in op.outputs:
             later.setdefault(value, set()).update(after)
             later.setdefault(graph.values[value].storage, set()).update(after)
-        if op.name in (*_PRODUCTS, "aten.bmm") and not op.assumptions:
+        if op.name in _COUNTED and not op.assumptions:
             times = (1 if repeat in after else graph.repeats[repeat].count for repeat in op.repeats)
             alike[_likeness(graph, op, depth)] += math.prod(times)
     return any(count >= _FEW for count in alike.values())
@@ -316,7 +318,7 @@ class _Batcher(Editor):
             lanes = firsts.get(op.id, ())
             if lanes and self._as_one(lanes):
                 gone.update(lane.id for lane in lanes)
-                self.made_one += op.name in _PRODUCTS or op.name == "aten.bmm"
+                self.made_one += op.name in _COUNTED
             elif not self._as_view(op):
                 self.ops.append(op)
                 self._there.update(op.outputs)
@@ -543,7 +545,7 @@ class _Batcher(Editor):
             order.insert(dim, 0)
             stride = tuple(of.stride[d] for d in order)
         viewed = any(user.kind == "view" for user in self.flow.users.get(out, ()))
-        if stride != old.stride and (viewed or out in self.flow.escaping):
+        if stride != old.stride and (viewed or out in self.flow.crossing):
             return False
         if not free and op.name == "aten.cat" and dim:
             return False
