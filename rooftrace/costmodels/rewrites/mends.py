@@ -42,6 +42,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_promotions,
     without_weight_casts,
 )
+from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.trained import (
     Apart,
     apart,
@@ -198,6 +199,11 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "Make once, before the steps, what each step makes of weights or sizes alone",
             "the result kept as a buffer, made again where the weights or sizes change",
             made_before,
+        ),
+        (
+            "Take all steps in one layer, not a cell for each (nn.LSTM, nn.GRU, nn.RNN)",
+            "inputs that are all there before the first step",
+            with_recurrent_layers,
         ),
         (
             "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
