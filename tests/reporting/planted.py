@@ -627,7 +627,7 @@ PAIRS = (
         "lookup",
         "rewrite",
         "Look rows up",
-        Way(make=half(Hot), inputs=lambda: (torch.randint(0, 8192, (8192,)),)),
+        Way(make=half(Hot), inputs=lambda: (torch.randint(0, 8192, (65536,)),)),
         make=half(lambda: nn.Embedding(8192, 1024)),
     ),
     _same(
