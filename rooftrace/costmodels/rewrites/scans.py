@@ -466,7 +466,7 @@ def _steps(flow: ValueFlow, calls: Sequence[Sequence[Op]]) -> _Steps | None:
     late = any((by := flow.kernel_of(v)) is not None and by.id > min(inside) for v in inputs)
     if len(calls) < _FEW_STEPS or away or late or not every.isdisjoint(flow.graph.outputs):
         return None
-    params = [_stored(flow, operand(op, "mat2")) for op in weights[0]]
+    params = [_unturned(flow, operand(op, "mat2")) for op in weights[0]]
     params += [operand(op, "self") for op in weights[0] if op.name == "aten.addmm"]
     mode = _CELLS[calls[0][0].function]
     return _Steps(mode, inside, tuple(inputs), states, Ref(hidden[0]), tuple(params))
@@ -484,11 +484,11 @@ def _in_order(
         return ()
     state = products[of_state.index(True)]
     other = products[of_state.index(False)]
-    same = [_stored(flow, operand(op, "mat2")) for op in (other, state)]
-    return (other, state) if same == [_stored(flow, operand(op, "mat2")) for op in before] else ()
+    same = [_unturned(flow, operand(op, "mat2")) for op in (other, state)]
+    return (other, state) if same == [_unturned(flow, operand(op, "mat2")) for op in before] else ()
 
 
-def _stored(flow: ValueFlow, item: Ref) -> Ref:
+def _unturned(flow: ValueFlow, item: Ref) -> Ref:
     """A weight before it was turned."""
     by = flow.producer(item.id)
     return item if by is None or by.kind != "view" else Ref(by.inputs[0])

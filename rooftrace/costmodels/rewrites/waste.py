@@ -573,9 +573,10 @@ def _summed(graph: OpGraph, lanes: Mapping[int, tuple[int, int]]) -> OpGraph:
         chains[op.outputs[0]] = (*before, op)
     for chain in chains.values():
         terms = [op.inputs[1] for op in chain]
-        start: Ref | None = Ref(chain[0].inputs[0])
-        if start.id in lanes:
-            terms, start = [start.id, *terms], None
+        first = chain[0].inputs[0]
+        start = None if first in lanes else Ref(first)
+        if start is None:
+            terms = [first, *terms]
         whole = lanes[terms[0]][0]
         if [lanes[t] for t in terms] == [(whole, n) for n in range(graph.values[whole].shape[0])]:
             ends[chain[-1].id] = whole, start
