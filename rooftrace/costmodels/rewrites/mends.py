@@ -44,7 +44,7 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.trained import (
-    Apart,
+    AttentionApart,
     apart,
     heads_shared,
     masks_told,
@@ -278,7 +278,7 @@ def _by_position(out: Tensor) -> tuple[int, ...]:
     return dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
-def _emit_forward(edit: Editor, match: Apart) -> tuple[Ref, ...]:
+def _emit_forward(edit: Editor, match: AttentionApart) -> tuple[Ref, ...]:
     """Copies of the operands and the kernel; returns what backward reads of them."""
     like = match.forward[-1]
     copies = []
@@ -303,7 +303,9 @@ def _attention(operands: Sequence[Ref]) -> dict[str, Argument]:
     return {**named, "mask": None, "dropout_p": 0.0}
 
 
-def _emit_backward(edit: Editor, match: Apart, kept: tuple[Ref, ...]) -> dict[int, tuple[int, ...]]:
+def _emit_backward(
+    edit: Editor, match: AttentionApart, kept: tuple[Ref, ...]
+) -> dict[int, tuple[int, ...]]:
     """The kernel of the gradients; returns their strides, in the order of their operands'."""
     assert match.grad_out is not None
     like, (*operands, out, logsumexp) = match.backward[-1], kept

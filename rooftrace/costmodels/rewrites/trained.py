@@ -30,7 +30,7 @@ from rooftrace.costmodels.rewrites.editing import (
 from rooftrace.graph import Argument, Op, OpGraph, Ref, refs
 
 
-class Apart(NamedTuple):
+class AttentionApart(NamedTuple):
     """Attention that runs as products: its ops forward and backward, and what they read and make.
 
     grads: those of query, key and value, in this order.
@@ -45,7 +45,7 @@ class Apart(NamedTuple):
     grads: tuple[int, ...] = ()
 
 
-def apart(flow: ValueFlow, softmax: Op) -> Apart | None:
+def apart(flow: ValueFlow, softmax: Op) -> AttentionApart | None:
     """The attention around a softmax; None where its ops are not all known."""
     graph = flow.graph
     where = softmax.source, softmax.module, softmax.call, softmax.repeats
@@ -63,7 +63,7 @@ def apart(flow: ValueFlow, softmax: Op) -> Apart | None:
     if outside or len(graph.values[out].shape) < 3:
         return None  # a mask of the caller's
     causal = any(op.name == "aten.tril" for op in forward)
-    match = Apart(tuple(forward), (starts[0], starts[1], starts[2]), out, causal)
+    match = AttentionApart(tuple(forward), (starts[0], starts[1], starts[2]), out, causal)
     later = [op for op in alike if op.part == "backward"]
     return with_backward(flow, match, later, inner) if later else match
 
@@ -81,8 +81,8 @@ def _start(flow: ValueFlow, ref: Ref, inner: set[int]) -> Ref:
 
 
 def with_backward(
-    flow: ValueFlow, match: Apart, later: Sequence[Op], inner: set[int]
-) -> Apart | None:
+    flow: ValueFlow, match: AttentionApart, later: Sequence[Op], inner: set[int]
+) -> AttentionApart | None:
     """The attention with the ops of its backward; None where these are not all known."""
     values, out = flow.values, flow.values[match.out]
     start = next((op for op in later if not inner.isdisjoint(op.inputs)), None)
@@ -189,7 +189,7 @@ class _Trained:
     """Attention that is written out, and its backward."""
 
     written: WrittenAttention
-    apart: Apart
+    apart: AttentionApart
 
 
 def written_attention(graph: OpGraph) -> OpGraph:
@@ -229,7 +229,7 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
         for op in ops
         if op.part == "backward" and (op.source, op.module, op.call, op.repeats) in where
     ]
-    match = Apart((*inner, last), starts, last.outputs[0], False)
+    match = AttentionApart((*inner, last), starts, last.outputs[0], False)
     read = made | {ref.id for ref in starts}
     known = with_backward(flow, match, later, read) if later else None
     if known is None:
@@ -239,7 +239,7 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     return _Trained(written, known) if readers <= away else None
 
 
-def _emit_trained(edit: Editor, match: Apart, kernel: Op) -> None:
+def _emit_trained(edit: Editor, match: AttentionApart, kernel: Op) -> None:
     """The kernel of the gradients of query, key and value."""
     like = match.backward[-1]
     grads = tuple(

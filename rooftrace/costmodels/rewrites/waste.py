@@ -274,7 +274,7 @@ def _depths(ops: Sequence[Op]) -> list[int]:
 
 
 def _likeness(graph: OpGraph, op: Op, depth: int) -> object:
-    """What ops have in common of which none reads the other, and which one op can stand for."""
+    """The target, sizes and options of an op: equal ops have no path from one to another."""
     sizes = [(t.shape, t.stride, t.dtype) for t in map(graph.values.__getitem__, op.inputs)]
     rest = {name: None if type(a) is Ref else _key(a) for name, a in op.arguments.items()}
     return depth, op.target, op.source, op.part, op.repeats, *sizes, *rest.items()
