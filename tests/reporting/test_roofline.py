@@ -7,7 +7,7 @@ import random
 import pytest
 
 from rooftrace.reporting.figures import breakdown, roofline, style
-from rooftrace.reporting.figures.notebooks import figures
+from rooftrace.reporting.figures.folder import figures
 from rooftrace.reporting.figures.style import Box, Label
 from tests.conftest import mostly_heavy
 from tests.reporting.report_support import made_report

@@ -124,7 +124,9 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
         )
     if graph.phase == "training" and not compiled:
         yield from _of_attention(graph)
-    yield from _of_waste(graph, compiled)
+    yield from _of_waste(graph)
+    yield from _of_precisions(graph)
+    yield from _of_calls(graph, compiled)
 
 
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
@@ -138,8 +140,8 @@ def _of_attention(graph: OpGraph) -> Iterator[Mend]:
             yield Mend("rewrite", action, "code that does so; results stay the same", edit)
 
 
-def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
-    """Findings of work that the code could leave out."""
+def _of_waste(graph: OpGraph) -> Iterator[Mend]:
+    """Findings of waits and copies that the code could leave out."""
     waiting = [op for op in graph.ops if op.kind == "sync"]
     if waiting:
         count = plural(sum(map(graph.times, waiting)), "wait")
@@ -156,6 +158,10 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "nothing that writes into either of them",
             without_copies,
         )
+
+
+def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
+    """Findings of numbers that are wider than the rest, and of casts of weights in each step."""
     if any(t.dtype in DOUBLES for t in graph.values) and graph.model.get("dtype") != "fp64":
         yield Mend(
             "compute",
@@ -186,13 +192,17 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "weights that are rounded once; nothing that reads them as they are",
             without_weight_casts,
         )
-    one = _batched(graph)
-    if one is not graph:
+
+
+def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
+    """Findings of calls that one call replaces, that run before the steps, or not at all."""
+    together = _batched(graph)
+    if together is not graph:
         yield Mend(
             "rewrite",
             "Compute equal calls, which do not read each other, as one call with a batch of them",
             "their weights stored as one tensor, and code that hands them on together",
-            lambda other: one if other is graph else _batched(other),
+            lambda other: together if other is graph else _batched(other),
         )
     for action, needs, edit in (
         (
@@ -226,8 +236,8 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
 def _batched(graph: OpGraph) -> OpGraph:
     """The graph with equal calls as one; attention has one more dimension then."""
     wide = with_four_dimensions(graph)
-    one = batched(wide)
-    return graph if one is wide else one
+    together = batched(wide)
+    return graph if together is wide else together
 
 
 # -- attention on the math path --------------------------------------------------------------------
@@ -251,16 +261,18 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
     copied: whether operands may need a copy; the same graph where there is nothing to mend.
     """
     flow = ValueFlow(graph)
-    found = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
+    matches = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
     if not copied:
-        found = [m for m in found if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)]
-    if not found:
+        matches = [
+            m for m in matches if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)
+        ]
+    if not matches:
         return graph
-    firsts = {match.forward[-1].id: match for match in found}
-    lasts = {match.backward[-1].id: match for match in found if match.backward}
-    gone = {op.id for match in found for op in (*match.forward, *match.backward)}
+    firsts = {match.forward[-1].id: match for match in matches}
+    lasts = {match.backward[-1].id: match for match in matches if match.backward}
+    gone = {op.id for match in matches for op in (*match.forward, *match.backward)}
     edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
-    strides = {match.out: _by_position(graph.values[match.out]) for match in found}
+    strides = {match.out: _by_position(graph.values[match.out]) for match in matches}
     for op in graph.ops:
         if match := firsts.get(op.id):
             made[match.out] = _emit_forward(edit, match)

@@ -430,11 +430,11 @@ def with_recurrent_layers(graph: OpGraph) -> OpGraph:
     for op in flat.ops:
         if op.function in _CELLS and op.part == "forward":
             calls.setdefault((op.module, op.function), {}).setdefault(op.call, []).append(op)
-    found = [steps for by in calls.values() if (steps := _steps(flow, [*by.values()]))]
-    if not found or any(op.part == "backward" for op in flat.ops):
+    layers = [steps for by in calls.values() if (steps := _steps(flow, [*by.values()]))]
+    if not layers or any(op.part == "backward" for op in flat.ops):
         return graph
-    edit, firsts = Editor(flat), {min(steps.inside): steps for steps in found}
-    inside = frozenset[int]().union(*(steps.inside for steps in found))
+    edit, firsts = Editor(flat), {min(steps.inside): steps for steps in layers}
+    inside = frozenset[int]().union(*(steps.inside for steps in layers))
     rows = dict[tuple[int, ...], int]()
     for op in flat.ops:
         if op.id in firsts:

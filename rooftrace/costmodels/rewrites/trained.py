@@ -194,17 +194,17 @@ class _Trained:
 
 def written_attention(graph: OpGraph) -> OpGraph:
     """Attention that is written out, and its backward, become a kernel each."""
-    flow, found = ValueFlow(graph), list[_Trained]()
+    flow, matches = ValueFlow(graph), list[_Trained]()
     for written in written_attentions(graph):
         match = _trained(flow, written)
         if match is not None:
-            found.append(match)
-    if not found:
+            matches.append(match)
+    if not matches:
         return graph
-    ends = {match.written.last.id: match for match in found}
-    lasts = {match.apart.backward[-1].id: match for match in found}
-    gone = {op for match in found for op in match.written.inner}
-    gone |= {op.id for match in found for op in match.apart.backward}
+    ends = {match.written.last.id: match for match in matches}
+    lasts = {match.apart.backward[-1].id: match for match in matches}
+    gone = {op for match in matches for op in match.written.inner}
+    gone |= {op.id for match in matches for op in match.apart.backward}
     edit, kernels = Editor(graph), dict[int, Op]()
     for op in graph.ops:
         if match := ends.get(op.id):

@@ -153,10 +153,8 @@ def made_before(graph: OpGraph) -> OpGraph:
     casts, wide = cast_weights(graph), graph.phase in ("prefill", "decode", "requests")
     fixed = dict[int, bool]()  # by value, whether weights are among what it is made of
     if graph.phase != "training":
-        given = {*graph.inputs}
-        weights = (v for v in graph.external if values[v].role == "weights")
+        weights = {v for v in graph.external if values[v].role == "weights"} - {*graph.inputs}
         fixed = {v: True for v in weights if values[v].storage not in flow.writers}
-        fixed = {v: True for v in fixed if v not in given}
     before = set[int]()
     for op in graph.ops:
         is_fixed = all(v in fixed for v in op.inputs) and (op.inputs or not wide)
@@ -178,12 +176,12 @@ def looked_up(graph: OpGraph) -> OpGraph:
     edit, flow = Editor(graph), ValueFlow(graph)
     count = 0
     for op in graph.ops:
-        found = _one_hot(flow, op) if op.name == "aten.mm" else None
-        if found is None:
+        rows_read = _one_hot(flow, op) if op.name == "aten.mm" else None
+        if rows_read is None:
             edit.ops.append(op)
             continue
         count += 1
-        indices, is_first = found
+        indices, is_first = rows_read
         (out,), other = op.outputs, operand(op, "mat2" if is_first else "self")
         of = graph.values[other.id]
         rows = _flat(edit, op, indices)
@@ -297,6 +295,20 @@ def _has_lanes(graph: OpGraph) -> bool:
     return any(count >= _FEW for count in alike.values())
 
 
+def _can_be_lane(flow: ValueFlow, op: Op) -> bool:
+    """Whether an op can be one of many in a batch: it writes nothing, and its rows do not mix."""
+    rule = find_rule(op.target)
+    if op.assumptions or op.collective is not None or "writes" in op.facts or op.kind == "sync":
+        return False
+    known = op.kind == "view" or op.name in _COUNTED | _ROWWISE
+    if not known and (rule is None or rule.fusion != "pointwise" or _is_random(op)):
+        return False
+    if not op.inputs or any(not isinstance(a, _SIMPLE) for a in op.arguments.values()):
+        return False
+    written = [flow.writers.get(flow.values[v].storage, ()) for v in (*op.inputs, *op.outputs)]
+    return all(writer.part == "optimizer" for writers in written for writer in writers)
+
+
 class _Batcher(Editor):
     """A flat graph, written again with one op for each group of equal ones."""
 
@@ -308,7 +320,7 @@ class _Batcher(Editor):
         self._there, self._stored = set(graph.external), set[int]()
         groups = dict[object, list[Op]]()
         for op, depth in zip(graph.ops, _depths(graph.ops), strict=True):
-            if self._can_be_lane(op):
+            if _can_be_lane(self.flow, op):
                 groups.setdefault(_likeness(graph, op, depth), []).append(op)
         firsts = {ops[0].id: ops for ops in groups.values() if len(ops) >= _FEW}
         gone = set[int]()
@@ -323,23 +335,6 @@ class _Batcher(Editor):
                 self.ops.append(op)
                 self._there.update(op.outputs)
                 self._lay(op)
-
-    def _can_be_lane(self, op: Op) -> bool:
-        flow, rule = self.flow, find_rule(op.target)
-        if op.assumptions or op.collective is not None or "writes" in op.facts or op.kind == "sync":
-            return False
-        known = op.kind == "view" or op.name in (
-            *_PRODUCTS,
-            *_ROWWISE,
-            "aten.bmm",
-            "rooftrace.attention",
-        )
-        if not known and (rule is None or rule.fusion != "pointwise" or _is_random(op)):
-            return False
-        if not op.inputs or any(not isinstance(a, _SIMPLE) for a in op.arguments.values()):
-            return False
-        written = [flow.writers.get(flow.values[v].storage, ()) for v in (*op.inputs, *op.outputs)]
-        return all(writer.part == "optimizer" for writers in written for writer in writers)
 
     def _lay(self, op: Op) -> None:
         """Elementwise results lie as the first operand does (TensorIterator)."""

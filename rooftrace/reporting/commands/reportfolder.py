@@ -90,7 +90,7 @@ def write_report(
         endings = [name for name in FIGURES if name in formats]
         if endings:
             try:
-                from rooftrace.reporting.figures import notebooks as figures_of
+                from rooftrace.reporting.figures import folder as figures_of
 
                 names += figures_of.write_figures(results, folder, endings, style)
             except Exception as error:  # numbers are not lost with their pictures
