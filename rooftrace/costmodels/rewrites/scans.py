@@ -452,9 +452,10 @@ def _steps(flow: ValueFlow, calls: Sequence[Sequence[Op]]) -> _Steps | None:
         products = [op for op in ops if op.name in ("aten.addmm", "aten.mm")]
         if len(products) != 2:
             return None
-        weights[number] = pair = _in_order(flow, products, weights.get(number - 1), made)
-        if not pair:
+        pair = _in_order(flow, products, weights.get(number - 1), made)
+        if pair is None:
             return None
+        weights[number] = pair
         rows = [operand(op, "mat1" if op.name == "aten.addmm" else "self") for op in pair]
         inputs.append(rows[0].id)
         hidden.append(rows[1].id)
@@ -474,18 +475,19 @@ def _steps(flow: ValueFlow, calls: Sequence[Sequence[Op]]) -> _Steps | None:
 
 def _in_order(
     flow: ValueFlow, products: Sequence[Op], before: tuple[Op, Op] | None, made: frozenset[int]
-) -> tuple[Op, Op] | tuple[()]:
-    """The product of the input and that of the state; () where the state is not the last one."""
+) -> tuple[Op, Op] | None:
+    """The product of the input and that of the state; None where the state is not the last one."""
     of_state = [not made.isdisjoint(op.inputs) for op in products]
     if before is None:  # all read outside values; those of LSTM have the state first
         reads = products[0].function == "lstm_cell"
         return (products[1], products[0]) if reads else (products[0], products[1])
     if sum(of_state) != 1:
-        return ()
+        return None
     state = products[of_state.index(True)]
     other = products[of_state.index(False)]
     same = [_unturned(flow, operand(op, "mat2")) for op in (other, state)]
-    return (other, state) if same == [_unturned(flow, operand(op, "mat2")) for op in before] else ()
+    last = [_unturned(flow, operand(op, "mat2")) for op in before]
+    return (other, state) if same == last else None
 
 
 def _unturned(flow: ValueFlow, item: Ref) -> Ref:
