@@ -7,7 +7,7 @@ import rooftrace as rt
 from rooftrace.hardware import available_hosts, load_chip, load_host
 from rooftrace.hardware.chip import HOST_FACTS, Fact
 from rooftrace.hardware.chipfile import dump_chip
-from rooftrace.hardware.chipfile.hosts import HostFileError, UnknownHostError
+from rooftrace.hardware.chipfile.reading import HostFileError, UnknownHostError
 
 pytestmark = pytest.mark.quick
 

@@ -407,6 +407,90 @@ def images(channels: int) -> Callable[[], tuple[Tensor, ...]]:
     )
 
 
+class Items(nn.Module):
+    """A product for each sequence of a batch."""
+
+    def scores(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([a @ b.T for a, b in zip(x, y, strict=True)])  # planted: loop
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.scores(x, y)
+
+
+class ItemsMended(Items):
+    def scores(self, x: Tensor, y: Tensor) -> Tensor:
+        return x @ y.transpose(1, 2)
+
+
+class Cells(nn.Module):
+    """A cell of an LSTM for each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(256, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = x.new_zeros(x.shape[1], 512)
+        states = []
+        for step in x:
+            h, c = self.cell(step, (h, c))  # planted: steps
+            states.append(h)
+        return torch.stack(states)
+
+
+class CellsMended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(256, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+class Hot(nn.Module):
+    """A table that is multiplied with rows of one 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(8192, 1024, bias=False)
+
+    def forward(self, at: Tensor) -> Tensor:
+        return self.table(F.one_hot(at, 8192).to(self.table.weight.dtype))  # planted: lookup
+
+
+class Scaled(nn.Module):
+    """Products, each of which a buffer in fp32 makes fp32."""
+
+    def __init__(self, wide: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(4)).to(HALF)
+        self.register_buffer("scale", torch.ones(2048, dtype=torch.float32 if wide else HALF))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x.to(HALF)) * self.scale)  # planted: promoted
+        return x
+
+
+class Divided(nn.Module):
+    """Products with weights that each step divides by their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8192, 8192))
+
+    def divided(self) -> Tensor:
+        return self.weight / self.weight.norm(dim=1, keepdim=True)  # planted: before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.divided())
+
+
+class DividedMended(Divided):
+    def divided(self) -> Tensor:
+        return self.weight
+
+
 def half(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: make().to(HALF)
 
@@ -524,5 +608,40 @@ PAIRS = (
         Way(make=lambda: last(Masks(100)), inputs=images(100)),
         make=lambda: last(Masks(104)),
         inputs=images(104),
+    ),
+    _same(
+        "loop",
+        "rewrite",
+        "equal calls",
+        Way(make=Items, inputs=lambda: tuple(torch.randn(64, 256, 512).to(HALF) for _ in range(2))),
+        make=ItemsMended,
+    ),
+    _same(
+        "steps",
+        "rewrite",
+        "all steps",
+        Way(make=half(Cells), inputs=normal(24, 32, 256)),
+        make=half(CellsMended),
+    ),
+    _same(
+        "lookup",
+        "rewrite",
+        "Look rows up",
+        Way(make=half(Hot), inputs=lambda: (torch.randint(0, 8192, (65536,)),)),
+        make=half(lambda: nn.Embedding(8192, 1024)),
+    ),
+    _same(
+        "promoted",
+        "compute",
+        "Keep in bf16",
+        Way(make=Scaled, inputs=normal(16384, 2048)),
+        make=lambda: Scaled(wide=False),
+    ),
+    _same(
+        "before",
+        "rewrite",
+        "Make once",
+        Way(make=half(Divided), inputs=normal(256, 8192)),
+        make=half(DividedMended),
     ),
 )

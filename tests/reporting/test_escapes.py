@@ -20,7 +20,7 @@ from rooftrace.reporting.cli.shared import progress
 from rooftrace.reporting.commands import Report
 from rooftrace.reporting.figures import breakdown, roofline, style
 from rooftrace.reporting.renderers import as_page, as_screen, units
-from rooftrace.reporting.renderers.escaping import code_span, fenced, inline
+from rooftrace.reporting.renderers.units import code_span, fenced, inline
 from rooftrace.reporting.renderers.view import Column, Note, Section, Table, View
 from tests.reporting.conftest import Run
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace.reporting.renderers import as_latex, table_files, units
-from rooftrace.reporting.renderers.escaping import code_span
 from rooftrace.reporting.renderers.latex_columns import aligned, columns_of, pieces
+from rooftrace.reporting.renderers.units import code_span
 from rooftrace.reporting.renderers.view import Cell, Column, Note, Section, Table, View
 from rooftrace.reporting.views import latex_tables, shown
 from tests.conftest import in_turn

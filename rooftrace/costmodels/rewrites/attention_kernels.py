@@ -212,7 +212,7 @@ def _as_kernels(graph: OpGraph, plain: bool, mixed: bool = False) -> tuple[OpGra
     matches = {w.last.id: (w, _copy_of_result(flow, w)) for w in chosen}
     inner = {op for written in chosen for op in written.inner}
     inner |= {op for _, copy in matches.values() if copy is not None for op in copy.gone}
-    return with_matches(graph, matches, _emit_flash, inner)
+    return with_matches(graph, matches, emit_flash, inner)
 
 
 def with_pairs(graph: OpGraph) -> OpGraph:
@@ -293,7 +293,7 @@ def _copy_of_result(flow: ValueFlow, written: WrittenAttention) -> _ResultCopy |
     return _ResultCopy(copy.outputs[0], frozenset(op.id for op in users))
 
 
-def _emit_flash(edit: Editor, match: tuple[WrittenAttention, _ResultCopy | None]) -> None:
+def emit_flash(edit: Editor, match: tuple[WrittenAttention, _ResultCopy | None]) -> None:
     written, copy = match
     first, last, lead = written.first, written.last, written.lead
     query = _read(edit, written, first, "self")

@@ -110,6 +110,14 @@ class ValueFlow:
             op = self.producer(op.inputs[0])
         return op
 
+    def kernels_on(self, value: int) -> Iterator[Op]:
+        """The kernels that read a value, through views."""
+        for user in self.users[value]:
+            if user.kind == "view":
+                yield from (k for out in user.outputs for k in self.kernels_on(out))
+            else:
+                yield user
+
     def location(self, value: int) -> Location | None:
         """The location of a value; None behind a view of unknown offset or of another iteration."""
         if value not in self._locations:

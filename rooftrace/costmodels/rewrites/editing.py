@@ -411,52 +411,7 @@ def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:
                 yield repeat, storage
 
 
-# -- work that the code could leave out ------------------------------------------------------------
-
-
-def without_waits(graph: OpGraph) -> OpGraph:
-    """The graph without ops at which the host asks the device for a value."""
-    return graph.with_ops(op for op in graph.ops if op.kind != "sync")
-
-
-_ASKED = frozenset({"contiguous", "clone"})
-"""Functions by which the code asks for a copy; reshape and others make one only where they must."""
-
-
-def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
-    """Copies that the code asks for, all of whose readers are elementwise or reduce."""
-    flow = ValueFlow(graph)
-    return tuple(
-        op
-        for op in graph.ops
-        if op.name == "aten.clone" and op.function in _ASKED and _is_needless(flow, op)
-    )
-
-
-def _is_needless(flow: ValueFlow, copy: Op) -> bool:
-    (made,), before = copy.outputs, operand(copy, "self")
-    storage = flow.values[made].storage
-    if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
-        return False
-    users = [op for op in flow.storage_users[storage] if op.id != copy.id]
-    last = max((op.id for op in users), default=copy.id)
-    if not users or flow.overwritten(before.id, copy.id, last):
-        return False
-    same = flow.values[made].stride == flow.values[before.id].stride
-    rules = [find_rule(op.target) for op in users]
-    return all(
-        made in op.inputs and rule is not None and (same or rule.fusion in _ANY_LAYOUT)
-        for op, rule in zip(users, rules, strict=True)
-    )
-
-
-_ANY_LAYOUT = frozenset({"pointwise", "reduction"})
-
-
-def without_copies(graph: OpGraph) -> OpGraph:
-    """The graph without needless copies."""
-    copies = {op.outputs[0]: operand(op, "self").id for op in needless_copies(graph)}
-    return _without(Editor(graph), copies)
+# -- other precisions ------------------------------------------------------------------------------
 
 
 DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
@@ -502,10 +457,10 @@ def _recast(graph: OpGraph, dtypes: Mapping[int, str]) -> OpGraph:
             alike = now[0] == now[1] and strides[0] == strides[1]
             if was[0] != was[1] and alike and not written and made not in flow.escaping:
                 casts[made] = source
-    return _without(edit, casts)
+    return without_values(edit, casts)
 
 
-def _without(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
+def without_values(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
     """The graph whose readers of copies read the originals; elementwise results lie as these do."""
     graph, instead = edit.graph, dict[int, int]()
     for op in graph.ops:
@@ -526,73 +481,59 @@ def _without(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
     return released(edit.done(), graph).verify()
 
 
-def without_repeated_work(graph: OpGraph) -> OpGraph:
-    """Ops of forward that make the same as an earlier one go, and those of all iterations too.
+_HALVES = ("bf16", "fp16")
 
-    The latter run once, before the first iteration.  torch.compile does the same to the steps that
-    it differentiates (`fx_graph_cse` of functorch's partitioners).
+
+def promoted(graph: OpGraph, casts: bool) -> Mapping[int, str]:
+    """Values that are wider than the numbers of the model, by the precision of these.
+
+    They come from a half and a tensor in fp32 that is made of no activations, such as a buffer; or,
+    with `casts`, from a cast for a softmax over logits, which adds up in fp32 anyway.  So are what
+    is made of them up to the next cast, and their gradients.
     """
-    edit, flow = Editor(graph), ValueFlow(graph)
-    begins, front = dict[int, int](), dict[int, list[Op]]()
-    first, instead = dict[Any, Op](), dict[int, int]()
+    half, flow = str(graph.model.get("dtype")), ValueFlow(graph)
+    if half not in _HALVES:
+        return {}
+    values, wide = graph.values, dict[int, str]()
+    fixed = {v for v in graph.external if values[v].role in ("weights", "constants")}
+    fixed |= {v for v, t in enumerate(values) if t.role == "constants"}
     for op in graph.ops:
-        for repeat in op.repeats:
-            begins.setdefault(repeat, len(edit.ops))
-        op = reading_others(op, instead)
-        if not _is_pure(flow, op):
-            edit.ops.append(op)
+        if (
+            any(values[v].dtype != "fp32" for v in op.outputs)
+            or not op.outputs
+            or op.part == "optimizer"
+        ):
             continue
-        read = [repeat for value in op.inputs for repeat in _repeats_of(edit, value)]
-        depth = max((op.repeats.index(r) + 1 for r in read if r in op.repeats), default=0)
-        inner = op.repeats if op.steps else op.repeats[:depth]
-        same = first.setdefault((op.target, inner, _key(op.arguments)), op)
-        if (same is op and inner == op.repeats) or _is_random(op):
-            edit.ops.append(op)
-            continue
-        if same is not op:
-            instead |= dict(zip(op.outputs, same.outputs, strict=True))
-            edit.moved |= {v: edit.values[instead[v]].storage for v in op.outputs}
-            continue
-        for value in op.outputs:
-            edit.values[value] = replace(edit.values[value], repeats=inner)
-        place = begins[op.repeats[depth]]
-        front.setdefault(place, []).append(replace(op, repeats=inner))
-    edit.ops = [op for n, own in enumerate(edit.ops) for op in (*front.get(n, ()), own)]
-    return released(edit.done(), graph).verify()
+        read = {v for v in op.inputs if values[v].shape}
+        singles = {v for v in read if values[v].dtype == "fp32"}
+        from_half = any(values[v].dtype == half for v in read)
+        if op.name == "aten._to_copy":
+            users = {user.name for user in flow.kernels_on(op.outputs[0])}
+            starts = casts and from_half and users == {"aten._log_softmax"}
+            starts |= (
+                op.part == "backward"
+                and from_half
+                and any(
+                    not wide.keys().isdisjoint(user.inputs) for user in flow.users[op.outputs[0]]
+                )
+            )
+        else:
+            rule = find_rule(op.target)
+            joins = rule is not None and rule.fusion == "pointwise" and op.part == "forward"
+            starts = not casts and joins and from_half and bool(singles) and singles <= fixed
+            grown = op.kind == "view" or not (singles - fixed - wide.keys())
+            starts |= grown and not wide.keys().isdisjoint(op.inputs)
+        if starts:
+            wide |= dict.fromkeys(op.outputs, half)
+    narrow = {v for v in fixed if values[v].dtype == "fp32" and flow.users.get(v)}
+    wide |= {
+        v: half
+        for v in narrow
+        if all(not wide.keys().isdisjoint(user.outputs) for user in flow.users[v])
+    }
+    return wide
 
 
-def _repeats_of(edit: Editor, value: int) -> tuple[int, ...]:
-    """The repeats in whose iterations a value differs."""
-    tensor = edit.values[value]
-    return tensor.repeats + edit.values[tensor.storage].repeats
-
-
-def _is_pure(flow: ValueFlow, op: Op) -> bool:
-    """Whether an op of forward makes the same wherever it reads the same."""
-    storages = {flow.values[value].storage for value in (*op.inputs, *op.outputs)}
-    return (
-        op.part == "forward"
-        and op.kind in ("kernel", "view")
-        and op.collective is None
-        and "writes" not in op.facts
-        and not reads_across(op)
-        and storages.isdisjoint(flow.writers)
-        and flow.escaping.isdisjoint(flow.values[value].storage for value in op.outputs)
-        and all(flow.values[value].then is None for value in (*op.inputs, *op.outputs))
-    )
-
-
-def _is_random(op: Op) -> bool:
-    """Whether an op draws random numbers."""
-    if op.kind == "view":
-        return False
-    from rooftrace.tracer.recording.ops import draws  # loads torch
-
-    return draws(op.target)
-
-
-def _key(item: Argument) -> Argument:
-    """An argument as a key of a mapping."""
-    if isinstance(item, Mapping):
-        return tuple(sorted((name, _key(value)) for name, value in item.items()))
-    return tuple(map(_key, item)) if isinstance(item, tuple) else (type(item), repr(item))
+def without_promotions(graph: OpGraph, casts: bool = False) -> OpGraph:
+    """The graph whose promoted values are as narrow as the model."""
+    return _recast(graph, promoted(graph, casts))

@@ -34,16 +34,30 @@ from rooftrace.costmodels.rewrites.editing import (
     DOUBLES,
     Editor,
     cast_weights,
-    needless_copies,
-    operand,
+    promoted,
     reading_others,
     released,
-    without_copies,
     without_doubles,
     without_left_behind,
+    without_promotions,
+    without_weight_casts,
+)
+from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
+from rooftrace.costmodels.rewrites.trained import (
+    AttentionApart,
+    apart,
+    heads_shared,
+    masks_told,
+    written_attention,
+)
+from rooftrace.costmodels.rewrites.waste import (
+    batched,
+    looked_up,
+    made_before,
+    needless_copies,
+    without_copies,
     without_repeated_work,
     without_waits,
-    without_weight_casts,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
@@ -69,17 +83,26 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
     load: bytes that a thread loads at once, where rows begin at multiples of that.  compiled:
     whether a compiler makes one kernel of the optimizer already.
     """
-    if any(_is_unfused(op) for op in graph.ops):
+    if any(_is_unfused(op, _RANK) for op in graph.ops):
+        yield Mend(
+            "layout",
+            "Give query, key and value four dimensions (.unsqueeze(1))",
+            "attention then has a kernel of its own",
+            with_four_dimensions,
+        )
+    if any(_is_unfused(op, _WIDTH) for op in graph.ops):
         yield Mend(
             "layout",
             "Make the width of query, key and value their innermost dimension (.contiguous())",
             "a copy of each, which is counted; attention then has a kernel of its own",
             with_contiguous_attention,
         )
-    if any(_is_image_first(graph, op) for op in graph.ops):
+    images = [op.inputs[0] for op in graph.ops if _is_image_first(graph, op)]
+    if images:
+        formats = sorted({_IMAGES[len(graph.values[image].shape)] for image in images})
         yield Mend(
             "layout",
-            "Lay images out with channels last (memory_format=torch.channels_last)",
+            f"Lay images out with channels last (memory_format={listed(formats)})",
             "the module and its inputs in this layout",
             with_channels_last,
         )
@@ -99,11 +122,26 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "all parameters on the GPU",
             lambda other: fused if other is graph else with_fused_optimizer(other),
         )
-    yield from _of_waste(graph, compiled)
+    if graph.phase == "training" and not compiled:
+        yield from _of_attention(graph)
+    yield from _of_waste(graph)
+    yield from _of_precisions(graph)
+    yield from _of_calls(graph, compiled)
 
 
-def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
-    """Findings of work that the code could leave out."""
+def _of_attention(graph: OpGraph) -> Iterator[Mend]:
+    """Findings of attention in training; `REWRITES` has the same for inference."""
+    for action, edit in (
+        ("Compute attention that is written out in one kernel", written_attention),
+        ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
+        ("Read keys and values that heads share without a copy for each", heads_shared),
+    ):
+        if edit(graph) is not graph:
+            yield Mend("rewrite", action, "code that does so; results stay the same", edit)
+
+
+def _of_waste(graph: OpGraph) -> Iterator[Mend]:
+    """Findings of waits and copies that the code could leave out."""
     waiting = [op for op in graph.ops if op.kind == "sync"]
     if waiting:
         count = plural(sum(map(graph.times, waiting)), "wait")
@@ -120,12 +158,31 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "nothing that writes into either of them",
             without_copies,
         )
+
+
+def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
+    """Findings of numbers that are wider than the rest, and of casts of weights in each step."""
     if any(t.dtype in DOUBLES for t in graph.values) and graph.model.get("dtype") != "fp64":
         yield Mend(
             "compute",
             "Compute in fp32 what is in fp64 beside the rest",
             "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
             without_doubles,
+        )
+    if promoted(graph, casts=False):
+        yield Mend(
+            "compute",
+            f"Keep in {graph.model['dtype']} what a tensor in fp32 makes fp32",
+            "buffers and tables in the precision of the model; accuracy is not checked",
+            without_promotions,
+        )
+    if promoted(graph, casts=True):
+        yield Mend(
+            "compute",
+            f"Take the loss of logits in {graph.model['dtype']}, without a copy in fp32",
+            "logarithms that are rounded once more; their sums are in fp32 all the same; accuracy "
+            "is not checked",
+            lambda other: without_promotions(other, casts=True),
         )
     casts = cast_weights(graph) if graph.phase != "training" else {}
     if casts:
@@ -135,6 +192,37 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             "weights that are rounded once; nothing that reads them as they are",
             without_weight_casts,
         )
+
+
+def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
+    """Findings of calls that one call replaces, that run before the steps, or not at all."""
+    together = _batched(graph)
+    if together is not graph:
+        yield Mend(
+            "rewrite",
+            "Compute equal calls, which do not read each other, as one call with a batch of them",
+            "their weights stored as one tensor, and code that hands them on together",
+            lambda other: together if other is graph else _batched(other),
+        )
+    for action, needs, edit in (
+        (
+            "Make once, before the steps, what each step makes of weights or sizes alone",
+            "the result kept as a buffer, made again where the weights or sizes change",
+            made_before,
+        ),
+        (
+            "Take all steps in one layer, not a cell for each (nn.LSTM, nn.GRU, nn.RNN)",
+            "inputs that are all there before the first step",
+            with_recurrent_layers,
+        ),
+        (
+            "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
+            "indices handed on as they are",
+            looked_up,
+        ),
+    ):
+        if edit(graph) is not graph:
+            yield Mend("rewrite", action, needs, edit)
     once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
     if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
         yield Mend(
@@ -145,47 +233,46 @@ def _of_waste(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
         )
 
 
+def _batched(graph: OpGraph) -> OpGraph:
+    """The graph with equal calls as one; attention has one more dimension then."""
+    wide = with_four_dimensions(graph)
+    together = batched(wide)
+    return graph if together is wide else together
+
+
 # -- attention on the math path --------------------------------------------------------------------
 
-_WIDTH = "the width of an operand"
-"""How the reason begins for which CUDA has no kernel (`recording.library.why_math`)."""
+_WIDTH, _RANK = "the width of an operand", "operands have 3 dimensions"
+"""How the reasons begin for which CUDA has no kernel (`recording.library.why_math`)."""
 
 
-def _is_unfused(op: Op) -> bool:
-    return str(op.facts.get(UNFUSED, "")).startswith(_WIDTH)
+def _is_unfused(op: Op, why: str) -> bool:
+    return str(op.facts.get(UNFUSED, "")).startswith(why)
 
 
-class _Apart(NamedTuple):
-    """Attention that runs as products: its ops forward and backward, and what they read and make.
-
-    grads: those of query, key and value, in this order.
-    """
-
-    forward: tuple[Op, ...]
-    operands: tuple[Ref, Ref, Ref]
-    out: int
-    is_causal: bool
-    backward: tuple[Op, ...] = ()
-    grad_out: Ref | None = None
-    grads: tuple[int, ...] = ()
+def with_four_dimensions(graph: OpGraph) -> OpGraph:
+    """Attention of operands with three dimensions becomes a kernel, as it is with four."""
+    return with_contiguous_attention(graph, why=_RANK)
 
 
-def with_contiguous_attention(graph: OpGraph, copied: bool = True) -> OpGraph:
+def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _WIDTH) -> OpGraph:
     """Attention of operands whose width is not innermost becomes copies of them, and a kernel.
 
     copied: whether operands may need a copy; the same graph where there is nothing to mend.
     """
     flow = ValueFlow(graph)
-    apart = [match for op in graph.ops if _is_unfused(op) if (match := _apart(flow, op))]
+    matches = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
     if not copied:
-        apart = [m for m in apart if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)]
-    if not apart:
+        matches = [
+            m for m in matches if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)
+        ]
+    if not matches:
         return graph
-    firsts = {match.forward[-1].id: match for match in apart}
-    lasts = {match.backward[-1].id: match for match in apart if match.backward}
-    gone = {op.id for match in apart for op in (*match.forward, *match.backward)}
+    firsts = {match.forward[-1].id: match for match in matches}
+    lasts = {match.backward[-1].id: match for match in matches if match.backward}
+    gone = {op.id for match in matches for op in (*match.forward, *match.backward)}
     edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
-    strides = {match.out: _by_position(graph.values[match.out]) for match in apart}
+    strides = {match.out: _by_position(graph.values[match.out]) for match in matches}
     for op in graph.ops:
         if match := firsts.get(op.id):
             made[match.out] = _emit_forward(edit, match)
@@ -203,73 +290,7 @@ def _by_position(out: Tensor) -> tuple[int, ...]:
     return dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
-def _apart(flow: ValueFlow, softmax: Op) -> _Apart | None:
-    """The attention around a softmax; None where its ops are not all known."""
-    graph = flow.graph
-    where = softmax.source, softmax.module, softmax.call, softmax.repeats
-    alike = [op for op in graph.ops if (op.source, op.module, op.call, op.repeats) == where]
-    forward = [op for op in alike if op.part == softmax.part and op.function == softmax.function]
-    inner = {value for op in forward for value in op.outputs}
-    products = [op for op in forward if op.name == "aten.bmm"]
-    if len(products) != 2 or any(ref.then for op in forward for ref in op.reads):
-        return None
-    starts = [_start(flow, operand(products[n], name), inner) for n, name in _OPERANDS]
-    if len({graph.values[ref.id].dtype for ref in starts}) != 1:
-        return None
-    outside = {v for op in forward for v in op.inputs} - inner - {ref.id for ref in starts}
-    out = forward[-1].outputs[0]
-    if outside or len(graph.values[out].shape) < 3:
-        return None  # a mask of the caller's
-    causal = any(op.name == "aten.tril" for op in forward)
-    match = _Apart(tuple(forward), (starts[0], starts[1], starts[2]), out, causal)
-    later = [op for op in alike if op.part == "backward"]
-    return _with_backward(flow, match, later, inner) if later else match
-
-
-_OPERANDS = ((0, "self"), (0, "mat2"), (1, "mat2"))
-
-
-def _start(flow: ValueFlow, ref: Ref, inner: set[int]) -> Ref:
-    """The operand of attention that an operand of its products is made of."""
-    while ref.id in inner:
-        op = flow.producer(ref.id)
-        assert op is not None
-        ref = op.reads[0]
-    return ref
-
-
-def _with_backward(
-    flow: ValueFlow, match: _Apart, later: Sequence[Op], inner: set[int]
-) -> _Apart | None:
-    """The attention with the ops of its backward; None where these are not all known."""
-    values, out = flow.values, flow.values[match.out]
-    start = next((op for op in later if not inner.isdisjoint(op.inputs)), None)
-    if start is None:
-        return None
-    made, backward = set[int](), list[Op]()
-    for op in later:  # from the gradient in the shape of the result on
-        reads = {value for value in op.inputs if value not in inner}
-        is_grad = any((values[v].shape, values[v].dtype) == (out.shape, out.dtype) for v in reads)
-        if made & reads or not inner.isdisjoint(op.inputs) or (is_grad and not backward):
-            backward.append(op)
-            made.update(op.outputs)
-    reads = {v for op in backward for v in op.inputs} - made - inner
-    used = {v for v in made for op in flow.users.get(v, ()) if op not in backward}
-    used |= made & set(flow.graph.outputs)
-    grads = sorted(used)
-    sizes = [values[ref.id].elements for ref in match.operands]
-    if len(reads) != 1 or sorted(values[v].elements for v in grads) != sorted(sizes):
-        return None
-    in_order = []
-    for size in sizes:
-        in_order.append(next(v for v in grads if values[v].elements == size))
-        grads.remove(in_order[-1])
-    return match._replace(
-        backward=tuple(backward), grad_out=Ref(reads.pop()), grads=tuple(in_order)
-    )
-
-
-def _emit_forward(edit: Editor, match: _Apart) -> tuple[Ref, ...]:
+def _emit_forward(edit: Editor, match: AttentionApart) -> tuple[Ref, ...]:
     """Copies of the operands and the kernel; returns what backward reads of them."""
     like = match.forward[-1]
     copies = []
@@ -295,7 +316,7 @@ def _attention(operands: Sequence[Ref]) -> dict[str, Argument]:
 
 
 def _emit_backward(
-    edit: Editor, match: _Apart, kept: tuple[Ref, ...]
+    edit: Editor, match: AttentionApart, kept: tuple[Ref, ...]
 ) -> dict[int, tuple[int, ...]]:
     """The kernel of the gradients; returns their strides, in the order of their operands'."""
     assert match.grad_out is not None
@@ -326,10 +347,12 @@ def _is_image_first(graph: OpGraph, op: Op) -> bool:
     if op.kind != "kernel" or op.name != "aten.convolution" or weight_shape(op, graph) is None:
         return False
     image = graph.values[op.inputs[0]]
-    return len(image.shape) == 4 and not has_channels_last(image)
+    return len(image.shape) in _IMAGES and not has_channels_last(image)
 
 
-_KEEPING = ("convolution", "batch_norm", "pool2d", "upsample", "cat")
+_IMAGES = {4: "torch.channels_last", 5: "torch.channels_last_3d"}
+"""Memory formats by the number of dimensions of images, and of volumes."""
+_KEEPING = ("convolution", "batch_norm", "pool2d", "pool3d", "upsample", "cat")
 """Parts of names of kernels whose results lie as their images do, beside elementwise ones.
 
 Convolutions follow the weight, too (`cudnn_conv_suggest_memory_format` of ATen's ConvUtils.h);
@@ -348,15 +371,17 @@ def with_channels_last(graph: OpGraph) -> OpGraph:
     Attention has a kernel of its own where the width of its operands is innermost then.
     """
     values = graph.values
-    own = [value for value in graph.external if values[value].storage == value]
+    ranks = {len(values[op.inputs[0]].shape) for op in graph.ops if _is_image_first(graph, op)}
+    own = [v for v in graph.external if values[v].storage == v and len(values[v].shape) in ranks]
     laid = _Laid(graph, {value: last for value in own if (last := _last(values[value]))}).done()
     return with_contiguous_attention(laid, copied=False)
 
 
 def _last(image: Tensor) -> tuple[int, ...] | None:
     """The strides of a contiguous image or weight with channels last; None for other tensors."""
-    is_image = len(image.shape) == 4 and image.stride == Tensor.contiguous(image.shape)
-    return dense(image.shape, (0, 2, 3, 1)) if is_image else None
+    rank = len(image.shape)
+    is_image = rank in _IMAGES and image.stride == Tensor.contiguous(image.shape)
+    return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
 
 
 class _Laid(Editor):
@@ -393,7 +418,7 @@ class _Laid(Editor):
     def _is_last(self, value: int) -> bool:
         """Whether a value has channels last now; so has a weight of one channel."""
         stride = self.values[value].stride
-        return self._is_other(value) and len(stride) == 4 and stride[1] == 1
+        return self._is_other(value) and len(stride) in _IMAGES and stride[1] == 1
 
     def _laid(self, op: Op) -> Op:
         """An op after what it makes is laid out; it may read copies that are made before it."""

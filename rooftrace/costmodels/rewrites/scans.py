@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from msgspec.structs import replace as changed
 
 from rooftrace.costmodels.rewrites.dataflow import COPIES, ValueFlow, reads_across
-from rooftrace.costmodels.rewrites.editing import Editor
+from rooftrace.costmodels.rewrites.editing import Editor, operand, released, without_left_behind
 from rooftrace.costmodels.rewrites.indexing import Atom, Dim, ReadValue, Walker, named, renamed
-from rooftrace.graph import Argument, Op, Ref, Tensor
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
 
 SELECTIVE_SCAN = "rooftrace.selective_scan.default"
@@ -391,3 +392,158 @@ def laid_out(edit: Editor, like: Op, factor: ReadValue, axes: Collection[str]) -
     layout = {atom.axis: (atom.size, step) for atom, step in reversed(digits)}
     shape, strides = zip(*(layout.get(axis, (1, 1)) for axis in axes), strict=True)
     return ref if edit.values[ref.id].shape == shape else edit.viewed(like, ref, shape, strides)
+
+
+# -- cells of recurrent layers, called step by step ------------------------------------------------
+
+_CELLS = {
+    "lstm_cell": "lstm",
+    "gru_cell": "gru",
+    "rnn_tanh_cell": "rnn_tanh",
+    "rnn_relu_cell": "rnn_relu",
+}
+"""Functions of torch that take one step, and the mode of the layer that takes all of them."""
+_FEW_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Calls of a cell, each of which reads the state of the one before.
+
+    inputs, states: what the calls read and make, one a call.  first: the state before them.
+    """
+
+    mode: str
+    inside: frozenset[int]
+    inputs: tuple[int, ...]
+    states: tuple[int, ...]
+    first: Ref
+    params: tuple[Ref, ...]
+
+
+def with_recurrent_layers(graph: OpGraph) -> OpGraph:
+    """Cells called step by step become one layer over all steps; the same graph without any."""
+    if not any(op.function in _CELLS and op.part == "forward" for op in graph.ops):
+        return graph
+    flat = graph.expand()
+    flow, calls = ValueFlow(flat), dict[tuple[str, str], dict[int, list[Op]]]()
+    for op in flat.ops:
+        if op.function in _CELLS and op.part == "forward":
+            calls.setdefault((op.module, op.function), {}).setdefault(op.call, []).append(op)
+    layers = [steps for by in calls.values() if (steps := _steps(flow, [*by.values()]))]
+    if not layers or any(op.part == "backward" for op in flat.ops):
+        return graph
+    edit, firsts = Editor(flat), {min(steps.inside): steps for steps in layers}
+    inside = frozenset[int]().union(*(steps.inside for steps in layers))
+    rows = dict[tuple[int, ...], int]()
+    for op in flat.ops:
+        if op.id in firsts:
+            rows[firsts[op.id].states] = _emit_layer(edit, op, firsts[op.id])
+        if op.id not in inside and not _is_row(edit, op, rows):
+            edit.ops.append(op)
+    return released(without_left_behind(edit.done(), flat), flat).verify()
+
+
+def _steps(flow: ValueFlow, calls: Sequence[Sequence[Op]]) -> _Steps | None:
+    """The steps of a cell; None where they do not follow one another, or more of them is read."""
+    made, inputs, hidden = frozenset[int](), [], []
+    weights: dict[int, tuple[Op, Op]] = {}
+    for number, ops in enumerate(calls):
+        products = [op for op in ops if op.name in ("aten.addmm", "aten.mm")]
+        if len(products) != 2:
+            return None
+        pair = _in_order(flow, products, weights.get(number - 1), made)
+        if pair is None:
+            return None
+        weights[number] = pair
+        rows = [operand(op, "mat1" if op.name == "aten.addmm" else "self") for op in pair]
+        inputs.append(rows[0].id)
+        hidden.append(rows[1].id)
+        made = frozenset(value for op in ops for value in op.outputs)
+    states = (*hidden[1:], calls[-1][-1].outputs[0])
+    inside = frozenset(op.id for ops in calls for op in ops)
+    every = {value for ops in calls for op in ops for value in op.outputs} - {*states}
+    away = {user.id for value in every for user in flow.users.get(value, ())} - inside
+    late = any((by := flow.kernel_of(v)) is not None and by.id > min(inside) for v in inputs)
+    if len(calls) < _FEW_STEPS or away or late or not every.isdisjoint(flow.graph.outputs):
+        return None
+    params = [_unturned(flow, operand(op, "mat2")) for op in weights[0]]
+    params += [operand(op, "self") for op in weights[0] if op.name == "aten.addmm"]
+    mode = _CELLS[calls[0][0].function]
+    return _Steps(mode, inside, tuple(inputs), states, Ref(hidden[0]), tuple(params))
+
+
+def _in_order(
+    flow: ValueFlow, products: Sequence[Op], before: tuple[Op, Op] | None, made: frozenset[int]
+) -> tuple[Op, Op] | None:
+    """The product of the input and that of the state; None where the state is not the last one."""
+    of_state = [not made.isdisjoint(op.inputs) for op in products]
+    if before is None:  # all read outside values; those of LSTM have the state first
+        reads = products[0].function == "lstm_cell"
+        return (products[1], products[0]) if reads else (products[0], products[1])
+    if sum(of_state) != 1:
+        return None
+    state = products[of_state.index(True)]
+    other = products[of_state.index(False)]
+    same = [_unturned(flow, operand(op, "mat2")) for op in (other, state)]
+    last = [_unturned(flow, operand(op, "mat2")) for op in before]
+    return (other, state) if same == last else None
+
+
+def _unturned(flow: ValueFlow, item: Ref) -> Ref:
+    """A weight before it was turned."""
+    by = flow.producer(item.id)
+    return item if by is None or by.kind != "view" else Ref(by.inputs[0])
+
+
+def _emit_layer(edit: Editor, like: Op, steps: _Steps) -> int:
+    """The layer; returns the states of all steps, [T, B, H], of which each step reads its own."""
+    places = [edit.flow.location(value) for value in steps.inputs]
+    first, count = edit.values[steps.inputs[0]], len(steps.inputs)
+    gaps = {b.offset - a.offset for a, b in pairwise(places) if a is not None and b is not None}
+    shape = (count, *first.shape)
+    if len({p.storage for p in places if p is not None}) == len(gaps) == 1 and None not in places:
+        stride = (gaps.pop(), *first.stride)
+        whole = edit.view_op(
+            like, "aten.as_strided.default", Ref(steps.inputs[0]), {"size": shape}, shape, stride
+        )
+    else:
+        items = {"tensors": tuple(map(Ref, steps.inputs))}
+        whole = edit.made(like, "aten.stack.default", items, shape, first.dtype)
+    state = edit.values[steps.states[0]]
+    out = edit.value((count, *state.shape), state.dtype, "activations", ())
+    last = edit.value((1, *state.shape), state.dtype, "activations", ())
+    is_lstm = steps.mode == "lstm"
+    cell = edit.value((1, *state.shape) if is_lstm else (0,), state.dtype, "activations", ())
+    start = edit.viewed(like, steps.first, (1, *state.shape))
+    arguments: dict[str, Argument] = {
+        "input": whole,
+        "hx": (start, start) if is_lstm else (start,),
+        "params": steps.params,
+        "mode": steps.mode,
+        "has_biases": len(steps.params) > 2,
+        "num_layers": 1,
+        "bidirectional": False,
+        "batch_first": False,
+    }
+    edit.emit(like, "rooftrace.rnn.default", arguments, (out, last, cell))
+    for place, value in enumerate(steps.states):
+        edit.move(value, out)
+        at: dict[str, Argument] = {"self": Ref(out), "dim": 0, "index": place}
+        edit.emit(like, "aten.select.int", at, (value,), kind="view")
+    return out
+
+
+def _is_row(edit: Editor, op: Op, rows: Mapping[tuple[int, ...], int]) -> bool:
+    """Write a stack of all states as a view of them, or as a copy in another order."""
+    items = op.arguments.get("tensors")
+    names = tuple(ref.id for ref in items) if isinstance(items, tuple) else ()
+    if op.name != "aten.stack" or names not in rows:
+        return False
+    whole = Ref(rows[names])
+    if op.arguments.get("dim", 0) == 0:
+        edit.move(op.outputs[0], whole.id)
+        edit.emit(op, "aten.alias.default", {"self": whole}, op.outputs, kind="view")
+    else:
+        edit.emit(op, "aten.clone.default", {"self": whole}, op.outputs)
+    return True

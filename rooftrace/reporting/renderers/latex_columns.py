@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from rooftrace._escapes import visible
 from rooftrace.hardware.units import CAPACITY_STEPS, COUNT_STEPS, DECIMAL_STEPS, MISSING, TIME_STEPS
-from rooftrace.reporting.renderers.escaping import runs
+from rooftrace.reporting.renderers.units import runs
 from rooftrace.reporting.renderers.view import Cell, Column, Table
 
 # -- text ------------------------------------------------------------------------------------------

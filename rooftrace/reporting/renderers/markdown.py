@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from rooftrace.reporting.renderers.escaping import fenced, inline
+from rooftrace.reporting.renderers.units import fenced, inline
 from rooftrace.reporting.renderers.view import Column, Image, Note, Part, Section, Table, View
 
 _BOLD = ("strong", "bad")
