@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from points import Point, parser_of, write_points
-from rooftrace.hardware.chipfile.hosts import load_host
+from rooftrace.hardware.chipfile.reading import load_host
 from timm_models import PLAIN, Counts, Zoo, graph_of
 
 import rooftrace as rt
