@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from points import Point, parser_of, write_points
-from rooftrace.hardware.chipfile.reading import load_host
 from timm_models import PLAIN, Counts, Zoo, graph_of
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.hardware.chip import Chip
+from rooftrace.hardware.chipfile.reading import load_host
 from rooftrace.measured.fit.calibrating import usual_start
 from rooftrace.measured.fit.cases import Case, Errors, errors, predict, step_case
 from rooftrace.measured.fit.fitting import fit
