@@ -114,19 +114,25 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "rows of zeros in these weights, and what reads their results to leave them out",
             lambda graph: with_sizes(graph, odd),
         )
-    fused = graph if compiled else with_fused_optimizer(graph)
-    if fused is not graph:
+    fused = None if compiled else _changing(graph, with_fused_optimizer)
+    if fused:
         yield Mend(
             "optimizer",
             "Update the weights in one fused kernel (fused=True of the optimizer)",
             "all parameters on the GPU",
-            lambda other: fused if other is graph else with_fused_optimizer(other),
+            fused,
         )
     if graph.phase == "training" and not compiled:
         yield from _of_attention(graph)
     yield from _of_waste(graph)
     yield from _of_precisions(graph)
     yield from _of_calls(graph, compiled)
+
+
+def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
+    """The edit, which has its result for this graph already; None where that is the same graph."""
+    made = edit(graph)
+    return None if made is graph else lambda other: made if other is graph else edit(other)
 
 
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
@@ -136,8 +142,8 @@ def _of_attention(graph: OpGraph) -> Iterator[Mend]:
         ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
         ("Read keys and values that heads share without a copy for each", heads_shared),
     ):
-        if edit(graph) is not graph:
-            yield Mend("rewrite", action, "code that does so; results stay the same", edit)
+        if changing := _changing(graph, edit):
+            yield Mend("rewrite", action, "code that does so; results stay the same", changing)
 
 
 def _of_waste(graph: OpGraph) -> Iterator[Mend]:
@@ -196,15 +202,12 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
 
 def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
     """Findings of calls that one call replaces, that run before the steps, or not at all."""
-    together = _batched(graph)
-    if together is not graph:
-        yield Mend(
-            "rewrite",
+    for action, needs, edit in (
+        (
             "Compute equal calls, which do not read each other, as one call with a batch of them",
             "their weights stored as one tensor, and code that hands them on together",
-            lambda other: together if other is graph else _batched(other),
-        )
-    for action, needs, edit in (
+            _batched,
+        ),
         (
             "Make once, before the steps, what each step makes of weights or sizes alone",
             "the result kept as a buffer, made again where the weights or sizes change",
@@ -221,8 +224,8 @@ def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             looked_up,
         ),
     ):
-        if edit(graph) is not graph:
-            yield Mend("rewrite", action, needs, edit)
+        if changing := _changing(graph, edit):
+            yield Mend("rewrite", action, needs, changing)
     once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
     if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
         yield Mend(
