@@ -29,6 +29,8 @@ KEPT_FOLDERS = ("setuptools/_vendor", "dask-scratch-space")
 """What setuptools and workers of Dask put into `sys.path`; theirs is a temporary one."""
 OURS = ("rooftrace", "tests")
 """Whose finders must go; transformers and setuptools put theirs there for good."""
+STAYS = "_Later"
+"""A command's finder in `torch_private`, until something of Dynamo is used."""
 _FOR_GOOD = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR", "_TORCHINDUCTOR", "PYTORCH_NVML")
 """Variables that pytest, torch.compile and Lightning set, for good."""
 PATIENCE = 10  # s for a thread that ends, as that of a progress bar
@@ -49,7 +51,11 @@ def process() -> dict[str, Any]:
             t.name for t in threading.enumerate() if not any(n in t.name for n in KEPT_THREADS)
         },
         "sys.path": [entry for entry in sys.path if not any(n in entry for n in KEPT_FOLDERS)],
-        "sys.meta_path": [id(f) for f in sys.meta_path if type(f).__module__.startswith(OURS)],
+        "sys.meta_path": [
+            id(finder)
+            for finder in sys.meta_path
+            if type(finder).__module__.startswith(OURS) and type(finder).__name__ != STAYS
+        ],
         "sys.argv": [*sys.argv],
         "hooks": [*map(_hook, (sys.excepthook, threading.excepthook, sys.displayhook))],
         "trace and profile": (sys.gettrace() is None, sys.getprofile() is None),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -198,9 +199,9 @@ def test_shards_over_chips_cost_what_a_report_on_them_says(tmp_path: Path) -> No
     chip = rt.load_chip("h100-sxm")
     tight = replace(chip, memory_capacity=replace(chip.memory_capacity, value=9e8))
 
-    def report(**more: object) -> rt.types.Report:
+    def report(chip: rt.types.Chip = tight, **more: Any) -> rt.types.Report:
         how = {"phase": "training", "batch": 1, "seq": 64, "dtype": "bf16", **more}
-        return rt.report(tmp_path / "config.json", chip=tight, execution="eager", **how)
+        return rt.report(tmp_path / "config.json", chip=chip, execution="eager", **how)
 
     alone = report()
     (way,) = [way for way in alone.fitting["training"] if "chips" in way.action]
@@ -208,3 +209,10 @@ def test_shards_over_chips_cost_what_a_report_on_them_says(tmp_path: Path) -> No
     by_hand = report(mesh={"dp": 2}).estimate("training")
     assert way.t_after == pytest.approx(by_hand.t_est, rel=1e-9)
     assert way.peak == by_hand.memory.peak < tight.room() < alone.estimate("training").memory.peak
+
+    # weights that each chip gathers: over 4 chips it does not fit, though a quarter would
+    most = report(mesh={"dp": 4}).estimate("training").memory.peak + CONTEXT - 1
+    tighter = replace(chip, memory_capacity=replace(chip.memory_capacity, value=most))
+    (way,) = [way for way in report(tighter).fitting["training"] if "chips" in way.action]
+    number = int(way.option.removeprefix("--mesh dp="))
+    assert number > 4 and way.peak < tighter.room()

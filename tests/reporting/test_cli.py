@@ -86,7 +86,7 @@ def test_a_saved_graph_reports_like_its_target(run: Run, tmp_path: Path) -> None
     graph = tmp_path / "graph.json.gz"
     assert run("trace", CONTROL_FLOW, "-o", graph).code == 0
     assert gzip.decompress(graph.read_bytes()).startswith(b'{"schema":"rooftrace.graph/3"')
-    direct = run("report", CONTROL_FLOW, "--out", "-", "--format", "csv")
+    direct = run("report", CONTROL_FLOW, "--format", "csv")
     saved = run("report", graph, "--out", "-", "--format", "csv")
     assert direct.out == saved.out
 
@@ -257,6 +257,7 @@ BAD_REQUESTS = {
     "unknown assumption": (("report", RESNET, "--assume", "brunch=true"), ["brunch", "branch"]),
     "unknown format": (("report", RESNET, "--out", "-", "--format", "docx"), ["docx", "json"]),
     "format of a folder": (("report", RESNET, "--out", "-", "--format", "pdf"), ["pdf", "json"]),
+    "format without a folder": (("report", RESNET, "--format", "png"), ["png", "--out DIR"]),
     "lengths that are none": (
         ("report", GPT2, "--table", "nodes", "--cached", "7,x"),
         ["--cached 7,x", "8x4096"],

@@ -84,6 +84,7 @@ def test_all_that_fail_write_no_figure(here: Path, run: Run) -> None:
     [
         (("--out", "one.html"), "--out one.html: it is for one TARGET, and 2 are named"),
         (("--out", "-", "--format", "json"), "--out -: it is for one TARGET"),
+        (("--format", "json"), "--format json: it is for one TARGET"),
         (("--chip", "l5"), "l5"),
     ],
 )

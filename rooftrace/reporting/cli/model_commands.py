@@ -60,7 +60,8 @@ from rooftrace.reporting.commands.options import words
     help="Which files: html (a page to explore), md, json, csv, png (default: these five), svg and "
     "pdf (figures to print), tex (LaTeX: the report, and a file for each table), trace (a "
     "timeline for Perfetto), chakra (execution traces for simulators of networks, of this process; "
-    "chakra-all of all).  With --table: one of terminal, md, html, tex, json, csv.",
+    "chakra-all of all).  Without --out: one of json, md, csv, html, tex, to stdout.  "
+    "With --table: one of terminal, md, html, tex, json, csv.",
 )
 @click.option(
     "--max-batch",
@@ -106,12 +107,15 @@ def report(
         return
     used = USUAL if formats is None else formats
     check_formats(used)
+    said = f"--out {output.out}"
+    if formats is not None and output.out is None:  # to stdout, as of other commands
+        output, said = replace(output, out="-"), f"--format {','.join(formats)}"
     out = output.out
     single = _format_of_file(formats, output)
     many = len(targets) > 1
     if many and (out == "-" or single):
         raise RequestError(
-            f"--out {out}: it is for one TARGET, and {len(targets)} are named; name a folder"
+            f"{said}: it is for one TARGET, and {len(targets)} are named; name a folder: --out DIR"
         )
     if out not in (None, "-") and not single and not many:
         check_folder(Path(str(out)), used)
@@ -185,9 +189,9 @@ def _format_of_file(formats: Sequence[str] | None, output: CommandOutput) -> str
     """
     out, style = output.out, output.style
     if out == "-" and (formats is None or len(formats) != 1 or formats[0] not in TEXTS):
-        option = f" --format {','.join(formats)}" if formats else ""
+        option = f"--format {','.join(formats)}" if formats else "--out -"
         raise click.UsageError(
-            f"--out -{option}: stdout takes one format: --format json, md, csv, html or tex"
+            f"{option}: stdout takes one format: json, md, csv, html or tex; files need --out DIR"
         )
     ending = Path(out).suffix[1:] if out is not None and not Path(out).is_dir() else ""
     single = ending in TEXTS

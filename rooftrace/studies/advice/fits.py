@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -36,15 +35,19 @@ def fitting(
         return ()
     single = _smaller(step) if step.phase == "training" else ()
     both = (all_of(single, ", ".join(change.action for change in single)),) * (len(single) > 1)
-    batch = partial(_smaller_batch, step, at_batch)
     again = [change for change in single if with_checkpoints in change.edits]
+    edited = {change.action: priced_change(step, change) for change in (*single, *both)}
 
     def tried(
         whole: Sequence[StepChange], batches: Sequence[StepChange], others: Sequence[StepChange]
     ) -> list[WhatIf]:
-        ways = [*map(partial(priced_change, step), whole), *map(batch, batches)]
+        ways = [edited[change.action] for change in whole]
+        for change in batches:
+            ways.append(_smaller_batch(step, at_batch, change, edited.get(change.action)))
         for change in others if step.phase == "training" else ():
-            ways += [_in_host_memory(step, change), _over_chips(step, over_chips, change)]
+            alone = edited.get(change.action)
+            ways.append(_in_host_memory(step, change, alone))
+            ways.append(_over_chips(step, over_chips, change, alone))
         return [way for way in ways if way is not None and way.fits]
 
     fit = tried(single, [_AS_IT_IS], [_AS_IT_IS])
@@ -72,13 +75,12 @@ def _smaller(step: Estimate) -> tuple[StepChange, ...]:
     return ((checkpoints,) if lists else ()) + ((states,) if step.memory.optimizer else ())
 
 
-def _in_host_memory(step: Estimate, change: StepChange) -> WhatIf | None:
+def _in_host_memory(step: Estimate, change: StepChange, edited: WhatIf | None) -> WhatIf | None:
     """The step with the states of the optimizer in the host's memory, and another change.
 
-    None without such states.
+    edited: the step with that change alone.  None without such states.
     """
     away, link = step.memory.optimizer, step.chip.host_link
-    edited = priced_change(step, change) if change.edits else None
     if not away:
         return None
     return WhatIf(
@@ -94,18 +96,23 @@ def _in_host_memory(step: Estimate, change: StepChange) -> WhatIf | None:
     )
 
 
-def _over_chips(step: Estimate, over_chips: OverChips | None, change: StepChange) -> WhatIf | None:
+def _over_chips(
+    step: Estimate, over_chips: OverChips | None, change: StepChange, edited: WhatIf | None
+) -> WhatIf | None:
     """The step with its weights, gradients and states shared by chips; None where none fits.
 
-    Their number is the least power of two for which the peak should fit, or twice that.
+    edited: the step with the change alone.  Their number is the least power of two for which the
+    peak should fit; if it does not, twice that or more, by what that trace says is not shared, as
+    weights that each chip gathers.
     """
-    edited = priced_change(step, change) if change.edits else None
-    memory, room = edited.after.memory if edited else step.memory, step.chip.room()
+    memory, room = (edited.after if edited else step).memory, step.chip.room()
     held = memory.weights + memory.gradients + memory.optimizer
-    if over_chips is None or memory.peak - held >= room:
+    rest, number = memory.peak - held, 1
+    if over_chips is None or not held:
         return None
-    least = 2 ** max(1, math.ceil(math.log2(held / (room - memory.peak + held))))
-    for number in (least, 2 * least):
+    for _ in range(2):
+        share = room - rest if rest < room else room  # temporaries of the optimizer are shared, too
+        number = max(2 * number, 2 ** math.ceil(math.log2(held / share)))
         try:
             graph = over_chips(number, edited is not None)
             after = Study(step).estimate(Variant(graph=graph))
@@ -122,6 +129,7 @@ def _over_chips(step: Estimate, over_chips: OverChips | None, change: StepChange
         )
         if way.fits:
             return way
+        rest = after.memory.peak - held / number
     return None
 
 
@@ -132,13 +140,15 @@ def _also(change: StepChange) -> str:
 _AS_IT_IS = StepChange(lever="memory", action="", needs="")
 
 
-def _smaller_batch(step: Estimate, at_batch: AtBatch | None, change: StepChange) -> WhatIf | None:
+def _smaller_batch(
+    step: Estimate, at_batch: AtBatch | None, change: StepChange, edited: WhatIf | None
+) -> WhatIf | None:
     """The step in several smaller batches, with another change; None where no batch fits.
 
-    The number of batches is the least power of two for which the peak should fit, or twice that.
+    edited: the step with that change alone.  The number of batches is the least power of two for
+    which the peak should fit, or twice that.
     """
     batch, memory = int(step.graph.workload.get("batch") or 1), step.memory
-    edited = priced_change(step, change) if change.edits else None
     peak = memory.peak if edited is None else edited.peak
     held = memory.weights + memory.gradients + (edited.after if edited else step).memory.optimizer
     runs = 2
