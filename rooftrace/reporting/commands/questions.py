@@ -21,7 +21,11 @@ from rooftrace.studies.sweeps import Form
 
 
 def grounds_of(
-    question: Question, form: Form, *, counts: Collection[int] = (), first: Sequence[str] = ()
+    question: Question,
+    forms: Sequence[Form],
+    *,
+    counts: Collection[int] = (),
+    first: Sequence[str] = (),
 ) -> Iterator[str]:
     """The grounds of an answer, in sentences.
 
@@ -65,9 +69,9 @@ def grounds_of(
         yield f"prices of the other {len(priced) - 3} chips: rooftrace chips show NAME"
     if question.find == "energy":
         yield from dict.fromkeys(filter(None, map(power_words, chips)))
-    for line in form.where()[:3]:
+    for line in [*dict.fromkeys(line for form in forms for line in form.where())][:3]:
         yield f"formulas proven for {line}"
-    if any(regime.form.example.unrecorded for regime in form.regimes):
+    if any(regime.form.example.unrecorded for form in forms for regime in form.regimes):
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
 
 

@@ -106,12 +106,15 @@ def _answer(question: Question) -> Answer:
 def _serving(question: Question) -> serving.ServingAnswer:
     from rooftrace.errors import TraceError
 
-    form = open_form(question)
+    alone = _at_its_least(question)
+    form = alone or open_form(question)
     question = questions.settled(question, form)
     first = split_of(question, form)
-    every = every_size(question, form)
+    every = BATCHES if alone and question.values is None else every_size(question, form)
 
     def split_over(count: int) -> candidates.Split:
+        if count == first.chips:
+            return first if alone is None else split_of(question)
         job = over_chips(question, count, form.phase)
         try:
             return split_of(replace(question, job=job, values=every))
@@ -131,6 +134,7 @@ def _serving(question: Question) -> serving.ServingAnswer:
     if not search.lines:
         raise RequestError(f"no candidate can be priced: {'; '.join(table.left_out)}")
     best = search.best()
+    priced = [line.configuration.split.form for line in search.lines if len(line.sizes) > 1]
     item = str(form.example.workload.get("item") or "sample")
     return serving.ServingAnswer(
         title=f"{form.title}, {form.phase}",
@@ -149,7 +153,7 @@ def _serving(question: Question) -> serving.ServingAnswer:
         rests=tuple(
             grounds_of(
                 question,
-                form,
+                priced or [form],
                 counts={line.chips for line in search.lines},
                 first=[x.configuration.chip.name for x, _, _ in best],
             )
@@ -183,7 +187,7 @@ def _rates(question: Question) -> workloads.RatesAnswer:
     question = questions.settled(question, form)
     case = SweepCase(form, question.conditions[0], {})
     form.numbers({name: sizes[name] for name in form.names if name in sizes})
-    grounds = tuple(grounds_of(question, form))
+    grounds = tuple(grounds_of(question, [form]))
     title = f"{form.title}, {form.phase}"
     return workloads.needed_rates(case, sizes, question.chips[0], title, grounds)
 
@@ -204,7 +208,7 @@ def _capacity(question: Question) -> workloads.CapacityAnswer:
     return workloads.CapacityAnswer(
         title=f"{form.title}, {form.phase}", sizes=sizes, rows=tuple(rows),
         rests=("by capacity alone: chips share weights, cache and activations evenly, and nothing "
-               "is kept twice", *grounds_of(question, form)),
+               "is kept twice", *grounds_of(question, [form])),
     )  # fmt: skip
 
 
@@ -233,7 +237,7 @@ def _passing(question: Question) -> workloads.PassingAnswer:
         looked=(low, high), before=before, after=after,
         rests=("attention: its kernels and the products around them; MLP: the other products of "
                "layers (families dense and moe), without the head",
-               *grounds_of(question, form)),
+               *grounds_of(question, [form])),
     )  # fmt: skip
 
 
@@ -268,6 +272,18 @@ def open_form(question: Question) -> Form:
         return form_of(job, {question.open: values}, question.most)
 
     return decoding_first(question.job, build, must_decode=decoding)
+
+
+def _at_its_least(question: Question) -> Form | None:
+    """The step of a config at its smallest batch alone; None where the question is of other chips.
+
+    It tells how many chips hold the step, at the price of one trace: one chip holds few of them.
+    """
+    job = question.job
+    named = job.is_named and not job.is_code and not job.is_graph
+    if not named or question.counts or job.request.mesh or question.open != "batch":
+        return None
+    return open_form(replace(question, values=(question.values or BATCHES)[:1]))
 
 
 def split_of(question: Question, form: Form | None = None) -> candidates.Split:

@@ -12,7 +12,7 @@ import gzip
 import itertools
 import random
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ import numpy as np
 
 from rooftrace._processes import collector_off
 from rooftrace._progress import tell
-from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, own_joins, plan
+from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, own_joins
 from rooftrace.costmodels.ops import all_rules
 from rooftrace.costmodels.rewrites import reprice
 from rooftrace.graph import OpGraph, graphs_bytes
@@ -76,9 +76,9 @@ class Conditions:
         """These conditions without constants that only times depend on: plans are the same."""
         return replace(self, execution=self.execution.untimed)
 
-    def plan(self, graph: OpGraph) -> Plan:
-        """The plan of a graph."""
-        return plan(self._repriced(graph), self.execution)
+    def plan(self, graph: OpGraph, savings: bool = True) -> Plan:
+        """The plan of a graph.  savings: see `Plan.each`."""
+        return Plan.each(self._repriced(graph), [self.execution], savings=savings)[0]
 
     def on(self, regime: Regime) -> Conditions:
         """These conditions; in place of a mixed execution that which graphs of a regime have."""
@@ -89,8 +89,7 @@ class Conditions:
     def numbers(self, graph: OpGraph, with_memory: bool = True) -> PlanNumbers:
         """The numbers of the plan of a graph."""
         with collector_off.used():  # a plan is many objects, of which none is garbage meanwhile
-            (planned,) = Plan.each(self._repriced(graph), [self.execution], savings=False)
-            return numbers_of(planned, with_memory)
+            return numbers_of(self.plan(graph, savings=False), with_memory)
 
     def _repriced(self, graph: OpGraph) -> OpGraph:
         return reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
@@ -171,7 +170,7 @@ class PlanForms:
         self._draws = tuple(draws_of(regime.form))
         self._cells: list[_Cell] = []
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
-        self._plans: dict[leaves.Numbers, Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}  # by `_structure`
         self._random = random.Random(repr((regime.low, regime.high)))
         self._kept = _Kept.by(regime, conditions)
 
@@ -303,9 +302,11 @@ class PlanForms:
         )
 
     def _plan_at(self, numbers: leaves.Numbers) -> Plan:
-        if numbers not in self._plans:
-            self._plans[numbers] = self.conditions.plan(self.regime.form.at(numbers))
-        return self._plans[numbers]
+        """The plan at these sizes, or at others where it has the same kernels in the same order."""
+        key = _structure(self._numbers_at(numbers))
+        if key not in self._plans:
+            self._plans[key] = self.conditions.plan(self.regime.form.at(numbers), savings=False)
+        return self._plans[key]
 
     def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
@@ -386,6 +387,16 @@ class PlanForms:
             columns[name] = np.clip(both, low, high)
         near = Points(columns)
         return near.where(np.flatnonzero(self.regime.inside(near.columns)))
+
+
+def _structure(planned: PlanNumbers) -> Hashable:
+    """What is equal of plans that differ in sizes alone: the ops of kernels, and their accesses."""
+    groups = tuple(
+        (group.ops, group.name, group.module, group.eager,
+         tuple((access.role, access.write, access.wire) for access in group.traffic))
+        for group in planned.groups
+    )  # fmt: skip
+    return planned.launches, planned.counts, groups
 
 
 def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:

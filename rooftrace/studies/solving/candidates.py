@@ -334,8 +334,9 @@ class Line(Speeds[Array]):
 class Candidates:
     """The steps of a question on any number of chips.
 
-    first: the requested step.  split_over: traces it over so many chips, and raises RequestError
-    where it cannot.  left_out: chips without candidates, with the reason.
+    first: the requested step, or that at its smallest size.  split_over: the step over so many
+    chips; it raises RequestError where it cannot be traced.  left_out: chips without candidates,
+    with the reason.
     """
 
     first: Split
@@ -354,8 +355,6 @@ class Candidates:
 
     def split(self, count: int) -> Split | None:
         """The step over so many chips; None where it cannot be traced."""
-        if count == self.first.chips:
-            return self.first
         try:
             return self.split_over(count)
         except RequestError as error:
