@@ -202,21 +202,32 @@ class Experts(nn.Module):
         return (said if self.shifted else said * by_expert).sum(0)
 
 
+class Seen(nn.Linear):
+    """A product that reads its weight and bias through views, as shards of a mesh are read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.view_as(self.weight), self.bias.view(-1))
+
+
 class Gated(nn.Module):
     """Attention and a gated unit, with biases; and a head that bends and scales its logits.
 
     tied: the gate's weight is that of the unit beside it too.  overwritten: the input changes
-    between the two products.  read_twice: the logits are used in the step.
+    between the two products.  read_twice: the logits are used in the step.  product: of the class.
     """
 
     def __init__(
-        self, tied: bool = False, overwritten: bool = False, read_twice: bool = False
+        self,
+        tied: bool = False,
+        overwritten: bool = False,
+        read_twice: bool = False,
+        product: type[nn.Linear] = nn.Linear,
     ) -> None:
         super().__init__()
         self.tied, self.overwritten, self.read_twice = tied, overwritten, read_twice
         self.table = nn.Embedding(TOKENS, 16)
-        self.ask, self.key, self.value = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
-        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.ask, self.key, self.value = product(16, 16), product(16, 8), product(16, 8)
+        self.gate, self.up, self.down = product(16, 24), product(16, 24), nn.Linear(24, 16)
         self.head = nn.Linear(16, TOKENS)
 
     def forward(self, ids: Tensor, memory: Any = None) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from tests.costmodels.serving_support import (
     Experts,
     Gated,
     Latent,
+    Seen,
     changed,
     differences,
     filled,
@@ -339,8 +340,9 @@ def _scout(layers: int) -> nn.Module:
 # -- fused products --------------------------------------------------------------------------------
 
 
-def test_products_with_biases_written_by_hand() -> None:
-    model = filled(Gated())
+@pytest.mark.parametrize("product", [nn.Linear, Seen])
+def test_products_with_biases_written_by_hand(product: type[nn.Linear]) -> None:
+    model = filled(Gated(product=product))
     graph = step_of(model, "decode")
     result, notes = changed(graph, "fused-qkv", "fused-gate-up")
     assert notes == ("fused-qkv: 1 qkv projection", "fused-gate-up: 1 gate-up projection")

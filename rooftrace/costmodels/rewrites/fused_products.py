@@ -371,11 +371,13 @@ def _part(flow: ValueFlow, op: Op) -> _Part | None:
 
 
 def _bias(flow: ValueFlow, op: Op) -> int | None:
-    graph, index = flow.graph, operand(op, "self").id
-    bias = graph.values[index]
-    width = graph.values[op.outputs[0]].shape[1]
-    plain = bias.storage == index and bias.shape == (width,) and bias.repeats == op.repeats
-    return index if plain and bias.role == "weights" and index in flow.graph.external else None
+    """The external value that is the bias of a product, which may read it through views."""
+    place = flow.location(operand(op, "self").id)
+    if place is None or place.offset or place.storage not in flow.graph.external:
+        return None
+    bias, width = flow.graph.values[place.storage], flow.graph.values[op.outputs[0]].shape[1]
+    plain = bias.shape == place.shape == (width,) and bias.repeats == op.repeats
+    return place.storage if plain and bias.role == "weights" else None
 
 
 def _can_be_a_view(flow: ValueFlow, op: Op) -> bool:
