@@ -287,7 +287,8 @@ def mesh_view(result: MeshAnswer, output: view.Output) -> view.View:
         ("Outside of a limit", result.others, 4),
     ):
         if rows:
-            parts = list(first_rows(ROWS, rows, _ROWS, output))
+            head = view.Note(f"{title.lower()}:", on="screen")
+            parts = [head, *first_rows(ROWS, rows, _ROWS, output)]
             sections.append(view.Section(title=title, parts=parts, place=place))
     sections.append(grounds(result.rests, result.left_out[:_ROWS], 5))
     return view.View(tuple(sections), result.title)
@@ -314,8 +315,8 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
     yield view.Note(f"{mesh_words(best.mesh)} on {best.chips:,} chips", "strong")
     again = "" if best.checkpoint == "none" else f", checkpoint {best.checkpoint}"
     yield view.Note(
-        f"step {format_time(best.seconds)}{again}: {best.items_per_s_per_chip:,.4g} "
-        f"{result.item}s/s of a chip, {best.items_per_s:,.4g} of all; limited by "
+        f"step {format_time(best.seconds)}{again}: {format_count(best.items_per_s_per_chip)} "
+        f"{result.item}s/s of a chip, {format_count(best.items_per_s)} of all; limited by "
         f"{best.limited_by}",
         bullet=1,
     )
@@ -343,7 +344,7 @@ def training_view(result: TrainingRun, output: view.Output) -> view.View:
         view.Note(
             f"{result.undisturbed / 86400:,.4g} days without interruptions: step "
             f"{format_time(row.seconds)}, global batch {row.global_batch:,}, batch {row.batch:,}"
-            f"{again}, {row.items_per_s_per_chip:,.4g} {item}s/s of a chip",
+            f"{again}, {format_count(row.items_per_s_per_chip)} {item}s/s of a chip",
             bullet=1,
         ),
         view.Note(
