@@ -390,7 +390,7 @@ class PlanForms:
 
 
 def _structure(planned: PlanNumbers) -> Hashable:
-    """What is equal of plans that differ in sizes alone: the ops of kernels, and their accesses."""
+    """The ops and accesses of each kernel, in which plans of different sizes may be equal."""
     groups = tuple(
         (group.ops, group.name, group.module, group.eager,
          tuple((access.role, access.write, access.wire) for access in group.traffic))
