@@ -123,7 +123,8 @@ def check_for_nan(op: OpView) -> Cost:
     return vector(op, total(op.inputs)) + op.streamed()
 
 
-@builtin("rooftrace.to_host", "rooftrace.from_host", kind="copy")
+@builtin("rooftrace.to_host", kind="copy", label="copy to the host")
+@builtin("rooftrace.from_host", kind="copy", label="copy from the host")
 def host_copy(op: OpView) -> Cost:
     """A copy between the memories of device and host: through each once, and all of it between."""
     here = op.inputs[0] if op.target.startswith("rooftrace.to_host") else op.outputs[0]
