@@ -176,6 +176,9 @@ class CallReplay:
                 unchanged = outside.unchanged()
         with Unwatched(), torch_private.DisableTorchFunction():
             unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
+            if start.wrote():  # so will the others, as norms do that count batches
+                for other in self._groups.get(id(module), ()):
+                    self._groups.pop(id(other), None)
             if not unchanged or watch.used:
                 return output, None
             return output, self._kept(start, watched, watch.read, outside, output)
