@@ -1,4 +1,4 @@
-"""Sizes of results that are known without a run of torch's meta kernel: the kernel is the oracle."""
+"""Sizes of results that are known without torch's meta kernel, which is the oracle."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ class CallReplay:
         self._recordings: dict[Any, list[Recording]] = {}
         self._failures: Counter[Any] = Counter()
         self._watchers = (0, 0)
+        self._inside: Counter[int] = Counter()  # modules of each group in the call that is recorded
 
     def watch(self, root: nn.Module) -> None:
         """Note which modules of `root` have one build."""
@@ -112,7 +113,7 @@ class CallReplay:
         """Call a module, or give the result of an equal call."""
         original = original_of(nn.Module, "__call__")
         tape, group, trained = self._tape, self._groups.get(id(module)), torch.is_grad_enabled()
-        if group is None or not self._looks(trained):
+        if group is None or self._is_alone(module, group) or not self._looks(trained):
             return original(module, *args, **kwargs)
         layers: Layers | None = None
         with Unwatched(), torch_private.DisableTorchFunction():  # reading facts is no call
@@ -135,13 +136,29 @@ class CallReplay:
         if not usual or twin is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
             with self.stacks.within_layer(trained and bool(recordings)):
                 return original(module, *args, **kwargs)
-        output, recording = self._recorded(original, module, args, kwargs, call)
+        with self._first_of_all(module, bool(recordings) or key in self._failures):
+            output, recording = self._recorded(original, module, args, kwargs, call)
         self._failures[key] += recording is None
         if recording is not None:
             firsts = [first for first in recordings if _is_alike(first, module)]
             self.stacks.close(firsts, call, recording, torch_private.tree_flatten(output)[0])
             recordings.append(recording)
         return output
+
+    def _is_alone(self, module: nn.Module, group: Sequence[nn.Module]) -> bool:
+        """Whether a call's block serves none in the call around it, whose block has its ops too."""
+        paths = self._tape.paths
+        return self._inside[id(group[0])] == 1 and not paths.times(paths.of(module))
+
+    @contextlib.contextmanager
+    def _first_of_all(self, module: nn.Module, again: bool) -> Iterator[None]:
+        """Inside, a call is recorded.  again: after others, which had to run."""
+        before, groups = self._inside, (self._groups.get(id(part)) for part in module.modules())
+        self._inside = Counter(() if again else (id(group[0]) for group in groups if group))
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def _looks(self, trained: bool) -> bool:
         """Whether a call that begins here may be recorded or repeated."""
