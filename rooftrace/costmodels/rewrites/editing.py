@@ -373,11 +373,11 @@ def _used(graph: OpGraph) -> list[Op]:
         kept = _needed(graph, across)
         if len(kept) == len(graph.ops):
             return kept
-        found = [op for op in kept if op.repeats and op.id not in known]
-        more = {pair for op in found for pair in _read_across(graph, op)}
+        newly = [op for op in kept if op.repeats and op.id not in known]
+        more = {pair for op in newly for pair in _read_across(graph, op)}
         if more <= across:
             return kept
-        known.update(op.id for op in found)
+        known.update(op.id for op in newly)
         across |= more
 
 

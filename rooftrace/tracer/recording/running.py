@@ -409,9 +409,9 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, *_:
     """x[N, C, ...]; the mean and 1 / deviation of each channel are in fp32 for a half."""
     size = x.shape[1:2]
     many = x.numel() > sum(size)  # the variance of one element is refused
-    given = (weight, bias, mean, variance) if many else (None,)
+    weights = (weight, bias, mean, variance) if many else (None,)
     dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    return _normed(x, given, size, size, dtype)
+    return _normed(x, weights, size, size, dtype)
 
 
 def _group_norm(
@@ -419,15 +419,15 @@ def _group_norm(
 ) -> Any:
     """x[N, C, ...]; the mean and 1 / deviation of each group."""
     fits = x.shape[:2] == (batch, channels) and groups > 0 and channels % groups == 0
-    given = (weight, bias) if fits else (None,)
-    return _normed(x, given, (channels,), (batch, groups), x.dtype)
+    weights = (weight, bias) if fits else (None,)
+    return _normed(x, weights, (channels,), (batch, groups), x.dtype)
 
 
 def _normed(
-    x: Tensor, given: Sequence[Any], size: Sequence[int], stats: Sequence[int], dtype: torch.dtype
+    x: Tensor, weights: Sequence[Any], size: Sequence[int], stats: Sequence[int], dtype: torch.dtype
 ) -> Any:
-    """The recipe of a norm.  given: tensors of this size, all there; stats: the shape of two."""
-    if not _plain((x,), x.shape, x) or not _plain(given, size, x):
+    """The recipe of a norm.  weights: tensors of this size, all there; stats: the shape of two."""
+    if not _plain((x,), x.shape, x) or not _plain(weights, size, x):
         return None
     each = tuple(stats), Value.contiguous(stats), dtype
     return tuple, ((tuple(x.shape), x.stride(), x.dtype), each, each)
@@ -435,11 +435,11 @@ def _normed(
 
 def _batch_norm_backward(grad: Tensor, x: Tensor, weight: Any, *rest: Any) -> Any:
     """The gradients of x[N, C, ...], and those of weight and bias where they are wanted."""
-    *given, _, _, wanted = rest
-    if not _plain((grad, x), x.shape, x) or not _plain((weight, *given), x.shape[1:2], x):
+    *small, _, _, wanted = rest
+    if not _plain((grad, x), x.shape, x) or not _plain((weight, *small), x.shape[1:2], x):
         return None
-    like, small = ((tuple(t.shape), t.stride(), t.dtype) for t in (x, weight))
-    return tuple, (like, *(small if want else None for want in wanted[1:]))
+    like, bias = ((tuple(t.shape), t.stride(), t.dtype) for t in (x, weight))
+    return tuple, (like, *(bias if want else None for want in wanted[1:]))
 
 
 def _plain(tensors: Sequence[Any], size: Sequence[int], x: Tensor) -> bool:
