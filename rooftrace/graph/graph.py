@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from msgspec import structs
 from msgspec.structs import replace
 
 from rooftrace._shown import Shown, short
@@ -160,10 +159,8 @@ class OpGraph(Shown):
 
     def with_ops(self, ops: Iterable[Op], **changes: Any) -> OpGraph:
         """A copy with other ops, numbered as they stand, and with some fields changed."""
-        ids = (
-            op if op.id == place else structs.replace(op, id=place) for place, op in enumerate(ops)
-        )
-        return dataclasses.replace(self, ops=tuple(ids), **changes)
+        numbered = tuple(op.numbered(place) for place, op in enumerate(ops))
+        return dataclasses.replace(self, ops=numbered, **changes)
 
     @property
     def step(self) -> str:

@@ -262,6 +262,14 @@ class Op(Struct, frozen=True, dict=True):
     stream: str = ""
     collective: Collective | None = None
 
+    def numbered(self, place: int) -> Op:
+        """The op at another place, with its cached properties: none depends on the place."""
+        if self.id == place:
+            return self
+        op = replace(self, id=place)
+        vars(op).update(vars(self))
+        return op
+
     @property
     def name(self) -> str:
         """The target without its overload: "aten.mm"."""

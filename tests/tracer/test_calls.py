@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.inputs.calls import call_inputs
 from rooftrace.tracer.phases.running import trace_phases
 from rooftrace.tracer.phases.steps import trace_step
+from rooftrace.tracer.repeats.arguments import Beginning
 from rooftrace.tracer.request import Options, Request
 from rooftrace.tracer.targets.target import load_target
 from tests.tracer.conftest import TEXT, config
@@ -218,6 +220,27 @@ def test_what_a_layer_inside_reads_is_read_by_the_outer_one_too() -> None:
     pairs = [(1, 1), (1, 1), (1, 2), (1, 1), (2, 1), (1, 2)]
     kinds = 3 + 2  # of pairs, and of the layers inside of them
     assert runs_of(Stack([Pair(*pair) for pair in pairs]).eval()) == kinds
+
+
+class Wrapped(nn.Module):
+    """Layers inside of one that reads a number of its own."""
+
+    def __init__(self, *inner: nn.Module, scale: int = 1) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.ModuleList(inner), scale
+
+    def forward(self, x: Tensor) -> Any:
+        RUNS.append(self)
+        for layer in self.inner:
+            x = layer(x) * self.scale
+        return x
+
+
+def test_a_layer_inside_repeats_where_the_outer_ones_run() -> None:
+    twins = [Wrapped(*(Layer(linear) for _ in range(3))) for _ in range(DEPTH)]
+    assert runs_of(Stack(twins).eval()) == 1 + 1
+    differ = [Wrapped(Layer(linear), scale=number) for number in range(DEPTH)]
+    assert runs_of(Stack(differ).eval()) == DEPTH + 2  # inside of the first two
 
 
 def test_known_values_of_buffers_decide_what_runs() -> None:
@@ -477,7 +500,9 @@ def test_running_statistics_are_written_in_every_layer() -> None:
         return x * y
 
     made = stack(lambda m, x: m.norm(m.linear(x)), whole=whole, norm=lambda i: nn.BatchNorm1d(8))
-    assert runs_of(made.train(), "training") == DEPTH
+    with mock.patch.object(Beginning, "unchanged", autospec=True, return_value=False) as recorded:
+        assert runs_of(made.train(), "training") == DEPTH
+    assert recorded.call_count == 1  # which shows that all of them write
     assert runs_of(made.eval()) == 1
 
 

@@ -547,15 +547,8 @@ def _planned(
 ) -> Plan:
     """classified: the graph with the family of each op.  priced: the costs of its ops."""
     op_costs, has_rule = priced
-    last: tuple[OpGraph, tuple[Cost, ...]] = classified, op_costs
-
-    def costs_of(other: OpGraph) -> tuple[Cost, ...]:
-        nonlocal last
-        if last[0] is not other:
-            last = other, price_ops(other)[0]
-        return last[1]
-
-    rewritten, notes = rewrite(classified, model, costs_of if savings else None)
+    price = (lambda side, ops: price_ops(side, ops)[0]) if savings else None
+    rewritten, notes = rewrite(classified, model, price)
     if rewritten is not classified:
         op_costs, has_rule = price_ops(rewritten)
     groups = fuse(rewritten, model, op_costs)

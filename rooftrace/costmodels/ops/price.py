@@ -20,8 +20,10 @@ _MOST = 4096
 """Cached prices of ops: the graphs of a script, and those of other lengths, share most."""
 
 
-def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
-    """The cost of each op, once, bound to storages, and whether it has a rule.
+def price_ops(
+    graph: OpGraph, ops: Sequence[Op] | None = None
+) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
+    """The cost of each op, once, bound to storages, and whether it has a rule.  ops: else all.
 
     An op without a rule reads its operands and writes its results (see `without_rule`), between
     the bounds of `unknown_bytes`.  Views and waits cost nothing here.  What runs a second time in
@@ -35,7 +37,7 @@ def price_ops(graph: OpGraph) -> tuple[tuple[Cost, ...], tuple[bool, ...]]:
     storages = [t.storage for t in graph.values]
     copies = _Copies(graph, sizes, storages)
     outside = {storages[i] for i in graph.external}
-    for op in graph.ops:
+    for op in graph.ops if ops is None else ops:
         if op.kind != "kernel":
             costs.append(Cost())
             has_rule.append(True)

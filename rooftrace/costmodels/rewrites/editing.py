@@ -312,14 +312,15 @@ def without_left_behind(graph: OpGraph, before: OpGraph) -> OpGraph:
 
     Values keep their ids in a rewrite, so ops are compared by the values that they make.
     """
-    used_before = {op.outputs for op in _used(before)}
-    unused_before = {op.outputs for op in before.ops} - used_before
-    used = {op.id for op in _used(graph)}
-    kept = [op for op in graph.ops if op.id in used or op.outputs in unused_before]
+    kept = _used(graph)
+    if len(kept) < len(graph.ops):
+        used = {op.id for op in kept}
+        unused_before = {op.outputs for op in before.ops} - {op.outputs for op in _used(before)}
+        kept = [op for op in graph.ops if op.id in used or op.outputs in unused_before]
     read_before = _read(before, before.ops)
-    kept = _without_unread_views(graph, kept, read_before)
+    kept, read = _without_unread_views(graph, kept, read_before)
     gone = before.producers.keys() - {value for op in kept for value in op.outputs}
-    gone |= set(before.external) & read_before - _read(graph, kept)
+    gone |= set(before.external) & read_before - read
     return graph.with_ops(_released(op, gone) for op in kept)
 
 
@@ -340,12 +341,14 @@ def _read(graph: OpGraph, ops: Sequence[Op]) -> set[int]:
     """The values that ops read, of this iteration or of another one, and outputs of the step."""
     read = {value for op in ops for value in op.inputs} | set(graph.outputs)
     neighbours = [ref.then for op in ops for ref in op.reads]
-    neighbours += [tensor.then for tensor in graph.values]
+    neighbours += [tensor.then for tensor in graph.values if tensor.then is not None]
     return read | {then.value for then in neighbours if then is not None}
 
 
-def _without_unread_views(graph: OpGraph, ops: list[Op], before: Collection[int]) -> list[Op]:
-    """Ops without the views that nothing reads any more, among those that were read `before`.
+def _without_unread_views(
+    graph: OpGraph, ops: list[Op], before: Collection[int]
+) -> tuple[list[Op], set[int]]:
+    """Ops without the views that nothing reads any more, among those read `before`; what they read.
 
     `_used` keeps views of external values, since they may be written.
     """
@@ -359,18 +362,22 @@ def _without_unread_views(graph: OpGraph, ops: list[Op], before: Collection[int]
             or any(i in read or graph.values[i].storage == i for i in op.outputs)
         ]
         if len(kept) == len(ops):
-            return kept
+            return kept, read
         ops = kept
 
 
 def _used(graph: OpGraph) -> list[Op]:
     """The ops that make an output, or write into something that outlives the step."""
-    across: set[tuple[int, int]] = set()
+    across, known = set[tuple[int, int]](), set[int]()
     while True:  # an iteration also makes what the next iteration reads
         kept = _needed(graph, across)
-        more = {pair for op in kept if op.repeats for pair in _read_across(graph, op)}
+        if len(kept) == len(graph.ops):
+            return kept
+        newly = [op for op in kept if op.repeats and op.id not in known]
+        more = {pair for op in newly for pair in _read_across(graph, op)}
         if more <= across:
             return kept
+        known.update(op.id for op in newly)
         across |= more
 
 

@@ -222,8 +222,8 @@ REWRITES = (
 
 WRITTEN = "written-attention"
 Change = Callable[[OpGraph], tuple[OpGraph, int]]
-Price = Callable[[OpGraph], Sequence[Cost]]
-"""The cost of each op of a graph, once."""
+Price = Callable[[OpGraph, Sequence[Op]], Sequence[Cost]]
+"""The cost of each of these ops of a graph, once."""
 
 
 def rewrite(
@@ -353,9 +353,9 @@ def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[C
     priced = [
         {
             (op.target, op.outputs): (cost, cost.flops(), cost.bytes(), side.times(op))
-            for op, cost in zip(side.ops, price(side), strict=True)
+            for op, cost in zip(ops, price(side, ops), strict=True)
         }
-        for side in (graph, result)
+        for side, ops in ((graph, _not_in(graph, result)), (result, _not_in(result, graph)))
     ]
     same = {
         key for key, (_, *sizes) in priced[0].items() if sizes == list(priced[1].get(key, ()))[1:]
@@ -371,6 +371,19 @@ def _prices_of_changes(graph: OpGraph, result: OpGraph, price: Price) -> tuple[C
                 traffic[access] += size * times
         sums.append(Cost(work, traffic))
     return sums[0], sums[1]
+
+
+def _not_in(graph: OpGraph, other: OpGraph) -> list[Op]:
+    """The ops of a graph but those that the other one has too, of the same values and arguments."""
+    there = {(op.target, op.outputs): op for op in other.ops}
+    kept = [mine is theirs for mine, theirs in zip(graph.values, other.values, strict=False)]
+    kept += [False] * (len(graph.values) - len(kept))
+
+    def stays(op: Op, then: Op | None) -> bool:
+        same = then is not None and op.arguments is then.arguments and op.facts is then.facts
+        return same and all(kept[value] for value in (*op.inputs, *op.outputs))
+
+    return [op for op in graph.ops if not stays(op, there.get((op.target, op.outputs)))]
 
 
 # -- precisions ------------------------------------------------------------------------------------

@@ -58,8 +58,10 @@ def _containers(graph: OpGraph) -> list[str]:
 def _rolled(graph: OpGraph, container: str) -> OpGraph | None:
     """The graph with the modules of one container rolled; None where that saves nothing."""
     labels = _labels(graph, container)
-    period, phase = _period(graph, labels)
-    blocks = Blocks(graph, labels, container, period, phase)
+    period = _period(graph, labels)
+    if period is None:
+        return None
+    blocks = Blocks(graph, labels, container, *period)
     ends = blocks.interval(MIN_COUNT + 2)
     if ends is None:
         return None
@@ -98,8 +100,12 @@ def _number(path: str, container: str) -> int | None:
     return None if place is None else place[0]
 
 
-def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int]:
-    """How many modules make one iteration, and the number of the first: by their ops."""
+def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int] | None:
+    """How many modules make one iteration, and the number of the first: by their ops.
+
+    None where no iterations can be alike.  Of an interval that is, the iterations at both ends may
+    have more ops here (`Blocks` cuts those off).
+    """
     content: dict[int, list[Any]] = {}
     for op, label in zip(graph.ops, labels, strict=True):
         if label is not None:
@@ -108,7 +114,8 @@ def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int]:
                 (op.target, op.arguments.get("block"), op.part, shape)
             )
     keys = {label: hash(tuple(ops)) for label, ops in content.items()}
-    best = (0, 1, 0)
+    alike = any(key == keys.get(label + 1) for label, key in keys.items())
+    best = (0, 1, 0) if alike else None
     for period in _PERIODS:
         start = length = 0
         for label in sorted(keys):
@@ -117,9 +124,9 @@ def _period(graph: OpGraph, labels: Sequence[int | None]) -> tuple[int, int]:
                 continue
             start, length = (start, length + 1) if length else (label, 1)
             iterations = (length + period) // period
-            if iterations >= MIN_COUNT + 2 and length + period > best[0]:
+            if iterations >= MIN_COUNT + 2 and (best is None or length + period > best[0]):
                 best = (length + period, period, start)
-    return best[1], best[2]
+    return best and best[1:]
 
 
 class _Modules(Collapse):

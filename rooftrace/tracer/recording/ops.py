@@ -166,6 +166,7 @@ class OpInfo:
     """Facts of the schema of an op, looked up once (`info_of`)."""
 
     name: str  # "aten.add", without the overload
+    names: tuple[str, ...]  # of its arguments
     mutated: tuple[tuple[int, str], ...]  # positions and names of the arguments that it writes
     may_alias: bool  # an output may share memory with an argument
     view: bool  # an output shares memory with an argument, and nothing is written
@@ -209,6 +210,7 @@ def info_of(func: Any) -> OpInfo:
         answers = bool(schema.returns) and not any("Tensor" in str(r.type) for r in schema.returns)
         info = _INFO[func] = OpInfo(
             name=name,
+            names=tuple(a.name for a in schema.arguments),
             mutated=mutated,
             may_alias=aliasing or bool(mutated),
             view=aliasing and not mutated,
@@ -260,8 +262,7 @@ class Call:
     @property
     def named(self) -> dict[str, Any]:
         """The arguments by the names that the schema has for them; defaults are not there."""
-        names = (argument.name for argument in self.func._schema.arguments)
-        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        return {**dict(zip(self.info.names, self.args, strict=False)), **self.kwargs}
 
     def run(self) -> Any:
         """The result of the op for these arguments."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from rooftrace.graph import assumptions
+from rooftrace.graph import Tensor as Value, assumptions
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import groups, ops, taperecords
 from rooftrace.tracer.recording.by_value import by_value
@@ -295,6 +295,8 @@ class SizeCache:
             made = self._recipes.get(signature)
         except TypeError:  # an argument that cannot be hashed (a symbolic size, a generator)
             return _run(func, args, kwargs)
+        if made is None and not kwargs and func in _NORMS:
+            made = self._recipes[signature] = _NORMS[func](*args)
         if made is None:
             result = _run(func, args, kwargs)
             self._recipes[signature] = _recipe(result, args, kwargs)
@@ -396,3 +398,66 @@ def _storages(items: Any) -> set[int]:
         elif not isinstance(item, (str, bytes)) and hasattr(item, "__iter__"):
             storages |= _storages(item)
     return storages
+
+
+# -- norms -----------------------------------------------------------------------------------------
+# Torch's meta kernel of a norm runs its formula, 20 ops in Python.  What that gives for contiguous
+# tensors with all weights is a `_recipe`; None for others, which the kernel runs or refuses.
+
+
+def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, *_: Any) -> Any:
+    """x[N, C, ...]; the mean and 1 / deviation of each channel are in fp32 for a half."""
+    size = x.shape[1:2]
+    many = x.numel() > sum(size)  # the variance of one element is refused
+    weights = (weight, bias, mean, variance) if many else (None,)
+    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    return _normed(x, weights, size, size, dtype)
+
+
+def _group_norm(
+    x: Tensor, weight: Any, bias: Any, batch: int, channels: int, _: int, groups: int, eps: float
+) -> Any:
+    """x[N, C, ...]; the mean and 1 / deviation of each group."""
+    fits = x.shape[:2] == (batch, channels) and groups > 0 and channels % groups == 0
+    weights = (weight, bias) if fits else (None,)
+    return _normed(x, weights, (channels,), (batch, groups), x.dtype)
+
+
+def _normed(
+    x: Tensor, weights: Sequence[Any], size: Sequence[int], stats: Sequence[int], dtype: torch.dtype
+) -> Any:
+    """The recipe of a norm.  weights: tensors of this size, all there; stats: the shape of two."""
+    if not _plain((x,), x.shape, x) or not _plain(weights, size, x):
+        return None
+    each = tuple(stats), Value.contiguous(stats), dtype
+    return tuple, ((tuple(x.shape), x.stride(), x.dtype), each, each)
+
+
+def _batch_norm_backward(grad: Tensor, x: Tensor, weight: Any, *rest: Any) -> Any:
+    """The gradients of x[N, C, ...], and those of weight and bias where they are wanted."""
+    *small, _, _, wanted = rest
+    if not _plain((grad, x), x.shape, x) or not _plain((weight, *small), x.shape[1:2], x):
+        return None
+    like, bias = ((tuple(t.shape), t.stride(), t.dtype) for t in (x, weight))
+    return tuple, (like, *(bias if want else None for want in wanted[1:]))
+
+
+def _plain(tensors: Sequence[Any], size: Sequence[int], x: Tensor) -> bool:
+    """Whether tensors are there, of this size, contiguous, and as precise as x or in fp32."""
+    return all(
+        tensor is not None
+        and tuple(tensor.shape) == tuple(size)
+        and tensor.dtype in (x.dtype, torch.float32)
+        and tensor.dtype.is_floating_point
+        and tensor.numel() > 0
+        and tensor.stride() == Value.contiguous(size)
+        for tensor in tensors
+    )
+
+
+_aten: Any = torch.ops.aten
+_NORMS: dict[Any, Callable[..., Any]] = {
+    _aten.native_batch_norm.default: _batch_norm,
+    _aten.native_batch_norm_backward.default: _batch_norm_backward,
+    _aten.native_group_norm.default: _group_norm,
+}

@@ -162,7 +162,8 @@ def picked_in(graph: fx.Graph, tag: Tag) -> fx.Node:
     """The node of one value in a graph: of an op with several results, that of the one."""
     if tag.index is None:
         return tag.node
-    return graph.call_function(operator.getitem, (tag.node, tag.index))
+    of = (tag.node, tag.index)  # fx would work out the name
+    return graph.create_node("call_function", operator.getitem, of, name="getitem")
 
 
 # -- other processes -------------------------------------------------------------------------------

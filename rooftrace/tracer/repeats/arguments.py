@@ -360,6 +360,10 @@ class Beginning:
         same = same_state(self.state, held_state(self.module)) and not has_hooks(self.module)
         return same and bool(self._now() == self._outside)
 
+    def wrote(self) -> bool:
+        """Whether a tensor of the arguments or of the module was written in place since."""
+        return bool(self.call.versions() != self._outside[1])
+
     def block(self, returned: Sequence[Any], trained: bool) -> RecordedCall | None:
         """The block of ops recorded since; None where a later call could not repeat it.
 

@@ -89,6 +89,7 @@ class CallReplay:
         self._recordings: dict[Any, list[Recording]] = {}
         self._failures: Counter[Any] = Counter()
         self._watchers = (0, 0)
+        self._inside: Counter[int] = Counter()  # modules of each group in the recorded call
 
     def watch(self, root: nn.Module) -> None:
         """Note which modules of `root` have one build."""
@@ -112,7 +113,7 @@ class CallReplay:
         """Call a module, or give the result of an equal call."""
         original = original_of(nn.Module, "__call__")
         tape, group, trained = self._tape, self._groups.get(id(module)), torch.is_grad_enabled()
-        if group is None or not self._looks(trained):
+        if group is None or self._inside[id(group[0])] == 1 or not self._looks(trained):
             return original(module, *args, **kwargs)
         layers: Layers | None = None
         with Unwatched(), torch_private.DisableTorchFunction():  # reading facts is no call
@@ -135,13 +136,28 @@ class CallReplay:
         if not usual or twin is not None or len(recordings) + self._failures[key] >= _ATTEMPTS:
             with self.stacks.within_layer(trained and bool(recordings)):
                 return original(module, *args, **kwargs)
-        output, recording = self._recorded(original, module, args, kwargs, call)
+        with self._first_of_all(module, bool(recordings) or key in self._failures):
+            output, recording = self._recorded(original, module, args, kwargs, call)
         self._failures[key] += recording is None
         if recording is not None:
             firsts = [first for first in recordings if _is_alike(first, module)]
             self.stacks.close(firsts, call, recording, torch_private.tree_flatten(output)[0])
             recordings.append(recording)
         return output
+
+    @contextlib.contextmanager
+    def _first_of_all(self, module: nn.Module, again: bool) -> Iterator[None]:
+        """Inside, a call is recorded.  again: after others, of which none can stand for it.
+
+        A module inside that has no equal there is recorded as a part of the first call only: its
+        block serves none unless other calls have to run.
+        """
+        before, groups = self._inside, (self._groups.get(id(part)) for part in module.modules())
+        self._inside = Counter(() if again else (id(group[0]) for group in groups if group))
+        try:
+            yield
+        finally:
+            self._inside = before
 
     def _looks(self, trained: bool) -> bool:
         """Whether a call that begins here may be recorded or repeated."""
@@ -176,6 +192,9 @@ class CallReplay:
                 unchanged = outside.unchanged()
         with Unwatched(), torch_private.DisableTorchFunction():
             unchanged &= call.same_arguments(args, kwargs) and start.unchanged()
+            if start.wrote():  # so will the others, as norms do that count batches
+                for other in self._groups.get(id(module), ()):
+                    self._groups.pop(id(other), None)
             if not unchanged or watch.used:
                 return output, None
             return output, self._kept(start, watched, watch.read, outside, output)
@@ -290,7 +309,7 @@ class CallReplay:
             note(module.get_submodule(place), name)
         count_again(tape, block, path)
         tape.here.after_backward = False
-        (output, state), leaves = self._returned(recording, call.tensors, node, again)
+        (output, state), leaves = _returned(tape, recording, call.tensors, node, again)
         if call.cached is not None:
             call.cached.become(state)
         if layers is not None:
@@ -306,29 +325,33 @@ class CallReplay:
                 layers.attached(again, node, call, results)
         return True, output
 
-    def _returned(
-        self, recording: Recording, tensors: list[Tensor], node: fx.Node | None, call: RepeatedCall
-    ) -> tuple[Any, list[Any]]:
-        """The result of the call, and its leaves."""
-        tape, values = self._tape, self._tape.values
-        leaves, contents = _copies(recording.returned, None, recording.values)
-        made: set[int] = set()
-        for position, (leaf, content) in enumerate(zip(leaves, contents, strict=True)):
-            argument = recording.block.passed[position]
-            if argument is not None:
-                leaves[position] = tensors[argument]
-            elif isinstance(leaf, Tensor) and id(leaf) not in made:
-                if node is not None:
-                    index = len(made)
-                    spec = recording.block.results[index][2]
-                    storage = spec.storage + call.first_storage
-                    tape.tags.mark(leaf, taperecords.Tag(node, index, storage, spec.host))
-                    tape.tags.watch(leaf, storage)
-                made.add(id(leaf))
-                if content is not None:
-                    taint = frozenset(call.assumptions.get(a, a) for a in content[1])
-                    values.learn_shared(leaf, recording.values, content[0], position, taint)
-        return torch_private.tree_unflatten(leaves, recording.structure), leaves
+
+def _returned(
+    tape: Tape,
+    recording: Recording,
+    tensors: list[Tensor],
+    node: fx.Node | None,
+    call: RepeatedCall,
+) -> tuple[Any, list[Any]]:
+    """The result of the call, and its leaves."""
+    leaves, contents = _copies(recording.returned, None, recording.values)
+    made: set[int] = set()
+    for position, (leaf, content) in enumerate(zip(leaves, contents, strict=True)):
+        argument = recording.block.passed[position]
+        if argument is not None:
+            leaves[position] = tensors[argument]
+        elif isinstance(leaf, Tensor) and id(leaf) not in made:
+            if node is not None:
+                index = len(made)
+                spec = recording.block.results[index][2]
+                storage = spec.storage + call.first_storage
+                tape.tags.mark(leaf, taperecords.Tag(node, index, storage, spec.host))
+                tape.tags.watch(leaf, storage)
+            made.add(id(leaf))
+            if content is not None:
+                taint = frozenset(call.assumptions.get(a, a) for a in content[1])
+                tape.values.learn_shared(leaf, recording.values, content[0], position, taint)
+    return torch_private.tree_unflatten(leaves, recording.structure), leaves
 
 
 def _is_alike(recording: Recording, module: nn.Module) -> bool:
