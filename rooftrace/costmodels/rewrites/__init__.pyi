@@ -13,3 +13,4 @@ from rooftrace.costmodels.rewrites.rewrites import (
     reprice as reprice,
     rewrite as rewrite,
 )
+from rooftrace.costmodels.rewrites.trained import by_which as by_which

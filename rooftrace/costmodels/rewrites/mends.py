@@ -39,6 +39,7 @@ from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.trained import (
     AttentionApart,
     apart,
+    by_which,
     first_of_sorted,
     heads_shared,
     masks_told,
@@ -57,7 +58,7 @@ from rooftrace.costmodels.rewrites.waste import (
     without_repeated_work,
     without_waits,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, pattern_of
 from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import listed, plural
 
@@ -136,7 +137,10 @@ def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
     """Findings of attention in training; `REWRITES` has the same for inference."""
     for action, edit in (
-        ("Compute attention that is written out in one kernel", written_attention),
+        (
+            f"Compute attention that is written out in one kernel{by_which(graph)}",
+            written_attention,
+        ),
         ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
         ("Read keys and values that heads share without a copy for each", heads_shared),
     ):
@@ -232,7 +236,7 @@ def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
             with_room,
         ),
         (
-            "Take all tensors of a loop in one call (torch._foreach_mul_, foreach=True)",
+            "Take all tensors of a loop in one call (foreach=True, torch._foreach_mul_)",
             "lists of tensors, which the calls take as they are",
             over_lists,
         ),
@@ -240,9 +244,11 @@ def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
         if changing := _changing(graph, edit):
             yield Mend("rewrite", action, needs, changing)
     if changing := _changing(graph, without_checkpoints):
+        again = {pattern_of(op.module) for op in graph.ops if op.part == "recompute" and op.module}
+        lists = sorted({path.partition(".*")[0] for path in again})[:3]
         yield Mend(
             "memory",
-            "Leave out checkpoints, without which the step fits, too",
+            f"Leave out checkpoints of {listed(lists)}: the step fits without them",
             "memory for what backward reads, at this batch",
             changing,
         )

@@ -83,10 +83,9 @@ def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     whole = graph.outputs if graph.phase == "prefill" else ()
     heads = [_head(flow, out) for out in whole if flow.values[out].shape[:2] == sizes]
     heads += [_head(flow, op.inputs[0], op) for op in graph.ops if _reads_position(flow, op)]
-    found = [head for head in heads if head is not None]
-    if len(found) != 1:
+    heads = [head for head in heads if head is not None]
+    if len(heads) != 1 or (head := heads[0]) is None:
         return graph, 0
-    (head,) = found
     gone = {op.id for op in (*head.after, *([head.read] if head.read else []))}
     return with_matches(graph, {head.product.id: head}, _emit, gone)
 

@@ -194,6 +194,14 @@ def _added(flow: ValueFlow, grad: int, elements: int) -> Op | None:
     return None
 
 
+def by_which(graph: OpGraph) -> str:
+    """The kernel for attention that is written out, in brackets, where not every one can do it."""
+    written = written_attentions(graph)
+    if any(each.softcap or each.sinks is not None for each in written):
+        return " (flex_attention: torch has no other that caps scores or has sinks)"
+    return ""
+
+
 # -- attention that is written out -----------------------------------------------------------------
 
 
@@ -367,11 +375,21 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
     return released(without_left_behind(edit.done(), graph), graph).verify()
 
 
-_LISTS_OF = {"aten.linalg_vector_norm": "norm"} | {
-    f"aten.{name}{end}": f"{name}{end}"
-    for name in ("add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul", "pow", "sub", "zero")
-    for end in ("", "_")
+_IN_LISTS = {
+    "add",
+    "addcdiv",
+    "addcmul",
+    "copy",
+    "div",
+    "lerp",
+    "mul",
+    "pow",
+    "sqrt",
+    "sub",
+    "zero",
 }
+_LISTS_OF = {f"aten.{name}{end}": f"{name}{end}" for name in _IN_LISTS for end in ("", "_")}
+_LISTS_OF["aten.linalg_vector_norm"] = "norm"
 """Ops on a tensor that have a form for lists of tensors, and its name after `_foreach_`."""
 
 
@@ -379,38 +397,39 @@ def over_lists(graph: OpGraph) -> OpGraph:
     """Equal ops, one tensor after the other by one line of a loop, are one op on lists of them."""
     if graph.phase != "training" or graph.processes > 1:
         return graph
-    edit, groups, place = Editor(graph), dict[Any, list[Op]](), dict[int, int]()
-    for op in graph.ops:
-        if op.name in _LISTS_OF and not (op.module or op.repeats or op.part == "backward"):
+    names = [op for op in graph.ops if op.name in _LISTS_OF and not op.module]
+    flat = graph.expand() if any(op.repeats for op in names) else graph
+    edit, groups, place = Editor(flat), dict[Any, list[Op]](), dict[int, int]()
+    for op in flat.ops:
+        if op.name in _LISTS_OF and not op.module and op.part != "backward":
             plain = [(k, key_of(a)) for k, a in op.arguments.items() if type(a) is not Ref]
             groups.setdefault((op.target, op.source, op.part, *sorted(plain)), []).append(op)
     lists = dict[int, list[Op]]()
     for lanes in groups.values():
         if len(lanes) >= FEW and _at_once(edit.flow, lanes, place):
             lists[lanes[0].id] = lanes
-            place |= {value: lanes[0].id for lane in lanes for value in lane.outputs}
-    gone = {op.id for lanes in lists.values() for op in lanes}
-    for op in graph.ops:
+            place |= {lane.id: lanes[0].id for lane in lanes}
+    for op in flat.ops:
         if op.id in lists:
             _emit_list(edit, lists[op.id])
-        elif op.id not in gone:
+        elif op.id not in place:
             edit.ops.append(op)
-    return released(edit.done(), graph).verify() if lists else graph
+    return released(edit.done(), flat).verify() if lists else graph
 
 
 def _at_once(flow: ValueFlow, lanes: Sequence[Op], place: Mapping[int, int]) -> bool:
     """Whether all lanes can run where the first one does.
 
-    place: by value, the op where it is made now, where that is another one.
+    place: by op, the one where it runs now, where that is another one.
     """
-    first, inside = lanes[0].id, {lane.id for lane in lanes}
+    first = lanes[0].id
     written = [flow.values[value].storage for lane in lanes for value in lane.outputs]
     for lane in lanes:
-        between = [*(flow.storage_users[flow.values[v].storage] for v in lane.outputs)]
-        between += [flow.writers.get(flow.values[v].storage, []) for v in lane.inputs]
-        others = {op.id for ops in between for op in ops if first < op.id < lane.id} - inside
-        made = [(v, op.id) for v in lane.inputs if (op := flow.producer(v)) is not None]
-        if others or any(place.get(value, by) >= first for value, by in made):
+        touched = [*(flow.storage_users[flow.values[v].storage] for v in lane.outputs)]
+        touched += [flow.writers.get(flow.values[v].storage, []) for v in lane.inputs]
+        touched += [[op] for v in lane.inputs if (op := flow.producer(v)) is not None]
+        before = {op.id for ops in touched for op in ops if op.id < lane.id}
+        if any(place.get(op, op) >= first for op in before):
             return False
     return len({*written}) == len(lanes)
 

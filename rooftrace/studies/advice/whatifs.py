@@ -15,7 +15,7 @@ from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_of
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
-from rooftrace.costmodels.rewrites import Edit, applicable, findings
+from rooftrace.costmodels.rewrites import Edit, applicable, by_which, findings
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
@@ -465,9 +465,10 @@ def _rewrites(step: Estimate) -> Iterator[StepChange]:
     for name in applicable(classified, step.execution):
         if name == "static-cache" and step.execution.kv_append == "in-place":
             continue  # it is done
+        which = by_which(source) if name == "written-attention" else ""
         yield StepChange(
             lever="rewrite",
-            action=ACTIONS.get(name, f"Apply {name}"),
+            action=f"{ACTIONS[name]}{which}",
             needs="code, or a server, that does so; results stay the same",
             execution={"rewrites": (name,)},
         )
