@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.ops.cost import MASK_FACTS
 from rooftrace.costmodels.rewrites.attention_kernels import (
+    before_copy,
     emit_flash,
     masks_as_numbers,
     share_heads,
@@ -270,7 +271,9 @@ def _emit_trained(edit: Editor, match: AttentionApart, kernel: Op) -> None:
     )  # fmt: skip
     assert match.grad_out is not None
     out, logsumexp = kernel.outputs
-    grad = edit.viewed(like, match.grad_out, edit.values[out].shape)
+    shape = edit.values[out].shape
+    grad = before_copy(edit, like, match.grad_out, shape, like.id)
+    grad = grad or edit.viewed(like, match.grad_out, shape)
     saved: dict[str, Argument] = {"out": Ref(out), "logsumexp": Ref(logsumexp)}
     arguments: dict[str, Argument] = {"grad_out": grad, **kernel.arguments, **saved}
     facts = {name: kernel.facts[name] for name in MASK_FACTS if name in kernel.facts}
