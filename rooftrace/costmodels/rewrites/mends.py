@@ -244,8 +244,8 @@ def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
         if changing := _changing(graph, edit):
             yield Mend("rewrite", action, needs, changing)
     if changing := _changing(graph, without_checkpoints):
-        again = {pattern_of(op.module) for op in graph.ops if op.part == "recompute" and op.module}
-        lists = sorted({path.partition(".*")[0] for path in again})[:3]
+        again = {pattern_of(op.module) for op in graph.ops if op.part == "recompute"}
+        lists = sorted({path.partition(".*")[0] or "the model" for path in again})[:3]
         yield Mend(
             "memory",
             f"Leave out checkpoints of {listed(lists)}: the step fits without them",
