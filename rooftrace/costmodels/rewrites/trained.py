@@ -295,20 +295,14 @@ def first_of_sorted(graph: OpGraph) -> OpGraph:
             continue
         few[op.id], dim = count, op.arguments.get("dim", -1)
         for value in op.outputs:
-            old = graph.values[value]
-            shape = tuple(
-                count if d == dim % len(old.shape) else n for d, n in enumerate(old.shape)
-            )
-            stride = Tensor.contiguous(shape)
-            edit.values[value] = replace(old, shape=shape, stride=stride)
+            sizes = list(graph.values[value].shape)
+            sizes[dim] = count
+            stride = Tensor.contiguous(sizes)
+            edit.values[value] = replace(edit.values[value], shape=tuple(sizes), stride=stride)
             for part in (v for user in flow.users[value] for v in user.outputs):
                 edit.values[part] = replace(edit.values[part], stride=stride)
-        how = {
-            name: item
-            for name, item in op.arguments.items()
-            if name not in ("descending", "stable")
-        }
-        how |= {"k": count, "largest": op.arguments.get("descending", False)}
+        largest = op.arguments.get("descending", False)
+        how = {"self": operand(op, "self"), "k": count, "dim": dim, "largest": largest}
         edit.emit(op, "aten.topk.default", how, op.outputs, facts=op.facts)
     return edit.done().verify() if few else graph
 
@@ -320,8 +314,8 @@ def _first_read(flow: ValueFlow, sort: Op) -> int:
     if {*flow.crossing, *flow.writers, *flow.graph.outputs} & {*sort.outputs}:
         return 0
     for user in (user for value in sort.outputs for user in flow.users[value]):
-        along, start, end = (user.arguments.get(name, 0) for name in ("dim", "start", "end"))
-        if user.name != "aten.slice" or along % len(shape) != dim or start or end < 0:
+        along, start, end = (user.arguments.get(name) or 0 for name in ("dim", "start", "end"))
+        if user.name != "aten.slice" or along % len(shape) != dim or start or end <= 0:
             return 0
         ends.add(end)
     return max(ends) if max(ends) < shape[dim] else 0
@@ -330,23 +324,19 @@ def _first_read(flow: ValueFlow, sort: Op) -> int:
 def with_room(graph: OpGraph) -> OpGraph:
     """Inputs that leave the step longer by `cat`, and are attended to, are written in place."""
     flow, kept, grown = ValueFlow(graph), graph.values, set[int]()
-    cats = (op for op in graph.ops if op.name == "aten.cat" and graph.phase == "forward")
-    for op in cats:
-        (first, *_), (whole,) = op.inputs, op.outputs
+    for op in graph.ops if graph.phase == "forward" else ():
+        if op.name != "aten.cat" or op.inputs[0] not in graph.inputs:
+            continue
+        first, whole = op.inputs[0], op.outputs[0]
         most = 2 * kept[first].elements > kept[whole].elements > kept[first].elements
-        if most and first in graph.inputs and whole in graph.outputs:
-            readers = {user.name for user in flow.kernels_on(whole)}
-            grown |= (
-                {first, whole}
-                if readers & {ATTENTION.removesuffix(".default"), "aten.bmm"}
-                else set()
-            )
+        readers = {user.target for user in flow.kernels_on(whole)}
+        if most and whole in graph.outputs and readers & {ATTENTION, "aten.bmm.default"}:
+            grown |= {first, whole}
     caches = [replace(t, role="kv") if v in grown else t for v, t in enumerate(kept)]
     longer, count = append_in_place(graph.replace(values=tuple(caches)))
     roles = zip(longer.values, kept, strict=True)
-    return (
-        longer.replace(values=tuple(replace(t, role=o.role) for t, o in roles)) if count else graph
-    )
+    values = tuple(replace(tensor, role=old.role) for tensor, old in roles)
+    return longer.replace(values=values) if count else graph
 
 
 # -- a training step -------------------------------------------------------------------------------
@@ -358,11 +348,8 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
         return graph
     graph = graph.expand()
     edit, first, instead = Editor(graph), dict[Any, Op](), dict[int, int]()
-    written = {
-        storage
-        for storage, writers in edit.flow.writers.items()
-        if any(op.part != "optimizer" for op in writers)
-    }
+    writers = edit.flow.writers.items()
+    written = {where for where, ops in writers if any(op.part != "optimizer" for op in ops)}
     for op in graph.ops:
         op = reading_others(op, instead)
         storages = {graph.values[value].storage for value in (*op.inputs, *op.outputs)}
