@@ -368,7 +368,7 @@ def _read(edit: Editor, written: WrittenAttention, op: Op, name: str) -> Ref:
 
 
 def before_copy(edit: Editor, like: Op, item: Ref, shape: tuple[int, ...], last: int) -> Ref | None:
-    """What a copy that only puts elements in order was made of, in a shape; None for other values.
+    """The operand of a copy that only puts elements in order, in a shape; None for other values.
 
     A kernel takes any strides.  last: the op up to which nothing may write into it.
     """

@@ -204,43 +204,7 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
 
 def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
     """Findings of calls that one call replaces, that run before the steps, or not at all."""
-    for action, needs, edit in (
-        (
-            "Compute equal calls, which do not read each other, as one call with a batch of them",
-            "their weights stored as one tensor, and code that hands them on together",
-            _batched,
-        ),
-        (
-            "Make once, before the steps, what each step makes of weights or sizes alone",
-            "the result kept as a buffer, made again where the weights or sizes change",
-            made_before,
-        ),
-        (
-            "Take all steps in one layer, not a cell for each (nn.LSTM, nn.GRU, nn.RNN)",
-            "inputs that are all there before the first step",
-            with_recurrent_layers,
-        ),
-        (
-            "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
-            "indices handed on as they are",
-            looked_up,
-        ),
-        (
-            "Look for the first few, in place of a sort (torch.topk)",
-            "an order among equals that may be another one",
-            first_of_sorted,
-        ),
-        (
-            "Write new rows into tensors that have room, in place of a longer copy (torch.cat)",
-            "tensors of the greatest length from the start; a slice of them is read",
-            with_room,
-        ),
-        (
-            "Take all tensors of a loop in one call (foreach=True, torch._foreach_mul_)",
-            "lists of tensors, which the calls take as they are",
-            over_lists,
-        ),
-    ):
+    for action, needs, edit in _CALLS:
         if changing := _changing(graph, edit):
             yield Mend("rewrite", action, needs, changing)
     if changing := _changing(graph, without_checkpoints):
@@ -267,6 +231,46 @@ def _batched(graph: OpGraph) -> OpGraph:
     wide = with_four_dimensions(graph)
     together = batched(wide)
     return graph if together is wide else together
+
+
+_CALLS: tuple[tuple[str, str, Edit], ...] = (
+    (
+        "Compute equal calls, which do not read each other, as one call with a batch of them",
+        "their weights stored as one tensor, and code that hands them on together",
+        _batched,
+    ),
+    (
+        "Make once, before the steps, what each step makes of weights or sizes alone",
+        "the result kept as a buffer, made again where the weights or sizes change",
+        made_before,
+    ),
+    (
+        "Take all steps in one layer, not a cell for each (nn.LSTM, nn.GRU, nn.RNN)",
+        "inputs that are all there before the first step",
+        with_recurrent_layers,
+    ),
+    (
+        "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
+        "indices handed on as they are",
+        looked_up,
+    ),
+    (
+        "Look for the first few, in place of a sort (torch.topk)",
+        "an order among equals that may be another one",
+        first_of_sorted,
+    ),
+    (
+        "Write new rows into tensors that have room, in place of a longer copy (torch.cat)",
+        "tensors of the greatest length from the start; a slice of them is read",
+        with_room,
+    ),
+    (
+        "Take all tensors of a loop in one call (foreach=True, torch._foreach_mul_)",
+        "lists of tensors, which the calls take as they are",
+        over_lists,
+    ),
+)
+"""Actions, what they need, and their edits."""
 
 
 # -- attention on the math path --------------------------------------------------------------------
