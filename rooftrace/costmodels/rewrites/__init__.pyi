@@ -5,7 +5,6 @@ from rooftrace.costmodels.rewrites.editing import (
 from rooftrace.costmodels.rewrites.mends import (
     Edit as Edit,
     findings as findings,
-    with_fused_optimizer as with_fused_optimizer,
 )
 from rooftrace.costmodels.rewrites.rewrites import (
     applicable as applicable,
@@ -13,4 +12,7 @@ from rooftrace.costmodels.rewrites.rewrites import (
     reprice as reprice,
     rewrite as rewrite,
 )
-from rooftrace.costmodels.rewrites.trained import by_which as by_which
+from rooftrace.costmodels.rewrites.trained import (
+    by_which as by_which,
+    with_fused_optimizer as with_fused_optimizer,
+)
