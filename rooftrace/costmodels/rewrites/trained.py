@@ -287,24 +287,24 @@ def _emit_trained(edit: Editor, match: AttentionApart, kernel: Op) -> None:
 
 def first_of_sorted(graph: OpGraph) -> OpGraph:
     """Sorts of which the first few alone are read look for these (`torch.topk`)."""
-    edit, flow, few = Editor(graph), ValueFlow(graph), dict[int, int]()
+    edit, found = Editor(graph), False
     for op in graph.ops:
-        count = _first_read(flow, op) if op.name == "aten.sort" else 0
+        count = _first_read(edit.flow, op) if op.name == "aten.sort" else 0
         if not count:
             edit.ops.append(op)
             continue
-        few[op.id], dim = count, op.arguments.get("dim", -1)
+        found, dim = True, op.arguments.get("dim", -1)
         for value in op.outputs:
             sizes = list(graph.values[value].shape)
             sizes[dim] = count
             stride = Tensor.contiguous(sizes)
             edit.values[value] = replace(edit.values[value], shape=tuple(sizes), stride=stride)
-            for part in (v for user in flow.users[value] for v in user.outputs):
+            for part in (v for user in edit.flow.users[value] for v in user.outputs):
                 edit.values[part] = replace(edit.values[part], stride=stride)
         largest = op.arguments.get("descending", False)
         how = {"self": operand(op, "self"), "k": count, "dim": dim, "largest": largest}
         edit.emit(op, "aten.topk.default", how, op.outputs, facts=op.facts)
-    return edit.done().verify() if few else graph
+    return edit.done().verify() if found else graph
 
 
 def _first_read(flow: ValueFlow, sort: Op) -> int:
@@ -365,20 +365,8 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
     return released(without_left_behind(edit.done(), graph), graph).verify()
 
 
-_IN_LISTS = {
-    "add",
-    "addcdiv",
-    "addcmul",
-    "copy",
-    "div",
-    "lerp",
-    "mul",
-    "pow",
-    "sqrt",
-    "sub",
-    "zero",
-}
-_LISTS_OF = {f"aten.{name}{end}": f"{name}{end}" for name in _IN_LISTS for end in ("", "_")}
+_LISTED = ["add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul", "pow", "sqrt", "sub", "zero"]
+_LISTS_OF = {f"aten.{name}{end}": f"{name}{end}" for name in _LISTED for end in ("", "_")}
 _LISTS_OF["aten.linalg_vector_norm"] = "norm"
 """Ops on a tensor that have a form for lists of tensors, and its name after `_foreach_`."""
 
