@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 HALF = torch.bfloat16
 CHIP = "h100-sxm"
@@ -179,7 +180,7 @@ class Head(nn.Module):
 
 def optimizer_of(module: nn.Module, train: Callable[..., Any]) -> torch.optim.Optimizer:
     """The optimizer that a step of its own takes."""
-    fused = train is fused_step
+    fused = train is not many_step
     return torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=not fused, fused=fused)
 
 
@@ -193,6 +194,25 @@ def fused_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -
     optimizer.zero_grad()
     module(x).sum().backward()
     optimizer.step()
+
+
+def looped_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    gradients_of(module, x)
+    for weight in module.parameters():
+        weight.grad.div_(8)  # planted: lists
+    optimizer.step()
+
+
+def listed_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    gradients_of(module, x)
+    torch._foreach_div_([weight.grad for weight in module.parameters()], 8)
+    optimizer.step()
+
+
+def gradients_of(module: nn.Module, x: Tensor) -> None:
+    """Gradients of a step, from none."""
+    module.zero_grad()
+    module(x).sum().backward()
 
 
 def perceptrons() -> nn.Module:
@@ -491,6 +511,94 @@ class DividedMended(Divided):
         return self.weight
 
 
+# -- results that are not read, and inputs that grow ----------------------------------------------
+
+
+class Cached(nn.Module):
+    """One more token, whose key and value make a cache longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(2048, 6144)
+
+    def grown(self, cache: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([cache, new], 2)  # planted: room
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 16, 128)).permute(2, 0, 3, 1, 4)
+        keys, values = self.grown(keys, key), self.grown(values, value)
+        return F.scaled_dot_product_attention(query, keys, values), keys, values
+
+
+class CachedMended(Cached):
+    def grown(self, cache: Tensor, new: Tensor) -> Tensor:
+        cache[:, :, -1:] = new
+        return cache
+
+
+def caches(rows: int) -> Callable[[], tuple[Tensor, ...]]:
+    """One token of 32 sequences, and their keys and values."""
+    shapes = (32, 1, 2048), (32, 16, rows, 128), (32, 16, rows, 128)
+    return lambda: tuple(torch.randn(shape).to(HALF) for shape in shapes)
+
+
+class Sampled(nn.Module):
+    """The most likely words of a vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1024, 32000, bias=False)
+
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        shares, words = torch.sort(logits, dim=-1, descending=True)  # planted: sort
+        return shares[:, :50], words[:, :50]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.best(self.head(x))
+
+
+class SampledMended(Sampled):
+    def best(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.topk(logits, 50)
+
+
+class Last(nn.Module):
+    """The next word, from logits of all positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1024, 50000, bias=False)
+
+    def last(self, x: Tensor) -> Tensor:
+        return self.head(x)[:, -1]  # planted: position
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x).argmax(-1)
+
+
+class LastMended(Last):
+    def last(self, x: Tensor) -> Tensor:
+        return self.head(x[:, -1])
+
+
+class Again(nn.Module):
+    """Layers that run again in backward, although there is room for what they make."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        how: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+        layers = (nn.TransformerEncoderLayer(1024, 16, 4096, **how) for _ in range(3))
+        self.layers, self.again = nn.ModuleList(layers), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.again:
+                x = checkpoint(layer, x, use_reentrant=False)  # planted: checkpoints
+            else:
+                x = layer(x)
+        return x
+
+
 def half(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: make().to(HALF)
 
@@ -643,5 +751,41 @@ PAIRS = (
         "Make once",
         Way(make=half(Divided), inputs=normal(256, 8192)),
         make=half(DividedMended),
+    ),
+    _same(
+        "lists",
+        "rewrite",
+        "in one call",
+        Way(make=half(perceptrons), inputs=normal(64, 2048), train=looped_step),
+        train=listed_step,
+    ),
+    _same(
+        "room",
+        "rewrite",
+        "have room",
+        Way(make=half(Cached), inputs=caches(4095)),
+        make=half(CachedMended),
+        inputs=caches(4096),
+    ),
+    _same(
+        "sort",
+        "rewrite",
+        "topk",
+        Way(make=half(Sampled), inputs=normal(256, 1024)),
+        make=half(SampledMended),
+    ),
+    _same(
+        "position",
+        "rewrite",
+        "one position",
+        Way(make=half(Last), inputs=normal(8, 1024, 1024)),
+        make=half(LastMended),
+    ),
+    _same(
+        "checkpoints",
+        "memory",
+        "Leave out checkpoints",
+        Way(make=half(lambda: Again(True)), inputs=normal(8, 1024, 1024), phase="training"),
+        make=half(lambda: Again(False)),
     ),
 )

@@ -93,6 +93,60 @@ def test_work_that_is_done_again_is_of_equal_operands_and_draws_no_numbers() -> 
     assert once.kernels == 5 * 3  # of arange, sin and cos, and none of rand, > and *
 
 
+@pytest.mark.parametrize("kind", ["SGD", "NAdam", "RMSprop"])
+def test_a_loop_over_tensors_costs_as_lists_what_torch_does_with_foreach(kind: str) -> None:
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        module(x).sum().backward()
+        optimizer.step()
+
+    def made(foreach: bool) -> rt.types.Estimate:
+        with torch.device("meta"):
+            module = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)])
+            x = torch.zeros(64, 512)
+        optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1, foreach=foreach)
+        return rt.estimate(rt.trace(step, module, optimizer, x), chip=CHIP, execution="eager")
+
+    (told,) = [w for w in rt.tools.guidance(made(False)).options if "in one call" in w.action]
+    assert told.after.kernels == made(True).kernels
+    assert told.t_after == pytest.approx(made(True).t_est, rel=0.01)
+
+
+class Used(nn.Module):
+    """What looks like a finding, and is none: all of it is read, or made of what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(1024, 32000, bias=False)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.head(x)
+        shares, _ = torch.sort(logits[:, -1], descending=True)
+        longer = torch.cat([rows, x], 1)
+        return logits.logsumexp(-1), shares[:, :50], shares.cumsum(-1), longer, longer.exp()
+
+
+def test_a_sort_that_is_read_whole_and_rows_that_no_attention_reads_are_left_alone() -> None:
+    shapes = (16, 128, 1024), (16, 4096, 1024)
+    inputs = lambda: tuple(torch.zeros(shape, dtype=HALF) for shape in shapes)  # noqa: E731
+    step = estimated(Way(make=lambda: Used().to(HALF), inputs=inputs))
+    told = " ".join(w.action for w in rt.tools.guidance(step).options)
+    assert "Compile" in told
+    assert not any(word in told for word in ("topk", "have room", "one position"))
+
+
+def test_a_checkpoint_without_which_a_step_does_not_fit_is_not_told() -> None:
+    pair = next(pair for pair in PAIRS if pair.name == "checkpoints")
+    again, whole = (estimated(way).memory.peak for way in (pair.planted, pair.mended))
+    assert again < whole
+    chip = rt.load_chip(CHIP)
+    context = chip.memory_capacity.value - chip.room()
+    for room, told in (((again + whole) / 2, False), (2 * whole, True)):
+        small = chip.with_facts({"memory_capacity": room + context})
+        step = rt.estimate(estimated(pair.planted).plan.source, chip=small, execution="eager")
+        assert told == any(w.lever == "memory" for w in rt.tools.guidance(step).options)
+
+
 def test_tf32_is_no_part_of_all_together_where_nothing_stays_in_fp32() -> None:
     pair = next(pair for pair in PAIRS if pair.name == "precision")
     told = rt.tools.guidance(estimated(pair.planted))

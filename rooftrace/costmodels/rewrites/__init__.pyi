@@ -5,11 +5,14 @@ from rooftrace.costmodels.rewrites.editing import (
 from rooftrace.costmodels.rewrites.mends import (
     Edit as Edit,
     findings as findings,
-    with_fused_optimizer as with_fused_optimizer,
 )
 from rooftrace.costmodels.rewrites.rewrites import (
     applicable as applicable,
     check_precisions as check_precisions,
     reprice as reprice,
     rewrite as rewrite,
+)
+from rooftrace.costmodels.rewrites.trained import (
+    by_which as by_which,
+    with_fused_optimizer as with_fused_optimizer,
 )

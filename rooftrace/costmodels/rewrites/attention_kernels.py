@@ -354,26 +354,41 @@ def _result(edit: Editor, written: WrittenAttention, out: int, copy: _ResultCopy
 
 
 def _read(edit: Editor, written: WrittenAttention, op: Op, name: str) -> Ref:
-    """An operand [H, a, b] of a product as [.., a, b], with the dimensions `lead` of the heads.
-
-    A kernel takes any strides: a copy that only puts the elements in order is not read.
-    """
-    item, lead, values = operand(op, name), written.lead, edit.graph.values
-    copy = edit.flow.kernel_of(item.id)
-    if copy is not None and copy.name == "aten.clone" and copy.repeats == op.repeats:
-        source, made, read = (values[i] for i in (copy.inputs[0], copy.outputs[0], item.id))
-        same = made.storage == read.storage and merged_dims(made) == merged_dims(read)
-        plain = not any(ref.then or ref.every for ref in (item, *copy.reads))
-        kept = not edit.flow.overwritten(copy.inputs[0], copy.id, written.last.id)
-        shape = (*lead, *read.shape[1:])
-        if same and plain and kept and source.shape == shape and 0 not in source.stride:
-            return _as_stored(edit, op, Ref(copy.inputs[0]))
+    """An operand [H, a, b] of a product as [.., a, b], with the dimensions `lead` of the heads."""
+    item, lead = operand(op, name), written.lead
+    shape = (*lead, *edit.graph.values[item.id].shape[1:])
+    if source := before_copy(edit, op, item, shape, written.last.id):
+        return _as_stored(edit, op, source)
     item = _as_stored(edit, op, item)
     if len(lead) == 1:
         return item
     (_, *sizes), (step, *stride) = edit.values[item.id].shape, edit.values[item.id].stride
     steps = tuple(step * n for n in Tensor.contiguous(lead))
     return edit.viewed(op, item, (*lead, *sizes), (*steps, *stride))
+
+
+def before_copy(edit: Editor, like: Op, item: Ref, shape: tuple[int, ...], last: int) -> Ref | None:
+    """The operand of a copy that only puts elements in order, in a shape; None for other values.
+
+    A kernel takes any strides.  last: the op up to which nothing may write into it.
+    """
+    copy, values = edit.flow.kernel_of(item.id), edit.graph.values
+    if copy is None or copy.name != "aten.clone" or copy.repeats != like.repeats:
+        return None
+    source, made, read = (values[i] for i in (copy.inputs[0], copy.outputs[0], item.id))
+    same = made.storage == read.storage and merged_dims(made) == merged_dims(read)
+    plain = not any(ref.then or ref.every for ref in (item, *copy.reads))
+    kept = not edit.flow.overwritten(copy.inputs[0], copy.id, last)
+    if not (same and plain and kept) or 0 in source.stride:
+        return None
+    if source.shape == shape:
+        return Ref(copy.inputs[0])
+    wide = [(n, step) for n, step in zip(source.shape, source.stride, strict=True) if n > 1]
+    if [n for n in shape if n > 1] != [n for n, _ in wide]:
+        return None
+    steps = iter([step for _, step in wide])
+    strides = tuple(1 if n == 1 else next(steps) for n in shape)
+    return edit.viewed(like, Ref(copy.inputs[0]), shape, strides)
 
 
 def _mask(edit: Editor, mask: WrittenMask) -> dict[str, Argument]:

@@ -6,7 +6,7 @@ Each is read off the captured graph; its edit makes the graph of the mended code
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -14,19 +14,12 @@ from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.dataflow import (
-    PARTS,
     ValueFlow,
     dense,
     dense_like,
-    is_decay,
-    moments_of,
-    plain_name,
     reads_across,
     relaid,
-    rows_of_adam,
-    rows_of_sgd,
     same_strides,
-    steps_of,
 )
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
@@ -46,8 +39,14 @@ from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.trained import (
     AttentionApart,
     apart,
+    by_which,
+    first_of_sorted,
     heads_shared,
     masks_told,
+    over_lists,
+    with_fused_optimizer,
+    with_room,
+    without_checkpoints,
     written_attention,
 )
 from rooftrace.costmodels.rewrites.waste import (
@@ -59,7 +58,7 @@ from rooftrace.costmodels.rewrites.waste import (
     without_repeated_work,
     without_waits,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, pattern_of
 from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import listed, plural
 
@@ -138,7 +137,10 @@ def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
     """Findings of attention in training; `REWRITES` has the same for inference."""
     for action, edit in (
-        ("Compute attention that is written out in one kernel", written_attention),
+        (
+            f"Compute attention that is written out in one kernel{by_which(graph)}",
+            written_attention,
+        ),
         ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
         ("Read keys and values that heads share without a copy for each", heads_shared),
     ):
@@ -202,30 +204,18 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
 
 def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
     """Findings of calls that one call replaces, that run before the steps, or not at all."""
-    for action, needs, edit in (
-        (
-            "Compute equal calls, which do not read each other, as one call with a batch of them",
-            "their weights stored as one tensor, and code that hands them on together",
-            _batched,
-        ),
-        (
-            "Make once, before the steps, what each step makes of weights or sizes alone",
-            "the result kept as a buffer, made again where the weights or sizes change",
-            made_before,
-        ),
-        (
-            "Take all steps in one layer, not a cell for each (nn.LSTM, nn.GRU, nn.RNN)",
-            "inputs that are all there before the first step",
-            with_recurrent_layers,
-        ),
-        (
-            "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
-            "indices handed on as they are",
-            looked_up,
-        ),
-    ):
+    for action, needs, edit in _CALLS:
         if changing := _changing(graph, edit):
             yield Mend("rewrite", action, needs, changing)
+    if changing := _changing(graph, without_checkpoints):
+        again = {pattern_of(op.module) for op in graph.ops if op.part == "recompute"}
+        lists = sorted({path.partition(".*")[0] or "the model" for path in again})[:3]
+        yield Mend(
+            "memory",
+            f"Leave out checkpoints of {listed(lists)}: the step fits without them",
+            "memory for what backward reads, at this batch",
+            changing,
+        )
     once = graph if compiled and graph.phase == "training" else without_repeated_work(graph)
     if sum(map(once.times, once.kernels())) < sum(map(graph.times, graph.kernels())):
         yield Mend(
@@ -241,6 +231,46 @@ def _batched(graph: OpGraph) -> OpGraph:
     wide = with_four_dimensions(graph)
     together = batched(wide)
     return graph if together is wide else together
+
+
+_CALLS: tuple[tuple[str, str, Edit], ...] = (
+    (
+        "Compute equal calls, which do not read each other, as one call with a batch of them",
+        "their weights stored as one tensor, and code that hands them on together",
+        _batched,
+    ),
+    (
+        "Make once, before the steps, what each step makes of weights or sizes alone",
+        "the result kept as a buffer, made again where the weights or sizes change",
+        made_before,
+    ),
+    (
+        "Take all steps in one layer, not a cell for each (nn.LSTM, nn.GRU, nn.RNN)",
+        "inputs that are all there before the first step",
+        with_recurrent_layers,
+    ),
+    (
+        "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
+        "indices handed on as they are",
+        looked_up,
+    ),
+    (
+        "Look for the first few, in place of a sort (torch.topk)",
+        "an order among equals that may be another one",
+        first_of_sorted,
+    ),
+    (
+        "Write new rows into tensors that have room, in place of a longer copy (torch.cat)",
+        "tensors of the greatest length from the start; a slice of them is read",
+        with_room,
+    ),
+    (
+        "Take all tensors of a loop in one call (foreach=True, torch._foreach_mul_)",
+        "lists of tensors, which the calls take as they are",
+        over_lists,
+    ),
+)
+"""Actions, what they need, and their edits."""
 
 
 # -- attention on the math path --------------------------------------------------------------------
@@ -543,40 +573,3 @@ def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
         for op in graph.ops
     ]
     return graph.replace(values=tuple(values), ops=tuple(ops))
-
-
-# -- optimizers ------------------------------------------------------------------------------------
-
-
-def with_fused_optimizer(graph: OpGraph) -> OpGraph:
-    """The kernels of Adam's step, or of SGD with momentum, become one for each precision of the
-    parameters."""
-    named, values = moments_of(graph), graph.values
-    kind, rows = ("adamw", rows_of_adam(named, values)) if named else ("sgd", rows_of_sgd(graph))
-    if not rows:
-        return graph
-    groups: dict[str, dict[str, tuple[Ref, ...]]] = {}
-    for row in rows:
-        group = groups.setdefault(values[row[0].id].dtype, {})
-        for name, ref in zip(_LISTS[kind], row, strict=True):
-            group[name] = (*group.get(name, ()), ref)
-    gone = {op.id for op in steps_of(graph) if plain_name(op) in PARTS[kind]}
-    last, edit = max(gone), Editor(graph)
-    decays = {"adamw": "mul_" in named, "sgd": any(map(is_decay, steps_of(graph)))}[kind]
-    more: Mapping[str, Any] = {"weight_decay": 0.01 if decays else 0.0}
-    for op in graph.ops:
-        if op.id not in gone:
-            edit.ops.append(op)
-        for group in groups.values() if op.id == last else ():
-            outputs = tuple(
-                edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
-                for ref in group["self"]
-            )
-            edit.emit(op, f"aten._fused_{kind}_.default", {**group, **more}, outputs)
-    return released(edit.done(), graph).verify()
-
-
-_LISTS = {
-    "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
-    "sgd": ("self", "grads", "momentum_buffer_list"),
-}

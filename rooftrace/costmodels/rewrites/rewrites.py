@@ -21,7 +21,7 @@ from rooftrace.costmodels.rewrites.attention_kernels import (
 )
 from rooftrace.costmodels.rewrites.attention_products import materialise_attention
 from rooftrace.costmodels.rewrites.causal_convs import fuse_causal_convs, fuse_index_scores
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, clipped, reads_across
 from rooftrace.costmodels.rewrites.delta_rules import gated_delta_rule, linear_attention
 from rooftrace.costmodels.rewrites.duals import fuse_dual_scans, fuse_selective_scans
 from rooftrace.costmodels.rewrites.eager_kernels import EAGER_FORMS, with_form
@@ -68,27 +68,39 @@ class _LogitsHead:
 
     product: Op
     after: tuple[Op, ...]
-    output: int  # the logits [B, S, V] that leave the step
+    output: int  # the logits [B, S, V] that leave the step, or of which one position is read
+    read: Op | None = None  # the only reader, which takes that position
 
 
 def last_logits(graph: OpGraph) -> tuple[OpGraph, int]:
     """The logits [B, S, V] of a prompt become those of its last position, [B, 1, V].
 
-    It does so where they leave the step and nothing else reads them.
+    It does so where they leave the step of a prompt and nothing else reads them, and for those of
+    which the code reads one position alone.
     """
     sizes = tuple(graph.workload.get(name) for name in ("batch", "seq"))
     flow = ValueFlow(graph)
-    heads = [head for output in graph.outputs if (head := _head(flow, output, sizes))]
-    if len(heads) != 1:
+    whole = graph.outputs if graph.phase == "prefill" else ()
+    heads = [_head(flow, out) for out in whole if flow.values[out].shape[:2] == sizes]
+    heads += [_head(flow, op.inputs[0], op) for op in graph.ops if _reads_position(flow, op)]
+    heads = [head for head in heads if head is not None]
+    if len(heads) != 1 or (head := heads[0]) is None:
         return graph, 0
-    (head,) = heads
-    after = {op.id for op in head.after}
-    return with_matches(graph, {head.product.id: head}, _emit, after)
+    gone = {op.id for op in (*head.after, *([head.read] if head.read else []))}
+    return with_matches(graph, {head.product.id: head}, _emit, gone)
 
 
-def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _LogitsHead | None:
+def _reads_position(flow: ValueFlow, op: Op) -> bool:
+    """Whether an op takes one position of [B, S, V]."""
+    if op.name not in ("aten.select", "aten.slice") or op.arguments.get("dim") != 1:
+        return False
+    shape, made = flow.values[op.inputs[0]].shape, flow.values[op.outputs[0]]
+    return len(shape) == 3 and made.elements == shape[0] * shape[2] and not reads_across(op)
+
+
+def _head(flow: ValueFlow, output: int, read: Op | None = None) -> _LogitsHead | None:
     shape = flow.values[output].shape
-    if len(shape) != 3 or shape[:2] != sizes or shape[1] < 2:
+    if len(shape) != 3 or shape[1] < 2:
         return None
     value, after = output, list[Op]()
     inside, end = set[int](), output  # ops that read nothing but each other, and their result
@@ -107,8 +119,10 @@ def _head(flow: ValueFlow, output: int, sizes: tuple[object, ...]) -> _LogitsHea
         if op.name in PRODUCTS:
             inputs = flow.values[operand(op, PRODUCTS[op.name]).id]
             plain = flow.values[op.outputs[0]].shape == rows and inputs.shape[0] == rows[0]
-            alone = can_be_one(flow, {op.id, *inside}, (end,), ()) and not flow.users[output]
-            return _LogitsHead(op, tuple(reversed(after)), output) if plain and alone else None
+            users = [] if read is None else [read]
+            alone = can_be_one(flow, {op.id, *inside}, (end,), ()) and flow.users[output] == users
+            head = _LogitsHead(op, tuple(reversed(after)), output, read)
+            return head if plain and alone else None
         source = flow.values[op.inputs[0]].shape if len(op.inputs) == 1 else ()
         if source not in (shape, rows):
             return None
@@ -138,7 +152,11 @@ def _emit(edit: Editor, head: _LogitsHead) -> None:
     source = edit.values[rows.id]
     down, across = source.stride
     split = edit.viewed(op, rows, (batch, length, source.shape[1]), (length * down, down, across))
-    last = edit.sliced(op, split, 1, length - 1, length)
+    place = length - 1
+    if head.read is not None:
+        at = head.read.arguments.get("index", head.read.arguments.get("start"))
+        place = clipped(at, length) or 0
+    last = edit.sliced(op, split, 1, place, place + 1)
     flat = edit.viewed(op, last, (batch, source.shape[1]), (length * down, across))
     arguments: Mapping[str, Argument] = {**op.arguments, name: flat}
     out = edit.values[op.outputs[0]]
@@ -164,7 +182,14 @@ def _emit(edit: Editor, head: _LogitsHead) -> None:
                 later = replace(later, collective=sent)
             kept = made[0].dtype, made[0].role, later.facts
             now[later.outputs[0]] = edit.made(later, later.target, changed, shapes[0], *kept)
-    edit.replaced[head.output] = now[head.output].id
+    if head.read is None:
+        edit.replaced[head.output] = now[head.output].id
+        return
+    (value,) = head.read.outputs
+    tensor = edit.values[value]
+    edit.values[value] = replace(tensor, stride=Tensor.contiguous(tensor.shape))
+    edit.move(value, edit.values[now[head.output].id].storage)
+    edit.reshape(head.read, now[head.output], value)
 
 
 def _now(item: Argument, now: Mapping[int, Ref]) -> Argument:
@@ -211,7 +236,7 @@ REWRITES = (
     Rewrite("fused-qkv", fuse_qkv, "qkv projection"),
     Rewrite("fused-gate-up", fuse_gate_up, "gate-up projection"),
     Rewrite("narrow-operands", narrow_operands, "product"),
-    Rewrite("last-logits", last_logits, "head", phases=("prefill",)),
+    Rewrite("last-logits", last_logits, "head", phases=("prefill", "forward")),
     Rewrite("static-cache", static_caches, "cache append", ("prefill", "decode", "requests")),
 )
 """Every rewrite, in the order of application."""

@@ -1,33 +1,47 @@
-"""Attention of a training step: its ops forward and backward are changed together.
+"""Ops at several places of a step, changed together: attention forward and backward, checkpoints,
+loops over tensors, the optimizer; results that are not all read, and inputs that only grow.
 
 A pass takes a verified OpGraph and returns one; the same where there is nothing to change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops.cost import MASK_FACTS
 from rooftrace.costmodels.rewrites.attention_kernels import (
+    before_copy,
     emit_flash,
     masks_as_numbers,
     share_heads,
 )
 from rooftrace.costmodels.rewrites.attention_products import WrittenAttention, written_attentions
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow
+from rooftrace.costmodels.rewrites.dataflow import (
+    PARTS,
+    ValueFlow,
+    is_decay,
+    moments_of,
+    plain_name,
+    rows_of_adam,
+    rows_of_sgd,
+    steps_of,
+)
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
     Editor,
     operand,
+    reading_others,
     released,
     without_left_behind,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, refs
+from rooftrace.costmodels.rewrites.fused_products import append_in_place
+from rooftrace.costmodels.rewrites.waste import FEW, key_of
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 
 
 class AttentionApart(NamedTuple):
@@ -181,6 +195,14 @@ def _added(flow: ValueFlow, grad: int, elements: int) -> Op | None:
     return None
 
 
+def by_which(graph: OpGraph) -> str:
+    """The kernel for attention that is written out, in brackets, where not every one can do it."""
+    written = written_attentions(graph)
+    if any(each.softcap or each.sinks is not None for each in written):
+        return " (flex_attention: torch has no other that caps scores or has sinks)"
+    return ""
+
+
 # -- attention that is written out -----------------------------------------------------------------
 
 
@@ -249,10 +271,188 @@ def _emit_trained(edit: Editor, match: AttentionApart, kernel: Op) -> None:
     )  # fmt: skip
     assert match.grad_out is not None
     out, logsumexp = kernel.outputs
-    grad = edit.viewed(like, match.grad_out, edit.values[out].shape)
+    shape = edit.values[out].shape
+    grad = before_copy(edit, like, match.grad_out, shape, like.id)
+    grad = grad or edit.viewed(like, match.grad_out, shape)
     saved: dict[str, Argument] = {"out": Ref(out), "logsumexp": Ref(logsumexp)}
     arguments: dict[str, Argument] = {"grad_out": grad, **kernel.arguments, **saved}
     facts = {name: kernel.facts[name] for name in MASK_FACTS if name in kernel.facts}
     edit.emit(like, ATTENTION_BACKWARD, arguments, grads, facts=facts)
     for value, made in zip(match.grads, grads, strict=True):
         edit.becomes(like, value, Ref(made))
+
+
+# -- results that are not all read, and inputs that only grow --------------------------------------
+
+
+def first_of_sorted(graph: OpGraph) -> OpGraph:
+    """Sorts of which the first few alone are read look for these (`torch.topk`)."""
+    edit, found = Editor(graph), False
+    for op in graph.ops:
+        count = _first_read(edit.flow, op) if op.name == "aten.sort" else 0
+        if not count:
+            edit.ops.append(op)
+            continue
+        found, dim = True, op.arguments.get("dim", -1)
+        for value in op.outputs:
+            sizes = list(graph.values[value].shape)
+            sizes[dim] = count
+            stride = Tensor.contiguous(sizes)
+            edit.values[value] = replace(edit.values[value], shape=tuple(sizes), stride=stride)
+            for part in (v for user in edit.flow.users[value] for v in user.outputs):
+                edit.values[part] = replace(edit.values[part], stride=stride)
+        largest = op.arguments.get("descending", False)
+        how = {"self": operand(op, "self"), "k": count, "dim": dim, "largest": largest}
+        edit.emit(op, "aten.topk.default", how, op.outputs, facts=op.facts)
+    return edit.done().verify() if found else graph
+
+
+def _first_read(flow: ValueFlow, sort: Op) -> int:
+    """How many of each sorted row are read, from the first on; 0 where that is not known."""
+    shape, ends = flow.values[sort.outputs[0]].shape, {0}
+    dim = sort.arguments.get("dim", -1) % max(len(shape), 1)
+    if {*flow.crossing, *flow.writers, *flow.graph.outputs} & {*sort.outputs}:
+        return 0
+    for user in (user for value in sort.outputs for user in flow.users[value]):
+        along, start, end = (user.arguments.get(name) or 0 for name in ("dim", "start", "end"))
+        if user.name != "aten.slice" or along % len(shape) != dim or start or end <= 0:
+            return 0
+        ends.add(end)
+    return max(ends) if max(ends) < shape[dim] else 0
+
+
+def with_room(graph: OpGraph) -> OpGraph:
+    """Inputs that leave the step longer by `cat`, and are attended to, are written in place."""
+    flow, kept, grown = ValueFlow(graph), graph.values, set[int]()
+    for op in graph.ops if graph.phase == "forward" else ():
+        if op.name != "aten.cat" or op.inputs[0] not in graph.inputs:
+            continue
+        first, whole = op.inputs[0], op.outputs[0]
+        most = 2 * kept[first].elements > kept[whole].elements > kept[first].elements
+        readers = {user.target for user in flow.kernels_on(whole)}
+        if most and whole in graph.outputs and readers & {ATTENTION, "aten.bmm.default"}:
+            grown |= {first, whole}
+    caches = [replace(t, role="kv") if v in grown else t for v, t in enumerate(kept)]
+    longer, count = append_in_place(graph.replace(values=tuple(caches)))
+    roles = zip(longer.values, kept, strict=True)
+    values = tuple(replace(tensor, role=old.role) for tensor, old in roles)
+    return longer.replace(values=values) if count else graph
+
+
+# -- a training step -------------------------------------------------------------------------------
+
+
+def without_checkpoints(graph: OpGraph) -> OpGraph:
+    """Backward reads what forward made, in place of the same made again."""
+    if not any(op.part == "recompute" for op in graph.ops):
+        return graph
+    graph = graph.expand()
+    edit, first, instead = Editor(graph), dict[Any, Op](), dict[int, int]()
+    writers = edit.flow.writers.items()
+    written = {where for where, ops in writers if any(op.part != "optimizer" for op in ops)}
+    for op in graph.ops:
+        op = reading_others(op, instead)
+        storages = {graph.values[value].storage for value in (*op.inputs, *op.outputs)}
+        same, key = None, (op.target, key_of(op.arguments))
+        if op.outputs and written.isdisjoint(storages):
+            same = first.get(key) if op.part == "recompute" else None
+            if op.part == "forward":
+                first.setdefault(key, op)
+        if same is None:
+            edit.ops.append(op)
+        else:
+            instead |= dict(zip(op.outputs, same.outputs, strict=True))
+    return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+_LISTED = ["add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul", "pow", "sqrt", "sub", "zero"]
+_LISTS_OF = {f"aten.{name}{end}": f"{name}{end}" for name in _LISTED for end in ("", "_")}
+_LISTS_OF["aten.linalg_vector_norm"] = "norm"
+"""Ops on a tensor that have a form for lists of tensors, and its name after `_foreach_`."""
+
+
+def over_lists(graph: OpGraph) -> OpGraph:
+    """Equal ops, one tensor after the other by one line of a loop, are one op on lists of them."""
+    if graph.phase != "training" or graph.processes > 1:
+        return graph
+    names = [op for op in graph.ops if op.name in _LISTS_OF and not op.module]
+    flat = graph.expand() if any(op.repeats for op in names) else graph
+    edit, groups, place = Editor(flat), dict[Any, list[Op]](), dict[int, int]()
+    for op in flat.ops:
+        if op.name in _LISTS_OF and not op.module and op.part != "backward":
+            plain = [(k, key_of(a)) for k, a in op.arguments.items() if type(a) is not Ref]
+            groups.setdefault((op.target, op.source, op.part, *sorted(plain)), []).append(op)
+    lists = dict[int, list[Op]]()
+    for lanes in groups.values():
+        if len(lanes) >= FEW and _at_once(edit.flow, lanes, place):
+            lists[lanes[0].id] = lanes
+            place |= {lane.id: lanes[0].id for lane in lanes}
+    for op in flat.ops:
+        if op.id in lists:
+            _emit_list(edit, lists[op.id])
+        elif op.id not in place:
+            edit.ops.append(op)
+    return released(edit.done(), flat).verify() if lists else graph
+
+
+def _at_once(flow: ValueFlow, lanes: Sequence[Op], place: Mapping[int, int]) -> bool:
+    """Whether all lanes can run where the first one does.
+
+    place: by op, the one where it runs now, where that is another one.
+    """
+    first = lanes[0].id
+    written = [flow.values[value].storage for lane in lanes for value in lane.outputs]
+    for lane in lanes:
+        touched = [*(flow.storage_users[flow.values[v].storage] for v in lane.outputs)]
+        touched += [flow.writers.get(flow.values[v].storage, []) for v in lane.inputs]
+        touched += [[op] for v in lane.inputs if (op := flow.producer(v)) is not None]
+        before = {op.id for ops in touched for op in ops if op.id < lane.id}
+        if any(place.get(op, op) >= first for op in before):
+            return False
+    return len({*written}) == len(lanes)
+
+
+def _emit_list(edit: Editor, lanes: Sequence[Op]) -> None:
+    """The op on the lists of the operands of all lanes; one tensor for all stays one."""
+    like, how = lanes[0], dict[str, Argument]()
+    for name, item in like.arguments.items():
+        column = tuple(lane.arguments[name] for lane in lanes)
+        shared = type(item) is not Ref or (name != "self" and len({ref.id for ref in column}) == 1)
+        how[name] = item if shared else column
+    outputs = tuple(value for lane in lanes for value in lane.outputs)
+    name, form = _LISTS_OF[like.name], like.target.rpartition(".")[2]
+    edit.emit(like, f"aten._foreach_{name}.{form}", how, outputs, facts=like.facts)
+
+
+def with_fused_optimizer(graph: OpGraph) -> OpGraph:
+    """The kernels of Adam's step, or of SGD with momentum, become one for each precision of the
+    parameters."""
+    named, values = moments_of(graph), graph.values
+    kind, rows = ("adamw", rows_of_adam(named, values)) if named else ("sgd", rows_of_sgd(graph))
+    if not rows:
+        return graph
+    groups: dict[str, dict[str, tuple[Ref, ...]]] = {}
+    for row in rows:
+        group = groups.setdefault(values[row[0].id].dtype, {})
+        for name, ref in zip(_LISTS[kind], row, strict=True):
+            group[name] = (*group.get(name, ()), ref)
+    gone = {op.id for op in steps_of(graph) if plain_name(op) in PARTS[kind]}
+    last, edit = max(gone), Editor(graph)
+    decays = {"adamw": "mul_" in named, "sgd": any(map(is_decay, steps_of(graph)))}[kind]
+    more: Mapping[str, Any] = {"weight_decay": 0.01 if decays else 0.0}
+    for op in graph.ops:
+        if op.id not in gone:
+            edit.ops.append(op)
+        for group in groups.values() if op.id == last else ():
+            outputs = tuple(
+                edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
+                for ref in group["self"]
+            )
+            edit.emit(op, f"aten._fused_{kind}_.default", {**group, **more}, outputs)
+    return released(edit.done(), graph).verify()
+
+
+_LISTS = {
+    "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
+    "sgd": ("self", "grads", "momentum_buffer_list"),
+}

@@ -88,7 +88,7 @@ def without_repeated_work(graph: OpGraph) -> OpGraph:
         read = [repeat for value in op.inputs for repeat in _repeats_of(edit, value)]
         depth = max((op.repeats.index(r) + 1 for r in read if r in op.repeats), default=0)
         inner = op.repeats if op.steps else op.repeats[:depth]
-        same = first.setdefault((op.target, inner, _key(op.arguments)), op)
+        same = first.setdefault((op.target, inner, key_of(op.arguments)), op)
         if (same is op and inner == op.repeats) or _is_random(op):
             edit.ops.append(op)
             continue
@@ -134,11 +134,11 @@ def _is_random(op: Op) -> bool:
     return draws(op.target)
 
 
-def _key(item: Argument) -> Argument:
+def key_of(item: Argument) -> Argument:
     """An argument as a key of a mapping."""
     if isinstance(item, Mapping):
-        return tuple(sorted((name, _key(value)) for name, value in item.items()))
-    return tuple(map(_key, item)) if isinstance(item, tuple) else (type(item), repr(item))
+        return tuple(sorted((name, key_of(value)) for name, value in item.items()))
+    return tuple(map(key_of, item)) if isinstance(item, tuple) else (type(item), repr(item))
 
 
 # -- what can be made before the steps, and what need not be multiplied ----------------------------
@@ -234,7 +234,7 @@ def _flat(edit: Editor, like: Op, indices: Ref) -> Ref:
 
 # -- equal work, one call after the other ----------------------------------------------------------
 
-_FEW = 4
+FEW = 4
 """Independent, equal products from which on one call for all is worth telling."""
 _PRODUCTS = {
     "aten.mm": ("aten.bmm.default", ("self", "mat2")),
@@ -274,7 +274,7 @@ def _depths(ops: Sequence[Op]) -> list[int]:
 def _likeness(graph: OpGraph, op: Op, depth: int) -> object:
     """The target, sizes and options of an op: equal ops have no path from one to another."""
     sizes = [(t.shape, t.stride, t.dtype) for t in map(graph.values.__getitem__, op.inputs)]
-    rest = {name: None if type(a) is Ref else _key(a) for name, a in op.arguments.items()}
+    rest = {name: None if type(a) is Ref else key_of(a) for name, a in op.arguments.items()}
     return depth, op.target, op.source, op.part, op.repeats, *sizes, *rest.items()
 
 
@@ -292,7 +292,7 @@ def _has_lanes(graph: OpGraph) -> bool:
         if op.name in _COUNTED and not op.assumptions:
             times = (1 if repeat in after else graph.repeats[repeat].count for repeat in op.repeats)
             alike[_likeness(graph, op, depth)] += math.prod(times)
-    return any(count >= _FEW for count in alike.values())
+    return any(count >= FEW for count in alike.values())
 
 
 def _can_be_lane(flow: ValueFlow, op: Op) -> bool:
@@ -322,7 +322,7 @@ class _Batcher(Editor):
         for op, depth in zip(graph.ops, _depths(graph.ops), strict=True):
             if _can_be_lane(self.flow, op):
                 groups.setdefault(_likeness(graph, op, depth), []).append(op)
-        firsts = {ops[0].id: ops for ops in groups.values() if len(ops) >= _FEW}
+        firsts = {ops[0].id: ops for ops in groups.values() if len(ops) >= FEW}
         gone = set[int]()
         for op in graph.ops:
             if op.id in gone:

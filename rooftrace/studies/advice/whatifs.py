@@ -15,7 +15,7 @@ from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_of
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
-from rooftrace.costmodels.rewrites import Edit, applicable, findings
+from rooftrace.costmodels.rewrites import Edit, applicable, by_which, findings
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
@@ -77,15 +77,18 @@ class WhatIf(Plain, Compared):
         """
         if self.lever == "together" or self.runs > 1 or self.after.graph.processes > 1:
             return ""
-        lines, kernels = defaultdict[str, float](float), defaultdict[str, float](float)
+        lines, kernels, gone = (defaultdict[str, float](float) for _ in range(3))
         if self.away:
             steps = (op.source for op in self.before.graph.ops if op.part == "optimizer")
             return next(filter(None, steps), "")
+        forward = {op.module: op.source for op in self.before.graph.ops if op.part == "forward"}
         for sign, step in ((1, self.before), (-1, self.after)):
             for row in step.rows:
-                line = lead_op(step.plan, step.plan.groups[row.index]).source
+                op = lead_op(step.plan, step.plan.groups[row.index])
+                line = op.source or (op.part == "recompute" and forward.get(op.module)) or ""
                 lines[line] += sign * row.timing.t_device
                 kernels[line] += row.count if sign > 0 else 0
+                gone[line] += sign * row.count
         if self.lever == "wait":
             waiting = [op for op in self.before.graph.ops if op.kind == "sync"]
             lines.clear()
@@ -93,8 +96,9 @@ class WhatIf(Plain, Compared):
                 lines[op.source] += self.before.graph.times(op)
         best = max(lines, key=lines.__getitem__, default="")
         few = self.before.times.t_serial * LEAST
-        ranked_lines = lines if lines[best] > (0 if self.lever == "wait" else few) else kernels
-        return max(ranked_lines, key=ranked_lines.__getitem__, default="")
+        if lines[best] <= (0 if self.lever == "wait" else few):
+            lines = gone if max(gone.values(), default=0) > 0 else kernels
+        return max(lines, key=lines.__getitem__, default="")
 
     @property
     def t_after(self) -> float:
@@ -206,7 +210,11 @@ def guidance(
     if not step.t_est:
         return Guidance(step, ())
     priced = ((change, priced_change(step, change)) for change in changes_of(step))
-    helping = [(change, w) for change, w in priced if w is not None and w.share >= LEAST]
+    helping = [
+        (change, w)
+        for change, w in priced
+        if w is not None and w.share >= LEAST and (w.fits or w.lever != "memory")
+    ]
     helping.sort(key=lambda pair: -pair[1].gain)
     options = [what_if for _, what_if in helping]
     larger = _larger_kernels(step)
@@ -443,7 +451,7 @@ ACTIONS: Mapping[str, str] = {
     "narrow-operands": "Multiply narrow numbers with wide results, in place of widened ones",
     "fused-qkv": "Compute query, key and value as one product",
     "fused-gate-up": "Compute the gate and up projections as one product",
-    "last-logits": "Compute the logits of the last position only",
+    "last-logits": "Compute the logits of the one position that is read, as the last of a prompt",
     "static-cache": "Write new rows into a cache that has room",
 }
 """The action of each named rewrite."""
@@ -457,9 +465,10 @@ def _rewrites(step: Estimate) -> Iterator[StepChange]:
     for name in applicable(classified, step.execution):
         if name == "static-cache" and step.execution.kv_append == "in-place":
             continue  # it is done
+        which = by_which(source) if name == "written-attention" else ""
         yield StepChange(
             lever="rewrite",
-            action=ACTIONS.get(name, f"Apply {name}"),
+            action=f"{ACTIONS[name]}{which}",
             needs="code, or a server, that does so; results stay the same",
             execution={"rewrites": (name,)},
         )
