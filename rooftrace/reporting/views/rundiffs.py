@@ -106,7 +106,11 @@ def _alone(result: RunDiff, name: str) -> view.View:
     for number, step in enumerate(result.steps):
         on = f" on {step.devices[0]}" if step.devices[0] else ""
         took = f"the step takes {format_time(step.totals['time'].after)}{on}"
-        below = [[*statement(took, "strong"), _shares(step)], *_largest(step), _remarks(step)]
+        below = [
+            [*statement(took, "strong"), _shares(step)],
+            *_largest(step),
+            _remarks(step, alone=True),
+        ]
         for place, each in enumerate(below, start=5 * number):
             title = "" if place % 5 else step.label
             sections.append(view.Section(title=title, parts=each, place=1 + place))
@@ -320,7 +324,7 @@ def _groups(step: rundiff.StepDiff, by: str) -> list[view.Part]:
 # -- notes -----------------------------------------------------------------------------------------
 
 
-def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
+def _remarks(step: rundiff.StepDiff, alone: bool = False) -> list[view.Part]:
     lines: list[str] = []
     if step.prediction is not None:
         chips = " and ".join(dict.fromkeys(step.prediction.diff.chips))
@@ -331,7 +335,8 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
         before, after = step.steps
         average = "mean" if step.timed_inside else "median wall time"
         spread = "noise is half the 95 % interval of the difference, by their spread"
-        lines.append(f"{average} of {before} and {words.plural(after, 'step')}; {spread}")
+        both = f"{before} and {words.plural(after, 'step')}; {spread}"
+        lines.append(f"{average} of {words.plural(after, 'step') if alone else both}")
     disagreements = step.prediction.notes if step.prediction else ()
     parts: list[view.Part] = []
     for group, mark, most in (
