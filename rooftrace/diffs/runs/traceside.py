@@ -24,7 +24,7 @@ from rooftrace.diffs.runs.rundiff import (
 from rooftrace.errors import ProfileError
 from rooftrace.hardware import units
 from rooftrace.measured.alignment import keys
-from rooftrace.measured.fit.idleness import idleness_of
+from rooftrace.measured.fit import idleness_of
 from rooftrace.measured.profiles import Trace, TraceStep, records
 
 _CALL = re.compile(r"\w+::\w+(\.\w+)?")

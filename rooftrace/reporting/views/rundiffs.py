@@ -106,11 +106,8 @@ def _alone(result: RunDiff, name: str) -> view.View:
     for number, step in enumerate(result.steps):
         on = f" on {step.devices[0]}" if step.devices[0] else ""
         took = f"the step takes {format_time(step.totals['time'].after)}{on}"
-        below = [
-            [*statement(took, "strong"), _shares(step)],
-            *_largest(step),
-            _remarks(step, alone=True),
-        ]
+        first: list[view.Part] = [*statement(took, "strong"), _shares(step)]
+        below = [first, *_largest(step), _remarks(step, alone=True)]
         for place, each in enumerate(below, start=5 * number):
             title = "" if place % 5 else step.label
             sections.append(view.Section(title=title, parts=each, place=1 + place))
@@ -335,8 +332,8 @@ def _remarks(step: rundiff.StepDiff, alone: bool = False) -> list[view.Part]:
         before, after = step.steps
         average = "mean" if step.timed_inside else "median wall time"
         spread = "noise is half the 95 % interval of the difference, by their spread"
-        both = f"{before} and {words.plural(after, 'step')}; {spread}"
-        lines.append(f"{average} of {words.plural(after, 'step') if alone else both}")
+        compared = f"{before} and {words.plural(after, 'step')}; {spread}"
+        lines.append(f"{average} of {words.plural(after, 'step') if alone else compared}")
     disagreements = step.prediction.notes if step.prediction else ()
     parts: list[view.Part] = []
     for group, mark, most in (
