@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from rooftrace.errors import hint
+
 
 def names(package: str, stub: str) -> dict[str, tuple[str, str | None]]:
     """{public name: (module, name in it)} by the text of a stub; None: the module itself."""
@@ -47,7 +49,9 @@ def face(
 
     def __getattr__(name: str) -> Any:
         if name not in where:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}{hint(name, list(where))}"
+            )
         module, attribute = where[name]
         value: Any = importlib.import_module(module)
         if attribute is not None:

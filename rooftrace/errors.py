@@ -8,10 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import linecache
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import TracebackType
 
 
-class RequestError(ValueError):
+class Worded:
+    """An error whose message is for the user: a notebook shows it under the user's own calls.
+
+    The other calls, of rooftrace and below it, are in `__traceback__` all the same.
+    """
+
+    __traceback__: TracebackType | None
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows in place of a traceback."""
+        calls = list[str]()
+        for frame, line in traceback.walk_tb(self.__traceback__):
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if package == "rooftrace":
+                break
+            if package not in ("IPython", "ipykernel"):
+                text = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
+                calls.append(f"line {line} in {frame.f_code.co_name}: {text}")
+        return [*calls, f"{type(self).__name__}: {self}"]
+
+
+class RequestError(ValueError, Worded):
     """A request that makes no sense for this module: quotes it, and says what to do."""
 
 
@@ -23,15 +47,15 @@ class UnusedError(RequestError):
         self.name, self.shown, self.reason = name, shown, reason
 
 
-class TargetError(ValueError):
+class TargetError(ValueError, Worded):
     """A target that cannot be found or built: quotes it and the expected form."""
 
 
-class TraceError(RuntimeError):
+class TraceError(RuntimeError, Worded):
     """The module could not be traced: names the module, the user's line and what to try."""
 
 
-class ProfileError(ValueError):
+class ProfileError(ValueError, Worded):
     """A file of measurements that cannot be read, or that does not fit the request.
 
     The message names the file, the error, and what to do.

@@ -23,12 +23,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Literal
 
-from rooftrace.errors import hint
+from rooftrace.errors import Worded, hint
 
 Kind = Literal["float", "int", "bool", "complex"]
 
 
-class PrecisionError(ValueError):
+class PrecisionError(ValueError, Worded):
     """A name that is no number format."""
 
 

@@ -272,7 +272,8 @@ def diff(
     bisect: "time>5%" finds the first commit of that range at which it holds, and returns its diff.
     names: titles of the two sides.
 
-    Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
+    Measured runs are traces of torch.profiler, run files and Runs; of one alone the result says
+    where its time goes.  graphs= says what ran, to
     predict the difference: a graph, a target or a module, or two of them, one for each side.
 
     Checkpoints (safetensors, torch.save, their indexes and folders) and inventories take names.

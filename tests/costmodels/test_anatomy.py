@@ -280,3 +280,23 @@ def test_traits_are_those_of_the_ops() -> None:
     sizes = dict(anatomy_of.families)
     assert sum(sizes.values()) == sum(p.numel() for p in Traits().parameters())
     assert sizes["norm"] == 64 and sizes["embedding"] == 100 * 32
+
+
+def test_attention_of_products_and_sines_of_a_time_are_not_called_none_and_rotary() -> None:
+    """Both words stood of a diffusion model whose attention took half of its step."""
+
+    class Diffusion(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.time, self.qkv = nn.Linear(32, 32), nn.Linear(32, 96)
+
+        def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+            angles = time[:, None] * torch.arange(1.0, 17.0, device=time.device)
+            x = x + self.time(torch.cat([angles.cos(), angles.sin()], -1))[:, None]
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+    graph = rt.trace(Diffusion(), torch.zeros(2, 64, 32), torch.zeros(2), phase="training")
+    traits = dict(anatomy(rt.estimate(graph, chip="h100-sxm", execution="efficient")).traits)
+    assert traits["attention"] == "written out in products"
+    assert traits["positions"] == "none found"

@@ -97,6 +97,20 @@ def test_kernels_that_start_late_though_launched_are_queued(tmp_path: Path) -> N
     assert found.reasons[QUEUED] > 3 * 20 * US and next(iter(found.reasons)) == QUEUED
 
 
+def test_a_kernel_that_starts_long_after_a_late_launch_waited_for_more_than_the_host(
+    tmp_path: Path,
+) -> None:
+    def step(trace: GpuTrace) -> None:
+        trace.op("aten::mm", SHAPES, [("gemm", 2.0)])
+        trace.clock = trace.free + 20  # 20 us late
+        trace.free += 1000  # and held up by another stream
+        trace.op("aten::mm", SHAPES, [("gemm", 2.0)])
+
+    found = idle(tmp_path, step)
+    assert found.reasons[QUEUED] > 900 * US
+    assert found.reasons[LATE] < 100 * US
+
+
 def test_a_trace_without_kernels_has_none(tmp_path: Path) -> None:
     trace = GpuTrace()
     trace.step(lambda: trace.op("aten::mm", SHAPES))

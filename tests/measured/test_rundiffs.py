@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -229,6 +230,20 @@ def test_a_device_that_waits_for_the_host_is_told_from_one_that_does_not(tmp_pat
     assert step.totals["queued"].before == pytest.approx(30 * US)
     assert step.totals["waiting"].after == pytest.approx(25 * US)  # from 30 to 55
     assert step.totals["queued"].after == pytest.approx(5 * US)
+
+
+def test_one_trace_alone_says_where_its_time_goes(tmp_path: Path) -> None:
+    """Four layers of 30 us and 8 us: 152 us a step, each kernel with its share of them."""
+    path = written(tmp_path / "a.json", layered())
+    result = rt.diff(path)
+    (step,) = result.steps
+    assert result.alone and step.totals["work"].after == pytest.approx(152 * US)
+    shown = str(result)
+    assert "where its time goes" in shown and "slower" not in shown and "noise" not in shown
+    assert re.search(r"linear: .* 4 +120.0 us +79%", shown)
+    assert re.search(r"gelu.* 4 +32.0 us +21%", shown)
+    other = written(tmp_path / "b.json", layered(gelu=9.0))
+    assert not rt.diff(path, other).alone
 
 
 KERNEL = st.tuples(st.sampled_from(["gemm_a", "gemm_b", "relu", "copy"]), st.integers(1, 40))

@@ -28,6 +28,25 @@ WRITTEN = {"div", "b", "table", "thead", "tbody", "tr", "th", "td", "img"}
 """Every tag that our HTML has."""
 
 
+def test_an_error_of_a_user_is_shown_under_the_call_that_made_it() -> None:
+    def cell() -> None:
+        rt.trace(nn.Linear(8, 4), torch.ones(2, 5))  # a wrong shape
+
+    with pytest.raises(RuntimeError, match="forward of Linear failed") as caught:
+        cell()
+    shown = caught.value._render_traceback_()
+    assert len(caught.traceback) > len(shown) and "cell()" in shown[-3]
+    assert shown[-2].endswith(
+        "in cell: rt.trace(nn.Linear(8, 4), torch.ones(2, 5))  # a wrong shape"
+    )
+    assert shown[-1] == f"TraceError: {caught.value}"
+    with pytest.raises(LookupError, match="did you mean") as caught:
+        rt.load_chip("h100-smx")
+    assert 'rt.load_chip("h100-smx")' in caught.value._render_traceback_()[-2]
+    with pytest.raises(AttributeError, match="did you mean 'report'"):
+        getattr(rt, "reprot")  # noqa: B009
+
+
 class Page(HTMLParser):
     """The tags, attributes and text of HTML; every tag must be closed."""
 

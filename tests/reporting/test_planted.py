@@ -9,7 +9,17 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.graph import OpGraph
 from rooftrace.studies.advice import Study, Variant
-from tests.reporting.planted import CHIP, HALF, PAIRS, Pair, Way, normal, optimizer_of
+from tests.reporting.planted import (
+    CHIP,
+    HALF,
+    PAIRS,
+    Pair,
+    Way,
+    Written,
+    WrittenMended,
+    normal,
+    optimizer_of,
+)
 
 FIRST, OFF = 3, 0.2  # of what would help; of the mended model's time, and of what mending gains
 
@@ -42,6 +52,29 @@ def test_a_planted_finding_is_named_with_its_line_and_the_price_of_the_mended(pa
 def test_the_mended_model_is_not_told_again(pair: Pair) -> None:
     told = rt.tools.guidance(estimated(pair.mended)).options
     assert not [w for w in told if w.lever == pair.lever and pair.said in w.action]
+
+
+class Projected(nn.Module):
+    """Attention of three projections, in the way of `attend`."""
+
+    def __init__(self, attend: nn.Module) -> None:
+        super().__init__()
+        self.rows, self.attend = nn.Linear(1024, 3072, dtype=HALF), attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.rows(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4)
+        return self.attend(*rows).transpose(1, 2).flatten(2)
+
+
+def test_attention_that_is_written_out_is_told_of_a_compiled_training_step_too() -> None:
+    """Its price is that of the step that calls the kernel, and a compiled step has no such call."""
+    x = torch.empty(8, 2048, 1024, dtype=HALF, device="meta")
+    written, mended = (
+        rt.estimate(rt.trace(Projected(way), x, phase="training"), chip=CHIP, execution="efficient")
+        for way in (Written(), WrittenMended())
+    )
+    told = [w for w in rt.tools.guidance(written).options if "one kernel" in w.action]
+    assert told and told[0].t_after == pytest.approx(mended.t_est, rel=OFF)
 
 
 def test_larger_kernels_do_not_repeat_the_line_of_a_change_that_saves_more() -> None:

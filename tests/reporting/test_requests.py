@@ -18,7 +18,7 @@ from rooftrace.reporting import signed
 from rooftrace.reporting.cli import cli
 from rooftrace.reporting.commands import calls
 from rooftrace.reporting.commands.calls import CALLS
-from rooftrace.reporting.commands.options import options_of
+from rooftrace.reporting.commands.options import by_chip, options_of
 from rooftrace.reporting.commands.pricing import (
     ExecutionOptions,
     LengthOptions,
@@ -185,6 +185,14 @@ def test_one_option_of_a_side(here: Path) -> None:
     plain = rt.diff(target, after={"tf32": True}, **asked)
     by_name = rt.diff(target, after={"settings": {"tf32": True}}, **asked)
     assert str(plain.violations(["time>-99%"])) == str(by_name.violations(["time>-99%"]))
+
+
+@pytest.mark.parametrize("texts", [["h100-sxm=2.5,l4=0.8"], ["h100-sxm=2.5", "l4=0.8"]])
+def test_numbers_by_chip_stand_in_one_option_or_in_several(texts: list[str]) -> None:
+    assert by_chip("--price", texts) == {"h100-sxm": 2.5, "l4": 0.8}
+    assert by_chip("--price", ["2.5"]) == 2.5
+    with pytest.raises(rt.types.RequestError, match="CHIP=NUMBER"):
+        by_chip("--price", ["2.5,0.8"])
 
 
 def test_the_stub_shows_what_the_functions_take() -> None:

@@ -11,6 +11,8 @@ import rooftrace as rt
 from rooftrace.errors import RequestError
 from rooftrace.reporting.figures.printing import MEDIA
 from rooftrace.reporting.figures.roofline import _points, roofline_figure
+from rooftrace.reporting.renderers import view
+from rooftrace.reporting.views.explanations import rooflines_view
 from tests.reporting.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("kept_targets")
@@ -39,6 +41,22 @@ def test_rows_are_the_estimates_one_by_one(steps: rt.types.Rooflines) -> None:
     frame = steps.to_frame()
     assert list(frame["t_est"]) == [row.estimate.t_est for row in steps.rows]
     assert steps.to_dict()["steps"] == steps.to_rows()
+
+
+def test_what_all_steps_share_is_told_once(steps: rt.types.Rooflines) -> None:
+    """By the heading, not by a column; what differs has one."""
+
+    def heads(result: rt.types.Rooflines) -> list[str]:
+        (section,) = rooflines_view(result, "screen").sections
+        (table,) = (part for part in section.parts if isinstance(part, view.Table))
+        return [column.key for column in table.columns[: table.leading]]
+
+    assert heads(steps) == ["model", "chip"] and "forward" in steps.conditions
+    one = "examples/models/resnet.py:build"
+    swept = rt.roofline(one, batch=(1, 2), phases=["forward"], chip="l4")
+    assert heads(swept) == ["model", "batch"] and "l4" in swept.conditions
+    alone = rt.roofline(one, batch=2, phases=["forward"], chip="l4")
+    assert heads(alone) == ["model"] and "batch 2" in alone.conditions
 
 
 def test_a_chip_has_one_shape_and_no_other_chip_has_it(steps: rt.types.Rooflines) -> None:

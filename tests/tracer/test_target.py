@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.tracer.api import trace_target
 from rooftrace.tracer.request import Request
@@ -229,3 +230,12 @@ def test_a_decorator_for_a_gpu_counts_without_one(tmp_path: Path) -> None:
     )
     graph = trace_target(f"{path}:build", ["forward"])["forward"]
     assert graph.values[graph.outputs[0]].dtype == "bf16"
+
+
+def test_a_file_that_runs_nothing_is_told_with_what_it_defines(tmp_path: Path) -> None:
+    path = tmp_path / "nets.py"
+    path.write_text(
+        HEAD + "class Net(nn.Linear):\n    pass\n\n\ndef build():\n    return Net(8, 8)\n"
+    )
+    with pytest.raises(TargetError, match=r"nets.py:NAME; it defines Net, build$"):
+        rt.estimate(str(path), chip="l4")

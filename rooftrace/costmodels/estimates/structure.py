@@ -267,10 +267,13 @@ def _traits(estimate: Estimate, attention: Sequence[AttentionCalls]) -> Iterator
     kinds = dict.fromkeys(
         f"{each.kind}{', masked' if each.useful < 1 else ''}" for each in attention
     )
-    yield "attention", "; ".join(kinds) or "none"
+    written = any(row.family == "attention" for row in estimate.rows)
+    yield "attention", "; ".join(kinds) or ("written out in products" if written else "none")
     groups = {row.name for row in estimate.rows}
     classes = dict(_classes(graph))
-    rotary = any("rotary" in name.lower() for name in (*groups, *classes))
+    # Sines beside cosines alone may stand for the time of a diffusion model.
+    turned = {name for name in groups if not name.startswith("rotary table")}
+    rotary = any("rotary" in name.lower() for name in (*turned, *classes))
     weights = [graph.values[index] for index in graph.external]
     names = [tensor.name or "" for tensor in weights if tensor.role == "weights"]
     places = [name for name in names if _POSITIONS.search(name)]

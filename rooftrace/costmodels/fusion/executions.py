@@ -11,7 +11,7 @@ from typing import Any
 from rooftrace._plain import Plain
 from rooftrace.costmodels.kernels import Knobs, load_knobs
 from rooftrace.costmodels.ops import WEIGHTS, ByteFactors
-from rooftrace.errors import one_of
+from rooftrace.errors import Worded, one_of
 from rooftrace.hardware import Chip, load_chip
 from rooftrace.hardware.chip import USUAL
 
@@ -65,7 +65,7 @@ TYPICAL = "typical"
 """The knobs that are typical of the chip's kind and the execution."""
 
 
-class ExecutionError(ValueError):
+class ExecutionError(ValueError, Worded):
     """An execution model that contradicts itself, or a preset that does not exist."""
 
 

@@ -121,7 +121,7 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
             "all parameters on the GPU",
             fused,
         )
-    if graph.phase == "training" and not compiled:
+    if graph.phase == "training":
         yield from _of_attention(graph)
     yield from _of_waste(graph)
     yield from _of_precisions(graph)

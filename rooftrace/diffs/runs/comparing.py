@@ -252,6 +252,9 @@ def _changes(
 
 def _notes(before: MeasuredSide, after: MeasuredSide) -> Iterable[str]:
     """Remarks on the two sides."""
+    if before is after:
+        yield from before.notes
+        return
     if before.device != after.device:
         names = [side.device or "an unknown device" for side in (before, after)]
         yield f"two devices: {names[0]} before, {names[1]} after"

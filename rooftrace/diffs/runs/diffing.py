@@ -82,11 +82,9 @@ def diff_runs(before: Source, after: Source, question: RunQuestion | None = None
     """
     question = question or RunQuestion()
     labels = [_label(source, usual) for source, usual in ((before, "before"), (after, "after"))]
-    measured = []
-    for source in (before, after):
-        question.tell(f"reading {_label(source, 'a run')}")
-        measured.append(_read(source))
-    first, second = measured
+    first = _read(before, question)
+    second = first if after is before else _read(after, question)
+    measured = (first, second)
     _check_used(question, first, second)
     pairs, only = _paired_rows(first, second, question.phases)
     kinds = tuple("run" if isinstance(each, Run) else "trace" for each in measured)
@@ -95,8 +93,11 @@ def diff_runs(before: Source, after: Source, question: RunQuestion | None = None
     names = question.names or (labels[0], labels[1])
     steps = []
     for rows in pairs:
-        sides = []
+        sides: list[_Predicted] = []
         for number, (each, row) in enumerate(zip(measured, rows, strict=True)):
+            if sides and first is second:
+                sides *= 2
+                break
             with naming(labels[number]):
                 sides.append(_side(each, row, labels[number], number, question))
         key = next((row.key for row in rows if row is not None), "step")
@@ -116,7 +117,8 @@ def _label(source: Source, usual: str) -> str:
     return os.fspath(source) if isinstance(source, (str, os.PathLike)) else usual
 
 
-def _read(source: Source) -> Trace | Run:
+def _read(source: Source, question: RunQuestion) -> Trace | Run:
+    question.tell(f"reading {_label(source, 'a run')}")
     if isinstance(source, (Trace, Run)):
         return source
     measured = read_measured(os.fspath(source), "a comparison of two runs")

@@ -374,6 +374,11 @@ class RunDiff(Plain, Shown, Limited):
     )
 
     @property
+    def alone(self) -> bool:
+        """Whether it is one run beside itself, of which only its own time is told."""
+        return self.names[0] == self.names[1] and self.unchanged
+
+    @property
     def _metrics(self) -> dict[str, str]:
         return {name: _UNITS[metric.unit] for name, metric in METRICS.items()}
 
@@ -392,6 +397,9 @@ class RunDiff(Plain, Shown, Limited):
         return [(f"{step.label}: measured ", step.totals) for step in self.steps]
 
     def __repr__(self) -> str:
+        if self.alone:
+            steps = (f"{s.label} {format_time(s.totals['time'].after)}" for s in self.steps)
+            return short(self, f"{self.names[0]} alone: {some(list(steps))}")
         changes = [
             f"{step.label} {format_time(step.totals['time'].before)} -> "
             f"{format_time(step.totals['time'].after)}"

@@ -24,6 +24,7 @@ from rooftrace.diffs.runs.rundiff import (
 from rooftrace.errors import ProfileError
 from rooftrace.hardware import units
 from rooftrace.measured.alignment import keys
+from rooftrace.measured.fit import idleness_of
 from rooftrace.measured.profiles import Trace, TraceStep, records
 
 _CALL = re.compile(r"\w+::\w+(\.\w+)?")
@@ -147,6 +148,9 @@ def _notes(trace: Trace) -> Iterable[str]:
             f"{units.format_time(waited)} in which the host waited for work from before the trace "
             "begins are left out"
         )
+    idle = idleness_of(trace)
+    if idle is not None and idle.calls:
+        yield f"calls of the host while the device is idle: {idle.calls}"
     if trace.damage:
         yield trace.damage
     for placed in trace.placements:

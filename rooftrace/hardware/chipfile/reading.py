@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from rooftrace._escapes import toml_key
 from rooftrace._extensions import failures, load
+from rooftrace.errors import Worded
 from rooftrace.hardware import units
 from rooftrace.hardware.chip import (
     ENGINES,
@@ -71,7 +72,7 @@ class ChipFileError(FactFileError):
     """A chip file that cannot be read as a chip.  `problems` has each of its mistakes."""
 
 
-class UnknownChipError(LookupError):
+class UnknownChipError(LookupError, Worded):
     """A name that is no bundled chip."""
 
 

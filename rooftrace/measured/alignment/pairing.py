@@ -91,7 +91,8 @@ def graphs_of_trace(trace: Trace, graphs_of: Callable[[], Graphs] | None) -> Gra
         raise RequestError(
             f"{trace.source or 'the trace'}: a trace does not say what ran: name it with "
             "--target, and its sizes with --batch, --seq, --phase (in Python: "
-            "target=rooftrace.trace(model, x))"
+            "target=rooftrace.trace(model, x)); `rooftrace diff TRACE` needs neither to say where "
+            "its time goes"
         )
     graphs = graphs_of()
     if not graphs:

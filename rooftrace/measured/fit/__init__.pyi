@@ -11,6 +11,7 @@ from rooftrace.measured.fit.collectives import (
     calibrate_collectives as calibrate_collectives,
     read_collectives as read_collectives,
 )
+from rooftrace.measured.fit.idleness import idleness_of as idleness_of
 from rooftrace.measured.fit.misses import Node as Node
 from rooftrace.measured.fit.validating import validated as validated
 from rooftrace.measured.fit.validation import (

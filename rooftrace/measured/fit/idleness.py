@@ -27,7 +27,8 @@ _LOADER = "DataLoader"
 _SLACK = 2e-6
 """Seconds between the end of a kernel and the return of a call that waits for it, and more."""
 _RETURN = 50e-6
-"""Seconds that such a call returns after the end of the last kernel, at most."""
+"""Seconds that such a call returns after the end of the last kernel, and that a kernel starts
+after its launch, at most; one that starts later waits for more than the host."""
 _LEAST = 0.05
 """The smallest share of the idle time that is told."""
 
@@ -70,13 +71,20 @@ class Idleness(Plain):
         ]
         if not told:
             return text
-        ops = [
-            f"{name} {format_share(seconds / idle)}"
-            for name, seconds in list(self.filled.items())[:3]
-            if seconds > _LEAST * idle
-        ]
-        filled = f"; calls of the host in it: {listed(ops)}" if ops else ""
+        filled = f"; calls of the host in it: {self.calls}" if self.calls else ""
         return f"{text}; of the idle time {listed(told)}{filled}"
+
+    @property
+    def calls(self) -> str:
+        """The calls of the host in the idle time, with their shares of it, in words."""
+        idle = self.seconds - self.busy
+        return listed(
+            [
+                f"{name} {format_share(seconds / idle)}"
+                for name, seconds in list(self.filled.items())[:3]
+                if idle and seconds > _LEAST * idle
+            ]
+        )
 
 
 def idleness_of(trace: Trace) -> Idleness | None:
@@ -121,7 +129,7 @@ def _pauses(
     order: all kernels by their start; those of other steps are no pause.
     """
     kernels = trace.kernels
-    end, last = step.start, step.start + step.duration
+    end, last = step.start + step.waited, step.start + step.duration
     last = max([last, *(kernels.start[i] + kernels.duration[i] for i in step.kernels)])
     pauses = []
     for index in order:
@@ -142,7 +150,7 @@ def _reasons(
     loads: Sequence[Interval],
 ) -> dict[str, float]:
     """Seconds of a pause by reason."""
-    late = end - start if launched > start else 0.0
+    late = min(end, launched + _RETURN) - start if launched > start else 0.0
     loaded = sum(max(0.0, min(b, start + late) - max(a, start)) for a, b in loads)
     loaded = min(loaded, late)
     last = bisect_right(waits, (start + _SLACK, float("inf"))) - 1

@@ -157,8 +157,8 @@ def diff(
 
     BEFORE and AFTER are targets, saved graphs or revisions of a target; one target is enough with
     --git, or with an option that differs from side to side.  For measured time they are traces of
-    torch.profiler or run files of `rooftrace measure`; for weights, checkpoints of safetensors or
-    torch.save.
+    torch.profiler or run files of `rooftrace measure`, and one alone shows where its time goes; for
+    weights, checkpoints of safetensors or torch.save.
     """
     from rooftrace.diffs.runs import is_measured
     from rooftrace.tracer.names import are_weights

@@ -127,12 +127,12 @@ class SolveArguments:
     )  # fmt: skip
     price: float | Mapping[str, float] | None = option(
         help="Dollars per hour of a chip, in place of that of its file.  Repeatable.",
-        metavar="[CHIP=]DOLLARS", repeats=True, read=partial(options.by_chip, "--price"),
+        metavar="[CHIP=]DOLLARS,...", repeats=True, read=partial(options.by_chip, "--price"),
     )  # fmt: skip
     power: float | Mapping[str, float] | None = option(
         help="Watts of a chip and its share of the node, in place of those of the files.  "
         "Repeatable.",
-        metavar="[CHIP=]WATTS", repeats=True, read=partial(options.by_chip, "--power"),
+        metavar="[CHIP=]WATTS,...", repeats=True, read=partial(options.by_chip, "--power"),
     )  # fmt: skip
     pue: float | None = option(
         help="Energy of the building over that of its computers, a factor on watts and joules; "

@@ -333,7 +333,8 @@ def diff(
     bisect: "time>5%" finds the first commit of that range at which it holds, and returns its diff.
     names: titles of the two sides.
 
-    Measured runs are traces of torch.profiler, run files and Runs.  graphs= says what ran, to
+    Measured runs are traces of torch.profiler, run files and Runs; of one alone the result says
+    where its time goes.  graphs= says what ran, to
     predict the difference: a graph, a target or a module, or two of them, one for each side.
 
     Checkpoints (safetensors, torch.save, their indexes and folders) and inventories take names.
@@ -347,9 +348,10 @@ def diff(
     if has_no_cost(first, second):
         return diff_checkpoints(first, second, args, {**ours, **kwargs}, names, progress)
     if is_measured(first) or is_measured(second):
-        _check_measured(second, **ours)
-
-        return diff_measured(first, second, args, names=names, progress=progress, **kwargs)
+        _check_measured(**ours)
+        # One alone is set beside itself: its view says where its time goes.
+        other = first if second is None else second
+        return diff_measured(first, other, args, names=names, progress=progress, **kwargs)
     options = ({} if before is None else before, {} if after is None else after)
     sides = sides_of(diff, (first, second), args, kwargs, options, git)
     with telling(progress):
@@ -361,13 +363,11 @@ def diff(
             return _difference(made, other, names=names)
 
 
-def _check_measured(second: Any, **ours: Any) -> None:
+def _check_measured(**ours: Any) -> None:
     """Raise RequestError for arguments that a measured run does not take."""
     for name, value in ours.items():
         if value is not None:
             raise UnusedError(name, f"{value!r:.60}", "a measured run is what it is; leave it out")
-    if second is None:
-        raise RequestError("one measured run alone: name a second one")
 
 
 def _difference(

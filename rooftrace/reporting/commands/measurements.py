@@ -56,7 +56,10 @@ def validate(
     """
     named = {"chip": chip, "execution": execution, "knobs": knobs, **kwargs}
     if chip is None and named.get("system") is None:
-        raise RequestError("chip (--chip): say which chip the steps were measured on")
+        raise RequestError(
+            "chip (--chip): say which chip the steps were measured on; `rooftrace diff FILE` says "
+            "without one where the time of a trace goes"
+        )
     request = StepRequest.of(validate, "" if target is None else target, (), named)
     job = request.job
     # Rows of one target share its imports.

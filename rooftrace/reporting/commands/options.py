@@ -247,8 +247,9 @@ def counts(text: str) -> list[int]:
 
 
 def by_chip(option: str, texts: Sequence[str]) -> Any:
-    """One number for all chips, or numbers by chip."""
+    """One number for all chips, or numbers by chip, with commas or one in each option."""
     numbers: dict[str, float] = {}
+    texts = [part for text in texts for part in text.split(",")]
     for text in texts:
         name, equals, value = text.rpartition("=")
         try:

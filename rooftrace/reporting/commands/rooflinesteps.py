@@ -156,9 +156,9 @@ class Rooflines(Shown):
         parts = [
             ", ".join(sorted({_dtype(row.estimate) for row in self.rows} - {""})),
             *(
-                text if len(self.phases) == 1 else f"{phase} {text}"
+                f"{phase} {text}".strip()
                 for phase in self.phases
-                for text in self._workloads(phase)
+                for text in self._workloads(phase) or [""]
                 if not self.over
             ),
             "" if not self.over else ", ".join(self.phases),
@@ -169,15 +169,21 @@ class Rooflines(Shown):
         ]
         return "; ".join(filter(None, parts))
 
-    def _workloads(self, phase: str) -> Iterator[str]:
+    @property
+    def varying(self) -> list[str]:
+        """The names of sizes that the conditions do not tell, in order."""
+        told = self.over or all(map(self._workloads, self.phases))
+        least = 1 if told else 0
+        return [n for n in SIZES if len({row.sizes.get(n) for row in self.rows} - {None}) > least]
+
+    def _workloads(self, phase: str) -> list[str]:
         """The workload of the steps of a phase, where it is the same."""
         texts = {
             words.workload_words(phase, row.estimate.graph.workload)
             for row in self.rows
             if row.phase == phase
         }
-        if len(texts) == 1:
-            yield from texts
+        return list(texts) if len(texts) == 1 else []
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, as a CSV file takes them."""

@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from rooftrace.reporting.sections import Results
 
 
-def of_report(report: Results) -> str:
-    """All phases: "fp8; prefill 8 x 255 tokens; decode 8 x 1 token, KV 255; h200-sxm"."""
+def of_report(report: Results, chips: int | None = 1) -> str:
+    """All phases: "fp8; prefill 8 x 255 tokens; decode 8 x 1 token, KV 255; h200-sxm".
+
+    chips: how many of them are drawn; None: all.
+    """
     parts = [_precision(report, report.phases[0])]
     sized = {
         graph.phase: words.workload_words(graph.phase, graph.workload)
         for graph in map(report.graphs.__getitem__, report.phases)
     }
     parts += [f"{phase} {sizes}" for phase, sizes in sized.items() if sizes]
-    parts.append(", ".join(chip.name for chip in report.chips))
+    parts.append(", ".join(chip.name for chip in report.chips[:chips]))
     return "; ".join(filter(None, parts))
 
 

@@ -147,7 +147,7 @@ def roofline(report: Results, medium: Medium = SCREEN) -> Figure:
     ]
     legend = [_legend_words(report, _others(report)), *(shapes if len(shapes) > 1 else [])]
     title = f"Roofline: {words.model_words(report.model, first.graph.workload)}"
-    subtitles = (memoryplot.of_report(report), ", ".join(legend))
+    subtitles = (memoryplot.of_report(report, None), ", ".join(legend))
     return draw(roofs(report), phase_points(report), Words(title, subtitles), medium)
 
 

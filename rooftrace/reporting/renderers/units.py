@@ -175,7 +175,7 @@ KERNEL_WIDTH = 26  # of a kernel's name on a screen
 TEXT = Unit("", "string", str, left="both")
 WORDS = Unit("", "string", str)
 """A few words in a column of numbers: flush right."""
-LIMITS = Unit("", "string", str, left="screen")
+LIMITS = Unit("", "string", words.limit, left="screen")
 CODE = Unit("", "string", code_span, str, left="both")
 MODULE = Unit("", "string", lambda p: code_span(p or "(root)"), lambda p: p or "(root)", "both")
 KERNEL = Unit("", "string", lambda name: code_span(words.kernel_name(name)), _kernel, "both")

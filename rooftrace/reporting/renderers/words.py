@@ -49,6 +49,11 @@ LIMITS: Mapping[str, str] = {
 }
 
 
+def limit(name: str) -> str:
+    """A limit as tables name it; a name that is in words already stays."""
+    return LIMITS.get(name, name)
+
+
 def percent(share: float | None) -> str:
     """A share in percent for narrow cells: "91%", "<1%" where it would round to 0, "30x"."""
     if share is None:

@@ -167,7 +167,7 @@ def _worth(row: Any, result: serving.ServingAnswer) -> Iterator[str]:
         yield f"{_digits(ratio)} {other.name} of prefill for each {own.name} of decode"
     if row.sent:
         yield f"{format_time(row.sent)} of the step to exchange data"
-    yield f"limited by {row.limiter}"
+    yield f"limited by {words.limit(row.limiter)}"
 
 
 def _value(row: Any, name: str) -> str:
@@ -196,7 +196,7 @@ def _table(result: serving.ServingAnswer, rows: Sequence[Any], speeds: bool = Fa
         view.Column("dollars", _DOLLARS, f"per million {unit}s", short="$/M"),
         view.Column("joules", _JOULES, f"J per {unit}", short="J each", drop=2),
         view.Column("memory", units.CAPACITY, "memory", drop=2),
-        view.Column("limiter", units.TEXT, "limited by", drop=3),
+        view.Column("limiter", units.LIMITS, "limited by", drop=3),
     ]
     if not any(row.ttft for row in rows):
         columns = [column for column in columns if column.key != "ttft"]
@@ -227,7 +227,8 @@ def rates_view(result: workloads.RatesAnswer, output: view.Output) -> view.View:
     head: list[view.Part] = [
         view.Note(title, "strong"),
         view.Note(
-            f"limited by {result.limiter} for {result.share:.0%} of {format_time(result.step)}"
+            f"limited by {words.limit(result.limiter)} for {result.share:.0%} of "
+            f"{format_time(result.step)}"
         ),
     ]
     if result.intensity is not None:
@@ -344,7 +345,7 @@ _EXPLORED = (
     view.Column("flop_per_link_byte", _INTENSITY, "FLOP per link byte", short="OI_net"),
     view.Column("batch", units.COUNT, "least batch of a device", short="batch", of=_batch),
     view.Column("global_batch", units.COUNT, "of all devices", short="B_g", of=_global),
-    view.Column("limiter", units.TEXT, "limited by"),
+    view.Column("limiter", units.LIMITS, "limited by"),
     view.Column("t_comp", units.SECOND, "computing", drop=1),
     view.Column("t_hbm", units.SECOND, "HBM", drop=1),
     view.Column("t_net", units.SECOND, "link", drop=1),

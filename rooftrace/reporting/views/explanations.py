@@ -294,12 +294,16 @@ def _limit(row: Any) -> view.Cell:
 
 def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view.View:
     """A row for each step; the roofs and ridges of the chips below."""
-    sizes = [name for name in rooflinesteps.SIZES if any(name in r.sizes for r in result.rows)]
-    columns = (
+    # What all steps share is told by the heading, and has no column.
+    sizes = (view.Column(n, units.COUNT, n, of=entry("sizes", n)) for n in result.varying)
+    keys = (
         view.Column("model", units.TEXT, "model", clipped=8),
-        view.Column("phase", units.TEXT, "phase"),
-        *(view.Column(name, units.COUNT, name, of=entry("sizes", name)) for name in sizes),
-        view.Column("chip", units.TEXT, "chip"),
+        *([view.Column("phase", units.TEXT, "phase")] if len(result.phases) > 1 else []),
+        *sizes,
+        *([view.Column("chip", units.TEXT, "chip")] if len(result.chips) > 1 else []),
+    )
+    columns = (
+        *keys,
         view.Column("intensity", units.INTENSITY, "FLOP/byte"),
         view.Column("rate", units.FLOP_RATE, "rate"),
         view.Column("share", units.SHARE, "of its roof", short="roof"),
@@ -311,7 +315,7 @@ def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view
     if not any(row.network_rate for row in result.rows):
         columns = tuple(column for column in columns if column.key != "network_rate")
     head = view.Note(result.conditions, "strong")
-    table = view.Table(columns=columns, rows=result.rows, leading=3 + len(sizes))
+    table = view.Table(columns=columns, rows=result.rows, leading=len(keys))
     roofs = {
         (row.chip, row.estimate.peak_precision): (
             f"{row.estimate.chip.title}: {format_flop_rate(row.estimate.peak)} "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from rooftrace.diffs.runs import RunDiff, rundiff
 from rooftrace.hardware.units import MISSING, arrow, format_time
 from rooftrace.reporting.renderers import units, view, words
-from rooftrace.reporting.views.folding import cut, delta, statement, totals
+from rooftrace.reporting.views.folding import cut, delta, left_out, statement, totals
 
 ROWS, IN_NOISE, GROUPS, NOTES = 15, 5, 8, 6
 """Lines of a screen: kernels; kernels within noise where there are no others; modules and
@@ -77,6 +78,8 @@ _ROWS = (
 def rundiff_view(result: RunDiff, output: view.Output) -> view.View:
     """Totals of each step before and after, then kernels, modules and families that differ."""
     before, after = (Path(name).name for name in result.names)
+    if result.alone:
+        return _alone(result, before)
     head: list[view.Part] = [
         view.Note(f"{before} -> {after}   measured", on="screen", label="diff  "),
     ]
@@ -94,6 +97,62 @@ def rundiff_view(result: RunDiff, output: view.Output) -> view.View:
     if result.operations:
         sections.append(_operations(result))
     return view.View(tuple(sections), f"Measured: `{before}` -> `{after}`")
+
+
+def _alone(result: RunDiff, name: str) -> view.View:
+    """Where the time of each step of one run goes."""
+    head = view.Note(f"{name}   where its time goes", on="screen", label="measured  ")
+    sections = [view.Section(parts=[head], place=0)]
+    for number, step in enumerate(result.steps):
+        on = f" on {step.devices[0]}" if step.devices[0] else ""
+        took = f"the step takes {format_time(step.totals['time'].after)}{on}"
+        first: list[view.Part] = [*statement(took, "strong"), _shares(step)]
+        below = [first, *_largest(step), _remarks(step, alone=True)]
+        for place, each in enumerate(below, start=5 * number):
+            title = "" if place % 5 else step.label
+            sections.append(view.Section(title=title, parts=each, place=1 + place))
+    return view.View(tuple(sections), f"Measured: `{name}`")
+
+
+def _shares(step: rundiff.StepDiff) -> view.Table:
+    """Each figure of a step, and the share of those that are seconds of it."""
+    shown = {name: change.after for name, change in step.totals.items() if change.after}
+    whole = step.totals["time"].after
+    columns = (
+        view.Column("metric", units.TEXT, "", of=partial(_label, step)),
+        view.Column("value", units.COUNT, "", of=lambda n: view.Cell(shown[n], unit=_unit(n))),
+        view.Column(
+            "share",
+            units.SHARE,
+            "of the step",
+            of=lambda n: shown[n] / whole if whole and _unit(n) is units.SECOND else None,
+        ),
+    )
+    return view.Table(columns=columns, rows=list(shown), padded=False)
+
+
+def _largest(step: rundiff.StepDiff) -> Iterator[list[view.Part]]:
+    """The kernels, the modules and the families of a step, most time first."""
+    work = step.totals["work"].after
+    _, call, module, launches, _, after, _ = _ROWS
+    name = partial(view.Column, "name", flexible=True)
+    times = (
+        launches,
+        replace(after, head="time", drop=0),
+        view.Column(
+            "share", units.SHARE, "share", of=lambda row: row.time.after / work if work else None
+        ),
+    )
+    groups: tuple[tuple[Sequence[Any], tuple[view.Column, ...]], ...] = (
+        (step.rows, (call, module)),
+        (step.modules, (name(units.CODE, "module"),)),
+        (step.families, (name(units.TEXT, "family"),)),
+    )
+    for rows, first in groups:
+        ranked = sorted(rows, key=lambda row: -row.time.after)
+        if ranked:
+            most = ROWS if rows is step.rows else GROUPS
+            yield [*cut((*first, *times), ranked, most), *left_out(len(ranked) - most)]
 
 
 def verdict(step: rundiff.StepDiff) -> str:
@@ -262,7 +321,7 @@ def _groups(step: rundiff.StepDiff, by: str) -> list[view.Part]:
 # -- notes -----------------------------------------------------------------------------------------
 
 
-def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
+def _remarks(step: rundiff.StepDiff, alone: bool = False) -> list[view.Part]:
     lines: list[str] = []
     if step.prediction is not None:
         chips = " and ".join(dict.fromkeys(step.prediction.diff.chips))
@@ -273,7 +332,8 @@ def _remarks(step: rundiff.StepDiff) -> list[view.Part]:
         before, after = step.steps
         average = "mean" if step.timed_inside else "median wall time"
         spread = "noise is half the 95 % interval of the difference, by their spread"
-        lines.append(f"{average} of {before} and {words.plural(after, 'step')}; {spread}")
+        compared = f"{before} and {words.plural(after, 'step')}; {spread}"
+        lines.append(f"{average} of {words.plural(after, 'step') if alone else compared}")
     disagreements = step.prediction.notes if step.prediction else ()
     parts: list[view.Part] = []
     for group, mark, most in (

@@ -100,7 +100,7 @@ def lines_table(frame: Any, labels: Sequence[str], names: Sequence[str]) -> view
         view.Column("items_per_s", units.RATE, "items/s"),
         view.Column("flops", units.FLOP, "FLOP", on="page"),
         view.Column("bytes_hbm", units.BYTE, "HBM", on="page"),
-        view.Column("regime", units.TEXT, "limited by"),
+        view.Column("regime", units.LIMITS, "limited by"),
         view.Column("regime_share", units.SHARE, "share", drop=2),
         view.Column("peak_memory", units.CAPACITY, "memory", drop=2),
         view.Column("fits", units.TEXT, "fits"),
@@ -124,12 +124,12 @@ def _row(line: Mapping[str, Any]) -> dict[str, Any]:
 def _crossings(result: Sweep) -> Iterator[view.Note]:
     changes = result.crossings()
     if not changes:
-        regimes = sorted({str(name) for name in result.frame()["regime"].unique()})
-        name = result.names[0]
-        yield view.Note(f"no change along {name}: limited by {' or '.join(regimes)}", bullet=1)
+        regimes = " or ".join(sorted({words.limit(str(name)) for name in result.frame()["regime"]}))
+        yield view.Note(f"no change along {result.names[0]}: limited by {regimes}", bullet=1)
     for crossing in changes[:_CROSSINGS]:
         yield view.Note(
-            f"{crossing.name} {crossing.size:,}: {crossing.before} -> {crossing.after}, "
+            f"{crossing.name} {crossing.size:,}: {words.limit(str(crossing.before))} -> "
+            f"{words.limit(str(crossing.after))}, "
             f"{format_time(crossing.t_est)}; {crossing.where(result.cases)}",
             bullet=1,
         )
@@ -154,16 +154,24 @@ def _cliffs(result: Sweep) -> Iterator[view.Note]:
 
 def _proven(result: Sweep) -> Iterator[view.Note]:
     forms = {id(case.form): case for case in result.cases}.values()
+    alone = 0  # traces that are a point each
     for case in forms:
         settings = ", ".join(f"{name} {value}" for name, value in case.settings.items())
         before = f"{settings}: " if settings else ""
         for where, regime in zip(case.form.where(), case.form.regimes, strict=True):
+            if len(regime.form.samples) == 1 and not regime.proven:
+                alone += 1
+                continue
             yield view.Note(
                 f"{before}{where}: fitted on {plural(len(regime.form.samples), 'trace')}, "
                 f"checked on {len(regime.proven)}",
                 "faint",
                 bullet=1,
             )
+    if alone:
+        yield view.Note(
+            f"{plural(alone, 'point')} of a trace each, by no formula", "faint", bullet=1
+        )
     models = [case.conditions.execution for case in result.cases]
     for text in dict.fromkeys(m.borrowed_on(chip) for m in models for chip in result.chips):
         if text:

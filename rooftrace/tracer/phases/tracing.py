@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +70,18 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     if not graphs:
         raise TargetError(
             f"target {job.name!r}: it ran as a script, and nothing of it ran on the device; to "
-            f"trace a module of it, name that: {command.where}:NAME"
+            f"trace a module of it, name that: {command.where}:NAME{_defined(command.where)}"
         )
     return job.of_phases(graphs, RequestError, job.name)
+
+
+def _defined(where: str) -> str:
+    """The classes and functions that a script defines, in words; "" where unknown."""
+    with suppress(OSError, ValueError, SyntaxError):
+        body = ast.parse(Path(where).read_bytes()).body
+        made = [node.name for node in body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        return f"; it defines {', '.join(made[:12])}" if made else ""
+    return ""
 
 
 def _said(graph: OpGraph, command: names.ScriptCommand) -> OpGraph:

@@ -316,8 +316,8 @@ def _what(data: Mapping[str, Any]) -> str:
     """The kind of a file that no library builds a module from, and a target to name instead."""
     if "traceEvents" in data or str(data.get("schema")).startswith("rooftrace.run/"):
         return (
-            "a file of measurements, which names no model: `rooftrace validate FILE --target "
-            "TARGET` sets them, and the idle time of a trace, beside a prediction"
+            "a file of measurements, which names no model: `rooftrace diff FILE` says where its "
+            "time goes, `rooftrace validate FILE --target TARGET` sets it beside a prediction"
         )
     if "weight_map" in data:
         return (
