@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
+from rooftrace.costmodels.rewrites.trained import without_checkpoints
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import chip
 from rooftrace.studies.advice.fits import fitting, with_checkpoints, with_small_states
@@ -32,10 +33,24 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Stack(nn.Module):
-    def __init__(self, again: bool) -> None:
+class Projected(Layer):
+    """Three products of one input, for each of which forward makes a view."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.layers, self.again = nn.ModuleList(Layer() for _ in range(5)), again
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x).unsqueeze(0)
+        q, k, v = (part(rows).unflatten(-1, (8, -1)).transpose(1, 2) for part in self.parts)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return super().forward(x + mixed.transpose(1, 2).flatten(2)[0])
+
+
+class Stack(nn.Module):
+    def __init__(self, again: bool, layer: type[Layer] = Layer) -> None:
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(layer() for _ in range(5)), again
         self.head = nn.Linear(WIDTH, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,9 +59,11 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def stack(again: bool = False, rows: int = 16384, repeats: bool = True) -> OpGraph:
+def stack(
+    again: bool = False, rows: int = 16384, repeats: bool = True, layer: type[Layer] = Layer
+) -> OpGraph:
     with torch.device("meta"):
-        module, x = Stack(again).bfloat16(), torch.empty(rows, WIDTH, dtype=torch.bfloat16)
+        module, x = Stack(again, layer).bfloat16(), torch.empty(rows, WIDTH, dtype=torch.bfloat16)
     return rt.trace(module, x, phase="training", repeats=repeats)
 
 
@@ -65,6 +82,17 @@ def test_checkpoints_cost_what_those_of_torch_cost(repeats: bool) -> None:
     assert ours.t_est == pytest.approx(torchs.t_est, rel=1e-3)
     assert ours.memory.peak == pytest.approx(torchs.memory.peak, rel=1e-3)
     assert ours.flops_recompute == torchs.flops_recompute > 0
+
+
+@pytest.mark.parametrize("layer", [Layer, Projected])
+@pytest.mark.parametrize("execution", ["eager", "efficient"])
+def test_checkpoints_left_out_leave_the_step_without_them(
+    layer: type[Layer], execution: str
+) -> None:
+    ours = without_checkpoints(stack(again=True, rows=4096, layer=layer))
+    plain = stack(rows=4096, layer=layer)
+    times = [rt.estimate(graph, "h100-sxm", execution=execution).t_est for graph in (ours, plain)]
+    assert times[0] == pytest.approx(times[1], rel=1e-9)
 
 
 def test_states_of_eight_bits_take_a_quarter_of_their_bytes() -> None:

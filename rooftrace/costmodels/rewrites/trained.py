@@ -347,21 +347,25 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
     if not any(op.part == "recompute" for op in graph.ops):
         return graph
     graph = graph.expand()
-    edit, first, instead = Editor(graph), dict[Any, Op](), dict[int, int]()
+    edit, first = Editor(graph), dict[Any, Op]()
+    again, twice = dict[int, int](), dict[int, int]()  # values -> equal ones of forward
     writers = edit.flow.writers.items()
     written = {where for where, ops in writers if any(op.part != "optimizer" for op in ops)}
     for op in graph.ops:
-        op = reading_others(op, instead)
+        op = reading_others(op, again)
+        one = reading_others(op, twice)  # forward itself may make a view for each reader
         storages = {graph.values[value].storage for value in (*op.inputs, *op.outputs)}
-        same, key = None, (op.target, key_of(op.arguments))
-        if op.outputs and written.isdisjoint(storages):
-            same = first.get(key) if op.part == "recompute" else None
-            if op.part == "forward":
-                first.setdefault(key, op)
-        if same is None:
-            edit.ops.append(op)
-        else:
-            instead |= dict(zip(op.outputs, same.outputs, strict=True))
+        plain = op.part in ("forward", "recompute") and written.isdisjoint(storages)
+        key = (one.target, key_of(one.arguments))
+        same = first.get(key) if plain and op.outputs else None
+        if same is not None and op.part == "recompute":
+            again |= dict(zip(op.outputs, same.outputs, strict=True))
+            continue
+        edit.ops.append(op)
+        if same is not None:
+            twice |= dict(zip(op.outputs, same.outputs, strict=True))
+        elif plain and op.part == "forward":
+            first[key] = op
     return released(without_left_behind(edit.done(), graph), graph).verify()
 
 
