@@ -174,13 +174,14 @@ def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None
 def _small_marks(axis: XAxis | YAxis, places: Sequence[float]) -> None:
     """Marks below or left of the axes: one line, where each tick of matplotlib is three."""
     from matplotlib.lines import Line2D
-    from matplotlib.markers import TICKDOWN, TICKLEFT
+    from matplotlib.markers import TICKDOWN, TICKLEFT, MarkerStyle
 
     axes, edge, is_x = axis.axes, [0.0] * len(places), axis.axis_name == "x"
     marks = Line2D(
         places if is_x else edge, edge if is_x else places, linestyle="none",
-        marker=TICKDOWN if is_x else TICKLEFT, markersize=2.5, markeredgewidth=0.6, color=GREY,
-        clip_on=False, transform=axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform(),
+        marker=MarkerStyle(TICKDOWN if is_x else TICKLEFT), markersize=2.5, markeredgewidth=0.6,
+        color=GREY, clip_on=False,
+        transform=axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform(),
     )  # fmt: skip
     axes.add_artist(marks)
 
