@@ -60,14 +60,18 @@ def drawn(report, monkeypatch):
     return seen
 
 
+def overlap(one: Box, other: Box) -> bool:
+    return all(min(one[2:][i], other[2:][i]) > max(one[i], other[i]) for i in range(2))
+
+
 def test_labels_do_not_overlap_and_stay_inside(report, monkeypatch):
     for boxes, points, frame in drawn(report, monkeypatch):
         for one, other in itertools.combinations(boxes, 2):
-            assert not one.overlaps(other)
+            assert not overlap(one, other)
         for box in boxes:
             assert frame.x0 <= box.x0 and box.x1 <= frame.x1
             assert frame.y0 <= box.y0 and box.y1 <= frame.y1
-            assert not any(box.overlaps(point) for point in points)
+            assert not any(overlap(box, point) for point in points)
 
 
 def test_families_that_compute_nothing_are_named_instead(monkeypatch):
@@ -83,13 +87,36 @@ def test_roofs_hold_the_rates_that_are_used_and_the_vector_rate():
     assert roof.at(1.0) == roof.bandwidth
 
 
+def test_small_marks_of_log_axes_look_as_ticks_of_matplotlib_do():
+    from matplotlib import ticker
+
+    pixels = []
+    for with_ticks in (False, True):
+        sheet = style.sheet(3.0, "")
+        axes = sheet.add_axes((0.1, 0.2, 0.8, 0.7))
+        style.log_axes(axes, (3, 2e3), (0.7, 400))
+        for axis in (axes.xaxis, axes.yaxis):
+            style.log_ticks(axis)
+            if with_ticks:
+                steps = [k * 10.0**n for n in range(-1, 4) for k in range(2, 10)]
+                own = axis.get_major_locator()()
+                axis.set_minor_locator(ticker.FixedLocator([v for v in steps if v not in own]))
+        axes.tick_params(which="minor", length=2.5, width=0.6, color=style.GREY)
+        for marks in axes.lines if with_ticks else ():
+            marks.set_visible(False)
+        sheet.canvas.draw()
+        pixels.append(bytes(sheet.canvas.buffer_rgba()))
+        assert with_ticks or len(axes.lines) == 2
+    assert pixels[0] == pixels[1]
+
+
 def test_place_is_deterministic_and_keeps_labels_apart():
     chance = random.Random(7)
     frame = Box(0, 0, 1600, 900)
     wanted = [Label(chance.uniform(700, 900), chance.uniform(400, 500), 180, 40) for _ in range(20)]
     boxes = style.place(wanted, frame)
     assert boxes == style.place(wanted, frame)
-    assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    assert not any(overlap(a, b) for a, b in itertools.combinations(boxes, 2))
 
 
 @pytest.mark.parametrize("seed", [2, 3])  # the order of the points leaves a crossing there

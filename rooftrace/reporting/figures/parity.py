@@ -107,7 +107,6 @@ def parity_figure(
     axes = figure.add_axes((0.085, 0.105, 0.665, 0.795))
     low, high = _limits(points)
     style.log_axes(axes, (low, high), (low, high))
-    axes.tick_params(which="minor", length=2.5, color=style.GREY)
     for axis in (axes.xaxis, axes.yaxis):
         style.log_ticks(axis, style.bare_words(format_time))
     axes.set_xlabel("predicted", fontsize=11, color=style.INK)

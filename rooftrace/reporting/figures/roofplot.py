@@ -100,7 +100,6 @@ def draw(
     )
     left, right, low, high = _limits(chips, points)
     style.log_axes(axes, (left, right), (low, high))
-    axes.tick_params(which="minor", length=2.5, color=style.GREY)
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
     axes.set_title(
         "FLOP per second of the time of the step", fontsize=11, color=style.INK, loc="left", pad=8

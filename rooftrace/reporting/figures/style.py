@@ -166,11 +166,24 @@ def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None
     if len(major) < 3 and stride == 1:
         major = [k * 10.0**n for n in range(first - 1, last + 1) for k in (1, 2, 5)]
     axis.set_major_locator(ticker.FixedLocator([v for v in major if low <= v <= high]))
-    axis.set_minor_locator(
-        ticker.FixedLocator([v for v in minor if low <= v <= high and v not in major])
-    )
+    axis.set_minor_locator(ticker.NullLocator())
     axis.set_major_formatter(lambda value, _: (wording or decade_words)(value))
-    axis.set_minor_formatter(ticker.NullFormatter())
+    _small_marks(axis, [v for v in minor if low <= v <= high and v not in major])
+
+
+def _small_marks(axis: XAxis | YAxis, places: Sequence[float]) -> None:
+    """Marks below or left of the axes: one line, where each tick of matplotlib is three."""
+    from matplotlib.lines import Line2D
+    from matplotlib.markers import TICKDOWN, TICKLEFT, MarkerStyle
+
+    axes, edge, is_x = axis.axes, [0.0] * len(places), axis.axis_name == "x"
+    marks = Line2D(
+        places if is_x else edge, edge if is_x else places, linestyle="none",
+        marker=MarkerStyle(TICKDOWN if is_x else TICKLEFT), markersize=2.5, markeredgewidth=0.6,
+        color=GREY, clip_on=False,
+        transform=axes.get_xaxis_transform() if is_x else axes.get_yaxis_transform(),
+    )  # fmt: skip
+    axes.add_artist(marks)
 
 
 def decade_words(value: float) -> str:
@@ -359,15 +372,6 @@ class Box(NamedTuple):
         """The box with this middle and size."""
         return cls(x - width / 2, y - height / 2, x + width / 2, y + height / 2)
 
-    def overlaps(self, other: Box, gap: float = 0.0) -> bool:
-        """Whether the two come closer than `gap`."""
-        return (
-            self.x0 < other.x1 + gap
-            and other.x0 < self.x1 + gap
-            and self.y0 < other.y1 + gap
-            and other.y0 < self.y1 + gap
-        )
-
     def contains(self, x: float, y: float) -> bool:
         """Whether the point lies inside."""
         return self.x0 < x < self.x1 and self.y0 < y < self.y1
@@ -412,10 +416,10 @@ def place(
     orders = [
         *itertools.islice(_orders(count), min(max(count, 1), ORDERS, 1 + TRIED // max(count, 1)))
     ]
-    tried = []
+    choices, tried = [_choices(label, frame, points, sampled) for label in labels], []
     for order in orders:
         ranked = sorted(order, key=lambda i: (not labels[i].first, not labels[i].slide))
-        tried.append(_settled(labels, frame, ranked, taken, points, sampled))
+        tried.append(_settled(labels, ranked, choices, taken, sampled))
         if tried[-1][0] < CROSSING:
             break
     placed = min(tried, key=lambda pair: pair[0])[1]
@@ -446,35 +450,75 @@ def _orders(count: int) -> Iterator[list[int]]:
         yield turned[::-1]
 
 
+class _Choices(NamedTuple):
+    """The places that a label may take; boxes: their x0, y0, x1 and y1, each of all places.
+
+    costs: what each costs wherever the other labels are.  foreign: the points that are not the
+    label's.
+    """
+
+    places: Sequence[Box]
+    boxes: Any
+    costs: Any
+    foreign: Sequence[Box]
+
+
+def _choices(label: Label, frame: Box, points: Sequence[Box], line: _Line) -> _Choices:
+    import numpy as np
+
+    places, costs = [], []
+    for reach, box in candidates(label):
+        x, y = box.nearest(label.x, label.y)
+        away = reach if label.slide else math.hypot(x - label.x, y - label.y) + reach * 0.2
+        inside = frame.x0 <= box.x0 and frame.y0 <= box.y0
+        inside = inside and box.x1 <= frame.x1 and box.y1 <= frame.y1
+        costs.append(away if inside else away + OUTSIDE)
+        places.append(box)
+    boxes = np.array(places, float).reshape(-1, 4).T
+    x0, y0, x1, y1 = boxes[:, :, None]
+    at_x, at_y = line.spots
+    under = (x0 - 3 < at_x) & (at_x < x1 + 3) & (y0 - 3 < at_y) & (at_y < y1 + 3)
+    fixed = np.array(costs, float) + OVER_POINT * _overlaps(boxes, points, 2)
+    foreign = [point for point in points if not point.contains(label.x, label.y)]
+    return _Choices(places, boxes, fixed + OVER_LINE * under.sum(1).clip(0, 10), foreign)
+
+
+def _overlaps(boxes: Any, others: Sequence[Box], gap: float) -> Any:
+    """How many of the others come closer than `gap` to each box."""
+    import numpy as np
+
+    x0, y0, x1, y1 = boxes[:, :, None]
+    from_x, from_y, to_x, to_y = np.array(others, float).reshape(-1, 4).T
+    apart = (x0 >= to_x + gap) | (from_x >= x1 + gap) | (y0 >= to_y + gap) | (from_y >= y1 + gap)
+    return (~apart).sum(1)
+
+
 def _settled(
     labels: Sequence[Label],
-    frame: Box,
     order: Sequence[int],
+    choices: Sequence[_Choices],
     taken: Sequence[Box],
-    points: Sequence[Box],
     line: _Line,
 ) -> tuple[float, dict[int, Box]]:
     """The cost and the boxes of labels that take the best free place one by one, some times."""
     placed: dict[int, Box] = {}
     prices: dict[int, float] = {}
-    choices = {i: [*candidates(labels[i])] for i in order}
     leaders: dict[int, list[tuple[float, float]]] = {}
     for _ in range(PASSES):
         before = dict(placed)
         for i in order:
             if labels[i].first and i in placed:
                 continue
-            others = [box for j, box in placed.items() if j != i]
+            others = [*taken, *(box for j, box in placed.items() if j != i)]
             lines = [leaders[j] for j in placed if j != i]
-            foreign = [p for p in points if not p.contains(labels[i].x, labels[i].y)]
-            best, price = placed.get(i), math.inf
-            boxes = [*taken, *others]
-            for reach, box in choices[i]:
-                cost = _cost(
-                    labels[i], box, reach, frame, boxes, points, foreign, line, lines, price
-                )
+            best, price, own = placed.get(i), math.inf, choices[i]
+            costs = own.costs + OVER_LABEL * _overlaps(own.boxes, others, 4)
+            crossed = [*others, *own.foreign]
+            for box, cost in zip(own.places, costs.tolist(), strict=True):
                 if cost < price:
-                    best, price = box, cost
+                    cost += _crossings(labels[i], box, crossed, line, lines)
+                    if cost < price:
+                        best, price = box, cost
             if best is not None:
                 placed[i], prices[i] = best, price
                 leaders[i] = [*leader(labels[i], best)]
@@ -513,41 +557,18 @@ def leader(label: Label, box: Box) -> Iterator[tuple[float, float]]:
         yield label.x + (x - label.x) * i / steps, label.y + (y - label.y) * i / steps
 
 
-def _cost(
+def _crossings(
     label: Label,
     box: Box,
-    reach: float,
-    frame: Box,
-    boxes: Sequence[Box],
-    points: Sequence[Box],
-    foreign: Sequence[Box],
+    crossed: Sequence[Box],
     line: _Line,
     leaders: Sequence[Sequence[tuple[float, float]]],
-    limit: float,
 ) -> float:
-    """foreign: the points that are not the label's.  limit: what is above it is not told apart."""
-    x, y = box.nearest(label.x, label.y)
-    cost = reach if label.slide else math.hypot(x - label.x, y - label.y) + reach * 0.2
-    if box.x0 < frame.x0 or box.y0 < frame.y0 or box.x1 > frame.x1 or box.y1 > frame.y1:
-        cost += OUTSIDE
-    if cost >= limit:
-        return cost
-    cost += OVER_LABEL * sum(box.overlaps(other, 4) for other in boxes)
-    cost += OVER_POINT * sum(box.overlaps(point, 2) for point in points)
-    if cost >= limit:
-        return cost
-    x0, y0, x1, y1 = box.x0 - 3, box.y0 - 3, box.x1 + 3, box.y1 + 3
-    at_x, at_y = line.spots
-    under = (x0 < at_x) & (at_x < x1) & (y0 < at_y) & (at_y < y1)
-    cost += OVER_LINE * min(10, int(under.sum()))
-    if cost >= limit:
-        return cost
-    cost += CROSSING * sum(_is_on(spots, box) for spots in leaders)
-    if cost >= limit:
-        return cost
+    """The cost of leaders of others over the box, and of its own over others and the line."""
     spots = list(leader(label, box))
-    cost += OVER_LINE * (not line.cells.isdisjoint(map(_cell, spots)))
-    return cost + CROSSING * sum(_is_on(spots, other) for other in (*boxes, *foreign))
+    count = sum(_is_on(other, box) for other in leaders)
+    count += sum(_is_on(spots, other) for other in crossed)
+    return OVER_LINE * (not line.cells.isdisjoint(map(_cell, spots))) + CROSSING * count
 
 
 def _is_on(spots: Sequence[tuple[float, float]], box: Box) -> bool:
