@@ -287,13 +287,13 @@ def _emit_trained(edit: Editor, match: AttentionApart, kernel: Op) -> None:
 
 def first_of_sorted(graph: OpGraph) -> OpGraph:
     """Sorts of which the first few alone are read look for these (`torch.topk`)."""
-    edit, found = Editor(graph), False
+    edit, sorts = Editor(graph), False
     for op in graph.ops:
         count = _first_read(edit.flow, op) if op.name == "aten.sort" else 0
         if not count:
             edit.ops.append(op)
             continue
-        found, dim = True, op.arguments.get("dim", -1)
+        sorts, dim = True, op.arguments.get("dim", -1)
         for value in op.outputs:
             sizes = list(graph.values[value].shape)
             sizes[dim] = count
@@ -304,7 +304,7 @@ def first_of_sorted(graph: OpGraph) -> OpGraph:
         largest = op.arguments.get("descending", False)
         how = {"self": operand(op, "self"), "k": count, "dim": dim, "largest": largest}
         edit.emit(op, "aten.topk.default", how, op.outputs, facts=op.facts)
-    return edit.done().verify() if found else graph
+    return edit.done().verify() if sorts else graph
 
 
 def _first_read(flow: ValueFlow, sort: Op) -> int:
@@ -353,10 +353,10 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
     written = {where for where, ops in writers if any(op.part != "optimizer" for op in ops)}
     for op in graph.ops:
         op = reading_others(op, again)
-        one = reading_others(op, twice)  # forward itself may make a view for each reader
+        alike = reading_others(op, twice)  # forward itself may make a view for each reader
         storages = {graph.values[value].storage for value in (*op.inputs, *op.outputs)}
         plain = op.part in ("forward", "recompute") and written.isdisjoint(storages)
-        key = (one.target, key_of(one.arguments))
+        key = (alike.target, key_of(alike.arguments))
         same = first.get(key) if plain and op.outputs else None
         if same is not None and op.part == "recompute":
             again |= dict(zip(op.outputs, same.outputs, strict=True))

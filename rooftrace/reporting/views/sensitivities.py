@@ -15,7 +15,7 @@ from rooftrace.hardware.units import (
     format_traffic,
     plural,
 )
-from rooftrace.reporting.renderers import units, view
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.views.answers import question_section
 from rooftrace.reporting.views.folding import first_rows, grounds
 from rooftrace.studies.sensitivity import Elasticities, Elasticity, Interaction, MainEffect
@@ -272,7 +272,7 @@ ROWS = (
     view.Column(
         "used", units.SHARE, "Of the memory", short="of memory", of=lambda r: r.peak / r.capacity
     ),
-    view.Column("limited_by", units.WORDS, "Limited by", short="limited by"),
+    view.Column("limited_by", units.LIMITS, "Limited by", short="limited by"),
 )
 
 
@@ -317,7 +317,7 @@ def _answer(result: MeshAnswer) -> Iterator[view.Note]:
     yield view.Note(
         f"step {format_time(best.seconds)}{again}: {format_count(best.items_per_s_per_chip)} "
         f"{result.item}s/s of a chip, {format_count(best.items_per_s)} of all; limited by "
-        f"{best.limited_by}",
+        f"{words.limit(best.limited_by)}",
         bullet=1,
     )
     free = 1 - best.peak / best.capacity

@@ -120,10 +120,10 @@ def _over_chips(
             return None
         way = WhatIf(
             lever="memory",
-            action=f"Share weights, gradients and states over {number} chips (FSDP2)"
-            + _also(change),
+            action=f"Shard over {number} chips (FSDP2){_also(change)}",
             option=f"--mesh dp={number}" + " --checkpoint full" * bool(edited),
-            needs=f"{number} chips, each of which takes this batch: {number} times the samples",
+            needs=f"{number} chips, which share weights, gradients and states; each takes this "
+            f"batch: {number} times the samples",
             before=step,
             after=after,
         )
