@@ -17,10 +17,9 @@ export function Figure({ draw, onPoint, onPick, label }: Props) {
   useEffect(() => {
     const element = place.current;
     if (!element) return;
-    const seen = new ResizeObserver(([entry]) => {
-      const wide = Math.round(entry?.contentRect.width ?? 0);
-      if (wide) setWidth(wide);
-    });
+    const fit = () => element.clientWidth && setWidth(element.clientWidth);
+    fit(); // at once: an observer waits for a frame, which a page that is printed may not have
+    const seen = new ResizeObserver(fit);
     seen.observe(element);
     return () => seen.disconnect();
   }, []);

@@ -83,7 +83,7 @@ export function Verdict({ step, on, chip, groups, price }: Props) {
         <Fact
           name="at least"
           value={seconds(on.bound)}
-          about={`${(on.seconds / on.bound).toFixed(2)} times that is ${on.word}`}
+          about={`${on.word}: ${(on.seconds / on.bound).toFixed(2)} times as long`}
         />
         <Fact name="limited by" value={limitWords(limit)} about={`${share(part)} of the step`} />
         <Fact
