@@ -69,8 +69,9 @@ def script_graphs(job: Job) -> dict[str, OpGraph]:
     graphs = {phase: _said(graph, command) for phase, graph in script.by_phase().items()}
     if not graphs:
         raise TargetError(
-            f"target {job.name!r}: it ran as a script, and nothing of it ran on the device; to "
-            f"trace a module of it, name that: {command.where}:NAME{_defined(command.where)}"
+            f"target {job.name!r}: it ran as a script, and nothing of it ran on the device; what "
+            "it moves to 'cuda' is traced, for which no GPU is needed; to trace a module of it, "
+            f"name that: {command.where}:NAME{_defined(command.where)}"
         )
     return job.of_phases(graphs, RequestError, job.name)
 
