@@ -155,7 +155,7 @@ def test_only_tensors_of_the_batch_are_resized(target: Callable[..., str]) -> No
             "expected a function without required arguments; it requires in_features, out_features",
         ),
         ("math:pi", "expected a torch.nn.Module or a function that returns one, got float"),
-        ("builtins:dict", r"expected a torch.nn.Module or \(module, inputs\), got dict"),
+        ("builtins:dict", r"expected a torch.nn.Module, \(module, inputs\) or .*, got dict"),
     ],
 )
 def test_a_target_that_is_none_is_told_why(name: str, message: str) -> None:
@@ -239,3 +239,26 @@ def test_a_file_that_runs_nothing_is_told_with_what_it_defines(tmp_path: Path) -
     )
     with pytest.raises(TargetError, match=r"nets.py:NAME; it defines Net, build$"):
         rt.estimate(str(path), chip="l4")
+
+
+def test_a_function_may_return_arguments_and_named_ones(tmp_path: Path) -> None:
+    path = tmp_path / "both.py"
+    path.write_text(
+        HEAD
+        + """class Net(nn.Linear):
+    def forward(self, x, *, again, scale=1.0):
+        return super().forward(x + again) * scale
+
+
+def build():
+    return Net(8, 16), (torch.zeros(2, 8),), {"again": torch.zeros(2, 8), "scale": 0.5}
+
+
+def wrong():
+    return Net(8, 16), torch.zeros(2, 8), torch.zeros(2, 8)
+"""
+    )
+    graph = trace_target(f"{path}:build", ["forward"])["forward"]
+    assert graph.values[graph.outputs[0]].shape == (2, 16) and len(graph.inputs) == 2
+    with pytest.raises(TargetError, match=r"got \(Net, Tensor, Tensor\)"):
+        trace_target(f"{path}:wrong", ["forward"])

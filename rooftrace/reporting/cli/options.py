@@ -161,9 +161,10 @@ def load_rules(paths: Iterable[str]) -> None:
 # Options of several commands: the target, and the files of the result.
 
 TARGET_HELP = f"""TARGET is package.module:attr or path/file.py:attr (a module, or a function
-returning a module or (module, inputs)), the path of a Hugging Face config.json, hf:ORG/NAME, a
-saved graph, an exported program (.pt2, .onnx), a script with its arguments in one word ("train.py
---batch_size=12", or run:COMMAND), or the name of a config that comes along:
+returning a module, (module, inputs) or (module, args, kwargs)), the path of a Hugging Face
+config.json, hf:ORG/NAME, a saved graph, an exported program (.pt2, .onnx), a script with its
+arguments in one word ("train.py --batch_size=12", or run:COMMAND), or the name of a config that
+comes along:
 {", ".join(names.configs())}."""
 
 

@@ -399,7 +399,14 @@ def _fixed_inputs(
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs that a target returned with its module, as arguments of a call on meta."""
+    """The inputs that a target returned with its module, as arguments of a call on meta.
+
+    A `partial` of the module has some of both kinds.
+    """
+    if isinstance(inputs, partial):
+        moved: tuple[tuple[Any, ...], dict[str, Any]]
+        moved = inputs_on_meta((inputs.args, inputs.keywords))
+        return moved
     inputs = inputs_on_meta(inputs)
     if inputs is None:
         return (), {}

@@ -214,14 +214,24 @@ def _module_and_inputs(
                 f"returns one, got {type(made).__name__}"
             )
         made = built(made, target, real, settings)
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-            made, inputs = made
+        match made:
+            case (nn.Module() as module, given):
+                made, inputs = module, given
+            case (nn.Module() as module, [*args], dict(kwargs)):
+                made, inputs = module, partial(module, *args, **kwargs)
     if not isinstance(made, nn.Module):
         raise TargetError(
-            f"target {target!r}: expected a torch.nn.Module or (module, inputs), "
-            f"got {type(made).__name__}"
+            f"target {target!r}: expected a torch.nn.Module, (module, inputs) or (module, args, "
+            f"kwargs), got {_kind(made)}"
         )
     return made, inputs
+
+
+def _kind(made: Any) -> str:
+    """The type of what a function returned, and of its items."""
+    if not isinstance(made, tuple):
+        return type(made).__name__
+    return f"({', '.join(type(item).__name__ for item in made)})"
 
 
 def built(
