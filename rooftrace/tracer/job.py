@@ -119,6 +119,11 @@ class Job:
         return self.is_named and names_code(self.name)
 
     @property
+    def is_config_or_program(self) -> bool:
+        """Whether the source is named, and is neither Python code nor a graph."""
+        return self.is_named and not self.is_code and not self.is_graph
+
+    @property
     def is_script(self) -> bool:
         """Whether the source is named, and is a script with its command line."""
         return self.is_named and not looks_saved(self.name) and is_script(self.name)

@@ -332,6 +332,8 @@ def with_room(graph: OpGraph) -> OpGraph:
         readers = {user.target for user in flow.kernels_on(whole)}
         if most and whole in graph.outputs and readers & {ATTENTION, "aten.bmm.default"}:
             grown |= {first, whole}
+    if not grown:
+        return graph
     caches = [replace(t, role="kv") if v in grown else t for v, t in enumerate(kept)]
     longer, count = append_in_place(graph.replace(values=tuple(caches)))
     roles = zip(longer.values, kept, strict=True)
@@ -352,20 +354,18 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
     writers = edit.flow.writers.items()
     written = {where for where, ops in writers if any(op.part != "optimizer" for op in ops)}
     for op in graph.ops:
-        op = reading_others(op, again)
-        alike = reading_others(op, twice)  # forward itself may make a view for each reader
+        op, same = reading_others(op, again), None
         storages = {graph.values[value].storage for value in (*op.inputs, *op.outputs)}
-        plain = op.part in ("forward", "recompute") and written.isdisjoint(storages)
-        key = (alike.target, key_of(alike.arguments))
-        same = first.get(key) if plain and op.outputs else None
+        if op.outputs and op.part in ("forward", "recompute") and written.isdisjoint(storages):
+            alike = reading_others(op, twice)  # forward itself may make a view for each reader
+            key = (alike.target, key_of(alike.arguments))
+            same = first.get(key) if op.part == "recompute" else first.setdefault(key, op)
         if same is not None and op.part == "recompute":
             again |= dict(zip(op.outputs, same.outputs, strict=True))
             continue
         edit.ops.append(op)
-        if same is not None:
+        if same is not None and same is not op:
             twice |= dict(zip(op.outputs, same.outputs, strict=True))
-        elif plain and op.part == "forward":
-            first[key] = op
     return released(without_left_behind(edit.done(), graph), graph).verify()
 
 

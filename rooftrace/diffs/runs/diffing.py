@@ -95,13 +95,11 @@ def diff_runs(before: Source, after: Source, question: RunQuestion | None = None
     for rows in pairs:
         sides: list[_Predicted] = []
         for number, (each, row) in enumerate(zip(measured, rows, strict=True)):
-            if sides and first is second:
-                sides *= 2
-                break
-            with naming(labels[number]):
-                sides.append(_side(each, row, labels[number], number, question))
+            if number == 0 or first is not second:
+                with naming(labels[number]):
+                    sides.append(_side(each, row, labels[number], number, question))
         key = next((row.key for row in rows if row is not None), "step")
-        steps.append(_compared(sides[0], sides[1], key))
+        steps.append(_compared(sides[0], sides[-1], key))
     both_runs = isinstance(first, Run) and isinstance(second, Run)
     return RunDiff(
         names=names,

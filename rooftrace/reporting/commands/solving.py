@@ -279,9 +279,8 @@ def _at_its_least(question: Question) -> Form | None:
 
     It tells how many chips hold the step, at the price of one trace: one chip holds few of them.
     """
-    job = question.job
-    named = job.is_named and not job.is_code and not job.is_graph
-    if not named or question.counts or job.request.mesh or question.open != "batch":
+    job, open_batch = question.job, question.open == "batch"
+    if not job.is_config_or_program or question.counts or job.request.mesh or not open_batch:
         return None
     return open_form(replace(question, values=(question.values or BATCHES)[:1]))
 

@@ -135,7 +135,7 @@ def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = 
     """
     from rooftrace.errors import TraceError
 
-    if job.phases is None and job.is_named and not job.is_code and not job.is_graph:
+    if job.phases is None and job.is_config_or_program:
         try:
             return build(replace(job, phases=("decode",)))
         except (RequestError, TraceError):
