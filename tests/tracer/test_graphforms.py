@@ -24,6 +24,21 @@ PLACES = {
         "MixtralForCausalLM",
         dict(**TEXT, num_key_value_heads=2, num_local_experts=4),
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        "GptOssForCausalLM",
+        {
+            "num_hidden_layers": 2,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "vocab_size": 128,
+        },
+    ),
     "deepseek": ("DeepseekV3Config", "DeepseekV3ForCausalLM", {**DEEPSEEK, "num_hidden_layers": 3}),
     "gpt2": (
         "GPT2Config",
@@ -82,15 +97,23 @@ def test_the_graph_at_any_size_is_its_trace(family: str, phase: str, folder: Pat
 
 
 @pytest.mark.heavy
-def test_experts_of_one_process_are_an_equal_part_of_the_reached_ones(folder: Path) -> None:
-    source, mesh = target(folder, "deepseek"), {"tp": 2, "ep": 2}
+@pytest.mark.parametrize(
+    ("family", "facts"),
+    [("deepseek", {"groups_touched"}), ("gpt-oss", {"groups_touched", "rows_touched"})],
+)
+def test_experts_of_one_process_are_an_equal_part_of_the_reached_ones(
+    family: str, facts: set[str], folder: Path
+) -> None:
+    """So are rows of their biases."""
+    source, mesh = target(folder, family), {"tp": 2, "ep": 2}
     form = rt.tools.form(source, over={"batch": range(2, 12)}, phase="decode", kv=20, mesh=mesh)
     (regime,) = form.regimes
     assert (regime.low, regime.high) == ((2,), (11,))
     unseen = next(n for n in range(2, 12) if (n,) not in {*regime.form.samples, *regime.proven})
     traced = rt.trace(source, phase="decode", batch=unseen, kv=20, mesh=mesh)
     assert form.graph(batch=unseen) == traced
-    assert any(op.facts.get("groups_touched", 0) % 1 for op in traced.ops)  # no whole number
+    for fact in facts:
+        assert any(op.facts.get(fact, 0) % 1 for op in traced.ops)  # no whole number
 
 
 @pytest.mark.slow

@@ -128,16 +128,53 @@ def test_sharded_modules_of_a_script_keep_their_streams(tmp_path: Path) -> None:
 
 OFFLOADED = """
 import torch, torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
 dist.init_process_group("nccl")
-model = fully_shard(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy())
-model(torch.zeros(2, 4, device="cuda"))
+mesh = init_device_mesh("cuda", (4,), mesh_dim_names=("dp",))
+policy = {policy}()
+net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)])
+for part in (*net, net):
+    fully_shard(part, mesh=mesh, offload_policy=policy)
+net.to_empty(device="cpu" if isinstance(policy, CPUOffloadPolicy) else "cuda")
+optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+for step in range(4):
+    for chunk in range({chunks}):
+        net(torch.randn(16, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
+COPIES = ("rooftrace.from_host", "rooftrace.to_host")
 
 
-def test_weights_that_fsdp_keeps_on_the_host_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match=r"CPUOffloadPolicy.*rt\.trace\("):
-        run(tmp_path, OFFLOADED, "torchrun", "--nproc_per_node=4")
+def exchanged(graph: rt.types.OpGraph) -> list[object]:
+    return [(op.part, op.name) for op in graph.expand().ops if op.collective]
+
+
+def test_weights_that_fsdp_keeps_on_the_host_are_copied_there_and_back(tmp_path: Path) -> None:
+    shards, made = 2 * 4 * (64 * 64 + 64) // 4, []
+    for policy, chunks in (("OffloadPolicy", 1), ("CPUOffloadPolicy", 1), ("CPUOffloadPolicy", 2)):
+        text = OFFLOADED.format(policy=policy, chunks=chunks)
+        cost = run(tmp_path, text, "torchrun", "--nproc_per_node=4")
+        made.append(training(cost)[-1].parts[0][0])
+    plain, once, twice = made
+    assert exchanged(plain.graph) == exchanged(once.graph) and exchanged(plain.graph)
+    for estimate, chunks in ((once, 1), (twice, 2)):
+        ops = estimate.graph.expand().ops
+        values = estimate.graph.expand().values
+        back, there = (
+            sum(values[op.outputs[0]].nbytes for op in ops if op.name == name) for name in COPIES
+        )
+        assert (back, there) == (2 * shards * chunks, shards * chunks)
+        memory = estimate.memory
+        assert memory.weights == memory.gradients == memory.optimizer == 0
+        assert not any(op.kind in ("kernel", "sync") for op in ops if op.part == "optimizer")
+    # Copies of shards are there until they are gathered, gradients until they are on the host.
+    freed = plain.memory.weights + plain.memory.gradients + plain.memory.optimizer
+    assert freed == shards * 4
+    assert 0 <= once.memory.peak - (plain.memory.peak - freed) <= shards
 
 
 TENSOR_PARALLEL = """

@@ -18,6 +18,11 @@ from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import META, Values, tensors_in, trees
 
 
+def is_there(tensor: Tensor) -> bool:
+    """Whether a tensor is on the device of a script, or a shard that comes there to be used."""
+    return tensor.is_meta or fsdp.is_offloaded(tensor)
+
+
 def runs_where(on_device: Callable[[Tensor], bool], module: nn.Module, arguments: Any) -> bool:
     """Whether the first weight of a module is there, or one of its inputs where it has none."""
     weight = next(trees.weights_in(module), None)
@@ -40,13 +45,10 @@ class Roots:
 
     def on_device(self, module: nn.Module, arguments: Any) -> bool:
         """Whether a call of a module runs on the device: its weights are there, or its inputs."""
-        there = runs_where(self._is_there, module, arguments)
-        if not there:
-            fsdp.refuse_offload(module)
-        return there
+        return runs_where(self._is_there, module, arguments)
 
     def _is_there(self, tensor: Tensor) -> bool:
-        return tensor.is_meta and tensor not in self._shapes
+        return is_there(tensor) and tensor not in self._shapes
 
     @property
     def met(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from rooftrace.scripts.steps.book import Book, HostClock
-from rooftrace.scripts.steps.calls import Look, Result, Roots
+from rooftrace.scripts.steps.calls import Look, Result, Roots, is_there
 from rooftrace.scripts.steps.recorders import ScriptRecorder
 from rooftrace.scripts.steps.records import INFERENCE, TRAINING, TurnPiece, Turns
 from rooftrace.scripts.steps.watching import (
@@ -151,7 +151,7 @@ class Optimizers:
     one stepped for the first time that was made after it had: another model is trained now.
     """
 
-    def __init__(self, on_device: Callable[[Tensor], bool] = lambda tensor: tensor.is_meta) -> None:
+    def __init__(self, on_device: Callable[[Tensor], bool] = is_there) -> None:
         self._there = on_device
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._last: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -24,6 +24,7 @@ from rooftrace.scripts.steps.watching import OpenTurn, watch
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.phases import call_apart
 from rooftrace.tracer.recording import original_of, put
+from rooftrace.tracer.sharding import fsdp
 
 
 class RealTurn(Struct, frozen=True, kw_only=True):
@@ -191,7 +192,7 @@ class TurnTimer:
             self._finish(self._open)
 
     def _there(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type
+        return tensor.device.type == self._device.type or fsdp.is_offloaded(tensor)
 
     def _turn_begins(self, made: ModuleCall) -> None:
         turn = self._open

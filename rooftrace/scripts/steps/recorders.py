@@ -12,10 +12,13 @@ from rooftrace.scripts.steps.calls import Result
 from rooftrace.scripts.steps.presenting import DeviceTensors, Presented, knows
 from rooftrace.tracer.recording import (
     META_KEY,
+    Call,
     Recorded,
     Recorder,
+    copied_to_host,
     functions as torch_functions,
     info_of,
+    library,
 )
 from rooftrace.tracer.torch_private import FakeTensor, disable_current_modes, tree_map
 from rooftrace.tracer.values import META, UnknownValueError, Values, masks, tensors_in, trees
@@ -28,7 +31,8 @@ _TAKES_VALUES = frozenset(
 )
 """Ops that write a tensor and take a value from another device."""
 _MAX_HELD = 10**9
-"""Bytes from the host that a recording holds after the script may have freed them."""
+"""Bytes from the host that a recording holds after the script may have freed them, and of a copy to
+the host that the script may write to though its values are unknown."""
 _LONG = 1000
 """Ops that a recorder may hold of turns that need no graph, before another takes its place."""
 _ELSEWHERE = frozenset({_aten.set_, _aten.resize_as_})
@@ -129,7 +133,7 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         elif func is _COPY and isinstance(args[1], Tensor):
             self._count(args[0], args[1])
             if args[0].device.type == "cpu" and args[1].device.type == "meta":
-                return self._filled(args[0], args[1])
+                return self._filled(Call.of(func, *args, **kwargs))
         elif func._opname.endswith("_") and _is_host(args[0]):
             args = self._for_host(func, args)
         out = super()._dispatched(func, args, kwargs)
@@ -157,6 +161,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{self.shown} and cpu! (in {func._opname})"
             )
+        for tensor in others:
+            torch_functions.wait(self, tensor)
         values = {id(tensor): self._value(tensor) for tensor in others}
         return tree_map(lambda item: values.get(id(item), item), args)
 
@@ -179,9 +185,14 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         size = tensor.numel() * tensor.element_size()
         if target == "cpu":
             self.taken_bytes += size
-            return self._value(tensor).to(dtype)
+            value = self._value(tensor).to(dtype)
+            copied_to_host(self, Call.of(_TO, tensor, **kwargs), value)
+            return value
         self.brought_bytes += size
         made = torch.empty_like(tensor, dtype=dtype, device=META, requires_grad=False)
+        if self.tags.on_host(tensor):
+            self.record(Call.of(library.FROM_HOST, tensor), [made], single=True)
+            return made
         if masks.small(tensor):
             self.values.learn(made, tensor.detach().to(dtype, copy=True))
         elif type(tensor) is Tensor and not tensor.requires_grad:
@@ -256,13 +267,15 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             self._inputs.add(storage)
             self.tags.watch(tensor, storage)
 
-    def _filled(self, to: Tensor, source: Tensor) -> Tensor:
+    def _filled(self, call: Call) -> Tensor:
+        to, source = call.args[:2]
         with torch.no_grad():
-            return to.copy_(self._value(source))
+            to.copy_(self._value(source))
+        copied_to_host(self, Call.of(_TO, source, non_blocking=call.args[2:] == (True,)), to)
+        return to
 
     def _value(self, tensor: Tensor) -> Tensor:
         """A host copy of a tensor of the device: its value, else a policy's."""
-        torch_functions.wait(self, tensor)
         try:
             value, _ = self.values.value_of(tensor, "a copy to the host")
             return value.clone()
@@ -271,7 +284,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             fill = 1 if chosen is None else chosen
             text = f"a copy to the host of a large unknown tensor holds {fill} everywhere"
             self.values.chosen("value", text, fill)
-            return torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+            filled = torch.full((), fill, dtype=tensor.dtype).expand(tensor.shape)
+            return filled.contiguous() if tensor.nbytes <= _MAX_HELD else filled
 
 
 def _is_host(tensor: Any) -> bool:

@@ -469,7 +469,7 @@ def _between(tape: Tape, call: Call) -> Any:
     device = call.kwargs.get("device")
     kind, tensor = None if device is None else torch.device(device).type, call.args[0]
     if kind == "meta" and tape.tags.on_host(tensor):
-        return _copied(tape, FROM_HOST, tensor, call.kwargs)
+        return _from_host(tape, tensor, call.kwargs)
     if kind != "cpu" or tensor.device.type == "cpu":
         return NotImplemented
     values, entry = tape.values, tape.values.known(tensor)
@@ -477,9 +477,8 @@ def _between(tape: Tape, call: Call) -> Any:
     if entry is not None and integers and not tape.entries.is_stored(tensor):
         tape.record(call, [], sync=True, taint=entry.taint)
         return entry.value.to(call.kwargs.get("dtype") or entry.value.dtype).clone()
-    out = _copied(tape, TO_HOST, tensor, call.kwargs)
-    if not call.kwargs.get("non_blocking"):
-        tape.record(call, [], sync=True)
+    out = _TO(tensor, device=META, **_wanted(call.kwargs))
+    copied_to_host(tape, call, out)
     if entry is None:
         values.assume("host-copy", _NOT_FOLLOWED)
     elif masks.small(tensor):
@@ -487,15 +486,28 @@ def _between(tape: Tape, call: Call) -> Any:
     return out
 
 
-def _copied(tape: Tape, op: Any, tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
-    """A tensor, copied by one of our ops as keyword arguments of `_to_copy` say.
+def copied_to_host(tape: Tape, call: Call, out: Tensor) -> None:
+    """Record that a `_to_copy` has copied its tensor to the host, as `out`.
+
+    The host waits for it unless the call says `non_blocking`.
+    """
+    tape.record(Call.of(TO_HOST, call.args[0]), [out], single=True)
+    if not call.kwargs.get("non_blocking"):
+        tape.record(call, [], sync=True)
+
+
+def _from_host(tape: Tape, tensor: Tensor, how: Mapping[str, Any]) -> Tensor:
+    """The copy on the device of a tensor of the host, as keyword arguments of `_to_copy` say.
 
     Its precision is converted on the host, which is not counted.
     """
-    wanted = {name: how.get(name) for name in ("dtype", "memory_format")}
-    out: Tensor = _TO(tensor, device=META, **wanted)
-    tape.record(Call.of(op, tensor), [out], single=True)
+    out: Tensor = _TO(tensor, device=META, **_wanted(how))
+    tape.record(Call.of(FROM_HOST, tensor), [out], single=True)
     return out
+
+
+def _wanted(how: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: how.get(name) for name in ("dtype", "memory_format")}
 
 
 @answers("aten.copy_")
@@ -505,7 +517,7 @@ def _into(tape: Tape, call: Call) -> Any:
     target, source = call.args[:2]
     there, here = (t.device.type == "cpu" or tape.tags.on_host(t) for t in (target, source))
     if not there and tape.tags.on_host(source):
-        call = Call.of(call.func, target, _copied(tape, FROM_HOST, source, {}), *call.args[2:])
+        call = Call.of(call.func, target, _from_host(tape, source, {}), *call.args[2:])
         call.run()
         tape.record(call, [target], single=True)
         return target

@@ -214,7 +214,7 @@ class Entries:
         storages: dict[int, int] = {}
         for part, suffix in trees.parts_of(tensor):
             tag = self._tags.of(part)
-            if tag is None and part.device.type != "cpu":
+            if tag is None and (part.device.type != "cpu" or self._tags.on_host(part)):
                 tag = self._entered(part, kind, name + suffix, storages.get(trees.bytes_of(part)))
             if tag is not None:
                 storages.setdefault(trees.bytes_of(part), tag.storage)

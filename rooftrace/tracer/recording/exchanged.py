@@ -365,27 +365,35 @@ def _groups(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[int]:
 
 
 def _share_of_groups(tape: Tape, offsets: Tensor, facts: dict[str, Any]) -> None:
-    """Groups that are the part of one process among all classes: its share of the expected count.
+    """Groups of one process among all classes: its share of the expected count."""
+    choice, parts = _shared_choice(tape, offsets, len(offsets))
+    if choice is not None:
+        facts["groups_touched"] = _part(choice["distinct"], parts)
+        facts["rows_routed"] = _part(choice["rows"] * choice["chosen"], parts)
 
-    That is where several processes have an equal part of the classes each, and rows for the other
-    processes are left out.  Classes that are likelier than others count as in the draw.
+
+def _part(number: float, parts: int) -> float:
+    part = number / parts
+    return int(part) if part.is_integer() else part
+
+
+def _shared_choice(tape: Tape, index: Tensor, mine: int) -> tuple[Mapping[str, Any] | None, int]:
+    """The routing of which processes have as many classes each as `mine`, and how many do.
+
+    None where a process has all classes, where parts are unequal, and for classes of which some are
+    likelier than others, which count as in the draw.
     """
-    entry, mine = tape.values.known(offsets), len(offsets)
+    entry = tape.values.known(index)
     if entry is None or not dist.is_available() or not dist.is_initialized():
-        return
+        return None, 1
     made = [tape.values.assumptions[number].facts for number in entry.taint]
     choice = max((f for f in made if "policy" in f), key=_classes, default=None)
     if choice is None or choice["policy"].partition(":")[0] in ("skewed", "histogram"):
-        return
+        return None, 1
     parts, rest = divmod(choice["classes"], mine)
     if rest or parts < 2 or dist.get_world_size() % parts:
-        return
-    for name, all_of_them in (
-        ("groups_touched", choice["distinct"]),
-        ("rows_routed", choice["rows"] * choice["chosen"]),
-    ):
-        part = all_of_them / parts
-        facts[name] = int(part) if part.is_integer() else part
+        return None, 1
+    return choice, parts
 
 
 def _classes(facts: Mapping[str, Any]) -> int:
@@ -408,7 +416,12 @@ def _reached_rows(tape: Tape, call: Call, facts: dict[str, Any]) -> frozenset[in
         return _written(tape, index, tuple(source.shape), facts)
     number = _expected_choice(tape, index, source.shape[0], facts["rows_touched"])
     tag = tape.tags.of(source)
-    if number is None or tag is None or not _of_weights(tag.node, _STEPS):
+    if tag is None or not _of_weights(tag.node, _STEPS):
+        return taperecords.NO_TAINT
+    if number is None:
+        choice, parts = _shared_choice(tape, index, source.shape[0])
+        if choice is not None:
+            facts["rows_touched"] = _part(choice["distinct"], parts)
         return taperecords.NO_TAINT
     tape.values.routed.setdefault(number, set()).add(tuple(source.shape))
     facts["rows_touched"] = _distinct(tape, number)

@@ -351,6 +351,8 @@ class Tape:
         if not self.rolling.saw(call, outputs) or not self.recording:
             return
         there = call.func is not FROM_HOST and self.tags.all_on_host(call.tensors)
+        if there and sync:
+            return  # the host reads its own memory
         if there and not call.info.view:  # by the code's will, else what follows is of any device
             there = bool(self.tags.hosts)
             if there:

@@ -236,14 +236,11 @@ def on_host(root: nn.Module) -> Iterator[Tensor]:
         yield from (p._sharded_param_data for p in group.fsdp_params if p.offload_to_cpu)
 
 
-def refuse_offload(root: nn.Module) -> None:
-    """Raise RequestError for a module of a script of which FSDP2 keeps weights on the host."""
-    if any(True for _ in on_host(root)):
-        raise RequestError(
-            "fully_shard(offload_policy=CPUOffloadPolicy(...)): copies of weights and gradients "
-            "are not followed in a script; leave the policy out, or trace the module by itself "
-            "(rt.trace(model, ids, phase='training') inside of rt.tools.fake_mesh)"
-        )
+def is_offloaded(weight: Tensor) -> bool:
+    """Whether a weight is a shard in the memory of the host, of a mesh of devices
+    (`CPUOffloadPolicy`)."""
+    mesh = getattr(weight, "device_mesh", None)
+    return mesh is not None and weight.device.type == "cpu" != mesh.device_type
 
 
 def _watch_weights(undo: contextlib.ExitStack, unsharded: Any) -> None:
