@@ -477,11 +477,29 @@ def test_a_question_about_an_unknown_tensor_does_not_make_it() -> None:
 def test_an_assumption_names_the_op_that_needed_it(module: Callable[..., nn.Module]) -> None:
     def chosen(self: Any, x: Tensor) -> Any:
         best = self.lin(x).topk(2).indices
-        return x[best[0].tolist()] if self.lin(x).sum() > 0 else x
+        return x[best[0].tolist()] if self.lin(x).sum() > 0 else x[best[1].tolist()]
 
     graph = rt.trace(module(chosen), torch.empty(8, 8, device="meta"))
     needed = {assumption.kind: assumption.op for assumption in graph.assumptions}
     assert needed == {"routing": "aten.topk", "branch": "aten._local_scalar_dense"}
+
+
+def test_a_choice_that_nothing_reads_is_no_assumption(module: Callable[..., nn.Module]) -> None:
+    """The places of maxima, by which a softmax that is written out shifts its scores."""
+
+    def shifted(self: Any, x: Tensor) -> Tensor:
+        scores = self.lin(x)
+        return (scores - scores.max(-1, keepdim=True).values).exp()
+
+    def placed(self: Any, x: Tensor) -> Tensor:
+        scores = self.lin(x)
+        return x[scores.max(-1).indices]
+
+    kinds = [
+        [a.kind for a in rt.trace(module(step), torch.empty(8, 8, device="meta")).assumptions]
+        for step in (shifted, placed)
+    ]
+    assert kinds == [[], ["routing"]]
 
 
 def test_one_side_of_a_conjunction_may_decide_it(module: Callable[..., nn.Module]) -> None:

@@ -268,7 +268,8 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
             self.tags.watch(tensor, storage)
 
     def _filled(self, call: Call) -> Tensor:
-        to, source = call.args[:2]
+        to: Tensor = call.args[0]
+        source: Tensor = call.args[1]
         with torch.no_grad():
             to.copy_(self._value(source))
         copied_to_host(self, Call.of(_TO, source, non_blocking=call.args[2:] == (True,)), to)

@@ -45,27 +45,35 @@ from rooftrace.tracer.sharding import fsdp
 from rooftrace.tracer.values import dtype_name, trees
 
 # -- assumptions -----------------------------------------------------------------------------------
-# Assumptions of a graph: those made outside the step, and those on fallbacks, which say
+# Assumptions of a graph: those that nothing rests on, and those on fallbacks, which say
 # in which lines the function stands that runs in place of a package's kernel.
 
 
-def without_asides(graph: OpGraph, asides: Collection[int]) -> OpGraph:
-    """The graph without those of these assumptions that none of its ops rests on.
+def without_unused(graph: OpGraph, asides: Collection[int]) -> OpGraph:
+    """The graph without those assumptions that nothing rests on which it tells.
 
-    asides: ids of assumptions that were made while nothing was recorded, as in the prefill whose
-    cache a decode step reads.
+    They are `asides`, which were made while nothing was recorded, as in the prefill whose cache a
+    decode step reads, and choices that nothing reads, as the places of maxima by which a softmax
+    shifts its scores: the op that chose costs the same whatever it chose.
     """
-    used = {number for op in graph.ops for number in op.assumptions}
+    chosen = {item.id: item.op for item in graph.assumptions if item.kind == assumptions.ROUTING}
+    read = {*graph.outputs, *(value for op in graph.ops for value in op.inputs)}
+
+    def uses(op: Op, number: int) -> bool:
+        places = (v for v in op.outputs if graph.values[v].dtype == "int64")
+        return chosen.get(number) != op.name or not read.isdisjoint(places)
+
+    used = {n for op in graph.ops for n in op.assumptions if uses(op, n)}
     for repeat in graph.repeats:
-        used.update(n for ids in repeat.assumptions.values() for n in ids)
-    left = set(asides) - used
+        used.update(n for key, ids in repeat.assumptions.items() if key in used for n in ids)
+    left = {*asides, *chosen} - used
     if not left:
         return graph
     kept = [item for item in graph.assumptions if item.id not in left]
     ids = {item.id: number for number, item in enumerate(kept)}
 
     def renamed(numbers: Iterable[int]) -> tuple[int, ...]:
-        return tuple(ids[number] for number in numbers)
+        return tuple(ids[number] for number in numbers if number in ids)
 
     return graph.replace(
         assumptions=tuple(replace(item, id=ids[item.id]) for item in kept),
@@ -76,7 +84,11 @@ def without_asides(graph: OpGraph, asides: Collection[int]) -> OpGraph:
         repeats=tuple(
             replace(
                 repeat,
-                assumptions={ids[key]: renamed(many) for key, many in repeat.assumptions.items()},
+                assumptions={
+                    ids[key]: renamed(many)
+                    for key, many in repeat.assumptions.items()
+                    if key in ids
+                },
             )
             for repeat in graph.repeats
         ),

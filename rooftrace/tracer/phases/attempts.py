@@ -22,7 +22,7 @@ from rooftrace.graph import OpGraph, assumptions
 from rooftrace.hardware.precisions import precision, storage_bytes
 from rooftrace.tracer import Options, names, torch_private, users_traceback
 from rooftrace.tracer.inputs import Inputs
-from rooftrace.tracer.lowering import NotAlikeError, lower, with_fallbacks, without_asides
+from rooftrace.tracer.lowering import NotAlikeError, lower, with_fallbacks, without_unused
 from rooftrace.tracer.recording import META_KEY, Entry, Recorder, Tape, installed_release
 from rooftrace.tracer.repeats import UnlikeLayersError
 from rooftrace.tracer.sharding import fsdp
@@ -166,7 +166,7 @@ def graph_of(
         provenance=provenance(target),
         repeats=recorder.repeat_calls,
     )
-    return with_fallbacks(without_asides(graph, recorder.values.asides))
+    return with_fallbacks(without_unused(graph, recorder.values.asides))
 
 
 def tell_freed(recorder: Recorder, gradients: Collection[int]) -> None:
