@@ -47,8 +47,9 @@ MEAN = 0.9
 SPREAD = 0.2 / 12**0.5 / MEAN
 ROUNDS = 10
 """Lengths of 80 to 100 % have this mean and this relative deviation; each client sends so many."""
-FREE = 0.1
-"""Share of the memory that engines leave free (gpu_memory_utilization 0.9)."""
+USED = 0.9
+"""Share of a chip's memory that vLLM takes for all (gpu_memory_utilization), of that which is left
+beside the model that TensorRT-LLM takes for caches (free_gpu_memory_fraction)."""
 MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}
 MXFP8 = {**MODELOPT, "quant_algo": "W4A8_MXFP4_FP8"}
 """What engines make of an MXFP4 checkpoint on Blackwell: TensorRT-LLM of itself
@@ -196,7 +197,7 @@ def answered(
     )  # fmt: skip
     clients = rows.batch_size.to_numpy(dtype=np.int64)
     prompt, answer = (np.rint(rows[n] * MEAN).to_numpy(dtype=np.int64) for n in ("isl", "osl"))
-    batch = np.minimum(clients, kept_at_once(decode, chip, how, prompt, answer, engine))
+    batch = np.minimum(clients, kept_at_once(decode, chip, how, prompt, answer, rows.iloc[0]))
     points = Points({"batch": batch, "kv": prompt + answer // 2})
     steps = evaluated(decode, points, [chip], how)
     prompts, two = (
@@ -293,7 +294,7 @@ def queued(clients: int, workers: int, prefill: float, answer: float) -> float:
 
 
 def kept_at_once(
-    decode: Form, chip: Chip, how: Conditions, prompt: Any, answer: Any, engine: str
+    decode: Form, chip: Chip, how: Conditions, prompt: Any, answer: Any, row: Any
 ) -> Any:
     """Requests whose caches a chip has room for.
 
@@ -301,17 +302,33 @@ def kept_at_once(
     policy); vLLM and SGLang start it where its prompt has, and take caches back when they run out:
     there, caches are half grown on the average.
     """
-    kv = prompt + (answer if engine == "trtllm" else answer // 2)
+    kv = prompt + (answer if row.backend == "trtllm" else answer // 2)
     some, more = (
         evaluated(decode, Points({"batch": np.full_like(kv, count), "kv": kv}), [chip], how)
         ["peak_memory"].astype(float) for count in (8, 16)
     )  # fmt: skip
     each = (more - some) / 8
-    many = np.floor((chip.room(FREE) - some) / each + 8).astype(np.int64)
+    model, used = some - 8 * each, used_by(row)
+    left = chip.room() - model
+    room = used * left if row.backend == "trtllm" else left - (1 - used) * chip.room()
+    many = np.floor(room / each).astype(np.int64)
     if (many < 1).any():
-        least = (some - 7 * each).max() / 1e9
+        least = (model + each).max() / 1e9
         raise RequestError(f"a request takes {least:.0f} GB of a chip: too much for {chip.name}")
     return many
+
+
+def used_by(row: Any) -> float:
+    """The share of memory that the scripts of `scheduling` have an engine take.
+
+    SGLang takes it for weights and caches alone (mem_fraction_static), and more over four chips,
+    of which DeepSeek-R1 in fp8 leaves little.
+    """
+    if row.backend == "vllm" or "Llama" in row.model_path:
+        return USED
+    if row.backend == "trtllm":
+        return 0.85 if "gpt-oss" in row.model_path else 0.8
+    return 0.85 if row.precision == "fp4" else 0.82 if row.tp_size > 4 else 0.95
 
 
 def scheduling(row: Any, engine: str) -> tuple[int, int]:
@@ -326,8 +343,9 @@ def scheduling(row: Any, engine: str) -> tuple[int, int]:
     if engine == "vllm":
         return 8192, 0
     if engine == "sglang":
-        polled = 0 if row.system == "h200_sxm" else 30 if many else 10
-        return (32768 if row.precision == "fp8" else 16384), polled // 2
+        four = row.precision == "fp8" and row.tp_size == 4
+        polled = 0 if row.system == "h200_sxm" else 30 if many and not four else 10
+        return (8192 if four else 32768 if row.precision == "fp8" else 16384), polled // 2
     if "Llama" in row.model_path:
         return 16384, 20 if row.isl == row.osl == 1024 and row.tp_size < 8 else 0
     if "gpt-oss" in row.model_path:

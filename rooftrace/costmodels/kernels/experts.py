@@ -171,7 +171,8 @@ def kernel_of(library: str, chip: Chip, form: str, widened: bool = False) -> str
     library: one of `fusion.LIBRARIES`.  form: half, fp8, fp8 blocks (scales of 128 x 128), fp4, or
     int4 (weights alone are narrow).  widened: whether fp8 products have weights of four bits, as of
     MXFP4 checkpoints on Blackwell; vLLM has TensorRT-LLM's kernel by FlashInfer
-    (trtllm_fp4_block_scale_moe).
+    (trtllm_fp4_block_scale_moe).  In NVFP4 TensorRT-LLM itself has CUTLASS's kernels, too, which
+    InferenceMAX's scripts choose (moe_config) where attention is data-parallel: not followed here.
     """
     if library == "torch":
         return ""
@@ -183,7 +184,7 @@ def kernel_of(library: str, chip: Chip, form: str, widened: bool = False) -> str
     if library == "trtllm":
         if form == "int4":
             return "trtllm-gen" if newer else "matmul_ogs"
-        return "cutlass"
+        return "trtllm-gen" if newer and form == "fp4" else "cutlass"
     if form in _TRITON:
         return f"{library} triton"
     if form == "int4":
