@@ -242,16 +242,41 @@ class PlanForms:
             form = self._fits(cell.form, [numbers]) if cell.wide else None
             if form is None:
                 continue
-            guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
-            some = self._some(guards, numbers, points, left)
-            gained = [n for n, held in _held(cell.guards, some) if not held]
-            planned = [n for n, held in _held(guards, self._known) if held]
-            tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES]))
-            form = self._fits(form, tried)
-            if form:
-                self._cells[place] = _Cell(guards, form)
-                return self._cells[place]
+            here = tuple(guard for guard in cell.guards if guard.holds(at)[0])
+            for guards in dict.fromkeys((self._fewer(form, here, points, left), here)):
+                some = self._some(guards, numbers, points, left)
+                gained = [n for n, held in _held(cell.guards, some) if not held]
+                planned = [n for n, held in _held(guards, self._known) if held]
+                each = self._otherwise([g for g in cell.guards if g not in guards], gained)
+                tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES], *each))
+                wider = self._fits(form, tried)
+                if wider:
+                    self._cells[place] = _Cell(guards, wider)
+                    return self._cells[place]
         return None
+
+    def _fewer(
+        self, form: PlanForm, guards: tuple[Guard, ...], points: Points, left: Places
+    ) -> tuple[Guard, ...]:
+        """The guards without those that come out otherwise at further points with this plan."""
+        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+        while True:
+            some = some[~_holding(guards, points, some)]
+            if not len(some):
+                return guards
+            (where,) = _numbers(points, some[[self._random.randrange(len(some))]])
+            if not self._is(form, where):
+                return guards
+            at = [np.array([number]) for number in where]
+            guards = tuple(guard for guard in guards if guard.holds(at)[0])
+
+    @staticmethod
+    def _otherwise(
+        guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
+    ) -> Iterator[leaves.Numbers]:
+        """For each guard the first of these sizes at which it comes out otherwise."""
+        for guard in guards:
+            yield from itertools.islice((n for n, held in _held([guard], sizes) if not held), 1)
 
     def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
         """A form that gives the plan at these sizes, too; None if they have other kernels.
