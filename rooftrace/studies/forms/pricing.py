@@ -337,10 +337,19 @@ class PlanForms:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
             kept = self._kept.plans.get(numbers)
-            self._known[numbers] = kept or self.conditions.numbers(self.regime.form.at(numbers))
+            self._known[numbers] = kept or self._planned(numbers)
             if kept is None:
                 self._kept.add(_Planned(self._kept.of, numbers, self._known[numbers]))
         return self._known[numbers]
+
+    def _planned(self, numbers: leaves.Numbers) -> PlanNumbers:
+        """The numbers of a plan made at these sizes; one that streams are read of is kept."""
+        with collector_off.used():
+            plan = self.conditions.plan(self.regime.form.at(numbers), savings=False)
+            made = numbers_of(plan)
+        if made.streamed:
+            self._plans.setdefault(_structure(made), plan)
+        return made
 
     def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
         """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
