@@ -247,7 +247,7 @@ class PlanForms:
                 some = self._some(guards, numbers, points, left)
                 gained = [n for n, held in _held(cell.guards, some) if not held]
                 planned = [n for n, held in _held(guards, self._known) if held]
-                each = self._otherwise([g for g in cell.guards if g not in guards], gained)
+                each = _otherwise([g for g in cell.guards if g not in guards], gained)
                 tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES], *each))
                 wider = self._fits(form, tried)
                 if wider:
@@ -269,14 +269,6 @@ class PlanForms:
                 return guards
             at = [np.array([number]) for number in where]
             guards = tuple(guard for guard in guards if guard.holds(at)[0])
-
-    @staticmethod
-    def _otherwise(
-        guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
-    ) -> Iterator[leaves.Numbers]:
-        """For each guard the first of these sizes at which it comes out otherwise."""
-        for guard in guards:
-            yield from itertools.islice((n for n, held in _held([guard], sizes) if not held), 1)
 
     def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
         """A form that gives the plan at these sizes, too; None if they have other kernels.
@@ -482,6 +474,14 @@ def _held(
         points = Points({str(number): column for number, column in enumerate(columns)})
         held = _holding(guards, points, np.arange(len(points)))
         yield from zip(sizes, held.tolist(), strict=True)
+
+
+def _otherwise(
+    guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
+) -> Iterator[leaves.Numbers]:
+    """For each guard the first of these sizes at which it comes out otherwise."""
+    for guard in guards:
+        yield from itertools.islice((n for n, held in _held([guard], sizes) if not held), 1)
 
 
 def _is_number(place: int, number: int) -> Guard:

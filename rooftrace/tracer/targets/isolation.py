@@ -158,7 +158,7 @@ def once(key: str, build: Callable[[], Any]) -> Any:
 
 
 def standing() -> Kept | None:
-    """What is kept, where a mesh stays from one trace to the next."""
+    """The modules and models of this call, while a mesh stays from one trace to the next."""
     kept = _KEPT.get()
     return kept if kept is not None and kept.stack is not None else None
 
