@@ -237,12 +237,11 @@ class PlanForms:
         Comparisons that come out otherwise there do not decide the kernels; they are guards no
         longer, if the form gives the plan wherever it is tried without them.
         """
-        at = [np.array([number]) for number in numbers]
         for place, cell in enumerate(self._cells):
             form = self._fits(cell.form, [numbers]) if cell.wide else None
             if form is None:
                 continue
-            here = tuple(guard for guard in cell.guards if guard.holds(at)[0])
+            here = _holding_at(cell.guards, numbers)
             for guards in dict.fromkeys((self._fewer(form, here, points, left), here)):
                 some = self._some(guards, numbers, points, left)
                 gained = [n for n, held in _held(cell.guards, some) if not held]
@@ -267,8 +266,7 @@ class PlanForms:
             (where,) = _numbers(points, some[[self._random.randrange(len(some))]])
             if not self._is(form, where):
                 return guards
-            at = [np.array([number]) for number in where]
-            guards = tuple(guard for guard in guards if guard.holds(at)[0])
+            guards = _holding_at(guards, where)
 
     def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
         """A form that gives the plan at these sizes, too; None if they have other kernels.
@@ -474,6 +472,12 @@ def _held(
         points = Points({str(number): column for number, column in enumerate(columns)})
         held = _holding(guards, points, np.arange(len(points)))
         yield from zip(sizes, held.tolist(), strict=True)
+
+
+def _holding_at(guards: Sequence[Guard], numbers: leaves.Numbers) -> tuple[Guard, ...]:
+    """The guards that hold at these sizes."""
+    columns = [np.array([number]) for number in numbers]
+    return tuple(guard for guard in guards if guard.holds(columns)[0])
 
 
 def _otherwise(
