@@ -270,7 +270,7 @@ class Op(Struct, frozen=True, dict=True):
         vars(op).update(vars(self))
         return op
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The target without its overload: "aten.mm"."""
         return self.target.rsplit(".", 1)[0]

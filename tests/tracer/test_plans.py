@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
-from rooftrace.tracer import trace_target
+from rooftrace.tracer import Job, trace_target
+from rooftrace.tracer.phases import SizedSource
 from rooftrace.tracer.sharding import huggingface, plans, splitting
 from tests.tracer.expert_models import DEEPSEEK, MIXTRAL, needs_plans, spread_graph
 from tests.tracer.sharded_models import PROCESSES, in_fresh_interpreter, on_processes
@@ -367,6 +368,36 @@ def test_a_mesh_leaves_no_groups_to_the_next_one() -> None:
         with rt.tools.fake_mesh({"tp": 2}) as mesh:
             whole = torch.distributed.tensor.zeros(4, device_mesh=mesh)
             assert (whole + 1).device_mesh is mesh
+
+
+def test_a_model_that_is_spread_once_serves_all_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROOFTRACE_CACHE", "off")
+    path, spread, distribute = tmp_path / "config.json", [0], huggingface.distribute
+    path.write_text(json.dumps(QWEN))
+
+    def counted(*args: Any, **kwargs: Any) -> str:
+        spread[0] += 1
+        return distribute(*args, **kwargs)
+
+    def source(size: int) -> SizedSource:
+        wanted = {"mesh": {"tp": size}, "kv": 8}
+        return SizedSource(Job.of(rt.trace, str(path), (), wanted, phase="decode"), ("batch",))
+
+    def graphs(of: SizedSource) -> list[Any]:
+        return [of.graphs((batch,)) for batch in (4, 2)]
+
+    monkeypatch.setattr(huggingface, "distribute", counted)
+    apart = graphs(source(2))
+    with (together := source(2)).standing():
+        assert graphs(together) == apart
+    assert spread == [2 + 1]
+    with (none := source(3)).standing():
+        for _ in range(2):  # a mesh that cannot be leaves no other behind
+            with pytest.raises(RequestError, match="tp=3"):
+                none.graphs((4,))
+    assert not dist.is_initialized()
 
 
 def test_the_last_logits_are_gathered_alone() -> None:

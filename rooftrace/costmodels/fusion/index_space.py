@@ -213,7 +213,7 @@ nothing that others need (Inductor's outer reductions)."""
 
 def is_split(size: int, rows: int) -> bool:
     """Whether rows are so long, or so long and few, that one kernel cannot go over them again."""
-    return size > LONGEST_ROW * rows or (rows < FEW_ROWS and size > SPLIT_ROW * rows)
+    return size > SPLIT_ROW * rows and (rows < FEW_ROWS or size > LONGEST_ROW * rows)
 
 
 def writes_split_rows(graph: OpGraph, op: Op, size: int, reduced: int | None) -> bool:

@@ -68,11 +68,12 @@ def _is_repeated(first: KernelView, second: KernelView) -> bool:
 
 
 def _small_producer(first: KernelView, second: KernelView) -> bool:
-    return _is_repeated(first, second) and first.size <= SMALL
+    return first.size <= SMALL and _is_repeated(first, second)
 
 
 def _few_reads(first: KernelView, second: KernelView) -> bool:
-    return _is_repeated(first, second) and not first.stored and not first.long and _reads_few(first)
+    few = not first.stored and not first.long and _reads_few(first)
+    return few and _is_repeated(first, second)
 
 
 def _reads_few(kernel: KernelView) -> bool:
@@ -83,8 +84,8 @@ def _part_of_the_producer(first: KernelView, second: KernelView) -> bool:
     return (
         first.reduced is second.reduced is None
         and not first.stored
-        and 0 < second.size < first.size < UNROLLED * second.size
         and _reads_few(first)
+        and 0 < second.size < first.size < UNROLLED * second.size
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -367,41 +368,39 @@ def _without_unread_views(
 
 
 def _used(graph: OpGraph) -> list[Op]:
-    """The ops that make an output, or write into something that outlives the step."""
-    across, known = set[tuple[int, int]](), set[int]()
-    while True:  # an iteration also makes what the next iteration reads
-        kept = _needed(graph, across)
-        if len(kept) == len(graph.ops):
-            return kept
-        newly = [op for op in kept if op.repeats and op.id not in known]
-        more = {pair for op in newly for pair in _read_across(graph, op)}
-        if more <= across:
-            return kept
-        known.update(op.id for op in newly)
-        across |= more
+    """The ops that make an output, or write into something that outlives the step.
 
-
-def _needed(graph: OpGraph, across: Collection[tuple[int, int]]) -> list[Op]:
-    """The ops that make an output, or write what a later op reads.
-
-    across: (repeat, storage) that the next iteration of the repeat reads.
+    An iteration also makes what the next iteration reads, up to its last op.
     """
-    storage = [t.storage for t in graph.values]
-    live = {storage[i] for i in (*graph.outputs, *graph.external)}
-    inside: tuple[int, ...] = ()
-    eager = marks.eager_ops(graph.ops)
-    kept = []
-    for op in reversed(graph.ops):
-        if op.repeats != inside:
-            entered = set(op.repeats) - set(inside)
-            live.update(value for repeat, value in across if repeat in entered)
-            inside = op.repeats
-        made = [storage[i] for i in op.outputs]
-        stays = "writes" in op.facts or op.id in eager or not made or op.kind == "sync"
-        if stays or not live.isdisjoint(made):
-            kept.append(op)
-            live.update([storage[i] for i in op.inputs])
-    return kept[::-1]
+    storage, ops = [t.storage for t in graph.values], graph.ops
+    makers, last = defaultdict[int, list[int]](list), dict[int, int]()
+    for op in ops:
+        for value in op.outputs:
+            makers[storage[value]].append(op.id)
+        for repeat in op.repeats:
+            last[repeat] = op.id
+    eager = marks.eager_ops(ops)
+    stack = [
+        op.id
+        for op in ops
+        if not op.outputs or op.kind == "sync" or "writes" in op.facts or op.id in eager
+    ]
+    used = set(stack)
+    ends = dict[int, int]()  # by storage: the ops before this one that make it are used
+    reads = [(storage[value], len(ops)) for value in (*graph.outputs, *graph.external)]
+    while True:
+        for made, end in reads:
+            if ends.get(made, 0) < end:
+                ends[made] = end
+                newly = [maker for maker in makers[made] if maker < end and maker not in used]
+                used.update(newly)
+                stack += newly
+        if not stack:
+            return [op for op in ops if op.id in used]
+        op = ops[stack.pop()]
+        reads = [(storage[value], op.id) for value in op.inputs]
+        if op.repeats:
+            reads += [(made, last.get(of, -1) + 1) for of, made in _read_across(graph, op)]
 
 
 def _read_across(graph: OpGraph, op: Op) -> Iterator[tuple[int, int]]:

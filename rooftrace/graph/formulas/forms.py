@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from rooftrace.graph.formulas.leaves import (
     Path,
     SeriesGraph,
     StructureError,
+    Tree,
     Varying,
     changed,
     differences,
@@ -93,8 +95,13 @@ class RecordForm:
             pairs = zip(values, self.formulas, strict=True)
             values = [track.number(value, formula) for value, formula in pairs]
         reached = [draw.at(where) for draw in self.draws]
-        changes = {slot.path: slot.value(values, reached) for slot in self.slots}
-        return changed(self.template, tree_of(changes)) if changes else self.template
+        changes = [slot.value(values, reached) for slot in self.slots]
+        return changed(self.template, self._tree, changes) if changes else self.template
+
+    @cached_property
+    def _tree(self) -> Tree:
+        """The places of the slots."""
+        return tree_of(slot.path for slot in self.slots)
 
 
 class GraphForm(RecordForm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -210,43 +210,45 @@ def has_commas(texts: Sequence[str]) -> bool:
 
 
 Tree = dict[Any, Any]
-"""Changes by the first step to them: more steps, or a new value in a `Leaf`."""
+"""Changes by the first step to them: more steps, or the place of a new value in a `Leaf`."""
 
 
 class Leaf(NamedTuple):
-    """A new value."""
+    """The place of a new value among all."""
 
-    value: Any
+    place: int
 
 
-def tree_of(changes: Mapping[Path, Any]) -> Tree:
-    """New values by path, as a tree."""
+def tree_of(paths: Iterable[Path]) -> Tree:
+    """Places of new values by path, as a tree."""
     tree: Tree = {}
-    for path, value in changes.items():
+    for place, path in enumerate(paths):
         inner = tree
         for step in path[:-1]:
             inner = inner.setdefault(step, {})
-        inner[path[-1]] = Leaf(value)
+        inner[path[-1]] = Leaf(place)
     return tree
 
 
-def changed(item: Any, tree: Tree | Leaf) -> Any:
+def changed(item: Any, tree: Tree | Leaf, values: Sequence[Any]) -> Any:
     """A copy of a record with new values; unchanged parts are shared."""
     if isinstance(tree, Leaf):
-        return tree.value
+        return values[tree.place]
     if isinstance(item, tuple):
         parts = list(item)
         for step, inner in tree.items():
-            parts[step] = changed(parts[step], inner)
+            parts[step] = changed(parts[step], inner, values)
         return tuple(parts)
     if isinstance(item, list):
-        return [changed(part, tree[i]) if i in tree else part for i, part in enumerate(item)]
+        listed = enumerate(item)
+        return [changed(part, tree[i], values) if i in tree else part for i, part in listed]
     if isinstance(item, Mapping):
-        return {key: changed(v, tree[key]) if key in tree else v for key, v in item.items()}
-    values = {name: changed(getattr(item, name), inner) for name, inner in tree.items()}
+        pairs = item.items()
+        return {key: changed(v, tree[key], values) if key in tree else v for key, v in pairs}
+    new = {name: changed(getattr(item, name), inner, values) for name, inner in tree.items()}
     if isinstance(item, msgspec.Struct):
-        return msgspec.structs.replace(item, **values)
-    return replace(item, **values)
+        return msgspec.structs.replace(item, **new)
+    return replace(item, **new)
 
 
 @cache
@@ -286,15 +288,10 @@ class Series(Struct, frozen=True):
             yield from self.first
             return
         changes = list(differences([self.first, self.second]))
+        tree = tree_of(path for path, _ in changes)
         for block in range(self.count):
-            yield from (
-                changed(
-                    self.first,
-                    tree_of({path: _along(values, block, path) for path, values in changes}),
-                )
-                if changes
-                else self.first
-            )
+            values = [_along(values, block, path) for path, values in changes]
+            yield from changed(self.first, tree, values) if changes else self.first
 
 
 def _along(values: Sequence[Any], block: int, path: Any) -> Any:

@@ -117,7 +117,8 @@ def form_of(
         most=most,
         asked=tuple((asked or {}).get(name, ()) for name in sized.names),
     )
-    regimes = tuple(survey.regimes())
+    with sized.standing():
+        regimes = tuple(survey.regimes())
     first = regimes[0].form.example if regimes else None
     return Form(
         title=str(first.model.get("name") or "model") if first else job.name,

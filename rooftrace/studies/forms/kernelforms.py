@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct, structs
 
 from rooftrace.costmodels.estimates import rows
-from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, runs, traffic
+from rooftrace.costmodels.fusion import ExecutionModel, Launch, Plan, traffic
 from rooftrace.costmodels.kernels import group_class
 from rooftrace.costmodels.kernels.instructions import Issued, group_issued
 from rooftrace.costmodels.kernels.knobs import CLASSES
@@ -187,14 +187,16 @@ def _group(
     exchange: KernelExchange | None,
 ) -> GroupNumbers:
     graph, group = planned.graph, planned.groups[index]
-    modules = runs.kernel_modules(graph, group.ops, rows.lead_op(planned, group))
+    modules = {pattern_of(graph.ops[number].module) for number in group.ops}
+    if len(modules) > 1:  # else no size decides
+        modules = {pattern_of(rows.lead_op(planned, group).module)}
     kind = group_class(graph, group.ops, planned.lays_out(index), planned.op_costs)
     return GroupNumbers(
         ops=group.ops,
         name=group.name,
         kind=kind,
         spread_kind=queue.spread_kind(planned, index, kind),
-        module=pattern_of(modules[0]),
+        module=modules.pop(),
         times=group.times,
         work=tuple(cost.work.items()),
         traffic=tuple(

@@ -237,21 +237,36 @@ class PlanForms:
         Comparisons that come out otherwise there do not decide the kernels; they are guards no
         longer, if the form gives the plan wherever it is tried without them.
         """
-        at = [np.array([number]) for number in numbers]
         for place, cell in enumerate(self._cells):
             form = self._fits(cell.form, [numbers]) if cell.wide else None
             if form is None:
                 continue
-            guards = tuple(guard for guard in cell.guards if guard.holds(at)[0])
-            some = self._some(guards, numbers, points, left)
-            gained = [n for n, held in _held(cell.guards, some) if not held]
-            planned = [n for n, held in _held(guards, self._known) if held]
-            tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES]))
-            form = self._fits(form, tried)
-            if form:
-                self._cells[place] = _Cell(guards, form)
-                return self._cells[place]
+            here = _holding_at(cell.guards, numbers)
+            for guards in dict.fromkeys((self._fewer(form, here, points, left), here)):
+                some = self._some(guards, numbers, points, left)
+                gained = [n for n, held in _held(cell.guards, some) if not held]
+                planned = [n for n, held in _held(guards, self._known) if held]
+                each = _otherwise([g for g in cell.guards if g not in guards], gained)
+                tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES], *each))
+                wider = self._fits(form, tried)
+                if wider:
+                    self._cells[place] = _Cell(guards, wider)
+                    return self._cells[place]
         return None
+
+    def _fewer(
+        self, form: PlanForm, guards: tuple[Guard, ...], points: Points, left: Places
+    ) -> tuple[Guard, ...]:
+        """The guards without those that come out otherwise at further points with this plan."""
+        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+        while True:
+            some = some[~_holding(guards, points, some)]
+            if not len(some):
+                return guards
+            (where,) = _numbers(points, some[[self._random.randrange(len(some))]])
+            if not self._is(form, where):
+                return guards
+            guards = _holding_at(guards, where)
 
     def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
         """A form that gives the plan at these sizes, too; None if they have other kernels.
@@ -312,10 +327,19 @@ class PlanForms:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
             kept = self._kept.plans.get(numbers)
-            self._known[numbers] = kept or self.conditions.numbers(self.regime.form.at(numbers))
+            self._known[numbers] = kept or self._planned(numbers)
             if kept is None:
                 self._kept.add(_Planned(self._kept.of, numbers, self._known[numbers]))
         return self._known[numbers]
+
+    def _planned(self, numbers: leaves.Numbers) -> PlanNumbers:
+        """The numbers of a plan made at these sizes; one that streams are read of is kept."""
+        with collector_off.used():
+            plan = self.conditions.plan(self.regime.form.at(numbers), savings=False)
+            made = numbers_of(plan)
+        if made.streamed:
+            self._plans.setdefault(_structure(made), plan)
+        return made
 
     def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
         """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
@@ -448,6 +472,20 @@ def _held(
         points = Points({str(number): column for number, column in enumerate(columns)})
         held = _holding(guards, points, np.arange(len(points)))
         yield from zip(sizes, held.tolist(), strict=True)
+
+
+def _holding_at(guards: Sequence[Guard], numbers: leaves.Numbers) -> tuple[Guard, ...]:
+    """The guards that hold at these sizes."""
+    columns = [np.array([number]) for number in numbers]
+    return tuple(guard for guard in guards if guard.holds(columns)[0])
+
+
+def _otherwise(
+    guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
+) -> Iterator[leaves.Numbers]:
+    """For each guard the first of these sizes at which it comes out otherwise."""
+    for guard in guards:
+        yield from itertools.islice((n for n, held in _held([guard], sizes) if not held), 1)
 
 
 def _is_number(place: int, number: int) -> Guard:

@@ -281,6 +281,17 @@ class SizedSource:
         self._cache.put(job, made)
         return made.graphs
 
+    def standing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the mesh of a config stays from one trace to the next, with the model over it.
+
+        A pipeline, and a model that trains, are spread anew for each trace.
+        """
+        job = self.job
+        trains = any(names.phase_of(phase).trains for phase in job.phases or ("training",))
+        alone = job.is_code or job.request.mesh.get("pp", 1) > 1 or trains
+        stands = job.is_named and job.request.mesh and not alone
+        return self._kept.standing() if stands else contextlib.nullcontext()
+
     def _is_in_shapes(self, name: str) -> bool:
         shapes = (text.partition(":")[0] for text in self.job.request.inputs.values())
         return any(name in _WORD.findall(shape) for shape in shapes)

@@ -294,7 +294,12 @@ class TargetSource:
             for context in (collector_paused(), overrides.apart(), isolation.own_imports()):
                 stack.enter_context(context)
             if mesh:  # code names the axes
-                stack.enter_context(fake_mesh(mesh if job.is_code else huggingface.processes(mesh)))
+                sizes = mesh if job.is_code else huggingface.processes(mesh)
+                stands = isolation.standing()
+                if stands is None:
+                    stack.enter_context(fake_mesh(sizes))
+                elif stands.spread is None:
+                    stands.enter(fake_mesh(sizes))
             try:
                 made = self.loaded()
             except TargetError:
@@ -428,13 +433,20 @@ class TargetSource:
         """The graphs of one process's part of this module."""
         from rooftrace.tracer.phases.running import trace_phases
         from rooftrace.tracer.sharding import huggingface, splitting
+        from rooftrace.tracer.targets import isolation
 
         job, request = self.job, self.job.request
         how: dict[str, Any] = {"checkpoint": request.checkpoint, "plan": request.plan}
         how |= {"zero": request.zero, "makes_loss": job.options.loss is None}
         if request.mesh.get("cp", 1) > 1:
             inputs = inputs.shared(module, request.mesh["cp"])
-        said = huggingface.distribute(module, request.mesh, trains=trains, **how)
+        stands = isolation.standing()
+        if stands is not None and stands.spread is not None:
+            module, said = stands.spread
+        else:
+            said = huggingface.distribute(module, request.mesh, trains=trains, **how)
+            if stands is not None:
+                stands.spread = module, said
         inputs = splitting.of_process(inputs, module)
         if said:
             inputs = replace(inputs, assumptions=(*inputs.assumptions, ("plan", said)))

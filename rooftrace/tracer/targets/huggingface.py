@@ -31,7 +31,7 @@ from rooftrace.tracer.targets.configs import (
     without_code,
 )
 from rooftrace.tracer.targets.declared import Declared, declared_in
-from rooftrace.tracer.targets.isolation import once
+from rooftrace.tracer.targets.isolation import once, standing
 from rooftrace.tracer.targets.quantized_weights import Marked, marked
 from rooftrace.tracer.values import META, REAL_VALUE, Values, own_tensors
 
@@ -277,9 +277,12 @@ def from_config(described: Described, request: Request) -> Loaded:
     built in fp32.  Raises TargetError, and RequestError for inputs that cannot be guessed.
     """
     # A trace leaves a module as it was; one that is spread over processes is changed.
-    spread = request.mesh or request.checkpoint != "none" or described.tensors
+    stands = standing()
+    stays = stands is not None and stands.spread is not None  # another one is spread already
+    spread = not stays and (request.mesh or request.checkpoint != "none")
     key = json.dumps(described._replace(config=None), default=repr)
-    built = built_from(described) if spread else once(key, partial(built_from, described))
+    anew = spread or described.tensors
+    built = built_from(described) if anew else once(key, partial(built_from, described))
     module = built.module
     module.config.name_or_path = module.config.name_or_path or described.name
     try:

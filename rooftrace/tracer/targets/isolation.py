@@ -41,11 +41,30 @@ class Kept:
     """Modules and models of targets, for a call that builds a target several times.
 
     modules: the imports of targets, by target: the target's module first, then its other modules;
-    and `sys.path` after the import.  models: of configs, by all that they are built from.
+    and `sys.path` after the import.  models: of configs, by all that they are built from.  stack:
+    holds a mesh as long as it stands.  spread: the model over it, and what was said of that.
     """
 
     modules: dict[str, tuple[Modules, list[str]]] = field(default_factory=dict)
     models: dict[str, Any] = field(default_factory=dict)
+    stack: contextlib.ExitStack | None = None
+    spread: tuple[Any, str] | None = None
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Inside, the mesh of a model stays from one trace to the next, and the model spread."""
+        with contextlib.ExitStack() as self.stack:
+            try:
+                yield
+            finally:
+                self.stack = self.spread = None
+                self.models.clear()
+
+    def enter(self, mesh: contextlib.AbstractContextManager[Any]) -> None:
+        """Let a mesh stand, in place of one whose model could not be spread."""
+        assert self.stack is not None
+        self.stack.close()
+        self.stack.enter_context(mesh)
 
 
 _KEPT: ContextVar[Kept | None] = ContextVar("_KEPT", default=None)
@@ -136,6 +155,12 @@ def once(key: str, build: Callable[[], Any]) -> Any:
     if key not in kept.models:
         kept.models[key] = build()
     return kept.models[key]
+
+
+def standing() -> Kept | None:
+    """The modules and models of this call, while a mesh stays from one trace to the next."""
+    kept = _KEPT.get()
+    return kept if kept is not None and kept.stack is not None else None
 
 
 def prepare(key: str, first: Sequence[str], more: Sequence[str] = ()) -> ModuleType | None:
