@@ -43,8 +43,7 @@ from rooftrace.costmodels.rewrites.fused_products import (
     static_caches,
 )
 from rooftrace.costmodels.rewrites.latent import absorb_latent
-from rooftrace.costmodels.rewrites.patterns import can_be_one
-from rooftrace.costmodels.rewrites.routing import fuse_routing
+from rooftrace.costmodels.rewrites.patterns import can_be_one, fuse_routing
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.hardware.units import format_flops, format_traffic, plural
