@@ -36,6 +36,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_weight_casts,
 )
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
+from rooftrace.costmodels.rewrites.spread import copied_late
 from rooftrace.costmodels.rewrites.trained import (
     AttentionApart,
     apart,
@@ -248,6 +249,11 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
         "Take all steps in one layer, not a cell for each (nn.LSTM, nn.GRU, nn.RNN)",
         "inputs that are all there before the first step",
         with_recurrent_layers,
+    ),
+    (
+        "Compute on rows before they are repeated (expand, repeat, upsample), not on their copies",
+        "the repetition moved behind what acts on each row alone",
+        copied_late,
     ),
     (
         "Look rows up, in place of a product with ones and zeros (nn.Embedding)",

@@ -89,7 +89,7 @@ def without_repeated_work(graph: OpGraph) -> OpGraph:
         depth = max((op.repeats.index(r) + 1 for r in read if r in op.repeats), default=0)
         inner = op.repeats if op.steps else op.repeats[:depth]
         same = first.setdefault((op.target, inner, key_of(op.arguments)), op)
-        if (same is op and inner == op.repeats) or _is_random(op):
+        if (same is op and inner == op.repeats) or is_random(op):
             edit.ops.append(op)
             continue
         if same is not op:
@@ -125,7 +125,7 @@ def _is_pure(flow: ValueFlow, op: Op) -> bool:
     )
 
 
-def _is_random(op: Op) -> bool:
+def is_random(op: Op) -> bool:
     """Whether an op draws random numbers."""
     if op.kind == "view":
         return False
@@ -158,7 +158,7 @@ def made_before(graph: OpGraph) -> OpGraph:
     before = set[int]()
     for op in graph.ops:
         is_fixed = all(v in fixed for v in op.inputs) and (op.inputs or not wide)
-        if not is_fixed or not _is_pure(flow, op) or _is_random(op) or op.assumptions:
+        if not is_fixed or not _is_pure(flow, op) or is_random(op) or op.assumptions:
             continue
         if op.kind == "kernel" and not casts.keys().isdisjoint(op.inputs):
             continue  # stored as it is cast: told apart
@@ -301,7 +301,7 @@ def _can_be_lane(flow: ValueFlow, op: Op) -> bool:
     if op.assumptions or op.collective is not None or "writes" in op.facts or op.kind == "sync":
         return False
     known = op.kind == "view" or op.name in _COUNTED | _ROWWISE
-    if not known and (rule is None or rule.fusion != "pointwise" or _is_random(op)):
+    if not known and (rule is None or rule.fusion != "pointwise" or is_random(op)):
         return False
     if not op.inputs or any(not isinstance(a, _SIMPLE) for a in op.arguments.values()):
         return False

@@ -1,0 +1,129 @@
+"""Work on copies of rows done before they are copied: the same results on real tensors, and less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rooftrace as rt
+from rooftrace.costmodels.ops import price_ops
+from rooftrace.costmodels.rewrites.spread import copied_late
+from rooftrace.graph.graph import OpGraph
+from rooftrace.tracer.lowering.rebuild import to_fx
+from tests.costmodels.serving_support import filled
+
+
+class Conditioned(nn.Module):
+    """A vector for each sample, expanded over its positions before two layers of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        wide = t[:, None].expand(x.shape)
+        scale, shift = self.second(F.silu(self.first(wide))).chunk(2, -1)
+        return (self.norm(self.mix(x)) * (1 + scale) + shift).pow(2)
+
+
+class Positions(nn.Module):
+    """Positions are looked up for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.mix = nn.Embedding(5, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], device=x.device)[None].expand(x.shape[:2])
+        return self.mix(x + self.rows(at)) * t[:, None]
+
+
+class Slowed(nn.Module):
+    """Frames are repeated, one after the other, before a layer of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        x = x * t[:, None]
+        return self.down(F.gelu(self.up(x.repeat_interleave(4, 1))))
+
+
+class Enlarged(nn.Module):
+    """An image is enlarged before a 1x1 convolution; another one is tiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.last = nn.Upsample(scale_factor=2), nn.Conv2d(2, 3, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        image = (x * t[:, None]).unflatten(-1, (2, 4)).transpose(1, 2)
+        return self.last(self.up(image)) + self.last(image.repeat(1, 1, 2, 2))
+
+
+class BiasedByRows(nn.Module):
+    """A mask of numbers is repeated for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.mix = nn.Parameter(torch.zeros(1, 1, 5, 5)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        heads = (x * t[:, None])[:, None]
+        mask = self.bias.repeat(x.shape[0], 1, 1, 1)
+        return self.mix(F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask))
+
+
+def traced(make: Callable[[], nn.Module], phase: str) -> tuple[OpGraph, nn.Module]:
+    module = filled(make())
+    with torch.device("meta"):
+        blank, inputs = make(), (torch.zeros(4, 5, 8), torch.zeros(4, 8))
+    return rt.trace(blank, *inputs, phase=phase), module
+
+
+def outputs(graph: OpGraph, module: nn.Module) -> tuple[Tensor, ...]:
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(s, generator=generator) for s in ((4, 5, 8), (4, 8))]
+    ops = [
+        replace(op, arguments={k: v for k, v in op.arguments.items() if k != "device"})
+        for op in graph.ops
+        if op.part != "optimizer"
+    ]
+    graph = graph.with_ops(ops)
+    with torch.no_grad():
+        made: tuple[Tensor, ...] = to_fx(graph, state)(*given)
+    return made
+
+
+def amounts(graph: OpGraph) -> tuple[float, float]:
+    costs, _ = price_ops(graph)
+    return sum(cost.flops() for cost in costs), sum(cost.bytes() for cost in costs)
+
+
+MODELS: dict[str, Any] = {
+    "conditioned": Conditioned,
+    "positions": Positions,
+    "slowed": Slowed,
+    "enlarged": Enlarged,
+    "masks": BiasedByRows,
+}
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_made_late_give_the_same_and_gradients_too(name: str, phase: str) -> None:
+    graph, module = traced(MODELS[name], phase)
+    late = copied_late(graph)
+    assert late is not graph
+    for mended, written in zip(outputs(late, module), outputs(graph, module), strict=True):
+        torch.testing.assert_close(mended, written)
+    assert amounts(late) < amounts(graph)
