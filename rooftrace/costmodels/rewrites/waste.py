@@ -113,14 +113,19 @@ def _repeats_of(edit: Editor, value: int) -> tuple[int, ...]:
 def _is_pure(flow: ValueFlow, op: Op) -> bool:
     """Whether an op of forward makes the same wherever it reads the same."""
     storages = {flow.values[value].storage for value in (*op.inputs, *op.outputs)}
+    away = flow.escaping.isdisjoint(flow.values[value].storage for value in op.outputs)
     return (
-        op.part == "forward"
-        and op.kind in ("kernel", "view")
+        op.part == "forward" and is_plain(flow, op) and storages.isdisjoint(flow.writers) and away
+    )
+
+
+def is_plain(flow: ValueFlow, op: Op) -> bool:
+    """Whether an op reads values of its iteration alone, and writes into none of them."""
+    return (
+        op.kind in ("kernel", "view")
         and op.collective is None
         and "writes" not in op.facts
         and not reads_across(op)
-        and storages.isdisjoint(flow.writers)
-        and flow.escaping.isdisjoint(flow.values[value].storage for value in op.outputs)
         and all(flow.values[value].then is None for value in (*op.inputs, *op.outputs))
     )
 
