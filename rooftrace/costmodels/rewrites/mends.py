@@ -5,7 +5,7 @@ Each is read off the captured graph; its edit makes the graph of the mended code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -43,11 +43,13 @@ from rooftrace.costmodels.rewrites.trained import (
     by_which,
     first_of_sorted,
     heads_shared,
+    joined_once,
     masks_told,
     over_lists,
     with_fused_optimizer,
     with_room,
     without_checkpoints,
+    without_unread_gradients,
     written_attention,
 )
 from rooftrace.costmodels.rewrites.waste import (
@@ -55,7 +57,6 @@ from rooftrace.costmodels.rewrites.waste import (
     looked_up,
     made_before,
     needless_copies,
-    without_copies,
     without_repeated_work,
     without_waits,
 )
@@ -271,6 +272,16 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
         with_room,
     ),
     (
+        "Join the tensors of a loop once, after it, not in each pass (torch.cat)",
+        "a list of the tensors until then",
+        joined_once,
+    ),
+    (
+        "Leave out gradients that no optimizer reads (torch.no_grad, requires_grad_(False))",
+        "a module that is not trained in this step",
+        without_unread_gradients,
+    ),
+    (
         "Take all tensors of a loop in one call (foreach=True, torch._foreach_mul_)",
         "lists of tensors, which the calls take as they are",
         over_lists,
@@ -423,6 +434,11 @@ def _last(image: Tensor) -> tuple[int, ...] | None:
     return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
 
 
+def without_copies(graph: OpGraph) -> OpGraph:
+    """The graph without needless copies."""
+    return _Laid(graph, {}, {op.id for op in needless_copies(graph)}).done()
+
+
 class _Laid(Editor):
     """A graph in which some values have other strides, and what is made of them too, op by op.
 
@@ -430,8 +446,11 @@ class _Laid(Editor):
     copy for such a view, or for a kernel of contiguous tensors, goes where it is not needed.
     """
 
-    def __init__(self, graph: OpGraph, strides: Mapping[int, tuple[int, ...]]) -> None:
+    def __init__(
+        self, graph: OpGraph, strides: Mapping[int, tuple[int, ...]], gone: Collection[int] = ()
+    ) -> None:
         super().__init__(graph)
+        self.gone = gone
         self.instead: dict[int, int] = {}  # results of copies that go, and their operands
         self.copies: dict[tuple[int, str, str, int], int] = {}  # by value, line, module and call
         for value, stride in strides.items():
@@ -516,13 +535,14 @@ class _Laid(Editor):
     def _is_needless(self, op: Op) -> bool:
         """Whether an op is a copy whose operand serves its readers as well; then that is read."""
         asked = op.function == "clone" or op.arguments.get("memory_format") != _FORMAT
-        if op.name != "aten.clone" or asked or reads_across(op):
+        if op.name != "aten.clone" or (asked and op.id not in self.gone) or reads_across(op):
             return False
         (made,), (source,), flow = op.outputs, op.inputs, self.flow
         copy, now = self.graph.values[made], self.values[source]
         if made in flow.escaping or flow.writers.get(made):
             return False
-        if not same_strides(copy.shape, now.stride, copy.stride) and not all(
+        fits = op.id in self.gone or same_strides(copy.shape, now.stride, copy.stride)
+        if not fits and not all(
             user.kind == "view" and relaid(self.graph.values[v], copy, now.stride)
             for user in flow.users[made]
             for v in user.outputs

@@ -26,6 +26,7 @@ from rooftrace.costmodels.rewrites.dataflow import (
     is_decay,
     moments_of,
     plain_name,
+    reads_across,
     rows_of_adam,
     rows_of_sgd,
     steps_of,
@@ -319,6 +320,43 @@ def _first_read(flow: ValueFlow, sort: Op) -> int:
             return 0
         ends.add(end)
     return max(ends) if max(ends) < shape[dim] else 0
+
+
+def joined_once(graph: OpGraph) -> OpGraph:
+    """A `cat` of a `cat` that nothing else reads takes the tensors of that."""
+    edit, pieces = Editor(graph), dict[int, tuple[Ref, ...]]()  # by result of a `cat`
+    for op in graph.ops:
+        if op.name == "aten.cat" and not reads_across(op) and not op.steps:
+            rows = [pieces[r.id] if _is_piece(edit.flow, r.id, op) else (r,) for r in op.reads]
+            pieces[op.outputs[0]] = items = tuple(ref for row in rows for ref in row)
+            how = {**op.arguments, "tensors": items}
+            op = replace(op, arguments=how, inputs=tuple(refs(how)))
+        edit.ops.append(op)
+    if edit.ops == list(graph.ops):
+        return graph
+    return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+def _is_piece(flow: ValueFlow, value: int, whole: Op) -> bool:
+    """Whether a tensor is a `cat` along the dimension of another one, its only reader."""
+    by, rank = flow.producer(value), len(flow.values[value].shape)
+    if by is None or by.name != "aten.cat" or reads_across(by) or by.steps:
+        return False
+    one, other = (op.arguments.get("dim", 0) % rank for op in (by, whole))
+    alone = flow.storage_users[value] == [by, whole] and value not in flow.escaping
+    return alone and one == other and by.repeats == whole.repeats and by.part == whole.part
+
+
+def without_unread_gradients(graph: OpGraph) -> OpGraph:
+    """Gradients of weights that no optimizer reads are not made, where there is an optimizer."""
+    values, ops = graph.values, graph.ops
+    read = {values[v].storage for op in ops if op.part == "optimizer" for v in op.inputs}
+    made = {v for op in ops if op.part == "backward" for v in op.outputs} & {*graph.outputs}
+    unread = {v for v in made if values[v].storage not in read}
+    if not read or not unread:
+        return graph
+    fewer = graph.replace(outputs=tuple(v for v in graph.outputs if v not in unread))
+    return released(without_left_behind(fewer, graph), graph)
 
 
 def with_room(graph: OpGraph) -> OpGraph:

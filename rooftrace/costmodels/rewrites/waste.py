@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across, relaid
 from rooftrace.costmodels.rewrites.editing import (
     Editor,
     cast_weights,
@@ -19,7 +19,6 @@ from rooftrace.costmodels.rewrites.editing import (
     reading_others,
     released,
     without_left_behind,
-    without_values,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
@@ -34,7 +33,7 @@ _ASKED = frozenset({"contiguous", "clone"})
 
 
 def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
-    """Copies that the code asks for, all of whose readers are elementwise or reduce."""
+    """Copies that the code asks for, all of whose readers take the original as it lies."""
     flow = ValueFlow(graph)
     return tuple(
         op
@@ -48,25 +47,28 @@ def _is_needless(flow: ValueFlow, copy: Op) -> bool:
     storage = flow.values[made].storage
     if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
         return False
-    users = [op for op in flow.storage_users[storage] if op.id != copy.id]
-    last = max((op.id for op in users), default=copy.id)
-    if not users or flow.overwritten(before.id, copy.id, last):
-        return False
-    same = flow.values[made].stride == flow.values[before.id].stride
-    rules = [find_rule(op.target) for op in users]
-    return all(
-        made in op.inputs and rule is not None and (same or rule.fusion in _ANY_LAYOUT)
-        for op, rule in zip(users, rules, strict=True)
-    )
+    last = max(op.id for op in flow.storage_users[storage])
+    written = flow.overwritten(before.id, copy.id, last)
+    return not written and _takes(flow, made, flow.values[before.id].stride)
 
 
-_ANY_LAYOUT = frozenset({"pointwise", "reduction"})
+def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...]) -> bool:
+    """Whether all readers of a value take it at other strides, without a copy.
 
-
-def without_copies(graph: OpGraph) -> OpGraph:
-    """The graph without needless copies."""
-    copies = {op.outputs[0]: operand(op, "self").id for op in needless_copies(graph)}
-    return without_values(Editor(graph), copies)
+    Elementwise ops and sums take any; products take matrices in either order (BLAS transposes).
+    """
+    tensor = flow.values[value]
+    for op in flow.users[value]:
+        rule = find_rule(op.target)
+        product = op.name in ("aten.mm", "aten.bmm") and 1 in stride[-2:] and 0 not in stride
+        fits = rule is not None and (rule.fusion in ("pointwise", "reduction") or product)
+        if op.kind == "view":
+            views = [v for v in op.outputs if flow.values[v].storage == tensor.storage]
+            laid = {v: relaid(flow.values[v], tensor, stride) for v in views}
+            fits = all(now is not None and _takes(flow, v, now) for v, now in laid.items())
+        if not fits and (rule is None or stride != tensor.stride):
+            return False
+    return bool(flow.users[value])
 
 
 def without_repeated_work(graph: OpGraph) -> OpGraph:
