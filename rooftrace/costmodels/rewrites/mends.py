@@ -6,6 +6,7 @@ Each is read off the captured graph; its edit makes the graph of the mended code
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
     DOUBLES,
+    LOSSES,
+    NORMS,
     Editor,
     cast_weights,
     promoted,
@@ -45,9 +48,11 @@ from rooftrace.costmodels.rewrites.trained import (
     heads_shared,
     joined_once,
     masks_told,
+    odd_sizes,
     over_lists,
     with_fused_optimizer,
     with_room,
+    with_sizes,
     without_checkpoints,
     without_unread_gradients,
     written_attention,
@@ -61,7 +66,6 @@ from rooftrace.costmodels.rewrites.waste import (
     without_waits,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, pattern_of
-from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import listed, plural
 
 Edit = Callable[[OpGraph], OpGraph]
@@ -179,21 +183,11 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
             "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
             without_doubles,
         )
-    if promoted(graph, casts=False):
-        yield Mend(
-            "compute",
-            f"Keep in {graph.model['dtype']} what a tensor in fp32 makes fp32",
-            "buffers and tables in the precision of the model; accuracy is not checked",
-            without_promotions,
-        )
-    if promoted(graph, casts=True):
-        yield Mend(
-            "compute",
-            f"Take the loss of logits in {graph.model['dtype']}, without a copy in fp32",
-            "logarithms that are rounded once more; their sums are in fp32 all the same; accuracy "
-            "is not checked",
-            lambda other: without_promotions(other, casts=True),
-        )
+    for kernels, action, needs in _WIDE:
+        if promoted(graph, kernels):
+            action = action.format(graph.model["dtype"])
+            edit = partial(without_promotions, casts=kernels)
+            yield Mend("compute", action, f"{needs}; accuracy is not checked", edit)
     casts = cast_weights(graph) if graph.phase != "training" else {}
     if casts:
         yield Mend(
@@ -202,6 +196,26 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
             "weights that are rounded once; nothing that reads them as they are",
             without_weight_casts,
         )
+
+
+_WIDE: tuple[tuple[Collection[str], str, str], ...] = (
+    (
+        (),
+        "Keep in {} what a tensor in fp32 makes fp32",
+        "buffers and tables in the precision of the model",
+    ),
+    (
+        LOSSES,
+        "Take the loss of logits in {}, without a copy in fp32",
+        "logarithms that are rounded once more; their sums are in fp32 all the same",
+    ),
+    (
+        NORMS,
+        "Norm and take softmax of {}, without a copy in fp32",
+        "results that are rounded once, as before; sums are in fp32 all the same",
+    ),
+)
+"""Kernels whose operands are widened for them, actions, and what they need."""
 
 
 def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
@@ -556,46 +570,3 @@ class _Laid(Editor):
 def _is_elementwise(op: Op) -> bool:
     rule = find_rule(op.target)
     return rule is not None and rule.fusion == "pointwise" and "memory_format" not in op.arguments
-
-
-# -- odd sizes -------------------------------------------------------------------------------------
-
-
-def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
-    """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
-
-    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
-    """
-    sizes: dict[int, int] = {}
-    for index in graph.external:
-        tensor = graph.values[index]
-        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
-            step = max(1, load * 8 // precision(tensor.dtype).bits)
-            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
-    return dict(sorted(sizes.items()))
-
-
-def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
-    """Every dimension of one of these sizes has another one; of images, only channels."""
-
-    def sized(item: Argument) -> Argument:
-        if isinstance(item, tuple):
-            return tuple(map(sized, item))
-        return sizes.get(item, item) if type(item) is int else item
-
-    values = []
-    for tensor in graph.values:
-        shape = tuple(sizes.get(n, n) for n in tensor.shape)
-        if has_channels_last(tensor):  # heights and widths stay, and the number of images
-            first = 0 if tensor.role == "weights" else 1
-            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
-        if shape != tensor.shape:
-            steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
-            stride = tuple(s and step for s, step in steps)
-            tensor = replace(tensor, shape=shape, stride=stride)
-        values.append(tensor)
-    ops = [
-        replace(op, arguments={name: sized(item) for name, item in op.arguments.items()})
-        for op in graph.ops
-    ]
-    return graph.replace(values=tuple(values), ops=tuple(ops))

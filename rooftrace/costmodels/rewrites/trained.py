@@ -1,5 +1,5 @@
 """Ops at several places of a step, changed together: attention forward and backward, checkpoints,
-loops over tensors, the optimizer; results that are not all read, and inputs that only grow.
+loops over tensors, the optimizer, sizes; results that are not all read, and inputs that only grow.
 
 A pass takes a verified OpGraph and returns one; the same where there is nothing to change.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import MASK_FACTS
 from rooftrace.costmodels.rewrites.attention_kernels import (
     before_copy,
@@ -23,6 +24,7 @@ from rooftrace.costmodels.rewrites.attention_products import WrittenAttention, w
 from rooftrace.costmodels.rewrites.dataflow import (
     PARTS,
     ValueFlow,
+    dense_like,
     is_decay,
     moments_of,
     plain_name,
@@ -43,6 +45,7 @@ from rooftrace.costmodels.rewrites.editing import (
 from rooftrace.costmodels.rewrites.fused_products import append_in_place
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.hardware.precisions import precision
 
 
 class AttentionApart(NamedTuple):
@@ -498,3 +501,46 @@ _LISTS = {
     "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
     "sgd": ("self", "grads", "momentum_buffer_list"),
 }
+
+
+# -- odd sizes -------------------------------------------------------------------------------------
+
+
+def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
+    """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
+
+    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
+    """
+    sizes: dict[int, int] = {}
+    for index in graph.external:
+        tensor = graph.values[index]
+        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
+            step = max(1, load * 8 // precision(tensor.dtype).bits)
+            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
+    return dict(sorted(sizes.items()))
+
+
+def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
+    """Every dimension of one of these sizes has another one; of images, only channels."""
+
+    def sized(item: Argument) -> Argument:
+        if isinstance(item, tuple):
+            return tuple(map(sized, item))
+        return sizes.get(item, item) if type(item) is int else item
+
+    values = []
+    for tensor in graph.values:
+        shape = tuple(sizes.get(n, n) for n in tensor.shape)
+        if has_channels_last(tensor):  # heights and widths stay, and the number of images
+            first = 0 if tensor.role == "weights" else 1
+            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
+        if shape != tensor.shape:
+            steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
+            stride = tuple(s and step for s, step in steps)
+            tensor = replace(tensor, shape=shape, stride=stride)
+        values.append(tensor)
+    ops = [
+        replace(op, arguments={name: sized(item) for name, item in op.arguments.items()})
+        for op in graph.ops
+    ]
+    return graph.replace(values=tuple(values), ops=tuple(ops))

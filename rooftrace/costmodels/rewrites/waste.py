@@ -52,20 +52,21 @@ def _is_needless(flow: ValueFlow, copy: Op) -> bool:
     return not written and _takes(flow, made, flow.values[before.id].stride)
 
 
-def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...]) -> bool:
+def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...], viewed: bool = False) -> bool:
     """Whether all readers of a value take it at other strides, without a copy.
 
-    Elementwise ops and sums take any; products take matrices in either order (BLAS transposes).
+    Elementwise ops and sums take any; products, of views too, matrices in either order (BLAS).
     """
     tensor = flow.values[value]
     for op in flow.users[value]:
         rule = find_rule(op.target)
         product = op.name in ("aten.mm", "aten.bmm") and 1 in stride[-2:] and 0 not in stride
-        fits = rule is not None and (rule.fusion in ("pointwise", "reduction") or product)
+        any_order = rule is not None and rule.fusion in ("pointwise", "reduction") and not viewed
+        fits = any_order or product
         if op.kind == "view":
             views = [v for v in op.outputs if flow.values[v].storage == tensor.storage]
             laid = {v: relaid(flow.values[v], tensor, stride) for v in views}
-            fits = all(now is not None and _takes(flow, v, now) for v, now in laid.items())
+            fits = all(now is not None and _takes(flow, v, now, True) for v, now in laid.items())
         if not fits and (rule is None or stride != tensor.stride):
             return False
     return bool(flow.users[value])
