@@ -110,7 +110,7 @@ def is_copy(op: Op) -> bool:
     return op.name in COPIES or op.name == "aten.repeat" or "upsample_nearest" in op.name
 
 
-class _Copies(ValueFlow):
+class _SpreadValues(ValueFlow):
     """The dims of spread values and of gradients that are read as sums; of each read, its own."""
 
     def __init__(self, graph: OpGraph) -> None:
@@ -251,32 +251,32 @@ class _Copies(ValueFlow):
 
 
 def copied_late(graph: OpGraph) -> OpGraph:
-    """What acts on copies acts on what is copied; the same graph where that changes no kernel."""
-    found = _Copies(graph)
-    if not any(op.kind == "kernel" and found.spread.keys() & {*op.outputs} for op in graph.ops):
+    """Kernels of rows take them before they are repeated; the same graph where there are none."""
+    known = _SpreadValues(graph)
+    if not any(op.kind == "kernel" and known.spread.keys() & {*op.outputs} for op in graph.ops):
         return graph
-    return released(without_left_behind(_Smaller(graph, found).done(), graph), graph).verify()
+    return released(without_left_behind(_SmallWork(graph, known).done(), graph), graph).verify()
 
 
-class _Smaller(Editor):
+class _SmallWork(Editor):
     """A graph whose spread values, and sums of gradients, are small; or have a small one beside."""
 
-    def __init__(self, graph: OpGraph, found: _Copies) -> None:
+    def __init__(self, graph: OpGraph, known: _SpreadValues) -> None:
         super().__init__(graph)
-        self.found, self.beside = found, dict[int, int]()
+        self.known, self.beside = known, dict[int, int]()
         self.totals = dict[object, int]()
         whole = self._whole()
         for op in graph.ops:
-            made = found.spread if found.spread.keys() & {*op.outputs} else found.sums
+            made = known.spread if known.spread.keys() & {*op.outputs} else known.sums
             now = dict[int, int]()
-            if made is found.spread or found.needed.get(op.id):
+            if made is known.spread or known.needed.get(op.id):
                 now = {v: self.beside[v] for v in op.inputs if v in self.beside}
-                needed = found.needed.get(op.id, {}).items() if op.name != "aten.sum" else ()
-                late = {v: dims for v, dims in needed if v not in found.sums}
+                needed = known.needed.get(op.id, {}).items() if op.name != "aten.sum" else ()
+                late = {v: dims for v, dims in needed if v not in known.sums}
                 now |= {v: self._total(op, v, dims) for v, dims in late.items()}
             if made.keys().isdisjoint(op.outputs):
                 mask = op.arguments.get("mask")
-                if isinstance(mask, Ref) and mask.id in found.spread.keys() - whole:
+                if isinstance(mask, Ref) and mask.id in known.spread.keys() - whole:
                     now[mask.id] = self._expanded(op, mask, graph.values[mask.id].shape).id
                 self.ops.append(reading_others(op, now))
                 continue
@@ -289,16 +289,16 @@ class _Smaller(Editor):
 
     def _is_anew(self, op: Op) -> bool:
         """Whether all copies of what an op makes are made of the small one."""
-        return op.kind == "kernel" and op.outputs[0] in self.found.computed
+        return op.kind == "kernel" and op.outputs[0] in self.known.computed
 
     def _whole(self) -> set[int]:
         """Spread values that are read with all their copies."""
-        spread, whole = self.found.spread, {*self.graph.outputs}
+        spread, whole = self.known.spread, {*self.graph.outputs}
         for op in reversed(self.graph.ops):
             read = {v for v in op.inputs if v in spread}
-            if spread.keys().isdisjoint(op.outputs) and not self.found.needed.get(op.id):
-                mask, alike = op.arguments.get("mask"), self.found.is_elementwise(op)
-                alike = alike and not is_copy(op) and self.found.is_whole(op)
+            if spread.keys().isdisjoint(op.outputs) and not self.known.needed.get(op.id):
+                mask, alike = op.arguments.get("mask"), self.known.is_elementwise(op)
+                alike = alike and not is_copy(op) and self.known.is_whole(op)
                 wide = {v for v in read if alike or mask == Ref(v)}
                 whole |= read - {v for v in wide if all(len(dim) < 2 for dim in spread[v])}
             elif whole & {*op.outputs} and not self._is_anew(op):
@@ -332,7 +332,7 @@ class _Smaller(Editor):
     def _spread(self, op: Op, value: int) -> None:
         """All copies of a small value."""
         old = self.graph.values[value]
-        factors = [factor for dim in self.found.spread[value] for factor in dim]
+        factors = [factor for dim in self.known.spread[value] for factor in dim]
         few = self.viewed(op, Ref(self.beside[value]), tuple(n if own else 1 for n, own in factors))
         shape = tuple(n for n, _ in factors)
         wide = self._expanded(op, few, shape)

@@ -345,9 +345,9 @@ def _is_piece(flow: ValueFlow, value: int, whole: Op) -> bool:
     by, rank = flow.producer(value), len(flow.values[value].shape)
     if by is None or by.name != "aten.cat" or reads_across(by) or by.steps:
         return False
-    one, other = (op.arguments.get("dim", 0) % rank for op in (by, whole))
+    dims = {op.arguments.get("dim", 0) % rank for op in (by, whole)}
     alone = flow.storage_users[value] == [by, whole] and value not in flow.escaping
-    return alone and one == other and by.repeats == whole.repeats and by.part == whole.part
+    return alone and len(dims) == 1 and by.repeats == whole.repeats and by.part == whole.part
 
 
 def without_unread_gradients(graph: OpGraph) -> OpGraph:
