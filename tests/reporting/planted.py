@@ -898,7 +898,7 @@ PAIRS = (
     _same(
         "norms",
         "compute",
-        "Norm and take softmax",
+        "Take norms of bf16",
         Way(make=half(lambda: Normed(True)), inputs=normal(16384, 1024), phase="training"),
         make=half(lambda: Normed(False)),
     ),

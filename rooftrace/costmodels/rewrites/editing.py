@@ -492,9 +492,7 @@ _HALVES = ("bf16", "fp16")
 
 
 LOSSES = frozenset({"aten._log_softmax"})
-NORMS = frozenset({
-    "aten.native_layer_norm", "aten._fused_rms_norm", "aten.native_group_norm", "aten._softmax",
-})  # fmt: skip
+NORMS = frozenset({"aten.native_layer_norm", "aten._fused_rms_norm", "aten.native_group_norm"})
 """Kernels that add up halves in fp32."""
 
 

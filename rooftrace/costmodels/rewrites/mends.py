@@ -211,7 +211,7 @@ _WIDE: tuple[tuple[Collection[str], str, str], ...] = (
     ),
     (
         NORMS,
-        "Norm and take softmax of {}, without a copy in fp32",
+        "Take norms of {}, without a copy in fp32",
         "results that are rounded once, as before; sums are in fp32 all the same",
     ),
 )
