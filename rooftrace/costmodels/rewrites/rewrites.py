@@ -245,6 +245,8 @@ REWRITES = (
 # A pass takes a verified OpGraph and returns one.
 
 WRITTEN = "written-attention"
+UNCHANGED = "nothing to rewrite"
+"""What the sentence on a named rewrite says that changed nothing."""
 Change = Callable[[OpGraph], tuple[OpGraph, int]]
 Price = Callable[[OpGraph, Sequence[Op]], Sequence[Cost]]
 """The cost of each of these ops of a graph, once."""
@@ -328,7 +330,7 @@ def _named(
     result, count = entry.apply(graph) if applies else (graph, 0)
     if not count:
         where = "" if applies else f" in {graph.phase}"
-        return graph, () if silent else (f"{entry.name}: nothing to rewrite{where}",)
+        return graph, () if silent else (f"{entry.name}: {UNCHANGED}{where}",)
     changed = plural(count, entry.noun)
     if price is None:
         return result, (f"{entry.name}: {changed}",)
