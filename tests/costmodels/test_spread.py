@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,15 @@ from torch.nn import functional as F
 
 import rooftrace as rt
 from rooftrace.costmodels.ops import price_ops
+from rooftrace.costmodels.rewrites.editing import NORMS, without_promotions
+from rooftrace.costmodels.rewrites.mends import without_copies
 from rooftrace.costmodels.rewrites.spread import copied_late
+from rooftrace.costmodels.rewrites.trained import joined_once
 from rooftrace.graph.graph import OpGraph
 from rooftrace.tracer.lowering.rebuild import to_fx
 from tests.costmodels.serving_support import filled
+
+HALF = torch.bfloat16
 
 
 class Conditioned(nn.Module):
@@ -97,7 +103,8 @@ def traced(make: Callable[[], nn.Module], phase: str) -> tuple[OpGraph, nn.Modul
 def outputs(graph: OpGraph, module: nn.Module) -> tuple[Tensor, ...]:
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     generator = torch.Generator().manual_seed(1)
-    given = [torch.randn(s, generator=generator) for s in ((4, 5, 8), (4, 8))]
+    dtype = next(module.parameters()).dtype
+    given = [torch.randn(s, generator=generator).to(dtype) for s in ((4, 5, 8), (4, 8))]
     ops = [
         replace(op, arguments={k: v for k, v in op.arguments.items() if k != "device"})
         for op in graph.ops
@@ -151,3 +158,35 @@ class SharedKeys(nn.Module):
 def test_kernels_that_read_every_copy_and_numbers_that_are_drawn_keep_them() -> None:
     graph, _ = traced(SharedKeys, "training")
     assert amounts(copied_late(graph)) == amounts(graph)
+
+
+class Grown(nn.Module):
+    """Rows that a loop joins in each pass, and a product of a copy that is turned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        rows = t[:, None]
+        for _ in range(5):
+            t = self.mix(t)
+            rows = torch.cat([rows, t[:, None]], 1)
+        how = self.norm.weight.float(), self.norm.bias.float(), self.norm.eps
+        normed = F.layer_norm(x.float(), self.norm.normalized_shape, *how).to(x.dtype)
+        return rows @ normed.transpose(1, 2).contiguous()
+
+
+@pytest.mark.parametrize(
+    "edit", [joined_once, without_copies, partial(without_promotions, casts=NORMS)]
+)
+def test_joins_after_a_loop_products_of_views_and_norms_of_halves_give_the_same(edit: Any) -> None:
+    with torch.device("meta"):
+        blank, inputs = (
+            Grown().to(HALF),
+            (torch.zeros(4, 5, 8).to(HALF), torch.zeros(4, 8).to(HALF)),
+        )
+    graph, module = rt.trace(blank, *inputs), filled(Grown(), HALF)
+    mended = edit(graph)
+    assert amounts(mended)[1] < amounts(graph)[1]
+    torch.testing.assert_close(outputs(mended, module), outputs(graph, module))
