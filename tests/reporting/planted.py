@@ -180,8 +180,8 @@ class Head(nn.Module):
 
 def optimizer_of(module: nn.Module, train: Callable[..., Any]) -> torch.optim.Optimizer:
     """The optimizer that a step of its own takes."""
-    fused = train is not many_step
-    return torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=not fused, fused=fused)
+    fused, trained = train is not many_step, getattr(module, "student", module)
+    return torch.optim.AdamW(trained.parameters(), lr=1e-4, foreach=not fused, fused=fused)
 
 
 def many_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
@@ -599,6 +599,88 @@ class Again(nn.Module):
         return x
 
 
+class Conditioned(nn.Module):
+    """The time of a sample, expanded over its positions before two layers of it."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.mix, self.first, self.second = (nn.Linear(512, 512) for _ in range(3))
+        self.late = late
+
+    def timed(self, t: Tensor) -> Tensor:
+        return self.second(F.silu(self.first(t)))  # planted: spread
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        t = t[:, None]
+        return self.mix(x) * (self.timed(t) if self.late else self.timed(t.expand(x.shape)))
+
+
+class Taught(nn.Module):
+    """A student and its teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))) for _ in range(2)
+        )
+
+
+def taught_step(module: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    F.mse_loss(module.student(x), module.teacher(x)).backward()  # planted: unread
+    optimizer.step()
+
+
+def spared_step(module: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    with torch.no_grad():
+        aim = module.teacher(x)
+    F.mse_loss(module.student(x), aim).backward()
+    optimizer.step()
+
+
+class Growing(nn.Module):
+    """States of a loop, joined in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(1024, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x[:, None]
+        for _ in range(24):
+            x = F.silu(self.step(x))
+            out = torch.cat([out, x[:, None]], 1)  # planted: joins
+        return out
+
+
+class GrowingMended(Growing):
+    def forward(self, x: Tensor) -> Tensor:
+        out = [x[:, None]]
+        for _ in range(24):
+            x = F.silu(self.step(x))
+            out.append(x[:, None])
+        return torch.cat(out, 1)
+
+
+class Normed(nn.Module):
+    """Norms between casts, as CLIP has them."""
+
+    def __init__(self, wide: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(1024) for _ in range(4))
+        self.wide = wide
+
+    def norm(self, norm: Any, x: Tensor) -> Tensor:
+        how = norm.normalized_shape, norm.weight.float(), norm.bias.float(), norm.eps
+        return F.layer_norm(x.float(), *how).to(x.dtype)  # planted: norms
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.norms:
+            x = F.gelu(self.norm(layer, x) if self.wide else layer(x))
+        return x
+
+
 def half(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: make().to(HALF)
 
@@ -787,5 +869,37 @@ PAIRS = (
         "Leave out checkpoints",
         Way(make=half(lambda: Again(True)), inputs=normal(8, 1024, 1024), phase="training"),
         make=half(lambda: Again(False)),
+    ),
+    _same(
+        "spread",
+        "rewrite",
+        "before they are repeated",
+        Way(
+            make=half(lambda: Conditioned(False)),
+            inputs=lambda: (torch.randn(32, 1024, 512).to(HALF), torch.randn(32, 512).to(HALF)),
+            phase="training",
+        ),
+        make=half(lambda: Conditioned(True)),
+    ),
+    _same(
+        "unread",
+        "rewrite",
+        "that no optimizer reads",
+        Way(make=half(Taught), inputs=normal(8192, 1024), train=taught_step),
+        train=spared_step,
+    ),
+    _same(
+        "joins",
+        "rewrite",
+        "once, after it",
+        Way(make=half(Growing), inputs=normal(4096, 1024)),
+        make=half(GrowingMended),
+    ),
+    _same(
+        "norms",
+        "compute",
+        "Take norms of bf16",
+        Way(make=half(lambda: Normed(True)), inputs=normal(16384, 1024), phase="training"),
+        make=half(lambda: Normed(False)),
     ),
 )

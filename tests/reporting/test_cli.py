@@ -225,6 +225,11 @@ def test_rewrites_are_added_to_every_execution(run: Run, tmp_path: Path) -> None
     assert flops[0] - flops[1] == head
 
 
+def test_a_rewrite_that_changes_nothing_says_so_on_the_screen(run: Run) -> None:
+    how = ("--phase", "training", "--execution", "eager", "--rewrite", "last-logits")
+    assert "last-logits: nothing to rewrite in training" in run("report", RESNET, *how).out
+
+
 def test_chips(run: Run) -> None:
     assert "h200-sxm" in run("chips", "list").out
     shown = run("chips", "show", "h200").out

@@ -7,6 +7,7 @@ from rooftrace.costmodels.rewrites.mends import (
     findings as findings,
 )
 from rooftrace.costmodels.rewrites.rewrites import (
+    UNCHANGED as UNCHANGED,
     applicable as applicable,
     check_precisions as check_precisions,
     reprice as reprice,

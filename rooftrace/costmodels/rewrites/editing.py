@@ -490,12 +490,17 @@ def without_values(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
 _HALVES = ("bf16", "fp16")
 
 
-def promoted(graph: OpGraph, casts: bool) -> Mapping[int, str]:
+LOSSES = frozenset({"aten._log_softmax"})
+NORMS = frozenset({"aten.native_layer_norm", "aten._fused_rms_norm", "aten.native_group_norm"})
+"""Kernels that add up halves in fp32."""
+
+
+def promoted(graph: OpGraph, casts: Collection[str] = ()) -> Mapping[int, str]:
     """Values that are wider than the numbers of the model, by the precision of these.
 
     They come from a half and a tensor in fp32 that is made of no activations, such as a buffer; or,
-    with `casts`, from a cast for a softmax over logits, which adds up in fp32 anyway.  So are what
-    is made of them up to the next cast, and their gradients.
+    with `casts`, from a cast for one of these kernels, which add up in fp32 anyway.  So are what is
+    made of them up to the next cast, and their gradients.
     """
     half, flow = str(graph.model.get("dtype")), ValueFlow(graph)
     if half not in _HALVES:
@@ -514,8 +519,9 @@ def promoted(graph: OpGraph, casts: bool) -> Mapping[int, str]:
         singles = {v for v in read if values[v].dtype == "fp32"}
         from_half = any(values[v].dtype == half for v in read)
         if op.name == "aten._to_copy":
-            users = {user.name for user in flow.kernels_on(op.outputs[0])}
-            starts = casts and from_half and users == {"aten._log_softmax"}
+            users = [u for u in flow.kernels_on(op.outputs[0]) if u.part == "forward"]
+            starts = from_half and bool(users) and {user.name for user in users} <= {*casts}
+            starts = starts and (casts is LOSSES or all(_ends_in(flow, u, half) for u in users))
             starts |= (
                 op.part == "backward"
                 and from_half
@@ -540,6 +546,14 @@ def promoted(graph: OpGraph, casts: bool) -> Mapping[int, str]:
     return wide
 
 
-def without_promotions(graph: OpGraph, casts: bool = False) -> OpGraph:
+def _ends_in(flow: ValueFlow, op: Op, dtype: str) -> bool:
+    """Whether the result of an op is only read by casts to a precision."""
+    casts = [user for user in flow.kernels_on(op.outputs[0]) if user.part == "forward"]
+    made = {flow.values[v].dtype for user in casts for v in user.outputs}
+    names = {user.name for user in casts}
+    return names == {"aten._to_copy"} and made == {dtype} and op.outputs[0] not in flow.escaping
+
+
+def without_promotions(graph: OpGraph, casts: Collection[str] = ()) -> OpGraph:
     """The graph whose promoted values are as narrow as the model."""
     return _recast(graph, promoted(graph, casts))

@@ -5,7 +5,8 @@ Each is read off the captured graph; its edit makes the graph of the mended code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
     DOUBLES,
+    LOSSES,
+    NORMS,
     Editor,
     cast_weights,
     promoted,
@@ -36,17 +39,22 @@ from rooftrace.costmodels.rewrites.editing import (
     without_weight_casts,
 )
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
+from rooftrace.costmodels.rewrites.spread import copied_late
 from rooftrace.costmodels.rewrites.trained import (
     AttentionApart,
     apart,
     by_which,
     first_of_sorted,
     heads_shared,
+    joined_once,
     masks_told,
+    odd_sizes,
     over_lists,
     with_fused_optimizer,
     with_room,
+    with_sizes,
     without_checkpoints,
+    without_unread_gradients,
     written_attention,
 )
 from rooftrace.costmodels.rewrites.waste import (
@@ -54,12 +62,10 @@ from rooftrace.costmodels.rewrites.waste import (
     looked_up,
     made_before,
     needless_copies,
-    without_copies,
     without_repeated_work,
     without_waits,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, pattern_of
-from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import listed, plural
 
 Edit = Callable[[OpGraph], OpGraph]
@@ -177,21 +183,11 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
             "float32 where numbers are made (NumPy's are float64); accuracy is not checked",
             without_doubles,
         )
-    if promoted(graph, casts=False):
-        yield Mend(
-            "compute",
-            f"Keep in {graph.model['dtype']} what a tensor in fp32 makes fp32",
-            "buffers and tables in the precision of the model; accuracy is not checked",
-            without_promotions,
-        )
-    if promoted(graph, casts=True):
-        yield Mend(
-            "compute",
-            f"Take the loss of logits in {graph.model['dtype']}, without a copy in fp32",
-            "logarithms that are rounded once more; their sums are in fp32 all the same; accuracy "
-            "is not checked",
-            lambda other: without_promotions(other, casts=True),
-        )
+    for kernels, action, needs in _WIDE:
+        if promoted(graph, kernels):
+            action = action.format(graph.model["dtype"])
+            edit = partial(without_promotions, casts=kernels)
+            yield Mend("compute", action, f"{needs}; accuracy is not checked", edit)
     casts = cast_weights(graph) if graph.phase != "training" else {}
     if casts:
         yield Mend(
@@ -200,6 +196,26 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
             "weights that are rounded once; nothing that reads them as they are",
             without_weight_casts,
         )
+
+
+_WIDE: tuple[tuple[Collection[str], str, str], ...] = (
+    (
+        (),
+        "Keep in {} what a tensor in fp32 makes fp32",
+        "buffers and tables in the precision of the model",
+    ),
+    (
+        LOSSES,
+        "Take the loss of logits in {}, without a copy in fp32",
+        "logarithms that are rounded once more; their sums are in fp32 all the same",
+    ),
+    (
+        NORMS,
+        "Take norms of {}, without a copy in fp32",
+        "results that are rounded once, as before; sums are in fp32 all the same",
+    ),
+)
+"""Kernels whose operands are widened for them, actions, and what they need."""
 
 
 def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
@@ -250,6 +266,11 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
         with_recurrent_layers,
     ),
     (
+        "Compute on rows before they are repeated (expand, repeat, upsample), not on their copies",
+        "the repetition moved behind what acts on each row alone",
+        copied_late,
+    ),
+    (
         "Look rows up, in place of a product with ones and zeros (nn.Embedding)",
         "indices handed on as they are",
         looked_up,
@@ -263,6 +284,16 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
         "Write new rows into tensors that have room, in place of a longer copy (torch.cat)",
         "tensors of the greatest length from the start; a slice of them is read",
         with_room,
+    ),
+    (
+        "Join the tensors of a loop once, after it, not in each pass (torch.cat)",
+        "a list of the tensors until then",
+        joined_once,
+    ),
+    (
+        "Leave out gradients that no optimizer reads (torch.no_grad, requires_grad_(False))",
+        "a module that is not trained in this step",
+        without_unread_gradients,
     ),
     (
         "Take all tensors of a loop in one call (foreach=True, torch._foreach_mul_)",
@@ -417,6 +448,11 @@ def _last(image: Tensor) -> tuple[int, ...] | None:
     return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
 
 
+def without_copies(graph: OpGraph) -> OpGraph:
+    """The graph without needless copies."""
+    return _Laid(graph, {}, {op.id for op in needless_copies(graph)}).done()
+
+
 class _Laid(Editor):
     """A graph in which some values have other strides, and what is made of them too, op by op.
 
@@ -424,8 +460,11 @@ class _Laid(Editor):
     copy for such a view, or for a kernel of contiguous tensors, goes where it is not needed.
     """
 
-    def __init__(self, graph: OpGraph, strides: Mapping[int, tuple[int, ...]]) -> None:
+    def __init__(
+        self, graph: OpGraph, strides: Mapping[int, tuple[int, ...]], gone: Collection[int] = ()
+    ) -> None:
         super().__init__(graph)
+        self.gone = gone
         self.instead: dict[int, int] = {}  # results of copies that go, and their operands
         self.copies: dict[tuple[int, str, str, int], int] = {}  # by value, line, module and call
         for value, stride in strides.items():
@@ -510,13 +549,14 @@ class _Laid(Editor):
     def _is_needless(self, op: Op) -> bool:
         """Whether an op is a copy whose operand serves its readers as well; then that is read."""
         asked = op.function == "clone" or op.arguments.get("memory_format") != _FORMAT
-        if op.name != "aten.clone" or asked or reads_across(op):
+        if op.name != "aten.clone" or (asked and op.id not in self.gone) or reads_across(op):
             return False
         (made,), (source,), flow = op.outputs, op.inputs, self.flow
         copy, now = self.graph.values[made], self.values[source]
         if made in flow.escaping or flow.writers.get(made):
             return False
-        if not same_strides(copy.shape, now.stride, copy.stride) and not all(
+        fits = op.id in self.gone or same_strides(copy.shape, now.stride, copy.stride)
+        if not fits and not all(
             user.kind == "view" and relaid(self.graph.values[v], copy, now.stride)
             for user in flow.users[made]
             for v in user.outputs
@@ -530,46 +570,3 @@ class _Laid(Editor):
 def _is_elementwise(op: Op) -> bool:
     rule = find_rule(op.target)
     return rule is not None and rule.fusion == "pointwise" and "memory_format" not in op.arguments
-
-
-# -- odd sizes -------------------------------------------------------------------------------------
-
-
-def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
-    """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
-
-    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
-    """
-    sizes: dict[int, int] = {}
-    for index in graph.external:
-        tensor = graph.values[index]
-        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
-            step = max(1, load * 8 // precision(tensor.dtype).bits)
-            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
-    return dict(sorted(sizes.items()))
-
-
-def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
-    """Every dimension of one of these sizes has another one; of images, only channels."""
-
-    def sized(item: Argument) -> Argument:
-        if isinstance(item, tuple):
-            return tuple(map(sized, item))
-        return sizes.get(item, item) if type(item) is int else item
-
-    values = []
-    for tensor in graph.values:
-        shape = tuple(sizes.get(n, n) for n in tensor.shape)
-        if has_channels_last(tensor):  # heights and widths stay, and the number of images
-            first = 0 if tensor.role == "weights" else 1
-            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
-        if shape != tensor.shape:
-            steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
-            stride = tuple(s and step for s, step in steps)
-            tensor = replace(tensor, shape=shape, stride=stride)
-        values.append(tensor)
-    ops = [
-        replace(op, arguments={name: sized(item) for name, item in op.arguments.items()})
-        for op in graph.ops
-    ]
-    return graph.replace(values=tuple(values), ops=tuple(ops))

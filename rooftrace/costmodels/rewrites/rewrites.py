@@ -43,8 +43,7 @@ from rooftrace.costmodels.rewrites.fused_products import (
     static_caches,
 )
 from rooftrace.costmodels.rewrites.latent import absorb_latent
-from rooftrace.costmodels.rewrites.patterns import can_be_one
-from rooftrace.costmodels.rewrites.routing import fuse_routing
+from rooftrace.costmodels.rewrites.patterns import can_be_one, fuse_routing
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import PrecisionError, precision
 from rooftrace.hardware.units import format_flops, format_traffic, plural
@@ -246,6 +245,8 @@ REWRITES = (
 # A pass takes a verified OpGraph and returns one.
 
 WRITTEN = "written-attention"
+UNCHANGED = "nothing to rewrite"
+"""What the sentence on a named rewrite says that changed nothing."""
 Change = Callable[[OpGraph], tuple[OpGraph, int]]
 Price = Callable[[OpGraph, Sequence[Op]], Sequence[Cost]]
 """The cost of each of these ops of a graph, once."""
@@ -329,7 +330,7 @@ def _named(
     result, count = entry.apply(graph) if applies else (graph, 0)
     if not count:
         where = "" if applies else f" in {graph.phase}"
-        return graph, () if silent else (f"{entry.name}: nothing to rewrite{where}",)
+        return graph, () if silent else (f"{entry.name}: {UNCHANGED}{where}",)
     changed = plural(count, entry.noun)
     if price is None:
         return result, (f"{entry.name}: {changed}",)

@@ -1,5 +1,5 @@
 """Ops at several places of a step, changed together: attention forward and backward, checkpoints,
-loops over tensors, the optimizer; results that are not all read, and inputs that only grow.
+loops over tensors, the optimizer, sizes; results that are not all read, and inputs that only grow.
 
 A pass takes a verified OpGraph and returns one; the same where there is nothing to change.
 """
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import MASK_FACTS
 from rooftrace.costmodels.rewrites.attention_kernels import (
     before_copy,
@@ -23,9 +24,11 @@ from rooftrace.costmodels.rewrites.attention_products import WrittenAttention, w
 from rooftrace.costmodels.rewrites.dataflow import (
     PARTS,
     ValueFlow,
+    dense_like,
     is_decay,
     moments_of,
     plain_name,
+    reads_across,
     rows_of_adam,
     rows_of_sgd,
     steps_of,
@@ -42,6 +45,7 @@ from rooftrace.costmodels.rewrites.editing import (
 from rooftrace.costmodels.rewrites.fused_products import append_in_place
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.hardware.precisions import precision
 
 
 class AttentionApart(NamedTuple):
@@ -321,6 +325,43 @@ def _first_read(flow: ValueFlow, sort: Op) -> int:
     return max(ends) if max(ends) < shape[dim] else 0
 
 
+def joined_once(graph: OpGraph) -> OpGraph:
+    """A `cat` of a `cat` that nothing else reads takes the tensors of that."""
+    edit, pieces = Editor(graph), dict[int, tuple[Ref, ...]]()  # by result of a `cat`
+    for op in graph.ops:
+        if op.name == "aten.cat" and not reads_across(op) and not op.steps:
+            rows = [pieces[r.id] if _is_piece(edit.flow, r.id, op) else (r,) for r in op.reads]
+            pieces[op.outputs[0]] = items = tuple(ref for row in rows for ref in row)
+            how = {**op.arguments, "tensors": items}
+            op = replace(op, arguments=how, inputs=tuple(refs(how)))
+        edit.ops.append(op)
+    if edit.ops == list(graph.ops):
+        return graph
+    return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+def _is_piece(flow: ValueFlow, value: int, whole: Op) -> bool:
+    """Whether a tensor is a `cat` along the dimension of another one, its only reader."""
+    by, rank = flow.producer(value), len(flow.values[value].shape)
+    if by is None or by.name != "aten.cat" or reads_across(by) or by.steps:
+        return False
+    dims = {op.arguments.get("dim", 0) % rank for op in (by, whole)}
+    alone = flow.storage_users[value] == [by, whole] and value not in flow.escaping
+    return alone and len(dims) == 1 and by.repeats == whole.repeats and by.part == whole.part
+
+
+def without_unread_gradients(graph: OpGraph) -> OpGraph:
+    """Gradients of weights that no optimizer reads are not made, where there is an optimizer."""
+    values, ops = graph.values, graph.ops
+    read = {values[v].storage for op in ops if op.part == "optimizer" for v in op.inputs}
+    made = {v for op in ops if op.part == "backward" for v in op.outputs} & {*graph.outputs}
+    unread = {v for v in made if values[v].storage not in read}
+    if not read or not unread:
+        return graph
+    fewer = graph.replace(outputs=tuple(v for v in graph.outputs if v not in unread))
+    return released(without_left_behind(fewer, graph), graph)
+
+
 def with_room(graph: OpGraph) -> OpGraph:
     """Inputs that leave the step longer by `cat`, and are attended to, are written in place."""
     flow, kept, grown = ValueFlow(graph), graph.values, set[int]()
@@ -460,3 +501,46 @@ _LISTS = {
     "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
     "sgd": ("self", "grads", "momentum_buffer_list"),
 }
+
+
+# -- odd sizes -------------------------------------------------------------------------------------
+
+
+def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
+    """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
+
+    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
+    """
+    sizes: dict[int, int] = {}
+    for index in graph.external:
+        tensor = graph.values[index]
+        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
+            step = max(1, load * 8 // precision(tensor.dtype).bits)
+            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
+    return dict(sorted(sizes.items()))
+
+
+def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
+    """Every dimension of one of these sizes has another one; of images, only channels."""
+
+    def sized(item: Argument) -> Argument:
+        if isinstance(item, tuple):
+            return tuple(map(sized, item))
+        return sizes.get(item, item) if type(item) is int else item
+
+    values = []
+    for tensor in graph.values:
+        shape = tuple(sizes.get(n, n) for n in tensor.shape)
+        if has_channels_last(tensor):  # heights and widths stay, and the number of images
+            first = 0 if tensor.role == "weights" else 1
+            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
+        if shape != tensor.shape:
+            steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
+            stride = tuple(s and step for s, step in steps)
+            tensor = replace(tensor, shape=shape, stride=stride)
+        values.append(tensor)
+    ops = [
+        replace(op, arguments={name: sized(item) for name, item in op.arguments.items()})
+        for op in graph.ops
+    ]
+    return graph.replace(values=tuple(values), ops=tuple(ops))

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across, relaid
 from rooftrace.costmodels.rewrites.editing import (
     Editor,
     cast_weights,
@@ -19,7 +19,6 @@ from rooftrace.costmodels.rewrites.editing import (
     reading_others,
     released,
     without_left_behind,
-    without_values,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
@@ -34,7 +33,7 @@ _ASKED = frozenset({"contiguous", "clone"})
 
 
 def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
-    """Copies that the code asks for, all of whose readers are elementwise or reduce."""
+    """Copies that the code asks for, all of whose readers take the original as it lies."""
     flow = ValueFlow(graph)
     return tuple(
         op
@@ -48,25 +47,29 @@ def _is_needless(flow: ValueFlow, copy: Op) -> bool:
     storage = flow.values[made].storage
     if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
         return False
-    users = [op for op in flow.storage_users[storage] if op.id != copy.id]
-    last = max((op.id for op in users), default=copy.id)
-    if not users or flow.overwritten(before.id, copy.id, last):
-        return False
-    same = flow.values[made].stride == flow.values[before.id].stride
-    rules = [find_rule(op.target) for op in users]
-    return all(
-        made in op.inputs and rule is not None and (same or rule.fusion in _ANY_LAYOUT)
-        for op, rule in zip(users, rules, strict=True)
-    )
+    last = max(op.id for op in flow.storage_users[storage])
+    written = flow.overwritten(before.id, copy.id, last)
+    return not written and _takes(flow, made, flow.values[before.id].stride)
 
 
-_ANY_LAYOUT = frozenset({"pointwise", "reduction"})
+def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...], viewed: bool = False) -> bool:
+    """Whether all readers of a value take it at other strides, without a copy.
 
-
-def without_copies(graph: OpGraph) -> OpGraph:
-    """The graph without needless copies."""
-    copies = {op.outputs[0]: operand(op, "self").id for op in needless_copies(graph)}
-    return without_values(Editor(graph), copies)
+    Elementwise ops and sums take any; products, of views too, matrices in either order (BLAS).
+    """
+    tensor = flow.values[value]
+    for op in flow.users[value]:
+        rule = find_rule(op.target)
+        product = op.name in ("aten.mm", "aten.bmm") and 1 in stride[-2:] and 0 not in stride
+        any_order = rule is not None and rule.fusion in ("pointwise", "reduction") and not viewed
+        fits = any_order or product
+        if op.kind == "view":
+            views = [v for v in op.outputs if flow.values[v].storage == tensor.storage]
+            laid = {v: relaid(flow.values[v], tensor, stride) for v in views}
+            fits = all(now is not None and _takes(flow, v, now, True) for v, now in laid.items())
+        if not fits and (rule is None or stride != tensor.stride):
+            return False
+    return bool(flow.users[value])
 
 
 def without_repeated_work(graph: OpGraph) -> OpGraph:
@@ -89,7 +92,7 @@ def without_repeated_work(graph: OpGraph) -> OpGraph:
         depth = max((op.repeats.index(r) + 1 for r in read if r in op.repeats), default=0)
         inner = op.repeats if op.steps else op.repeats[:depth]
         same = first.setdefault((op.target, inner, key_of(op.arguments)), op)
-        if (same is op and inner == op.repeats) or _is_random(op):
+        if (same is op and inner == op.repeats) or is_random(op):
             edit.ops.append(op)
             continue
         if same is not op:
@@ -113,19 +116,24 @@ def _repeats_of(edit: Editor, value: int) -> tuple[int, ...]:
 def _is_pure(flow: ValueFlow, op: Op) -> bool:
     """Whether an op of forward makes the same wherever it reads the same."""
     storages = {flow.values[value].storage for value in (*op.inputs, *op.outputs)}
+    away = flow.escaping.isdisjoint(flow.values[value].storage for value in op.outputs)
     return (
-        op.part == "forward"
-        and op.kind in ("kernel", "view")
+        op.part == "forward" and is_plain(flow, op) and storages.isdisjoint(flow.writers) and away
+    )
+
+
+def is_plain(flow: ValueFlow, op: Op) -> bool:
+    """Whether an op reads values of its iteration alone, and writes into none of them."""
+    return (
+        op.kind in ("kernel", "view")
         and op.collective is None
         and "writes" not in op.facts
         and not reads_across(op)
-        and storages.isdisjoint(flow.writers)
-        and flow.escaping.isdisjoint(flow.values[value].storage for value in op.outputs)
         and all(flow.values[value].then is None for value in (*op.inputs, *op.outputs))
     )
 
 
-def _is_random(op: Op) -> bool:
+def is_random(op: Op) -> bool:
     """Whether an op draws random numbers."""
     if op.kind == "view":
         return False
@@ -158,7 +166,7 @@ def made_before(graph: OpGraph) -> OpGraph:
     before = set[int]()
     for op in graph.ops:
         is_fixed = all(v in fixed for v in op.inputs) and (op.inputs or not wide)
-        if not is_fixed or not _is_pure(flow, op) or _is_random(op) or op.assumptions:
+        if not is_fixed or not _is_pure(flow, op) or is_random(op) or op.assumptions:
             continue
         if op.kind == "kernel" and not casts.keys().isdisjoint(op.inputs):
             continue  # stored as it is cast: told apart
@@ -301,7 +309,7 @@ def _can_be_lane(flow: ValueFlow, op: Op) -> bool:
     if op.assumptions or op.collective is not None or "writes" in op.facts or op.kind == "sync":
         return False
     known = op.kind == "view" or op.name in _COUNTED | _ROWWISE
-    if not known and (rule is None or rule.fusion != "pointwise" or _is_random(op)):
+    if not known and (rule is None or rule.fusion != "pointwise" or is_random(op)):
         return False
     if not op.inputs or any(not isinstance(a, _SIMPLE) for a in op.arguments.values()):
         return False

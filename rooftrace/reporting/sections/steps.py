@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rooftrace.costmodels.fusion import SUMMARIES, waits_of
+from rooftrace.costmodels.rewrites import UNCHANGED
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_capacity, format_share, format_time, listed
 from rooftrace.reporting.renderers import units, view, words
@@ -263,7 +264,9 @@ def steps(results: Results) -> view.Section:
     ]
     parts.append(view.Note(f"Items are {items}. {' '.join(about)}", on="page"))
     notes = dict.fromkeys(note for estimate in shown for note in estimate.notes)
-    parts += [view.Note(note, on="page", bullet=1) for note in notes]
+    parts += [
+        view.Note(note, on="both" if UNCHANGED in note else "page", bullet=1) for note in notes
+    ]
     parts += [view.Image(name) for name in FIGURES]
     return view.Section(title="What a step costs", place=2, parts=parts)
 

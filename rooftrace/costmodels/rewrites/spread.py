@@ -1,0 +1,359 @@
+"""Work on equal numbers done once: what is repeated is computed before, not after.
+
+A value is spread where its elements are copies of those of a smaller one, as `expand`, `repeat` and
+nearest upsampling make them.  Ops whose rows do not mix take the smaller one.  Of the gradient of a
+spread value only its sum over the copies is read, which is taken as early.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from msgspec.structs import replace
+
+from rooftrace.costmodels.ops import find_rule
+from rooftrace.costmodels.rewrites.dataflow import COPIES, VIEWS, ValueFlow, dense_like
+from rooftrace.costmodels.rewrites.editing import (
+    Editor,
+    operand,
+    reading_others,
+    released,
+    without_left_behind,
+)
+from rooftrace.costmodels.rewrites.indexing import order_of
+from rooftrace.costmodels.rewrites.waste import is_plain, is_random
+from rooftrace.graph import Argument, Op, OpGraph, Ref
+
+Dim = tuple[tuple[int, bool], ...]
+"""The factors of a dimension, the outermost first: its length, and whether elements differ."""
+Dims = tuple[Dim, ...]
+_ORDERS = frozenset({"aten.t", "aten.transpose", "aten.permute"})
+_PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice"})
+_RESHAPES = VIEWS - _ORDERS - {"aten.expand"}
+
+
+def _tidy(factors: Iterable[tuple[int, bool]]) -> Dim:
+    """Without ones, and with neighbours of a kind as one."""
+    done: list[tuple[int, bool]] = []
+    for size, own in factors:
+        if size != 1 and done and done[-1][1] == own:
+            done[-1] = (done[-1][0] * size, own)
+        elif size != 1:
+            done.append((size, own))
+    return tuple(done)
+
+
+def _whole(shape: Sequence[int]) -> Dims:
+    return tuple(_tidy([(size, True)]) for size in shape)
+
+
+def _varies(*dims: Dim) -> bool:
+    """Whether elements differ all along these dimensions."""
+    return all(own for dim in dims for _, own in dim)
+
+
+def _small(dims: Dims) -> tuple[int, ...]:
+    """The shape without copies."""
+    return tuple(math.prod(size for size, own in dim if own) for dim in dims)
+
+
+def _together(*rows: Dims) -> Dims:
+    """The dims of a pointwise result: elements differ where those of any operand do."""
+    rank = max(map(len, rows))
+    wide = (((),) * (rank - len(row)) + row for row in rows)
+    made = list[Dim]()
+    for column in zip(*wide, strict=True):
+        dims = [dim for dim in column if dim]
+        size = math.prod(n for n, _ in dims[0]) if dims else 1
+        ends = sorted({end for dim in dims for end in _ends(dim)})  # of factors, in elements
+        if any(b % a for a, b in pairwise(ends)):
+            made.append(_tidy([(size, True)]))
+            continue
+        steps = zip([1, *ends], ends, strict=False)
+        made.append(_tidy([(b // a, any(_owns(dim, a) for dim in dims)) for a, b in steps][::-1]))
+    return tuple(made)
+
+
+def _ends(dim: Dim) -> list[int]:
+    """The products of the innermost factors: of one, of two, ..."""
+    return [math.prod(n for n, _ in dim[place:]) for place in range(len(dim))]
+
+
+def _owns(dim: Dim, step: int) -> bool:
+    """Whether elements at this distance within a factor differ."""
+    return next(
+        own for end, (_, own) in zip(_ends(dim)[::-1], dim[::-1], strict=True) if end > step
+    )
+
+
+def _regrouped(dims: Dims, shape: Sequence[int]) -> Dims | None:
+    """The dims of a reshape; None where a factor would be cut."""
+    left, made = [factor for dim in dims for factor in dim], list[Dim]()
+    for size in reversed(shape):
+        dim: list[tuple[int, bool]] = []
+        while size > 1:
+            length, own = left.pop()
+            both = math.gcd(length, size)
+            if both not in (length, size):
+                return None
+            left += [(length // both, own)] * (length > both)
+            dim.append((both, own))
+            size //= both
+        made.append(_tidy(dim[::-1]))
+    return tuple(made[::-1])
+
+
+def is_copy(op: Op) -> bool:
+    """Whether a kernel does nothing but copy elements."""
+    return op.name in COPIES or op.name == "aten.repeat" or "upsample_nearest" in op.name
+
+
+class _SpreadValues(ValueFlow):
+    """The dims of spread values and of gradients that are read as sums; of each read, its own."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        super().__init__(graph)
+        self.spread, self.sums = dict[int, Dims](), dict[int, Dims]()
+        self.needed = dict[int, Mapping[int, Dims]]()
+        """By op of backward and gradient, the copies in it that it may take as their sum."""
+        self.computed = set[int]()
+        """Spread values that are more than copies."""
+        plain = [op for op in graph.ops if op.inputs and self._is_plain(op)]
+        for op in plain:
+            made = self._made(op)
+            if made and not all(_varies(*dims) for dims in made):
+                self.spread |= dict(zip(op.outputs, made, strict=True))
+                if (op.kind == "kernel" and not is_copy(op)) or self.computed & {*op.inputs}:
+                    self.computed.update(op.outputs)
+        for op in reversed(plain) if self.spread else ():
+            if op.part == "backward" and self.spread.keys().isdisjoint(op.outputs):
+                self.needed[op.id] = self._needed(op)
+
+    def _is_plain(self, op: Op) -> bool:
+        values = (*op.inputs, *op.outputs)
+        writers = [w.part for v in values for w in self.writers.get(self.values[v].storage, ())]
+        plain = op.part in ("forward", "backward") and is_plain(self, op) and not op.assumptions
+        some = all(0 not in self.values[value].shape for value in values)
+        return plain and some and {*writers} <= {"optimizer"} and not is_random(op)
+
+    def is_elementwise(self, op: Op) -> bool:
+        """Whether an op makes one result element by element, of operands that broadcast."""
+        rule = find_rule(op.target)
+        if rule is None or rule.fusion != "pointwise" or rule.family or not op.inputs:
+            return False
+        shape, sizes = self.values[op.outputs[0]].shape, [self.values[v].shape for v in op.inputs]
+        pairs = [pair for size in sizes for pair in zip(size[::-1], shape[::-1], strict=False)]
+        alike = all(n in (1, m) for n, m in pairs) and all(len(s) <= len(shape) for s in sizes)
+        known = (rule.kind is None or op.name in COPIES) and "cross" not in op.name
+        return alike and known and len(op.outputs) == 1
+
+    def is_whole(self, op: Op) -> bool:
+        """Whether the operands of an elementwise op have no copies together."""
+        return _varies(*_together(*map(self.dims, op.inputs)))
+
+    def dims(self, value: int) -> Dims:
+        """The dims of a value."""
+        return self.spread.get(value) or _whole(self.values[value].shape)
+
+    def _made(self, op: Op) -> list[Dims] | None:
+        """The dims of the results of an op; None where they are not known."""
+        shape, first = self.values[op.outputs[0]].shape, self.dims(op.inputs[0])
+        made = None
+        if op.part == "forward" and (op.name == "aten.expand" or is_copy(op)):
+            made = self._copied(op, first, shape)
+        elif self.spread.keys().isdisjoint(op.inputs):
+            return None
+        elif op.name in _ORDERS:
+            made = tuple(first[d] for d in order_of(op, len(first)))
+        elif op.name in _PARTS and op.kind == "view":
+            dim = op.arguments.get("dim", 0) % len(first)
+            parts = [_whole(self.values[v].shape)[dim : dim + 1] for v in op.outputs]
+            each = [first[:dim] + part + first[dim + 1 :] for part in parts]
+            return each if _varies(first[dim]) else None
+        elif op.kind == "view":
+            made = _regrouped(first, shape) if op.name in _RESHAPES else None
+        elif op.name in ("aten.mm", "aten.addmm"):
+            a, b = (self.dims(v) for v in op.inputs[-2:])
+            bias = [first] if op.name == "aten.addmm" else []
+            made = _together((a[0], b[1]), *bias) if _varies(a[1], b[0]) else None
+        elif op.name == "aten.embedding":
+            made = (*self.dims(operand(op, "indices").id), *_whole(shape[-1:]))
+        elif op.name == "aten.convolution" and self._is_by_pixel(op):
+            made = (first[0], *_whole(shape[1:2]), *first[2:]) if _varies(first[1]) else None
+        elif self.is_elementwise(op):
+            made = _together(*map(self.dims, op.inputs))
+        return [made] if made and len(made) == len(shape) else None
+
+    def _copied(self, op: Op, first: Dims, shape: tuple[int, ...]) -> Dims | None:
+        """The dims of a value that an op of copies makes."""
+        made = list[Dim]()
+        for n, dim in zip(shape, ((),) * (len(shape) - len(first)) + first, strict=True):
+            times, rest = divmod(n, math.prod(size for size, _ in dim))
+            if rest:
+                return None
+            copies = ((times, False),)
+            made.append(_tidy((*copies, *dim) if op.name == "aten.repeat" else (*dim, *copies)))
+        return tuple(made)
+
+    def _is_by_pixel(self, op: Op) -> bool:
+        window = self.values[operand(op, "weight").id].shape[2:]
+        edges, steps = op.arguments["padding"], op.arguments["stride"]
+        return not op.arguments.get("transposed") and {*window, *steps} == {1} and not any(edges)
+
+    def _needed(self, op: Op) -> Mapping[int, Dims]:
+        """By gradient that an op of backward reads: its dims; the readers of results are known."""
+        readers = [user for value in op.outputs for user in self.users[value]]
+        rows = [self.needed.get(user.id, {}).get(op.outputs[0]) for user in readers]
+        known = [row for row in rows if row is not None]
+        away = not rows or len(known) < len(rows) or op.outputs[0] in self.graph.outputs
+        made = None if away or len(op.outputs) > 1 else _together(*known)
+        made = None if made is None or _varies(*made) else made
+        wanted = self._wanted(op, made)
+        if not self.spread.keys().isdisjoint(wanted):
+            return {}
+        if made and wanted:
+            self.sums[op.outputs[0]] = made
+        return wanted or (self._wanted(op, None) if made else {})
+
+    def _wanted(self, op: Op, made: Dims | None) -> Mapping[int, Dims]:
+        """By gradient that an op reads, its dims; made: those of the result, where it is a sum."""
+        first, shape = op.inputs[0], self.values[op.inputs[0]].shape
+        if op.name == "aten.mm":
+            (a, b), rows = op.inputs, made or _whole(self.values[op.outputs[0]].shape)
+            left, right = self.dims(a), self.dims(b)
+            each = {a: (rows[0], right[0]), b: (left[1], rows[1])}
+            own = _varies(left[0], right[1])
+            return {
+                v: d for v, d in each.items() if own and v not in self.spread and not _varies(*d)
+            }
+        if made is None and op.name == "aten.sum":
+            over = {d % len(shape) for d in op.arguments.get("dim") or range(len(shape))}
+            return {first: tuple(_tidy([(n, d not in over)]) for d, n in enumerate(shape))}
+        if made is None and op.name == "aten.embedding_dense_backward":
+            return {first: (*self.dims(operand(op, "indices").id), *_whole(shape[-1:]))}
+        if made is None:
+            return {}
+        if op.kind == "view":
+            order = order_of(op, len(shape)) if op.name in _ORDERS else []
+            back = tuple(made[order.index(d)] for d in range(len(order)))
+            back = back or (op.name in _RESHAPES and _regrouped(made, shape)) or ()
+            return {first: back} if back else {}
+        grads = list[int]()
+        for value in op.inputs:
+            maker = None if value in self.spread else self.producer(value)
+            grads += [value] if maker is not None and maker.part == "backward" else []
+        rest = [self.dims(v) for v in op.inputs if v not in grads]
+        alike = all(self.values[v].shape == self.values[op.outputs[0]].shape for v in grads)
+        fits = alike and self.is_elementwise(op)
+        return dict.fromkeys(grads, made) if fits and _together(made, *rest) == made else {}
+
+
+def copied_late(graph: OpGraph) -> OpGraph:
+    """Kernels of rows take them before they are repeated; the same graph where there are none."""
+    known = _SpreadValues(graph)
+    if not any(op.kind == "kernel" and known.spread.keys() & {*op.outputs} for op in graph.ops):
+        return graph
+    return released(without_left_behind(_SmallWork(graph, known).done(), graph), graph).verify()
+
+
+class _SmallWork(Editor):
+    """A graph whose spread values, and sums of gradients, are small; or have a small one beside."""
+
+    def __init__(self, graph: OpGraph, known: _SpreadValues) -> None:
+        super().__init__(graph)
+        self.known, self.beside = known, dict[int, int]()
+        self.totals = dict[object, int]()
+        whole = self._whole()
+        for op in graph.ops:
+            made = known.spread if known.spread.keys() & {*op.outputs} else known.sums
+            now = dict[int, int]()
+            if made is known.spread or known.needed.get(op.id):
+                now = {v: self.beside[v] for v in op.inputs if v in self.beside}
+                needed = known.needed.get(op.id, {}).items() if op.name != "aten.sum" else ()
+                late = {v: dims for v, dims in needed if v not in known.sums}
+                now |= {v: self._total(op, v, dims) for v, dims in late.items()}
+            if made.keys().isdisjoint(op.outputs):
+                mask = op.arguments.get("mask")
+                if isinstance(mask, Ref) and mask.id in known.spread.keys() - whole:
+                    now[mask.id] = self._expanded(op, mask, graph.values[mask.id].shape).id
+                self.ops.append(reading_others(op, now))
+                continue
+            full = whole & {*op.outputs}
+            if full and not self._is_anew(op):
+                self.ops.append(op)
+            self._shrink(op, reading_others(op, now), made, bool(full))
+            for value in full if self._is_anew(op) else ():
+                self._spread(op, value)
+
+    def _is_anew(self, op: Op) -> bool:
+        """Whether all copies of what an op makes are made of the small one."""
+        return op.kind == "kernel" and op.outputs[0] in self.known.computed
+
+    def _whole(self) -> set[int]:
+        """Spread values that are read with all their copies."""
+        spread, whole = self.known.spread, {*self.graph.outputs}
+        for op in reversed(self.graph.ops):
+            read = {v for v in op.inputs if v in spread}
+            if spread.keys().isdisjoint(op.outputs) and not self.known.needed.get(op.id):
+                mask, alike = op.arguments.get("mask"), self.known.is_elementwise(op)
+                alike = alike and not is_copy(op) and self.known.is_whole(op)
+                wide = {v for v in read if alike or mask == Ref(v)}
+                whole |= read - {v for v in wide if all(len(dim) < 2 for dim in spread[v])}
+            elif whole & {*op.outputs} and not self._is_anew(op):
+                whole |= read
+        return whole & spread.keys()
+
+    def _shrink(self, op: Op, now: Op, made: Mapping[int, Dims], is_beside: bool) -> None:
+        """The small values of an op; now: the op with its small operands."""
+        of, outs = self.values[now.inputs[0]] if now.inputs else None, list[int]()
+        alias = op.name in _RESHAPES or op.name == "aten.expand"
+        assert of is not None
+        alias = alias or (is_copy(op) and of.dtype == self.values[op.outputs[0]].dtype)
+        for value in op.outputs:
+            old, shape = self.values[value], _small(made[value])
+            stride = dense_like(shape, old.stride)
+            if op.name in _ORDERS:
+                stride = tuple(of.stride[d] for d in order_of(op, len(shape)))
+            elif (op.name in _PARTS and op.kind == "view") or (alias and shape == of.shape):
+                stride = of.stride
+            out = len(self.values) if is_beside else value
+            storage = of.storage if alias or op.kind == "view" else out
+            new = replace(old, shape=shape, stride=stride, storage=storage)
+            self.values[out : out + 1] = [new]
+            outs.append(out)
+        self.beside |= dict(zip(op.outputs, outs, strict=True)) if is_beside else {}
+        if alias:
+            self.reshape(op, Ref(now.inputs[0]), outs[0])
+        else:
+            self.ops.append(replace(now, outputs=tuple(outs), flops_torch=None))
+
+    def _spread(self, op: Op, value: int) -> None:
+        """All copies of a small value."""
+        old = self.graph.values[value]
+        factors = [factor for dim in self.known.spread[value] for factor in dim]
+        few = self.viewed(op, Ref(self.beside[value]), tuple(n if own else 1 for n, own in factors))
+        shape = tuple(n for n, _ in factors)
+        wide = self._expanded(op, few, shape)
+        made = self.made(op, "aten.clone.default", {"self": wide}, shape, old.dtype, old.role)
+        self.becomes(op, value, made)
+
+    def _expanded(self, op: Op, few: Ref, shape: tuple[int, ...]) -> Ref:
+        of = self.values[few.id]
+        steps = zip(of.stride, of.shape, shape, strict=True)
+        stride = tuple(step if n == size else 0 for step, n, size in steps)
+        return self.view_op(op, "aten.expand.default", few, {"size": shape}, shape, stride)
+
+    def _total(self, op: Op, value: int, dims: Dims) -> int:
+        """A gradient, its copies added up."""
+        key = value, dims, op.repeats
+        if key not in self.totals:
+            factors, old = [factor for dim in dims for factor in dim], self.values[value]
+            rows = self.viewed(op, Ref(value), tuple(n for n, _ in factors))
+            over = tuple(d for d, (_, own) in enumerate(factors) if not own)
+            how: dict[str, Argument] = {"self": rows, "dim": over}
+            shape = tuple(n for n, own in factors if own)
+            made = self.made(op, "aten.sum.dim_IntList", how, shape, old.dtype, old.role)
+            self.totals[key] = self.viewed(op, made, _small(dims)).id
+        return self.totals[key]
