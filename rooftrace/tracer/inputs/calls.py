@@ -44,6 +44,7 @@ from rooftrace.tracer.values import (
 # After the trace, attributes of its modules and of the objects that they and the hooks hold are
 # restored.
 
+_EMPTIED = frozenset({dict, OrderedDict})
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
@@ -59,11 +60,11 @@ def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
     of the inputs, and the random numbers of the process.  Else only a tensor's identity is.
     """
     with contextlib.nullcontext() if inputs is None else _numbers_kept(module, inputs):
-        state = _State()
-        for part in module.modules():
+        state, parts = _State(), trees.modules_in(module)
+        for part in parts:
             state.keep(part)
         # The mode of most is among their attributes, and is put back with these.
-        others = (part for part in module.modules() if "training" not in vars(part))
+        others = (part for part in parts if "training" not in vars(part))
         modes = [(part, part.training) for part in others if hasattr(part, "training")]
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         try:
@@ -130,19 +131,27 @@ class _State:
         self._held: list[Any] = []  # identities stay those of these objects
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
+        self._empty: list[Any] = []  # containers without an item
         self._cells: list[tuple[CellType, Any]] = []
 
     def keep(self, part: nn.Module) -> None:
         """Remember a module's attributes, and their contents."""
-        self._attributes.append((vars(part), dict(vars(part))))
-        for item in vars(part).values():
-            self._look(item, _DEPTH)
+        held = dict(vars(part))
+        self._attributes.append((vars(part), held))
+        for item in held.values():
+            kind = type(item)
+            if kind in _EMPTIED and not item:  # as most dicts of hooks
+                self._empty.append(item)
+            elif kind not in trees.PLAIN:
+                self._look(item, _DEPTH)
 
     def restore(self) -> None:
         """Put back the former attributes."""
         for container, content in chain(self._attributes, self._containers):
-            if container or content:  # most are empty, as the dicts of hooks
-                _put_back(container, content)
+            _put_back(container, content)
+        for container in self._empty:
+            if container:
+                container.clear()
         for cell, value in self._cells:
             if trees.cell_content(cell) is not value and value is not trees.ABSENT:
                 cell.cell_contents = value

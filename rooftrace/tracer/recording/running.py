@@ -400,7 +400,7 @@ def _storages(items: Any) -> set[int]:
 
 
 # -- known sizes -----------------------------------------------------------------------------------
-# Most meta kernels of torch are Python, and take 0.1 to 2 ms.  What they give for contiguous tensors
+# Most meta kernels of torch are Python, and take 0.1 to 2 ms.  What they give for plain tensors
 # is a `_recipe`; None for others, which the kernel runs or refuses.
 
 
