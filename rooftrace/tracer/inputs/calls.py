@@ -28,7 +28,6 @@ from rooftrace.tracer.values import (
     Values,
     inputs_on_meta,
     masks,
-    own_tensors,
     parameters_of,
     tensors_in,
     torch_dtype,
@@ -44,8 +43,8 @@ from rooftrace.tracer.values import (
 # After the trace, attributes of its modules and of the objects that they and the hooks hold are
 # restored.
 
-_EMPTIED = frozenset({dict, OrderedDict})
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
+_NOTHING: dict[Any, Any] = {}
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
 _NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
@@ -83,7 +82,7 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
 
     Inside none of them has a gradient.  Their content is kept on the host.
     """
-    held = [t for part in module.modules() for t in trees.own_tensors(part)]
+    held = trees.tensors_of(module)
     held += [t for part in module.modules() for _, t in trees.held_tensors(part)]
     tensors = list({id(t): t for t in (*held, *trees.tensors_in(inputs))}.values())
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
@@ -131,27 +130,22 @@ class _State:
         self._held: list[Any] = []  # identities stay those of these objects
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
-        self._empty: list[Any] = []  # containers without an item
         self._cells: list[tuple[CellType, Any]] = []
 
     def keep(self, part: nn.Module) -> None:
         """Remember a module's attributes, and their contents."""
-        held = dict(vars(part))
-        self._attributes.append((vars(part), held))
-        for item in held.values():
-            kind = type(item)
-            if kind in _EMPTIED and not item:  # as most dicts of hooks
-                self._empty.append(item)
-            elif kind not in trees.PLAIN:
+        self._attributes.append((vars(part), dict(vars(part))))
+        for item in vars(part).values():
+            if type(item) in _CONTAINERS and not item:  # as most dicts of hooks
+                self._containers.append((item, _NOTHING))
+            elif type(item) not in trees.PLAIN:
                 self._look(item, _DEPTH)
 
     def restore(self) -> None:
         """Put back the former attributes."""
         for container, content in chain(self._attributes, self._containers):
-            _put_back(container, content)
-        for container in self._empty:
-            if container:
-                container.clear()
+            if container or content:
+                _put_back(container, content)
         for cell, value in self._cells:
             if trees.cell_content(cell) is not value and value is not trees.ABSENT:
                 cell.cell_contents = value
@@ -451,7 +445,7 @@ class Loaded:
         A parameter stays one, and tied weights stay tied.
         """
         memo: dict[int, Any] = {}
-        for tensor in (tensor for part in self.module.modules() for tensor in own_tensors(part)):
+        for tensor in trees.tensors_of(self.module):
             if id(tensor) not in memo:
                 made = fill(tensor)
                 if isinstance(tensor, nn.Parameter):

@@ -409,7 +409,7 @@ class _Builder:
         origin = recorded.origin
         self.turns.append(origin.loop)
         made = [spec.shape for spec in recorded.specs]
-        flops, given = self._flops(node, self._tensor, made)
+        flops, override = self._flops(node, self._tensor, made)
         self.ops.append(
             Op(
                 id=len(self.ops),
@@ -425,7 +425,7 @@ class _Builder:
                 function=origin.function,
                 source=origin.source,
                 flops_torch=flops,
-                facts={**recorded.facts, **given},
+                facts={**recorded.facts, **override},
                 assumptions=tuple(sorted(recorded.taint)),
                 stream=recorded.stream,
                 collective=recorded.collective,

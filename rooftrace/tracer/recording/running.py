@@ -502,7 +502,7 @@ def _layer_norm_backward(grad: Tensor, x: Tensor, size: Sequence[int], *rest: An
     if not rows or not _plain((mean, deviation), rows, x):
         return None
     all_of = ((tuple(t.shape), t.stride(), t.dtype) for t in (x, weight, bias))
-    return tuple, tuple(one if want else None for one, want in zip(all_of, wanted, strict=True))
+    return tuple, tuple(look if want else None for look, want in zip(all_of, wanted, strict=True))
 
 
 def _rows(x: Tensor, size: Sequence[int]) -> tuple[int, ...]:

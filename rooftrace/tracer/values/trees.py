@@ -363,15 +363,15 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
 def modules_in(root: nn.Module) -> list[nn.Module]:
     """A module and all inside, each once, in the order of `Module.modules`, which passes each
     through a generator for each module that it is in."""
-    found: dict[nn.Module, None] = {}
+    modules: dict[nn.Module, None] = {}
     waiting = [root]
     while waiting:
         module = waiting.pop()
-        if module not in found:
-            found[module] = None
+        if module not in modules:
+            modules[module] = None
             if inside := module._modules:
                 waiting += [part for part in reversed(inside.values()) if part is not None]
-    return list(found)
+    return list(modules)
 
 
 def tensors_of(root: nn.Module) -> list[Tensor]:
