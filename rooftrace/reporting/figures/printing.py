@@ -167,9 +167,9 @@ def save(draw: Callable[[], Figure], *paths: Path, medium: Medium = SCREEN) -> N
 
     usual = dict(dict.items(rcParamsDefault))
     del usual["backend"]
+    usual["text.hinting"] = "force_autohint"  # the font's own takes longer
     with rc_context():
         dict.update(rcParams, usual)  # as they are: setting one by one warns of old names
-        dict.update(rcParams, {"text.hinting": "force_autohint"})  # the font's own takes longer
         figure = draw()
         for path in paths:
             _write(figure, path, medium)

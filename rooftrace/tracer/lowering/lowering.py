@@ -501,7 +501,7 @@ class _TorchFlops:
             return None, False, True
         sized = getattr(formula, "__code__", None) is _OF_SIZES
         own = inspect.unwrap(formula).__module__.partition(".")[0] == "torch"
-        return (formula.__wrapped__ if sized else formula), sized, own  # type: ignore[attr-defined]
+        return (formula.__wrapped__ if sized else formula), sized, own
 
     def __call__(
         self, node: fx.Node, tensor_of: Callable[[fx.Node], Tensor], made: Sequence[Any]
@@ -529,7 +529,7 @@ class _TorchFlops:
         return flops, ({} if own else {"flops_given": flops})
 
 
-_OF_SIZES = shape_wrapper(len).__code__
+_OF_SIZES = shape_wrapper(len).__code__  # type: ignore[no-untyped-call]
 """The code of torch's function around a formula that takes sizes."""
 _REFUSED = (AssertionError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
 """What a formula raises for sizes that it refuses."""
@@ -546,8 +546,8 @@ def _empty(target: Any, specs: Sequence[taperecords.Spec]) -> bool:
 _LOOKS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def _in_place(target: Any, args: Sequence[Any], outputs: list[TorchTensor]) -> Any:
-    """The result of an op: one tensor, or several, None where its output_mask wants none."""
+def _in_place(target: Any, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """The result of an op, tensors or sizes: one, or several, None where output_mask wants none."""
     names = [argument.name for argument in target._schema.arguments]
     place = names.index("output_mask") if "output_mask" in names else len(args)
     if place < len(args) and sum(args[place]) == len(outputs):

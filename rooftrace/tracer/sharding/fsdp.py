@@ -483,7 +483,7 @@ def mesh_of(roots: Iterable[nn.Module]) -> dict[str, int]:
 
 def _meshes(roots: list[nn.Module]) -> list[Any]:
     """The root meshes of the weights of modules."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     over: dict[int, Any] = {}
     for root in roots if kind is not None else ():
         for tensor in trees.tensors_of(root):

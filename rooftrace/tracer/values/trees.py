@@ -354,7 +354,7 @@ _COMMON = frozenset({bool, int, str, type(None), dict, OrderedDict, set})
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
     """Parameters, buffers and plain tensor attributes of one module, without its children's."""
-    tensors = [t for t in module._parameters.values() if t is not None]
+    tensors: list[Tensor] = [t for t in module._parameters.values() if t is not None]
     tensors += [t for t in module._buffers.values() if t is not None]
     others = vars(module).values()
     return tensors + [x for x in others if type(x) not in _COMMON and isinstance(x, Tensor)]
