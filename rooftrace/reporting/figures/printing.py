@@ -167,7 +167,6 @@ def save(draw: Callable[[], Figure], *paths: Path, medium: Medium = SCREEN) -> N
 
     usual = dict(dict.items(rcParamsDefault))
     del usual["backend"]
-    usual["text.hinting"] = "force_autohint"  # the font's own takes longer
     with rc_context():
         dict.update(rcParams, usual)  # as they are: setting one by one warns of old names
         figure = draw()
