@@ -281,20 +281,23 @@ def _group(axes: Axes, name: str, y: float, frame: Frame) -> None:
 
 def _bar(axes: Axes, bar: Bar, y: float, scale: float, panel: Panel, frame: Frame) -> None:
     """One bar with its parts, its mark, its total and its name at the left."""
+    from matplotlib.patches import Rectangle
+
     _, _, tones, wording = panel
     mark = bar.mark / scale if bar.mark is not None and _near(bar) else None
     left = 0.0
     for name, amount in bar.parts.items():
         width = amount / scale
         colour = tones.get(name, style.GREY)
-        axes.barh(y, width, left=left, height=0.74, color=colour, edgecolor="white", linewidth=0.8)
+        part: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.8}
+        axes.add_artist(Rectangle((left, y - 0.37), width, 0.74, **part))  # barh looks for limits
         start, room = _clear_part(left, left + width, mark)
         texts = (f"{name} {wording(amount)}", wording(amount), words.percent(amount / bar.length))
         inches = room * frame.span - 0.08
-        fitting = [text for text in texts if printing.width_of(text, 9) < inches]
-        if fitting:
+        text = next((text for text in texts if printing.fits(text, 9, inches)), "")
+        if text:
             middle, ink = start + room / 2, style.ink_on(colour)
-            axes.text(middle, y, fitting[0], fontsize=9, ha="center", va="center", color=ink)
+            axes.text(middle, y, text, fontsize=9, ha="center", va="center", color=ink)
         left += width
     if mark is not None:
         line: dict[str, Any] = {"color": style.INK, "linewidth": 2.2, "solid_capstyle": "butt"}

@@ -128,15 +128,32 @@ def width_of(text: str, size: float, bold: bool = False) -> float:
 def wrapped(text: str, size: float, room: float, bold: bool = False) -> list[str]:
     """The text as lines that take at most so many inches; a longer word is cut. None for ""."""
     lines: list[str] = []
-    for word in visible(text).split():
-        longer = f"{lines[-1]} {word}" if lines else word
-        if lines and width_of(longer, size, bold) <= room:
-            lines[-1] = longer
+    words = visible(text).split()
+
+    def fits(many: int) -> bool:
+        return width_of(" ".join(words[:many]), size, bold) <= room
+
+    while words:  # to measure a text takes as long as to draw it: not once for each word
+        many, least = len(words), 0
+        if not fits(many):
+            while many - least > 1:
+                middle = (least + many) // 2
+                least, many = (middle, many) if fits(middle) else (least, middle)
+            many = max(1, least)
+        if not least and len(words[0]) > 1 and not fits(1):
+            words[0] = f"{words[0].rstrip('…')[:-1]}…"
             continue
-        while len(word) > 1 and width_of(word, size, bold) > room:
-            word = f"{word.rstrip('…')[:-1]}…"
-        lines.append(word)
+        lines.append(" ".join(words[:many]))
+        del words[:many]
     return lines
+
+
+def fits(text: str, size: float, room: float) -> bool:
+    """Whether a line of text is narrower than so many inches.
+
+    Letters are wider than a fifth of their size, by which most texts are known to be too wide.
+    """
+    return len(text) * size / 72 / 5 < room and width_of(text, size) < room
 
 
 def save(draw: Callable[[], Figure], *paths: Path, medium: Medium = SCREEN) -> None:

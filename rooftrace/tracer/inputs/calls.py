@@ -28,7 +28,6 @@ from rooftrace.tracer.values import (
     Values,
     inputs_on_meta,
     masks,
-    own_tensors,
     parameters_of,
     tensors_in,
     torch_dtype,
@@ -45,6 +44,7 @@ from rooftrace.tracer.values import (
 # restored.
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, set, list, deque)
+_NOTHING: dict[Any, Any] = {}
 _DEPTH = 6
 """How deep objects inside objects are looked into."""
 _NOT_THEIRS = (Tensor, nn.Module, type, ModuleType, bytes, *trees.PLAIN)
@@ -59,11 +59,11 @@ def as_before(module: nn.Module, inputs: Any = None) -> Iterator[None]:
     of the inputs, and the random numbers of the process.  Else only a tensor's identity is.
     """
     with contextlib.nullcontext() if inputs is None else _numbers_kept(module, inputs):
-        state = _State()
-        for part in module.modules():
+        state, parts = _State(), trees.modules_in(module)
+        for part in parts:
             state.keep(part)
         # The mode of most is among their attributes, and is put back with these.
-        others = (part for part in module.modules() if "training" not in vars(part))
+        others = (part for part in parts if "training" not in vars(part))
         modes = [(part, part.training) for part in others if hasattr(part, "training")]
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
         try:
@@ -82,7 +82,7 @@ def _numbers_kept(module: nn.Module, inputs: Any) -> Iterator[None]:
 
     Inside none of them has a gradient.  Their content is kept on the host.
     """
-    held = [t for part in module.modules() for t in trees.own_tensors(part)]
+    held = trees.tensors_of(module)
     held += [t for part in module.modules() for _, t in trees.held_tensors(part)]
     tensors = list({id(t): t for t in (*held, *trees.tensors_in(inputs))}.values())
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
@@ -136,12 +136,15 @@ class _State:
         """Remember a module's attributes, and their contents."""
         self._attributes.append((vars(part), dict(vars(part))))
         for item in vars(part).values():
-            self._look(item, _DEPTH)
+            if type(item) in _CONTAINERS and not item:  # as most dicts of hooks
+                self._containers.append((item, _NOTHING))
+            elif type(item) not in trees.PLAIN:
+                self._look(item, _DEPTH)
 
     def restore(self) -> None:
         """Put back the former attributes."""
         for container, content in chain(self._attributes, self._containers):
-            if container or content:  # most are empty, as the dicts of hooks
+            if container or content:
                 _put_back(container, content)
         for cell, value in self._cells:
             if trees.cell_content(cell) is not value and value is not trees.ABSENT:
@@ -442,7 +445,7 @@ class Loaded:
         A parameter stays one, and tied weights stay tied.
         """
         memo: dict[int, Any] = {}
-        for tensor in (tensor for part in self.module.modules() for tensor in own_tensors(part)):
+        for tensor in trees.tensors_of(self.module):
             if id(tensor) not in memo:
                 made = fill(tensor)
                 if isinstance(tensor, nn.Parameter):

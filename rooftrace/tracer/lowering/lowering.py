@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 from torch import Tensor as TorchTensor, fx
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from rooftrace.graph import (
     Argument,
@@ -420,7 +420,8 @@ class _Builder:
         )
         origin = recorded.origin
         self.turns.append(origin.loop)
-        flops = self._flops(node.target, node.args, node.kwargs, self._tensor, recorded.specs)
+        made = [spec.shape for spec in recorded.specs]
+        flops, override = self._flops(node, self._tensor, made)
         self.ops.append(
             Op(
                 id=len(self.ops),
@@ -436,7 +437,7 @@ class _Builder:
                 function=origin.function,
                 source=origin.source,
                 flops_torch=flops,
-                facts={**recorded.facts, **_given(node.target, flops)},
+                facts={**recorded.facts, **override},
                 assumptions=tuple(sorted(recorded.taint)),
                 stream=recorded.stream,
                 collective=recorded.collective,
@@ -496,46 +497,54 @@ def _is_called(node: fx.Node) -> bool:
 
 
 class _TorchFlops:
-    """FLOPs of an op by torch's registry; None without a formula.  Equal calls count once."""
+    """FLOPs of an op by torch's registry; None without a formula.
+
+    Most formulas take sizes, and torch wraps them in a function of tensors: they are called
+    without it, which would look for tensors in every argument.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Any, int | None] = {}
+        self._known: dict[Any, tuple[Any, bool, bool]] = {}
+
+    def _formula(self, packet: Any) -> tuple[Any, bool, bool]:
+        """The formula of an op, whether it takes sizes, and whether it is torch's own."""
+        formula = flop_registry.get(packet)
+        if formula is None:
+            return None, False, True
+        sized = getattr(formula, "__code__", None) is _OF_SIZES
+        own = inspect.unwrap(formula).__module__.partition(".")[0] == "torch"
+        return (formula.__wrapped__ if sized else formula), sized, own
 
     def __call__(
-        self,
-        target: Any,
-        args: Any,
-        kwargs: Any,
-        tensor_of: Callable[[fx.Node], Tensor],
-        specs: Sequence[taperecords.Spec],
-    ) -> int | None:
-        formula: Callable[..., int] | None = flop_registry.get(target.overloadpacket)
+        self, node: fx.Node, tensor_of: Callable[[fx.Node], Tensor], made: Sequence[Any]
+    ) -> tuple[int | None, dict[str, int]]:
+        """The FLOPs of a node whose outputs have the sizes `made`, and the count of a formula that
+        somebody registered with torch, which stands above any rule."""
+        target: Any = node.target
+        packet = target.overloadpacket
+        known = self._known.get(packet)
+        if known is None:
+            known = self._known[packet] = self._formula(packet)
+        formula, sized, own = known
         if formula is None:
-            return None
-
-        made = tuple(spec.shape for spec in specs)
-        sizes = (
-            _with(args, tensor_of, _size),
-            [(k, _with(v, tensor_of, _size)) for k, v in kwargs.items()],
+            return None, {}
+        change = _size if sized else _stub
+        outputs = (
+            [*map(torch.Size, made)] if sized else [torch.empty(s, device="meta") for s in made]
         )
-        key = (target, repr(sizes), made)
-        if key not in self._known:
-            outputs = [torch.empty(shape, device="meta") for shape in made]
-            result: Any = _in_place(target, args, outputs)
-            try:
-                arguments = _with(args, tensor_of, _stub)
-                named = {k: _with(v, tensor_of, _stub) for k, v in kwargs.items()}
-                self._known[key] = int(formula(*arguments, **named, out_val=result))
-            except (
-                AssertionError,
-                TypeError,
-                ValueError,
-                IndexError,
-                AttributeError,
-                RuntimeError,
-            ):
-                self._known[key] = None  # torch's formula refuses these shapes
-        return self._known[key]
+        out = {"out_shape" if sized else "out_val": _in_place(target, node.args, outputs)}
+        named = {name: _with(item, tensor_of, change) for name, item in node.kwargs.items()}
+        try:
+            flops = int(formula(*_with(node.args, tensor_of, change), **named, **out))
+        except _REFUSED:
+            return None, {}
+        return flops, ({} if own else {"flops_given": flops})
+
+
+_OF_SIZES = shape_wrapper(len).__code__  # type: ignore[no-untyped-call]
+"""The code of torch's function around a formula that takes sizes."""
+_REFUSED = (AssertionError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
+"""What a formula raises for sizes that it refuses."""
 
 
 def _empty(target: Any, specs: Sequence[taperecords.Spec]) -> bool:
@@ -543,22 +552,14 @@ def _empty(target: Any, specs: Sequence[taperecords.Spec]) -> bool:
 
     Where the values decide how many there are, it has to look at them first.
     """
-    tags = getattr(target, "tags", ())
-    looks = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    return all(0 in spec.shape for spec in specs) and not looks.intersection(tags)
+    return all(0 in spec.shape for spec in specs) and _LOOKS.isdisjoint(getattr(target, "tags", ()))
 
 
-def _given(target: Any, flops: int | None) -> dict[str, Any]:
-    """The count of a formula that somebody registered with torch, which stands above any rule."""
-    formula = flop_registry.get(target.overloadpacket)
-    if formula is None or flops is None:
-        return {}
-    owner = inspect.unwrap(formula).__module__
-    return {} if owner.partition(".")[0] == "torch" else {"flops_given": flops}
+_LOOKS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def _in_place(target: Any, args: Sequence[Any], outputs: list[TorchTensor]) -> Any:
-    """The result of an op: one tensor, or several, None where its output_mask wants none."""
+def _in_place(target: Any, args: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """The result of an op, tensors or sizes: one, or several, None where output_mask wants none."""
     names = [argument.name for argument in target._schema.arguments]
     place = names.index("output_mask") if "output_mask" in names else len(args)
     if place < len(args) and sum(args[place]) == len(outputs):
@@ -579,7 +580,7 @@ def _with(
 
 
 def _size(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.stride
+    return torch.Size(tensor.shape)
 
 
 def _stub(tensor: Tensor) -> TorchTensor:

@@ -55,14 +55,14 @@ def check_traceable(root: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
             f"{type(root).__name__} holds real weights that fully_shard has sharded, and cannot be "
             "copied: build it under `with torch.device('meta'):`, call fully_shard, pass that"
         )
-    for path, module in root.named_modules():
-        where = f" (in {path!r:.80})" if path else ""
-        for tensor in own_tensors(module):
-            if isinstance(tensor, torch_private.FakeTensor):
-                raise RequestError(
-                    f"{type(module).__name__} has tensors of a FakeTensorMode{where}: build it "
-                    "under `with torch.device('meta'):`"
-                )
+    for module in trees.modules_in(root):
+        if any(isinstance(tensor, torch_private.FakeTensor) for tensor in own_tensors(module)):
+            path = next(path for path, part in root.named_modules() if part is module)
+            where = f" (in {path!r:.80})" if path else ""
+            raise RequestError(
+                f"{type(module).__name__} has tensors of a FakeTensorMode{where}: build it "
+                "under `with torch.device('meta'):`"
+            )
     for tensor in inputs:
         if isinstance(tensor, torch_private.FakeTensor):
             raise RequestError(
@@ -237,7 +237,8 @@ def _settings(config: Mapping[Any, Any], head: str = "") -> Iterator[tuple[str, 
 
 def declared_in(module: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
     """Parameters whose formats a checkpoint declares: name, tensor and format."""
-    for path, part in module.named_modules():
+    parts = module.named_modules() if any(map(masks.stored_in, trees.modules_in(module))) else ()
+    for path, part in parts:
         for name, form in masks.stored_in(part).items():
             tensor = part._parameters.get(name)
             if tensor is not None:

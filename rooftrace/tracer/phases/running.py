@@ -37,7 +37,6 @@ from rooftrace.tracer.values import (
     Values,
     copies,
     on_meta,
-    own_tensors,
     parameters_of,
     tensors_in,
     trees,
@@ -85,9 +84,9 @@ def _traced(
     for phase in phases or ():
         if names.phase_of(phase).cached and not keeps:
             raise RequestError(run.calls.without_cache(phase))
-    with overrides.claimed(list(run.module.modules())):
+    with overrides.claimed(trees.modules_in(run.module)):
         run.materialise()
-    with overrides.claimed(list(run.module.modules())), as_before(run.module):
+    with overrides.claimed(trees.modules_in(run.module)), as_before(run.module):
         if phases is not None:
             return run.phases(phases)
         return run.usual_phases() if keeps else run.phases(names.usual(module))
@@ -361,7 +360,7 @@ class PhaseRunner:
                 self._fed,
             )
         )
-        for tensor in (*entered, *(t for m in self.module.modules() for t in own_tensors(m))):
+        for tensor in (*entered, *trees.tensors_of(self.module)):
             arguments.learn(recorder.values, tensor)
         if self.shared and phase.trains:
             self.shared.enter(recorder.enter)

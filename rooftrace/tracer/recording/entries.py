@@ -180,12 +180,12 @@ class Entries:
 
     def name_tensors(self, module: nn.Module, prefix: str, recording: bool) -> None:
         """Enter the tensors of a module, under its path and a dot."""
-        names = _names_in(module)
-        transient = getattr(module, "_non_persistent_buffers_set", ())
-        if any(type(tensor) not in trees.ORDINARY for tensor in own_tensors(module)):
+        tensors, transient = own_tensors(module), getattr(module, "_non_persistent_buffers_set", ())
+        if any(type(tensor) not in trees.ORDINARY for tensor in tensors):
             for of, part in trees.held_tensors(module):  # the state of a quantised layer
                 self._attached.setdefault(id(part), ("parameter", f"{prefix}{of}"))
-        for tensor in own_tensors(module):
+        names = _names_in(module) if tensors else {}
+        for tensor in tensors:
             name = names[id(tensor)]
             if name in module._parameters:
                 kind = "parameter"

@@ -216,8 +216,7 @@ def check_kernel(call: Call, device: torch.device | None) -> None:
     if device is not None and (name in _ON_ONE_DEVICE or torch.Tag.pointwise in call.func.tags):
         _check_devices(call, device)
     rules = _TYPES.get(name)
-    gives_another_type = str(call.func).endswith((".dtype", ".dtype_out"))
-    if rules is not None and not gives_another_type:
+    if rules is not None and not str(call.func).endswith((".dtype", ".dtype_out")):  # of the result
         for rule in rules:
             rule.check(call)
     shapes = _SHAPES.get(name)
@@ -241,7 +240,9 @@ def _check_devices(call: Call, device: torch.device) -> None:
 
 def _tensors(call: Call, name: str) -> list[Tensor]:
     """The tensors of an argument: none, one, or a list."""
-    return trees.listed(call.named.get(name))
+    names, args = call.info.names, call.args
+    place = names.index(name) if name in names else len(args)
+    return trees.listed(args[place] if place < len(args) else call.kwargs.get(name))
 
 
 def _type(dtype: torch.dtype) -> str:

@@ -269,7 +269,6 @@ def _as_the_data_chooses(tape: Tape, call: Call, index: Tensor, position: int) -
 # that neither write nor return their inputs' memory are remembered: each output is a fresh tensor.
 
 
-_empty_strided = torch.ops.aten.empty_strided.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 _META = torch.device("meta")
 _NEVER = object()
@@ -295,8 +294,8 @@ class SizeCache:
             made = self._recipes.get(signature)
         except TypeError:  # an argument that cannot be hashed (a symbolic size, a generator)
             return _run(func, args, kwargs)
-        if made is None and not kwargs and func in _NORMS:
-            made = self._recipes[signature] = _NORMS[func](*args)
+        if made is None and not kwargs:
+            made = self._recipes[signature] = known_sizes(func, args)
         if made is None:
             result = _run(func, args, kwargs)
             self._recipes[signature] = _recipe(result, args, kwargs)
@@ -305,7 +304,7 @@ class SizeCache:
             return _run(func, args, kwargs)
         kind, outputs = made
         tensors = [
-            None if spec is None else _empty_strided(spec[0], spec[1], dtype=spec[2], device=_META)
+            None if spec is None else torch.empty_strided(*spec[:2], dtype=spec[2], device=_META)
             for spec in outputs
         ]
         return tensors[0] if kind is Tensor else kind(tensors)
@@ -400,9 +399,121 @@ def _storages(items: Any) -> set[int]:
     return storages
 
 
-# -- norms -----------------------------------------------------------------------------------------
-# Torch's meta kernel of a norm runs its formula, 20 ops in Python.  What that gives for contiguous
-# tensors with all weights is a `_recipe`; None for others, which the kernel runs or refuses.
+# -- known sizes -----------------------------------------------------------------------------------
+# Most meta kernels of torch are Python, and take 0.1 to 2 ms.  What they give for plain tensors
+# is a `_recipe`; None for others, which the kernel runs or refuses.
+
+
+def known_sizes(func: Any, args: Sequence[Any]) -> Any:
+    """The recipe of an op whose sizes are known without its kernel; None for others."""
+    if (form := _FORMS.get(func)) is not None:
+        return form(*args)
+    if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
+        return _pointwise(func, args)
+    return None
+
+
+_PRECISIONS: dict[Any, torch.dtype | None] = {}
+"""Of the results of pointwise ops that ran, by op and kinds of its arguments.  None: the result is
+not one contiguous tensor."""
+
+
+def _pointwise(func: Any, args: Sequence[Any]) -> Any:
+    """The largest argument has the sizes of the result, the kinds of all decide its precision."""
+    tensors = [item for item in args if isinstance(item, Tensor)]
+    whole = max(tensors, key=lambda tensor: (tensor.dim(), tensor.numel()), default=None)
+    if whole is None or not whole.numel() or not all(_fits(tensor, whole) for tensor in tensors):
+        return None
+    key: list[Any] = [func, torch.get_default_dtype()]
+    for item in args:
+        if isinstance(item, (list, tuple)):
+            return None
+        number = isinstance(item, (bool, int, float))
+        known = (item.dtype, not item.dim()) if isinstance(item, Tensor) else item
+        key.append(type(item) if number else known)
+    shape, strides = tuple(whole.shape), whole.stride()
+    if (kinds := tuple(key)) not in _PRECISIONS:
+        out = _run(func, args, {})
+        same = isinstance(out, Tensor) and out.shape == whole.shape and out.stride() == strides
+        _PRECISIONS[kinds] = out.dtype if same else None
+    dtype = _PRECISIONS[kinds]
+    return None if dtype is None else (Tensor, ((shape, strides, dtype),))
+
+
+def _fits(tensor: Tensor, whole: Tensor) -> bool:
+    """Whether a contiguous tensor is broadcast to the size of another, or has it."""
+    shape = tensor.shape
+    if tensor.stride() != Value.contiguous(shape):
+        return False
+    ends = whole.shape[whole.dim() - len(shape) :]
+    return shape == ends or all(size in (1, other) for size, other in zip(shape, ends, strict=True))
+
+
+def _one(size: tuple[int, ...], dtype: torch.dtype) -> Any:
+    return Tensor, ((size, Value.contiguous(size), dtype),)
+
+
+def _product(a: Tensor, b: Tensor) -> Any:
+    """a[..., M, K] x b[..., K, N], both of two dimensions or both of three, of any strides."""
+    fits = a.dim() == b.dim() and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
+    return _one((*a.shape[:-1], b.shape[-1]), a.dtype) if fits and a.dtype == b.dtype else None
+
+
+def _sum_and_product(bias: Tensor, a: Tensor, b: Tensor) -> Any:
+    """bias + a[M, K] x b[K, N]."""
+    made = _product(a, b)
+    if made is None or bias.dtype != a.dtype or bias.dim() > 2:
+        return None
+    ends = (a.shape[0], b.shape[1])[2 - bias.dim() :]
+    fits = all(size in (1, other) for size, other in zip(bias.shape, ends, strict=True))
+    return made if fits else None
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
+    """Tensors of one precision and without a dimension of size 1, whose layout is no question."""
+    first, size = tensors[0], list(tensors[0].shape)
+    if not -len(size) <= dim < len(size):
+        return None
+    size[dim] = sum(tensor.shape[dim] for tensor in tensors if tensor.dim() == len(size))
+    for tensor in tensors:
+        alone = list(tensor.shape)
+        if tensor.dtype != first.dtype or len(alone) != len(size) or min(alone) < 2:
+            return None
+        if tensor.stride() != Value.contiguous(alone):
+            return None
+        alone[dim] = size[dim]
+        if alone != size:
+            return None
+    return _one(tuple(size), first.dtype)
+
+
+def _layer_norm(x: Tensor, size: Sequence[int], weight: Any, bias: Any, _: float) -> Any:
+    """x[..., *size]; the mean and 1 / deviation of each row."""
+    weights = [tensor for tensor in (weight, bias) if tensor is not None]
+    return _normed(x, weights, size, _rows(x, size), _statistic(x)) if _rows(x, size) else None
+
+
+def _layer_norm_backward(grad: Tensor, x: Tensor, size: Sequence[int], *rest: Any) -> Any:
+    """The gradients of x[..., *size], and those of weight and bias where they are wanted."""
+    mean, deviation, weight, bias, wanted = rest
+    rows = _rows(x, size)
+    if not _plain((grad, x), x.shape, x) or not _plain((weight, bias), size, x):
+        return None
+    if not rows or not _plain((mean, deviation), rows, x):
+        return None
+    all_of = ((tuple(t.shape), t.stride(), t.dtype) for t in (x, weight, bias))
+    return tuple, tuple(look if want else None for look, want in zip(all_of, wanted, strict=True))
+
+
+def _rows(x: Tensor, size: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a number for each row of x[..., *size]; () where x has no such rows."""
+    before = x.dim() - len(size)
+    ends = before >= 0 and len(size) > 0 and tuple(x.shape[before:]) == tuple(size)
+    return (*x.shape[:before], *(1 for _ in size)) if ends else ()
+
+
+def _statistic(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, *_: Any) -> Any:
@@ -410,8 +521,7 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, *_:
     size = x.shape[1:2]
     many = x.numel() > sum(size)  # the variance of one element is refused
     weights = (weight, bias, mean, variance) if many else (None,)
-    dtype = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    return _normed(x, weights, size, size, dtype)
+    return _normed(x, weights, size, size, _statistic(x))
 
 
 def _group_norm(
@@ -456,7 +566,13 @@ def _plain(tensors: Sequence[Any], size: Sequence[int], x: Tensor) -> bool:
 
 
 _aten: Any = torch.ops.aten
-_NORMS: dict[Any, Callable[..., Any]] = {
+_FORMS: dict[Any, Callable[..., Any]] = {
+    _aten.mm.default: _product,
+    _aten.bmm.default: _product,
+    _aten.addmm.default: _sum_and_product,
+    _aten.cat.default: _cat,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
     _aten.native_batch_norm.default: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm_backward,
     _aten.native_group_norm.default: _group_norm,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -277,8 +277,9 @@ class Tape:
 
     def name_modules(self, root: nn.Module) -> None:
         """Use the dotted paths of `root` for its modules and the tensors that they hold."""
-        self.paths.name(root)
-        for path, module in root.named_modules(remove_duplicate=False):
+        named = list(root.named_modules(remove_duplicate=False))
+        self.paths.name(named)
+        for path, module in named:
             self.entries.name_tensors(module, f"{path}." if path else "", self.recording)
 
     def name_of(self, parameter: Tensor) -> str:
@@ -487,12 +488,12 @@ class Paths:
         self.counts: dict[str, int] = {}  # how often each module was called, by path
         self.lines: dict[str, str] = {}  # of the first call, by path with indices starred
 
-    def name(self, root: nn.Module) -> None:
-        """Use the dotted paths of `root` for its modules.
+    def name(self, named: Iterable[tuple[str, nn.Module]]) -> None:
+        """Use the dotted paths of modules.
 
         A wrapper made by torch.compile is not shown: its module stands in its place.
         """
-        for path, module in root.named_modules(remove_duplicate=False):
+        for path, module in named:
             shown = trees.shown_path(path)
             if "_orig_mod" in module._modules:
                 self._transparent.add(id(module))

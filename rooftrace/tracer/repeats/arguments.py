@@ -69,7 +69,7 @@ def of_one_build(root: nn.Module) -> Iterator[list[nn.Module]]:
     """
     builds: dict[int, Any] = {}
     by_build: dict[Any, list[nn.Module]] = {}
-    for module in reversed(list(root.modules())):
+    for module in reversed(trees.modules_in(root)):
         build = builds[id(module)] = build_of(module, builds)
         home = type(module).__module__
         small = home.startswith("torch.") and home != nn.TransformerEncoderLayer.__module__

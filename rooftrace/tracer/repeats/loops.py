@@ -72,7 +72,7 @@ from rooftrace.tracer.repeats.iterations import (
     written,
 )
 from rooftrace.tracer.repeats.loop_bodies import Body, FrameNames, Refused, bodies_of, fits
-from rooftrace.tracer.values import META
+from rooftrace.tracer.values import META, trees
 
 MIN_TURNS = 8
 """Shorter loops are run as they are written."""
@@ -270,7 +270,7 @@ class Rolling(LoopWatch):
         """Watch the modules that define this tree's classes, and those of functions they import."""
         if not self.enabled:
             return
-        kinds = {kind for module in root.modules() for kind in type(module).__mro__}
+        kinds = {kind for module in trees.modules_in(root) for kind in type(module).__mro__}
         for kind in kinds:
             for namespace in (
                 getattr(sys.modules.get(kind.__module__), "__dict__", {}),

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rooftrace.tracer import torch_private
 from rooftrace.tracer.recording import put
+from rooftrace.tracer.values import trees
 
 _FIRST = 1 << 20
 """Bytes of the first bucket: small, so that the exchange begins early."""
@@ -349,7 +350,7 @@ def replicated(
     wrappers = [
         module
         for root in roots
-        for module in root.modules()
+        for module in trees.modules_in(root)
         if isinstance(module, nn.parallel.DistributedDataParallel)
     ]
     with contextlib.ExitStack() as undo:

@@ -210,7 +210,7 @@ def _states(roots: Iterable[nn.Module]) -> list[Any]:
     home = sys.modules.get(f"{torch_private.FULLY_SHARD}._fsdp_state")
     if home is None:
         return []
-    states = (home._get_module_fsdp_state(m) for root in roots for m in root.modules())
+    states = (home._get_module_fsdp_state(m) for root in roots for m in trees.modules_in(root))
     return list({id(state): state for state in states if state is not None}.values())
 
 
@@ -284,8 +284,8 @@ def refuse_flat(root: nn.Module) -> None:
     """Raise RequestError for FSDP1, whose flat weights have views that meta tensors cannot be."""
     home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     kind = getattr(home, "FullyShardedDataParallel", ())
-    path = next((path for path, part in root.named_modules() if isinstance(part, kind)), None)
-    if path is not None:
+    if any(isinstance(part, kind) for part in trees.modules_in(root)):
+        path = next(path for path, part in root.named_modules() if isinstance(part, kind))
         raise RequestError(
             f"FullyShardedDataParallel (FSDP1) at {path or 'the root'} of {type(root).__name__}: "
             "it is traced in a script only (rooftrace run torchrun ... train.py); shard the module "
@@ -480,11 +480,11 @@ def mesh_of(roots: Iterable[nn.Module]) -> dict[str, int]:
 
 def _meshes(roots: list[nn.Module]) -> list[Any]:
     """The root meshes of the weights of modules."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     over: dict[int, Any] = {}
-    for root in roots:
-        for tensor in trees.weights_in(root):
-            if kind is not None and isinstance(tensor, kind):
+    for root in roots if kind is not None else ():
+        for tensor in trees.tensors_of(root):
+            if isinstance(tensor, kind):
                 over[id(tensor.device_mesh)] = tensor.device_mesh
     for state in _states(roots):
         for group in _groups(state):

@@ -212,6 +212,11 @@ def _plain_twin(tensor: Tensor) -> Tensor:
     return empty
 
 
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether some bytes of a tensor are not on meta."""
+    return any(part.device.type != "meta" for part, _ in trees.parts_of(tensor))
+
+
 def on_meta(module: nn.Module) -> nn.Module:
     """The module itself if all its tensors are on meta, else a copy with meta tensors.
 
@@ -225,14 +230,15 @@ def on_meta(module: nn.Module) -> nn.Module:
     for script in scripted:
         if any(t.device.type != "meta" for t in (*script.parameters(), *script.buffers())):
             memo[id(script)] = _loaded_on_meta(script)
+    parts = [part for part in trees.modules_in(module) if id(part) not in inside]
+    tensors = [tensor for part in parts for tensor in own_tensors(part)]
+    if not memo and not any(map(_is_apart, tensors)):
+        return module
     for path, owner in module.named_modules():
         for tensor in () if id(owner) in inside else own_tensors(owner):
-            if any(part.device.type != "meta" for part, _ in trees.parts_of(tensor)):
+            if _is_apart(tensor):
                 twins.of(tensor, owned=True, name=_name_in(owner, path, tensor))
-    if not memo:
-        return module
-    twins.held_by_modules(part for part in module.modules() if id(part) not in inside)
-    tensors = [t for part in module.modules() if id(part) not in inside for t in own_tensors(part)]
+    twins.held_by_modules(parts)
     twins.handles(module)
     try:
         twins.finish()

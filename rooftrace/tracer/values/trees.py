@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from types import CellType, MappingProxyType, ModuleType
@@ -347,14 +348,35 @@ def class_name(module: nn.Module) -> str:
     return str(made_of or type(module).__name__)
 
 
-def own_tensors(module: nn.Module) -> Iterable[Tensor]:
+_COMMON = frozenset({bool, int, str, type(None), dict, OrderedDict, set})
+"""Types of most attributes of modules, none of them a tensor: a look-up takes half of the time."""
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
     """Parameters, buffers and plain tensor attributes of one module, without its children's."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            yield tensor
-    for value in vars(module).values():
-        if isinstance(value, Tensor):
-            yield value
+    tensors: list[Tensor] = [t for t in module._parameters.values() if t is not None]
+    tensors += [t for t in module._buffers.values() if t is not None]
+    others = vars(module).values()
+    return tensors + [x for x in others if type(x) not in _COMMON and isinstance(x, Tensor)]
+
+
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    """A module and all inside, each once, in the order of `Module.modules`, which passes each
+    through a generator for each module that it is in."""
+    modules: dict[nn.Module, None] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module not in modules:
+            modules[module] = None
+            if inside := module._modules:
+                waiting += [part for part in reversed(inside.values()) if part is not None]
+    return list(modules)
+
+
+def tensors_of(root: nn.Module) -> list[Tensor]:
+    """The tensors of a module and of all inside, those of several as often."""
+    return [tensor for module in modules_in(root) for tensor in own_tensors(module)]
 
 
 def weights_in(root: nn.Module) -> Iterator[Tensor]:
@@ -386,9 +408,7 @@ def parameters_of(module: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def is_lazy(module: nn.Module) -> bool:
     """Whether some parameter has no shape before the first call (nn.LazyLinear)."""
-    return any(
-        isinstance(tensor, LAZY) for owner in module.modules() for tensor in own_tensors(owner)
-    )
+    return any(isinstance(tensor, LAZY) for tensor in tensors_of(module))
 
 
 def shown_path(path: str) -> str:
