@@ -309,8 +309,8 @@ def kept_at_once(
     )  # fmt: skip
     each = (more - some) / 8
     model, used = some - 8 * each, used_by(row)
-    left = chip.room() - model
-    room = used * left if row.backend == "trtllm" else left - (1 - used) * chip.room()
+    beside = used * (chip.room() - model)
+    room = beside if row.backend == "trtllm" else chip.room(1 - used) - model
     many = np.floor(room / each).astype(np.int64)
     if (many < 1).any():
         least = (model + each).max() / 1e9

@@ -163,6 +163,27 @@ def test_beyond_what_is_carried_a_choice_is_an_assumption_that_is_named(
     assert {item.kind for item in routed(101).assumptions} == {"routing", "value"}
 
 
+def test_an_order_of_choices_is_undone_at_any_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As grouped products do: rows in the order of their experts go back to their tokens."""
+
+    class Sorted(Routed):
+        def forward(self, x: Tensor) -> Tensor:
+            order = self.router(x).topk(self.chosen).indices.flatten().argsort()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=order.device)
+            return x[order // self.chosen][back]
+
+    def read(rows: int) -> int:
+        with META:
+            graph = rt.trace(Sorted(8, 2), torch.empty(rows, 8))
+        return [op.facts["rows_touched"] for op in graph.ops if op.name == "aten.index"][-1]
+
+    monkeypatch.setattr(masks, "MAX_INTEGERS", 200)
+    assert [read(rows) for rows in (100, 101)] == [200, 202]
+
+
 def test_more_choices_than_are_followed_are_an_assumption(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "MAX_CHOSEN", 200)
     for rows, kind in ((100, "routing"), (101, "value")):

@@ -37,8 +37,8 @@ MAX_INTEGERS = 1 << 22
 """Integer and boolean tensors up to this many elements are written out; larger ones are `Implicit`
 where they are made of such."""
 MAX_CHOSEN = 1 << 28
-"""Integers up to this many that follow from a choice (of experts) are carried along: the rows
-of each expert depend on them.  Equal layers share them."""
+"""Integers up to this many that follow from a choice (of experts), or number the rows chosen, are
+carried along: the rows of each expert depend on them.  Equal layers share them."""
 MAX_MARKED = 1 << 25
 """Truths up to this many that follow from a choice (marks of experts, or of the keys that sparse
 attention takes) are carried along: each layer makes a new one."""

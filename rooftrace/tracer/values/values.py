@@ -416,7 +416,9 @@ class Values(Assumptions, KnownTensors):
                 return None
             entries[id(tensor)] = entry
         rests_on = frozenset().union(*(entry.taint for entry in entries.values()))
-        chosen = any("policy" in self.assumptions[number].facts for number in rests_on)
+        # The numbers of rows are read by an order of choices, to undo it.
+        numbered = bool(self.routed) and call.info.name == "aten.arange"
+        chosen = numbered or any("policy" in self.assumptions[n].facts for n in rests_on)
         carried = fits_chosen if chosen else small
         return entries if all(map(carried, (*call.tensors, *outputs))) else None
 
