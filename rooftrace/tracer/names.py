@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rooftrace._extensions import failures, load, refuse_second, track
-from rooftrace.errors import RequestError, hint, one_of
+from rooftrace.errors import RequestError, TargetError, hint, one_of
 from rooftrace.graph import looks_saved
 
 BOUNDARIES = ("auto", "batch", "call", "optimizer", "mark")
@@ -162,6 +162,22 @@ _PROGRAMS = (".pt2", ".onnx")
 def is_program(target: str) -> bool:
     """Whether a target is a file of torch.export.save (.pt2) or of ONNX (.onnx)."""
     return target.endswith(_PROGRAMS)
+
+
+def unnamed(target: str) -> TargetError:
+    """The error of a target that nothing is named by."""
+    return TargetError(
+        f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
+        "config.json, hf:ORG/NAME, an exported program (.pt2, .onnx), a saved graph (.json.gz), or "
+        f"a config that comes along: {', '.join(configs())}{hint(target, configs())}"
+    )
+
+
+def check_named(target: str) -> None:
+    """Raise TargetError for a target that is of no form, before any other is traced."""
+    named = (names_code, is_config, is_program, looks_saved)
+    if ":" not in target and not target.endswith(".json.gz") and not any(f(target) for f in named):
+        raise unnamed(target)
 
 
 def names_code(target: str) -> bool:

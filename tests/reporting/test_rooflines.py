@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import rooftrace as rt
-from rooftrace.errors import RequestError
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.reporting.figures.printing import MEDIA
 from rooftrace.reporting.figures.roofline import _points, roofline_figure
 from rooftrace.reporting.renderers import view
@@ -136,6 +136,13 @@ def test_a_wrong_call_is_refused(asked: dict, said: str) -> None:
         rt.roofline("gpt2", **asked)
     with pytest.raises(RequestError, match="at least one target"):
         rt.roofline([])
+
+
+def test_a_name_of_nothing_is_refused_before_any_model_is_traced() -> None:
+    told: list[str] = []
+    with pytest.raises(TargetError, match=r"'gpt-2': expected .*did you mean 'gpt2'"):
+        rt.roofline(["gpt2", "gpt-2"], progress=told.append)
+    assert not told
 
 
 def test_the_command_prints_the_table_and_says_what_is_wrong(run: Run, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
 from rooftrace.reporting.commands.requests import priced
 from rooftrace.reporting.commands.rooflinesteps import RooflineRow, Rooflines
 from rooftrace.tracer import Job
+from rooftrace.tracer.names import check_named
 
 MOST = 200
 """Steps of one figure at most."""
@@ -61,6 +62,9 @@ def roofline(
         for source in several
         for sizes in steps
     ]
+    for _, _, job in jobs:
+        if job.is_named:
+            check_named(job.name)
     if len(jobs) * len(chips) > MOST:
         raise RequestError(
             f"{len(jobs) * len(chips):,} steps: expected {MOST} at most on one roofline; "

@@ -125,12 +125,7 @@ def _code_of(target: str, request: Request, real: bool) -> _TargetModule:
             return replace(guessed, assumptions=(*guessed.assumptions, *said))
 
         return _TargetModule(module, attribute if where.endswith(".py") else target, made)
-    raise TargetError(
-        f"target {target!r}: expected package.module:attr, path/file.py:attr, a Hugging Face "
-        "config.json, hf:ORG/NAME, an exported program (.pt2, .onnx), a saved graph (.json.gz), or "
-        "a config that comes along: "
-        f"{', '.join(names.configs())}{hint(target, names.configs())}"
-    )
+    raise names.unnamed(target)
 
 
 def _settings(function: Any, target: str, request: Request) -> Mapping[str, Any]:
