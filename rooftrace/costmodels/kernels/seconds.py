@@ -226,17 +226,17 @@ class KernelTable:
             return None
         tiled = self.data["flop"] > 0 if rows is None else rows
         columns = {name: self.data[name][tiled] for name in SIZES}
-        kernels = [(numbers, runs[tiled]) for numbers, runs in self.libraries()]
+        kernels = self.libraries(tiled)
         return tile_terms(columns, engine.units, knobs.tiling, kernels, usual=True)
 
-    def libraries(self) -> Iterator[tuple[ProductKnobs, Flags]]:
-        """The kernels of libraries that run products, with flags of the rows of each."""
+    def libraries(self, rows: Any = slice(None)) -> Iterator[tuple[ProductKnobs, Flags]]:
+        """The kernels of libraries that run products, with flags of those among these rows."""
         if "kernel" not in self.data:
             return
-        numbers = library_products(self.chip)
-        for place in np.unique(self.data["kernel"]).astype(int):
+        numbers, places = library_products(self.chip), self.data["kernel"][rows].astype(int)
+        for place in np.flatnonzero(np.bincount(places)):
             if place:
-                yield numbers[engines.KERNELS[place]], self.data["kernel"] == place
+                yield numbers[engines.KERNELS[place]], places == place
 
     def seconds(self, knobs: Knobs, layouts: bool, terms: TileTerms | None = None) -> KernelSeconds:
         """Seconds of one kernel of each row that runs again and again, at the clock that it holds.
