@@ -120,7 +120,7 @@ class _SpreadValues(ValueFlow):
         """By op of backward and gradient, the copies in it that it may take as their sum."""
         self.computed = set[int]()
         """Spread values that are more than copies."""
-        plain = [op for op in graph.ops if op.inputs and self._is_plain(op)]
+        plain = [op for op in graph.ops if op.inputs and op.outputs and self._is_plain(op)]
         for op in plain:
             made = self._made(op)
             if made and not all(_varies(*dims) for dims in made):

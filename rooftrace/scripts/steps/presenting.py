@@ -79,7 +79,7 @@ class DeviceTensors:
         """Note the live tensors that ops of a recording made, and those from before it."""
         for reference in tape.tags.references():
             storage = reference()
-            if storage is not None:
+            if storage is not None and storage.device.type == "meta":  # no copy to the host
                 self._note(storage, taperecords.Spec((storage.nbytes(),), torch.uint8, (1,), 0))
 
     def there(self) -> list[tuple[Any, taperecords.Spec]]:

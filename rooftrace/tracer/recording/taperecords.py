@@ -237,9 +237,9 @@ class Tags:
         return bool(self.hosts) and trees.bytes_of(tensor) in self.hosts
 
     def all_on_host(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether there are tensors, and all stand for some in the memory of the host."""
-        away = bool(tensors) and (self._away or bool(self.hosts))
-        return away and all(map(self.on_host, tensors))
+        """Whether tensors stand for some in the memory of the host, or are constants there."""
+        away = (self._away or bool(self.hosts)) and any(map(self.on_host, tensors))
+        return away and all(t.device.type == "cpu" or self.on_host(t) for t in tensors)
 
     def same_as(self, tensor: Tensor, other: Tensor) -> None:
         """Let `tensor` stand for the same value as `other`, if that is in the graph."""
