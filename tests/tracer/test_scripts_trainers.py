@@ -177,6 +177,36 @@ def test_weights_that_fsdp_keeps_on_the_host_are_copied_there_and_back(tmp_path:
     assert 0 <= once.memory.peak - (plain.memory.peak - freed) <= shards
 
 
+COPIED = """
+import torch
+from torch import nn
+net = nn.Linear(64, 64).cuda()
+optimizer, kept = torch.optim.SGD(net.parameters(), 0.1), torch.empty(16, 64, pin_memory=True)
+for step in range(4):
+    y = net(torch.randn(16, 64, device="cuda"))
+    {copy}
+    y.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("copy", "waits"),
+    [
+        ("y.detach().cpu()", 1),
+        ('y.detach().to("cpu", non_blocking=True)', 0),
+        ("kept.copy_(y.detach())", 1),
+        ("kept.copy_(y.detach(), non_blocking=True)", 0),
+    ],
+)
+def test_a_copy_to_the_host_goes_over_its_link(copy: str, waits: int, tmp_path: Path) -> None:
+    graph = training(run(tmp_path, COPIED.format(copy=copy)))[-1].parts[0][0].graph.expand()
+    (there,) = (op for op in graph.ops if op.name == "rooftrace.to_host")
+    assert graph.values[there.inputs[0]].nbytes == 4 * 16 * 64
+    assert sum(op.kind == "sync" for op in graph.ops) == waits
+
+
 TENSOR_PARALLEL = """
 import torch, torch.distributed as dist
 from torch import nn

@@ -272,7 +272,9 @@ class ScriptRecorder(Recorder):  # type: ignore[no-untyped-call]  # of torch, wh
         source: Tensor = call.args[1]
         with torch.no_grad():
             to.copy_(self._value(source))
-        copied_to_host(self, Call.of(_TO, source, non_blocking=call.args[2:] == (True,)), to)
+        copied_to_host(
+            self, Call.of(_TO, source, non_blocking=bool(call.named.get("non_blocking"))), to
+        )
         return to
 
     def _value(self, tensor: Tensor) -> Tensor:
