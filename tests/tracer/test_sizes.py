@@ -109,6 +109,10 @@ def test_products_give_what_the_kernels_of_torch_give() -> None:
     assert not check(aten.mm.default, a, meta(5, 6, dtype=HALF))
     assert not check(aten.bmm.default, meta(2, 4, 5), meta(3, 5, 6))
     assert not check(aten.addmm.default, meta(7), a, b)
+    square = meta(4, 4, 4)  # each op refuses matrices of the other's rank
+    assert not check(aten.mm.default, square, square)
+    assert not check(aten.bmm.default, square[0], square[0])
+    assert not check(aten.addmm.default, meta(4), square, square)
 
 
 def test_joined_tensors_have_the_layout_that_torch_gives_them() -> None:
@@ -126,6 +130,7 @@ def test_joined_tensors_have_the_layout_that_torch_gives_them() -> None:
             last = [t.contiguous(memory_format=torch.channels_last) for t in plain]
             check(aten.cat.default, [*plain, *last], dim)
     assert not check(aten.cat.default, [meta(2, 3), meta(2, 3, dtype=HALF)], 0)
+    assert not check(aten.cat.default, [])
     assert not check(aten.cat.default, [meta(2, 3), meta(3, 2)], 0)
     assert not check(aten.cat.default, [meta(2, 3), meta(2, 3)], 2)
     assert not check(aten.cat.default, [meta(2, 3), meta(0)], 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -453,15 +454,16 @@ def _one(size: tuple[int, ...], dtype: torch.dtype) -> Any:
     return Tensor, ((size, Value.contiguous(size), dtype),)
 
 
-def _product(a: Tensor, b: Tensor) -> Any:
-    """a[..., M, K] x b[..., K, N], both of two dimensions or both of three, of any strides."""
-    fits = a.dim() == b.dim() and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
+def _product(rank: int, a: Tensor, b: Tensor) -> Any:
+    """a[..., M, K] x b[..., K, N], both of so many dimensions, of any strides."""
+    fits = a.dim() == b.dim() == rank
+    fits = fits and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]
     return _one((*a.shape[:-1], b.shape[-1]), a.dtype) if fits and a.dtype == b.dtype else None
 
 
 def _sum_and_product(bias: Tensor, a: Tensor, b: Tensor) -> Any:
     """bias + a[M, K] x b[K, N]."""
-    made = _product(a, b)
+    made = _product(2, a, b)
     if made is None or bias.dtype != a.dtype or bias.dim() > 2:
         return None
     ends = (a.shape[0], b.shape[1])[2 - bias.dim() :]
@@ -471,6 +473,8 @@ def _sum_and_product(bias: Tensor, a: Tensor, b: Tensor) -> Any:
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     """Tensors of one precision and without a dimension of size 1, whose layout is no question."""
+    if not tensors:
+        return None
     first, size = tensors[0], list(tensors[0].shape)
     if not -len(size) <= dim < len(size):
         return None
@@ -567,8 +571,8 @@ def _plain(tensors: Sequence[Any], size: Sequence[int], x: Tensor) -> bool:
 
 _aten: Any = torch.ops.aten
 _FORMS: dict[Any, Callable[..., Any]] = {
-    _aten.mm.default: _product,
-    _aten.bmm.default: _product,
+    _aten.mm.default: partial(_product, 2),
+    _aten.bmm.default: partial(_product, 3),
     _aten.addmm.default: _sum_and_product,
     _aten.cat.default: _cat,
     _aten.native_layer_norm.default: _layer_norm,
