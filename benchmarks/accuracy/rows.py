@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from rooftrace.costmodels.kernels.attention_rows import COLUMNS
-from rooftrace.costmodels.kernels.engines import SIZES
 from rooftrace.costmodels.kernels.experts import COLUMNS as EXPERTS
 from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import KernelTable
+from rooftrace.costmodels.kernels.tiles import SIZES
 from rooftrace.costmodels.ops.cost import AttentionSizes
 from rooftrace.hardware.chip import Chip
 

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import LIBRARIES, ExecutionModel, execution_model
 from rooftrace.costmodels.fusion.plans import plan
-from rooftrace.costmodels.kernels.engines import MatrixEngine, matrix_engine
 from rooftrace.costmodels.kernels.experts import (
     EXPERT_KERNELS,
     IDEAL,
@@ -25,6 +24,7 @@ from rooftrace.costmodels.kernels.experts import (
 )
 from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
+from rooftrace.costmodels.kernels.tiles import MatrixEngine, matrix_engine
 from rooftrace.costmodels.rewrites.rewrites import reprice
 from rooftrace.graph.graph import OpGraph
 from rooftrace.hardware.chipfile import load_chip

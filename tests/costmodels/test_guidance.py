@@ -12,7 +12,7 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import REWRITES
-from rooftrace.costmodels.kernels.engines import matrix_engine
+from rooftrace.costmodels.kernels.tiles import matrix_engine
 from rooftrace.graph.graph import OpGraph
 from rooftrace.studies.advice.whatifs import ACTIONS, LEAST, LEVERS, WhatIf
 from tests.costmodels.tile_support import tile_efficiency

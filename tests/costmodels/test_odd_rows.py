@@ -13,10 +13,11 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import plan
-from rooftrace.costmodels.kernels.engines import ACCESS, LONG, SPLITS, TILES, misaligned, tile_terms
+from rooftrace.costmodels.kernels.engines import ACCESS, LONG, misaligned
 from rooftrace.costmodels.kernels.knobs import Knobs, KnobsError, Share, load_knobs
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, TileRule
 from rooftrace.costmodels.kernels.seconds import kernel_table
+from rooftrace.costmodels.kernels.tiles import SPLITS, TILES, tile_terms
 from rooftrace.hardware.chipfile import load_chip
 
 H100, A100 = load_chip("h100-sxm"), load_chip("a100-sxm-80")

@@ -11,17 +11,11 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion import LIBRARIES, execution_model
-from rooftrace.costmodels.kernels.engines import (
-    FORMATS,
-    KERNELS,
-    SIZES,
-    library_kernel,
-    product_format,
-    tile_terms,
-)
+from rooftrace.costmodels.kernels.engines import FORMATS, KERNELS, library_kernel, product_format
 from rooftrace.costmodels.kernels.knobs import Knobs, library_products
 from rooftrace.costmodels.kernels.numbers import KnobsError, ProductKnobs
 from rooftrace.costmodels.kernels.seconds import table_of
+from rooftrace.costmodels.kernels.tiles import SIZES, tile_terms
 from rooftrace.costmodels.kernels.works import SizedKernel, kernels_of
 from rooftrace.costmodels.ops import Access, Cost, Work
 from rooftrace.hardware import load_chip

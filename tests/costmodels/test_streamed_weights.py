@@ -8,8 +8,9 @@ from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import ExecutionModel, execution_model
-from rooftrace.costmodels.kernels.engines import matrix_engine, stored_widths
+from rooftrace.costmodels.kernels.engines import stored_widths
 from rooftrace.costmodels.kernels.knobs import load_knobs
+from rooftrace.costmodels.kernels.tiles import matrix_engine
 from rooftrace.costmodels.ops.cost import Work
 from rooftrace.graph.graph import OpGraph
 from rooftrace.hardware.chip import Chip

@@ -2,26 +2,27 @@
 
 import heapq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import ExecutionError, ExecutionModel, Utilization
-from rooftrace.costmodels.kernels import engines, experts
+from rooftrace.costmodels.kernels import engines, experts, tiles
 from rooftrace.costmodels.kernels.attention_rows import COLUMNS
-from rooftrace.costmodels.kernels.engines import (
+from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs
+from rooftrace.costmodels.kernels.seconds import KernelTable, _Products
+from rooftrace.costmodels.kernels.tiles import (
     SPLITS,
     TILES,
     MatrixEngine,
     matrix_engine,
     tile_shares,
 )
-from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs
-from rooftrace.costmodels.kernels.seconds import KernelTable
 from rooftrace.hardware.chipfile import load_chip
 from tests.costmodels.tile_support import tile_efficiency
 
@@ -133,7 +134,7 @@ def test_no_product_takes_less_for_more(
     alike = [np.broadcast_to(number, grown.shape) for number in (products, 2, 2, on[0] == "matrix")]
     product = (rows, columns, inner, *alike)
     zero, one = np.zeros_like(grown), np.ones_like(grown)
-    data = dict(zip(engines.SIZES, product, strict=True))
+    data = dict(zip(tiles.SIZES, product, strict=True))
     data |= {"bytes": a + b + c, "warm": a * warm, "flop": flop, "rate": one * rate}
     data |= dict.fromkeys(("turned", "issue", "wait", "left", "vector", "matrix", "odd"), zero)
     data |= {f"attention {name}": zero for name in COLUMNS} | dict.fromkeys(experts.COLUMNS, zero)
@@ -142,10 +143,38 @@ def test_no_product_takes_less_for_more(
     device = kernels.seconds(Knobs.typical(chip, compiled=False), False).device
     engine = matrix_engine(chip)
     assert engine is not None
-    arrays = dict(zip(engines.SIZES, product, strict=True))
+    arrays = dict(zip(tiles.SIZES, product, strict=True))
     ideal = flop / tile_shares(arrays, one * rate, engine)
     for seconds in (device, ideal):
         assert (np.diff(seconds) >= -1e-9 * seconds[1:]).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(["h100-sxm", "a100-sxm-80", "l4", "rtx-3090", "b200-sxm"]))
+def test_products_whose_splits_are_not_timed_have_no_faster_one(data: Any, name: str) -> None:
+    """`fastest` against every tile with every split, by knobs and at the datasheet's rates."""
+    chip = load_chip(name)
+    knobs, count = Knobs.typical(chip, compiled=False), 40
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    rows, columns, inner = np.exp(draw.uniform(0, np.log(30_000), (3, count))).round()
+    padded = draw.integers(0, 2, count).astype(float)
+    width = draw.choice([0.5, 1.0, 2.0, 4.0], count)
+    sizes = dict(zip(tiles.SIZES, (rows, columns, inner, draw.integers(1, 9, count) * 1.0, width,
+                                   width, padded), strict=True))  # fmt: skip
+    flop = 2 * sizes["products"] * rows * columns * inner
+    rate = np.where(padded > 0, 8.0, 1.0) * chip.peak("vector", "fp32")
+    zero = np.zeros(count)
+    table = KernelTable(chip, np.zeros(count, dtype=int), {**sizes, "kernel": zero, "flop": flop})
+    bytes_ = (rows * inner + inner * columns + rows * columns) * width
+    sent = bytes_ / chip.memory_bandwidth.value
+    product = _Products(table, knobs, np.arange(count), rate, zero, zero + 1, sent, zero)
+    every = product.by_tiles(table.tiles(knobs))
+    assert product.by_tiles() == pytest.approx(every, rel=1e-12)
+    engine = matrix_engine(chip)
+    assert engine is not None
+    seconds = tiles.tile_seconds(sizes, rate, engine).min(axis=1)
+    shares = np.minimum(1, flop / rate / seconds)
+    assert tile_shares(sizes, rate, engine) == pytest.approx(shares, rel=1e-12)
 
 
 @pytest.mark.parametrize("chip", ["h100-sxm", "h200-sxm", "a100-sxm-80"])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rooftrace.costmodels.kernels.engines import SIZES, MatrixEngine, tile_shares
+from rooftrace.costmodels.kernels.tiles import SIZES, MatrixEngine, tile_shares
 from rooftrace.hardware.chipfile import load_chip
 
 RATE = load_chip("h100-sxm").peak("matrix", "bf16")

@@ -13,10 +13,11 @@ import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import execution_model
 from rooftrace.costmodels.fusion.plans import plan
 from rooftrace.costmodels.kernels import numbers
-from rooftrace.costmodels.kernels.engines import group_class, op_class, p_norm
+from rooftrace.costmodels.kernels.engines import group_class, op_class
 from rooftrace.costmodels.kernels.intervals import Residuals
 from rooftrace.costmodels.kernels.knobs import CLASSES, NATIVE, Knobs, Share
 from rooftrace.costmodels.kernels.seconds import kernel_table
+from rooftrace.costmodels.kernels.tiles import p_norm
 from rooftrace.errors import RequestError
 from rooftrace.hardware.chipfile import load_chip
 from rooftrace.measured.bench.runfile import OpTime
@@ -32,9 +33,16 @@ from rooftrace.measured.fit.cases import (
     profiled_cases,
     step_case,
 )
-from rooftrace.measured.fit.choosing import choose, is_better
 from rooftrace.measured.fit.fitting import Space, deviations_of, fit, most_of
-from rooftrace.measured.fit.planning import beaten, bounds_of, check_bound, next_step, slopes_of
+from rooftrace.measured.fit.planning import (
+    beaten,
+    bounds_of,
+    check_bound,
+    choose,
+    is_better,
+    next_step,
+    slopes_of,
+)
 
 CHIP = load_chip("rtx-4090")
 START = Knobs("start", overlap=3.0, launch=3e-6, shares={"layer norm": Share(memory=0.8)})

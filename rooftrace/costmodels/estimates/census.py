@@ -12,8 +12,8 @@ from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates.nodes import Aligned, aligned, with_shape
 from rooftrace.costmodels.estimates.rows import Row
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, runs
-from rooftrace.costmodels.kernels import Knobs, engines
-from rooftrace.costmodels.kernels.engines import TileUse
+from rooftrace.costmodels.kernels import Knobs, engines, tiles
+from rooftrace.costmodels.kernels.tiles import TileUse
 from rooftrace.costmodels.ops import COMPUTED, MATRIX, Cost, Work, find_rule
 from rooftrace.graph import Op, pattern_of
 from rooftrace.hardware import Chip
@@ -406,7 +406,7 @@ def _uses(
     the datasheet's rates.
     """
     uses: dict[Work, TileUse] = {}
-    engine, use = engines.matrix_engine(chip), execution.utilization
+    engine, use = tiles.matrix_engine(chip), execution.utilization
     if engine is None or choice == -1 or (choice is None and not use.tiles):
         return uses
     longest = 0.0
@@ -415,11 +415,11 @@ def _uses(
             continue
         name, precision = engines.product_engine(work, chip, execution)
         rate = chip.peak(name, precision)
-        numbers = engines.product_sizes(work, work.shape, flop, float(name == "matrix"), chip)
+        numbers = tiles.product_sizes(work, work.shape, flop, float(name == "matrix"), chip)
         sizes = {size: np.array([float(number)]) for size, number in numbers.items()}
         if choice is None:
             rates = np.array([rate * use.eta(work.rows)])
-            place = int(engines.tile_seconds(sizes, rates, engine).argmin())
+            place = int(tiles.tile_seconds(sizes, rates, engine).argmin())
             uses[work] = TileUse.of(place, sizes, engine.units)
         elif flop / rate >= longest:  # of equal ones the last
             longest, uses = flop / rate, {work: TileUse.of(choice, sizes, engine.units)}

@@ -92,7 +92,7 @@ class Utilization:
 
     b_sat: float | None = None  # rows at which products reach it: eta_tc = min(1, M_eff / b_sat)
     eta_scalar: float | None = None  # rate of vector work over the headline matrix peak
-    tiles: bool = True  # whether products are padded to tiles and waves (kernels.engines)
+    tiles: bool = True  # whether products are padded to tiles and waves (kernels.tiles)
 
     def eta(self, rows: float | None) -> float:
         """Share of the matrix peak that a product with this many rows reaches."""

@@ -5,6 +5,7 @@ from rooftrace.costmodels.kernels import (
     knobs as knobs,
     numbers as numbers,
     seconds as seconds,
+    tiles as tiles,
     works as works,
 )
 from rooftrace.costmodels.kernels.attention_rows import attention_knobs as attention_knobs

@@ -8,15 +8,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import np
-from rooftrace.costmodels.kernels.engines import (
-    LEAST,
-    PARTIAL,
-    OwnSeconds,
-    matrix_engine,
-    p_norm,
-)
+from rooftrace.costmodels.kernels.engines import LEAST
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.kernels.numbers import AttentionKnobs
+from rooftrace.costmodels.kernels.tiles import PARTIAL, OwnSeconds, matrix_engine, p_norm
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from rooftrace.costmodels.kernels.attention import (
     attention_seconds,
     is_latent,
 )
-from rooftrace.costmodels.kernels.engines import OwnSeconds, engine_of
+from rooftrace.costmodels.kernels.engines import engine_of
 from rooftrace.costmodels.kernels.knobs import Knobs
 from rooftrace.costmodels.kernels.numbers import AttentionKnobs
+from rooftrace.costmodels.kernels.tiles import OwnSeconds
 from rooftrace.costmodels.ops import AttentionSizes
 from rooftrace.hardware import Chip
 from rooftrace.hardware.precisions import precision

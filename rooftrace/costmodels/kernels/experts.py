@@ -9,17 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import np
 from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.kernels.engines import (
-    LEAST,
-    MatrixEngine,
-    OwnSeconds,
-    engine_of,
-    matrix_engine,
-    p_norm,
-    stored_widths,
-)
+from rooftrace.costmodels.kernels.engines import LEAST, engine_of, stored_widths
 from rooftrace.costmodels.kernels.intervals import StepCell
 from rooftrace.costmodels.kernels.knobs import CLASSES, Knobs
+from rooftrace.costmodels.kernels.tiles import MatrixEngine, OwnSeconds, matrix_engine, p_norm
 from rooftrace.hardware import Chip
 
 if TYPE_CHECKING:

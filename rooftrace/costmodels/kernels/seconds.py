@@ -6,26 +6,16 @@ evaluates them hundreds of times.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rooftrace.costmodels.fusion import ExecutionModel
-from rooftrace.costmodels.kernels import attention_rows, engines, experts as expert_kernels
+from rooftrace.costmodels.kernels import attention_rows, engines, experts as expert_kernels, tiles
 from rooftrace.costmodels.kernels.attention import attention_engine
-from rooftrace.costmodels.kernels.engines import (
-    SIZES,
-    TILED,
-    WORD,
-    TileTerms,
-    matrix_engine,
-    misaligned,
-    p_norm,
-    tile_shares,
-    tile_terms,
-)
+from rooftrace.costmodels.kernels.engines import WORD, misaligned
 from rooftrace.costmodels.kernels.knobs import (
     CLASSES,
     GROUPED,
@@ -36,6 +26,18 @@ from rooftrace.costmodels.kernels.knobs import (
 )
 from rooftrace.costmodels.kernels.numbers import ProductKnobs, Share
 from rooftrace.costmodels.kernels.places import TURNED
+from rooftrace.costmodels.kernels.tiles import (
+    CHOICES,
+    SIZES,
+    SPLITS,
+    KernelSeconds,
+    TileTerms,
+    fastest,
+    matrix_engine,
+    p_norm,
+    tile_shares,
+    tile_terms,
+)
 from rooftrace.costmodels.kernels.works import KernelAmounts, Works, plan_kernels
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware import Chip
@@ -100,7 +102,7 @@ def _tile_shares(work: Works, chip: Chip, rate: Amount, padded: Amount) -> Amoun
     engine, shape = matrix_engine(chip), work.shape
     if engine is None or shape is None:
         return 1.0
-    numbers = (*engines.product_sizes(work.key, shape, work.flop, padded, chip).values(), rate)
+    numbers = (*tiles.product_sizes(work.key, shape, work.flop, padded, chip).values(), rate)
     columns = np.broadcast_arrays(*(np.atleast_1d(number) for number in numbers))
     has_size = (columns[0] > 0) & (columns[1] > 0) & (columns[2] > 0)
     shares = np.ones(len(has_size))
@@ -129,48 +131,6 @@ def seconds_by_knobs(
     if outside is None or not kernels.eager.any():
         return seconds
     return seconds.where(kernels.eager, price(outside, layouts=True))
-
-
-@dataclass(frozen=True)
-class KernelSeconds:
-    """Seconds of one kernel of each row; `device` is its total, without a launch.
-
-    choice: the tile and split of each row's product (see `TileUse.of`), -1 where it has none or
-    is not timed by tiles.  untiled: `device` if every tile and every wave were full, and fed at
-    once.  busy: seconds that its matrix engines would be busy at their full rate.  paced: those of
-    `device` that grow as the clock falls.
-    """
-
-    compute: Array
-    memory: Array
-    device: Array
-    choice: Places
-    untiled: Array
-    busy: Amount = 0.0
-    paced: Amount = 0.0
-
-    def where(self, chosen: Flags, others: KernelSeconds) -> KernelSeconds:
-        """These seconds; of chosen rows those of others."""
-        pairs = ((getattr(self, f.name), getattr(others, f.name)) for f in fields(self))
-        return KernelSeconds(*(np.where(chosen, theirs, ours) for ours, theirs in pairs))
-
-    def after(self, rounding: Array) -> KernelSeconds:
-        """The seconds with those of kernels that round activations before."""
-        memory, device, untiled = (
-            each + rounding for each in (self.memory, self.device, self.untiled)
-        )
-        return replace(self, memory=memory, device=device, untiled=untiled)
-
-    def held(self, clock: Amount) -> KernelSeconds:
-        """The seconds at this share of the clock."""
-        more = self.paced * (1 / np.asarray(clock) - 1)
-        device, untiled = self.device + more, self.untiled + more
-        return replace(self, device=device, untiled=untiled, busy=0.0, paced=0.0)
-
-    def at_pace(self, pace: float) -> KernelSeconds:
-        """The seconds of kernels that are all so many times as fast."""
-        seconds = ("compute", "memory", "device", "untiled", "busy", "paced")
-        return replace(self, **{name: getattr(self, name) / pace for name in seconds})
 
 
 @dataclass(frozen=True)
@@ -216,10 +176,13 @@ class KernelTable:
         """Whether attention is timed by its blocks: the chip has an SM count and a bf16 rate."""
         return attention_engine(self.chip) is not None
 
-    def tiles(self, knobs: Knobs, rows: Places | None = None) -> TileTerms | None:
+    def tiles(
+        self, knobs: Knobs, rows: Places | None = None, splits: Sequence[int] = SPLITS
+    ) -> TileTerms | None:
         """Amounts of each tile for rows that have a product (all of these); None without tiles.
 
         They do not depend on rates and shares: a fit that keeps `knobs.tiling` needs them once.
+        splits: see `tile_terms`.
         """
         engine = matrix_engine(self.chip)
         if engine is None:
@@ -227,7 +190,7 @@ class KernelTable:
         tiled = self.data["flop"] > 0 if rows is None else rows
         columns = {name: self.data[name][tiled] for name in SIZES}
         kernels = self.libraries(tiled)
-        return tile_terms(columns, engine.units, knobs.tiling, kernels, usual=True)
+        return tile_terms(columns, engine.units, knobs.tiling, kernels, usual=True, splits=splits)
 
     def libraries(self, rows: Any = slice(None)) -> Iterator[tuple[ProductKnobs, Flags]]:
         """The kernels of libraries that run products, with flags of those among these rows."""
@@ -301,37 +264,69 @@ def _shared_seconds(
     issue = d["issue"] / max(1, knobs.compute)
     rest = (d["vector"] + d["matrix"]) / compute + issue
     reached = _product_shares(table, knobs, compute, odd)
-    product = d["flop"] / (d["rate"] * reached)
+    rate = d["rate"] * reached
+    product = d["flop"] / rate
     slow = chip.peak("vector", "fp32") if aside.any() else 1.0
     product = np.where(aside, d["flop"] / (slow * compute), product)
     counted = aside & (d["issue"] > 0)  # depthwise convolutions by their instructions
     rest, product = np.where(counted, issue, rest), np.where(counted, 0.0, product)
-    engine, tiling = matrix_engine(chip), knobs.tiling
     t_compute = rest + product
-    tiled = np.flatnonzero(d["flop"] > 0)
     device = p_norm(knobs.overlap, t_compute, t_memory, d["wait"]) + apart
     choice = np.full(len(table), -1, dtype=np.int64)
-    if engine is None or not len(tiled):
+    tiled = np.flatnonzero(d["flop"] > 0)
+    if matrix_engine(chip) is None or not len(tiled):
         return KernelSeconds(t_compute, t_memory + apart, device, choice, device)
     untiled, device = device, device.copy()
-    parts = [tiled] if terms is not None else np.split(tiled, range(TILED, len(tiled), TILED))
-    for rows in parts:
-        here = terms or table.tiles(knobs, rows)
-        assert here is not None
-        work = here.flop / (d["rate"] * reached)[rows, None] + rest[rows, None]
-        feed = here.feed * odd[rows, None] / (engine.cache * tiling.feed)
-        spill = here.spill / (bandwidth * knobs.memory) + here.split * tiling.split
-        spill = spill + np.broadcast_to(apart, len(table))[rows, None]
-        moved = np.maximum(t_memory[rows, None], here.walk / engine.cache)
-        total = p_norm(knobs.overlap, work, feed, moved) + spill
-        best = (np.arange(len(rows)), total.argmin(axis=1))
-        by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
-        on_matrix = ~aside[rows]
-        rows = rows[on_matrix]
-        choice[rows] = best[1][on_matrix]
-        t_compute[rows], t_memory[rows] = by_tiles[on_matrix], moved[best][on_matrix]
-        device[rows] = total[best][on_matrix]
+    columns = (rate, rest, odd, t_memory, np.broadcast_to(apart, len(table)))
+    products = _Products(table, knobs, tiled, *(column[tiled] for column in columns))
+    on_matrix = ~aside[tiled]
+    rows, best = tiled[on_matrix], products.by_tiles(terms)[:, on_matrix]
+    device[rows], t_compute[rows], t_memory[rows], choice[rows] = best
     return KernelSeconds(t_compute, t_memory + apart, device, choice, untiled)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Rows of a table that have a product: arrays of one length."""
+
+    table: KernelTable
+    knobs: Knobs
+    rows: Places
+    rate: Array  # FLOP/s that they reach
+    rest: Array  # seconds of other work
+    odd: Array  # factor on feeding
+    sent: Array  # seconds of bytes, whatever the tile
+    apart: Array  # seconds that nothing hides
+
+    def by_tiles(self, terms: TileTerms | None = None) -> Array:
+        """Seconds [3, products] by the fastest tile: of all, of computing, of bytes; its place.
+
+        terms: those of `KernelTable.tiles`, of all of these products.
+        """
+        if terms is not None:
+            return self._timed(np.arange(len(self.rows)), terms)
+        return fastest(len(self.rows), self._terms, self._timed)
+
+    def _terms(self, part: Places, splits: Sequence[int]) -> TileTerms:
+        terms = self.table.tiles(self.knobs, self.rows[part], splits)
+        assert terms is not None
+        return terms
+
+    def _timed(self, part: Places, terms: TileTerms) -> Array:
+        engine, knobs, tiling = matrix_engine(self.table.chip), self.knobs, self.knobs.tiling
+        assert engine is not None
+        rate, rest, odd, sent, apart = (
+            column[part, None] for column in (self.rate, self.rest, self.odd, self.sent, self.apart)
+        )
+        work = terms.flop / rate + rest
+        feed = terms.feed * odd / (engine.cache * tiling.feed)
+        spill = terms.spill / (engine.memory * knobs.memory) + terms.split * tiling.split + apart
+        moved = np.maximum(sent, terms.walk / engine.cache)
+        total = p_norm(knobs.overlap, work, feed, moved) + spill
+        best = (np.arange(len(part)), total.argmin(axis=1))
+        by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
+        place = best[1] * (CHOICES // total.shape[1])
+        return np.stack([total[best], by_tiles, moved[best], place])
 
 
 def _layouts(table: KernelTable, shares: list[Share]) -> Array:
@@ -555,7 +550,7 @@ def _work_columns(
         columns["matrix"][at] += np.where(larger, most[at], seconds)
         most[at] = np.where(larger, seconds, most[at])
         numbers = {"flop": work.flop, "rate": on.rate, "unit": on.unit}
-        numbers |= engines.product_sizes(key, work.shape, work.flop, on.padded, chip)
+        numbers |= tiles.product_sizes(key, work.shape, work.flop, on.padded, chip)
         lengths = {"M": m, "N": n, "K": k}
         numbers["odd"] = misaligned(key, lengths) + misaligned(key, lengths, WORD)
         numbers["kernel"], rounds = engines.library_kernel(key, chip, execution.library)

@@ -362,11 +362,11 @@ def _cells(
     cell: StepCell,
 ) -> Cells:
     """Where each point is among measured steps; device: seconds of all kernels of each entry."""
-    latent, kinds = step.kernels.latent[step.row], np.empty(len(step.row), dtype=object)
+    latent, kinds = step.kernels.latent[step.row], np.empty(len(step.row), dtype=np.int8)
     for part in step.parts:
-        at_latents = bool(latent[part.where.start])
-        kinds[part.where] = StepCell.work_of(part.spread_kind, part.of_experts, at_latents)
-    works = [step.total(device.of(kinds == work)) for work in WORKS]
+        work = StepCell.work_of(part.spread_kind, part.of_experts, bool(latent[part.where.start]))
+        kinds[part.where] = WORKS.index(work)
+    works = [step.total(device.of(kinds == number)) for number in range(len(WORKS))]
     narrow, flops = (step.total(flop[step.row] * step.times) for flop in step.kernels.products)
     return Cells.of(cell, works, narrow > flops / 2, [regimes[name] for name in REGIMES], heads)
 

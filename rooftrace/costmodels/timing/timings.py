@@ -259,17 +259,20 @@ class Cells:
         whether most products have narrow weights alone; seconds: of each of REGIMES.
         """
         precision = np.where(narrow, len(heads.precisions), heads.place)
-        keys = np.stack([np.argmax(works, axis=0), precision, np.argmax(seconds, axis=0)])
-        different, place = np.unique(keys, axis=1, return_inverse=True)
         names = [*map(StepCell.precision_of, heads.precisions), "int4"]
+        shape = (len(WORKS), len(names), len(REGIMES))
+        keys = (np.argmax(works, axis=0), precision, np.argmax(seconds, axis=0))
+        flat = np.ravel_multi_index(keys, shape)
+        present = np.flatnonzero(np.bincount(flat))
+        place = np.searchsorted(present, flat)
         cells = [
             replace(
                 step, work=WORKS[work], precision=names[name],
                 limit=StepCell.limit_of(REGIMES[regime]),
             )
-            for work, name, regime in different.T.tolist()
+            for work, name, regime in zip(*np.unravel_index(present, shape), strict=True)
         ]  # fmt: skip
-        return Cells(tuple(cells), np.ravel(place))
+        return Cells(tuple(cells), place)
 
     @staticmethod
     def joined(parts: Sequence[tuple[Places, Cells]], points: int) -> Cells:

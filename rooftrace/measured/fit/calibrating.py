@@ -46,7 +46,6 @@ from rooftrace.measured.fit.cases import (
     stepped,
     sustained,
 )
-from rooftrace.measured.fit.choosing import NOTHING, choose
 from rooftrace.measured.fit.fitting import (
     Fit,
     Starts,
@@ -54,10 +53,12 @@ from rooftrace.measured.fit.fitting import (
     fitted,
 )
 from rooftrace.measured.fit.planning import (
+    NOTHING,
     NextStep,
     beaten,
     beaten_words,
     check_bound,
+    choose,
     next_step,
     other_steps,
 )
