@@ -5,10 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
 import rooftrace as rt
+from rooftrace.diffs.costs.causes import _updates
 from rooftrace.diffs.costs.changes import PhaseDiff
 from rooftrace.diffs.costs.differences import diff_estimates
+from rooftrace.diffs.costs.sides import Sides
 from tests.conftest import in_turn
 from tests.costmodels.diff_cases import CASES, UNCHANGED, Case
 
@@ -111,6 +115,15 @@ def test_parameters_are_tied_where_kernels_share_one(edits, there_says, back_say
         words = [row.cause for row in found.rows if "one parameter" in row.cause]
         words += [row.cause for row in found.rows if "of its own" in row.cause]
         assert [says in cause for cause in words] == [True] * bool(says), words
+
+
+def test_an_update_names_parameters_and_no_result_of_it():
+    def step(groups: int) -> rt.Estimate:
+        layer = nn.Conv1d(8, 8, 3, padding=1, groups=groups)
+        return rt.estimate(rt.trace(layer, torch.ones(2, 8, 4), phase="training"), CHIP)
+
+    told = _updates(Sides(step(8), step(1)))
+    assert told == ["the update of weight fp32[8, 1, 3] -> [8, 8, 3]"]
 
 
 def test_a_guard_that_reads_a_value_is_a_synchronisation(folder):

@@ -265,6 +265,8 @@ def a_check_names_the_line_and_the_commit_since_the_lock(
     assert "`flops`" in cause and cause.endswith("in forward)")
     casts = [t for t in head.splitlines() if "cast fp32 -> fp64" in t]
     assert len(casts) == 1 and "`flops`" not in casts[0] and len(head.splitlines()) <= 40
+    told = [t for t in ran.out.splitlines() if t.startswith("**Cause")]
+    assert len(told) == len({*told}) and "What else moved" in ran.out
     assert git(root, "worktree", "list").count("\n") == 0
 
 

@@ -156,7 +156,7 @@ def _updates(sides: Sides) -> list[str]:
     Its kernels take many at once, so that those of two sides face each other at random.
     """
     sizes = [
-        {pattern_of(tensor.name): tensor for tensor in values if tensor.role == "weights"}
+        {pattern_of(t.name): t for t in values if t.role == "weights" and t.name}
         for values in (side.graph.values for side in (sides.before, sides.after))
     ]
     texts: dict[str, dict[str, None]] = {}

@@ -236,24 +236,35 @@ def comment(result: GateOutcome) -> str:
         parts.append(shift_table([group[0] for group in groups], [*map(len, groups)]))
         if len(alike) > _ROWS:
             parts.append(view.Note(f"and {len(alike) - _ROWS} more"))
-    parts += cause_notes(result.over, "page", _CAUSES)
-    parts += why_notes(result)
+    said = [*cause_notes(result.over, "page", _CAUSES)]
+    parts += [*said, *why_notes(result)]
     text = f"{MARKER}\n{as_page(view.View((view.Section(parts=parts),), 'Costs', level=3))}"
     lines = text.splitlines()
     text = "\n".join(lines[:_LINES]) + "\n"
     folded = [("Figure", _chart(shifts)), ("All steps", _all_steps(result))]
     folded.insert(0, ("More", "\n".join(lines[_LINES:])))
-    coded = any(shift.causes for shift in result.over)
-    if result.over and (coded or result.under or result.other or len(result.over) > _ROWS):
-        folded.insert(2, ("All that moved", as_page(replace(gate_view(result, "page"), title=""))))
+    if result.over:
+        folded.insert(2, ("What else moved", _rest(result, said, len(groups) == len(result.over))))
     for title, body in folded:
         block = f"\n<details><summary>{title}</summary>\n\n{body.strip()}\n\n</details>\n"
-        if body and len(text) + len(block) < MOST:
+        if body.strip() and len(text) + len(block) < MOST:
             text += block
     return text[:MOST]
 
 
 # -- folded away -----------------------------------------------------------------------------------
+
+
+def _rest(result: GateOutcome, said: Sequence[view.Part], is_whole: bool) -> str:
+    """What moved and is not said yet; is_whole: whether all exceeded budgets are."""
+    causes = [note for note in cause_notes(result.over, "page") if note not in said]
+    sections = [
+        replace(section, parts=causes if section.title == "Causes" else section.parts)
+        for section in gate_view(result, "page").sections
+        if section.title and not (section.title == "Budgets exceeded" and is_whole)
+    ]
+    return as_page(view.View(tuple(section for section in sections if section.parts)))
+
 
 _TOTALS = tuple(
     view.Column(metric, unit, metric if metric != "flops" else "FLOPs")
