@@ -118,7 +118,7 @@ def test_parameters_are_tied_where_kernels_share_one(edits, there_says, back_say
 
 
 def test_an_update_names_parameters_and_no_result_of_it():
-    def step(groups: int) -> rt.Estimate:
+    def step(groups):
         layer = nn.Conv1d(8, 8, 3, padding=1, groups=groups)
         return rt.estimate(rt.trace(layer, torch.ones(2, 8, 4), phase="training"), CHIP)
 
