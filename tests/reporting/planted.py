@@ -124,6 +124,34 @@ class PixelsMended(Pixels):
         return F.scaled_dot_product_attention(*rows)
 
 
+class Widths(nn.Module):
+    """Attention with a bias, whose heads are 20 wide, by several layers of one line."""
+
+    padded = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(160, 480) for _ in range(3))
+        self.register_buffer("bias", torch.zeros(1, 8, 720, 720, dtype=HALF))
+
+    def attend(self, *rows: Tensor) -> Tensor:
+        if self.padded:
+            query, key, value = (F.pad(t, (0, 4)) for t in rows)
+            out = F.scaled_dot_product_attention(query, key, value, self.bias, scale=20**-0.5)
+            return out[..., :20]
+        return F.scaled_dot_product_attention(*rows, self.bias)  # planted: odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = layer(x).unflatten(-1, (3, 8, 20)).permute(2, 0, 3, 1, 4)
+            x = x + self.attend(*rows).transpose(1, 2).flatten(2)
+        return x
+
+
+class WidthsMended(Widths):
+    padded = True
+
+
 # -- convolutions of channels first ----------------------------------------------------------------
 
 
@@ -700,6 +728,13 @@ PAIRS = (
         "innermost",
         Way(make=half(Pixels), inputs=normal(32, 512, 32, 32), phase="training"),
         make=half(PixelsMended),
+    ),
+    _same(
+        "odd",
+        "layout",
+        "Pad heads",
+        Way(make=half(Widths), inputs=normal(32, 720, 160), phase="training"),
+        make=half(WidthsMended),
     ),
     _same(
         "channels_last",

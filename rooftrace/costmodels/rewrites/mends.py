@@ -5,22 +5,18 @@ Each is read off the captured graph; its edit makes the graph of the mended code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
-from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.dataflow import (
     ValueFlow,
     dense,
     dense_like,
-    reads_across,
-    relaid,
-    same_strides,
 )
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
@@ -31,7 +27,6 @@ from rooftrace.costmodels.rewrites.editing import (
     Editor,
     cast_weights,
     promoted,
-    reading_others,
     released,
     without_doubles,
     without_left_behind,
@@ -39,7 +34,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_weight_casts,
 )
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
-from rooftrace.costmodels.rewrites.spread import copied_late
+from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, copied_late, last_strides
 from rooftrace.costmodels.rewrites.trained import (
     AttentionApart,
     apart,
@@ -66,6 +61,7 @@ from rooftrace.costmodels.rewrites.waste import (
     without_waits,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, pattern_of
+from rooftrace.hardware.precisions import precision
 from rooftrace.hardware.units import listed, plural
 
 Edit = Callable[[OpGraph], OpGraph]
@@ -88,23 +84,13 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
     load: bytes that a thread loads at once, where rows begin at multiples of that.  compiled:
     whether a compiler makes one kernel of the optimizer already.
     """
-    if any(_is_unfused(op, _RANK) for op in graph.ops):
-        yield Mend(
-            "layout",
-            "Give query, key and value four dimensions (.unsqueeze(1))",
-            "attention then has a kernel of its own",
-            with_four_dimensions,
-        )
-    if any(_is_unfused(op, _WIDTH) for op in graph.ops):
-        yield Mend(
-            "layout",
-            "Make the width of query, key and value their innermost dimension (.contiguous())",
-            "a copy of each, which is counted; attention then has a kernel of its own",
-            with_contiguous_attention,
-        )
+    for why, action, needs in _MATH:
+        if any(_is_unfused(op, why) for op in graph.ops):
+            edit = partial(with_contiguous_attention, why=why)
+            yield Mend("layout", action, f"{needs}attention then has a kernel of its own", edit)
     images = [op.inputs[0] for op in graph.ops if _is_image_first(graph, op)]
     if images:
-        formats = sorted({_IMAGES[len(graph.values[image].shape)] for image in images})
+        formats = sorted({IMAGES[len(graph.values[image].shape)] for image in images})
         yield Mend(
             "layout",
             f"Lay images out with channels last (memory_format={listed(formats)})",
@@ -244,7 +230,7 @@ def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
 
 def _batched(graph: OpGraph) -> OpGraph:
     """The graph with equal calls as one; attention has one more dimension then."""
-    wide = with_four_dimensions(graph)
+    wide = with_contiguous_attention(graph, why=_RANK)
     together = batched(wide)
     return graph if together is wide else together
 
@@ -306,23 +292,34 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
 
 # -- attention on the math path --------------------------------------------------------------------
 
-_WIDTH, _RANK = "the width of an operand", "operands have 3 dimensions"
+_WIDTH, _RANK, _ODD = "the width of an operand", "operands have 3 dimensions", "heads of"
 """How the reasons begin for which CUDA has no kernel (`recording.library.why_math`)."""
+_MATH = (
+    (_RANK, "Give query, key and value four dimensions (.unsqueeze(1))", ""),
+    (
+        _WIDTH,
+        "Make the width of query, key and value their innermost dimension (.contiguous())",
+        "a copy of each, which is counted; ",
+    ),
+    (
+        _ODD,
+        "Pad heads for attention to a width that is a multiple of 16 bytes (F.pad, scale=)",
+        "zeros, whose copies are counted; ",
+    ),
+)
+"""The beginning of a reason, the action, and what it needs."""
 
 
 def _is_unfused(op: Op, why: str) -> bool:
     return str(op.facts.get(UNFUSED, "")).startswith(why)
 
 
-def with_four_dimensions(graph: OpGraph) -> OpGraph:
-    """Attention of operands with three dimensions becomes a kernel, as it is with four."""
-    return with_contiguous_attention(graph, why=_RANK)
-
-
 def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _WIDTH) -> OpGraph:
     """Attention of operands whose width is not innermost becomes copies of them, and a kernel.
 
-    copied: whether operands may need a copy; the same graph where there is nothing to mend.
+    why: the beginning of the reason that is mended: operands of other dimensions become a kernel as
+    those of four are, odd widths are padded.  copied: whether operands may need a copy; the same
+    graph where there is nothing to mend.
     """
     flow = ValueFlow(graph)
     matches = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
@@ -333,19 +330,21 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
     if not matches:
         return graph
     firsts = {match.forward[-1].id: match for match in matches}
+    step = 16 if why == _ODD else 1  # bytes; rows of fp32 need as many (`why_math`)
     lasts = {match.backward[-1].id: match for match in matches if match.backward}
     gone = {op.id for match in matches for op in (*match.forward, *match.backward)}
     edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
-    strides = {match.out: _by_position(graph.values[match.out]) for match in matches}
+    strides = dict[int, tuple[int, ...]]()
     for op in graph.ops:
         if match := firsts.get(op.id):
-            made[match.out] = _emit_forward(edit, match)
+            made[match.out] = kept = _emit_forward(edit, match, step)
+            strides[match.out] = _by_position(edit.values[kept[3].id])
         elif match := lasts.get(op.id):
             strides |= _emit_backward(edit, match, made[match.out])
         elif op.id not in gone:
             edit.ops.append(op)
     mended = released(without_left_behind(edit.done(), graph), graph)
-    return _Laid(mended, strides).done()
+    return Laid(mended, strides).done()
 
 
 def _by_position(out: Tensor) -> tuple[int, ...]:
@@ -354,29 +353,59 @@ def _by_position(out: Tensor) -> tuple[int, ...]:
     return dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
-def _emit_forward(edit: Editor, match: AttentionApart) -> tuple[Ref, ...]:
-    """Copies of the operands and the kernel; returns what backward reads of them."""
+def _emit_forward(edit: Editor, match: AttentionApart, step: int) -> tuple[Ref, ...]:
+    """Copies of the operands and the kernel; returns what backward reads of them.
+
+    step: bytes, multiples of which the heads of operands become wide.
+    """
     like = match.forward[-1]
     copies = []
     for ref in match.operands:
         tensor = edit.values[ref.id]
-        if tensor.stride[-1] == 1:
+        wide = _multiple(tensor, step)
+        if wide == tensor.shape[-1] and tensor.stride[-1] == 1:
             copies.append(ref)
-            continue
-        copy = edit.made(like, "aten.clone.default", {"self": ref}, tensor.shape, tensor.dtype)
-        copies.append(copy)
+        elif wide == tensor.shape[-1]:
+            how: dict[str, Argument] = {"self": ref}
+            copies.append(edit.made(like, _CLONE, how, tensor.shape, tensor.dtype))
+        else:
+            copies.append(_padded(edit, like, ref, wide, "activations"))
     edit.move(match.out, match.out)
     out = replace(edit.values[match.out], dtype=edit.values[copies[0].id].dtype)
-    edit.values[match.out] = out
+    edit.values[match.out], whole = out, Ref(match.out)
+    wide = edit.values[copies[2].id].shape[-1]
+    if wide != out.shape[-1]:
+        whole = Ref(edit.value((*out.shape[:-1], wide), out.dtype, out.role, like.repeats))
+        edit.move(match.out, whole.id)
     logsumexp = edit.value(out.shape[:-1], "fp32", "activations", like.repeats)
-    arguments = {**_attention(copies), "is_causal": match.is_causal}
-    edit.emit(like, ATTENTION, arguments, (match.out, logsumexp))
-    return (*copies, Ref(match.out), Ref(logsumexp))
+    arguments = {**_attention(copies, match.mask), "is_causal": match.is_causal}
+    edit.emit(like, ATTENTION, arguments, (whole.id, logsumexp))
+    if whole.id != match.out:
+        cut = {"self": whole, "dim": len(out.shape) - 1, "start": 0, "end": out.shape[-1]}
+        edit.emit(like, "aten.slice.Tensor", cut, (match.out,), kind="view")
+    return (*copies, whole, Ref(logsumexp))
 
 
-def _attention(operands: Sequence[Ref]) -> dict[str, Argument]:
+_CLONE = "aten.clone.default"
+
+
+def _multiple(tensor: Tensor, step: int) -> int:
+    """The width of a tensor as the next multiple of so many bytes."""
+    step = max(1, step * 8 // precision(tensor.dtype).bits)
+    return -(-tensor.shape[-1] // step) * step
+
+
+def _padded(edit: Editor, like: Op, ref: Ref, wide: int, role: str) -> Ref:
+    """A value with zeros behind each row, up to a width."""
+    tensor = edit.values[ref.id]
+    how: dict[str, Argument] = {"self": ref, "pad": (0, wide - tensor.shape[-1])}
+    shape = (*tensor.shape[:-1], wide)
+    return edit.made(like, "aten.constant_pad_nd.default", how, shape, tensor.dtype, role)
+
+
+def _attention(operands: Sequence[Ref], mask: Ref | None) -> dict[str, Argument]:
     named = dict(zip(("query", "key", "value"), operands, strict=True))
-    return {**named, "mask": None, "dropout_p": 0.0}
+    return {**named, "mask": mask, "dropout_p": 0.0}
 
 
 def _emit_backward(
@@ -392,14 +421,22 @@ def _emit_backward(
         made.append(edit.value(t.shape, t.dtype, "gradients", like.repeats, stride=before))
         strides[made[-1]] = dense_like(t.shape, t.stride)
     empty = edit.value((0,), "fp32", "gradients", like.repeats)
-    shape, grad = edit.values[out.id].shape, match.grad_out
+    whole, grad = edit.values[out.id], match.grad_out
+    shape = edit.values[match.out].shape
     if edit.values[grad.id].shape != shape:
         grad = edit.viewed(like, grad, shape)
-    arguments = {"grad_out": grad, **_attention(operands), "out": out, "logsumexp": logsumexp}
+    if shape != whole.shape:
+        grad = _padded(edit, like, grad, whole.shape[-1], "gradients")
+    told = _attention(operands, match.mask)
+    arguments = {"grad_out": grad, **told, "out": out, "logsumexp": logsumexp}
     arguments["is_causal"] = match.is_causal
     edit.emit(like, ATTENTION_BACKWARD, arguments, (*made, empty))
-    for value, new in zip(match.grads, made, strict=True):
-        edit.becomes(like, value, Ref(new))
+    for ref, value, new in zip(match.operands, match.grads, made, strict=True):
+        t, grad = edit.values[ref.id], Ref(new)
+        if edit.values[new].shape != t.shape:  # `constant_pad_nd` of less than nothing is a copy
+            cut = edit.sliced(like, grad, len(t.shape) - 1, 0, t.shape[-1])
+            grad = edit.made(like, _CLONE, {"self": cut}, t.shape, t.dtype, "gradients")
+        edit.becomes(like, value, grad)
     return strides
 
 
@@ -411,22 +448,7 @@ def _is_image_first(graph: OpGraph, op: Op) -> bool:
     if op.kind != "kernel" or op.name != "aten.convolution" or weight_shape(op, graph) is None:
         return False
     image = graph.values[op.inputs[0]]
-    return len(image.shape) in _IMAGES and not has_channels_last(image)
-
-
-_IMAGES = {4: "torch.channels_last", 5: "torch.channels_last_3d"}
-"""Memory formats by the number of dimensions of images, and of volumes."""
-_KEEPING = ("convolution", "batch_norm", "pool2d", "pool3d", "upsample", "cat")
-"""Parts of names of kernels whose results lie as their images do, beside elementwise ones.
-
-Convolutions follow the weight, too (`cudnn_conv_suggest_memory_format` of ATen's ConvUtils.h);
-`cat` asks it of all its tensors (`cat_compute_output_memory_format` of TensorShape.cpp).
-"""
-_CONTIGUOUS = ("group_norm", "layer_norm")
-"""Parts of names of kernels of contiguous tensors; ATen copies others for them
-(`input.contiguous()` of group_norm.cpp, `expect_contiguous` of layer_norm.cpp, and the gradients
-of derivatives.yaml)."""
-_FORMAT = "memory_format:torch.contiguous_format"
+    return len(image.shape) in IMAGES and not has_channels_last(image)
 
 
 def with_channels_last(graph: OpGraph) -> OpGraph:
@@ -437,136 +459,12 @@ def with_channels_last(graph: OpGraph) -> OpGraph:
     values = graph.values
     ranks = {len(values[op.inputs[0]].shape) for op in graph.ops if _is_image_first(graph, op)}
     own = [v for v in graph.external if values[v].storage == v and len(values[v].shape) in ranks]
-    laid = _Laid(graph, {value: last for value in own if (last := _last(values[value]))}).done()
+    laid = Laid(
+        graph, {value: last for value in own if (last := last_strides(values[value]))}
+    ).done()
     return with_contiguous_attention(laid, copied=False)
-
-
-def _last(image: Tensor) -> tuple[int, ...] | None:
-    """The strides of a contiguous image or weight with channels last; None for other tensors."""
-    rank = len(image.shape)
-    is_image = rank in _IMAGES and image.stride == Tensor.contiguous(image.shape)
-    return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
 
 
 def without_copies(graph: OpGraph) -> OpGraph:
     """The graph without needless copies."""
-    return _Laid(graph, {}, {op.id for op in needless_copies(graph)}).done()
-
-
-class _Laid(Editor):
-    """A graph in which some values have other strides, and what is made of them too, op by op.
-
-    A view that its operand no longer allows reads a contiguous copy, as `reshape` makes one.  A
-    copy for such a view, or for a kernel of contiguous tensors, goes where it is not needed.
-    """
-
-    def __init__(
-        self, graph: OpGraph, strides: Mapping[int, tuple[int, ...]], gone: Collection[int] = ()
-    ) -> None:
-        super().__init__(graph)
-        self.gone = gone
-        self.instead: dict[int, int] = {}  # results of copies that go, and their operands
-        self.copies: dict[tuple[int, str, str, int], int] = {}  # by value, line, module and call
-        for value, stride in strides.items():
-            self._set(value, stride)
-        self.given = strides.keys()
-        for op in graph.ops:
-            if not self._is_needless(op):
-                self.ops.append(op if self.given & set(op.outputs) else self._laid(op))
-
-    def done(self) -> OpGraph:
-        """The new graph."""
-        self.ops = [reading_others(op, self.instead) for op in self.ops]
-        return released(super().done(), self.graph).verify()
-
-    def _set(self, value: int, stride: Sequence[int], storage: int | None = None) -> None:
-        where = self.values[value].storage if storage is None else storage
-        self.values[value] = replace(self.values[value], stride=tuple(stride), storage=where)
-
-    def _is_other(self, value: int) -> bool:
-        """Whether a value lies in another order now."""
-        return self.values[value].stride != self.graph.values[value].stride
-
-    def _is_last(self, value: int) -> bool:
-        """Whether a value has channels last now; so has a weight of one channel."""
-        stride = self.values[value].stride
-        return self._is_other(value) and len(stride) in _IMAGES and stride[1] == 1
-
-    def _laid(self, op: Op) -> Op:
-        """An op after what it makes is laid out; it may read copies that are made before it."""
-        if any(self.graph.values[value].storage != value for value in op.outputs):
-            return self._with_views(op)
-        if any(part in op.name for part in _CONTIGUOUS):
-            other = [value for value in op.inputs if self._is_other(value)]
-            return op if reads_across(op) else self._with_copies(op, other)
-        if any(part in op.name for part in _KEEPING):
-            some = all if op.name == "aten.cat" else any
-            if some(self._is_last(value) for value in op.inputs):
-                for value in op.outputs:
-                    self._set(value, _last(self.values[value]) or self.values[value].stride)
-        elif op.kind == "view" or _is_elementwise(op):
-            for value in op.outputs:
-                shape = self.values[value].shape
-                like = next((v for v in op.inputs if self.values[v].shape == shape), None)
-                if like is not None and self._is_other(like):
-                    # the first operand decides (TensorIterator)
-                    self._set(value, dense_like(shape, self.values[like].stride))
-        return op
-
-    def _with_views(self, op: Op) -> Op:
-        """An op whose results lie in the storages of operands."""
-        if reads_across(op):
-            return op
-        old = self.graph.values
-        sources = {old[value].storage: value for value in reversed(op.inputs)}
-        for value in op.outputs:
-            source = sources.get(old[value].storage)
-            if source is None:
-                continue
-            now = self.values[source]
-            stride = relaid(old[value], old[source], now.stride)
-            if stride is None:
-                op = self._with_copies(op, [source])
-                now = self.values[op.inputs[0]]
-                stride = relaid(old[value], old[source], now.stride)
-            self._set(value, stride or Tensor.contiguous(old[value].shape), now.storage)
-        return op
-
-    def _with_copies(self, op: Op, of: Sequence[int]) -> Op:
-        """An op that reads contiguous copies of some values; its backward reads the same ones."""
-        copies = {}
-        for value in of:
-            key = value, op.source, op.module, op.call
-            if key not in self.copies:
-                role = "gradients" if op.part == "backward" else "activations"
-                how: dict[str, Argument] = {"self": Ref(value), "memory_format": _FORMAT}
-                tensor = self.values[value]
-                clone = "aten.clone.default"
-                self.copies[key] = self.made(op, clone, how, tensor.shape, tensor.dtype, role).id
-            copies[value] = self.copies[key]
-        return reading_others(op, copies)
-
-    def _is_needless(self, op: Op) -> bool:
-        """Whether an op is a copy whose operand serves its readers as well; then that is read."""
-        asked = op.function == "clone" or op.arguments.get("memory_format") != _FORMAT
-        if op.name != "aten.clone" or (asked and op.id not in self.gone) or reads_across(op):
-            return False
-        (made,), (source,), flow = op.outputs, op.inputs, self.flow
-        copy, now = self.graph.values[made], self.values[source]
-        if made in flow.escaping or flow.writers.get(made):
-            return False
-        fits = op.id in self.gone or same_strides(copy.shape, now.stride, copy.stride)
-        if not fits and not all(
-            user.kind == "view" and relaid(self.graph.values[v], copy, now.stride)
-            for user in flow.users[made]
-            for v in user.outputs
-        ):
-            return False
-        self._set(made, now.stride, now.storage)
-        self.instead[made] = self.instead.get(source, source)
-        return True
-
-
-def _is_elementwise(op: Op) -> bool:
-    rule = find_rule(op.target)
-    return rule is not None and rule.fusion == "pointwise" and "memory_format" not in op.arguments
+    return Laid(graph, {}, {op.id for op in needless_copies(graph)}).done()

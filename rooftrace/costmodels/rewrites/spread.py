@@ -1,20 +1,30 @@
-"""Work on equal numbers done once: what is repeated is computed before, not after.
+"""Work on equal numbers done once: what is repeated is computed before, not after; layouts.
 
 A value is spread where its elements are copies of those of a smaller one, as `expand`, `repeat` and
 nearest upsampling make them.  Ops whose rows do not mix take the smaller one.  Of the gradient of a
-spread value only its sum over the copies is read, which is taken as early.
+spread value only its sum over the copies is read, which is taken as early.  Where values get
+another order in memory, what is made of them lies as ATen lays it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.rewrites.dataflow import COPIES, VIEWS, ValueFlow, dense_like
+from rooftrace.costmodels.rewrites.dataflow import (
+    COPIES,
+    VIEWS,
+    ValueFlow,
+    dense,
+    dense_like,
+    reads_across,
+    relaid,
+    same_strides,
+)
 from rooftrace.costmodels.rewrites.editing import (
     Editor,
     operand,
@@ -24,7 +34,7 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.indexing import order_of
 from rooftrace.costmodels.rewrites.waste import is_plain, is_random
-from rooftrace.graph import Argument, Op, OpGraph, Ref
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
 Dim = tuple[tuple[int, bool], ...]
 """The factors of a dimension, the outermost first: its length, and whether elements differ."""
@@ -357,3 +367,147 @@ class _SmallWork(Editor):
             made = self.made(op, "aten.sum.dim_IntList", how, shape, old.dtype, old.role)
             self.totals[key] = self.viewed(op, made, _small(dims)).id
         return self.totals[key]
+
+
+# -- layouts in memory ---------------------------------------------------------------------------
+
+
+IMAGES = {4: "torch.channels_last", 5: "torch.channels_last_3d"}
+"""Memory formats by the number of dimensions of images, and of volumes."""
+_KEEPING = ("convolution", "batch_norm", "pool2d", "pool3d", "upsample", "cat")
+"""Parts of names of kernels whose results lie as their images do, beside elementwise ones.
+
+Convolutions follow the weight, too (`cudnn_conv_suggest_memory_format` of ATen's ConvUtils.h);
+`cat` asks it of all its tensors (`cat_compute_output_memory_format` of TensorShape.cpp).
+"""
+_CONTIGUOUS = ("group_norm", "layer_norm")
+"""Parts of names of kernels of contiguous tensors; ATen copies others for them
+(`input.contiguous()` of group_norm.cpp, `expect_contiguous` of layer_norm.cpp, and the gradients
+of derivatives.yaml)."""
+_FORMAT = "memory_format:torch.contiguous_format"
+
+
+def last_strides(image: Tensor) -> tuple[int, ...] | None:
+    """The strides of a contiguous image or weight with channels last; None for other tensors."""
+    rank = len(image.shape)
+    is_image = rank in IMAGES and image.stride == Tensor.contiguous(image.shape)
+    return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
+
+
+class Laid(Editor):
+    """A graph in which some values have other strides, and what is made of them too, op by op.
+
+    A view that its operand no longer allows reads a contiguous copy, as `reshape` makes one.  A
+    copy for such a view, or for a kernel of contiguous tensors, goes where it is not needed.
+    """
+
+    def __init__(
+        self, graph: OpGraph, strides: Mapping[int, tuple[int, ...]], gone: Collection[int] = ()
+    ) -> None:
+        super().__init__(graph)
+        self.gone = gone
+        self.instead: dict[int, int] = {}  # results of copies that go, and their operands
+        self.copies: dict[tuple[int, str, str, int], int] = {}  # by value, line, module and call
+        for value, stride in strides.items():
+            self._set(value, stride)
+        self.given = strides.keys()
+        for op in graph.ops:
+            if not self._is_needless(op):
+                self.ops.append(op if self.given & set(op.outputs) else self._laid(op))
+
+    def done(self) -> OpGraph:
+        """The new graph."""
+        self.ops = [reading_others(op, self.instead) for op in self.ops]
+        return released(super().done(), self.graph).verify()
+
+    def _set(self, value: int, stride: Sequence[int], storage: int | None = None) -> None:
+        where = self.values[value].storage if storage is None else storage
+        self.values[value] = replace(self.values[value], stride=tuple(stride), storage=where)
+
+    def _is_other(self, value: int) -> bool:
+        """Whether a value lies in another order now."""
+        return self.values[value].stride != self.graph.values[value].stride
+
+    def _is_last(self, value: int) -> bool:
+        """Whether a value has channels last now; so has a weight of one channel."""
+        stride = self.values[value].stride
+        return self._is_other(value) and len(stride) in IMAGES and stride[1] == 1
+
+    def _laid(self, op: Op) -> Op:
+        """An op after what it makes is laid out; it may read copies that are made before it."""
+        if any(self.graph.values[value].storage != value for value in op.outputs):
+            return self._with_views(op)
+        if any(part in op.name for part in _CONTIGUOUS):
+            other = [value for value in op.inputs if self._is_other(value)]
+            return op if reads_across(op) else self._with_copies(op, other)
+        if any(part in op.name for part in _KEEPING):
+            some = all if op.name == "aten.cat" else any
+            if some(self._is_last(value) for value in op.inputs):
+                for value in op.outputs:
+                    self._set(value, last_strides(self.values[value]) or self.values[value].stride)
+        elif op.kind == "view" or _is_elementwise(op):
+            for value in op.outputs:
+                shape = self.values[value].shape
+                like = next((v for v in op.inputs if self.values[v].shape == shape), None)
+                if like is not None and self._is_other(like):
+                    # the first operand decides (TensorIterator)
+                    self._set(value, dense_like(shape, self.values[like].stride))
+        return op
+
+    def _with_views(self, op: Op) -> Op:
+        """An op whose results lie in the storages of operands."""
+        if reads_across(op):
+            return op
+        old = self.graph.values
+        sources = {old[value].storage: value for value in reversed(op.inputs)}
+        for value in op.outputs:
+            source = sources.get(old[value].storage)
+            if source is None:
+                continue
+            now = self.values[source]
+            stride = relaid(old[value], old[source], now.stride)
+            if stride is None:
+                op = self._with_copies(op, [source])
+                now = self.values[op.inputs[0]]
+                stride = relaid(old[value], old[source], now.stride)
+            self._set(value, stride or Tensor.contiguous(old[value].shape), now.storage)
+        return op
+
+    def _with_copies(self, op: Op, of: Sequence[int]) -> Op:
+        """An op that reads contiguous copies of some values; its backward reads the same ones."""
+        copies = {}
+        for value in of:
+            key = value, op.source, op.module, op.call
+            if key not in self.copies:
+                role = "gradients" if op.part == "backward" else "activations"
+                how: dict[str, Argument] = {"self": Ref(value), "memory_format": _FORMAT}
+                tensor = self.values[value]
+                clone = "aten.clone.default"
+                self.copies[key] = self.made(op, clone, how, tensor.shape, tensor.dtype, role).id
+            copies[value] = self.copies[key]
+        return reading_others(op, copies)
+
+    def _is_needless(self, op: Op) -> bool:
+        """Whether an op is a copy whose operand serves its readers as well; then that is read."""
+        asked = op.function == "clone" or op.arguments.get("memory_format") != _FORMAT
+        if op.name != "aten.clone" or (asked and op.id not in self.gone) or reads_across(op):
+            return False
+        (made,), (source,), flow = op.outputs, op.inputs, self.flow
+        copy, now = self.graph.values[made], self.values[source]
+        if made in flow.escaping or flow.writers.get(made):
+            return False
+        fits = op.id in self.gone or same_strides(copy.shape, now.stride, copy.stride)
+        if not fits and not all(
+            user.kind == "view" and relaid(self.graph.values[v], copy, now.stride)
+            for user in flow.users[made]
+            for v in user.outputs
+        ):
+            return False
+        self._set(made, now.stride, now.storage)
+        self.instead[made] = self.instead.get(source, source)
+        return True
+
+
+def _is_elementwise(op: Op) -> bool:
+    rule = find_rule(op.target)
+    return rule is not None and rule.fusion == "pointwise" and "memory_format" not in op.arguments

@@ -61,14 +61,13 @@ class AttentionApart(NamedTuple):
     backward: tuple[Op, ...] = ()
     grad_out: Ref | None = None
     grads: tuple[int, ...] = ()
+    mask: Ref | None = None
 
 
 def apart(flow: ValueFlow, softmax: Op) -> AttentionApart | None:
     """The attention around a softmax; None where its ops are not all known."""
     graph = flow.graph
-    where = softmax.source, softmax.module, softmax.call, softmax.repeats
-    alike = [op for op in graph.ops if (op.source, op.module, op.call, op.repeats) == where]
-    forward = [op for op in alike if op.part == softmax.part and op.function == softmax.function]
+    forward = _run(graph, softmax)
     inner = {value for op in forward for value in op.outputs}
     products = [op for op in forward if op.name == "aten.bmm"]
     if len(products) != 2 or any(ref.then for op in forward for ref in op.reads):
@@ -78,12 +77,38 @@ def apart(flow: ValueFlow, softmax: Op) -> AttentionApart | None:
         return None
     outside = {v for op in forward for v in op.inputs} - inner - {ref.id for ref in starts}
     out = forward[-1].outputs[0]
-    if outside or len(graph.values[out].shape) < 3:
-        return None  # a mask of the caller's
+    if len(outside) > 1 or len(graph.values[out].shape) < 3:
+        return None
+    mask = Ref(outside.pop()) if outside else None
     causal = any(op.name == "aten.tril" for op in forward)
-    match = AttentionApart(tuple(forward), (starts[0], starts[1], starts[2]), out, causal)
-    later = [op for op in alike if op.part == "backward"]
-    return with_backward(flow, match, later, inner) if later else match
+    operands = starts[0], starts[1], starts[2]
+    match = AttentionApart(tuple(forward), operands, out, causal, mask=mask)
+    where = _place(softmax)
+    later = [op for op in graph.ops if op.part == "backward" and _place(op) == where]
+    known = with_backward(flow, match, later, inner) if later else match
+    if known is None:  # a loop comes by several times
+        first = next((op for op in later if not inner.isdisjoint(op.inputs)), later[0])
+        known = with_backward(flow, match, _run(graph, first), inner)
+    return known
+
+
+def _place(op: Op) -> tuple[Any, ...]:
+    return op.source, op.module, op.call, op.repeats
+
+
+def _run(graph: OpGraph, op: Op) -> Sequence[Op]:
+    """The ops in a row around one, of the same line and part; in forward of the same function."""
+
+    def key(other: Op) -> tuple[Any, ...]:
+        function = other.function if other.part != "backward" else ""
+        return (*_place(other), other.part, function)
+
+    first, last, wanted = op.id, op.id, key(op)
+    while first and key(graph.ops[first - 1]) == wanted:
+        first -= 1
+    while last + 1 < len(graph.ops) and key(graph.ops[last + 1]) == wanted:
+        last += 1
+    return graph.ops[first : last + 1]
 
 
 _OPERANDS = ((0, "self"), (0, "mat2"), (1, "mat2"))
