@@ -349,6 +349,36 @@ class WrittenMended(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
+class Turning(nn.Module):
+    """Attention after an embedding of positions in fp32, which leaves its operands in fp32."""
+
+    narrow = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.out = nn.Linear(1024, 3072), nn.Linear(1024, 1024)
+        self.register_buffer("turn", torch.ones(1024, 64))
+
+    def turned(self, x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, -1)
+        turn = self.turn.float()
+        return torch.cat((first * turn - second, first + second * turn), -1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = self.turned(query), self.turned(key), value.float()
+        return F.scaled_dot_product_attention(query, key, value)  # planted: widened
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4)
+        return self.out(self.attend(*rows).transpose(1, 2).flatten(2).to(x.dtype))
+
+
+class TurningMended(Turning):
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = self.turned(query).to(value.dtype), self.turned(key).to(value.dtype)
+        return F.scaled_dot_product_attention(query, key, value)
+
+
 # -- numbers that are made again, or wider than the rest -------------------------------------------
 
 
@@ -929,6 +959,13 @@ PAIRS = (
         "once, after it",
         Way(make=half(Growing), inputs=normal(4096, 1024)),
         make=half(GrowingMended),
+    ),
+    _same(
+        "widened",
+        "compute",
+        "Attend in bf16",
+        Way(make=half(Turning), inputs=normal(8, 1024, 1024), phase="training"),
+        make=half(TurningMended),
     ),
     _same(
         "norms",

@@ -28,8 +28,13 @@ from rooftrace.costmodels.rewrites.dataflow import (
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    HALVES,
     Editor,
+    ends_in,
     operand,
+    reading_others,
+    recast,
+    released,
     with_matches,
     without_left_behind,
 )
@@ -442,3 +447,62 @@ def _is_narrower(before: Tensor, after: Tensor) -> bool:
     """Whether both are floats, the first of fewer bits."""
     narrow, wide = precision(before.dtype), precision(after.dtype)
     return narrow.kind == wide.kind == "float" and narrow.bits < wide.bits
+
+
+# -- attention of widened numbers ------------------------------------------------------------------
+
+
+def with_narrow_attention(graph: OpGraph) -> OpGraph:
+    """Attention in fp32, whose results are narrowed, is in the model's half; so is its backward.
+
+    What operands are made of stays in fp32 and is rounded before attention, as are gradients.
+    """
+    half, flow, edit = str(graph.model.get("dtype")), ValueFlow(graph), Editor(graph)
+    outs = {op.outputs[0] for op in graph.ops if op.target == ATTENTION}
+    makers = {out: graph.ops[graph.producers[out]] for out in outs}
+    found = {
+        out
+        for out, op in makers.items()
+        if half in HALVES and graph.values[out].dtype == "fp32" and ends_in(flow, op, half)
+    }
+    now, narrow = dict[int, int](), set[int]()  # values in the half, by those in fp32
+    for op in graph.ops:
+        attends = op.target in (ATTENTION, ATTENTION_BACKWARD)
+        out = (
+            operand(op, "out").id
+            if op.target == ATTENTION_BACKWARD
+            else min(op.outputs, default=-1)
+        )
+        if not attends or out not in found:
+            edit.ops.append(op)
+            continue
+        for name in ("query", "key", "value", "grad_out"):
+            if name in op.arguments and (value := operand(op, name).id) not in now:
+                now[value] = _rounded(edit, op, value, half)
+        op = reading_others(op, now)
+        narrow |= {v for v in flow.members[out]}
+        made = op.outputs[:3] if op.target == ATTENTION_BACKWARD else ()
+        wide = [v for v in made if not ends_in(flow, op, half, v)]
+        narrow |= {member for v in {*made} - {*wide} for member in flow.members[v]}
+        grads = {v: edit.value(t.shape, half, t.role, op.repeats, stride=t.stride)
+                 for v in wide if (t := edit.values[v])}  # fmt: skip
+        edit.ops.append(replace(op, outputs=tuple(grads.get(v, v) for v in op.outputs)))
+        for v, grad in grads.items():
+            edit.emit(op, _CAST, {"self": Ref(grad), "dtype": "dtype:fp32"}, (v,))
+    if not found:
+        return graph
+    rounded = released(without_left_behind(edit.done(), graph), graph)
+    return recast(rounded, dict.fromkeys(narrow, half))
+
+
+_CAST = "aten._to_copy.default"
+
+
+def _rounded(edit: Editor, like: Op, value: int, dtype: str) -> int:
+    """A value in a narrower precision: what it was widened from, or a new one."""
+    by, tensor = edit.flow.producer(value), edit.values[value]
+    if by is not None and by.target == _CAST and edit.values[by.inputs[0]].dtype == dtype:
+        return by.inputs[0]
+    how: dict[str, Argument] = {"self": Ref(value), "dtype": f"dtype:{dtype}"}
+    role = "gradients" if like.part == "backward" else "activations"
+    return edit.made(like, _CAST, how, tensor.shape, dtype, role).id

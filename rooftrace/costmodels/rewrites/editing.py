@@ -427,7 +427,7 @@ DOUBLES: Mapping[str, str] = {"fp64": "fp32", "complex128": "complex64"}
 def without_doubles(graph: OpGraph) -> OpGraph:
     """The graph whose values in fp64 are in fp32, without the casts between the two."""
     doubles = enumerate(t.dtype for t in graph.values)
-    return _recast(graph, {value: DOUBLES[was] for value, was in doubles if was in DOUBLES})
+    return recast(graph, {value: DOUBLES[was] for value, was in doubles if was in DOUBLES})
 
 
 def cast_weights(graph: OpGraph) -> Mapping[int, str]:
@@ -444,10 +444,10 @@ def cast_weights(graph: OpGraph) -> Mapping[int, str]:
 
 def without_weight_casts(graph: OpGraph) -> OpGraph:
     """The graph whose weights are stored as each step casts them."""
-    return _recast(graph, cast_weights(graph))
+    return recast(graph, cast_weights(graph))
 
 
-def _recast(graph: OpGraph, dtypes: Mapping[int, str]) -> OpGraph:
+def recast(graph: OpGraph, dtypes: Mapping[int, str]) -> OpGraph:
     """The graph with values in other precisions, without the casts that then change nothing."""
     edit, flow = Editor(graph), ValueFlow(graph)
     edit.values = [replace(t, dtype=dtypes.get(i, t.dtype)) for i, t in enumerate(graph.values)]
@@ -487,9 +487,7 @@ def without_values(edit: Editor, copies: Mapping[int, int]) -> OpGraph:
     return released(edit.done(), graph).verify()
 
 
-_HALVES = ("bf16", "fp16")
-
-
+HALVES = ("bf16", "fp16")
 LOSSES = frozenset({"aten._log_softmax"})
 NORMS = frozenset({"aten.native_layer_norm", "aten._fused_rms_norm", "aten.native_group_norm"})
 """Kernels that add up halves in fp32."""
@@ -503,7 +501,7 @@ def promoted(graph: OpGraph, casts: Collection[str] = ()) -> Mapping[int, str]:
     made of them up to the next cast, and their gradients.
     """
     half, flow = str(graph.model.get("dtype")), ValueFlow(graph)
-    if half not in _HALVES:
+    if half not in HALVES:
         return {}
     values, wide = graph.values, dict[int, str]()
     fixed = {v for v in graph.external if values[v].role in ("weights", "constants")}
@@ -521,7 +519,7 @@ def promoted(graph: OpGraph, casts: Collection[str] = ()) -> Mapping[int, str]:
         if op.name == "aten._to_copy":
             users = [u for u in flow.kernels_on(op.outputs[0]) if u.part == "forward"]
             starts = from_half and bool(users) and {user.name for user in users} <= {*casts}
-            starts = starts and (casts is LOSSES or all(_ends_in(flow, u, half) for u in users))
+            starts = starts and (casts is LOSSES or all(ends_in(flow, u, half) for u in users))
             starts |= (
                 op.part == "backward"
                 and from_half
@@ -546,14 +544,15 @@ def promoted(graph: OpGraph, casts: Collection[str] = ()) -> Mapping[int, str]:
     return wide
 
 
-def _ends_in(flow: ValueFlow, op: Op, dtype: str) -> bool:
-    """Whether the result of an op is only read by casts to a precision."""
-    casts = [user for user in flow.kernels_on(op.outputs[0]) if user.part == "forward"]
+def ends_in(flow: ValueFlow, op: Op, dtype: str, result: int | None = None) -> bool:
+    """Whether a result of an op, the first by default, is only read by casts to a precision."""
+    result = op.outputs[0] if result is None else result
+    casts = [user for user in flow.kernels_on(result) if user.part == op.part]
     made = {flow.values[v].dtype for user in casts for v in user.outputs}
     names = {user.name for user in casts}
-    return names == {"aten._to_copy"} and made == {dtype} and op.outputs[0] not in flow.escaping
+    return names == {"aten._to_copy"} and made == {dtype} and result not in flow.escaping
 
 
 def without_promotions(graph: OpGraph, casts: Collection[str] = ()) -> OpGraph:
     """The graph whose promoted values are as narrow as the model."""
-    return _recast(graph, promoted(graph, casts))
+    return recast(graph, promoted(graph, casts))

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops.cost import UNFUSED
+from rooftrace.costmodels.rewrites.attention_kernels import with_narrow_attention
 from rooftrace.costmodels.rewrites.dataflow import (
     ValueFlow,
     dense,
@@ -174,6 +175,13 @@ def _of_precisions(graph: OpGraph) -> Iterator[Mend]:
             action = action.format(graph.model["dtype"])
             edit = partial(without_promotions, casts=kernels)
             yield Mend("compute", action, f"{needs}; accuracy is not checked", edit)
+    if changing := _changing(graph, with_narrow_attention):
+        yield Mend(
+            "compute",
+            f"Attend in {graph.model['dtype']}, to which its results are rounded, not in fp32",
+            "operands that are rounded before; accuracy is not checked",
+            changing,
+        )
     casts = cast_weights(graph) if graph.phase != "training" else {}
     if casts:
         yield Mend(
