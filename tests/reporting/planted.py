@@ -263,6 +263,21 @@ class Gelu(nn.Module):
         return F.gelu(x, approximate="tanh")
 
 
+class SpelledGelu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = 0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))  # planted: activation
+        return x * 0.5 * (1.0 + torch.tanh(inner))
+
+
+class Activated(nn.Module):
+    def __init__(self, act: Callable[[], nn.Module] = SpelledGelu) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(1024, 4096), act(), nn.Linear(4096, 1024)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
 class Small(nn.Module):
     """Many layers that take a GPU less time than their launch takes the host."""
 
@@ -567,6 +582,38 @@ class Divided(nn.Module):
 class DividedMended(Divided):
     def divided(self) -> Tensor:
         return self.weight
+
+
+class Rms(nn.Module):
+    """A norm spelled in fp32, as Llama's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2048))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)  # planted: named
+        return self.weight * wide.to(x.dtype)
+
+
+class RmsNamed(Rms):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (2048,), self.weight, 1e-6)
+
+
+class Normal(nn.Module):
+    """Residual blocks before which rows are normed."""
+
+    def __init__(self, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(norm() for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x
 
 
 # -- results that are not read, and inputs that grow ----------------------------------------------
@@ -966,6 +1013,20 @@ PAIRS = (
         "Attend in bf16",
         Way(make=half(Turning), inputs=normal(8, 1024, 1024), phase="training"),
         make=half(TurningMended),
+    ),
+    _same(
+        "named",
+        "rewrite",
+        "F.rms_norm",
+        Way(make=half(lambda: Normal(Rms)), inputs=normal(8, 1024, 2048), phase="training"),
+        make=half(lambda: Normal(RmsNamed)),
+    ),
+    _same(
+        "activation",
+        "rewrite",
+        "F.gelu(approximate='tanh')",
+        Way(make=half(Activated), inputs=normal(8, 1024, 1024), phase="training"),
+        make=half(lambda: Activated(Gelu)),
     ),
     _same(
         "norms",

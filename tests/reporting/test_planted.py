@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,40 @@ def test_a_planted_finding_is_named_with_its_line_and_the_price_of_the_mended(pa
 def test_the_mended_model_is_not_told_again(pair: Pair) -> None:
     told = rt.tools.guidance(estimated(pair.mended)).options
     assert not [w for w in told if w.lever == pair.lever and pair.said in w.action]
+
+
+class Spelled(nn.Module):
+    """A function that torch has no name for, and one that it has."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(1024, 1024), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda x: x * torch.sigmoid(x), "F.silu"),
+        (lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5)), "F.gelu"),
+        (lambda x: x / (x * x).mean(-1, keepdim=True).sqrt(), "F.rms_norm"),
+        (lambda x: x * torch.sigmoid(1.702 * x), ""),  # a GELU of OpenAI's
+        (lambda x: x * torch.rsqrt((x * x).mean(1, keepdim=True)), ""),  # over tokens
+        (lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 0.5), ""),
+    ],
+)
+def test_functions_with_a_name_are_told_by_what_they_compute(
+    function: Callable[[torch.Tensor], torch.Tensor], name: str, phase: str
+) -> None:
+    with torch.device("meta"):
+        model, x = Spelled(function).to(HALF), torch.empty(64, 512, 1024, dtype=HALF)
+    graph = rt.trace(model, x, phase=phase)
+    told = rt.tools.guidance(rt.estimate(graph, chip=CHIP, execution="eager")).options
+    named = [w.action for w in told if w.action.startswith("Call by its name")]
+    assert named == ([f"Call by its name what is written out: {name}"] if name else [])
 
 
 class Projected(nn.Module):

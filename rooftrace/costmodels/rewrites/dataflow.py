@@ -6,9 +6,10 @@ A `Tensor` has shape and strides; the offset of a view follows from the ops that
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
@@ -354,3 +355,99 @@ def is_decay(op: Op) -> bool:
 
 def _tensors(item: Argument) -> tuple[Ref, ...]:
     return tuple(ref for ref in (item if isinstance(item, tuple) else (item,)) if type(ref) is Ref)
+
+
+# -- forward and backward --------------------------------------------------------------------------
+
+
+class BothWays(NamedTuple):
+    """Ops that one kernel replaces, and those of its backward, if the step has one.
+
+    operands: what forward reads; grads: their gradients, in this order, -1 for none.  grad_out:
+    that of `out`.
+    added: gradients of the first operand that come from elsewhere, and that backward adds up.
+    """
+
+    forward: tuple[Op, ...]
+    operands: tuple[Ref, ...]
+    out: int
+    is_causal: bool = False
+    backward: tuple[Op, ...] = ()
+    grad_out: Ref | None = None
+    grads: tuple[int, ...] = ()
+    mask: Ref | None = None
+    added: tuple[int, ...] = ()
+
+
+def place_of(op: Op) -> tuple[object, ...]:
+    """The line of an op, its module, the call of that, and the repeats: backward has the same."""
+    return op.source, op.module, op.call, op.repeats
+
+
+def run_of(graph: OpGraph, op: Op, alike: Callable[[Op], bool]) -> tuple[Op, ...]:
+    """The ops in a row around one that are of its part and alike."""
+    first = last = op.id
+    while first and graph.ops[first - 1].part == op.part and alike(graph.ops[first - 1]):
+        first -= 1
+    for after in graph.ops[op.id + 1 :]:
+        if after.part != op.part or not alike(after):
+            break
+        last = after.id
+    return graph.ops[first : last + 1]
+
+
+def with_backward(
+    flow: ValueFlow, match: BothWays, places: Collection[object], inner: Collection[int]
+) -> BothWays | None:
+    """Ops of forward with those of their backward; None where these are not all known.
+
+    places: of forward.  inner: values that backward may read, made by forward or read by it.
+    """
+    ops = flow.graph.ops
+    later = tuple(op for op in ops if op.part == "backward" and place_of(op) in places)
+    readers = [op for op in later if not {*inner}.isdisjoint(op.inputs)]
+    if not readers:
+        return match if not later else None
+    near = run_of(flow.graph, readers[0], lambda op: place_of(op) in places)
+    return _backward(flow, match, later, {*inner}) or _backward(flow, match, near, {*inner})
+
+
+def _is_alike(tensor: Tensor, other: Tensor) -> bool:
+    return (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+
+
+def _backward(
+    flow: ValueFlow, match: BothWays, later: Sequence[Op], inner: set[int]
+) -> BothWays | None:
+    values, out = flow.values, flow.values[match.out]
+    made, backward, whole = set[int](), list[Op](), set[int]()
+    for op in later:  # from the gradient in the shape of the result on
+        reads = {value for value in op.inputs if value not in inner}
+        grads_in = {v for v in reads - made if _is_alike(values[v], out)}
+        is_first = bool(grads_in) and not whole
+        if made & reads or not inner.isdisjoint(op.inputs) or is_first or grads_in & whole:
+            backward.append(op)
+            made.update(op.outputs)
+            whole |= grads_in
+    outside = [v for op in backward for v in op.inputs if v not in made and v not in inner]
+    late = [v for v in outside if (by := flow.producer(v)) is None or by.part == "backward"]
+    grad_out, *added = dict.fromkeys(late) or [-1]
+    used = {v for v in made for op in flow.users.get(v, ()) if op not in backward}
+    used |= made & set(flow.graph.outputs)
+    grads = sorted(used)
+    sizes = [values[ref.id].elements for ref in match.operands]
+    sums = {v for op in backward if op.name in ("aten.add", "aten.add_") for v in op.inputs}
+    if not sums.issuperset(added) or any(values[v].elements != sizes[0] for v in added):
+        return None
+    in_order = []
+    for size in sizes:
+        in_order.append(next((v for v in grads if values[v].elements == size), -1))
+        grads = [v for v in grads if v != in_order[-1]]
+    if grad_out < 0 or grads or max(in_order) < 0:
+        return None
+    return match._replace(
+        backward=tuple(backward),
+        grad_out=Ref(grad_out),
+        grads=tuple(in_order),
+        added=tuple(added),
+    )

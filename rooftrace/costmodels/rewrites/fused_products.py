@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.rewrites.dataflow import Location, ValueFlow, reads_across
+from rooftrace.costmodels.rewrites.dataflow import (
+    Location,
+    ValueFlow,
+    reads_across,
+)
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     LATENT_ATTENTION,

@@ -15,6 +15,7 @@ from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.attention_kernels import with_narrow_attention
 from rooftrace.costmodels.rewrites.dataflow import (
+    BothWays,
     ValueFlow,
     dense,
     dense_like,
@@ -36,8 +37,8 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, copied_late, last_strides
+from rooftrace.costmodels.rewrites.statetrials import with_named_forms, written_forms
 from rooftrace.costmodels.rewrites.trained import (
-    AttentionApart,
     apart,
     by_which,
     first_of_sorted,
@@ -214,6 +215,13 @@ _WIDE: tuple[tuple[Collection[str], str, str], ...] = (
 
 def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
     """Findings of calls that one call replaces, that run before the steps, or not at all."""
+    if named := written_forms(graph):
+        yield Mend(
+            "rewrite",
+            f"Call by its name what is written out: {listed(sorted(named))}",
+            "results that are rounded once, at the end",
+            lambda other: with_named_forms(other, named if other is graph else None),
+        )
     for action, needs, edit in _CALLS:
         if changing := _changing(graph, edit):
             yield Mend("rewrite", action, needs, changing)
@@ -361,7 +369,7 @@ def _by_position(out: Tensor) -> tuple[int, ...]:
     return dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
-def _emit_forward(edit: Editor, match: AttentionApart, step: int) -> tuple[Ref, ...]:
+def _emit_forward(edit: Editor, match: BothWays, step: int) -> tuple[Ref, ...]:
     """Copies of the operands and the kernel; returns what backward reads of them.
 
     step: bytes, multiples of which the heads of operands become wide.
@@ -417,7 +425,7 @@ def _attention(operands: Sequence[Ref], mask: Ref | None) -> dict[str, Argument]
 
 
 def _emit_backward(
-    edit: Editor, match: AttentionApart, kept: tuple[Ref, ...]
+    edit: Editor, match: BothWays, kept: tuple[Ref, ...]
 ) -> dict[int, tuple[int, ...]]:
     """The kernel of the gradients; returns their strides, in the order of their operands'."""
     assert match.grad_out is not None

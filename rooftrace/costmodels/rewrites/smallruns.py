@@ -449,13 +449,16 @@ _HANDLERS: dict[str, Callable[..., Any]] = {
     "masked_fill": _by_elements("where", "mask", "value", "self"),
     "where": _by_elements("where", "condition", "self", "other"),
     "rsqrt": lambda run, op: _each(run, op, lambda a: 1 / np.sqrt(a), "self"),
+    "sigmoid": lambda run, op: _each(run, op, lambda a: 1 / (1 + np.exp(-a)), "self"),
+    "erf": lambda run, op: _each(run, op, np.vectorize(math.erf), "self"),
     **{name: _by_elements(function, "self", "other") for name, function in (
         ("mul", "multiply"), ("div", "divide"), ("lt", "less"), ("le", "less_equal"),
         ("gt", "greater"), ("ge", "greater_equal"), ("eq", "equal"),
     )},
     **{name: _by_elements(function, "self") for name, function in (
         ("neg", "negative"), ("exp", "exp"), ("log", "log"), ("sqrt", "sqrt"),
-        ("reciprocal", "reciprocal"), ("logical_not", "invert"), ("bitwise_not", "invert"),
+        ("reciprocal", "reciprocal"), ("tanh", "tanh"), ("logical_not", "invert"),
+        ("bitwise_not", "invert"),
     )},
 }  # fmt: skip
 KNOWN = frozenset(f"aten.{name}{ending}" for name in _HANDLERS for ending in ("", "_"))

@@ -1,17 +1,30 @@
-"""Trials of regions that may be delta rules or linear attention: run small, against a formula.
+"""Trials of regions that may be delta rules, linear attention, norms or activations: run small,
+against a formula.
 
-The formula is that of the tracer's composite op, on numpy's arrays.
+The formula is that of the tracer's composite op or of torch's function, on numpy's arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import np
-from rooftrace.costmodels.rewrites.smallruns import Dim, NotRun, SmallRun, SmallTensor, short
+from rooftrace.costmodels.rewrites.dataflow import BothWays, ValueFlow, place_of, with_backward
+from rooftrace.costmodels.rewrites.editing import Editor, released, without_left_behind
+from rooftrace.costmodels.rewrites.patterns import can_be_one, ops_between
+from rooftrace.costmodels.rewrites.smallruns import (
+    KNOWN,
+    Dim,
+    NotRun,
+    SmallRun,
+    SmallTensor,
+    short,
+)
 from rooftrace.costmodels.rewrites.statechains import StateChain
 from rooftrace.graph import Argument, Op, OpGraph, Ref
 
@@ -311,3 +324,179 @@ def _block_formula(arrays: Mapping[str, Array], sizes: Sizes) -> tuple[Array, Ar
         gone = np.exp(-rows * arrays["decay"])[:, None, None]
         last = last * gone + kept.swapaxes(-1, -2) @ v[:, :, block]
     return out, last
+
+
+# -- functions that are written out, and have a name -----------------------------------------------
+# RMS norm and activations, spelled as ops, as a call of the function that torch has for them.  The
+# ops are run small against the formula, so that it does not matter how they are spelled.
+
+_ANCHORS = frozenset({"aten.rsqrt", "aten.sqrt", "aten.tanh", "aten.erf", "aten.sigmoid"})
+"""Ops that are in every spelling."""
+_STEPS = 8
+"""The most ops from such an op to either end of a spelling."""
+
+
+def _gelu(x: Any) -> Any:
+    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+
+_NAMED: Mapping[str, tuple[str, Callable[..., Any], Mapping[str, Argument]]] = {
+    "F.rms_norm": (
+        "rooftrace.rms_norm",
+        lambda x, w=1.0: x / np.sqrt((x * x).mean(-1, keepdims=True)) * w,
+        {},
+    ),
+    "F.gelu": ("aten.gelu", _gelu, {}),
+    "F.gelu(approximate='tanh')": (
+        "aten.gelu",
+        lambda x: x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+        {"approximate": "tanh"},
+    ),
+    "F.silu": ("aten.silu", lambda x: x / (1 + np.exp(-x)), {}),
+}
+"""By name, the op, its formula, and its arguments beside tensors.  0.044715: Hendrycks and Gimpel,
+"Gaussian Error Linear Units", as in torch.nn.GELU."""
+
+
+def written_forms(graph: OpGraph) -> Mapping[str, list[BothWays]]:
+    """Functions with a name that are spelled as ops, with their backward, by this name."""
+    flow, found, taken = ValueFlow(graph), defaultdict[str, list[BothWays]](list), set[int]()
+    for op in graph.ops:
+        if op.name in _ANCHORS and op.part == "forward" and op.id not in taken:
+            for out, start in _ends_around(flow, op):
+                named = _named_form(flow, start, out)
+                if named:
+                    found[named[0]].append(named[1])
+                    taken |= {inner.id for inner in named[1].forward}
+                    break
+    return found
+
+
+def _ends_around(flow: ValueFlow, anchor: Op) -> Iterator[tuple[int, int]]:
+    """Pairs of a later value and an earlier one of its shape; the largest regions first."""
+    near: list[list[int]] = []
+    for reads in (True, False):
+        front, seen = [anchor], list[int]()
+        for _ in range(_STEPS):
+            values = [v for op in front for v in (op.inputs if reads else op.outputs)]
+            seen += [v for v in values if v not in seen]
+            steps = [[flow.producer(v)] if reads else flow.users[v] for v in values]
+            front = [op for row in steps for op in row if op and op.part == "forward"]
+            front = [op for op in {op.id: op for op in front}.values() if op.name in KNOWN]
+        near.append(seen)
+    for out in reversed(near[1]):
+        for start in reversed(near[0]):
+            tensors = flow.values[out], flow.values[start]
+            if tensors[0].shape == tensors[1].shape and tensors[0].dtype == tensors[1].dtype:
+                yield out, start
+
+
+def _named_form(flow: ValueFlow, start: int, out: int) -> tuple[str, BothWays] | None:
+    """The function of one value, and of weights of its rows, by which another one is made."""
+    values, ops = flow.values, flow.graph.ops
+    shape = values[start].shape
+    inside = ops_between(flow, {start}, [out])
+    if not 2 <= len(inside) <= 2 * _STEPS:
+        return None
+    inner = [ops[number] for number in sorted(inside)]
+    made = {value for op in inner for value in op.outputs}
+    others = {v for op in inner for v in op.inputs} - made - {start}
+    weights = [v for v in others if values[v].shape == shape[-1:]]
+    if len(weights) != len(others) or len(weights) > 1 or any(op.part != "forward" for op in inner):
+        return None
+    if any(op.name not in KNOWN for op in inner):
+        return None
+    name = _function_of(flow.graph, inner, (start, *weights), out)
+    if name is None:
+        return None
+    starts = tuple(Ref(value) for value in (start, *weights))
+    read = made | {start, *weights}
+    both = BothWays(tuple(inner), starts, out)
+    known = with_backward(flow, both, {place_of(op) for op in inner}, read)
+    if known is None:
+        return None
+    gone = {op.id for op in (*known.backward, *inner)}
+    return (name, known) if can_be_one(flow, gone, [out, *known.grads], [start]) else None
+
+
+def _function_of(graph: OpGraph, ops: Sequence[Op], starts: Sequence[int], out: int) -> str | None:
+    """The name of the function that ops compute; None for another one."""
+    draw, pieces = np.random.default_rng(0), dict[int, SmallTensor]()
+    for value in starts:
+        rows = tuple(((n, min(n, 3 + k)),) for k, n in enumerate(graph.values[value].shape))
+        rows = (*rows[:-1], ((graph.values[value].shape[-1], 4),))
+        pieces[value] = SmallTensor(draw.normal(1.0, 1.0, short(rows)), rows)
+    try:
+        made = SmallRun(graph, pieces, len(ops[0].repeats), {}).run(ops)[out].array
+    except NotRun:
+        return None
+    for name, (_, formula, _) in _NAMED.items():
+        if len(starts) == 1 or name == "F.rms_norm":
+            wanted = formula(*(pieces[value].array for value in starts))
+            if made.shape == wanted.shape and np.allclose(made, wanted, 1e-4, 1e-4):
+                return name
+    return None
+
+
+def with_named_forms(graph: OpGraph, found: Mapping[str, list[BothWays]] | None = None) -> OpGraph:
+    """Functions with a name that are spelled as ops are calls of it; so is their backward."""
+    found = written_forms(graph) if found is None else found
+    rows = [(name, match) for name, each in found.items() for match in each]
+    if not rows:
+        return graph
+    ends = {match.forward[-1].id: row for row in rows if (match := row[1])}
+    lasts = {match.backward[-1].id: row for row in rows if (match := row[1]).backward}
+    gone = {op.id for _, match in rows for op in (*match.forward, *match.backward)}
+    edit, more = Editor(graph), dict[int, dict[str, Argument]]()
+    for op in graph.ops:
+        if row := ends.get(op.id):
+            more[row[1].out] = _emit_named(edit, *row)
+        elif row := lasts.get(op.id):
+            _emit_named_backward(edit, *row, more[row[1].out])
+        elif op.id not in gone:
+            edit.ops.append(op)
+    return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+def _emit_named(edit: Editor, name: str, match: BothWays) -> dict[str, Argument]:
+    """The call; returns the arguments of its backward."""
+    like, (op, _, how) = match.forward[-1], _NAMED[name]
+    out, outputs = edit.values[match.out], (match.out,)
+    edit.move(match.out, match.out)
+    arguments: dict[str, Argument] = {"self": match.operands[0], **how}
+    if name == "F.rms_norm":
+        weight = match.operands[1] if match.operands[1:] else None
+        arguments = {"input": match.operands[0], "normalized_shape": out.shape[-1:]}
+        arguments["weight"] = weight
+        outputs += (edit.value((*out.shape[:-1], 1), "fp32", "activations", like.repeats),)
+    edit.emit(like, f"{op}.default", arguments, outputs)
+    return {**arguments, "rstd": Ref(outputs[1])} if outputs[1:] else arguments
+
+
+def _emit_named_backward(
+    edit: Editor, name: str, match: BothWays, arguments: Mapping[str, Argument]
+) -> None:
+    """The backward of the call, and the sum with gradients that came from elsewhere."""
+    like, grad = match.backward[-1], match.grad_out
+    assert grad is not None
+    first = "grad_out" if name == "F.rms_norm" else "grad_output"
+    out = edit.values[match.out]
+    if edit.values[grad.id].shape != out.shape:
+        grad = edit.viewed(like, grad, out.shape)
+    pairs = zip(match.operands, match.grads, strict=True)
+    grads = {value: edit.values[ref.id] for ref, value in pairs if value >= 0}
+    new = {
+        v: Ref(edit.value(t.shape, t.dtype, "gradients", like.repeats)) for v, t in grads.items()
+    }
+    told: dict[str, Argument] = {first: grad, **arguments}
+    if len(match.operands) > 1:
+        told["output_mask"] = tuple(value >= 0 for value in match.grads)
+    made = tuple(ref.id for ref in new.values())
+    edit.emit(like, f"{_NAMED[name][0]}_backward.default", told, made)
+    for other in match.added:
+        value = match.grads[0]
+        both: dict[str, Argument] = {"self": Ref(other), "other": new[value]}
+        t = grads[value]
+        new[value] = edit.made(like, "aten.add.Tensor", both, t.shape, t.dtype, "gradients")
+    for value, ref in new.items():
+        edit.becomes(like, value, ref)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -23,15 +23,19 @@ from rooftrace.costmodels.rewrites.attention_kernels import (
 from rooftrace.costmodels.rewrites.attention_products import WrittenAttention, written_attentions
 from rooftrace.costmodels.rewrites.dataflow import (
     PARTS,
+    BothWays,
     ValueFlow,
     dense_like,
     is_decay,
     moments_of,
+    place_of,
     plain_name,
     reads_across,
     rows_of_adam,
     rows_of_sgd,
+    run_of,
     steps_of,
+    with_backward,
 )
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
@@ -48,26 +52,13 @@ from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 from rooftrace.hardware.precisions import precision
 
 
-class AttentionApart(NamedTuple):
-    """Attention that runs as products: its ops forward and backward, and what they read and make.
-
-    grads: those of query, key and value, in this order.
-    """
-
-    forward: tuple[Op, ...]
-    operands: tuple[Ref, Ref, Ref]
-    out: int
-    is_causal: bool
-    backward: tuple[Op, ...] = ()
-    grad_out: Ref | None = None
-    grads: tuple[int, ...] = ()
-    mask: Ref | None = None
-
-
-def apart(flow: ValueFlow, softmax: Op) -> AttentionApart | None:
+def apart(flow: ValueFlow, softmax: Op) -> BothWays | None:
     """The attention around a softmax; None where its ops are not all known."""
     graph = flow.graph
-    forward = _run(graph, softmax)
+    place = place_of(softmax)
+    forward = run_of(
+        graph, softmax, lambda op: place_of(op) == place and op.function == softmax.function
+    )
     inner = {value for op in forward for value in op.outputs}
     products = [op for op in forward if op.name == "aten.bmm"]
     if len(products) != 2 or any(ref.then for op in forward for ref in op.reads):
@@ -82,33 +73,9 @@ def apart(flow: ValueFlow, softmax: Op) -> AttentionApart | None:
     mask = Ref(outside.pop()) if outside else None
     causal = any(op.name == "aten.tril" for op in forward)
     operands = starts[0], starts[1], starts[2]
-    match = AttentionApart(tuple(forward), operands, out, causal, mask=mask)
-    where = _place(softmax)
-    later = [op for op in graph.ops if op.part == "backward" and _place(op) == where]
-    known = with_backward(flow, match, later, inner) if later else match
-    if known is None:  # a loop comes by several times
-        first = next((op for op in later if not inner.isdisjoint(op.inputs)), later[0])
-        known = with_backward(flow, match, _run(graph, first), inner)
-    return known
-
-
-def _place(op: Op) -> tuple[Any, ...]:
-    return op.source, op.module, op.call, op.repeats
-
-
-def _run(graph: OpGraph, op: Op) -> Sequence[Op]:
-    """The ops in a row around one, of the same line and part; in forward of the same function."""
-
-    def key(other: Op) -> tuple[Any, ...]:
-        function = other.function if other.part != "backward" else ""
-        return (*_place(other), other.part, function)
-
-    first, last, wanted = op.id, op.id, key(op)
-    while first and key(graph.ops[first - 1]) == wanted:
-        first -= 1
-    while last + 1 < len(graph.ops) and key(graph.ops[last + 1]) == wanted:
-        last += 1
-    return graph.ops[first : last + 1]
+    match = BothWays(tuple(forward), operands, out, causal, mask=mask)
+    known = with_backward(flow, match, {place}, inner)
+    return None if known is None or known.added or -1 in known.grads else known
 
 
 _OPERANDS = ((0, "self"), (0, "mat2"), (1, "mat2"))
@@ -121,38 +88,6 @@ def _start(flow: ValueFlow, ref: Ref, inner: set[int]) -> Ref:
         assert op is not None
         ref = op.reads[0]
     return ref
-
-
-def with_backward(
-    flow: ValueFlow, match: AttentionApart, later: Sequence[Op], inner: set[int]
-) -> AttentionApart | None:
-    """The attention with the ops of its backward; None where these are not all known."""
-    values, out = flow.values, flow.values[match.out]
-    start = next((op for op in later if not inner.isdisjoint(op.inputs)), None)
-    if start is None:
-        return None
-    made, backward = set[int](), list[Op]()
-    for op in later:  # from the gradient in the shape of the result on
-        reads = {value for value in op.inputs if value not in inner}
-        is_grad = any((values[v].shape, values[v].dtype) == (out.shape, out.dtype) for v in reads)
-        if made & reads or not inner.isdisjoint(op.inputs) or (is_grad and not backward):
-            backward.append(op)
-            made.update(op.outputs)
-    reads = {v for op in backward for v in op.inputs} - made - inner
-    reads = {v for v in reads if (by := flow.producer(v)) is None or by.part == "backward"}
-    used = {v for v in made for op in flow.users.get(v, ()) if op not in backward}
-    used |= made & set(flow.graph.outputs)
-    grads = sorted(used)
-    sizes = [values[ref.id].elements for ref in match.operands]
-    if len(reads) != 1 or sorted(values[v].elements for v in grads) != sorted(sizes):
-        return None
-    in_order = []
-    for size in sizes:
-        in_order.append(next(v for v in grads if values[v].elements == size))
-        grads.remove(in_order[-1])
-    return match._replace(
-        backward=tuple(backward), grad_out=Ref(reads.pop()), grads=tuple(in_order)
-    )
 
 
 # -- attention that is one kernel ------------------------------------------------------------------
@@ -240,7 +175,7 @@ class _Trained:
     """Attention that is written out, and its backward."""
 
     written: WrittenAttention
-    apart: AttentionApart
+    apart: BothWays
 
 
 def written_attention(graph: OpGraph) -> OpGraph:
@@ -274,23 +209,18 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     inner = [ops[number] for number in sorted(written.inner)]
     made = {value for op in inner for value in op.outputs}
     starts = (operand(first, "self"), operand(first, "mat2"), operand(last, "mat2"))
-    where = {(op.source, op.module, op.call, op.repeats) for op in (*inner, last)}
-    later = [
-        op
-        for op in ops
-        if op.part == "backward" and (op.source, op.module, op.call, op.repeats) in where
-    ]
-    match = AttentionApart((*inner, last), starts, last.outputs[0], False)
+    where = {place_of(op) for op in (*inner, last)}
+    match = BothWays((*inner, last), starts, last.outputs[0], False)
     read = made | {ref.id for ref in starts}
-    known = with_backward(flow, match, later, read) if later else None
-    if known is None:
+    known = with_backward(flow, match, where, read)
+    if known is None or known.added or -1 in known.grads or not known.backward:
         return None
     away = {op.id for op in (*known.backward, *inner, last)}
     readers = {user.id for value in made for user in flow.users.get(value, ())}
     return _Trained(written, known) if readers <= away else None
 
 
-def _emit_trained(edit: Editor, match: AttentionApart, kernel: Op) -> None:
+def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> None:
     """The kernel of the gradients of query, key and value."""
     like = match.backward[-1]
     grads = tuple(
