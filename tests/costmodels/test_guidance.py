@@ -207,10 +207,11 @@ def test_rewrites_are_of_inference(convolutions: OpGraph, decode: OpGraph) -> No
     assert "--rewrite static-cache" in options
 
 
-def test_a_training_step_is_told_tf32_and_bf16_and_nothing_narrower(convolutions: OpGraph) -> None:
+def test_a_training_step_is_told_autocast_and_nothing_narrower(convolutions: OpGraph) -> None:
     told = guidance_of(convolutions, "eager")
-    options = " ".join(what_if.option for what_if in told.options)
-    assert "--dtype bf16" in options
+    actions = [what_if.action for what_if in told.options if what_if.lever == "compute"]
+    assert "Run the step under torch.autocast in bf16" in actions
+    assert "--dtype" not in " ".join(what_if.option for what_if in told.options)
     narrow = rt.tools.guidance(rt.tools.reprice(convolutions, dtype="bf16"), CHIP, "eager")
     assert not {"weights", "cache", "compute"} & {what_if.lever for what_if in narrow.options}
 

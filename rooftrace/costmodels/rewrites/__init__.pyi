@@ -1,6 +1,10 @@
 from rooftrace.costmodels.rewrites.editing import (
+    HALVES as HALVES,
     Editor as Editor,
     reading_others as reading_others,
+)
+from rooftrace.costmodels.rewrites.fused_products import (
+    under_autocast as under_autocast,
 )
 from rooftrace.costmodels.rewrites.mends import (
     Edit as Edit,

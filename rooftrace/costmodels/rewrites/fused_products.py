@@ -1,4 +1,4 @@
-"""Rewrites of caches and products: growth in place, narrow operands, and fused projections."""
+"""Rewrites of caches and products: growth, narrow operands, fused projections, autocast."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.rewrites.dataflow import (
     Location,
     ValueFlow,
@@ -20,8 +21,11 @@ from rooftrace.costmodels.rewrites.editing import (
     PACKED_LATENT_ATTENTION,
     Editor,
     operand,
+    reading_others,
+    released,
     rewritten,
     with_matches,
+    without_left_behind,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 from rooftrace.hardware.precisions import precision, storage_bytes
@@ -467,3 +471,130 @@ def joined_name(names: list[str]) -> str:
     end = paths[0][len(paths[0]) - last :]
     middle = "+".join(".".join(path[first : len(path) - last]) for path in paths)
     return ".".join([*paths[0][:first], middle, *end])
+
+
+# -- autocast --------------------------------------------------------------------------------------
+
+_IN_HALF = frozenset({
+    "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.mv", "aten.convolution",
+    "aten.convolution_backward", "rooftrace.attention", "rooftrace.attention_backward",
+})  # fmt: skip
+"""Ops that autocast runs in a half, and their backward (AT_FORALL_LOWER_PRECISION_FP of ATen's
+autocast_mode.h)."""
+_WIDENED = frozenset({
+    f"aten.{name}" for name in (
+        "native_layer_norm", "native_group_norm", "nll_loss_forward", "nll_loss2d_forward", "pow",
+        "exp", "expm1", "log", "log10", "log1p", "log2", "rsqrt", "reciprocal", "norm",
+        "linalg_vector_norm", "mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "softplus",
+        "binary_cross_entropy_with_logits", "_cdist_forward",
+    )
+})  # fmt: skip
+_SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax", "aten._log_softmax"})
+_SUMMED_WIDE = _SOFTMAX | {"aten.sum", "aten.cumsum", "aten.prod", "aten.cumprod"}
+"""Ops that autocast runs in fp32: those that read a copy (AT_FORALL_FP32), and those that widen
+what they read (AT_FORALL_FP32_SET_OPT_DTYPE)."""
+
+
+def under_autocast(graph: OpGraph, half: str) -> OpGraph:
+    """A step of fp32 as torch.autocast runs it: products in a half, norms and sums in fp32.
+
+    Weights are cast once, other operands for each reader; backward reads what forward cast, and
+    the optimizer reads gradients that are cast back.
+    """
+    return _Autocast(graph.expand(), half).done()
+
+
+class _Autocast(Editor):
+    """A graph whose ops read and make other precisions, op by op."""
+
+    def __init__(self, graph: OpGraph, half: str) -> None:
+        super().__init__(graph)
+        self.half = half
+        self.casts: dict[tuple[int, int, str], int] = {}  # by storage, numbers and precision
+        self.narrow: set[int] = set()  # results of sums that read the half
+        for op in graph.ops:
+            op = self._casted(op, self._wanted(op))
+            self.ops.append(op)
+            self._set(op)
+        for value in dict.fromkeys(graph.outputs):
+            if self._dtype(value) == half and graph.values[value].role == "gradients":
+                self.replaced[value] = self._cast(self.ops[-1], value, "fp32")
+
+    def done(self) -> OpGraph:
+        """The new graph."""
+        return released(without_left_behind(super().done(), self.graph), self.graph).verify()
+
+    def _dtype(self, value: int) -> str:
+        return self.values[value].dtype
+
+    def _wanted(self, op: Op) -> str:
+        """The precision in which an op reads its operands; "" where it takes them as they are."""
+        if op.name in _IN_HALF:
+            return self.half
+        name = op.name.removesuffix("_backward").removesuffix("_")
+        wide = name in _WIDENED or name.replace("nll_loss", "nll_loss_forward") in _WIDENED
+        if op.name in _OF_SUMS:
+            return self._dtype(operand(op, "output").id)
+        wide |= self._is_wide(op) and op.name in _SOFTMAX and self.half != "fp16"
+        return "fp32" if op.part == "optimizer" or wide else ""
+
+    def _is_wide(self, op: Op) -> bool:
+        """Whether a sum of forward is in fp32; that of a cross entropy names its precision.
+
+        CUDA's softmax widens fp16 itself (`half_to_float` of ATen's SoftMax.cpp).
+        """
+        named = op.function == "cross_entropy"
+        return op.part == "forward" and op.name in _SUMMED_WIDE and not named
+
+    def _casted(self, op: Op, wanted: str) -> Op:
+        """An op that reads casts of what has another precision than it wants."""
+        now = {}
+        for value in op.inputs if op.kind == "kernel" else ():
+            tensor = self.values[value]
+            if wanted and tensor.dtype in (self.half, "fp32") and tensor.dtype != wanted:
+                now[value] = self._cast(op, value, wanted)
+        return reading_others(op, now)
+
+    def _cast(self, like: Op, value: int, dtype: str) -> int:
+        """A value in another precision; one that was cast before is read again by backward."""
+        tensor = self.values[value]
+        key = tensor.storage, tensor.elements, dtype
+        again = tensor.role == "weights" or like.part != "forward"
+        if key in self.casts and again:
+            done = self.values[self.casts[key]]
+            if done.shape == tensor.shape:
+                return self.casts[key]
+            return self.viewed(like, Ref(self.casts[key]), tensor.shape, tensor.stride).id
+        how: dict[str, Argument] = {"self": Ref(value), "dtype": f"dtype:{dtype}"}
+        role = "gradients" if like.part != "forward" else "activations"
+        made = self.made(like, "aten._to_copy.default", how, tensor.shape, dtype, role)
+        self.values[made.id] = replace(self.values[made.id], stride=tensor.stride)
+        self.casts[key] = made.id
+        return made.id
+
+    def _set(self, op: Op) -> None:
+        """Let what an op makes have its precision."""
+        old, read = self.graph.values, [self._dtype(v) for v in op.inputs if self.values[v].shape]
+        floats = [dtype for dtype in read if dtype in (self.half, "fp32")]
+        widest = "fp32" if "fp32" in floats else self.half
+        rule, made = find_rule(op.target), floats[0] if floats else "fp32"
+        if op.name in _IN_HALF:
+            made = self.half
+        elif self._is_wide(op) or (op.part == "forward" and op.name in _WIDENED):
+            self.narrow |= {*op.outputs} if self.half in floats else set()
+            made = "fp32"
+        elif op.name in _OF_SUMS and not self.narrow.isdisjoint(op.inputs):
+            made = self.half  # `input_dtype`
+        elif floats and (op.name == "aten.cat" or (rule and rule.fusion == "pointwise")):
+            made = widest
+        every = op.name in _IN_HALF and op.part == "backward"
+        for place, value in enumerate(op.outputs):
+            tensor = self.values[value]
+            if old[value].dtype != "fp32" or (place and not every and tensor.storage == value):
+                continue
+            shared = tensor.storage != value
+            dtype = self._dtype(tensor.storage) if shared else made
+            self.values[value] = replace(tensor, dtype=dtype)
+
+
+_OF_SUMS = frozenset({"aten._softmax_backward_data", "aten._log_softmax_backward_data"})

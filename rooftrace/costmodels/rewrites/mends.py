@@ -35,6 +35,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_promotions,
     without_weight_casts,
 )
+from rooftrace.costmodels.rewrites.fused_products import under_autocast
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, copied_late, last_strides
 from rooftrace.costmodels.rewrites.statetrials import with_named_forms, written_forms
@@ -78,13 +79,17 @@ class Mend(NamedTuple):
     needs: str
     edit: Edit
     at_most: bool = False
+    narrow: bool = False  # whether nothing is multiplied in fp32 then
 
 
-def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
+def findings(
+    graph: OpGraph, load: int, compiled: bool, halves: Sequence[str] = ()
+) -> Iterator[Mend]:
     """Every finding of a captured graph; whether it is worth anything is for prices to say.
 
     load: bytes that a thread loads at once, where rows begin at multiples of that.  compiled:
-    whether a compiler makes one kernel of the optimizer already.
+    whether a compiler makes one kernel of the optimizer already.  halves: precisions of 16 bits
+    that the chip multiplies in, the best first.
     """
     for why, action, needs in _MATH:
         if any(_is_unfused(op, why) for op in graph.ops):
@@ -119,6 +124,17 @@ def findings(graph: OpGraph, load: int, compiled: bool) -> Iterator[Mend]:
         yield from _of_attention(graph)
     yield from _of_waste(graph)
     yield from _of_precisions(graph)
+    if halves and graph.model.get("priced_dtype", graph.model.get("dtype")) in (None, "fp32"):
+        half = halves[0]
+        scaled = ", a GradScaler" if graph.phase == "training" and half == "fp16" else ""
+        if not any(tensor.dtype in halves for tensor in graph.values):
+            yield Mend(
+                "compute",
+                f"Run the step under torch.autocast in {half}",
+                f"products in {half}; casts are counted{scaled}; accuracy is not checked",
+                partial(under_autocast, half=half),
+                narrow=True,
+            )
     yield from _of_calls(graph, compiled)
 
 

@@ -15,7 +15,7 @@ from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_of
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
-from rooftrace.costmodels.rewrites import Edit, applicable, by_which, findings
+from rooftrace.costmodels.rewrites import HALVES, Edit, applicable, by_which, findings
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
@@ -202,9 +202,8 @@ def guidance(
 ) -> Guidance:
     """Changes that would make a step on `chip` faster, in order (an Estimate has its chip).
 
-    Each change stands alone and is priced by an estimate: one attention kernel, compiling,
-    launching as one graph, each named rewrite, precisions one step narrower, and larger kernels
-    than those of the plan.  Changes that save less than 1 % of the step are left out.
+    Each change stands alone and is priced by an estimate: how the step is run, named rewrites,
+    findings in the code, narrower precisions, larger kernels.  Less than 1 % is left out.
     """
     step = graph if isinstance(graph, Estimate) else estimate(graph, chip, execution)
     if not step.t_est:
@@ -327,6 +326,7 @@ class StepChange:
     execution: Mapping[str, Any] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()
     at_most: bool = False
+    narrow: bool = False  # whether its edits leave nothing to multiply in fp32
 
     @property
     def regroups(self) -> bool:
@@ -392,13 +392,15 @@ def changes_of(step: Estimate) -> Iterator[StepChange]:
     yield from _how_run(step.execution, step.graph, step.chip)
     yield from _rewrites(step)
     compiled = step.execution.fusion == "detected" and step.execution.dispatch != "mixed"
-    for mend in findings(step.plan.source, engines.ACCESS, compiled):
+    halves = [half for half in HALVES if step.chip.has_peak("matrix", half)]
+    for mend in findings(step.plan.source, engines.ACCESS, compiled, halves):
         yield StepChange(
             lever=mend.lever,
             action=mend.action,
             needs=mend.needs,
             edits=(mend.edit,),
             at_most=mend.at_most,
+            narrow=mend.narrow,
         )
     yield from _precisions(step)
 
@@ -505,9 +507,8 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
             needs="products that round their operands to 10 bits; accuracy is not checked",
             execution={"tf32": True},
         )
-    narrower = NARROWER.get(family)
-    floor = 16 if training else 4
-    if narrower and precision(narrower).bits >= floor and chip.has_peak("matrix", narrower):
+    narrower = None if training else NARROWER.get(family)
+    if narrower and chip.has_peak("matrix", narrower):
         low = precision(narrower).bits < 16
         yield StepChange(
             lever="compute",
@@ -559,16 +560,17 @@ _STRONGER = ("eager", "compiled", "graph")
 def merged(changes: Sequence[StepChange]) -> tuple[StepChange, ...]:
     """Compatible changes, in order, without those that contradict an earlier one.
 
-    One that another implies is left out, too: the weights in fp8, where everything is, and TF32,
-    where nothing is in fp32.
+    One that another implies goes, too: weights in fp8, where all is; TF32 or autocast without fp32.
     """
     everything = {change.precisions.get("dtype") for change in changes}
+    narrow = any(change.narrow for change in changes)
     kept: list[StepChange] = []
     precisions: dict[str, str] = {}
     for change in changes:
         new = change.precisions
         done = bool(new) and "dtype" not in new and set(new.values()) <= everything
-        done = done or (change.execution == {"tf32": True} and everything != {None})
+        done |= change.execution == {"tf32": True} and (narrow or everything != {None})
+        done |= change.narrow and everything != {None}
         clash = any(precisions.get(name, value) != value for name, value in new.items())
         if not done and not clash:
             precisions |= new
