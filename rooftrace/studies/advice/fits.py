@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replace_fields
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -41,7 +43,7 @@ def fitting(
     def tried(
         whole: Sequence[StepChange], batches: Sequence[StepChange], others: Sequence[StepChange]
     ) -> list[WhatIf]:
-        ways = [edited[change.action] for change in whole]
+        ways = [_fewer_layers(step, change, edited[change.action]) for change in whole]
         for change in batches:
             ways.append(_smaller_batch(step, at_batch, change, edited.get(change.action)))
         for change in others if step.phase == "training" else ():
@@ -73,6 +75,33 @@ def _smaller(step: Estimate) -> tuple[StepChange, ...]:
         edits=(with_small_states,),
     )
     return ((checkpoints,) if lists else ()) + ((states,) if step.memory.optimizer else ())
+
+
+def _fewer_layers(step: Estimate, change: StepChange, all_again: WhatIf | None) -> WhatIf | None:
+    """The step in which as few layers run again as make it fit, the first ones; or as given.
+
+    all_again: the step with the change.  The number of layers is that by which the peak should fit,
+    or a few more.
+    """
+    if with_checkpoints not in change.edits or all_again is None or not all_again.fits:
+        return all_again
+    whole = step.plan.source.expand()
+    layers, room = len(_layers_of(whole)), step.chip.room()
+    spare, lists = (step.memory.peak - all_again.peak) / max(layers, 1), layer_lists(whole)
+    rest = [edit for edit in change.edits if edit is not with_checkpoints]
+    need = math.ceil((step.memory.peak - room) / spare) if spare > 0 and not rest else layers
+    for number in range(need, min(need + _MORE, layers)):
+        some = f"run the first {number} of {layers} layers of {listed(lists)} again in backward"
+        edit = partial(with_checkpoints, first=number)
+        fewer = replace_fields(change, action=f"{some} (torch.utils.checkpoint)", edits=(edit,))
+        way = priced_change(step, fewer)
+        if way is not None and way.fits:
+            return way
+    return all_again
+
+
+_MORE = 3
+"""How many numbers of layers are tried, from that by which the peak should fit on."""
 
 
 def _in_host_memory(step: Estimate, change: StepChange, edited: WhatIf | None) -> WhatIf | None:
@@ -181,22 +210,29 @@ def _smaller_batch(
 # -- edits -----------------------------------------------------------------------------------------
 
 
-def with_checkpoints(graph: OpGraph) -> OpGraph:
-    """Layers keep nothing for backward but their inputs, and run again in front of it.
-
-    A layer is an item of a list of modules.  As `torch.utils.checkpoint` does, it runs again up to
-    the last value that backward reads.
-    """
+def _layers_of(graph: OpGraph) -> list[list[Op]]:
+    """The ops of forward of each item of a list of modules, in order."""
     layers: dict[tuple[str, tuple[int, ...]], list[Op]] = {}
     for op in graph.ops:
         path = _layer(op.module)
         if path and op.part == "forward":
             layers.setdefault((path, op.repeats), []).append(op)
+    return [*layers.values()]
+
+
+def with_checkpoints(graph: OpGraph, first: int | None = None) -> OpGraph:
+    """Layers keep nothing for backward but their inputs, and run again in front of it.
+
+    A layer is an item of a list of modules.  As `torch.utils.checkpoint` does, it runs again up to
+    the last value that backward reads.  first: how many layers; all by default.
+    """
+    graph = graph if first is None else graph.expand()
+    layers = _layers_of(graph)[:first]
     edit, ops = Editor(graph), list(graph.ops)
     again: dict[int, list[Op]] = {}  # before the op of this number
     reads = [ref.then for op in graph.ops for ref in op.reads]
     handed_on = {then.value for then in reads if then is not None}  # to the next iteration
-    for forward in layers.values():
+    for forward in layers:
         inside = {op.id for op in forward}
         made = (
             {value for op in forward for value in op.outputs}
