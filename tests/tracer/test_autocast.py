@@ -261,3 +261,15 @@ def test_a_scaled_step_is_not_skipped(device: str, module: Callable[..., nn.Modu
     assert "aten._amp_foreach_non_finite_check_and_unscale_" in names
     assert "aten._foreach_add_" in names  # what SGD does to the weights
     assert [a.kind for a in graph.assumptions] == ["value"]
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(("half", "casts"), [(torch.float16, 0), (torch.bfloat16, 1)])
+def test_a_softmax_with_results_in_fp32_reads_fp16_as_it_is(
+    name: str, half: torch.dtype, casts: int
+) -> None:
+    function = getattr(torch.nn.functional, name)
+    x = torch.empty(64, 512, dtype=half, device="meta")
+    graph = rt.trace(lambda x: function(x, -1, dtype=torch.float32), x)
+    assert [op.name for op in graph.kernels()] == ["aten._to_copy"] * casts + [f"aten._{name}"]
+    assert graph.values[graph.outputs[0]].dtype == "fp32"

@@ -481,14 +481,15 @@ _IN_HALF = frozenset({
 })  # fmt: skip
 """Ops that autocast runs in a half, and their backward (AT_FORALL_LOWER_PRECISION_FP of ATen's
 autocast_mode.h)."""
-_WIDENED = frozenset({
+_WIDENED = frozenset({"rooftrace.rms_norm"}) | {
     f"aten.{name}" for name in (
-        "native_layer_norm", "native_group_norm", "nll_loss_forward", "nll_loss2d_forward", "pow",
-        "exp", "expm1", "log", "log10", "log1p", "log2", "rsqrt", "reciprocal", "norm",
-        "linalg_vector_norm", "mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "softplus",
-        "binary_cross_entropy_with_logits", "_cdist_forward",
+        "native_layer_norm", "native_group_norm", "_fused_rms_norm", "nll_loss_forward",
+        "nll_loss2d_forward", "pow", "exp", "expm1", "log", "log10", "log1p", "log2", "rsqrt",
+        "reciprocal", "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+        "softplus", "binary_cross_entropy_with_logits", "_cdist_forward", "upsample_nearest2d",
+        "upsample_bilinear2d", "upsample_bicubic2d", "upsample_nearest1d", "upsample_trilinear3d",
     )
-})  # fmt: skip
+}  # fmt: skip
 _SOFTMAX = frozenset({"aten._softmax", "aten._safe_softmax", "aten._log_softmax"})
 _SUMMED_WIDE = _SOFTMAX | {"aten.sum", "aten.cumsum", "aten.prod", "aten.cumprod"}
 """Ops that autocast runs in fp32: those that read a copy (AT_FORALL_FP32), and those that widen
@@ -498,8 +499,7 @@ what they read (AT_FORALL_FP32_SET_OPT_DTYPE)."""
 def under_autocast(graph: OpGraph, half: str) -> OpGraph:
     """A step of fp32 as torch.autocast runs it: products in a half, norms and sums in fp32.
 
-    Weights are cast once, other operands for each reader; backward reads what forward cast, and
-    the optimizer reads gradients that are cast back.
+    Weights are cast once, others for each reader; the optimizer reads gradients that are cast back.
     """
     return _Autocast(graph.expand(), half).done()
 

@@ -450,6 +450,25 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, train)[0]
 
 
+def _op(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _softmax(name: str) -> Callable[..., Tensor]:
+    """A softmax that widens fp16 itself, as on a GPU (SoftMax.cpp); bf16 is cast before."""
+    entry, kernel = _op(f"{name}.int"), _op(f"_{name}")
+
+    def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        if input.dtype == torch.float16 and dtype == torch.float32:
+            widened: Tensor = kernel(input, dim, True)
+            return widened
+        made: Tensor = entry._op_dk(COMPOSITE, input, dim, dtype)
+        return made
+
+    return softmax
+
+
 def _mish_backward(grad: Tensor, x: Tensor) -> Tensor:
     """One kernel, as on a GPU (ActivationMishKernel.cu); meta has none, and spells it out."""
     if is_key_excluded(DispatchKey.AutogradFunctionality):  # autograd has passed the call on
@@ -470,6 +489,7 @@ the norm out, whatever release a step is priced for."""
 _ENTRIES: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": scaled_dot_product_attention,
     "dropout": _dropout,
+    **{f"{name}.int": _softmax(name) for name in ("softmax", "log_softmax")},
     **({"rms_norm": rms_norm} if RMS_NORM_IS_ONE_KERNEL else {}),
     **{f"{mode}.input": partial(entry, mode) for mode in _CUDNN_MODES},
     **{f"{mode}.data": partial(packed_entry, mode) for mode in _CUDNN_MODES},
@@ -492,7 +512,8 @@ def whole_entry(func: Any) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def kept_whole() -> Iterator[None]:
-    """Inside, attention, recurrent networks, RMS norm and dropout stay one op each on meta.
+    """Inside, attention, recurrent networks, RMS norm and dropout stay one op each on meta, and a
+    softmax of fp16 with results in fp32.
 
     That holds for threads of a recording; in all others they run as they would without us.
     """
@@ -537,11 +558,6 @@ def _with_kernels() -> Any:
 
 
 _KERNELS = _processes.Shared(_registered)
-
-
-def _op(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _in_scope(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
