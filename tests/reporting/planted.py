@@ -500,6 +500,26 @@ def images(channels: int) -> Callable[[], tuple[Tensor, ...]]:
     )
 
 
+class Parts(nn.Module):
+    """A convolution of each part of the channels, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(64, 256, 1)
+        self.parts = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = self.first(x).chunk(8, 1)
+        pairs = zip(pieces, self.parts, strict=True)
+        made = [F.conv2d(p, c.weight, c.bias, padding=1) for p, c in pairs]  # planted: groups
+        return torch.cat(made, 1)
+
+
+class PartsMended(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(64, 256, 1), nn.Conv2d(256, 256, 3, padding=1, groups=8))
+
+
 class Items(nn.Module):
     """A product for each sequence of a batch."""
 
@@ -917,6 +937,13 @@ PAIRS = (
         "equal calls",
         Way(make=Items, inputs=lambda: tuple(torch.randn(64, 256, 512).to(HALF) for _ in range(2))),
         make=ItemsMended,
+    ),
+    _same(
+        "groups",
+        "rewrite",
+        "groups=",
+        Way(make=lambda: last(Parts()), inputs=images(64), phase="training"),
+        make=lambda: last(PartsMended()),
     ),
     _same(
         "steps",

@@ -1,14 +1,22 @@
-"""Rewrites to the causal-conv1d kernel, and to the index-score kernel of sparse attention."""
+"""Rewrites to the causal-conv1d kernel, to the index-score kernel of sparse attention, and to one
+convolution in groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from msgspec.structs import replace as changed
 
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow, reads_across
-from rooftrace.costmodels.rewrites.editing import Editor, operand, rewritten, with_matches
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across
+from rooftrace.costmodels.rewrites.editing import (
+    Editor,
+    operand,
+    released,
+    rewritten,
+    with_matches,
+)
 from rooftrace.costmodels.rewrites.indexing import Atom, Axis, Dim, ReadValue, Walker, full, renamed
 from rooftrace.costmodels.rewrites.patterns import (
     Pat,
@@ -436,3 +444,129 @@ def _emit_conv(edit: Editor, conv: _Conv) -> None:
     else:
         edit.emit(like, CAUSAL_CONV, arguments, (y,))
     replaces(edit, like, y, conv.y, "bct")
+
+
+# -- convolutions over groups of channels, one after the other -------------------------------------
+
+
+def with_groups(graph: OpGraph) -> OpGraph:
+    """Convolutions of parts of one image's channels, whose results are joined, are one in groups.
+
+    Their weights are stored as one tensor; so are those of their gradients.
+    """
+    names = {op.name for op in graph.ops if op.part == "forward"}
+    if graph.processes > 1 or not {"aten.convolution", "aten.cat"} <= names:
+        return graph
+    graph = graph.expand()
+    edit, flow = Editor(graph), ValueFlow(graph)
+    places, gone = dict[int, tuple[Sequence[Op], int]](), set[int]()  # lanes and result, by op
+    for join in graph.ops:
+        lanes = _joined_convolutions(flow, join)
+        if lanes is None:
+            continue
+        back = [op for lane in lanes if (op := _backward_of(flow, lane)) is not None]
+        image = bool(back) and _wants_image(back[0])
+        sums = _alone([op.outputs[0] for op in back], flow) if image else None
+        if back and (len(back) < len(lanes) or (image and sums is None)):
+            continue
+        if not _in_a_row(flow, [op.inputs[0] for op in back or lanes]):
+            continue
+        places[join.id] = lanes, join.outputs[0]
+        gone |= {op.id for op in (*lanes, join, *back, *([sums] if sums else []))}
+        if back:
+            places[max(op.id for op in back)] = back, sums.outputs[0] if sums else -1
+    for op in graph.ops:
+        if op.id in places:
+            _emit_groups(edit, *places[op.id])
+        elif op.id not in gone:
+            edit.ops.append(op)
+    return released(edit.done(), graph).verify() if places else graph
+
+
+def _alone(values: Sequence[int], flow: ValueFlow) -> Op | None:
+    """The `cat` that alone reads values, along their channels; None for other readers."""
+    readers = {user.id: user for value in values for user in flow.users[value]}
+    (reader,) = readers.values() if len(readers) == 1 else (None,)
+    is_join = reader is not None and reader.name == "aten.cat" and list(reader.inputs) == [*values]
+    return reader if is_join and reader and reader.arguments.get("dim", 0) in (1, -3) else None
+
+
+def _in_a_row(flow: ValueFlow, values: Sequence[int]) -> bool:
+    """Whether values are the parts, in order, of the channels of one image."""
+    places = [flow.location(value) for value in values]
+    first = places[0]
+    if first is None or any(p is None or p.storage != first.storage for p in places):
+        return False
+    steps = {b.offset - a.offset for a, b in pairwise(p for p in places if p is not None)}
+    return steps == {first.shape[1] * first.stride[1]}
+
+
+def _joined_convolutions(flow: ValueFlow, join: Op) -> list[Op] | None:
+    """The convolutions whose results a `cat` joins, of parts of one image with own weights."""
+    made = [flow.producer(value) for value in join.inputs]
+    lanes = [op for op in made if op is not None and op.name == "aten.convolution"]
+    if join.part != "forward" or not 1 < len(lanes) == len(made) or reads_across(join):
+        return None
+    values, alike = flow.values, set()
+    for op in lanes:
+        rest = {n: None if type(a) is Ref else repr(a) for n, a in op.arguments.items()}
+        sizes = [(values[v].shape, values[v].stride, values[v].dtype) for v in op.inputs]
+        alike.add((*rest.items(), *sizes))
+    weights = [v for op in lanes for v in op.inputs[1:]]
+    own = all(values[v].role == "weights" and values[v].storage == v for v in weights)
+    parts = [op.inputs[0] for op in lanes]
+    whole = _alone([op.outputs[0] for op in lanes], flow) is join and len({*weights}) == len(
+        weights
+    )
+    fits = len(alike) == 1 and own and whole and _in_a_row(flow, parts)
+    return lanes if fits and not lanes[0].arguments.get("transposed") else None
+
+
+def _backward_of(flow: ValueFlow, lane: Op) -> Op | None:
+    users = flow.users[lane.inputs[1]]
+    return next((op for op in users if op.name == "aten.convolution_backward"), None)
+
+
+def _wants_image(op: Op) -> bool:
+    """Whether a backward makes the gradient of the image."""
+    mask = op.arguments.get("output_mask")
+    return not isinstance(mask, tuple) or bool(mask[0])
+
+
+def _emit_groups(edit: Editor, lanes: Sequence[Op], out: int) -> None:
+    """One convolution, or its backward, with a group for each lane; out: -1 for no such result."""
+    like, count = lanes[0], len(lanes)
+    arguments = dict(like.arguments)
+    for name, item in like.arguments.items():
+        if type(item) is Ref:
+            arguments[name] = _together(edit, like, [operand(op, name).id for op in lanes])
+    arguments["groups"] = count * int(str(like.arguments["groups"]))
+    first = int(out >= 0)  # results after that are of weights
+    outputs = [out] * first
+    for column in zip(*(op.outputs[first:] for op in lanes), strict=True):
+        one = edit.values[column[0]]
+        shape = (count * one.shape[0], *one.shape[1:])
+        outputs.append(edit.value(shape, one.dtype, one.role, ()))
+    edit.emit(like, like.target, arguments, tuple(outputs))
+    for place, op in enumerate(lanes):
+        for value, whole in zip(op.outputs[first:], outputs[first:], strict=True):
+            edit.move(value, whole)
+            rows = edit.values[value].shape[0]
+            part = {"dim": 0, "start": place * rows, "end": (place + 1) * rows}
+            edit.emit(op, "aten.slice.Tensor", {"self": Ref(whole), **part}, (value,), kind="view")
+
+
+def _together(edit: Editor, like: Op, column: Sequence[int]) -> Ref:
+    """The image of which values are parts; or the tensor in which weights are stored together."""
+    first, count = edit.values[column[0]], len(column)
+    if first.role == "weights" and first.storage in (column[0], edit.moved.get(column[0])):
+        if column[0] in edit.moved:
+            return Ref(edit.moved[column[0]])
+        shape = (count * first.shape[0], *first.shape[1:])
+        stride = dense_like(shape, first.stride)
+        whole = edit.value(shape, first.dtype, first.role, (), stride=stride)
+        edit.moved |= dict.fromkeys(column, whole)
+        return Ref(whole)
+    shape = (first.shape[0], count * first.shape[1], *first.shape[2:])
+    how: dict[str, Argument] = {"size": shape, "stride": first.stride}
+    return edit.view_op(like, "aten.as_strided.default", Ref(column[0]), how, shape, first.stride)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.attention_kernels import with_narrow_attention
+from rooftrace.costmodels.rewrites.causal_convs import with_groups
 from rooftrace.costmodels.rewrites.dataflow import (
     BothWays,
     ValueFlow,
@@ -272,6 +273,11 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
         "Compute equal calls, which do not read each other, as one call with a batch of them",
         "their weights stored as one tensor, and code that hands them on together",
         _batched,
+    ),
+    (
+        "Convolve parts of channels in one call with groups, not one after the other (groups=)",
+        "their weights stored as one tensor",
+        with_groups,
     ),
     (
         "Make once, before the steps, what each step makes of weights or sizes alone",
