@@ -460,7 +460,7 @@ def with_narrow_attention(graph: OpGraph) -> OpGraph:
     half, flow, edit = str(graph.model.get("dtype")), ValueFlow(graph), Editor(graph)
     outs = {op.outputs[0] for op in graph.ops if op.target == ATTENTION}
     makers = {out: graph.ops[graph.producers[out]] for out in outs}
-    found = {
+    narrowed = {
         out
         for out, op in makers.items()
         if half in HALVES and graph.values[out].dtype == "fp32" and ends_in(flow, op, half)
@@ -473,7 +473,7 @@ def with_narrow_attention(graph: OpGraph) -> OpGraph:
             if op.target == ATTENTION_BACKWARD
             else min(op.outputs, default=-1)
         )
-        if not attends or out not in found:
+        if not attends or out not in narrowed:
             edit.ops.append(op)
             continue
         for name in ("query", "key", "value", "grad_out"):
@@ -489,7 +489,7 @@ def with_narrow_attention(graph: OpGraph) -> OpGraph:
         edit.ops.append(replace(op, outputs=tuple(grads.get(v, v) for v in op.outputs)))
         for v, grad in grads.items():
             edit.emit(op, _CAST, {"self": Ref(grad), "dtype": "dtype:fp32"}, (v,))
-    if not found:
+    if not narrowed:
         return graph
     rounded = released(without_left_behind(edit.done(), graph), graph)
     return recast(rounded, dict.fromkeys(narrow, half))

@@ -544,16 +544,16 @@ def _emit_groups(edit: Editor, lanes: Sequence[Op], out: int) -> None:
     first = int(out >= 0)  # results after that are of weights
     outputs = [out] * first
     for column in zip(*(op.outputs[first:] for op in lanes), strict=True):
-        one = edit.values[column[0]]
-        shape = (count * one.shape[0], *one.shape[1:])
-        outputs.append(edit.value(shape, one.dtype, one.role, ()))
+        part = edit.values[column[0]]
+        shape = (count * part.shape[0], *part.shape[1:])
+        outputs.append(edit.value(shape, part.dtype, part.role, ()))
     edit.emit(like, like.target, arguments, tuple(outputs))
     for place, op in enumerate(lanes):
         for value, whole in zip(op.outputs[first:], outputs[first:], strict=True):
             edit.move(value, whole)
             rows = edit.values[value].shape[0]
-            part = {"dim": 0, "start": place * rows, "end": (place + 1) * rows}
-            edit.emit(op, "aten.slice.Tensor", {"self": Ref(whole), **part}, (value,), kind="view")
+            cut = {"dim": 0, "start": place * rows, "end": (place + 1) * rows}
+            edit.emit(op, "aten.slice.Tensor", {"self": Ref(whole), **cut}, (value,), kind="view")
 
 
 def _together(edit: Editor, like: Op, column: Sequence[int]) -> Ref:

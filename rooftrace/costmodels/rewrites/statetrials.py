@@ -360,16 +360,16 @@ _NAMED: Mapping[str, tuple[str, Callable[..., Any], Mapping[str, Argument]]] = {
 
 def written_forms(graph: OpGraph) -> Mapping[str, list[BothWays]]:
     """Functions with a name that are spelled as ops, with their backward, by this name."""
-    flow, found, taken = ValueFlow(graph), defaultdict[str, list[BothWays]](list), set[int]()
+    flow, forms, taken = ValueFlow(graph), defaultdict[str, list[BothWays]](list), set[int]()
     for op in graph.ops:
         if op.name in _ANCHORS and op.part == "forward" and op.id not in taken:
             for out, start in _ends_around(flow, op):
                 named = _named_form(flow, start, out)
                 if named:
-                    found[named[0]].append(named[1])
+                    forms[named[0]].append(named[1])
                     taken |= {inner.id for inner in named[1].forward}
                     break
-    return found
+    return forms
 
 
 def _ends_around(flow: ValueFlow, anchor: Op) -> Iterator[tuple[int, int]]:
@@ -391,13 +391,29 @@ def _ends_around(flow: ValueFlow, anchor: Op) -> Iterator[tuple[int, int]]:
                 yield out, start
 
 
+def _is_near(flow: ValueFlow, start: int, out: int) -> bool:
+    """Whether a few ops that can be run small make one value of another one, and of weights."""
+    front, seen = [out], set[int]()
+    while front:
+        value = front.pop()
+        op = flow.producer(value)
+        if value == start or (op is None and len(flow.values[value].shape) < 2):
+            continue
+        if op is None or op.name not in KNOWN or len(seen) > 2 * _STEPS:
+            return False
+        if op.id not in seen:
+            seen.add(op.id)
+            front += op.inputs
+    return len(seen) > 1
+
+
 def _named_form(flow: ValueFlow, start: int, out: int) -> tuple[str, BothWays] | None:
     """The function of one value, and of weights of its rows, by which another one is made."""
     values, ops = flow.values, flow.graph.ops
     shape = values[start].shape
-    inside = ops_between(flow, {start}, [out])
-    if not 2 <= len(inside) <= 2 * _STEPS:
+    if not _is_near(flow, start, out):
         return None
+    inside = ops_between(flow, {start}, [out])
     inner = [ops[number] for number in sorted(inside)]
     made = {value for op in inner for value in op.outputs}
     others = {v for op in inner for v in op.inputs} - made - {start}
@@ -438,10 +454,10 @@ def _function_of(graph: OpGraph, ops: Sequence[Op], starts: Sequence[int], out: 
     return None
 
 
-def with_named_forms(graph: OpGraph, found: Mapping[str, list[BothWays]] | None = None) -> OpGraph:
+def with_named_forms(graph: OpGraph, forms: Mapping[str, list[BothWays]] | None = None) -> OpGraph:
     """Functions with a name that are spelled as ops are calls of it; so is their backward."""
-    found = written_forms(graph) if found is None else found
-    rows = [(name, match) for name, each in found.items() for match in each]
+    forms = written_forms(graph) if forms is None else forms
+    rows = [(name, match) for name, each in forms.items() for match in each]
     if not rows:
         return graph
     ends = {match.forward[-1].id: row for row in rows if (match := row[1])}
@@ -461,15 +477,15 @@ def with_named_forms(graph: OpGraph, found: Mapping[str, list[BothWays]] | None 
 def _emit_named(edit: Editor, name: str, match: BothWays) -> dict[str, Argument]:
     """The call; returns the arguments of its backward."""
     like, (op, _, how) = match.forward[-1], _NAMED[name]
-    out, outputs = edit.values[match.out], (match.out,)
+    out, outputs = edit.values[match.out], [match.out]
     edit.move(match.out, match.out)
     arguments: dict[str, Argument] = {"self": match.operands[0], **how}
     if name == "F.rms_norm":
         weight = match.operands[1] if match.operands[1:] else None
         arguments = {"input": match.operands[0], "normalized_shape": out.shape[-1:]}
         arguments["weight"] = weight
-        outputs += (edit.value((*out.shape[:-1], 1), "fp32", "activations", like.repeats),)
-    edit.emit(like, f"{op}.default", arguments, outputs)
+        outputs.append(edit.value((*out.shape[:-1], 1), "fp32", "activations", like.repeats))
+    edit.emit(like, f"{op}.default", arguments, tuple(outputs))
     return {**arguments, "rstd": Ref(outputs[1])} if outputs[1:] else arguments
 
 
