@@ -764,6 +764,22 @@ def spared_step(module: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Non
     optimizer.step()
 
 
+class Framed(nn.Module):
+    """The strength of frames of a sound, which are cut one by one."""
+
+    def frames(self, x: Tensor) -> Tensor:
+        parts = [x[:, at : at + 400] for at in range(0, x.shape[1] - 399, 160)]
+        return torch.stack(parts, 1)  # planted: frames
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(self.frames(x) * 0.5).abs()
+
+
+class FramedMended(Framed):
+    def frames(self, x: Tensor) -> Tensor:
+        return x.unfold(-1, 400, 160)
+
+
 class Growing(nn.Module):
     """States of a loop, joined in each pass."""
 
@@ -1054,6 +1070,13 @@ PAIRS = (
         "F.gelu(approximate='tanh')",
         Way(make=half(Activated), inputs=normal(8, 1024, 1024), phase="training"),
         make=half(lambda: Activated(Gelu)),
+    ),
+    _same(
+        "frames",
+        "rewrite",
+        "unfold",
+        Way(make=Framed, inputs=normal(32, 80000, dtype=torch.float32)),
+        make=FramedMended,
     ),
     _same(
         "norms",

@@ -44,6 +44,7 @@ from rooftrace.costmodels.rewrites.trained import (
     apart,
     by_which,
     first_of_sorted,
+    framed,
     heads_shared,
     joined_once,
     masks_told,
@@ -308,6 +309,11 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
         "Write new rows into tensors that have room, in place of a longer copy (torch.cat)",
         "tensors of the greatest length from the start; a slice of them is read",
         with_room,
+    ),
+    (
+        "Take parts of a tensor at equal distances as a view (Tensor.unfold), not one by one",
+        "readers that take frames which overlap in memory",
+        framed,
     ),
     (
         "Join the tensors of a loop once, after it, not in each pass (torch.cat)",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from msgspec.structs import replace
@@ -47,6 +48,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_left_behind,
 )
 from rooftrace.costmodels.rewrites.fused_products import append_in_place
+from rooftrace.costmodels.rewrites.spread import Laid
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 from rooftrace.hardware.precisions import precision
@@ -293,6 +295,44 @@ def joined_once(graph: OpGraph) -> OpGraph:
     if edit.ops == list(graph.ops):
         return graph
     return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+def framed(graph: OpGraph) -> OpGraph:
+    """Parts of a tensor at equal distances, stacked one by one, are a view of it (`unfold`)."""
+    flow, edit, strides = ValueFlow(graph), Editor(graph), dict[int, tuple[int, ...]]()
+    places = {place_of(op) for op in graph.ops if op.part == "backward"}
+    for op in graph.ops:
+        stride = None if place_of(op) in places else _stride_of_frames(flow, op)
+        if stride is None:
+            edit.ops.append(op)
+            continue
+        strides[op.outputs[0]] = stride
+        edit.move(op.outputs[0], graph.values[op.inputs[0]].storage)
+        how: dict[str, Argument] = {"self": Ref(op.inputs[0]), "stride": stride}
+        edit.emit(op, "aten.as_strided.default", how, op.outputs, kind="view")
+    if not strides:
+        return graph
+    mended = released(without_left_behind(edit.done(), graph), graph)
+    return Laid(mended, strides).done()
+
+
+def _stride_of_frames(flow: ValueFlow, op: Op) -> tuple[int, ...] | None:
+    """The strides of what a stack makes, as a view of what its tensors are parts of."""
+    if op.name not in ("aten.stack", "aten.cat") or len(op.inputs) < FEW or reads_across(op):
+        return None
+    parts, out = [flow.location(value) for value in op.inputs], op.outputs[0]
+    first, dim = parts[0], op.arguments.get("dim", 0) % len(flow.values[out].shape)
+    if first is None or any(p is None or p.storage != first.storage for p in parts):
+        return None
+    steps = {b.offset - a.offset for a, b in pairwise(p for p in parts if p is not None)}
+    kept = first.storage in flow.writers or out in flow.escaping or out in flow.writers
+    if kept or len(steps) != 1 or min(steps) <= 0:
+        return None
+    if op.name == "aten.stack":
+        return (*first.stride[:dim], *steps, *first.stride[dim:])
+    return (
+        (*first.stride[:dim], *steps, *first.stride[dim + 1 :]) if first.shape[dim] == 1 else None
+    )
 
 
 def _is_piece(flow: ValueFlow, value: int, whole: Op) -> bool:
