@@ -11,17 +11,9 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.graph import OpGraph
 from rooftrace.studies.advice import Study, Variant
-from tests.reporting.planted import (
-    CHIP,
-    HALF,
-    PAIRS,
-    Pair,
-    Way,
-    Written,
-    WrittenMended,
-    normal,
-    optimizer_of,
-)
+from tests.reporting.planted import PAIRS
+from tests.reporting.planted_kernels import Written, WrittenMended
+from tests.reporting.planted_ways import CHIP, HALF, Pair, Way, normal, optimizer_of
 
 FIRST, OFF = 3, 0.2  # of what would help; of the mended model's time, and of what mending gains
 
