@@ -221,6 +221,34 @@ class AskingMended(Asking):
         return x.abs().amax()
 
 
+class Marked(nn.Module):
+    """Layers, after each of which some rows are replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(20))
+        self.row = nn.Parameter(torch.zeros(1024))
+
+    def marked(self, x: Tensor, mask: Tensor) -> Tensor:
+        x[mask] = self.row  # planted: masks
+        return x
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.marked(layer(x).relu(), mask)
+        return x
+
+
+class MarkedMended(Marked):
+    def marked(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.where(mask[..., None], self.row, x)
+
+
+def masked() -> tuple[Tensor, ...]:
+    """Rows of 32 sequences, and which of them are replaced."""
+    return torch.randn(32, 196, 1024).to(HALF), torch.rand(32, 196) < 0.5
+
+
 # -- copies ----------------------------------------------------------------------------------------
 
 
@@ -371,6 +399,13 @@ KERNELS = (
         "item",
         Way(make=half(Asking), inputs=normal(4096, 1024)),
         make=half(AskingMended),
+    ),
+    same(
+        "masks",
+        "wait",
+        "torch.where",
+        Way(make=half(Marked), inputs=masked),
+        make=half(MarkedMended),
     ),
     same(
         "copy",

@@ -26,6 +26,7 @@ from rooftrace.costmodels.fusion.plans import (
     Unsupported as Unsupported,
     plan as plan,
     waits as waits,
+    waits_at as waits_at,
     waits_of as waits_of,
 )
 from rooftrace.costmodels.fusion.traffic import (

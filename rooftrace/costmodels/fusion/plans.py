@@ -86,9 +86,17 @@ def waits(graph: OpGraph, op: Op) -> bool:
     return op.name in COUNTED and op.arguments.get("output_size") is None
 
 
+def waits_at(graph: OpGraph) -> Counter[str]:
+    """How many times the host waits for the device in a step, by line."""
+    lines = Counter[str]()
+    for op in graph.ops:
+        lines[op.source] += graph.times(op) if waits(graph, op) else 0
+    return lines
+
+
 def waits_of(graph: OpGraph) -> int:
     """How many times the host waits for the device in a step."""
-    return sum(graph.times(op) for op in graph.ops if waits(graph, op))
+    return waits_at(graph).total()
 
 
 _GENERATED = frozenset({"batch norm", "layer norm", "group norm"})

@@ -43,6 +43,7 @@ from rooftrace.costmodels.rewrites.statetrials import with_named_forms, written_
 from rooftrace.costmodels.rewrites.trained import (
     apart,
     by_which,
+    chosen_by_masks,
     first_of_sorted,
     framed,
     heads_shared,
@@ -170,6 +171,13 @@ def _of_waste(graph: OpGraph) -> Iterator[Mend]:
             f"Keep values on the device: {count} for them in the step (.item())",
             "code that goes on with the tensor in place of the number",
             without_waits,
+        )
+    if changing := _changing(graph, chosen_by_masks):
+        yield Mend(
+            "wait",
+            "Choose by masks with torch.where, not by an index, for whose size the host waits",
+            "rows that a mask leaves out are read, too",
+            changing,
         )
     if needless_copies(graph):
         yield Mend(

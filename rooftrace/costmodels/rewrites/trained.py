@@ -6,6 +6,7 @@ A pass takes a verified OpGraph and returns one; the same where there is nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -295,6 +296,56 @@ def joined_once(graph: OpGraph) -> OpGraph:
     if edit.ops == list(graph.ops):
         return graph
     return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+def chosen_by_masks(graph: OpGraph) -> OpGraph:
+    """Rows that a mask chooses, and that all get one value, are written by `where`.
+
+    An index by a mask looks for its positions first, and the host waits for their number.  So does
+    the gradient of the value, whose rows are added up.
+    """
+    edit, rows = Editor(graph), dict[int, Ref]()  # by rows that a mask took, all rows with zeros
+    for op in graph.ops:
+        mask = _only_mask(graph, op)
+        made = op.outputs[0] if op.outputs else -1
+        if mask is not None and op.name.startswith("aten.index_put"):
+            how: dict[str, Argument] = {"mask": mask, "value": operand(op, "values")}
+            how["self"] = operand(op, "self")
+            end = "_" * op.name.endswith("_")
+            edit.emit(op, f"aten.masked_fill{end}.Tensor", how, op.outputs)
+        elif mask is not None and _is_summed(edit.flow, made):
+            source = edit.values[operand(op, "self").id]
+            how = {"self": operand(op, "self"), "mask": mask, "value": 0}
+            fill = "aten.masked_fill.Scalar"
+            whole = edit.made(op, fill, how, source.shape, source.dtype, source.role)
+            tail = source.shape[len(edit.values[mask.id].shape) :]
+            rows[made] = edit.viewed(op, whole, (source.elements // math.prod(tail), *tail))
+        else:
+            edit.ops.append(reading_others(op, {old: ref.id for old, ref in rows.items()}))
+    if edit.ops == list(graph.ops):
+        return graph
+    return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+def _only_mask(graph: OpGraph, op: Op) -> Ref | None:
+    """The mask that is the only index of an op, whose values do not differ from row to row."""
+    indices = op.arguments.get("indices")
+    if not op.name.startswith("aten.index") or not isinstance(indices, tuple) or len(indices) != 1:
+        return None
+    (mask,) = indices
+    if not isinstance(mask, Ref) or graph.values[mask.id].dtype != "bool" or reads_across(op):
+        return None
+    values = op.arguments.get("values")
+    shape = graph.values[operand(op, "self").id].shape[len(graph.values[mask.id].shape) :]
+    alike = not isinstance(values, Ref) or len(graph.values[values.id].shape) <= len(shape)
+    return mask if alike and not op.arguments.get("accumulate") else None
+
+
+def _is_summed(flow: ValueFlow, value: int) -> bool:
+    """Whether rows are only read by sums over all of them."""
+    users = flow.users.get(value, [])
+    dims = [user.arguments.get("dim") for user in users if user.name == "aten.sum"]
+    return 0 < len(dims) == len(users) and all(dim in ((0,), [0]) for dim in dims)
 
 
 def framed(graph: OpGraph) -> OpGraph:

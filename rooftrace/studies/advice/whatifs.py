@@ -12,7 +12,7 @@ from rooftrace._plain import Plain
 from rooftrace._shown import short
 from rooftrace.costmodels.estimates import Estimate, estimate
 from rooftrace.costmodels.estimates.rows import lead_op
-from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_of
+from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_at
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
 from rooftrace.costmodels.rewrites import HALVES, Edit, applicable, by_which, findings
@@ -90,10 +90,9 @@ class WhatIf(Plain, Compared):
                 kernels[line] += row.count if sign > 0 else 0
                 gone[line] += sign * row.count
         if self.lever == "wait":
-            waiting = [op for op in self.before.graph.ops if op.kind == "sync"]
-            lines.clear()
-            for op in waiting:
-                lines[op.source] += self.before.graph.times(op)
+            gone_waits = waits_at(self.before.graph)
+            gone_waits.subtract(waits_at(self.after.graph))
+            lines = defaultdict(float, gone_waits)
         best = max(lines, key=lines.__getitem__, default="")
         few = self.before.times.t_serial * LEAST
         if lines[best] <= (0 if self.lever == "wait" else few):
@@ -425,7 +424,7 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
             execution={"fusion": "detected", **dispatch},
         )
     if model.dispatch != "graph" and chip.kind == "gpu":
-        waits = waits_of(graph)
+        waits = waits_at(graph).total()
         each = f"; a graph for each of {waits + 1:,} parts between waits" if waits else ""
         yield StepChange(
             lever="launch",
