@@ -69,6 +69,7 @@ class Spelled(nn.Module):
         (lambda x: x * torch.sigmoid(1.702 * x), ""),  # a GELU of OpenAI's
         (lambda x: x * torch.rsqrt((x * x).mean(1, keepdim=True)), ""),  # over tokens
         (lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 0.5), ""),
+        (lambda x: x / torch.sqrt(torch.tensor(64.0) * 3), ""),  # a number, not rows
     ],
 )
 def test_functions_with_a_name_are_told_by_what_they_compute(

@@ -411,7 +411,7 @@ def _named_form(flow: ValueFlow, start: int, out: int) -> tuple[str, BothWays] |
     """The function of one value, and of weights of its rows, by which another one is made."""
     values, ops = flow.values, flow.graph.ops
     shape = values[start].shape
-    if not _is_near(flow, start, out):
+    if not shape or 0 in shape or not _is_near(flow, start, out):
         return None
     inside = ops_between(flow, {start}, [out])
     inner = [ops[number] for number in sorted(inside)]
@@ -440,7 +440,7 @@ def _function_of(graph: OpGraph, ops: Sequence[Op], starts: Sequence[int], out: 
     draw, pieces = np.random.default_rng(0), dict[int, SmallTensor]()
     for value in starts:
         rows = tuple(((n, min(n, 3 + k)),) for k, n in enumerate(graph.values[value].shape))
-        rows = (*rows[:-1], ((graph.values[value].shape[-1], 4),))
+        rows = (*rows[:-1], ((n := graph.values[value].shape[-1], min(n, 4)),))
         pieces[value] = SmallTensor(draw.normal(1.0, 1.0, short(rows)), rows)
     try:
         made = SmallRun(graph, pieces, len(ops[0].repeats), {}).run(ops)[out].array
