@@ -12,11 +12,12 @@ import gzip
 import itertools
 import random
 import zlib
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -42,6 +43,7 @@ from rooftrace.studies.forms.kernelforms import Array, Places, PlanNumbers, Poin
 from rooftrace.studies.forms.planform import PlanForm
 from rooftrace.tracer.phases import TraceCache
 
+Fitted = TypeVar("Fitted")
 _SAMPLES = (4, 2)
 """Plans that a form is fitted to, and further ones for each open size; more where a number is left
 unfit."""
@@ -53,6 +55,8 @@ _TRIES = 4
 and those with the fewest and most rows of each draw."""
 _TRIED = 4000
 """Sizes that are drawn to find samples."""
+_REWRITTEN = 3
+"""Graphs that are rewritten one by one before the form of the rewritten graph is looked for."""
 _LOOKED = 200
 """The most of them that are searched for comparisons that come out otherwise."""
 
@@ -80,6 +84,10 @@ class Conditions:
         """The plan of a graph.  savings: see `Plan.each`."""
         return Plan.each(self._repriced(graph), [self.execution], savings=savings)[0]
 
+    def rewritten(self, graph: OpGraph) -> OpGraph:
+        """The graph that a plan of `graph` prices and groups."""
+        return Plan.rewritten(self._repriced(graph), self.execution)
+
     def on(self, regime: Regime) -> Conditions:
         """These conditions; in place of a mixed execution that which graphs of a regime have."""
         if self.execution.dispatch != "mixed":
@@ -102,6 +110,17 @@ class _Cell:
     guards: tuple[Guard, ...]
     form: PlanForm
     wide: bool = True  # whether the form may hold elsewhere, too
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """Where comparisons of rewrites come out the same, and the form of the rewritten graph there.
+
+    form: None where none is proven.
+    """
+
+    guards: tuple[Guard, ...]
+    form: GraphForm | None
 
 
 class _Planned(msgspec.Struct, frozen=True):
@@ -173,6 +192,8 @@ class PlanForms:
         self._plans: dict[Hashable, Plan] = {}  # by `_structure`
         self._random = random.Random(repr((regime.low, regime.high)))
         self._kept = _Kept.by(regime, conditions)
+        self._rewritten: list[_Rewritten] = []
+        self._rewrites = 0  # of single graphs
 
     def at(self, points: Points, once: bool = False) -> Iterator[tuple[PlanForm, Places]]:
         """The forms that hold at points of the regime, each with the indices of its points.
@@ -209,16 +230,18 @@ class PlanForms:
         guards = self._guards_at(numbers)
         tell(f"pricing around {_named(points.names, numbers)}")
         if guards is not None:
-            form = self._fitted(numbers, guards, points, left)
+            some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+            inside = _numbers(points, some[_holding(guards, points, some)])
+            form = self._fitted(numbers, guards, inside, self._form_of, self._is)
             if form is not None:
-                return _Cell((*guards, *self._unvaried(form)), form)
+                return _Cell((*guards, *self._unvaried(form.form)), form)
         return self._single(numbers)
 
-    def _unvaried(self, form: PlanForm) -> Iterator[Guard]:
+    def _unvaried(self, form: RecordForm) -> Iterator[Guard]:
         """Guards on sizes that are open and equal in all samples: how numbers follow from them is
         unknown."""
         spans = zip(self.regime.low, self.regime.high, strict=True)
-        samples = zip(*form.regime.form.samples, strict=True)
+        samples = zip(*form.samples, strict=True)
         for place, ((low, high), values) in enumerate(zip(spans, samples, strict=True)):
             if low < high and len(set(values)) == 1:
                 yield _is_number(place, values[0])
@@ -320,8 +343,49 @@ class PlanForms:
         """The plan at these sizes, or at others where it has the same kernels in the same order."""
         key = _structure(self._numbers_at(numbers))
         if key not in self._plans:
-            self._plans[key] = self.conditions.plan(self.regime.form.at(numbers), savings=False)
+            self._plans[key] = self._plan(numbers)
         return self._plans[key]
+
+    def _plan(self, numbers: leaves.Numbers, track: Track | None = None) -> Plan:
+        """The plan at these sizes.  track: of its numbers; it has guards of rewrites, too."""
+        return Plan.of_rewritten(self._graph(numbers, track), self.conditions.execution)
+
+    def _graph(self, numbers: leaves.Numbers, track: Track | None) -> OpGraph:
+        """The graph at these sizes as it is priced and grouped."""
+        here = next((r for r in self._rewritten if _all_hold(r.guards, numbers)), None)
+        if here is None and self._rewrites >= _REWRITTEN:
+            here = self._rewritten_around(numbers)
+            self._rewritten.append(here)
+        if here is not None and here.form is not None:
+            with suppress(FormulaError):
+                if track is not None:
+                    track.guards.update(dict.fromkeys(here.guards))
+                return here.form.at(numbers, track)
+        self._rewrites += 1
+        return self.conditions.rewritten(self.regime.form.at(numbers, track))
+
+    def _rewritten_around(self, numbers: leaves.Numbers) -> _Rewritten:
+        """The form of the rewritten graph around these sizes."""
+        track = Track()
+        self.conditions.rewritten(self.regime.form.at(numbers, track))
+        track.on = False
+        guards = tuple(track.guards)
+        form = self._fitted(numbers, guards, (), self._graph_form, self._is_graph)
+        return _Rewritten((*guards, *self._unvaried(form)) if form else guards, form)
+
+    def _graph_form(
+        self, samples: Sequence[leaves.Numbers], _: Sequence[leaves.Numbers]
+    ) -> GraphForm:
+        """The form of the rewritten graphs at these sizes.  Raises StructureError without one."""
+        graphs = {n: self.conditions.rewritten(self.regime.form.at(n)) for n in samples}
+        return GraphForm.fitted(self.regime.form.sizes, graphs)
+
+    def _is_graph(self, form: GraphForm, where: leaves.Numbers) -> bool:
+        """Whether a form gives the rewritten graph at these sizes."""
+        try:
+            return form.at(where) == self.conditions.rewritten(self.regime.form.at(where))
+        except FormulaError:
+            return False
 
     def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
@@ -335,7 +399,7 @@ class PlanForms:
     def _planned(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of a plan made at these sizes; one that streams are read of is kept."""
         with collector_off.used():
-            plan = self.conditions.plan(self.regime.form.at(numbers), savings=False)
+            plan = self._plan(numbers)
             made = numbers_of(plan)
         if made.streamed:
             self._plans.setdefault(_structure(made), plan)
@@ -345,8 +409,8 @@ class PlanForms:
         """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
         if numbers not in self._kept.guards:
             track = Track()
-            at = self.regime.form.at(numbers, track)
-            tracked = self.conditions.numbers(at, with_memory=False)
+            with collector_off.used():
+                tracked = numbers_of(self._plan(numbers, track), with_memory=False)
             track.on = False
             here = self._numbers_at(numbers)
             alike = tracked.groups == here.groups and tracked.launches == here.launches
@@ -356,12 +420,19 @@ class PlanForms:
         return self._kept.guards[numbers]
 
     def _fitted(
-        self, numbers: leaves.Numbers, guards: Sequence[Guard], points: Points, left: Places
-    ) -> PlanForm | None:
-        """The form where these guards hold; None where it could not be proven."""
-        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        inside = _numbers(points, some[_holding(guards, points, some)])
-        near = self._near(numbers, points.names)
+        self,
+        numbers: leaves.Numbers,
+        guards: Sequence[Guard],
+        inside: Sequence[leaves.Numbers],
+        form_of: Callable[[Sequence[leaves.Numbers], Sequence[leaves.Numbers]], Fitted],
+        holds: Callable[[Fitted, leaves.Numbers], bool],
+    ) -> Fitted | None:
+        """The form where these guards hold; None where it could not be proven.
+
+        inside: sizes that are asked for, where they hold.  form_of: gives a form of samples, proven
+        at others.  holds: whether a form gives the record at some sizes.
+        """
+        near = self._near(numbers, self.regime.form.sizes)
         others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
         planned = [n for n, held in _held(guards, self._known) if held and n != numbers]
         edges = self._edges([*inside, *others, *planned])
@@ -376,10 +447,10 @@ class PlanForms:
             rest = [where for where in (*inside, *others) if where not in chosen]
             checks = self._random.sample(rest, min(_CHECKS, len(rest)))
             try:
-                made = self._form_of(chosen, checks)
+                made = form_of(chosen, checks)
             except StructureError:
                 continue
-            return made if all(self._is(made, where) for where in checks) else None
+            return made if all(holds(made, where) for where in checks) else None
         return None
 
     def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
@@ -478,6 +549,11 @@ def _holding_at(guards: Sequence[Guard], numbers: leaves.Numbers) -> tuple[Guard
     """The guards that hold at these sizes."""
     columns = [np.array([number]) for number in numbers]
     return tuple(guard for guard in guards if guard.holds(columns)[0])
+
+
+def _all_hold(guards: Sequence[Guard], numbers: leaves.Numbers) -> bool:
+    """Whether all guards hold at these sizes."""
+    return len(_holding_at(guards, numbers)) == len(guards)
 
 
 def _otherwise(
