@@ -372,8 +372,8 @@ def expected_reached(rows: int, shares: Array) -> float:
 # The coefficients solve a linear system over the rationals.  There are more samples than terms: a
 # formula stands only if it also gives the samples that are not needed to solve for it.
 
-SPARE = 2
-"""Samples beyond the number of terms that a formula has to give, too."""
+SPARE = 1
+"""Samples beyond the number of terms that a formula has to give, too; one more of a curve."""
 _DEGREE = 3
 """The highest power of a symbol."""
 
@@ -410,7 +410,8 @@ class Fitter:
         degrees = product(*(range(degree + 1) for degree in most))
         sized = sorted(degrees, key=lambda d: (prod(n + 1 for n in d), max(d, default=0), d))
         for each in sized:
-            if prod(degree + 1 for degree in each) <= len(self.samples) - self._spare:
+            spare = self._spare + (max(each, default=0) > 1)
+            if prod(degree + 1 for degree in each) <= len(self.samples) - spare:
                 yield tuple(product(*(range(degree + 1) for degree in each)))
 
     def _fitted(self, values: tuple[int, ...]) -> Formula | None:

@@ -17,7 +17,7 @@ from rooftrace._amounts import np
 from rooftrace._progress import tell
 from rooftrace.graph.formulas.forms import GraphForm, RecordForm, UnfitError
 from rooftrace.graph.formulas.leaves import Draw, Numbers, StructureError, differences
-from rooftrace.graph.formulas.polynomials import FormulaError
+from rooftrace.graph.formulas.polynomials import SPARE, FormulaError
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -121,7 +121,7 @@ class Survey:
         if len(wanted) <= _FEW:
             yield from map(self._single, map(self._at, wanted))
             return
-        samples = _scattered(box, 2 ** sum(low < high for low, high in box) + 2)
+        samples = _scattered(box, 2 ** sum(low < high for low, high in box) + SPARE)
         tell(f"fitting {self._named(box)}: {len(samples)} {self.word}")
         form = None
         while form is None:
@@ -130,7 +130,7 @@ class Survey:
             try:
                 form = self.form.fitted(self.names, graphs, self.draws)
             except UnfitError:
-                more = [p for p in _scattered(box, len(samples) + 3) if p not in samples]
+                more = [p for p in _scattered(box, len(samples) + 1) if p not in samples]
                 if not more or len(samples) >= _MOST:
                     left += _halves(box)
                     return

@@ -44,10 +44,10 @@ from rooftrace.studies.forms.planform import PlanForm
 from rooftrace.tracer.phases import TraceCache
 
 Fitted = TypeVar("Fitted")
-_SAMPLES = (4, 2)
+_SAMPLES = (2, 2)
 """Plans that a form is fitted to, and further ones for each open size; more where a number is left
 unfit."""
-_MORE = 6
+_MORE = 4
 _CHECKS = 3
 """Further plans that it has to equal."""
 _TRIES = 4
