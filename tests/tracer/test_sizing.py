@@ -11,6 +11,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.graph import graphs_bytes, load_graphs
 from rooftrace.reporting.commands.sweeps import level_values, levels_of
 from rooftrace.tracer import Job
 from rooftrace.tracer.phases import SizedSource
@@ -196,13 +197,14 @@ def test_writers_at_the_same_time_leave_whole_files(code: Path, cache: Path) -> 
     from rooftrace.tracer.phases.sizing import TraceCache
 
     made, kept = traced(job), TraceCache.usual()
-    threads = [threading.Thread(target=kept.put, args=(job, made)) for _ in range(8)]
+    told = graphs_bytes(made.graphs), made.files, job
+    threads = [threading.Thread(target=kept.keep, args=told) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    known = kept.get(job)
-    assert known is None or known == made.graphs
+    known = kept.found(job)
+    assert known is None or load_graphs(known[0]) == made.graphs
     for path in cache.glob("*.files"):
         assert json.loads(path.read_bytes())
 

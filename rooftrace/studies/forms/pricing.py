@@ -9,6 +9,7 @@ fitted there.
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import random
 import zlib
@@ -24,6 +25,7 @@ import numpy as np
 
 from rooftrace._processes import collector_off
 from rooftrace._progress import tell
+from rooftrace._writing import put_bytes
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, own_joins
 from rooftrace.costmodels.ops import all_rules
 from rooftrace.costmodels.rewrites import reprice
@@ -123,62 +125,70 @@ class _Rewritten:
     form: GraphForm | None
 
 
-class _Planned(msgspec.Struct, frozen=True):
-    """The numbers of the plan at some sizes, or else the comparisons that lead to it.
+class _KeptCell(msgspec.Struct, frozen=True):
+    """A cell in a file; see `RecordForm` and `Regime`."""
 
-    of: the name of the file that it belongs into.
-    """
-
-    of: str
-    sizes: leaves.Numbers
-    numbers: PlanNumbers | None = None
-    guards: tuple[Guard, ...] | None = None
-
-
-class _Kept:
-    """The results of planning by sizes; a file of gzip members beside the traces keeps them."""
-
-    def __init__(self, file: Path | None) -> None:
-        self.plans: dict[leaves.Numbers, PlanNumbers] = {}
-        self.guards: dict[leaves.Numbers, tuple[Guard, ...] | None] = {}
-        if file is not None and file.exists() and not file.is_file():  # a folder, or a pipe
-            file = None
-        self._file, self.of = file, "" if file is None else file.stem
-        if file is not None and file.exists():
-            try:
-                with gzip.open(file) as lines:
-                    for planned in map(msgspec.json.Decoder(_Planned).decode, lines):
-                        if planned.of != self.of:
-                            raise ValueError(planned.of)
-                        self._take(planned)
-            except (OSError, EOFError, zlib.error, ValueError):  # damaged: it is planned again
-                self.plans, self.guards = {}, {}
-                with suppress(OSError):
-                    file.unlink()
+    guards: tuple[Guard, ...]
+    wide: bool
+    template: PlanNumbers
+    formulas: tuple[Formula, ...]
+    draws: tuple[leaves.Draw, ...]
+    slots: tuple[leaves.Varying, ...]
+    samples: tuple[leaves.Numbers, ...]
+    proven: tuple[leaves.Numbers, ...]
 
     @staticmethod
-    def by(regime: Regime, conditions: Conditions) -> _Kept:
-        """Nothing is kept where rules or joins of others may change a plan."""
-        if own_joins() or any(rule.is_own for rule in all_rules()):
-            return _Kept(None)
-        form = regime.form
-        numbers = form.samples, form.formulas, form.draws, form.slots, form.grows, conditions
-        graph = graphs_bytes({"form": form.example})
-        return _Kept(TraceCache.usual().derived(graph, msgspec.json.encode(numbers)))
+    def of(cell: _Cell) -> _KeptCell:
+        """The record of a cell."""
+        form = cell.form.form
+        names = ("template", "formulas", "draws", "slots", "samples")
+        fields = {name: getattr(form, name) for name in names}
+        return _KeptCell(cell.guards, cell.wide, **fields, proven=cell.form.regime.proven)
 
-    def _take(self, planned: _Planned) -> None:
-        if planned.numbers is None:
-            self.guards[planned.sizes] = planned.guards
-        else:
-            self.plans[planned.sizes] = planned.numbers
+    def form(self, sizes: tuple[str, ...]) -> RecordForm:
+        """The form of its plan.  Raises ValueError where it does not give the first sample."""
+        form = RecordForm(sizes, self.template, self.formulas, self.draws, self.slots, self.samples)
+        if form.at(self.samples[0]) != self.template:
+            raise ValueError(self.samples[0])
+        return form
 
-    def add(self, planned: _Planned) -> None:
-        """Keep it, also for later commands where there is a file."""
-        self._take(planned)
-        if self._file is not None:
-            line = gzip.compress(msgspec.json.encode(planned) + b"\n", 1)
-            with suppress(OSError), self._file.open("ab", buffering=0) as file:
-                file.write(line)
+
+def _file_of(regime: Regime, conditions: Conditions) -> Path | None:
+    """The file beside the traces that keeps the cells of a form, after the digest of the rest.
+
+    None where nothing is kept, as where rules or joins of others may change a plan.
+    """
+    if own_joins() or any(rule.is_own for rule in all_rules()):
+        return None
+    form = regime.form
+    numbers = form.samples, form.formulas, form.draws, form.slots, form.grows, conditions
+    graph = graphs_bytes({"form": form.example})
+    return TraceCache.usual().derived(
+        graph, msgspec.json.encode((numbers, regime.low, regime.high))
+    )
+
+
+def _read(file: Path) -> list[_KeptCell]:
+    """The cells in a file; none where it is damaged, which then goes."""
+    try:
+        digest, _, packed = file.read_bytes().partition(b"\n")
+        if digest != _digest(packed):
+            raise ValueError(file)
+        return msgspec.json.decode(gzip.decompress(packed), type=list[_KeptCell])
+    except (OSError, EOFError, zlib.error, ValueError):
+        with suppress(OSError):
+            file.unlink()
+        return []
+
+
+def _write(file: Path, cells: Sequence[_KeptCell]) -> None:
+    packed = gzip.compress(msgspec.json.encode(cells), 1, mtime=0)
+    with suppress(OSError):  # a full disk keeps nothing
+        put_bytes(file, _digest(packed) + b"\n" + packed)
+
+
+def _digest(packed: bytes) -> bytes:
+    return hashlib.sha256(packed).hexdigest().encode()
 
 
 class PlanForms:
@@ -191,7 +201,11 @@ class PlanForms:
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
         self._plans: dict[Hashable, Plan] = {}  # by `_structure`
         self._random = random.Random(repr((regime.low, regime.high)))
-        self._kept = _Kept.by(regime, conditions)
+        self._guards: dict[leaves.Numbers, tuple[Guard, ...] | None] = {}
+        self._file = _file_of(regime, conditions)
+        if self._file is not None and self._file.is_file():
+            with suppress(ValueError, LookupError, TypeError, ArithmeticError):  # damaged
+                self._cells = [self._known_cell(kept) for kept in _read(self._file)]
         self._rewritten: list[_Rewritten] = []
         self._rewrites = 0  # of single graphs
 
@@ -210,6 +224,7 @@ class PlanForms:
                 yield cell.form, left[held]
             left = left[~held]
         fewest = _SAMPLES[0] + _SAMPLES[1] * len(points.names) + _CHECKS if once else 0
+        found = False
         while len(left):
             if len(left) <= fewest:
                 for numbers, place in zip(_numbers(points, left), left, strict=True):
@@ -224,6 +239,18 @@ class PlanForms:
             held = _holding(here.guards, points, left)
             yield here.form, left[held]
             left = left[~held]
+            found = True
+        if found and self._file is not None:
+            _write(self._file, [_KeptCell.of(cell) for cell in self._cells])
+
+    def _known_cell(self, kept: _KeptCell) -> _Cell:
+        form = self._plan_form(kept.form(self.regime.form.sizes), kept.proven)
+        return _Cell(kept.guards, form, kept.wide)
+
+    def _plan_form(self, form: RecordForm, proven: Sequence[leaves.Numbers]) -> PlanForm:
+        regime = Regime(form, self.regime.low, self.regime.high, tuple(proven))
+        planner = partial(self._plan_at, form.samples[0], form.template)
+        return PlanForm(regime, self.conditions.execution, planner)
 
     def _cell(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell:
         """The cell around these sizes."""
@@ -249,9 +276,7 @@ class PlanForms:
     def _single(self, numbers: leaves.Numbers) -> _Cell:
         """The cell of these sizes alone."""
         alone = {numbers: self._numbers_at(numbers)}
-        single = RecordForm.fitted(self.regime.form.sizes, alone)
-        regime = Regime(single, numbers, numbers)
-        form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
+        form = self._plan_form(RecordForm.fitted(self.regime.form.sizes, alone), ())
         return _Cell(tuple(map(_is_number, range(len(numbers)), numbers)), form, wide=False)
 
     def _widened(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell | None:
@@ -314,8 +339,7 @@ class PlanForms:
         """The form of the plans at these sizes.  Raises StructureError where there is none."""
         records = {where: self._numbers_at(where) for where in samples}
         form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
-        regime = Regime(form, self.regime.low, self.regime.high, tuple(proven))
-        return PlanForm(regime, self.conditions.execution, partial(self._plan_at, samples[0]))
+        return self._plan_form(form, proven)
 
     def _is(self, form: PlanForm, where: leaves.Numbers) -> bool:
         """Whether a form gives the plan at these sizes."""
@@ -339,9 +363,9 @@ class PlanForms:
             dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
         )
 
-    def _plan_at(self, numbers: leaves.Numbers) -> Plan:
+    def _plan_at(self, numbers: leaves.Numbers, planned: PlanNumbers) -> Plan:
         """The plan at these sizes, or at others where it has the same kernels in the same order."""
-        key = _structure(self._numbers_at(numbers))
+        key = _structure(planned)
         if key not in self._plans:
             self._plans[key] = self._plan(numbers)
         return self._plans[key]
@@ -390,10 +414,7 @@ class PlanForms:
     def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
-            kept = self._kept.plans.get(numbers)
-            self._known[numbers] = kept or self._planned(numbers)
-            if kept is None:
-                self._kept.add(_Planned(self._kept.of, numbers, self._known[numbers]))
+            self._known[numbers] = self._planned(numbers)
         return self._known[numbers]
 
     def _planned(self, numbers: leaves.Numbers) -> PlanNumbers:
@@ -407,17 +428,15 @@ class PlanForms:
 
     def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
         """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
-        if numbers not in self._kept.guards:
+        if numbers not in self._guards:
             track = Track()
             with collector_off.used():
                 tracked = numbers_of(self._plan(numbers, track), with_memory=False)
             track.on = False
             here = self._numbers_at(numbers)
             alike = tracked.groups == here.groups and tracked.launches == here.launches
-            guards = tuple(track.guards) if alike else None
-            self._kept.add(_Planned(self._kept.of, numbers, guards=guards))
-        self._numbers_at(numbers)
-        return self._kept.guards[numbers]
+            self._guards[numbers] = tuple(track.guards) if alike else None
+        return self._guards[numbers]
 
     def _fitted(
         self,
