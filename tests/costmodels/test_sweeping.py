@@ -333,7 +333,7 @@ def test_plans_of_a_form_are_kept_for_the_next_command(
     first = swept(str(tmp_path))
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as patched:
-        patched.setattr(Conditions, "numbers", refused)
+        patched.setattr(PlanForms, "_plan", refused)
         second = swept(str(tmp_path))
         file.write_bytes(file.read_bytes()[:-40])
         with pytest.raises(AssertionError, match="a plan is made"):

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,7 +199,6 @@ class PlanForms:
         self._draws = tuple(draws_of(regime.form))
         self._cells: list[_Cell] = []
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
-        self._plans: dict[Hashable, Plan] = {}  # by `_structure`
         self._random = random.Random(repr((regime.low, regime.high)))
         self._guards: dict[leaves.Numbers, tuple[Guard, ...] | None] = {}
         self._file = _file_of(regime, conditions)
@@ -248,12 +247,16 @@ class PlanForms:
         return _Cell(kept.guards, form, kept.wide)
 
     def _plan_form(self, form: RecordForm, proven: Sequence[leaves.Numbers]) -> PlanForm:
-        regime = Regime(form, self.regime.low, self.regime.high, tuple(proven))
-        planner = partial(self._plan_at, form.samples[0], form.template)
+        first, alone = form.samples[0], len(form.samples) == 1
+        low, high = (first, first) if alone else (self.regime.low, self.regime.high)
+        regime = Regime(form, low, high, tuple(proven))
+        planner = partial(self._plan, first)
         return PlanForm(regime, self.conditions.execution, planner)
 
     def _cell(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell:
         """The cell around these sizes."""
+        if self.regime.low == self.regime.high:
+            return self._single(numbers)
         guards = self._guards_at(numbers)
         tell(f"pricing around {_named(points.names, numbers)}")
         if guards is not None:
@@ -363,13 +366,6 @@ class PlanForms:
             dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
         )
 
-    def _plan_at(self, numbers: leaves.Numbers, planned: PlanNumbers) -> Plan:
-        """The plan at these sizes, or at others where it has the same kernels in the same order."""
-        key = _structure(planned)
-        if key not in self._plans:
-            self._plans[key] = self._plan(numbers)
-        return self._plans[key]
-
     def _plan(self, numbers: leaves.Numbers, track: Track | None = None) -> Plan:
         """The plan at these sizes.  track: of its numbers; it has guards of rewrites, too."""
         return Plan.of_rewritten(self._graph(numbers, track), self.conditions.execution)
@@ -414,17 +410,9 @@ class PlanForms:
     def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
-            self._known[numbers] = self._planned(numbers)
+            with collector_off.used():  # a plan is many objects, of which none is garbage meanwhile
+                self._known[numbers] = numbers_of(self._plan(numbers))
         return self._known[numbers]
-
-    def _planned(self, numbers: leaves.Numbers) -> PlanNumbers:
-        """The numbers of a plan made at these sizes; one that streams are read of is kept."""
-        with collector_off.used():
-            plan = self._plan(numbers)
-            made = numbers_of(plan)
-        if made.streamed:
-            self._plans.setdefault(_structure(made), plan)
-        return made
 
     def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
         """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
@@ -469,7 +457,8 @@ class PlanForms:
                 made = form_of(chosen, checks)
             except StructureError:
                 continue
-            return made if all(holds(made, where) for where in checks) else None
+            if all(holds(made, where) for where in checks):
+                return made
         return None
 
     def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
@@ -501,16 +490,6 @@ class PlanForms:
             columns[name] = np.clip(both, low, high)
         near = Points(columns)
         return near.where(np.flatnonzero(self.regime.inside(near.columns)))
-
-
-def _structure(planned: PlanNumbers) -> Hashable:
-    """The ops and accesses of each kernel, in which plans of different sizes may be equal."""
-    groups = tuple(
-        (group.ops, group.name, group.module, group.eager,
-         tuple((access.role, access.write, access.wire) for access in group.traffic))
-        for group in planned.groups
-    )  # fmt: skip
-    return planned.launches, planned.counts, groups
 
 
 def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:
