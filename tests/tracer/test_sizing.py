@@ -203,7 +203,7 @@ def test_writers_at_the_same_time_leave_whole_files(code: Path, cache: Path) -> 
         thread.start()
     for thread in threads:
         thread.join()
-    known = kept.found(job)
+    known = kept.look_up(job)
     assert known is None or load_graphs(known[0]) == made.graphs
     for path in cache.glob("*.files"):
         assert json.loads(path.read_bytes())

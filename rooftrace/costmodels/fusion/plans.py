@@ -565,12 +565,9 @@ def _planned(
 
 
 def _grouped(
-    graph: OpGraph,
-    rewritten: OpGraph,
-    priced: tuple[tuple[Cost, ...], tuple[bool, ...]],
-    model: ExecutionModel,
-    notes: tuple[str, ...],
-) -> Plan:
+    graph: OpGraph, rewritten: OpGraph, priced: tuple[tuple[Cost, ...], tuple[bool, ...]],
+    model: ExecutionModel, notes: tuple[str, ...],
+) -> Plan:  # fmt: skip
     """priced: the costs of the ops of `rewritten`.  notes: on its rewrites."""
     op_costs, has_rule = priced
     groups = fuse(rewritten, model, op_costs)

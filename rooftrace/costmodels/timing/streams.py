@@ -103,7 +103,7 @@ class StreamKernel:
 
 @dataclass(frozen=True, slots=True)
 class StreamOrder:
-    """What the host and the streams of a plan do in which order, whatever its sizes.
+    """The order in which the host and the streams of a plan act, whatever its sizes.
 
     items: without the seconds of the host.  processes: that the step talks to, and its own.
     """

@@ -111,7 +111,7 @@ def form_of(
 
     usual = [values is USUAL.get(name) for name, values in levels.items()]  # and bounded
     key = "form", sized.names, *map(repr, levels.values()), usual, most, repr(asked)
-    file = sized.found(*key)
+    file = sized.kept_file(*key)
     if file is not None:
         with contextlib.suppress(OSError, GraphFileError):  # damaged: it is made again
             return replace(Form.load(file), trace=trace)

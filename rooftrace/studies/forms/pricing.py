@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import itertools
 import random
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -52,15 +51,10 @@ unfit."""
 _MORE = 4
 _CHECKS = 3
 """Further plans that it has to equal."""
-_TRIES = 4
-"""Plans that a form has to equal before it is taken to hold where a comparison comes out otherwise,
-and those with the fewest and most rows of each draw."""
 _TRIED = 4000
 """Sizes that are drawn to find samples."""
 _REWRITTEN = 3
 """Graphs that are rewritten one by one before the form of the rewritten graph is looked for."""
-_LOOKED = 200
-"""The most of them that are searched for comparisons that come out otherwise."""
 
 
 @dataclass(frozen=True)
@@ -107,9 +101,9 @@ class Conditions:
 
 @dataclass(frozen=True)
 class _Cell:
-    """Where comparisons come out the same, and the form of the plan there."""
+    """Regions in each of which comparisons come out the same, and the form of the plan in all."""
 
-    guards: tuple[Guard, ...]
+    regions: tuple[tuple[Guard, ...], ...]
     form: PlanForm
     wide: bool = True  # whether the form may hold elsewhere, too
 
@@ -128,7 +122,7 @@ class _Rewritten:
 class _KeptCell(msgspec.Struct, frozen=True):
     """A cell in a file; see `RecordForm` and `Regime`."""
 
-    guards: tuple[Guard, ...]
+    regions: tuple[tuple[Guard, ...], ...]
     wide: bool
     template: PlanNumbers
     formulas: tuple[Formula, ...]
@@ -143,7 +137,7 @@ class _KeptCell(msgspec.Struct, frozen=True):
         form = cell.form.form
         names = ("template", "formulas", "draws", "slots", "samples")
         fields = {name: getattr(form, name) for name in names}
-        return _KeptCell(cell.guards, cell.wide, **fields, proven=cell.form.regime.proven)
+        return _KeptCell(cell.regions, cell.wide, **fields, proven=cell.form.regime.proven)
 
     def form(self, sizes: tuple[str, ...]) -> RecordForm:
         """The form of its plan.  Raises ValueError where it does not give the first sample."""
@@ -214,37 +208,34 @@ class PlanForms:
         once: no others will be asked for; points fewer than the plans that a form takes are priced
         one by one.
         """
-        left = np.arange(len(points))
-        for cell in self._cells:
-            if not len(left):
-                return
-            held = _holding(cell.guards, points, left)
+        left, parts = np.arange(len(points)), dict[int, list[Places]]()
+
+        def take(place: int, guards: Sequence[Guard]) -> None:
+            nonlocal left
+            held = _holding(guards, points, left)
             if held.any():
-                yield cell.form, left[held]
+                parts.setdefault(place, []).append(left[held])
             left = left[~held]
+
+        for place, cell in enumerate(self._cells):
+            for guards in cell.regions:
+                take(place, guards)
         fewest = _SAMPLES[0] + _SAMPLES[1] * len(points.names) + _CHECKS if once else 0
-        found = False
-        while len(left):
-            if len(left) <= fewest:
-                for numbers, place in zip(_numbers(points, left), left, strict=True):
-                    yield self._single(numbers).form, np.array([place])
-                return
+        is_new = len(left) > fewest
+        while len(left) > fewest:
             start = int(left[self._random.randrange(len(left))])
-            numbers = tuple(int(column[start]) for column in points.columns)
-            here = self._widened(numbers, points, left)
-            if here is None:
-                here = self._cell(numbers, points, left)
-                self._cells.append(here)
-            held = _holding(here.guards, points, left)
-            yield here.form, left[held]
-            left = left[~held]
-            found = True
-        if found and self._file is not None:
+            place = self._region(tuple(int(c[start]) for c in points.columns), points, left)
+            take(place, self._cells[place].regions[-1])
+        if is_new and self._file is not None:
             _write(self._file, [_KeptCell.of(cell) for cell in self._cells])
+        for place, several in parts.items():
+            yield self._cells[place].form, np.concatenate(several)
+        for numbers, alone in zip(_numbers(points, left), left, strict=True):
+            yield self._single(numbers).form, np.array([alone])
 
     def _known_cell(self, kept: _KeptCell) -> _Cell:
         form = self._plan_form(kept.form(self.regime.form.sizes), kept.proven)
-        return _Cell(kept.guards, form, kept.wide)
+        return _Cell(kept.regions, form, kept.wide)
 
     def _plan_form(self, form: RecordForm, proven: Sequence[leaves.Numbers]) -> PlanForm:
         first, alone = form.samples[0], len(form.samples) == 1
@@ -253,19 +244,33 @@ class PlanForms:
         planner = partial(self._plan, first)
         return PlanForm(regime, self.conditions.execution, planner)
 
-    def _cell(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell:
-        """The cell around these sizes."""
-        if self.regime.low == self.regime.high:
-            return self._single(numbers)
-        guards = self._guards_at(numbers)
+    def _region(self, numbers: leaves.Numbers, points: Points, left: Places) -> int:
+        """Find the region around these sizes; return the place of its cell, whose last one it is.
+
+        A known form holds there if it gives more plans than a number has terms, which is a line
+        over each size.
+        """
         tell(f"pricing around {_named(points.names, numbers)}")
+        closed = self.regime.low == self.regime.high
+        guards = None if closed else self._guards_at(numbers)
         if guards is not None:
             some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
             inside = _numbers(points, some[_holding(guards, points, some)])
+            open_sizes = sum(len(set(column)) > 1 for column in zip(*inside, strict=True))
+            others = self._random.sample(inside, min(2**open_sizes, len(inside)))
+            tried = list(dict.fromkeys([numbers, *self._edges(inside), *others]))
+            for place, cell in enumerate(self._cells):
+                form = self._fits(cell.form, tried[: 1 + 2**open_sizes]) if cell.wide else None
+                region = (*guards, *self._unvaried(form.form)) if form else ()
+                if form is not None and _all_hold(region, numbers):
+                    self._cells[place] = _Cell((*cell.regions, region), form)
+                    return place
             form = self._fitted(numbers, guards, inside, self._form_of, self._is)
             if form is not None:
-                return _Cell((*guards, *self._unvaried(form.form)), form)
-        return self._single(numbers)
+                self._cells.append(_Cell(((*guards, *self._unvaried(form.form)),), form))
+                return len(self._cells) - 1
+        self._cells.append(self._single(numbers))
+        return len(self._cells) - 1
 
     def _unvaried(self, form: RecordForm) -> Iterator[Guard]:
         """Guards on sizes that are open and equal in all samples: how numbers follow from them is
@@ -280,44 +285,7 @@ class PlanForms:
         """The cell of these sizes alone."""
         alone = {numbers: self._numbers_at(numbers)}
         form = self._plan_form(RecordForm.fitted(self.regime.form.sizes, alone), ())
-        return _Cell(tuple(map(_is_number, range(len(numbers)), numbers)), form, wide=False)
-
-    def _widened(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell | None:
-        """The cell of a known form that holds at these sizes, too, and around them.
-
-        Comparisons that come out otherwise there do not decide the kernels; they are guards no
-        longer, if the form gives the plan wherever it is tried without them.
-        """
-        for place, cell in enumerate(self._cells):
-            form = self._fits(cell.form, [numbers]) if cell.wide else None
-            if form is None:
-                continue
-            here = _holding_at(cell.guards, numbers)
-            for guards in dict.fromkeys((self._fewer(form, here, points, left), here)):
-                some = self._some(guards, numbers, points, left)
-                gained = [n for n, held in _held(cell.guards, some) if not held]
-                planned = [n for n, held in _held(guards, self._known) if held]
-                each = _otherwise([g for g in cell.guards if g not in guards], gained)
-                tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES], *each))
-                wider = self._fits(form, tried)
-                if wider:
-                    self._cells[place] = _Cell(guards, wider)
-                    return self._cells[place]
-        return None
-
-    def _fewer(
-        self, form: PlanForm, guards: tuple[Guard, ...], points: Points, left: Places
-    ) -> tuple[Guard, ...]:
-        """The guards without those that come out otherwise at further points with this plan."""
-        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        while True:
-            some = some[~_holding(guards, points, some)]
-            if not len(some):
-                return guards
-            (where,) = _numbers(points, some[[self._random.randrange(len(some))]])
-            if not self._is(form, where):
-                return guards
-            guards = _holding_at(guards, where)
+        return _Cell((tuple(map(_is_number, range(len(numbers)), numbers)),), form, wide=False)
 
     def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
         """A form that gives the plan at these sizes, too; None if they have other kernels.
@@ -350,21 +318,6 @@ class PlanForms:
             return bool(form.form.at(where) == self._numbers_at(where))
         except FormulaError:
             return False
-
-    def _some(
-        self, guards: Sequence[Guard], numbers: leaves.Numbers, points: Points, left: Places
-    ) -> list[leaves.Numbers]:
-        """Some of the points where guards hold, and sizes around `numbers` where they do, mixed."""
-        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        inside = _numbers(points, some[_holding(guards, points, some)])
-        near = self._near(numbers, points.names)
-        around = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
-        first, second = (
-            self._random.sample(many, min(_LOOKED, len(many))) for many in (inside, around)
-        )
-        return list(
-            dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
-        )
 
     def _plan(self, numbers: leaves.Numbers, track: Track | None = None) -> Plan:
         """The plan at these sizes.  track: of its numbers; it has guards of rewrites, too."""
@@ -439,7 +392,7 @@ class PlanForms:
         inside: sizes that are asked for, where they hold.  form_of: gives a form of samples, proven
         at others.  holds: whether a form gives the record at some sizes.
         """
-        near = self._near(numbers, self.regime.form.sizes)
+        near = _near(self.regime, numbers)
         others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
         planned = [n for n, held in _held(guards, self._known) if held and n != numbers]
         edges = self._edges([*inside, *others, *planned])
@@ -476,20 +429,21 @@ class PlanForms:
                 edges.setdefault(candidates[place])
         return list(edges)
 
-    def _near(self, numbers: leaves.Numbers, names: Sequence[str]) -> Points:
-        """Sizes around some: close by, and anywhere in the regime."""
-        rng = np.random.default_rng(sum(numbers))
-        columns = {}
-        for name, at, low, high in zip(
-            names, numbers, self.regime.low, self.regime.high, strict=True
-        ):
-            close = at + rng.integers(-8, 9, _TRIED // 2)
-            ends = np.log(max(low, 1)), np.log(max(high, 1) + 1)
-            anywhere = np.exp(rng.uniform(*ends, _TRIED // 2)).astype(np.int64)
-            both = np.concatenate([close, anywhere])
-            columns[name] = np.clip(both, low, high)
-        near = Points(columns)
-        return near.where(np.flatnonzero(self.regime.inside(near.columns)))
+
+def _near(regime: Regime, numbers: leaves.Numbers) -> Points:
+    """Sizes around some: close by, and anywhere in the regime."""
+    rng = np.random.default_rng(sum(numbers))
+    columns = {}
+    for name, at, low, high in zip(
+        regime.form.sizes, numbers, regime.low, regime.high, strict=True
+    ):
+        close = at + rng.integers(-8, 9, _TRIED // 2)
+        ends = np.log(max(low, 1)), np.log(max(high, 1) + 1)
+        anywhere = np.exp(rng.uniform(*ends, _TRIED // 2)).astype(np.int64)
+        both = np.concatenate([close, anywhere])
+        columns[name] = np.clip(both, low, high)
+    near = Points(columns)
+    return near.where(np.flatnonzero(regime.inside(near.columns)))
 
 
 def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:
@@ -552,14 +506,6 @@ def _holding_at(guards: Sequence[Guard], numbers: leaves.Numbers) -> tuple[Guard
 def _all_hold(guards: Sequence[Guard], numbers: leaves.Numbers) -> bool:
     """Whether all guards hold at these sizes."""
     return len(_holding_at(guards, numbers)) == len(guards)
-
-
-def _otherwise(
-    guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
-) -> Iterator[leaves.Numbers]:
-    """For each guard the first of these sizes at which it comes out otherwise."""
-    for guard in guards:
-        yield from itertools.islice((n for n, held in _held([guard], sizes) if not held), 1)
 
 
 def _is_number(place: int, number: int) -> Guard:

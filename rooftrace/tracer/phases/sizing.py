@@ -67,7 +67,7 @@ class TraceCache:
                 return self.folder
         return None
 
-    def found(self, job: Job, *made: Any) -> tuple[Path, dict[str, str]] | None:
+    def look_up(self, job: Job, *made: Any) -> tuple[Path, dict[str, str]] | None:
         """The file of what was made of a job, by default its graphs, and the digests of its
         sources; None unless it was kept and still holds."""
         file = self._place(job, *made)
@@ -276,11 +276,11 @@ class SizedSource:
             sizes = dict(zip(self.names, numbers, strict=True))
             return self._call.each_at(sizes)
         job = self.job_at(numbers)
-        found = self._cache.found(job)
-        if found is not None:
+        kept = self._cache.look_up(job)
+        if kept is not None:
             with contextlib.suppress(*_DAMAGED):  # it is traced again
-                graphs = load_graphs(found[0])
-                self._files.update(found[1])
+                graphs = load_graphs(kept[0])
+                self._files.update(kept[1])
                 return graphs
         self.traces += 1
         with isolation.keeping(self._kept):
@@ -291,10 +291,10 @@ class SizedSource:
             self._cache.keep(graphs_bytes(made.graphs), made.files, job)
         return made.graphs
 
-    def found(self, *made: Any) -> Path | None:
+    def kept_file(self, *made: Any) -> Path | None:
         """The file of what a command made of the traces of this source, if it still holds."""
-        found = self._cache.found(self.job, *made)
-        return found and found[0]
+        kept = self._cache.look_up(self.job, *made)
+        return kept and kept[0]
 
     def keep(self, content: bytes, *made: Any) -> None:
         """Keep what was made of the traces, unless there are own rules."""
