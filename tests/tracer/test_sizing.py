@@ -229,3 +229,37 @@ def test_off_keeps_nothing(code: Path, cache: Path, monkeypatch: pytest.MonkeyPa
         op_names(source, 16)
         assert source.traces == 1
     assert not cache.exists()
+
+
+# -- forms ----------------------------------------------------------------------------------------
+
+
+def test_a_form_is_kept_for_the_next_command(
+    code: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again where its file is damaged, in another range, and of other code."""
+    asked: list[tuple[int, ...]] = []
+    graphs = SizedSource.graphs
+
+    def told(source: SizedSource, numbers: tuple[int, ...]) -> Any:
+        asked.append(numbers)
+        return graphs(source, numbers)
+
+    monkeypatch.setattr(SizedSource, "graphs", told)
+
+    def made(last: int = 64) -> tuple[rt.types.Form, int]:
+        asked.clear()
+        inputs, over = {"input": "rows,16"}, {"rows": range(8, last)}
+        form = rt.tools.form(f"{code}:build", over=over, inputs=inputs)
+        return form, len(asked)
+
+    first, traces = made()
+    second, none = made()
+    assert traces > 0 and none == 0 and second.where() == first.where()
+    assert second.graph(rows=24) == first.graph(rows=24)
+    (kept,) = (path for path in cache.glob("*.json") if b"rooftrace.form/1" in path.read_bytes())
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert made()[1] == traces and made(80)[1] > 0 == made()[1]
+    code.write_text(CODE.format(activation="Tanh"))
+    changed, again = made()
+    assert again == traces and [op.name for op in changed.graph(rows=24).ops][-1] == "aten.tanh"
