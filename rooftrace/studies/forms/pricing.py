@@ -194,7 +194,6 @@ class PlanForms:
         self._cells: list[_Cell] = []
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
         self._random = random.Random(repr((regime.low, regime.high)))
-        self._guards: dict[leaves.Numbers, tuple[Guard, ...] | None] = {}
         self._file = _file_of(regime, conditions)
         if self._file is not None and self._file.is_file():
             with suppress(ValueError, LookupError, TypeError, ArithmeticError):  # damaged
@@ -241,14 +240,12 @@ class PlanForms:
         first, alone = form.samples[0], len(form.samples) == 1
         low, high = (first, first) if alone else (self.regime.low, self.regime.high)
         regime = Regime(form, low, high, tuple(proven))
-        planner = partial(self._plan, first)
-        return PlanForm(regime, self.conditions.execution, planner)
+        return PlanForm(regime, self.conditions.execution, partial(self._plan, first))
 
     def _region(self, numbers: leaves.Numbers, points: Points, left: Places) -> int:
         """Find the region around these sizes; return the place of its cell, whose last one it is.
 
-        A known form holds there if it gives more plans than a number has terms, which is a line
-        over each size.
+        A known form holds there, too, if it gives its plans where it is tried.
         """
         tell(f"pricing around {_named(points.names, numbers)}")
         closed = self.regime.low == self.regime.high
@@ -256,11 +253,9 @@ class PlanForms:
         if guards is not None:
             some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
             inside = _numbers(points, some[_holding(guards, points, some)])
-            open_sizes = sum(len(set(column)) > 1 for column in zip(*inside, strict=True))
-            others = self._random.sample(inside, min(2**open_sizes, len(inside)))
-            tried = list(dict.fromkeys([numbers, *self._edges(inside), *others]))
+            tried = self._tried(numbers, [*inside, *self._around(numbers, guards)])
             for place, cell in enumerate(self._cells):
-                form = self._fits(cell.form, tried[: 1 + 2**open_sizes]) if cell.wide else None
+                form = self._fits(cell.form, tried) if cell.wide else None
                 region = (*guards, *self._unvaried(form.form)) if form else ()
                 if form is not None and _all_hold(region, numbers):
                     self._cells[place] = _Cell((*cell.regions, region), form)
@@ -271,6 +266,20 @@ class PlanForms:
                 return len(self._cells) - 1
         self._cells.append(self._single(numbers))
         return len(self._cells) - 1
+
+    def _tried(
+        self, numbers: leaves.Numbers, pool: Sequence[leaves.Numbers]
+    ) -> list[leaves.Numbers]:
+        """Sizes of a region at which a form is tried: one more than the terms of a number that is
+        a line over each open size, among them those with most and fewest rows."""
+        count = 1 + 2 ** sum(len(set(column)) > 1 for column in zip(*pool, strict=True))
+        others = self._random.sample(pool, min(count, len(pool)))
+        return list(dict.fromkeys([numbers, *self._edges(pool), *others]))[:count]
+
+    def _around(self, numbers: leaves.Numbers, guards: Sequence[Guard]) -> list[leaves.Numbers]:
+        """Some sizes of the regime where these guards hold, around `numbers` and far from them."""
+        near = _near(self.regime, numbers)
+        return _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
 
     def _unvaried(self, form: RecordForm) -> Iterator[Guard]:
         """Guards on sizes that are open and equal in all samples: how numbers follow from them is
@@ -300,9 +309,10 @@ class PlanForms:
                     form = self._form_of((*form.regime.form.samples, where), form.regime.proven)
                 except StructureError:
                     return None
-        if form is known or all(self._is(form, where) for where in (*form.regime.proven, *tried)):
-            return form
-        return None
+        proven = dict.fromkeys((*form.regime.proven, *tried))
+        if form is not known and not all(self._is(form, where) for where in proven):
+            return None
+        return self._plan_form(form.form, tuple(proven))
 
     def _form_of(
         self, samples: Sequence[leaves.Numbers], proven: Sequence[leaves.Numbers]
@@ -369,15 +379,13 @@ class PlanForms:
 
     def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
         """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
-        if numbers not in self._guards:
-            track = Track()
-            with collector_off.used():
-                tracked = numbers_of(self._plan(numbers, track), with_memory=False)
-            track.on = False
-            here = self._numbers_at(numbers)
-            alike = tracked.groups == here.groups and tracked.launches == here.launches
-            self._guards[numbers] = tuple(track.guards) if alike else None
-        return self._guards[numbers]
+        track = Track()
+        with collector_off.used():
+            tracked = numbers_of(self._plan(numbers, track), with_memory=False)
+        track.on = False
+        here = self._numbers_at(numbers)
+        alike = tracked.groups == here.groups and tracked.launches == here.launches
+        return tuple(track.guards) if alike else None
 
     def _fitted(
         self,
@@ -392,8 +400,7 @@ class PlanForms:
         inside: sizes that are asked for, where they hold.  form_of: gives a form of samples, proven
         at others.  holds: whether a form gives the record at some sizes.
         """
-        near = _near(self.regime, numbers)
-        others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+        others = self._around(numbers, guards)
         planned = [n for n, held in _held(guards, self._known) if held and n != numbers]
         edges = self._edges([*inside, *others, *planned])
         candidates = list(dict.fromkeys([numbers, *edges, *_spread([*planned, *others]), *inside]))
