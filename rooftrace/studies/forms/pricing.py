@@ -274,7 +274,7 @@ class PlanForms:
         a line over each open size, among them those with most and fewest rows."""
         count = 1 + 2 ** sum(len(set(column)) > 1 for column in zip(*pool, strict=True))
         others = self._random.sample(pool, min(count, len(pool)))
-        return list(dict.fromkeys([numbers, *self._edges(pool), *others]))[:count]
+        return list(dict.fromkeys([numbers, *_edges(self._draws, pool), *others]))[:count]
 
     def _around(self, numbers: leaves.Numbers, guards: Sequence[Guard]) -> list[leaves.Numbers]:
         """Some sizes of the regime where these guards hold, around `numbers` and far from them."""
@@ -353,8 +353,11 @@ class PlanForms:
         self.conditions.rewritten(self.regime.form.at(numbers, track))
         track.on = False
         guards = tuple(track.guards)
-        form = self._fitted(numbers, guards, (), self._graph_form, self._is_graph)
-        return _Rewritten((*guards, *self._unvaried(form)) if form else guards, form)
+        tried = self._tried(numbers, self._around(numbers, guards))
+        forms = (known.form for known in self._rewritten if known.form is not None)
+        form = next((form for form in forms if all(self._is_graph(form, n) for n in tried)), None)
+        form = form or self._fitted(numbers, guards, (), self._graph_form, self._is_graph)
+        return _Rewritten(guards if form is None else (*guards, *self._unvaried(form)), form)
 
     def _graph_form(
         self, samples: Sequence[leaves.Numbers], _: Sequence[leaves.Numbers]
@@ -402,7 +405,7 @@ class PlanForms:
         """
         others = self._around(numbers, guards)
         planned = [n for n, held in _held(guards, self._known) if held and n != numbers]
-        edges = self._edges([*inside, *others, *planned])
+        edges = _edges(self._draws, [*inside, *others, *planned])
         candidates = list(dict.fromkeys([numbers, *edges, *_spread([*planned, *others]), *inside]))
         first, each = _SAMPLES
         least = first + each * sum(len(set(column)) > 1 for column in zip(*candidates, strict=True))
@@ -421,20 +424,23 @@ class PlanForms:
                 return made
         return None
 
-    def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
-        """For each draw the candidates with the fewest and with the most rows.
 
-        Many rows reach all classes: a number that only such samples show looks like a constant.
-        """
-        if not candidates:
-            return []
-        columns = [np.array(column) for column in zip(*candidates, strict=True)]
-        edges: dict[leaves.Numbers, None] = {}
-        for rows in dict.fromkeys(draw.rows for draw in self._draws if not draw.is_constant):
-            reached = rows.over(columns, rounded=True)
-            for place in (int(reached.argmin()), int(reached.argmax())):
-                edges.setdefault(candidates[place])
-        return list(edges)
+def _edges(
+    draws: Sequence[leaves.Draw], candidates: Sequence[leaves.Numbers]
+) -> list[leaves.Numbers]:
+    """For each draw the candidates with the fewest and with the most rows.
+
+    Many rows reach all classes: a number that only such samples show looks like a constant.
+    """
+    if not candidates:
+        return []
+    columns = [np.array(column) for column in zip(*candidates, strict=True)]
+    edges: dict[leaves.Numbers, None] = {}
+    for rows in dict.fromkeys(draw.rows for draw in draws if not draw.is_constant):
+        reached = rows.over(columns, rounded=True)
+        for place in (int(reached.argmin()), int(reached.argmax())):
+            edges.setdefault(candidates[place])
+    return list(edges)
 
 
 def _near(regime: Regime, numbers: leaves.Numbers) -> Points:
