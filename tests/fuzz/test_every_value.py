@@ -277,7 +277,7 @@ def use_kept(path: Path) -> None:
     cache = TraceCache(path.parent)
     job = Job.of(rt.trace, "json:loads", (), {})
     cache._place = lambda job: path  # type: ignore[method-assign, assignment]
-    assert cache.get(job) is None
+    assert cache.look_up(job) is None
 
 
 def use_part(path: Path) -> None:

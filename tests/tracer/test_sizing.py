@@ -11,6 +11,7 @@ import pytest
 
 import rooftrace as rt
 from rooftrace.errors import RequestError
+from rooftrace.graph import graphs_bytes, load_graphs
 from rooftrace.reporting.commands.sweeps import level_values, levels_of
 from rooftrace.tracer import Job
 from rooftrace.tracer.phases import SizedSource
@@ -196,13 +197,14 @@ def test_writers_at_the_same_time_leave_whole_files(code: Path, cache: Path) -> 
     from rooftrace.tracer.phases.sizing import TraceCache
 
     made, kept = traced(job), TraceCache.usual()
-    threads = [threading.Thread(target=kept.put, args=(job, made)) for _ in range(8)]
+    told = graphs_bytes(made.graphs), made.files, job
+    threads = [threading.Thread(target=kept.keep, args=told) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    known = kept.get(job)
-    assert known is None or known == made.graphs
+    known = kept.look_up(job)
+    assert known is None or load_graphs(known[0]) == made.graphs
     for path in cache.glob("*.files"):
         assert json.loads(path.read_bytes())
 
@@ -227,3 +229,37 @@ def test_off_keeps_nothing(code: Path, cache: Path, monkeypatch: pytest.MonkeyPa
         op_names(source, 16)
         assert source.traces == 1
     assert not cache.exists()
+
+
+# -- forms ----------------------------------------------------------------------------------------
+
+
+def test_a_form_is_kept_for_the_next_command(
+    code: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made again where its file is damaged, in another range, and of other code."""
+    asked: list[tuple[int, ...]] = []
+    graphs = SizedSource.graphs
+
+    def told(source: SizedSource, numbers: tuple[int, ...]) -> Any:
+        asked.append(numbers)
+        return graphs(source, numbers)
+
+    monkeypatch.setattr(SizedSource, "graphs", told)
+
+    def made(last: int = 64) -> tuple[rt.types.Form, int]:
+        asked.clear()
+        inputs, over = {"input": "rows,16"}, {"rows": range(8, last)}
+        form = rt.tools.form(f"{code}:build", over=over, inputs=inputs)
+        return form, len(asked)
+
+    first, traces = made()
+    second, none = made()
+    assert traces > 0 and none == 0 and second.where() == first.where()
+    assert second.graph(rows=24) == first.graph(rows=24)
+    (kept,) = (path for path in cache.glob("*.json") if b"rooftrace.form/1" in path.read_bytes())
+    kept.write_bytes(kept.read_bytes()[:-9])
+    assert made()[1] == traces and made(80)[1] > 0 == made()[1]
+    code.write_text(CODE.format(activation="Tanh"))
+    changed, again = made()
+    assert again == traces and [op.name for op in changed.graph(rows=24).ops][-1] == "aten.tanh"

@@ -75,7 +75,7 @@ def kernels_in_order(step: Estimate) -> list[Following]:
     """The kernels of a step in order, those of repeats written out."""
     flat = written_out(step)
     graph = flat.graph
-    walked = streams.Streams.of(
+    walked = streams.Streams.of_plan(
         flat.plan,
         [row.timing.t_device for row in flat.rows],
         host_seconds(flat.execution, flat.chip),
@@ -97,7 +97,7 @@ def kernels_in_order(step: Estimate) -> list[Following]:
                 Following(
                     row=row,
                     start=run.start,
-                    seconds=kernel.seconds,
+                    seconds=walked.seconds[run.kernel],
                     stream=kernel.stream,
                     data=tuple(sorted(data)),
                     order=tuple(sorted(order.before(kernel) - data)),
@@ -195,7 +195,7 @@ class _Player:
         self.estimate, self.fold = step, fold
         seconds = [row.timing.t_device / row.count for row in step.rows]
         host, waits = host_seconds(step.execution, step.chip), step.chip.host_waits
-        self.streams = streams.Streams.of(step.plan, seconds, host, waits)
+        self.streams = streams.Streams.of_plan(step.plan, seconds, host, waits)
         counts = [repeat.count for repeat in step.graph.repeats]
         self.queue = Queue(seconds, step.plan.launches, host, counts, waits)
         self.is_single = not streams.has_streams(step.plan)

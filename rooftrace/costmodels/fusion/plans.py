@@ -420,6 +420,17 @@ class Plan:
             plans.append(_planned(graph, classified, costs, model, savings))
         return plans
 
+    @staticmethod
+    def rewritten(graph: OpGraph, execution: ExecutionModel) -> OpGraph:
+        """The graph that a plan of `graph` prices and groups."""
+        marked, model = as_written(graph, execution)
+        return rewrite(with_families(marked, price_ops(marked)[0]), model)[0]
+
+    @staticmethod
+    def of_rewritten(graph: OpGraph, execution: ExecutionModel) -> Plan:
+        """The plan of a graph that `rewritten` gave, without notes on rewrites."""
+        return _grouped(graph, graph, price_ops(graph), execution, ())
+
     @cached_property
     def total(self) -> Cost:
         """Work and traffic of all groups."""
@@ -554,11 +565,19 @@ def _planned(
     savings: bool,
 ) -> Plan:
     """classified: the graph with the family of each op.  priced: the costs of its ops."""
-    op_costs, has_rule = priced
     price = (lambda side, ops: price_ops(side, ops)[0]) if savings else None
     rewritten, notes = rewrite(classified, model, price)
     if rewritten is not classified:
-        op_costs, has_rule = price_ops(rewritten)
+        priced = price_ops(rewritten)
+    return _grouped(graph, rewritten, priced, model, notes)
+
+
+def _grouped(
+    graph: OpGraph, rewritten: OpGraph, priced: tuple[tuple[Cost, ...], tuple[bool, ...]],
+    model: ExecutionModel, notes: tuple[str, ...],
+) -> Plan:  # fmt: skip
+    """priced: the costs of the ops of `rewritten`.  notes: on its rewrites."""
+    op_costs, has_rule = priced
     groups = fuse(rewritten, model, op_costs)
     costs = traffic.group_costs(rewritten, groups, op_costs, model)
     own_notes = (

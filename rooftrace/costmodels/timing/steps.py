@@ -26,6 +26,7 @@ from rooftrace.costmodels.kernels.knobs import CLASSES
 from rooftrace.costmodels.kernels.seconds import clock_of, peak_seconds, rest_of, seconds_by_knobs
 from rooftrace.costmodels.kernels.works import KernelAmounts, plan_kernels
 from rooftrace.costmodels.ops import MATRIX, Work
+from rooftrace.costmodels.timing import streams
 from rooftrace.costmodels.timing.queue import (
     Communication,
     ExchangeSeconds,
@@ -40,7 +41,7 @@ from rooftrace.costmodels.timing.queue import (
     schedule,
     spread_kind,
 )
-from rooftrace.costmodels.timing.streams import Walk, has_streams, wait_for_stragglers, walk
+from rooftrace.costmodels.timing.streams import StreamOrder, Walk
 from rooftrace.costmodels.timing.timings import (
     REGIMES,
     Cells,
@@ -90,7 +91,7 @@ class StepAmounts:
     launch on the device, its index in `parts`.  counts: iterations of each repeat that launches
     name, at least 1: numbers, or arrays of length P.
     copies_layouts: see `Plan.copies_layouts`.  products: matrix FLOP by operation and precision.
-    structure: a plan of this structure, where it has streams.  phase: of the graph.
+    stream_order: of the plan, where it has streams.  phase: of the graph.
     Raises ValueError where these contradict each other.
     """
 
@@ -105,7 +106,7 @@ class StepAmounts:
     counts: Sequence[Any] = ()
     copies_layouts: bool = False
     products: Mapping[tuple[str, str], Amount]
-    structure: Callable[[], Plan] | None = None
+    stream_order: StreamOrder | None = None
     phase: str = ""
 
     def __post_init__(self) -> None:
@@ -220,7 +221,7 @@ def time_step(step: StepAmounts, chip: Chip) -> TimesOverPoints:
     keys: list[Any] = []
     if step.execution.utilization.eta_scalar is not None and len(heads.rates) > 1:
         keys.append(heads.place)  # the rate of vector work follows it
-    if step.structure is not None:
+    if step.stream_order is not None:
         keys += [count for count in step.counts if np.size(count) > 1]
     if not keys:
         return timed(step, chip, heads)[0]
@@ -332,7 +333,7 @@ def times_of(
 
 def _main(step: StepAmounts, entries: Array | Clocked) -> Array:
     """The sum [P] over the kernels of the main stream; over all where there is one stream."""
-    return step.total(entries, None if step.structure is None else _on_main)
+    return step.total(entries, None if step.stream_order is None else _on_main)
 
 
 def _on_main(part: Part) -> bool:
@@ -493,8 +494,8 @@ def _expert_factors(step: StepAmounts) -> Array | None:
 def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, slower: Array) -> Walk:
     """Run kernels of these seconds in the order of the host; slower: see `times_of`."""
     durations = real.at(slower)
-    if step.structure is not None:
-        return _on_streams(step, chip, durations)
+    if step.stream_order is not None:
+        return _on_streams(step, step.stream_order, chip, durations)
     host = host_seconds(step.execution, chip)
     before = leading_seconds(step.launches, host, chip.host_waits)
     starts, ends = list[float](), []
@@ -508,11 +509,9 @@ def _run(step: StepAmounts, chip: Chip, real: EntrySeconds, slower: Array) -> Wa
     return Walk(starts, [], np.concatenate(ends) if ends else np.zeros(0))
 
 
-def _on_streams(step: StepAmounts, chip: Chip, durations: Clocked) -> Walk:
+def _on_streams(step: StepAmounts, order: StreamOrder, chip: Chip, durations: Clocked) -> Walk:
     """Run a step whose collectives overlap with computing."""
-    assert step.structure is not None
-    planned, host = step.structure(), host_seconds(step.execution, chip)
-    spread = step.execution.disturbances.stragglers
+    host, disturbed = host_seconds(step.execution, chip), step.execution.disturbances
     calls = {
         number: float(step.times[number])
         for number, part in enumerate(step.parts)
@@ -522,8 +521,8 @@ def _on_streams(step: StepAmounts, chip: Chip, durations: Clocked) -> Walk:
     walked = Walk([], [])
     for points in step.cuts(_STREAMED):
         seconds, counts = step.launched(durations, points), step.counted(points)
-        walked = walk(planned, seconds, host, counts, chip.host_waits)
-        wait_for_stragglers(walked, planned, spread, calls)
+        walked = streams.walk(order, seconds, host, counts, disturbed.interference, chip.host_waits)
+        streams.wait_for_stragglers(walked, order.processes, disturbed.stragglers, calls)
         ends[points], waited[points] = walked.end, walked.waited
     return walked if step.points == 1 else Walk([], [waited], ends)
 
@@ -595,6 +594,6 @@ def step_of(planned: Plan, chip: Chip | None) -> StepAmounts:
         counts=[repeat.count for repeat in planned.graph.repeats],
         copies_layouts=planned.copies_layouts,
         products=products,
-        structure=(lambda: planned) if has_streams(planned) else None,
+        stream_order=StreamOrder.of(planned) if streams.has_streams(planned) else None,
         phase=planned.graph.phase,
     )

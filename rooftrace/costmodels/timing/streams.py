@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from statistics import NormalDist
 from typing import Any, TypeAlias
@@ -94,7 +94,6 @@ class KernelRun:
 class StreamKernel:
     """A kernel on a stream."""
 
-    seconds: Any
     stream: str
     lane: str  # the queue of its group, whose exchanges follow each other; "" for one alone
     is_async: bool  # whether the stream that issues it goes on
@@ -102,23 +101,42 @@ class StreamKernel:
     written: tuple[Spot, ...]  # storages that others wait for
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOrder:
+    """The order in which the host and the streams of a plan act, whatever its sizes.
+
+    items: without the seconds of the host.  processes: that the step talks to, and its own.
+    """
+
+    kernels: tuple[StreamKernel, ...]
+    items: tuple[Item, ...]
+    processes: int
+
+    @staticmethod
+    def of(planned: Plan) -> StreamOrder:
+        """The order of a plan."""
+        ranks = (rank for group in planned.graph.groups.values() for rank in group.ranks)
+        kernels = tuple(_kernels(planned))
+        return StreamOrder(kernels, tuple(_items(planned)), 1 + max(ranks, default=0))
+
+
 def walk(
-    planned: Plan,
+    order: StreamOrder,
     durations: Sequence[Any],
     host: HostSeconds,
     counts: Sequence[int],
+    slows: float,
     waits: bool = False,
 ) -> Walk:
     """The step of a plan whose kernels take these seconds; see `queue.schedule` for the others."""
     single = all(isinstance(seconds, float) for seconds in durations)
     kind = Streams if single else StreamsOverPoints
-    streams = kind.of(planned, durations, host, waits)
-    streams.counts = counts
+    streams = kind.of(order, durations, host, counts, slows, waits)
     streams.walk(range(len(streams.items)), 0)
     return streams.ended()
 
 
-def _kernels(planned: Plan, durations: Sequence[Any]) -> list[StreamKernel]:
+def _kernels(planned: Plan) -> list[StreamKernel]:
     """The kernels of a plan, each with the storages by which others depend on it."""
     graph = planned.graph
     storage = [value.storage for value in graph.values]
@@ -132,7 +150,7 @@ def _kernels(planned: Plan, durations: Sequence[Any]) -> list[StreamKernel]:
         for value in op.outputs
     }
     kernels = []
-    for members, repeats, seconds in zip(ops, launched, durations, strict=True):
+    for members, repeats in zip(ops, launched, strict=True):
         collective = next((op.collective for op in members if op.collective is not None), None)
         lane = "" if collective is None else f"{GROUP}{collective.group}"
         is_async = collective is not None and not collective.waits
@@ -141,7 +159,6 @@ def _kernels(planned: Plan, durations: Sequence[Any]) -> list[StreamKernel]:
         stream = members[0].stream
         kernels.append(
             StreamKernel(
-                seconds=seconds,
                 stream=stream,
                 lane=lane,
                 is_async=is_async,
@@ -189,7 +206,7 @@ def _read_by(graph: OpGraph, op: Op) -> Iterator[Spot]:
     return (_spot(graph, ref.id, ref.then) for ref in op.reads)
 
 
-def _items(planned: Plan, host: HostSeconds, waits: bool) -> Iterator[Item]:
+def _items(planned: Plan) -> Iterator[Item]:
     """Launches and marks in the order of the host; a mark precedes the first kernel after it."""
     graph = planned.graph
     marked = [op for op in graph.ops if op.name in marks.STREAM_MARKS]
@@ -203,16 +220,17 @@ def _items(planned: Plan, host: HostSeconds, waits: bool) -> Iterator[Item]:
                 yield _mark(graph, marked[placed])
                 placed += 1
             back = graph.ops[group.ops[0]].part in REVERSED
-        yield Item(
-            host.of(launch),
-            host.read_back if launch.sync else 0.0 if waits else None,
-            kernel,
-            repeats=launch.repeats,
-            launch=launch,
-            back=back,
-        )
+        yield Item(kernel=kernel, repeats=launch.repeats, launch=launch, back=back)
     for op in marked[placed:]:
         yield _mark(graph, op)
+
+
+def _timed(item: Item, host: HostSeconds, waits: bool) -> Item:
+    """An action with the seconds that the host takes for it."""
+    if item.launch is None:
+        return item
+    back = host.read_back if item.launch.sync else 0.0 if waits else None
+    return replace(item, host=host.of(item.launch), read_back=back)
 
 
 def _mark(graph: OpGraph, op: Op) -> Item:
@@ -230,6 +248,7 @@ class Streams:
 
     items: Sequence[Item]
     kernels: Sequence[StreamKernel]
+    seconds: Sequence[Any]  # of each kernel
     slows: float = 0.0  # share by which computing slows during an exchange
     host: Any = 0.0
     clocks: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
@@ -244,12 +263,26 @@ class Streams:
 
     @classmethod
     def of(
-        cls, planned: Plan, durations: Sequence[Any], host: HostSeconds, waits: bool = False
+        cls,
+        order: StreamOrder,
+        seconds: Sequence[Any],
+        host: HostSeconds,
+        counts: Sequence[int],
+        slows: float,
+        waits: bool = False,
     ) -> Streams:
-        """The streams of a plan before its step, with the actions of the host."""
-        kernels, slows = _kernels(planned, durations), planned.execution.disturbances.interference
+        """The streams before a step, with the actions of the host.  slows: see `Disturbances`."""
+        items = [_timed(item, host, waits) for item in order.items]
+        return cls(items, order.kernels, seconds, slows, counts=counts)
+
+    @classmethod
+    def of_plan(
+        cls, planned: Plan, seconds: Sequence[float], host: HostSeconds, waits: bool
+    ) -> Streams:
+        """The streams of a plan before its step."""
         counts = [repeat.count for repeat in planned.graph.repeats]
-        return cls(list(_items(planned, host, waits)), kernels, slows, counts=counts)
+        slows = planned.execution.disturbances.interference
+        return cls.of(StreamOrder.of(planned), seconds, host, counts, slows, waits)
 
     def walk(self, part: range, depth: int) -> None:
         """Walk these items, iteration after iteration."""
@@ -303,7 +336,7 @@ class Streams:
             self.held[stream] = reduce(self._later, events, held)
 
     def _launch(self, number: int) -> KernelRun:
-        kernel = self.kernels[number]
+        kernel, seconds = self.kernels[number], self.seconds[number]
         stream, this = kernel.stream, self.launched
         self.launched += 1
         due = self.held.pop(stream, NOTHING)
@@ -315,18 +348,18 @@ class Streams:
             before = _Due(self.clocks[kernel.lane], self.last.get(kernel.lane, -1))
             due = self._later(due, before)
             start = larger(start, before.time)
-            self.clocks[kernel.lane] = start + kernel.seconds
+            self.clocks[kernel.lane] = start + seconds
             self.last[kernel.lane] = this
-        end = start + kernel.seconds
+        end = start + seconds
         if self.slows and not kernel.lane and stream == MAIN:
-            end = end + self._slowed(start, kernel.seconds)
+            end = end + self._slowed(start, seconds)
         run = KernelRun(number, kernel.lane if kernel.is_async else stream, start, end)
         self._ran(run)
         if not kernel.is_async:
             self.clocks[stream] = end
             if stream == MAIN:
                 if kernel.lane:
-                    self._expose(this, kernel.seconds)
+                    self._expose(this, seconds)
                 self._expose(due.cause if due.cause >= 0 else this, start - free)
         if kernel.lane and not kernel.is_async:
             self.last[stream] = this
@@ -375,7 +408,7 @@ class Streams:
             if walked.starts[run.kernel] < 0:
                 walked.starts[run.kernel] = run.start
             if run.track == MAIN and not kernel.lane:
-                walked.busy += kernel.seconds
+                walked.busy += self.seconds[run.kernel]
         return walked
 
 
@@ -395,7 +428,7 @@ class StreamsOverPoints(Streams):
     def _ran(self, run: KernelRun) -> None:
         kernel = self.kernels[run.kernel]
         if run.track == MAIN and not kernel.lane:
-            self.busy = self.busy + kernel.seconds
+            self.busy = self.busy + self.seconds[run.kernel]
 
     def _expose(self, cause: int, seconds: Any) -> None:
         self.exposed = self.exposed + seconds
@@ -419,7 +452,7 @@ def has_streams(planned: Plan) -> bool:
 
 
 def wait_for_stragglers(
-    walked: Walk, planned: Plan, spread: float, calls: Mapping[int, float]
+    walked: Walk, processes: int, spread: float, calls: Mapping[int, float]
 ) -> None:
     """Add the wait of all processes for the slowest of them, evenly over the exchanges.
 
@@ -430,7 +463,6 @@ def wait_for_stragglers(
     """
     if not spread or not calls:
         return
-    processes = 1 + max(rank for group in planned.graph.groups.values() for rank in group.ranks)
     more = walked.busy * spread * slowest_of(processes)
     walked.end = walked.end + more
     if not walked.starts:  # over points

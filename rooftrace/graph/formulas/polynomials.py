@@ -372,8 +372,8 @@ def expected_reached(rows: int, shares: Array) -> float:
 # The coefficients solve a linear system over the rationals.  There are more samples than terms: a
 # formula stands only if it also gives the samples that are not needed to solve for it.
 
-SPARE = 2
-"""Samples beyond the number of terms that a formula has to give, too."""
+SPARE = 1
+"""Samples beyond the number of terms that a formula has to give, too; one more of a curve."""
 _DEGREE = 3
 """The highest power of a symbol."""
 
@@ -388,9 +388,8 @@ class Fitter:
     values has powers up to n - 2, or 1, so that a curve through its points proves nothing.
     """
 
-    def __init__(self, samples: Sequence[Sequence[int]], spare: int = SPARE) -> None:
+    def __init__(self, samples: Sequence[Sequence[int]]) -> None:
         self.samples = [tuple(sample) for sample in samples]
-        self._spare = spare
         self._columns = list(zip(*self.samples, strict=True))
         self._known: dict[tuple[int, ...], Formula | None] = {}
         self._bases = list(self._ladder())
@@ -410,7 +409,8 @@ class Fitter:
         degrees = product(*(range(degree + 1) for degree in most))
         sized = sorted(degrees, key=lambda d: (prod(n + 1 for n in d), max(d, default=0), d))
         for each in sized:
-            if prod(degree + 1 for degree in each) <= len(self.samples) - self._spare:
+            spare = SPARE + (max(each, default=0) > 1)
+            if prod(degree + 1 for degree in each) <= len(self.samples) - spare:
                 yield tuple(product(*(range(degree + 1) for degree in each)))
 
     def _fitted(self, values: tuple[int, ...]) -> Formula | None:

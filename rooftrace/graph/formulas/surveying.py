@@ -10,14 +10,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import np
 from rooftrace._progress import tell
 from rooftrace.graph.formulas.forms import GraphForm, RecordForm, UnfitError
 from rooftrace.graph.formulas.leaves import Draw, Numbers, StructureError, differences
-from rooftrace.graph.formulas.polynomials import FormulaError
+from rooftrace.graph.formulas.polynomials import SPARE, FormulaError
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
@@ -121,16 +123,14 @@ class Survey:
         if len(wanted) <= _FEW:
             yield from map(self._single, map(self._at, wanted))
             return
-        samples = _scattered(box, 2 ** sum(low < high for low, high in box) + 2)
+        samples = _scattered(box, 2 ** sum(low < high for low, high in box) + SPARE)
         tell(f"fitting {self._named(box)}: {len(samples)} {self.word}")
         form = None
         while form is None:
-            graphs = dict(zip(map(self._at, samples), self._graphs([self._at(s) for s in samples]),
-                              strict=True))  # fmt: skip
             try:
-                form = self.form.fitted(self.names, graphs, self.draws)
+                form = self._fitted(samples)
             except UnfitError:
-                more = [p for p in _scattered(box, len(samples) + 3) if p not in samples]
+                more = [p for p in _scattered(box, len(samples) + 1) if p not in samples]
                 if not more or len(samples) >= _MOST:
                     left += _halves(box)
                     return
@@ -139,6 +139,12 @@ class Survey:
                 left += self._cut_by_structure(box, samples)
                 return
         yield from self._proven(box, form, samples, left)
+
+    def _fitted(self, samples: Sequence[_Place]) -> RecordForm:
+        """The form of the records at these places.  Raises StructureError without one."""
+        numbers = list(map(self._at, samples))
+        records = dict(zip(numbers, self._graphs(numbers), strict=True))
+        return self.form.fitted(self.names, records, self.draws)
 
     def _wanted(self, box: _Box) -> Iterator[_Place]:
         """The places in a box that are asked for."""
@@ -157,10 +163,14 @@ class Survey:
     def _proven(
         self, box: _Box, form: RecordForm, samples: Sequence[_Place], left: list[_Box]
     ) -> Iterator[Regime]:
-        """The regime of a form, as large as traces show it; the rest of the box goes to `left`."""
-        inside = next(iter(samples))
+        """The regime of a form, as large as traces show it; the rest of the box goes to `left`.
+
+        Where a form gives another graph than a trace, it is fitted anew with it: numbers of few
+        samples may look like a line.
+        """
+        inside, first = next(iter(samples)), len(samples)
         while True:
-            checks = [p for p in _checks(box) if p not in samples]
+            checks = [p for p in _checks(box, len(samples) - first) if p not in samples]
             tell(f"proving {self._named(box)}: {len(checks)} {self.word}")
             wrong = next((p for p in checks if not self._equal(form, p)), None)
             if wrong is None:
@@ -169,7 +179,11 @@ class Survey:
                 high = self._at(tuple(last for _, last in box))
                 yield Regime(form, low, high, numbers, self._gaps(box, form))
                 return
-            size, edge, rising = self._edge(inside, wrong, lambda p: self._equal(form, p))
+            if len(samples) < _MOST:
+                with suppress(StructureError):
+                    form, samples = self._fitted((*samples, wrong)), (*samples, wrong)
+                    continue
+            size, edge, rising = self._edge(inside, wrong, partial(self._equal, form))
             kept, rest = _cut(box, size, edge, rising)
             left.append(rest)
             if not all(_inside(kept, sample) for sample in samples):
@@ -304,11 +318,11 @@ def _scattered(box: _Box, count: int) -> tuple[_Place, ...]:
     return tuple(chosen)
 
 
-def _checks(box: _Box) -> list[_Place]:
-    """The corners of a box, and some points inside."""
+def _checks(box: _Box, more: int = 0) -> list[_Place]:
+    """The corners of a box, and some points inside: so many more than usual."""
     corners = list(itertools.product(*({low, high} for low, high in box)))
     draw = random.Random(repr(box) + "checks")
-    inside = [tuple(draw.randint(low, high) for low, high in box) for _ in range(_INSIDE)]
+    inside = [tuple(draw.randint(low, high) for low, high in box) for _ in range(_INSIDE + more)]
     return list(dict.fromkeys([*sorted(corners), *inside]))
 
 

@@ -22,7 +22,7 @@ from rooftrace._progress import tell, telling
 from rooftrace._writing import put_bytes, write_bytes
 from rooftrace.costmodels.estimates import estimate
 from rooftrace.errors import RequestError
-from rooftrace.graph import OpGraph
+from rooftrace.graph import GraphFileError, OpGraph
 from rooftrace.graph.formulas import Survey
 from rooftrace.graph.formulas.leaves import Numbers
 from rooftrace.hardware.chip import MissingPeakError
@@ -109,6 +109,12 @@ def form_of(
             seen = None
         return graph
 
+    usual = [values is USUAL.get(name) for name, values in levels.items()]  # and bounded
+    key = "form", sized.names, *map(repr, levels.values()), usual, most, repr(asked)
+    file = sized.kept_file(*key)
+    if file is not None:
+        with contextlib.suppress(OSError, GraphFileError):  # damaged: it is made again
+            return replace(Form.load(file), trace=trace)
     bounded = {name: _bounded(sized, name, values, levels) for name, values in levels.items()}
     survey = Survey(
         names=sized.names,
@@ -120,13 +126,16 @@ def form_of(
     with sized.standing():
         regimes = tuple(survey.regimes())
     first = regimes[0].form.example if regimes else None
-    return Form(
+    made = Form(
         title=str(first.model.get("name") or "model") if first else job.name,
         phase=str(first.phase) if first else phase,
         names=sized.names,
         regimes=regimes,
         trace=trace,
     )
+    if regimes:
+        sized.keep(made.encoded(), *key)
+    return made
 
 
 def decoding_first(job: Job, build: Callable[[Job], Built], must_decode: bool = False) -> Built:

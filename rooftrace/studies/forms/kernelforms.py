@@ -135,7 +135,7 @@ class PlanNumbers(Struct, frozen=True):
     kv: int
     items: int
     copies_layouts: bool
-    streamed: bool  # whether it works on several streams, or with other processes
+    stream_order: streams.StreamOrder | None  # None: of one stream, without other processes
     phase: str
 
 
@@ -159,7 +159,7 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
         kv=memory.kv if memory else 0,
         items=int(graph.workload.get("items") or 1),
         copies_layouts=planned.copies_layouts,
-        streamed=streams.has_streams(planned),
+        stream_order=streams.StreamOrder.of(planned) if streams.has_streams(planned) else None,
         phase=graph.phase,
     )
 

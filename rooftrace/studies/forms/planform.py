@@ -266,14 +266,9 @@ class PlanForm:
             ],
             copies_layouts=template.copies_layouts,
             products=products,
-            structure=(lambda: self.planned) if template.streamed else None,
+            stream_order=template.stream_order,
             phase=template.phase,
         )
-
-    @cached_property
-    def planned(self) -> Plan:
-        """A plan at some sizes of the regime."""
-        return self._planner()
 
     def _number(self, amount: Amount, points: Points) -> Any:
         values = self._values(amount, points)

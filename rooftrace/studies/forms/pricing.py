@@ -9,20 +9,22 @@ fitted there.
 from __future__ import annotations
 
 import gzip
-import itertools
+import hashlib
 import random
 import zlib
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from rooftrace._processes import collector_off
 from rooftrace._progress import tell
+from rooftrace._writing import put_bytes
 from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, own_joins
 from rooftrace.costmodels.ops import all_rules
 from rooftrace.costmodels.rewrites import reprice
@@ -42,19 +44,17 @@ from rooftrace.studies.forms.kernelforms import Array, Places, PlanNumbers, Poin
 from rooftrace.studies.forms.planform import PlanForm
 from rooftrace.tracer.phases import TraceCache
 
-_SAMPLES = (4, 2)
+Fitted = TypeVar("Fitted")
+_SAMPLES = (2, 2)
 """Plans that a form is fitted to, and further ones for each open size; more where a number is left
 unfit."""
-_MORE = 6
+_MORE = 4
 _CHECKS = 3
 """Further plans that it has to equal."""
-_TRIES = 4
-"""Plans that a form has to equal before it is taken to hold where a comparison comes out otherwise,
-and those with the fewest and most rows of each draw."""
 _TRIED = 4000
 """Sizes that are drawn to find samples."""
-_LOOKED = 200
-"""The most of them that are searched for comparisons that come out otherwise."""
+_REWRITTEN = 3
+"""Graphs that are rewritten one by one before the form of the rewritten graph is looked for."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ class Conditions:
         """The plan of a graph.  savings: see `Plan.each`."""
         return Plan.each(self._repriced(graph), [self.execution], savings=savings)[0]
 
+    def rewritten(self, graph: OpGraph) -> OpGraph:
+        """The graph that a plan of `graph` prices and groups."""
+        return Plan.rewritten(self._repriced(graph), self.execution)
+
     def on(self, regime: Regime) -> Conditions:
         """These conditions; in place of a mixed execution that which graphs of a regime have."""
         if self.execution.dispatch != "mixed":
@@ -97,69 +101,88 @@ class Conditions:
 
 @dataclass(frozen=True)
 class _Cell:
-    """Where comparisons come out the same, and the form of the plan there."""
+    """Regions in each of which comparisons come out the same, and the form of the plan in all."""
 
-    guards: tuple[Guard, ...]
+    regions: tuple[tuple[Guard, ...], ...]
     form: PlanForm
     wide: bool = True  # whether the form may hold elsewhere, too
 
 
-class _Planned(msgspec.Struct, frozen=True):
-    """The numbers of the plan at some sizes, or else the comparisons that lead to it.
+@dataclass(frozen=True)
+class _Rewritten:
+    """Where comparisons of rewrites come out the same, and the form of the rewritten graph there.
 
-    of: the name of the file that it belongs into.
+    form: None where none is proven.
     """
 
-    of: str
-    sizes: leaves.Numbers
-    numbers: PlanNumbers | None = None
-    guards: tuple[Guard, ...] | None = None
+    guards: tuple[Guard, ...]
+    form: GraphForm | None
 
 
-class _Kept:
-    """The results of planning by sizes; a file of gzip members beside the traces keeps them."""
+class _KeptCell(msgspec.Struct, frozen=True):
+    """A cell in a file; see `RecordForm` and `Regime`."""
 
-    def __init__(self, file: Path | None) -> None:
-        self.plans: dict[leaves.Numbers, PlanNumbers] = {}
-        self.guards: dict[leaves.Numbers, tuple[Guard, ...] | None] = {}
-        if file is not None and file.exists() and not file.is_file():  # a folder, or a pipe
-            file = None
-        self._file, self.of = file, "" if file is None else file.stem
-        if file is not None and file.exists():
-            try:
-                with gzip.open(file) as lines:
-                    for planned in map(msgspec.json.Decoder(_Planned).decode, lines):
-                        if planned.of != self.of:
-                            raise ValueError(planned.of)
-                        self._take(planned)
-            except (OSError, EOFError, zlib.error, ValueError):  # damaged: it is planned again
-                self.plans, self.guards = {}, {}
-                with suppress(OSError):
-                    file.unlink()
+    regions: tuple[tuple[Guard, ...], ...]
+    wide: bool
+    template: PlanNumbers
+    formulas: tuple[Formula, ...]
+    draws: tuple[leaves.Draw, ...]
+    slots: tuple[leaves.Varying, ...]
+    samples: tuple[leaves.Numbers, ...]
+    proven: tuple[leaves.Numbers, ...]
 
     @staticmethod
-    def by(regime: Regime, conditions: Conditions) -> _Kept:
-        """Nothing is kept where rules or joins of others may change a plan."""
-        if own_joins() or any(rule.is_own for rule in all_rules()):
-            return _Kept(None)
-        form = regime.form
-        numbers = form.samples, form.formulas, form.draws, form.slots, form.grows, conditions
-        graph = graphs_bytes({"form": form.example})
-        return _Kept(TraceCache.usual().derived(graph, msgspec.json.encode(numbers)))
+    def of(cell: _Cell) -> _KeptCell:
+        """The record of a cell."""
+        form = cell.form.form
+        names = ("template", "formulas", "draws", "slots", "samples")
+        fields = {name: getattr(form, name) for name in names}
+        return _KeptCell(cell.regions, cell.wide, **fields, proven=cell.form.regime.proven)
 
-    def _take(self, planned: _Planned) -> None:
-        if planned.numbers is None:
-            self.guards[planned.sizes] = planned.guards
-        else:
-            self.plans[planned.sizes] = planned.numbers
+    def form(self, sizes: tuple[str, ...]) -> RecordForm:
+        """The form of its plan.  Raises ValueError where it does not give the first sample."""
+        form = RecordForm(sizes, self.template, self.formulas, self.draws, self.slots, self.samples)
+        if form.at(self.samples[0]) != self.template:
+            raise ValueError(self.samples[0])
+        return form
 
-    def add(self, planned: _Planned) -> None:
-        """Keep it, also for later commands where there is a file."""
-        self._take(planned)
-        if self._file is not None:
-            line = gzip.compress(msgspec.json.encode(planned) + b"\n", 1)
-            with suppress(OSError), self._file.open("ab", buffering=0) as file:
-                file.write(line)
+
+def _file_of(regime: Regime, conditions: Conditions) -> Path | None:
+    """The file beside the traces that keeps the cells of a form, after the digest of the rest.
+
+    None where nothing is kept, as where rules or joins of others may change a plan.
+    """
+    if own_joins() or any(rule.is_own for rule in all_rules()):
+        return None
+    form = regime.form
+    numbers = form.samples, form.formulas, form.draws, form.slots, form.grows, conditions
+    graph = graphs_bytes({"form": form.example})
+    return TraceCache.usual().derived(
+        graph, msgspec.json.encode((numbers, regime.low, regime.high))
+    )
+
+
+def _read(file: Path) -> list[_KeptCell]:
+    """The cells in a file; none where it is damaged, which then goes."""
+    try:
+        digest, _, packed = file.read_bytes().partition(b"\n")
+        if digest != _digest(packed):
+            raise ValueError(file)
+        return msgspec.json.decode(gzip.decompress(packed), type=list[_KeptCell])
+    except (OSError, EOFError, zlib.error, ValueError):
+        with suppress(OSError):
+            file.unlink()
+        return []
+
+
+def _write(file: Path, cells: Sequence[_KeptCell]) -> None:
+    packed = gzip.compress(msgspec.json.encode(cells), 1, mtime=0)
+    with suppress(OSError):  # a full disk keeps nothing
+        put_bytes(file, _digest(packed) + b"\n" + packed)
+
+
+def _digest(packed: bytes) -> bytes:
+    return hashlib.sha256(packed).hexdigest().encode()
 
 
 class PlanForms:
@@ -170,9 +193,13 @@ class PlanForms:
         self._draws = tuple(draws_of(regime.form))
         self._cells: list[_Cell] = []
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
-        self._plans: dict[Hashable, Plan] = {}  # by `_structure`
         self._random = random.Random(repr((regime.low, regime.high)))
-        self._kept = _Kept.by(regime, conditions)
+        self._file = _file_of(regime, conditions)
+        if self._file is not None and self._file.is_file():
+            with suppress(ValueError, LookupError, TypeError, ArithmeticError):  # damaged
+                self._cells = [self._known_cell(kept) for kept in _read(self._file)]
+        self._rewritten: list[_Rewritten] = []
+        self._rewrites = 0  # of single graphs
 
     def at(self, points: Points, once: bool = False) -> Iterator[tuple[PlanForm, Places]]:
         """The forms that hold at points of the regime, each with the indices of its points.
@@ -180,45 +207,85 @@ class PlanForms:
         once: no others will be asked for; points fewer than the plans that a form takes are priced
         one by one.
         """
-        left = np.arange(len(points))
-        for cell in self._cells:
-            if not len(left):
-                return
-            held = _holding(cell.guards, points, left)
+        left, parts = np.arange(len(points)), dict[int, list[Places]]()
+
+        def take(place: int, guards: Sequence[Guard]) -> None:
+            nonlocal left
+            held = _holding(guards, points, left)
             if held.any():
-                yield cell.form, left[held]
+                parts.setdefault(place, []).append(left[held])
             left = left[~held]
+
+        for place, cell in enumerate(self._cells):
+            for guards in cell.regions:
+                take(place, guards)
         fewest = _SAMPLES[0] + _SAMPLES[1] * len(points.names) + _CHECKS if once else 0
-        while len(left):
-            if len(left) <= fewest:
-                for numbers, place in zip(_numbers(points, left), left, strict=True):
-                    yield self._single(numbers).form, np.array([place])
-                return
+        is_new = len(left) > fewest
+        while len(left) > fewest:
             start = int(left[self._random.randrange(len(left))])
-            numbers = tuple(int(column[start]) for column in points.columns)
-            here = self._widened(numbers, points, left)
-            if here is None:
-                here = self._cell(numbers, points, left)
-                self._cells.append(here)
-            held = _holding(here.guards, points, left)
-            yield here.form, left[held]
-            left = left[~held]
+            place = self._region(tuple(int(c[start]) for c in points.columns), points, left)
+            take(place, self._cells[place].regions[-1])
+        if is_new and self._file is not None:
+            _write(self._file, [_KeptCell.of(cell) for cell in self._cells])
+        for place, several in parts.items():
+            yield self._cells[place].form, np.concatenate(several)
+        for numbers, alone in zip(_numbers(points, left), left, strict=True):
+            yield self._single(numbers).form, np.array([alone])
 
-    def _cell(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell:
-        """The cell around these sizes."""
-        guards = self._guards_at(numbers)
+    def _known_cell(self, kept: _KeptCell) -> _Cell:
+        form = self._plan_form(kept.form(self.regime.form.sizes), kept.proven)
+        return _Cell(kept.regions, form, kept.wide)
+
+    def _plan_form(self, form: RecordForm, proven: Sequence[leaves.Numbers]) -> PlanForm:
+        first, alone = form.samples[0], len(form.samples) == 1
+        low, high = (first, first) if alone else (self.regime.low, self.regime.high)
+        regime = Regime(form, low, high, tuple(proven))
+        return PlanForm(regime, self.conditions.execution, partial(self._plan, first))
+
+    def _region(self, numbers: leaves.Numbers, points: Points, left: Places) -> int:
+        """Find the region around these sizes; return the place of its cell, whose last one it is.
+
+        A known form holds there, too, if it gives its plans where it is tried.
+        """
         tell(f"pricing around {_named(points.names, numbers)}")
+        closed = self.regime.low == self.regime.high
+        guards = None if closed else self._guards_at(numbers)
         if guards is not None:
-            form = self._fitted(numbers, guards, points, left)
+            some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+            inside = _numbers(points, some[_holding(guards, points, some)])
+            tried = self._tried(numbers, [*inside, *self._around(numbers, guards)])
+            for place, cell in enumerate(self._cells):
+                form = self._fits(cell.form, tried) if cell.wide else None
+                region = (*guards, *self._unvaried(form.form)) if form else ()
+                if form is not None and _all_hold(region, numbers):
+                    self._cells[place] = _Cell((*cell.regions, region), form)
+                    return place
+            form = self._fitted(numbers, guards, inside, self._form_of, self._is)
             if form is not None:
-                return _Cell((*guards, *self._unvaried(form)), form)
-        return self._single(numbers)
+                self._cells.append(_Cell(((*guards, *self._unvaried(form.form)),), form))
+                return len(self._cells) - 1
+        self._cells.append(self._single(numbers))
+        return len(self._cells) - 1
 
-    def _unvaried(self, form: PlanForm) -> Iterator[Guard]:
+    def _tried(
+        self, numbers: leaves.Numbers, pool: Sequence[leaves.Numbers]
+    ) -> list[leaves.Numbers]:
+        """Sizes of a region at which a form is tried: one more than the terms of a number that is
+        a line over each open size, among them those with most and fewest rows."""
+        count = 1 + 2 ** sum(len(set(column)) > 1 for column in zip(*pool, strict=True))
+        others = self._random.sample(pool, min(count, len(pool)))
+        return list(dict.fromkeys([numbers, *_edges(self._draws, pool), *others]))[:count]
+
+    def _around(self, numbers: leaves.Numbers, guards: Sequence[Guard]) -> list[leaves.Numbers]:
+        """Some sizes of the regime where these guards hold, around `numbers` and far from them."""
+        near = _near(self.regime, numbers)
+        return _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+
+    def _unvaried(self, form: RecordForm) -> Iterator[Guard]:
         """Guards on sizes that are open and equal in all samples: how numbers follow from them is
         unknown."""
         spans = zip(self.regime.low, self.regime.high, strict=True)
-        samples = zip(*form.regime.form.samples, strict=True)
+        samples = zip(*form.samples, strict=True)
         for place, ((low, high), values) in enumerate(zip(spans, samples, strict=True)):
             if low < high and len(set(values)) == 1:
                 yield _is_number(place, values[0])
@@ -226,47 +293,8 @@ class PlanForms:
     def _single(self, numbers: leaves.Numbers) -> _Cell:
         """The cell of these sizes alone."""
         alone = {numbers: self._numbers_at(numbers)}
-        single = RecordForm.fitted(self.regime.form.sizes, alone)
-        regime = Regime(single, numbers, numbers)
-        form = PlanForm(regime, self.conditions.execution, partial(self._plan_at, numbers))
-        return _Cell(tuple(map(_is_number, range(len(numbers)), numbers)), form, wide=False)
-
-    def _widened(self, numbers: leaves.Numbers, points: Points, left: Places) -> _Cell | None:
-        """The cell of a known form that holds at these sizes, too, and around them.
-
-        Comparisons that come out otherwise there do not decide the kernels; they are guards no
-        longer, if the form gives the plan wherever it is tried without them.
-        """
-        for place, cell in enumerate(self._cells):
-            form = self._fits(cell.form, [numbers]) if cell.wide else None
-            if form is None:
-                continue
-            here = _holding_at(cell.guards, numbers)
-            for guards in dict.fromkeys((self._fewer(form, here, points, left), here)):
-                some = self._some(guards, numbers, points, left)
-                gained = [n for n, held in _held(cell.guards, some) if not held]
-                planned = [n for n, held in _held(guards, self._known) if held]
-                each = _otherwise([g for g in cell.guards if g not in guards], gained)
-                tried = dict.fromkeys((*planned, *self._edges(gained), *gained[:_TRIES], *each))
-                wider = self._fits(form, tried)
-                if wider:
-                    self._cells[place] = _Cell(guards, wider)
-                    return self._cells[place]
-        return None
-
-    def _fewer(
-        self, form: PlanForm, guards: tuple[Guard, ...], points: Points, left: Places
-    ) -> tuple[Guard, ...]:
-        """The guards without those that come out otherwise at further points with this plan."""
-        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        while True:
-            some = some[~_holding(guards, points, some)]
-            if not len(some):
-                return guards
-            (where,) = _numbers(points, some[[self._random.randrange(len(some))]])
-            if not self._is(form, where):
-                return guards
-            guards = _holding_at(guards, where)
+        form = self._plan_form(RecordForm.fitted(self.regime.form.sizes, alone), ())
+        return _Cell((tuple(map(_is_number, range(len(numbers)), numbers)),), form, wide=False)
 
     def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
         """A form that gives the plan at these sizes, too; None if they have other kernels.
@@ -281,9 +309,10 @@ class PlanForms:
                     form = self._form_of((*form.regime.form.samples, where), form.regime.proven)
                 except StructureError:
                     return None
-        if form is known or all(self._is(form, where) for where in (*form.regime.proven, *tried)):
-            return form
-        return None
+        proven = dict.fromkeys((*form.regime.proven, *tried))
+        if form is not known and not all(self._is(form, where) for where in proven):
+            return None
+        return self._plan_form(form.form, tuple(proven))
 
     def _form_of(
         self, samples: Sequence[leaves.Numbers], proven: Sequence[leaves.Numbers]
@@ -291,8 +320,7 @@ class PlanForms:
         """The form of the plans at these sizes.  Raises StructureError where there is none."""
         records = {where: self._numbers_at(where) for where in samples}
         form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
-        regime = Regime(form, self.regime.low, self.regime.high, tuple(proven))
-        return PlanForm(regime, self.conditions.execution, partial(self._plan_at, samples[0]))
+        return self._plan_form(form, proven)
 
     def _is(self, form: PlanForm, where: leaves.Numbers) -> bool:
         """Whether a form gives the plan at these sizes."""
@@ -301,70 +329,83 @@ class PlanForms:
         except FormulaError:
             return False
 
-    def _some(
-        self, guards: Sequence[Guard], numbers: leaves.Numbers, points: Points, left: Places
-    ) -> list[leaves.Numbers]:
-        """Some of the points where guards hold, and sizes around `numbers` where they do, mixed."""
-        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        inside = _numbers(points, some[_holding(guards, points, some)])
-        near = self._near(numbers, points.names)
-        around = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
-        first, second = (
-            self._random.sample(many, min(_LOOKED, len(many))) for many in (inside, around)
-        )
-        return list(
-            dict.fromkeys(itertools.chain(*zip(first, second, strict=False), first, second))
-        )
+    def _plan(self, numbers: leaves.Numbers, track: Track | None = None) -> Plan:
+        """The plan at these sizes.  track: of its numbers; it has guards of rewrites, too."""
+        return Plan.of_rewritten(self._graph(numbers, track), self.conditions.execution)
 
-    def _plan_at(self, numbers: leaves.Numbers) -> Plan:
-        """The plan at these sizes, or at others where it has the same kernels in the same order."""
-        key = _structure(self._numbers_at(numbers))
-        if key not in self._plans:
-            self._plans[key] = self.conditions.plan(self.regime.form.at(numbers), savings=False)
-        return self._plans[key]
+    def _graph(self, numbers: leaves.Numbers, track: Track | None) -> OpGraph:
+        """The graph at these sizes as it is priced and grouped."""
+        here = next((r for r in self._rewritten if _all_hold(r.guards, numbers)), None)
+        if here is None and self._rewrites >= _REWRITTEN:
+            here = self._rewritten_around(numbers)
+            self._rewritten.append(here)
+        if here is not None and here.form is not None:
+            with suppress(FormulaError):
+                if track is not None:
+                    track.guards.update(dict.fromkeys(here.guards))
+                return here.form.at(numbers, track)
+        self._rewrites += 1
+        return self.conditions.rewritten(self.regime.form.at(numbers, track))
+
+    def _rewritten_around(self, numbers: leaves.Numbers) -> _Rewritten:
+        """The form of the rewritten graph around these sizes."""
+        track = Track()
+        self.conditions.rewritten(self.regime.form.at(numbers, track))
+        track.on = False
+        guards = tuple(track.guards)
+        tried = self._tried(numbers, self._around(numbers, guards))
+        forms = (known.form for known in self._rewritten if known.form is not None)
+        form = next((form for form in forms if all(self._is_graph(form, n) for n in tried)), None)
+        form = form or self._fitted(numbers, guards, (), self._graph_form, self._is_graph)
+        return _Rewritten(guards if form is None else (*guards, *self._unvaried(form)), form)
+
+    def _graph_form(
+        self, samples: Sequence[leaves.Numbers], _: Sequence[leaves.Numbers]
+    ) -> GraphForm:
+        """The form of the rewritten graphs at these sizes.  Raises StructureError without one."""
+        graphs = {n: self.conditions.rewritten(self.regime.form.at(n)) for n in samples}
+        return GraphForm.fitted(self.regime.form.sizes, graphs)
+
+    def _is_graph(self, form: GraphForm, where: leaves.Numbers) -> bool:
+        """Whether a form gives the rewritten graph at these sizes."""
+        try:
+            return form.at(where) == self.conditions.rewritten(self.regime.form.at(where))
+        except FormulaError:
+            return False
 
     def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
-            kept = self._kept.plans.get(numbers)
-            self._known[numbers] = kept or self._planned(numbers)
-            if kept is None:
-                self._kept.add(_Planned(self._kept.of, numbers, self._known[numbers]))
+            with collector_off.used():  # a plan is many objects, of which none is garbage meanwhile
+                self._known[numbers] = numbers_of(self._plan(numbers))
         return self._known[numbers]
-
-    def _planned(self, numbers: leaves.Numbers) -> PlanNumbers:
-        """The numbers of a plan made at these sizes; one that streams are read of is kept."""
-        with collector_off.used():
-            plan = self.conditions.plan(self.regime.form.at(numbers), savings=False)
-            made = numbers_of(plan)
-        if made.streamed:
-            self._plans.setdefault(_structure(made), plan)
-        return made
 
     def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
         """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
-        if numbers not in self._kept.guards:
-            track = Track()
-            at = self.regime.form.at(numbers, track)
-            tracked = self.conditions.numbers(at, with_memory=False)
-            track.on = False
-            here = self._numbers_at(numbers)
-            alike = tracked.groups == here.groups and tracked.launches == here.launches
-            guards = tuple(track.guards) if alike else None
-            self._kept.add(_Planned(self._kept.of, numbers, guards=guards))
-        self._numbers_at(numbers)
-        return self._kept.guards[numbers]
+        track = Track()
+        with collector_off.used():
+            tracked = numbers_of(self._plan(numbers, track), with_memory=False)
+        track.on = False
+        here = self._numbers_at(numbers)
+        alike = tracked.groups == here.groups and tracked.launches == here.launches
+        return tuple(track.guards) if alike else None
 
     def _fitted(
-        self, numbers: leaves.Numbers, guards: Sequence[Guard], points: Points, left: Places
-    ) -> PlanForm | None:
-        """The form where these guards hold; None where it could not be proven."""
-        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-        inside = _numbers(points, some[_holding(guards, points, some)])
-        near = self._near(numbers, points.names)
-        others = _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+        self,
+        numbers: leaves.Numbers,
+        guards: Sequence[Guard],
+        inside: Sequence[leaves.Numbers],
+        form_of: Callable[[Sequence[leaves.Numbers], Sequence[leaves.Numbers]], Fitted],
+        holds: Callable[[Fitted, leaves.Numbers], bool],
+    ) -> Fitted | None:
+        """The form where these guards hold; None where it could not be proven.
+
+        inside: sizes that are asked for, where they hold.  form_of: gives a form of samples, proven
+        at others.  holds: whether a form gives the record at some sizes.
+        """
+        others = self._around(numbers, guards)
         planned = [n for n, held in _held(guards, self._known) if held and n != numbers]
-        edges = self._edges([*inside, *others, *planned])
+        edges = _edges(self._draws, [*inside, *others, *planned])
         candidates = list(dict.fromkeys([numbers, *edges, *_spread([*planned, *others]), *inside]))
         first, each = _SAMPLES
         least = first + each * sum(len(set(column)) > 1 for column in zip(*candidates, strict=True))
@@ -376,51 +417,46 @@ class PlanForms:
             rest = [where for where in (*inside, *others) if where not in chosen]
             checks = self._random.sample(rest, min(_CHECKS, len(rest)))
             try:
-                made = self._form_of(chosen, checks)
+                made = form_of(chosen, checks)
             except StructureError:
                 continue
-            return made if all(self._is(made, where) for where in checks) else None
+            if all(holds(made, where) for where in checks):
+                return made
         return None
 
-    def _edges(self, candidates: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
-        """For each draw the candidates with the fewest and with the most rows.
 
-        Many rows reach all classes: a number that only such samples show looks like a constant.
-        """
-        if not candidates:
-            return []
-        columns = [np.array(column) for column in zip(*candidates, strict=True)]
-        edges: dict[leaves.Numbers, None] = {}
-        for rows in dict.fromkeys(draw.rows for draw in self._draws if not draw.is_constant):
-            reached = rows.over(columns, rounded=True)
-            for place in (int(reached.argmin()), int(reached.argmax())):
-                edges.setdefault(candidates[place])
-        return list(edges)
+def _edges(
+    draws: Sequence[leaves.Draw], candidates: Sequence[leaves.Numbers]
+) -> list[leaves.Numbers]:
+    """For each draw the candidates with the fewest and with the most rows.
 
-    def _near(self, numbers: leaves.Numbers, names: Sequence[str]) -> Points:
-        """Sizes around some: close by, and anywhere in the regime."""
-        rng = np.random.default_rng(sum(numbers))
-        columns = {}
-        for name, at, low, high in zip(
-            names, numbers, self.regime.low, self.regime.high, strict=True
-        ):
-            close = at + rng.integers(-8, 9, _TRIED // 2)
-            ends = np.log(max(low, 1)), np.log(max(high, 1) + 1)
-            anywhere = np.exp(rng.uniform(*ends, _TRIED // 2)).astype(np.int64)
-            both = np.concatenate([close, anywhere])
-            columns[name] = np.clip(both, low, high)
-        near = Points(columns)
-        return near.where(np.flatnonzero(self.regime.inside(near.columns)))
+    Many rows reach all classes: a number that only such samples show looks like a constant.
+    """
+    if not candidates:
+        return []
+    columns = [np.array(column) for column in zip(*candidates, strict=True)]
+    edges: dict[leaves.Numbers, None] = {}
+    for rows in dict.fromkeys(draw.rows for draw in draws if not draw.is_constant):
+        reached = rows.over(columns, rounded=True)
+        for place in (int(reached.argmin()), int(reached.argmax())):
+            edges.setdefault(candidates[place])
+    return list(edges)
 
 
-def _structure(planned: PlanNumbers) -> Hashable:
-    """The ops and accesses of each kernel, in which plans of different sizes may be equal."""
-    groups = tuple(
-        (group.ops, group.name, group.module, group.eager,
-         tuple((access.role, access.write, access.wire) for access in group.traffic))
-        for group in planned.groups
-    )  # fmt: skip
-    return planned.launches, planned.counts, groups
+def _near(regime: Regime, numbers: leaves.Numbers) -> Points:
+    """Sizes around some: close by, and anywhere in the regime."""
+    rng = np.random.default_rng(sum(numbers))
+    columns = {}
+    for name, at, low, high in zip(
+        regime.form.sizes, numbers, regime.low, regime.high, strict=True
+    ):
+        close = at + rng.integers(-8, 9, _TRIED // 2)
+        ends = np.log(max(low, 1)), np.log(max(high, 1) + 1)
+        anywhere = np.exp(rng.uniform(*ends, _TRIED // 2)).astype(np.int64)
+        both = np.concatenate([close, anywhere])
+        columns[name] = np.clip(both, low, high)
+    near = Points(columns)
+    return near.where(np.flatnonzero(regime.inside(near.columns)))
 
 
 def _spread(candidates: Sequence[leaves.Numbers]) -> Iterator[leaves.Numbers]:
@@ -480,12 +516,9 @@ def _holding_at(guards: Sequence[Guard], numbers: leaves.Numbers) -> tuple[Guard
     return tuple(guard for guard in guards if guard.holds(columns)[0])
 
 
-def _otherwise(
-    guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
-) -> Iterator[leaves.Numbers]:
-    """For each guard the first of these sizes at which it comes out otherwise."""
-    for guard in guards:
-        yield from itertools.islice((n for n, held in _held([guard], sizes) if not held), 1)
+def _all_hold(guards: Sequence[Guard], numbers: leaves.Numbers) -> bool:
+    """Whether all guards hold at these sizes."""
+    return len(_holding_at(guards, numbers)) == len(guards)
 
 
 def _is_number(place: int, number: int) -> Guard:

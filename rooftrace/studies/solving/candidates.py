@@ -176,7 +176,7 @@ class Deployment(Plain, Speeds[float]):
         power = self.power
         return None if power is None else power / self.per_chip
 
-    @property
+    @cached_property
     def estimate(self) -> Estimate:
         """The step of one of the chips, priced again by itself."""
         case = self.configuration.case

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rooftrace._progress import tell
-from rooftrace._writing import packed, put_bytes
+from rooftrace._writing import put_bytes
 from rooftrace.errors import RequestError, hint
 from rooftrace.graph import OpGraph, graphs_bytes, load_graphs
 from rooftrace.tracer import Job, names
-from rooftrace.tracer.phases import apart
 from rooftrace.tracer.phases.tracing import ModuleSource, traced
 
 # -- cache -----------------------------------------------------------------------------------------
@@ -32,6 +31,7 @@ from rooftrace.tracer.phases.tracing import ModuleSource, traced
 # all files that it came from are as they were.
 
 VARIABLE = "ROOFTRACE_CACHE"
+_DAMAGED = (OSError, ValueError, AttributeError, TypeError, RecursionError)
 _MOST = 2 << 30
 """Bytes; older traces go when there are more."""
 
@@ -67,9 +67,10 @@ class TraceCache:
                 return self.folder
         return None
 
-    def get(self, job: Job) -> Mapping[str, OpGraph] | None:
-        """The graphs of a job on a target, if they were kept and still hold."""
-        file = self._place(job)
+    def look_up(self, job: Job, *made: Any) -> tuple[Path, dict[str, str]] | None:
+        """The file of what was made of a job, by default its graphs, and the digests of its
+        sources; None unless it was kept and still holds."""
+        file = self._place(job, *made)
         if file is None:
             return None
         try:
@@ -77,23 +78,23 @@ class TraceCache:
             listed = str(file) in files  # else they are of another trace
             if not listed or any(_digest(path) != digest for path, digest in files.items()):
                 return None
-            graphs = load_graphs(file)
             os.utime(file)
-        except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-            return None  # damaged: it is traced again
-        return graphs
+        except _DAMAGED:
+            return None  # it is made again
+        del files[str(file)]
+        return file, files
 
-    def put(self, job: Job, made: apart.Traced) -> None:
-        """Keep the graphs of a job, unless its rules or a folder speak against it."""
-        file = self._place(job)
-        if file is None or made.rules or (job.is_code and not made.files):
+    def keep(self, content: bytes, files: Mapping[str, str], job: Job, *made: Any) -> None:
+        """Keep what was made of a job, unless a folder speaks against it.  files: its sources."""
+        file = self._place(job, *made)
+        if file is None or (job.is_code and not files):
             return
         with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
             for path in (file, file.with_suffix(".files")):
                 if path.is_symlink():
                     path.unlink()  # it leads to a file that is no trace
-            put_bytes(file, packed(file, graphs_bytes(made.graphs)))
-            files = {**made.files, str(file): _digest(str(file))}  # of this trace, not another's
+            put_bytes(file, content)
+            files = {**files, str(file): _digest(str(file))}  # of this trace, not another's
             put_bytes(file.with_suffix(".files"), json.dumps(files).encode())
             self._shrink()
 
@@ -106,8 +107,8 @@ class TraceCache:
         file = folder / f"{hashlib.sha256(text).hexdigest()[:40]}.json"
         return None if file.is_symlink() else file
 
-    def _place(self, job: Job) -> Path | None:
-        """The file of a job; None for one that is not kept."""
+    def _place(self, job: Job, *made: Any) -> Path | None:
+        """The file of what is made of a job; None for one that is not kept."""
         folder = self.private()
         if folder is None or not job.is_named or job.options.loss is not None:
             return None
@@ -121,6 +122,7 @@ class TraceCache:
             "request": asdict(job.request),
             "options": {**asdict(job.options), "loss": None},
             "environment": _environment(),
+            "made": made,
         }
         config = names.config_file(job.name)
         if config is not None:
@@ -226,6 +228,8 @@ class SizedSource:
         self._kept, self._cache = isolation.Kept(), TraceCache.usual()
         self._call = ModuleSource(job) if job.is_called and not job.is_named else None
         self.traces = 0  # that were not in the cache
+        self._files: dict[str, str] = {}  # of all traces
+        self._has_rules = False
         doubled = next((name for name in names if list(names).count(name) > 1), None)
         if doubled:
             raise RequestError(f"size {doubled!r} stands twice; name each size once")
@@ -272,14 +276,30 @@ class SizedSource:
             sizes = dict(zip(self.names, numbers, strict=True))
             return self._call.each_at(sizes)
         job = self.job_at(numbers)
-        kept = self._cache.get(job)
+        kept = self._cache.look_up(job)
         if kept is not None:
-            return kept
+            with contextlib.suppress(*_DAMAGED):  # it is traced again
+                graphs = load_graphs(kept[0])
+                self._files.update(kept[1])
+                return graphs
         self.traces += 1
         with isolation.keeping(self._kept):
             made = traced(job)
-        self._cache.put(job, made)
+        self._files.update(made.files)
+        self._has_rules = self._has_rules or bool(made.rules)
+        if not made.rules:
+            self._cache.keep(graphs_bytes(made.graphs), made.files, job)
         return made.graphs
+
+    def kept_file(self, *made: Any) -> Path | None:
+        """The file of what a command made of the traces of this source, if it still holds."""
+        kept = self._cache.look_up(self.job, *made)
+        return kept and kept[0]
+
+    def keep(self, content: bytes, *made: Any) -> None:
+        """Keep what was made of the traces, unless there are own rules."""
+        if not self._has_rules:
+            self._cache.keep(content, self._files, self.job, *made)
 
     def standing(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the mesh of a config stays from one trace to the next, with the model over it.
