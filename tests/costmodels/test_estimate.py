@@ -12,7 +12,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.fusion.executions import PRESETS, ExecutionModel, Utilization
 from rooftrace.costmodels.fusion.kernels import THROUGH_LIBRARIES
-from rooftrace.costmodels.fusion.plans import COUNTED, waits_of
+from rooftrace.costmodels.fusion.plans import COUNTED, waits_at
 from rooftrace.costmodels.ops.cost import Cost
 from rooftrace.costmodels.ops.opview import own_rules
 from rooftrace.graph.file import load_graphs, save_graphs
@@ -192,7 +192,7 @@ def test_the_host_waits_for_sizes_that_depend_on_values():
 def test_a_gpu_waits_where_the_size_of_a_result_is_a_value(count, work):
     """A CPU has the value when the op is done."""
     graph = rt.trace(work, torch.ones(4), torch.ones(4, dtype=torch.int64))
-    assert waits_of(graph) == count
+    assert waits_at(graph).total() == count
     slow = dataclasses.replace(H200.read_back, value=1.0)
     gpu = rt.estimate(graph, dataclasses.replace(H200, read_back=slow), "eager")
     assert int(gpu.t_est) == count

@@ -27,7 +27,6 @@ from rooftrace.costmodels.fusion.plans import (
     plan as plan,
     waits as waits,
     waits_at as waits_at,
-    waits_of as waits_of,
 )
 from rooftrace.costmodels.fusion.traffic import (
     bytes_by_role as bytes_by_role,

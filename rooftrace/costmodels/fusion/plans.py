@@ -94,11 +94,6 @@ def waits_at(graph: OpGraph) -> Counter[str]:
     return lines
 
 
-def waits_of(graph: OpGraph) -> int:
-    """How many times the host waits for the device in a step."""
-    return waits_at(graph).total()
-
-
 _GENERATED = frozenset({"batch norm", "layer norm", "group norm"})
 """Kinds that a compiler writes itself."""
 _AT_ONCE = frozenset(THROUGH_LIBRARIES) - {"rnn"}
@@ -567,8 +562,7 @@ def _planned(
     """classified: the graph with the family of each op.  priced: the costs of its ops."""
     price = (lambda side, ops: price_ops(side, ops)[0]) if savings else None
     rewritten, notes = rewrite(classified, model, price)
-    if rewritten is not classified:
-        priced = price_ops(rewritten)
+    priced = priced if rewritten is classified else price_ops(rewritten)
     return _grouped(graph, rewritten, priced, model, notes)
 
 

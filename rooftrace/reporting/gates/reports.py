@@ -256,7 +256,7 @@ def comment(result: GateOutcome) -> str:
 
 
 def _rest(result: GateOutcome, said: Sequence[view.Part], is_whole: bool) -> str:
-    """What moved, without the causes that are said; is_whole: without the exceeded budgets, too."""
+    """All that moved, but for causes that are said; is_whole: and but for exceeded budgets."""
     causes = [note for note in cause_notes(result.over, "page") if note not in said]
     sections = [
         replace(section, parts=causes if section.title == "Causes" else section.parts)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rooftrace.costmodels.fusion import SUMMARIES, waits_of
+from rooftrace.costmodels.fusion import SUMMARIES, waits_at
 from rooftrace.costmodels.rewrites import UNCHANGED
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_capacity, format_share, format_time, listed
@@ -57,7 +57,7 @@ def kernels_on_screen(results: Results) -> view.Section:
                 {
                     "kernel": view.Cell("waiting for the host", "plain"),
                     "limit": view.Cell(words.LIMITS["launch"], "launch"),
-                    "calls": waits_of(estimate.plan.graph) or None,
+                    "calls": waits_at(estimate.plan.graph).total() or None,
                     "seconds": waiting,
                     "share": ratio(waiting, estimate.t_est),
                 }

@@ -15,7 +15,7 @@ from rooftrace._plain import Plain, plain_record
 from rooftrace._progress import tell
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.estimates import Estimate, estimate
-from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, waits_of
+from rooftrace.costmodels.fusion import ExecutionModel, Plan, execution_model, waits_at
 from rooftrace.errors import RequestError
 from rooftrace.graph import PARTS, OpGraph
 from rooftrace.hardware import Chip
@@ -206,7 +206,7 @@ def _notes(
             "backward is cut where forward is cut: autograd compiles the backward of each graph "
             "on its own; loss and optimizer are compiled with the rest"
         )
-    waits = waits_of(graph)
+    waits = waits_at(graph).total()
     if waits:
         yield (
             f"the host waits for the device {plural(waits, 'time')} in every column: a break goes, "
