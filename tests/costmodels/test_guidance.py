@@ -216,6 +216,22 @@ def test_a_training_step_is_told_autocast_and_nothing_narrower(convolutions: OpG
     assert not {"weights", "cache", "compute"} & {what_if.lever for what_if in narrow.options}
 
 
+def test_convolutions_are_told_nothing_under_16_bits() -> None:
+    """PyTorch has no kernel of convolutions in fp8, nor one whose weights are narrower."""
+    with torch.device("meta"):
+        layers = [nn.Conv2d(256, 256, 3, padding=1) for _ in range(3)]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+        image = torch.empty(64, 256, 56, 56, dtype=torch.bfloat16)
+        graph = rt.trace(model.bfloat16(), image)
+        product = rt.trace(nn.Linear(8192, 8192).bfloat16(), image.new_empty(64, 8192))
+    told, others = (
+        [option.action for option in guidance_of(step, "eager").options]
+        for step in (graph, product)
+    )
+    assert told and not any("fp8" in action for action in told)
+    assert any("fp8" in action for action in others)
+
+
 def test_a_chip_without_a_rate_is_not_told_to_use_it(decode: OpGraph) -> None:
     told = guidance_of(decode, "efficient", "a100-sxm-80")
     assert not [what_if for what_if in told.options if what_if.lever == "compute"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -490,15 +490,10 @@ STORED: Mapping[str, str] = {"bf16": "fp8", "fp16": "fp8", "fp8": "int4", "int8"
 
 
 def _precisions(step: Estimate) -> Iterator[StepChange]:
-    """Each tensor role in the step's precision made one step narrower.
-
-    A training step is priced no narrower than bf16: below that, weights and gradients are kept in
-    several precisions at once, which no storage precision says.
-    """
+    """Tensor roles in the step's precision one step narrower; convolutions have 16 bits or more."""
     graph, chip = step.plan.source, step.chip
     wide = Study.priced_precision(graph)
-    family = compute_family(wide)
-    training = graph.phase == "training"
+    family, training = compute_family(wide), graph.phase == "training"
     if family == "fp32" and not step.execution.tf32 and chip.has_peak("matrix", "tf32"):
         yield StepChange(
             lever="compute",
@@ -506,9 +501,13 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
             needs="products that round their operands to 10 bits; accuracy is not checked",
             execution={"tf32": True},
         )
+    flops = Counter[str]()
+    for work, flop in step.plan.total.computed().items():
+        flops[work.operation] += flop
+    convolves = flops["convolution"] > flops["matmul"]
     narrower = None if training else NARROWER.get(family)
-    if narrower and chip.has_peak("matrix", narrower):
-        low = precision(narrower).bits < 16
+    low = narrower is not None and precision(narrower).bits < 16
+    if narrower and chip.has_peak("matrix", narrower) and not (low and convolves):
         yield StepChange(
             lever="compute",
             action=f"Compute and store in {narrower} what is in {wide}",
@@ -518,7 +517,7 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
             at_most=low,
         )
     stored = STORED.get(family)
-    if stored is None or training:
+    if stored is None or training or convolves:
         return
     held = _bytes_in(graph, wide)
     if held.get("weights"):
