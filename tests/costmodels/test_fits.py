@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.rewrites.trained import without_checkpoints
+from rooftrace.costmodels.rewrites.spread import without_checkpoints
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import chip
 from rooftrace.studies.advice.fits import fitting, with_checkpoints, with_small_states
@@ -153,9 +153,11 @@ def test_two_changes_are_told_where_they_take_less_than_one_that_is_enough(
 
 
 OWN = """
+from functools import partial
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 
 def build():
@@ -177,6 +179,13 @@ def by_hand(mesh):
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model, given
+
+
+def again(mesh):
+    model, given = by_hand(mesh)
+    for layer in model[1]:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return model, given
 """
 
 
@@ -190,6 +199,21 @@ def test_code_that_shards_nothing_is_shared_over_a_mesh_of_replicas(tmp_path: Pa
     assert [a for a in step.graph.assumptions if "fully_shard (FSDP2) on 2 items" in a.text]
     with pytest.raises(rt.types.RequestError, match=r"--mesh dp=2,tp=2: .* takes no `mesh`"):
         rt.report(f"{tmp_path}/own.py:alone", phase="training", mesh={"dp": 2, "tp": 2})
+
+
+def test_checkpoints_of_sharded_layers_are_left_out(tmp_path: Path) -> None:
+    """Backward gathers weights again, with checkpoints and without."""
+    (tmp_path / "own.py").write_text(OWN)
+    again, once = (
+        rt.trace(f"{tmp_path}/own.py:{name}", phase="training", mesh={"dp": 2})
+        for name in ("again", "by_hand")
+    )
+    ours = without_checkpoints(again)
+    assert all(op.kind == "view" for op in ours.ops if op.part == "recompute")
+    steps = [rt.estimate(graph, "h100-sxm") for graph in (again, ours, once)]
+    assert steps[1].t_est == pytest.approx(steps[2].t_est, rel=1e-9)
+    assert steps[1].t_est < steps[0].t_est
+    assert steps[1].memory.peak == pytest.approx(steps[2].memory.peak, rel=0.03)
 
 
 def test_a_report_on_code_tells_of_shards_over_chips(tmp_path: Path) -> None:

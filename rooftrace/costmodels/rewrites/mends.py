@@ -38,7 +38,13 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.fused_products import under_autocast
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
-from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, copied_late, last_strides
+from rooftrace.costmodels.rewrites.spread import (
+    IMAGES,
+    Laid,
+    copied_late,
+    last_strides,
+    without_checkpoints,
+)
 from rooftrace.costmodels.rewrites.statetrials import with_named_forms, written_forms
 from rooftrace.costmodels.rewrites.trained import (
     apart,
@@ -54,7 +60,6 @@ from rooftrace.costmodels.rewrites.trained import (
     with_fused_optimizer,
     with_room,
     with_sizes,
-    without_checkpoints,
     without_unread_gradients,
     written_attention,
 )

@@ -1,4 +1,4 @@
-"""Work on equal numbers done once: what is repeated is computed before, not after; layouts.
+"""Work on equal numbers done once: before it is repeated, not again in backward; layouts.
 
 A value is spread where its elements are copies of those of a smaller one, as `expand`, `repeat` and
 nearest upsampling make them.  Ops whose rows do not mix take the smaller one.  Of the gradient of a
@@ -9,8 +9,9 @@ another order in memory, what is made of them lies as ATen lays it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import pairwise
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -33,7 +34,7 @@ from rooftrace.costmodels.rewrites.editing import (
     without_left_behind,
 )
 from rooftrace.costmodels.rewrites.indexing import order_of
-from rooftrace.costmodels.rewrites.waste import is_plain, is_random
+from rooftrace.costmodels.rewrites.waste import is_plain, is_random, key_of
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
 Dim = tuple[tuple[int, bool], ...]
@@ -511,3 +512,56 @@ class Laid(Editor):
 def _is_elementwise(op: Op) -> bool:
     rule = find_rule(op.target)
     return rule is not None and rule.fusion == "pointwise" and "memory_format" not in op.arguments
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+_REFILL = "fsdp.split_with_sizes_copy"
+"""Writes gathered weights, for forward and again for backward."""
+
+
+def without_checkpoints(graph: OpGraph) -> OpGraph:
+    """Backward reads what forward made, in place of the same made again.
+
+    Weights that are gathered again for backward equal those of forward; it reads these again.
+    """
+    if not any(op.part == "recompute" for op in graph.ops):
+        return graph
+    graph = graph.expand()
+    edit, first, values = Editor(graph), dict[Any, Op](), graph.values
+    again, twice = dict[int, int](), dict[int, int]()  # values -> equal ones of forward
+    writers = edit.flow.writers.items()
+    written = {
+        where
+        for where, ops in writers
+        if any(op.part != "optimizer" and op.name != _REFILL for op in ops)
+    }
+    for op in graph.ops:
+        op = reading_others(op, again)
+        # forward itself may make a view for each reader
+        key = _key_of_results(values, reading_others(op, twice), written)
+        same = first.setdefault(key, op) if key and op.part == "forward" else first.get(key)
+        others = op.outputs if same is None or same is op else same.outputs
+        equal = {v: other for v, other in zip(op.outputs, others, strict=True) if v != other}
+        on_weights = op.kind == "view" and values[min(op.outputs, default=0)].role == "weights"
+        if equal and op.part == "recompute" and not on_weights:
+            again |= equal
+        else:
+            edit.ops.append(op)
+            twice |= equal
+    return released(without_left_behind(edit.done(), graph), graph).verify()
+
+
+def _key_of_results(values: Sequence[Tensor], op: Op, written: Set[int]) -> Any:
+    """A key that ops of equal results share; None where nothing is known to be equal."""
+    if not op.outputs or op.part == "optimizer":
+        return None
+    (tensor, *_), inputs = [values[v] for v in op.outputs], [values[v] for v in op.inputs]
+    is_weight = tensor.role == "weights" and tensor.name
+    if is_weight and all(value.name != tensor.name for value in inputs):  # of gathered shards
+        return tensor.name, tensor.shape, tensor.stride
+    touched = {values[v].storage for v in (*op.inputs, *op.outputs)}
+    if op.part == "backward" or not written.isdisjoint(touched):
+        return None
+    return op.target, key_of(op.arguments)

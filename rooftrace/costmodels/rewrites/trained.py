@@ -431,31 +431,6 @@ def with_room(graph: OpGraph) -> OpGraph:
 # -- a training step -------------------------------------------------------------------------------
 
 
-def without_checkpoints(graph: OpGraph) -> OpGraph:
-    """Backward reads what forward made, in place of the same made again."""
-    if not any(op.part == "recompute" for op in graph.ops):
-        return graph
-    graph = graph.expand()
-    edit, first = Editor(graph), dict[Any, Op]()
-    again, twice = dict[int, int](), dict[int, int]()  # values -> equal ones of forward
-    writers = edit.flow.writers.items()
-    written = {where for where, ops in writers if any(op.part != "optimizer" for op in ops)}
-    for op in graph.ops:
-        op, same = reading_others(op, again), None
-        storages = {graph.values[value].storage for value in (*op.inputs, *op.outputs)}
-        if op.outputs and op.part in ("forward", "recompute") and written.isdisjoint(storages):
-            alike = reading_others(op, twice)  # forward itself may make a view for each reader
-            key = (alike.target, key_of(alike.arguments))
-            same = first.get(key) if op.part == "recompute" else first.setdefault(key, op)
-        if same is not None and op.part == "recompute":
-            again |= dict(zip(op.outputs, same.outputs, strict=True))
-            continue
-        edit.ops.append(op)
-        if same is not None and same is not op:
-            twice |= dict(zip(op.outputs, same.outputs, strict=True))
-    return released(without_left_behind(edit.done(), graph), graph).verify()
-
-
 _LISTED = ["add", "addcdiv", "addcmul", "copy", "div", "lerp", "mul", "pow", "sqrt", "sub", "zero"]
 _LISTS_OF = {f"aten.{name}{end}": f"{name}{end}" for name in _LISTED for end in ("", "_")}
 _LISTS_OF["aten.linalg_vector_norm"] = "norm"
