@@ -241,6 +241,7 @@ def _scaled(value: float | None, steps: tuple[tuple[float, str], ...], unit: str
     """`value` in the largest step that leaves at least 1 in front of the point."""
     if value is None or math.isnan(value):
         return MISSING
+    value = int(value) if isinstance(value, int) else value  # how it is written decides no plan
     if value < 0:
         return f"-{_scaled(-value, steps, unit)}"
     base = min(steps, key=lambda step: abs(math.log(step[0])))[1]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rooftrace.graph.formulas import Fitter, Formula, FormulaError, Guard, Track, polynomials
+from rooftrace.hardware.units import format_capacity, format_flops
 
 SIZES = st.integers(1, 1 << 40)
 SMALL = st.integers(-50, 50)
@@ -251,3 +252,11 @@ def test_numbers_beyond_64_bits_stay_exact() -> None:
     sizes: Sequence[int] = [1, 131_072, 1 << 20]
     told = formula.over([np.array(sizes)])
     assert [int(number) for number in told] == [3 * x**4 + 1 for x in sizes]
+
+
+def test_what_a_number_is_written_as_decides_nothing() -> None:
+    """A note on a plan that says "999.9 GFLOP" is no other plan than one that says "1.00 TFLOP"."""
+    track = Track()
+    number = track.number(999_900_000_000, Formula.symbol(0))
+    assert format_flops(number) == "999.9 GFLOP" and not track.guards
+    assert format_capacity(number) == format_capacity(999_900_000_000) and not track.guards

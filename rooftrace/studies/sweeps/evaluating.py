@@ -225,7 +225,7 @@ TOTALS = ("flops", "flops_causal", "flops_matrix", "bytes_hbm", "bytes_net", "pe
 """Whole numbers that no chip changes: FLOP, byte, tokens or samples."""
 SECONDS = ("t_est", "t_low", "t_high", "t_bound", "t_serial", "t_comp", "t_hbm", "t_net")
 """Seconds on a chip; t_low and t_high: between which 90 % of such steps are, nan without knobs."""
-_AT_ONCE = 1 << 18
+_AT_ONCE = 1 << 16
 _CACHED = 1 << 12
 """Points that are timed at once, and with a cache, where no two kernels are equal."""
 
