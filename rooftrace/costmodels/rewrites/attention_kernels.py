@@ -480,7 +480,7 @@ def with_narrow_attention(graph: OpGraph) -> OpGraph:
             if name in op.arguments and (value := operand(op, name).id) not in now:
                 now[value] = _rounded(edit, op, value, half)
         op = reading_others(op, now)
-        narrow |= {v for v in flow.members[out]}
+        narrow |= {*flow.members[out]}
         made = op.outputs[:3] if op.target == ATTENTION_BACKWARD else ()
         wide = [v for v in made if not ends_in(flow, op, half, v)]
         narrow |= {member for v in {*made} - {*wide} for member in flow.members[v]}

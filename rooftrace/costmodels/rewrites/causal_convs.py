@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from msgspec.structs import replace as changed
 
@@ -493,12 +492,8 @@ def _alone(values: Sequence[int], flow: ValueFlow) -> Op | None:
 
 def _in_a_row(flow: ValueFlow, values: Sequence[int]) -> bool:
     """Whether values are the parts, in order, of the channels of one image."""
-    places = [flow.location(value) for value in values]
-    first = places[0]
-    if first is None or any(p is None or p.storage != first.storage for p in places):
-        return False
-    steps = {b.offset - a.offset for a, b in pairwise(p for p in places if p is not None)}
-    return steps == {first.shape[1] * first.stride[1]}
+    first = flow.location(values[0])
+    return first is not None and flow.distance(values) == first.shape[1] * first.stride[1]
 
 
 def _joined_convolutions(flow: ValueFlow, join: Op) -> list[Op] | None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
@@ -124,6 +125,13 @@ class ValueFlow:
         if value not in self._locations:
             self._locations[value] = self._located(value)
         return self._locations[value]
+
+    def distance(self, values: Sequence[int]) -> int | None:
+        """Elements from each of several values to the next in one storage; None if they differ."""
+        places = [place for value in values if (place := self.location(value)) is not None]
+        steps = {after.offset - before.offset for before, after in pairwise(places)}
+        alone = len({place.storage for place in places}) == 1 and len(places) == len(values)
+        return steps.pop() if alone and len(steps) == 1 else None
 
     def previous(self, value: int) -> int | None:
         """The operand of views, a copy or a cast that has the same elements in the same order.

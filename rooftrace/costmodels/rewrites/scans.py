@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from msgspec.structs import replace as changed
@@ -498,12 +497,10 @@ def _unturned(flow: ValueFlow, item: Ref) -> Ref:
 
 def _emit_layer(edit: Editor, like: Op, steps: _Steps) -> int:
     """The layer; returns the states of all steps, [T, B, H], of which each step reads its own."""
-    places = [edit.flow.location(value) for value in steps.inputs]
     first, count = edit.values[steps.inputs[0]], len(steps.inputs)
-    gaps = {b.offset - a.offset for a, b in pairwise(places) if a is not None and b is not None}
-    shape = (count, *first.shape)
-    if len({p.storage for p in places if p is not None}) == len(gaps) == 1 and None not in places:
-        stride = (gaps.pop(), *first.stride)
+    shape, gap = (count, *first.shape), edit.flow.distance(steps.inputs)
+    if gap is not None:
+        stride = (gap, *first.stride)
         whole = edit.view_op(
             like, "aten.as_strided.default", Ref(steps.inputs[0]), {"size": shape}, shape, stride
         )

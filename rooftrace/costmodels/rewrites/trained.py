@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from msgspec.structs import replace
@@ -371,19 +370,15 @@ def _stride_of_frames(flow: ValueFlow, op: Op) -> tuple[int, ...] | None:
     """The strides of what a stack makes, as a view of what its tensors are parts of."""
     if op.name not in ("aten.stack", "aten.cat") or len(op.inputs) < FEW or reads_across(op):
         return None
-    parts, out = [flow.location(value) for value in op.inputs], op.outputs[0]
-    first, dim = parts[0], op.arguments.get("dim", 0) % len(flow.values[out].shape)
-    if first is None or any(p is None or p.storage != first.storage for p in parts):
+    first, step, out = flow.location(op.inputs[0]), flow.distance(op.inputs), op.outputs[0]
+    if first is None or step is None or step <= 0:
         return None
-    steps = {b.offset - a.offset for a, b in pairwise(p for p in parts if p is not None)}
-    kept = first.storage in flow.writers or out in flow.escaping or out in flow.writers
-    if kept or len(steps) != 1 or min(steps) <= 0:
+    if first.storage in flow.writers or out in flow.escaping or out in flow.writers:
         return None
+    dim = op.arguments.get("dim", 0) % len(flow.values[out].shape)
     if op.name == "aten.stack":
-        return (*first.stride[:dim], *steps, *first.stride[dim:])
-    return (
-        (*first.stride[:dim], *steps, *first.stride[dim + 1 :]) if first.shape[dim] == 1 else None
-    )
+        return (*first.stride[:dim], step, *first.stride[dim:])
+    return (*first.stride[:dim], step, *first.stride[dim + 1 :]) if first.shape[dim] == 1 else None
 
 
 def _is_piece(flow: ValueFlow, value: int, whole: Op) -> bool:
