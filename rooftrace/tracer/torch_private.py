@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import torch.distributed.fsdp._fully_shard._fsdp_param_group
     import torch.distributed.tensor._op_schema
     import torch.distributed.tensor._sharding_prop
-    import torch.distributed.tensor.debug
+    import torch.distributed.tensor
     import torch.fx._symbolic_trace
     import torch.nested._internal.nested_tensor
     import torch.nested._internal.sdpa
@@ -210,7 +210,8 @@ if TYPE_CHECKING:
     get_default_group: Any = torch.distributed.distributed_c10d._get_default_group
     rank_not_in_group: Any = torch.distributed.distributed_c10d._rank_not_in_group
     resolve_process_group: Any = torch.distributed.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    clear_sharding_prop_cache: Any = torch.distributed.tensor.debug._clear_sharding_prop_cache
+    clear_sharding_cache: Any = torch._C._clear_DTensor_sharding_propagator_cache
+    sharding_propagator: Any = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
 
     # -- CUDA and profiles
     DeviceType = torch._C._autograd.DeviceType  # of an event of a profile
@@ -233,7 +234,7 @@ _VARIABLES = frozenset({"current_level", "is_fx_tracing_flag", "stance"})
 """Values that torch sets while it runs: read anew each time."""
 _OPTIONAL = frozenset(
     {
-        *("bytes_to_dataclass", "clear_sharding_prop_cache", "cuda_sleep", "grouped_mm"),
+        *("bytes_to_dataclass", "clear_sharding_cache", "cuda_sleep", "grouped_mm"),
         *("is_fx_symbolic_tracing", "is_fx_tracing_flag"),
     }
 )
@@ -348,7 +349,7 @@ class _Unused(ModuleType):
             if hasattr(real, "_torchdynamo_wrapper_id"):
                 vars(disabled)["_torchdynamo_wrapper_id"] = id(disabled)
 
-        DYNAMO_LATER.then.append(fill)
+        DYNAMO_LATER.then[DYNAMO].append(fill)
         return disabled
 
     def __getattr__(self, name: str) -> Any:
@@ -356,7 +357,7 @@ class _Unused(ModuleType):
             raise AttributeError(name)
 
         def marked(function: Any) -> Any:
-            DYNAMO_LATER.then.append(lambda dynamo: getattr(dynamo, name)(function))
+            DYNAMO_LATER.then[DYNAMO].append(lambda dynamo: getattr(dynamo, name)(function))
             return function
 
         def called(*args: Any) -> Any:
@@ -373,13 +374,15 @@ class _Unused(ModuleType):
 class _Later:
     """Finds `_Unused` in place of Dynamo, and then Dynamo for who imports a part of it.
 
-    around: contexts in which Dynamo is imported.  then: called with it afterwards.
+    around: contexts in which Dynamo and sharded tensors are imported.  then: called with such a
+    module afterwards.
     """
 
     def __init__(self) -> None:
         self.around: list[Callable[[], AbstractContextManager[Any]]] = []
-        self.then: list[Callable[[Any], object]] = []
+        self.then: dict[str, list[Callable[[Any], object]]] = {DYNAMO: [], SHARDED: []}
         self.waits = False  # in `sys.meta_path`
+        self._is_here = False  # imports sharded tensors
 
     def wait(self) -> None:
         """From here on Dynamo is not imported before something of it is used."""
@@ -394,32 +397,44 @@ class _Later:
             sys.meta_path.remove(self)
             for name in _STAND_IN:
                 sys.modules.pop(name, None)
-            with ExitStack() as stack:
-                for context in self.around:
-                    stack.enter_context(context())
-                dynamo = import_module(DYNAMO)
-            while self.then:
-                self.then.pop(0)(dynamo)
+            self._import(DYNAMO, SHARDED)
         return import_module(DYNAMO)
 
-    def once(self, until: ExitStack, call: Callable[..., object]) -> None:
-        """Call it when Dynamo is there: now, or afterwards unless `until` has ended by then."""
-        if not self.waits:
+    def _import(self, *names: str) -> None:
+        with ExitStack() as stack:
+            for context in self.around:
+                stack.enter_context(context())
+            modules = {name: import_module(name) for name in names}
+        for name, module in modules.items():
+            while self.then[name]:
+                self.then[name].pop(0)(module)
+
+    def once(self, name: str, until: ExitStack, call: Callable[..., object]) -> None:
+        """Call it when a module is there: now, or afterwards unless `until` has ended by then."""
+        waiting = self.then[name]
+        if not self.waits or (name == SHARDED and SHARDED in sys.modules):
             call()
             return
-        self.then.append(call)
-        until.callback(lambda: self.then.remove(call) if call in self.then else None)
+        waiting.append(call)
+        until.callback(lambda: waiting.remove(call) if call in waiting else None)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Of Dynamo or one of its modules, and of the module that needs it."""
+        """Of Dynamo or one of its modules, and of sharded tensors."""
         if name in _STAND_IN:
             spec = PathFinder.find_spec(name, path)
             if spec is not None:
                 spec.loader = self  # type: ignore[assignment]
             return spec
-        if name in _ALONE or not (name == _NEEDING or name.startswith(f"{DYNAMO}.")):
+        if name == SHARDED and not self._is_here:
+            self._is_here = True
+            try:
+                self._import(SHARDED)
+            finally:
+                self._is_here = False
+        elif name.startswith(f"{DYNAMO}.") and name not in _ALONE:
+            self.load()
+        else:
             return None
-        self.load()
         if name not in sys.modules:
             return None
         # Python would run the module anew if it found it there.
@@ -442,10 +457,10 @@ class _Later:
 _STAND_IN = (DYNAMO, f"{DYNAMO}.utils")
 _MARKS, _ASKED = ("allow_in_graph", "assume_constant_result"), "is_compile_supported"
 """Decorators that return what they mark, and what torchvision imports to call it later."""
-_ALONE = frozenset({f"{DYNAMO}._trace_wrapped_higher_order_op"})
+_ALONE = frozenset({f"{DYNAMO}._trace_wrapped_higher_order_op", f"{DYNAMO}.config"})
 """Modules of Dynamo that import no other one."""
-_NEEDING = "torch.distributed.tensor"
-"""It imports most of Dynamo; and what is replaced in it is replaced when Dynamo is there."""
+SHARDED = "torch.distributed.tensor"
+"""What is replaced in it is replaced when it is there; Dynamo imports it."""
 DYNAMO_LATER = _Later()
 if _processes.ONE_TASK and __name__ != "__main__":
     DYNAMO_LATER.wait()

@@ -100,7 +100,8 @@ class Survey:
             box = max(reversed(boxes), key=_points)
             boxes.remove(box)
             yield from self._regimes_of(box, boxes)
-            self._records.clear()  # many graphs take much room, and few are used again
+            # Many graphs take much room: those stay that lie in a box which is still to be proven.
+            self._records = {n: r for n, r in self._records.items() if self._is_in(n, boxes)}
 
     def graph(self, numbers: Numbers) -> Any:
         """The record at these sizes, made once."""
@@ -269,6 +270,14 @@ class Survey:
                     fails = middle
             return size, last, step > 0
         raise StructureError(f"{self.names}: a trace differs from an equal trace")
+
+    def _is_in(self, numbers: Numbers, boxes: Sequence[_Box]) -> bool:
+        """Whether these sizes lie in one of the boxes."""
+        for box in boxes:
+            low, high = map(self._at, zip(*box, strict=True))
+            if all(a <= n <= b for a, n, b in zip(low, numbers, high, strict=True)):
+                return True
+        return False
 
     def _at(self, place: _Place) -> Numbers:
         return tuple(values[i] for values, i in zip(self.levels, place, strict=True))

@@ -106,7 +106,9 @@ def uncompiled() -> Iterator[None]:
     `records.compiling` is where Dynamo would compile: the callback that it is given stays here.
     """
     with contextlib.ExitStack() as stack:
-        torch_private.DYNAMO_LATER.once(stack, functools.partial(_uncompiled, stack.enter_context))
+        torch_private.DYNAMO_LATER.once(
+            torch_private.DYNAMO, stack, functools.partial(_uncompiled, stack.enter_context)
+        )
         yield
 
 

@@ -201,7 +201,9 @@ _BEHIND = 10**9 + 1
 def sizes_unseen() -> Iterator[None]:
     """Inside, sizes of unsharded tensors are found outside of all modes; exchanges are a GPU's."""
     with contextlib.ExitStack() as stack:
-        torch_private.DYNAMO_LATER.once(stack, partial(_sizes_unseen, stack.enter_context))
+        torch_private.DYNAMO_LATER.once(
+            torch_private.SHARDED, stack, partial(_sizes_unseen, stack.enter_context)
+        )
         yield
 
 
@@ -231,8 +233,9 @@ def _sizes_unseen(enter: Callable[[AbstractContextManager[Any]], Any], dynamo: A
 def forget_meshes() -> None:
     """Let DTensor find layouts anew: it takes those of an equal mesh, whose groups are gone."""
     loaded = torch_private.SHARDING_PROP in sys.modules
-    if loaded and torch_private.has("clear_sharding_prop_cache"):
-        torch_private.clear_sharding_prop_cache()
+    if loaded and torch_private.has("clear_sharding_cache"):
+        torch_private.clear_sharding_cache()
+        torch_private.sharding_propagator.propagate_op_sharding.cache_clear()
 
 
 def _exchanged(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:

@@ -40,6 +40,11 @@ _REACH = 12
 """How deep in attributes a change is seen."""
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 """Containers that hold nothing but their items."""
+_PLAIN = frozenset(PLAIN)
+_BARE = frozenset((*_CONTAINERS, set))
+"""Containers that, empty, are all equal: most attributes of modules are such or plain."""
+_WHOLE = (*PLAIN, Tensor, nn.Module, type)
+"""Types of values that are not looked into."""
 _ABSENT = object()
 
 
@@ -91,7 +96,7 @@ def differences(module: nn.Module, other: nn.Module) -> frozenset[tuple[str, str
             return None
         for name, value in fields.items():
             twin = others[name]
-            if name in _STRUCTURE or value is twin:
+            if value is twin or name in _STRUCTURE or _both_bare(value, twin):
                 continue
             both = isinstance(value, Tensor) and isinstance(twin, Tensor)
             if not (_look(value) == _look(twin) if both else _same(value, twin, places)):
@@ -104,7 +109,7 @@ def modules_below(module: nn.Module) -> list[tuple[str, nn.Module, int]]:
     numbers: dict[int, int] = {}
     return [
         (path, part, numbers.setdefault(id(part), len(numbers)))
-        for path, part in module.named_modules(remove_duplicate=False)
+        for path, part in trees.paths_in(module)
     ]
 
 
@@ -128,14 +133,12 @@ def _same(value: Any, other: Any, places: Mapping[int, nn.Module], depth: int = 
 
     places: for each module by its id the one in whose place it stands.
     """
-    if value is other:
+    if value is other or _both_bare(value, other):
         return True
     if type(value) is not type(other):
         return False
     if isinstance(value, PLAIN):
         return bool(value == other)
-    if type(value) in _CONTAINERS and not value and not other:
-        return True
     if isinstance(value, nn.Module):
         return places.get(id(value)) is other
     if depth == 0 or isinstance(value, Tensor):
@@ -154,6 +157,11 @@ def _same(value: Any, other: Any, places: Mapping[int, nn.Module], depth: int = 
     else:
         equal = _is_simple(value)
     return equal and same(getattr(value, "__dict__", 0), getattr(other, "__dict__", 0))
+
+
+def _both_bare(value: Any, other: Any) -> bool:
+    """Whether both are empty containers of one type."""
+    return type(value) in _BARE and type(value) is type(other) and not value and not other
 
 
 def _held_by(function: Any) -> tuple[list[Any], list[Any]]:
@@ -187,10 +195,13 @@ def held_state(module: nn.Module) -> list[Any]:
 
 
 def _collect(value: Any, depth: int, seen: set[int], state: list[Any]) -> None:
+    kind = type(value)
+    if kind in _PLAIN or (kind in _BARE and not value):
+        state.append(value)
+        return
     # Tensors by reference: their lifetime is part of the recording.
     state.append(weakref.ref(value) if isinstance(value, Tensor) else value)
-    hidden = isinstance(value, (*PLAIN, Tensor, nn.Module, type))
-    if hidden or depth == 0 or id(value) in seen:
+    if depth == 0 or id(value) in seen or isinstance(value, _WHOLE):
         return
     seen.add(id(value))
     if callable(value) and not _is_simple(value):

@@ -374,6 +374,16 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
     return list(modules)
 
 
+def paths_in(root: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
+    """A module and all inside by every dotted path, as `named_modules` gives them with duplicates,
+    each through a generator for each module that it is in."""
+    named = [(path, root)]
+    for name, part in root._modules.items():
+        if part is not None:
+            named += paths_in(part, f"{path}.{name}" if path else name)
+    return named
+
+
 def tensors_of(root: nn.Module) -> list[Tensor]:
     """The tensors of a module and of all inside, those of several as often."""
     return [tensor for module in modules_in(root) for tensor in own_tensors(module)]
