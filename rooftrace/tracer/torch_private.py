@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     import torch.distributed.distributed_c10d
     import torch.distributed.fsdp._fully_shard
     import torch.distributed.fsdp._fully_shard._fsdp_param_group
+    import torch.distributed.tensor
     import torch.distributed.tensor._op_schema
     import torch.distributed.tensor._sharding_prop
-    import torch.distributed.tensor
     import torch.fx._symbolic_trace
     import torch.nested._internal.nested_tensor
     import torch.nested._internal.sdpa

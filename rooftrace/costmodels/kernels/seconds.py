@@ -324,9 +324,12 @@ class _Products:
         moved = np.maximum(sent, terms.walk / engine.cache)
         total = p_norm(knobs.overlap, work, feed, moved) + spill
         best = (np.arange(len(part)), total.argmin(axis=1))
-        by_tiles = p_norm(knobs.overlap, work[best], feed[best]) + spill[best]
+        work, feed, spill, moved = (
+            np.broadcast_to(term, total.shape)[best] for term in (work, feed, spill, moved)
+        )
+        by_tiles = p_norm(knobs.overlap, work, feed) + spill
         place = best[1] * (CHOICES // total.shape[1])
-        return np.stack([total[best], by_tiles, moved[best], place])
+        return np.stack([total[best], by_tiles, moved, place])
 
 
 def _layouts(table: KernelTable, shares: list[Share]) -> Array:

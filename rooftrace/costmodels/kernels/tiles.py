@@ -171,7 +171,10 @@ def product_sizes(
 
 @dataclass(frozen=True, slots=True)
 class TileTerms:
-    """Amounts of every tile and split for some products: arrays [products, tiles x splits]."""
+    """Amounts of every tile and split for some products: arrays [products, tiles x splits].
+
+    Those that no tile changes are [products, 1] where there is one split.
+    """
 
     flop: Array  # of full waves; infinite for tiles that a library does not take
     feed: Array  # bytes from L2
@@ -213,7 +216,8 @@ def tile_terms(
     on_vector = usual & (padded == 0) & (np.minimum(rows, columns) >= LEAST)
     depth = np.maximum(np.ceil(inner / (split * _DEPTH)) * _DEPTH, on_vector * VECTOR_PART)
     depth = np.where(is_split, depth, inner)
-    done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
+    full = (padded > 0) | on_vector
+    done = a * b if full.all() else np.where(full, a * b, loaded_a * loaded_b)
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
     common, (share, fed, cluster) = np.zeros(len(rows)), np.ones((3, len(rows)))
     refused = []
@@ -236,20 +240,34 @@ def tile_terms(
     prologue *= _HALF / np.where(padded > 0, wide, np.minimum(_HALF, wide) / VECTOR_STEPS)
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # From here on arrays hold every tile with every split: few passes over them.
-    tiles = np.ceil(rows / (a * cluster)) * cluster * np.ceil(columns / b) * products
+    clustered = (cluster > 1).any()
+    tiles = np.ceil(rows / (a * cluster)) * cluster if clustered else np.ceil(rows / a)
+    tiles *= np.ceil(columns / b)
+    if (products != 1).any():
+        tiles *= products
     blocks = tiles * split / units
-    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue) + blocks * common * prologue
+    flop = np.ceil(blocks)
+    flop *= depth / share + (1 - common) * prologue
+    if common.any():
+        flop += blocks * common * prologue
     flop *= 2 * units * done
     for runs, others in refused:
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
-    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner / fed
+    feed = tiles * (loaded_a * width_a + loaded_b * width_b)
+    feed *= inner
+    if (fed != 1).any():
+        feed /= fed
     partial = rows * columns * products * PARTIAL
     spill = np.where(is_split, split * partial, 0.0)
     # Tiles compute all of C, and each part of K has a prologue.
     least = 2 * rows * columns * products * (inner / share + SPLITS[1] * prologue)
     each = {"flop": flop, "feed": feed, "spill": spill, "walk": walk, "split": is_split}
-    flat = (len(a) * len(split), len(rows))
-    every = {name: np.broadcast_to(term, flop.shape).reshape(flat).T for name, term in each.items()}
+    least_shape = flop.shape if len(split) > 1 else (1, 1, len(rows))
+    shapes = {name: np.broadcast_shapes(term.shape, least_shape) for name, term in each.items()}
+    every = {
+        name: np.broadcast_to(term, shapes[name]).reshape(-1, len(rows)).T
+        for name, term in each.items()
+    }
     return TileTerms(**every, least=least[:, None], partial=partial[:, None])
 
 
