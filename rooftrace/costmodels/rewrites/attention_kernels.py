@@ -301,9 +301,10 @@ def _copy_of_result(flow: ValueFlow, written: WrittenAttention) -> _ResultCopy |
 def emit_flash(edit: Editor, match: tuple[WrittenAttention, _ResultCopy | None]) -> None:
     written, copy = match
     first, last, lead = written.first, written.last, written.lead
-    query = _read(edit, written, first, "self")
-    key = _read(edit, written, first, "mat2")
-    value = _read(edit, written, last, "mat2")
+    query, key, value = (
+        _read(edit, written, op, item)
+        for op, item in zip((first, first, last), written.operands, strict=True)
+    )
     for op, tensor in written.scales:
         like = edit.values[query.id]
         operands: dict[str, Argument] = {"self": query, "other": tensor}
@@ -358,9 +359,9 @@ def _result(edit: Editor, written: WrittenAttention, out: int, copy: _ResultCopy
     return made
 
 
-def _read(edit: Editor, written: WrittenAttention, op: Op, name: str) -> Ref:
+def _read(edit: Editor, written: WrittenAttention, op: Op, item: Ref) -> Ref:
     """An operand [H, a, b] of a product as [.., a, b], with the dimensions `lead` of the heads."""
-    item, lead = operand(op, name), written.lead
+    lead = written.lead
     shape = (*lead, *edit.graph.values[item.id].shape[1:])
     if source := before_copy(edit, op, item, shape, written.last.id):
         return _as_stored(edit, op, source)

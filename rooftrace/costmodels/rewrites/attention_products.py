@@ -31,7 +31,7 @@ from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 # It is read from the second product back to the first.  No rule of a single op can say that several
 # elementary ops make an attention together.
 
-PRODUCT = "aten.bmm"
+PRODUCT, SCALED_PRODUCT = "aten.bmm", "aten.baddbmm"
 LONGEST_CHAIN = 24
 
 _DROPPED = Pat("native_dropout", "kept", NonTensor("p"), train=NonTensor("train"))
@@ -93,6 +93,14 @@ class WrittenAttention:
     plain: bool = True
     alone: bool = False
 
+    @property
+    def operands(self) -> tuple[Ref, Ref, Ref]:
+        """Queries, keys with their width before their length, and values."""
+        scaled = self.first.name == SCALED_PRODUCT  # q k^T alpha, with a beta of 0
+        names = ("batch1", "batch2") if scaled else ("self", "mat2")
+        query, key = (operand(self.first, name) for name in names)
+        return query, key, operand(self.last, "mat2")
+
 
 def written_attentions(graph: OpGraph) -> Iterator[WrittenAttention]:
     """Every hand-written attention of a forward pass, in order of its last product."""
@@ -138,6 +146,10 @@ class _AttentionReader:
                 or reads_across(op)
             ):
                 return None
+            if op.name == SCALED_PRODUCT and op.arguments.get("beta", 1) == 0:
+                self.factor *= op.arguments.get("alpha", 1)
+                self.written.plain = False
+                return self._finished(op, self.written.lead or longest)
             if op.name == PRODUCT:
                 return self._finished(op, self.written.lead or longest)
             logits = self._step(logits)
@@ -152,13 +164,13 @@ class _AttentionReader:
         written.first, written.lead = first, lead
         written.scale = self.factor * (written.softcap or 1.0)
         if written.mask is not None and not self.divided:
-            query = self.flow.kernel_of(operand(first, "self").id)
+            query = self.flow.kernel_of(written.operands[0].id)
             while query is not None and query.name in COPIES:
                 query = self.flow.kernel_of(query.inputs[0])
             scaled = query is not None and query.name in ("aten.mul", "aten.div")
             written.plain &= written.scale == 1 and not written.scales and not scaled
-        read = [operand(op, name) for op, name in ((first, "self"), (first, "mat2"))]
-        read += [operand(self.last, "mat2"), *(tensor for _, tensor in written.scales)]
+        read = [*written.operands, *(tensor for _, tensor in written.scales)]
+        read += [operand(first, "self")] if first.name == SCALED_PRODUCT else []
         read += [written.sinks] if written.sinks is not None else []
         if written.mask is not None:
             read.append(written.mask.tensor)

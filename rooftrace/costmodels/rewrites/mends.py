@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
+from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.attention_kernels import with_narrow_attention
 from rooftrace.costmodels.rewrites.causal_convs import with_groups
@@ -20,6 +21,7 @@ from rooftrace.costmodels.rewrites.dataflow import (
     ValueFlow,
     dense,
     dense_like,
+    relaid,
 )
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
@@ -29,6 +31,7 @@ from rooftrace.costmodels.rewrites.editing import (
     NORMS,
     Editor,
     cast_weights,
+    operand,
     promoted,
     released,
     without_doubles,
@@ -67,7 +70,6 @@ from rooftrace.costmodels.rewrites.waste import (
     batched,
     looked_up,
     made_before,
-    needless_copies,
     without_repeated_work,
     without_waits,
 )
@@ -520,6 +522,54 @@ def with_channels_last(graph: OpGraph) -> OpGraph:
         graph, {value: last for value in own if (last := last_strides(values[value]))}
     ).done()
     return with_contiguous_attention(laid, copied=False)
+
+
+_ASKED = frozenset({"contiguous", "clone"})
+"""Functions by which the code asks for a copy; reshape and others make one only where they must."""
+
+
+def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
+    """Copies that the code asks for, all of whose readers take the original as it lies."""
+    flow = ValueFlow(graph)
+    return tuple(
+        op
+        for op in graph.ops
+        if op.name == "aten.clone" and op.function in _ASKED and _is_needless(flow, op)
+    )
+
+
+def _is_needless(flow: ValueFlow, copy: Op) -> bool:
+    (made,), before = copy.outputs, operand(copy, "self")
+    storage = flow.values[made].storage
+    if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
+        return False
+    last = max(op.id for op in flow.storage_users[storage])
+    written = flow.overwritten(before.id, copy.id, last)
+    return not written and _takes(flow, made, flow.values[before.id].stride)
+
+
+def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...], viewed: bool = False) -> bool:
+    """Whether all readers of a value take it at other strides, without a copy.
+
+    Elementwise ops and sums take any; products, of views too, matrices in either order (BLAS);
+    kernels of attention rows of adjacent elements that begin at multiples of 16 bytes.
+    """
+    tensor = flow.values[value]
+    for op in flow.users[value]:
+        rule = find_rule(op.target)
+        product = op.name in ("aten.mm", "aten.bmm") and 1 in stride[-2:] and 0 not in stride
+        any_order = rule is not None and rule.fusion in ("pointwise", "reduction") and not viewed
+        bits = precision(tensor.dtype).bits
+        rows = stride[-1:] == (1,) and not any(n * bits % 128 for n in stride[:-1])
+        attends = rows and op.target in (ATTENTION, ATTENTION_BACKWARD)
+        fits = any_order or product or attends
+        if op.kind == "view":
+            views = [v for v in op.outputs if flow.values[v].storage == tensor.storage]
+            laid = {v: relaid(flow.values[v], tensor, stride) for v in views}
+            fits = all(now is not None and _takes(flow, v, now, True) for v, now in laid.items())
+        if not fits and (rule is None or stride != tensor.stride):
+            return False
+    return bool(flow.users[value])
 
 
 def without_copies(graph: OpGraph) -> OpGraph:

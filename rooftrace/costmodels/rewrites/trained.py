@@ -207,10 +207,10 @@ def written_attention(graph: OpGraph) -> OpGraph:
 
 def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     """Hand-written attention with its backward; None where this is not known."""
-    ops, first, last = flow.graph.ops, written.first, written.last
+    ops, last = flow.graph.ops, written.last
     inner = [ops[number] for number in sorted(written.inner)]
     made = {value for op in inner for value in op.outputs}
-    starts = (operand(first, "self"), operand(first, "mat2"), operand(last, "mat2"))
+    starts = written.operands
     where = {place_of(op) for op in (*inner, last)}
     match = BothWays((*inner, last), starts, last.outputs[0], False)
     read = made | {ref.id for ref in starts}

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across, relaid
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across
 from rooftrace.costmodels.rewrites.editing import (
     Editor,
     cast_weights,
@@ -26,50 +26,6 @@ from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 def without_waits(graph: OpGraph) -> OpGraph:
     """The graph without ops at which the host asks the device for a value."""
     return graph.with_ops(op for op in graph.ops if op.kind != "sync")
-
-
-_ASKED = frozenset({"contiguous", "clone"})
-"""Functions by which the code asks for a copy; reshape and others make one only where they must."""
-
-
-def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
-    """Copies that the code asks for, all of whose readers take the original as it lies."""
-    flow = ValueFlow(graph)
-    return tuple(
-        op
-        for op in graph.ops
-        if op.name == "aten.clone" and op.function in _ASKED and _is_needless(flow, op)
-    )
-
-
-def _is_needless(flow: ValueFlow, copy: Op) -> bool:
-    (made,), before = copy.outputs, operand(copy, "self")
-    storage = flow.values[made].storage
-    if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
-        return False
-    last = max(op.id for op in flow.storage_users[storage])
-    written = flow.overwritten(before.id, copy.id, last)
-    return not written and _takes(flow, made, flow.values[before.id].stride)
-
-
-def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...], viewed: bool = False) -> bool:
-    """Whether all readers of a value take it at other strides, without a copy.
-
-    Elementwise ops and sums take any; products, of views too, matrices in either order (BLAS).
-    """
-    tensor = flow.values[value]
-    for op in flow.users[value]:
-        rule = find_rule(op.target)
-        product = op.name in ("aten.mm", "aten.bmm") and 1 in stride[-2:] and 0 not in stride
-        any_order = rule is not None and rule.fusion in ("pointwise", "reduction") and not viewed
-        fits = any_order or product
-        if op.kind == "view":
-            views = [v for v in op.outputs if flow.values[v].storage == tensor.storage]
-            laid = {v: relaid(flow.values[v], tensor, stride) for v in views}
-            fits = all(now is not None and _takes(flow, v, now, True) for v, now in laid.items())
-        if not fits and (rule is None or stride != tensor.stride):
-            return False
-    return bool(flow.users[value])
 
 
 def without_repeated_work(graph: OpGraph) -> OpGraph:
