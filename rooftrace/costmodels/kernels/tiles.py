@@ -216,8 +216,7 @@ def tile_terms(
     on_vector = usual & (padded == 0) & (np.minimum(rows, columns) >= LEAST)
     depth = np.maximum(np.ceil(inner / (split * _DEPTH)) * _DEPTH, on_vector * VECTOR_PART)
     depth = np.where(is_split, depth, inner)
-    full = (padded > 0) | on_vector
-    done = a * b if full.all() else np.where(full, a * b, loaded_a * loaded_b)
+    done = np.where((padded > 0) | on_vector, a * b, loaded_a * loaded_b)
     busy, prologue = np.full(len(rows), tiling.busy), np.full(len(rows), tiling.prologue)
     common, (share, fed, cluster) = np.zeros(len(rows)), np.ones((3, len(rows)))
     refused = []
@@ -233,42 +232,42 @@ def tile_terms(
             taken = taken & (a == high) & ((b == wide) | (wide == 0))
         refused.append((runs, ~taken))
     if on_vector.any():
-        narrow = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
-        suits = narrow | (a * b >= VECTOR_TILE)
-        refused.append((on_vector, ~suits[:, :, on_vector]))
+        refused.append((on_vector, ~_suits_vectors(a, b, rows, columns)[:, :, on_vector]))
     wide = np.maximum(width_a, width_b)
     prologue *= _HALF / np.where(padded > 0, wide, np.minimum(_HALF, wide) / VECTOR_STEPS)
     walk = LEAST * (width_a + width_b) * depth * units / busy
     # From here on arrays hold every tile with every split: few passes over them.
-    clustered = (cluster > 1).any()
-    tiles = np.ceil(rows / (a * cluster)) * cluster if clustered else np.ceil(rows / a)
-    tiles *= np.ceil(columns / b)
-    if (products != 1).any():
-        tiles *= products
+    high = np.ceil(rows / (a * cluster)) * cluster if (cluster > 1).any() else np.ceil(rows / a)
+    tiles = high * np.ceil(columns / b) * products
     blocks = tiles * split / units
-    flop = np.ceil(blocks)
-    flop *= depth / share + (1 - common) * prologue
+    flop = np.ceil(blocks) * (depth / share + (1 - common) * prologue)
     if common.any():
         flop += blocks * common * prologue
     flop *= 2 * units * done
     for runs, others in refused:
         flop[:, :, runs] = np.where(others, np.inf, flop[:, :, runs])
-    feed = tiles * (loaded_a * width_a + loaded_b * width_b)
-    feed *= inner
-    if (fed != 1).any():
-        feed /= fed
+    feed = tiles * (loaded_a * width_a + loaded_b * width_b) * inner / fed
     partial = rows * columns * products * PARTIAL
     spill = np.where(is_split, split * partial, 0.0)
     # Tiles compute all of C, and each part of K has a prologue.
     least = 2 * rows * columns * products * (inner / share + SPLITS[1] * prologue)
     each = {"flop": flop, "feed": feed, "spill": spill, "walk": walk, "split": is_split}
-    least_shape = flop.shape if len(split) > 1 else (1, 1, len(rows))
-    shapes = {name: np.broadcast_shapes(term.shape, least_shape) for name, term in each.items()}
-    every = {
-        name: np.broadcast_to(term, shapes[name]).reshape(-1, len(rows)).T
-        for name, term in each.items()
-    }
+    every = {name: _flat(term, flop.shape) for name, term in each.items()}
     return TileTerms(**every, least=least[:, None], partial=partial[:, None])
+
+
+def _suits_vectors(a: Array, b: Array, rows: Array, columns: Array) -> Array:
+    """Whether cuBLAS has a tile for products of a vector engine, or C is narrower than tiles."""
+    narrow: Array = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
+    return narrow | (a * b >= VECTOR_TILE)
+
+
+def _flat(term: Array, shape: tuple[int, ...]) -> Array:
+    """Amounts [tiles, splits, products] as [products, tiles x splits], or [products, 1] where no
+    tile changes them and there is one split."""
+    least = shape if shape[1] > 1 else (1, 1, shape[2])
+    term = np.broadcast_to(term, np.broadcast_shapes(term.shape, least))
+    return term.reshape(-1, shape[2]).T
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:

@@ -103,7 +103,8 @@ class Capture:
                 "on meta; begin the capture outside of it"
             )
         self._began = threading.get_ident()
-        with contextlib.ExitStack() as undo:  # an error halfway leaves nothing behind
+        # An error halfway leaves nothing behind.
+        with depth_explained(self._root), contextlib.ExitStack() as undo:
             undo.enter_context(overrides.claimed(list(self._root.modules())))
             undo.callback(self._recorder.close)
             memo: dict[int, Any] = {}
@@ -376,7 +377,7 @@ def _sizes(inputs: Sequence[Any]) -> dict[str, Any]:
 
 def is_real(modules: Sequence[nn.Module]) -> bool:
     """Whether some tensor of these modules is not on the meta device."""
-    tensors = (t for module in modules for part in module.modules() for t in own_tensors(part))
+    tensors = (tensor for module in modules for tensor in trees.tensors_of(module))
     return any(tensor.device.type != "meta" for tensor in tensors)
 
 

@@ -374,13 +374,18 @@ def modules_in(root: nn.Module) -> list[nn.Module]:
     return list(modules)
 
 
-def paths_in(root: nn.Module, path: str = "") -> list[tuple[str, nn.Module]]:
-    """A module and all inside by every dotted path, as `named_modules` gives them with duplicates,
-    each through a generator for each module that it is in."""
-    named = [(path, root)]
-    for name, part in root._modules.items():
-        if part is not None:
-            named += paths_in(part, f"{path}.{name}" if path else name)
+def paths_in(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """A module and all inside by every dotted path, in the order of `Module.named_modules`, which
+    passes each through a generator for each module that it is in."""
+    named: list[tuple[str, nn.Module]] = []
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        named.append((path, module))
+        if inside := module._modules:
+            before = f"{path}." if path else ""
+            parts = reversed(inside.items())
+            waiting += [(before + name, part) for name, part in parts if part is not None]
     return named
 
 
