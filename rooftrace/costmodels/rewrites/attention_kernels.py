@@ -34,7 +34,6 @@ from rooftrace.costmodels.rewrites.editing import (
     operand,
     reading_others,
     recast,
-    released,
     with_matches,
     without_left_behind,
 )
@@ -491,7 +490,7 @@ def with_narrow_attention(graph: OpGraph) -> OpGraph:
             edit.emit(op, _CAST, {"self": Ref(grad), "dtype": "dtype:fp32"}, (v,))
     if not narrowed:
         return graph
-    rounded = released(without_left_behind(edit.done(), graph), graph)
+    rounded = edit.mended()
     return recast(rounded, dict.fromkeys(narrow, half))
 
 

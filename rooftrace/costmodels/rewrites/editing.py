@@ -197,6 +197,10 @@ class Editor:
         self.move(value, made.id)
         self.reshape(like, made, value)
 
+    def mended(self) -> OpGraph:
+        """The new graph, verified, without what the edits left without a use."""
+        return released(without_left_behind(self.done(), self.graph), self.graph).verify()
+
     def done(self) -> OpGraph:
         """The new graph."""
         graph, moved = self.graph, self.moved

@@ -22,10 +22,8 @@ from rooftrace.costmodels.rewrites.editing import (
     Editor,
     operand,
     reading_others,
-    released,
     rewritten,
     with_matches,
-    without_left_behind,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
 from rooftrace.hardware.precisions import precision, storage_bytes
@@ -501,7 +499,7 @@ def under_autocast(graph: OpGraph, half: str) -> OpGraph:
 
     Weights are cast once, others for each reader; the optimizer reads gradients that are cast back.
     """
-    return _Autocast(graph.expand(), half).done()
+    return _Autocast(graph.expand(), half).mended()
 
 
 class _Autocast(Editor):
@@ -519,10 +517,6 @@ class _Autocast(Editor):
         for value in dict.fromkeys(graph.outputs):
             if self._dtype(value) == half and graph.values[value].role == "gradients":
                 self.replaced[value] = self._cast(self.ops[-1], value, "fp32")
-
-    def done(self) -> OpGraph:
-        """The new graph."""
-        return released(without_left_behind(super().done(), self.graph), self.graph).verify()
 
     def _dtype(self, value: int) -> str:
         return self.values[value].dtype

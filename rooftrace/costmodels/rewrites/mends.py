@@ -30,9 +30,7 @@ from rooftrace.costmodels.rewrites.editing import (
     Editor,
     cast_weights,
     promoted,
-    released,
     without_doubles,
-    without_left_behind,
     without_promotions,
     without_weight_casts,
 )
@@ -403,7 +401,7 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
             strides |= _emit_backward(edit, match, made[match.out])
         elif op.id not in gone:
             edit.ops.append(op)
-    mended = released(without_left_behind(edit.done(), graph), graph)
+    mended = edit.mended()
     return Laid(mended, strides).done()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import np
 from rooftrace.costmodels.rewrites.dataflow import BothWays, ValueFlow, place_of, with_backward
-from rooftrace.costmodels.rewrites.editing import Editor, released, without_left_behind
+from rooftrace.costmodels.rewrites.editing import Editor
 from rooftrace.costmodels.rewrites.patterns import can_be_one, ops_between
 from rooftrace.costmodels.rewrites.smallruns import (
     KNOWN,
@@ -467,7 +467,7 @@ def with_named_forms(graph: OpGraph, forms: Mapping[str, list[BothWays]] | None 
             _emit_named_backward(edit, *row, more[row[1].out])
         elif op.id not in gone:
             edit.ops.append(op)
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def _emit_named(edit: Editor, name: str, match: BothWays) -> dict[str, Argument]:

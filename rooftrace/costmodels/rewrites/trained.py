@@ -202,7 +202,7 @@ def written_attention(graph: OpGraph) -> OpGraph:
             _emit_trained(edit, match.apart, kernels[match.apart.out])
         elif op.id not in gone:
             edit.ops.append(op)
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
@@ -294,7 +294,7 @@ def joined_once(graph: OpGraph) -> OpGraph:
         edit.ops.append(op)
     if edit.ops == list(graph.ops):
         return graph
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def chosen_by_masks(graph: OpGraph) -> OpGraph:
@@ -323,7 +323,7 @@ def chosen_by_masks(graph: OpGraph) -> OpGraph:
             edit.ops.append(reading_others(op, {old: ref.id for old, ref in rows.items()}))
     if edit.ops == list(graph.ops):
         return graph
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def _only_mask(graph: OpGraph, op: Op) -> Ref | None:
@@ -362,7 +362,7 @@ def framed(graph: OpGraph) -> OpGraph:
         edit.emit(op, "aten.as_strided.default", how, op.outputs, kind="view")
     if not strides:
         return graph
-    mended = released(without_left_behind(edit.done(), graph), graph)
+    mended = edit.mended()
     return Laid(mended, strides).done()
 
 

@@ -214,7 +214,7 @@ def looked_up(graph: OpGraph) -> OpGraph:
         edit.becomes(op, out, made)
     if not count:
         return graph
-    return released(without_left_behind(edit.done(), graph), graph)
+    return edit.mended()
 
 
 def _one_hot(flow: ValueFlow, op: Op) -> tuple[Ref, bool] | None:
