@@ -97,11 +97,10 @@ class Editor:
     ) -> None:
         """Append an op of the module, part and family of `like`."""
         self.ops.append(
-            replace(
+            taking(
                 like,
+                arguments,
                 target=target,
-                arguments=dict(arguments),
-                inputs=tuple(refs(arguments)),
                 outputs=outputs,
                 kind=kind,
                 facts=dict(facts or {}),
@@ -229,7 +228,12 @@ def reading_others(op: Op, now: Mapping[int, int]) -> Op:
         return item
 
     arguments = {name: read(item) for name, item in op.arguments.items()}
-    return replace(op, arguments=arguments, inputs=tuple(refs(arguments)), holds=read(op.holds))
+    return taking(op, arguments, holds=read(op.holds))
+
+
+def taking(op: Op, arguments: Mapping[str, Argument], **fields: Any) -> Op:
+    """The op with other arguments, and so other inputs; fields: others of it that change."""
+    return replace(op, arguments=dict(arguments), inputs=tuple(refs(arguments)), **fields)
 
 
 def operand(op: Op, name: str) -> Ref:

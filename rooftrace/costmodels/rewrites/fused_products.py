@@ -23,9 +23,10 @@ from rooftrace.costmodels.rewrites.editing import (
     operand,
     reading_others,
     rewritten,
+    taking,
     with_matches,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision, storage_bytes
 
 CACHE_APPEND = "rooftrace.cache_append.default"
@@ -59,9 +60,7 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
                     "new": tuple(new),
                     "dim": op.arguments.get("dim", 0),
                 }
-                op = replace(
-                    op, target=CACHE_APPEND, arguments=arguments, inputs=tuple(refs(arguments))
-                )
+                op = taking(op, arguments, target=CACHE_APPEND)
         ops.append(op)
     if not moved:
         return graph, 0

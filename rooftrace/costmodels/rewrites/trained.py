@@ -42,15 +42,17 @@ from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
     Editor,
+    edited,
     operand,
     reading_others,
     released,
+    taking,
     without_left_behind,
 )
 from rooftrace.costmodels.rewrites.fused_products import append_in_place
 from rooftrace.costmodels.rewrites.spread import Laid
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
 
 
@@ -142,8 +144,7 @@ def _both(graph: OpGraph, changed: OpGraph) -> OpGraph:
             assert forward is not None
             kept = {name: item for name, item in op.arguments.items() if name not in _TOLD}
             told = {name: forward.arguments[name] for name in _TOLD if name in forward.arguments}
-            arguments: dict[str, Argument] = {**kept, **told}
-            op = replace(op, arguments=arguments, inputs=tuple(refs(arguments)))
+            op = taking(op, {**kept, **told})
         edit.ops.append(op)
     done = without_left_behind(edit.done(), graph)
     return released(done, graph).verify()
@@ -289,8 +290,7 @@ def joined_once(graph: OpGraph) -> OpGraph:
         if op.name == "aten.cat" and not reads_across(op) and not op.steps:
             rows = [pieces[r.id] if _is_piece(edit.flow, r.id, op) else (r,) for r in op.reads]
             pieces[op.outputs[0]] = items = tuple(ref for row in rows for ref in row)
-            how = {**op.arguments, "tensors": items}
-            op = replace(op, arguments=how, inputs=tuple(refs(how)))
+            op = taking(op, {**op.arguments, "tensors": items})
         edit.ops.append(op)
     if edit.ops == list(graph.ops):
         return graph
@@ -438,22 +438,18 @@ def over_lists(graph: OpGraph) -> OpGraph:
         return graph
     names = [op for op in graph.ops if op.name in _LISTS_OF and not op.module]
     flat = graph.expand() if any(op.repeats for op in names) else graph
-    edit, groups, place = Editor(flat), dict[Any, list[Op]](), dict[int, int]()
+    flow, groups, place = ValueFlow(flat), dict[Any, list[Op]](), dict[int, int]()
     for op in flat.ops:
         if op.name in _LISTS_OF and not op.module and op.part != "backward":
             plain = [(k, key_of(a)) for k, a in op.arguments.items() if type(a) is not Ref]
             groups.setdefault((op.target, op.source, op.part, *sorted(plain)), []).append(op)
     lists = dict[int, list[Op]]()
     for lanes in groups.values():
-        if len(lanes) >= FEW and _at_once(edit.flow, lanes, place):
+        if len(lanes) >= FEW and _at_once(flow, lanes, place):
             lists[lanes[0].id] = lanes
             place |= {lane.id: lanes[0].id for lane in lanes}
-    for op in flat.ops:
-        if op.id in lists:
-            _emit_list(edit, lists[op.id])
-        elif op.id not in place:
-            edit.ops.append(op)
-    return released(edit.done(), flat).verify() if lists else graph
+    changed = edited(flat, lists, _emit_list, place)
+    return released(changed, flat).verify() if lists else graph
 
 
 def _at_once(flow: ValueFlow, lanes: Sequence[Op], place: Mapping[int, int]) -> bool:
