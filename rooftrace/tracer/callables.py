@@ -134,15 +134,7 @@ class Function(nn.Module):
     def __getattribute__(self, name: str) -> Any:
         item = super().__getattribute__(name)
         if name == "forward" and "function" in vars(self):
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return item(*args, **kwargs)
-
-            try:
-                call.__signature__ = inspect.signature(self.function)  # type: ignore[attr-defined]
-            except (TypeError, ValueError):  # a callable written in C does not say
-                return item
-            return call
+            return _with_signature(item, self.function)
         return item
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Function:
@@ -181,3 +173,14 @@ def _references(function: Any) -> Iterator[tuple[str, Any]]:
         yield from copies.globals_of(function).items()
     elif isinstance(vars(type(function)).get("__call__"), FunctionType):
         yield from vars(function).items()
+
+
+def _with_signature(forward: Any, function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    try:
+        call.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):  # a callable written in C does not say
+        return forward
+    return call

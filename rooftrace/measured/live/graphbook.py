@@ -95,11 +95,7 @@ def graph_of(
     Raises the errors of `rooftrace.trace`.
     """
     for module in notebook.modules:
-        kinds = {type(tensor).__name__ for tensor in module.parameters()}
-        kinds |= {type(part).__name__ for part in module.modules()}
-        kind = next(iter(kinds & {"DTensor", "FullyShardedDataParallel"}), None)
-        if kind is not None:
-            raise RequestError(_SHARDED.format(name=type(module).__name__, kind=kind))
+        _refuse_sharded(module)
     count = len(notebook.modules)
     calls = [(note, _arguments(notebook, note)) for note in notes]
     arguments = [(call.args, call.kwargs) for _, call in calls]
@@ -160,6 +156,14 @@ def _ready(optimizer: Optimizer, on_cpu: bool) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
+
+
+def _refuse_sharded(module: nn.Module) -> None:
+    kinds = {type(tensor).__name__ for tensor in module.parameters()}
+    kinds |= {type(part).__name__ for part in module.modules()}
+    kind = next(iter(kinds & {"DTensor", "FullyShardedDataParallel"}), None)
+    if kind is not None:
+        raise RequestError(_SHARDED.format(name=type(module).__name__, kind=kind))
 
 
 @contextlib.contextmanager

@@ -218,10 +218,7 @@ class ModuleCalls:
 
         aside: where a call runs that only looks for a cache without a name.
         """
-        prompt = {
-            name: (with_tensors(item, lambda tensor: tensor) if _may_be_filled(item) else item)
-            for name, item in prompt.items()
-        }
+        prompt = {name: _unshared(item) for name, item in prompt.items()}
         objects = {name: item for name, item in prompt.items() if _may_be_filled(item)}
         before = {id(tensor) for tensor in tensors_in(objects)}
         output = self.call(self.inputs.args, prompt, self.inputs.cached)
@@ -308,6 +305,11 @@ def _may_be_filled(item: Any) -> bool:
     """Whether an argument is an object that a call may write into, as into a cache."""
     plain = (Tensor, nn.Module, Mapping, str, bytes, int, float, list, tuple, set, type(None))
     return not isinstance(item, plain) and not callable(item) and hasattr(item, "__dict__")
+
+
+def _unshared(item: Any) -> Any:
+    """A copy of such an object that holds the same tensors."""
+    return with_tensors(item, lambda tensor: tensor) if _may_be_filled(item) else item
 
 
 # -- a cache in a plain tuple, which has no name ---------------------------------------------------
