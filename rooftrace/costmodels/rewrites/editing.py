@@ -197,8 +197,12 @@ class Editor:
         self.reshape(like, made, value)
 
     def mended(self) -> OpGraph:
-        """The new graph, verified, without what the edits left without a use."""
-        return released(without_left_behind(self.done(), self.graph), self.graph).verify()
+        """The new graph, verified, without what the edits left without a use; the same graph where
+        nothing was edited."""
+        graph, others = self.graph, (self.replaced, self.moved)
+        if not any(others) and (self.ops, self.values) == ([*graph.ops], [*graph.values]):
+            return graph
+        return released(without_left_behind(self.done(), graph), graph).verify()
 
     def done(self) -> OpGraph:
         """The new graph."""

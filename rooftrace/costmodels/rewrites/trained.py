@@ -183,13 +183,8 @@ class _Trained:
 
 def written_attention(graph: OpGraph) -> OpGraph:
     """Attention that is written out, and its backward, become a kernel each."""
-    flow, matches = ValueFlow(graph), list[_Trained]()
-    for written in written_attentions(graph):
-        match = _trained(flow, written)
-        if match is not None:
-            matches.append(match)
-    if not matches:
-        return graph
+    flow = ValueFlow(graph)
+    matches = [match for w in written_attentions(graph) if (match := _trained(flow, w)) is not None]
     ends = {match.written.last.id: match for match in matches}
     lasts = {match.apart.backward[-1].id: match for match in matches}
     gone = {op for match in matches for op in match.written.inner}
@@ -292,8 +287,6 @@ def joined_once(graph: OpGraph) -> OpGraph:
             pieces[op.outputs[0]] = items = tuple(ref for row in rows for ref in row)
             op = taking(op, {**op.arguments, "tensors": items})
         edit.ops.append(op)
-    if edit.ops == list(graph.ops):
-        return graph
     return edit.mended()
 
 
@@ -321,8 +314,6 @@ def chosen_by_masks(graph: OpGraph) -> OpGraph:
             rows[made] = edit.viewed(op, whole, (source.elements // math.prod(tail), *tail))
         else:
             edit.ops.append(reading_others(op, {old: ref.id for old, ref in rows.items()}))
-    if edit.ops == list(graph.ops):
-        return graph
     return edit.mended()
 
 
