@@ -11,8 +11,9 @@ import json
 import math
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -186,11 +187,8 @@ def load_graphs(path: str | os.PathLike[str]) -> dict[str, OpGraph]:
             f"{where}: schema is {schema!r:.60}, expected {SCHEMA!r}; "
             "make it with `rooftrace trace TARGET -o FILE`"
         )
-    graphs = record_of(_File, data, where, _KIND).graphs
-    result = {}
-    for phase, values in graphs.items():
-        result[phase] = decoded_graph(values, where, f"graphs.{phase}")
-    return result
+    graphs = record_of(_File, data, where, _KIND).graphs.items()
+    return {phase: decoded_graph(data, where, f"graphs.{phase}") for phase, data in graphs}
 
 
 def decoded_graph(data: dict[str, Any], where: str, place: str) -> OpGraph:
@@ -221,59 +219,60 @@ def looks_saved(path: str | os.PathLike[str]) -> bool:
 
 
 def _encode(graph: OpGraph) -> dict[str, Any]:
-    words = _Words()
+    words = defaultdict[str, int]()
+    words.default_factory = words.__len__  # a new word gets the next number
     values = [
         [
             list(t.shape),
-            words(t.dtype),
+            words[t.dtype],
             list(t.stride),
-            words(t.role),
+            words[t.role],
             t.storage,
             t.name,
             list(t.repeats),
             _encode_neighbour(t.then),
-            *([words(t.stored)] if t.stored or t.host else []),
+            *([words[t.stored]] if t.stored or t.host else []),
             *([True] if t.host else []),
         ]
         for t in graph.values
     ]
     ops = [
         [
-            words(op.target),
+            words[op.target],
             {k: _encode_argument(v) for k, v in op.arguments.items()},
             list(op.outputs),
-            words(op.module),
+            words[op.module],
             op.call,
-            words(op.part),
-            words(op.kind),
-            words(op.family),
-            words(op.function),
-            words(op.source),
+            words[op.part],
+            words[op.kind],
+            words[op.family],
+            words[op.function],
+            words[op.source],
             op.flops_torch,
             {name: _encode_argument(fact) for name, fact in op.facts.items()},
             list(op.assumptions),
             list(op.repeats),
             dict(op.steps),
             [_encode_argument(ref) for ref in op.holds],
-            *_encode_exchange(op, words),
+            *(  # nothing for an op that works alone on the main stream
+                [words[op.stream], op.collective and msgspec.structs.asdict(op.collective)]
+                if op.stream or op.collective
+                else []
+            ),
         ]
         for op in graph.ops
     ]
     return {
         "phase": graph.phase,
-        "model": _encode_said(graph.model),
-        "workload": _encode_said(graph.workload),
-        "provenance": _encode_said(graph.provenance),
-        "modules": dict(graph.modules),
-        "calls": dict(graph.calls),
-        "constants": dict(graph.constants),
+        **{name: _encode_said(getattr(graph, name)) for name in _SAID},
+        **{name: dict(getattr(graph, name)) for name in ("modules", "calls", "constants")},
         "schemas": {target: list(names) for target, names in sorted(graph.schemas.items())},
         "assumptions": [_encode_assumption(assumption) for assumption in graph.assumptions],
         "inputs": list(graph.inputs),
         "outputs": list(graph.outputs),
         "repeats": [_encode_repeat(repeat) for repeat in graph.repeats],
         **_encode_groups(graph),
-        "words": words.list,
+        "words": list(words),
         "values": values,
         "ops": ops,
     }
@@ -450,33 +449,21 @@ def _decode(data: _Graph) -> OpGraph:
         )
         for item in data.values
     )
-    return OpGraph(
-        phase=data.phase,
-        values=values,
-        ops=tuple(_decode_op(number, op, word) for number, op in enumerate(data.ops)),
-        inputs=data.inputs,
-        outputs=data.outputs,
-        modules=data.modules,
-        calls=data.calls,
-        assumptions=tuple(
+    same = {item.name: getattr(data, item.name) for item in fields(data) if item.name != "words"}
+    decoded = {
+        "values": values,
+        "ops": tuple(_decode_op(number, op, word) for number, op in enumerate(data.ops)),
+        "assumptions": tuple(
             Assumption(*item._replace(value=_decode_said(item.value))) for item in data.assumptions
         ),
-        repeats=tuple(_decode_repeat(repeat) for repeat in data.repeats),
-        constants=data.constants,
-        schemas=data.schemas,
-        groups=data.groups,
-        mesh=data.mesh,
-        model=_decode_said(data.model),
-        workload=_decode_said(data.workload),
-        provenance=_decode_said(data.provenance),
-    )
+        "repeats": tuple(Repeat(*r[:6], dict(r.names), dict(r.assumptions)) for r in data.repeats),
+        **{name: _decode_said(same[name]) for name in _SAID},
+    }
+    return OpGraph(**{**same, **decoded})
 
 
-def _decode_repeat(entry: _Repeat) -> Repeat:
-    names, assumptions = dict(entry.names), dict(entry.assumptions)
-    return Repeat(*entry[:6], names=names, assumptions=assumptions)
-
-
+_SAID = ("model", "workload", "provenance")
+"""The fields of a graph that are plain data of any depth."""
 _WORDS = ("target", "module", "part", "kind", "family", "function", "source")
 """The fields of an op that are words."""
 
@@ -495,14 +482,6 @@ def _decode_op(number: int, entry: _Op, word: Callable[[int], str]) -> Op:
             "stream": "" if entry.stream is None else word(entry.stream),
         }
     )
-
-
-def _encode_exchange(op: Op, words: _Words) -> list[Any]:
-    """Stream and collective of an op; nothing for an op that works alone on the main stream."""
-    if not op.stream and op.collective is None:
-        return []
-    together = None if op.collective is None else msgspec.structs.asdict(op.collective)
-    return [words(op.stream), together]
 
 
 def _encode_repeat(repeat: Repeat) -> list[Any]:
@@ -578,18 +557,3 @@ def _decode_argument(item: Any) -> Argument:
     if isinstance(item, (list, tuple)):
         return tuple(_decode_argument(x) for x in item)
     return one_nan(item)
-
-
-class _Words:
-    """Strings that repeat are stored once."""
-
-    def __init__(self) -> None:
-        self.list: list[str] = []
-        self._index: dict[str, int] = {}
-
-    def __call__(self, word: str) -> int:
-        index = self._index.get(word)
-        if index is None:
-            index = self._index[word] = len(self.list)
-            self.list.append(word)
-        return index

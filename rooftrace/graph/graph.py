@@ -110,7 +110,7 @@ class OpGraph(Shown):
         self.check_length()
         graph = self
         while graph.repeats:
-            graph = graph.replace(**last_written_out(graph))
+            graph = graph.replace(**_FlatRepeat(graph, graph.repeats[-1]).fields())
         return graph
 
     def check_length(self) -> None:
@@ -310,11 +310,6 @@ class Rolled(Protocol):
 
     @property
     def repeats(self) -> tuple[Repeat, ...]: ...
-
-
-def last_written_out(graph: Rolled) -> dict[str, Any]:
-    """The fields of a graph that change when its last repeat is written out, with their values."""
-    return _FlatRepeat(graph, graph.repeats[-1]).fields()
 
 
 class _FlatRepeat:

@@ -106,7 +106,9 @@ def _grown(graph: OpGraph) -> list[Open]:
     while True:
         partition = Partition(facts, around)
         grow(partition)
-        merge_kernels(partition)
+        _move_to_only_consumer(partition)
+        _merge_into_first_consumer(partition)
+        _merge_readers(partition)
         kernels = [kernel for kernel in partition.kernels if kernel.members]
         if not around.sites or not around.bar_uneven([kernel.members for kernel in kernels]):
             return kernels
@@ -116,13 +118,6 @@ def _grown(graph: OpGraph) -> list[Open]:
 # Merges grown kernels with their readers, and with readers of the same tensor.
 #
 # `benchmarks/inductor` compares the result with Inductor's.
-
-
-def merge_kernels(partition: Partition) -> None:
-    """Ops move to their only consumer, kernels to their first one, and readers of a tensor meet."""
-    _move_to_only_consumer(partition)
-    _merge_into_first_consumer(partition)
-    _merge_readers(partition)
 
 
 def _move_to_only_consumer(partition: Partition) -> None:

@@ -34,11 +34,11 @@ from rooftrace.costmodels.rewrites.editing import (
     operand,
     reading_others,
     recast,
-    released,
+    taking,
     with_matches,
     without_left_behind,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, marks, refs
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, marks
 from rooftrace.hardware.precisions import precision
 from rooftrace.tracer import RequestLengths
 
@@ -71,8 +71,7 @@ class _Repeated:
 def _emit_shared(edit: Editor, shared: tuple[Op, Mapping[str, _Repeated]]) -> None:
     op, sources = shared
     heads = {name: _heads_of(edit, op, stored) for name, stored in sources.items()}
-    arguments: dict[str, Argument] = {**op.arguments, **heads}
-    edit.ops.append(replace(op, arguments=arguments, inputs=tuple(refs(arguments))))
+    edit.ops.append(taking(op, {**op.arguments, **heads}))
 
 
 def _stored(flow: ValueFlow, op: Op, name: str) -> _Repeated | None:
@@ -135,8 +134,7 @@ def masks_as_numbers(graph: OpGraph) -> tuple[OpGraph, int]:
             numbers = _numbers(graph, op)
             if numbers is not None:
                 kept = {name: a for name, a in op.arguments.items() if name != "fill"}
-                arguments: dict[str, Argument] = {**kept, "mask": None, **numbers}
-                op = replace(op, arguments=arguments, inputs=tuple(refs(arguments)))
+                op = taking(op, {**kept, "mask": None, **numbers})
                 count += graph.times(op)
             elif op.facts.get("mask") in _LENGTH_MASKS:
                 op = replace(op, facts={**op.facts, BY_LENGTHS: True})
@@ -492,7 +490,7 @@ def with_narrow_attention(graph: OpGraph) -> OpGraph:
             edit.emit(op, _CAST, {"self": Ref(grad), "dtype": "dtype:fp32"}, (v,))
     if not narrowed:
         return graph
-    rounded = released(without_left_behind(edit.done(), graph), graph)
+    rounded = edit.mended()
     return recast(rounded, dict.fromkeys(narrow, half))
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace as changed
 from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across
 from rooftrace.costmodels.rewrites.editing import (
     Editor,
+    edited,
     operand,
     released,
     rewritten,
@@ -457,7 +458,7 @@ def with_groups(graph: OpGraph) -> OpGraph:
     if graph.processes > 1 or not {"aten.convolution", "aten.cat"} <= names:
         return graph
     graph = graph.expand()
-    edit, flow = Editor(graph), ValueFlow(graph)
+    flow = ValueFlow(graph)
     places, gone = dict[int, tuple[Sequence[Op], int]](), set[int]()  # lanes and result, by op
     for join in graph.ops:
         lanes = _joined_convolutions(flow, join)
@@ -474,12 +475,8 @@ def with_groups(graph: OpGraph) -> OpGraph:
         gone |= {op.id for op in (*lanes, join, *back, *([sums] if sums else []))}
         if back:
             places[max(op.id for op in back)] = back, sums.outputs[0] if sums else -1
-    for op in graph.ops:
-        if op.id in places:
-            _emit_groups(edit, *places[op.id])
-        elif op.id not in gone:
-            edit.ops.append(op)
-    return released(edit.done(), graph).verify() if places else graph
+    joined = edited(graph, places, lambda edit, place: _emit_groups(edit, *place), gone)
+    return released(joined, graph).verify() if places else graph
 
 
 def _alone(values: Sequence[int], flow: ValueFlow) -> Op | None:

@@ -21,8 +21,11 @@ from rooftrace.costmodels.fusion import BATCH_NORMS, is_batch_norm_native, relea
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
 from rooftrace.costmodels.rewrites.dataflow import same_strides
-from rooftrace.costmodels.rewrites.editing import Editor
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, in_order, marks, refs
+from rooftrace.costmodels.rewrites.editing import (
+    Editor,
+    taking,
+)
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, in_order, marks
 from rooftrace.hardware.precisions import storage_bytes
 
 
@@ -88,11 +91,6 @@ def _temporary(
     return Ref(out)
 
 
-def _last(edit: Editor, op: Op, arguments: Mapping[str, Argument]) -> None:
-    """The op itself, with other arguments."""
-    edit.ops.append(replace(op, arguments=dict(arguments), inputs=tuple(refs(arguments))))
-
-
 # -- copies in order -------------------------------------------------------------------------------
 
 _ANY_ORDER = {
@@ -148,7 +146,7 @@ def _copied_in_order(edit: Editor, op: Op) -> bool:
             )
     if not copies:
         return False
-    _last(edit, op, {**op.arguments, **copies})
+    edit.ops.append(taking(op, {**op.arguments, **copies}))
     return True
 
 
@@ -194,7 +192,7 @@ def _cast_first(edit: Editor, op: Op) -> bool:
     stride = value.stride if dense else None
     cast = {"self": item, "dtype": f"dtype:{dtype}"}
     copy = _temporary(edit, op, "aten._to_copy.default", cast, value.shape, dtype, stride)
-    _last(edit, op, {**op.arguments, "self": copy})
+    edit.ops.append(taking(op, {**op.arguments, "self": copy}))
     return True
 
 
@@ -212,7 +210,7 @@ def _rolled(edit: Editor, op: Op) -> bool:
     for shift, dim in zip(shifts[:-1], dims[:-1], strict=True):
         roll = {"self": item, "shifts": (shift,), "dims": (dim,)}
         item = _temporary(edit, op, "aten.roll.default", roll, value.shape, value.dtype)
-    _last(edit, op, {"self": item, "shifts": shifts[-1:], "dims": dims[-1:]})
+    edit.ops.append(taking(op, {"self": item, "shifts": shifts[-1:], "dims": dims[-1:]}))
     return True
 
 
@@ -233,9 +231,7 @@ def _biased(edit: Editor, op: Op) -> bool:
     value = edit.values[out]
     plain = edit.view(Ref(out), value.shape, value.stride, op.repeats)
     rest = {name: item for name, item in op.arguments.items() if name != "bias"}
-    edit.ops.append(
-        replace(op, arguments=rest, inputs=tuple(refs(rest)), outputs=(plain,), flops_torch=None)
-    )
+    edit.ops.append(taking(op, rest, outputs=(plain,), flops_torch=None))
     wide = (-1, *(1 for _ in value.shape[2:]))
     channels = edit.values[bias.id].elements
     column = edit.viewed(op, bias, (channels, *wide[1:]))
@@ -293,9 +289,7 @@ def _moments_first(edit: Editor, op: Op) -> bool:
         channels = (int(op.arguments["N"]), int(op.arguments["C"]))
         scale = {"self": Ref(rstd), "other": Ref(mean)}
         known["scale"] = _temporary(edit, op, "aten.mul.Tensor", scale, (2, *channels), "fp32")
-    edit.ops.append(
-        replace(op, arguments=known, inputs=tuple(refs(known)), outputs=(out,), flops_torch=None)
-    )
+    edit.ops.append(taking(op, known, outputs=(out,), flops_torch=None))
     return True
 
 
@@ -314,9 +308,7 @@ def _sums_first(edit: Editor, op: Op) -> bool:
         target = "rooftrace.group_weights.default"
         edit.emit(op, target, made, tuple(weights), facts={BESIDE: op.name})
     alone = {**op.arguments, "sums": sums, "output_mask": (True, False, False)}
-    edit.ops.append(
-        replace(op, arguments=alone, inputs=tuple(refs(alone)), outputs=(image,), flops_torch=None)
-    )
+    edit.ops.append(taking(op, alone, outputs=(image,), flops_torch=None))
     return True
 
 
@@ -358,7 +350,7 @@ def _softmax_gradient(edit: Editor, op: Op) -> bool:
     factors = {"self": grad, "other": output}
     dtype = edit.values[grad.id].dtype
     product = _temporary(edit, op, "aten.mul.Tensor", factors, value.shape, dtype)
-    _last(edit, op, {**op.arguments, "grad_output": product})
+    edit.ops.append(taking(op, {**op.arguments, "grad_output": product}))
     return True
 
 
@@ -395,7 +387,7 @@ def _filled(edit: Editor, op: Op) -> bool:
         return False
     plain = edit.view(Ref(op.outputs[0]), out.shape, out.stride, op.repeats)
     _extra(edit, op, "aten.clone.default", {"self": item}, plain)
-    _last(edit, op, {**op.arguments, "self": Ref(plain)})
+    edit.ops.append(taking(op, {**op.arguments, "self": Ref(plain)}))
     return True
 
 

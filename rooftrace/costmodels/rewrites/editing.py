@@ -97,11 +97,10 @@ class Editor:
     ) -> None:
         """Append an op of the module, part and family of `like`."""
         self.ops.append(
-            replace(
+            taking(
                 like,
+                arguments,
                 target=target,
-                arguments=dict(arguments),
-                inputs=tuple(refs(arguments)),
                 outputs=outputs,
                 kind=kind,
                 facts=dict(facts or {}),
@@ -197,6 +196,14 @@ class Editor:
         self.move(value, made.id)
         self.reshape(like, made, value)
 
+    def mended(self) -> OpGraph:
+        """The new graph, verified, without what the edits left without a use; the same graph where
+        nothing was edited."""
+        graph, others = self.graph, (self.replaced, self.moved)
+        if not any(others) and (self.ops, self.values) == ([*graph.ops], [*graph.values]):
+            return graph
+        return released(without_left_behind(self.done(), graph), graph).verify()
+
     def done(self) -> OpGraph:
         """The new graph."""
         graph, moved = self.graph, self.moved
@@ -225,7 +232,12 @@ def reading_others(op: Op, now: Mapping[int, int]) -> Op:
         return item
 
     arguments = {name: read(item) for name, item in op.arguments.items()}
-    return replace(op, arguments=arguments, inputs=tuple(refs(arguments)), holds=read(op.holds))
+    return taking(op, arguments, holds=read(op.holds))
+
+
+def taking(op: Op, arguments: Mapping[str, Argument], **fields: Any) -> Op:
+    """The op with other arguments, and so other inputs; fields: others of it that change."""
+    return replace(op, arguments=dict(arguments), inputs=tuple(refs(arguments)), **fields)
 
 
 def operand(op: Op, name: str) -> Ref:

@@ -22,12 +22,11 @@ from rooftrace.costmodels.rewrites.editing import (
     Editor,
     operand,
     reading_others,
-    released,
     rewritten,
+    taking,
     with_matches,
-    without_left_behind,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision, storage_bytes
 
 CACHE_APPEND = "rooftrace.cache_append.default"
@@ -61,9 +60,7 @@ def append_in_place(graph: OpGraph) -> tuple[OpGraph, int]:
                     "new": tuple(new),
                     "dim": op.arguments.get("dim", 0),
                 }
-                op = replace(
-                    op, target=CACHE_APPEND, arguments=arguments, inputs=tuple(refs(arguments))
-                )
+                op = taking(op, arguments, target=CACHE_APPEND)
         ops.append(op)
     if not moved:
         return graph, 0
@@ -501,7 +498,7 @@ def under_autocast(graph: OpGraph, half: str) -> OpGraph:
 
     Weights are cast once, others for each reader; the optimizer reads gradients that are cast back.
     """
-    return _Autocast(graph.expand(), half).done()
+    return _Autocast(graph.expand(), half).mended()
 
 
 class _Autocast(Editor):
@@ -519,10 +516,6 @@ class _Autocast(Editor):
         for value in dict.fromkeys(graph.outputs):
             if self._dtype(value) == half and graph.values[value].role == "gradients":
                 self.replaced[value] = self._cast(self.ops[-1], value, "fp32")
-
-    def done(self) -> OpGraph:
-        """The new graph."""
-        return released(without_left_behind(super().done(), self.graph), self.graph).verify()
 
     def _dtype(self, value: int) -> str:
         return self.values[value].dtype

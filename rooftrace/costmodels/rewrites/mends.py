@@ -33,9 +33,7 @@ from rooftrace.costmodels.rewrites.editing import (
     cast_weights,
     operand,
     promoted,
-    released,
     without_doubles,
-    without_left_behind,
     without_promotions,
     without_weight_casts,
 )
@@ -397,19 +395,16 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
     for op in graph.ops:
         if match := firsts.get(op.id):
             made[match.out] = kept = _emit_forward(edit, match, step)
-            strides[match.out] = _by_position(edit.values[kept[3].id])
+            # The strides of attention's result, which its kernels make by position, then by head
+            out = edit.values[kept[3].id]
+            rank = len(out.shape)
+            strides[match.out] = dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
         elif match := lasts.get(op.id):
             strides |= _emit_backward(edit, match, made[match.out])
         elif op.id not in gone:
             edit.ops.append(op)
-    mended = released(without_left_behind(edit.done(), graph), graph)
+    mended = edit.mended()
     return Laid(mended, strides).done()
-
-
-def _by_position(out: Tensor) -> tuple[int, ...]:
-    """The strides of attention's result, which its kernels make by position, then by head."""
-    rank = len(out.shape)
-    return dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
 def _emit_forward(edit: Editor, match: BothWays, step: int) -> tuple[Ref, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace as changed
 
 from rooftrace.costmodels.rewrites.dataflow import COPIES, ValueFlow, reads_across
-from rooftrace.costmodels.rewrites.editing import Editor, operand, released, without_left_behind
+from rooftrace.costmodels.rewrites.editing import Editor, operand
 from rooftrace.costmodels.rewrites.indexing import Atom, Dim, ReadValue, Walker, named, renamed
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
@@ -440,7 +440,7 @@ def with_recurrent_layers(graph: OpGraph) -> OpGraph:
             rows[firsts[op.id].states] = _emit_layer(edit, op, firsts[op.id])
         if op.id not in inside and not _is_row(edit, op, rows):
             edit.ops.append(op)
-    return released(without_left_behind(edit.done(), flat), flat).verify()
+    return edit.mended()
 
 
 def _steps(flow: ValueFlow, calls: Sequence[Sequence[Op]]) -> _Steps | None:

@@ -31,7 +31,6 @@ from rooftrace.costmodels.rewrites.editing import (
     operand,
     reading_others,
     released,
-    without_left_behind,
 )
 from rooftrace.costmodels.rewrites.indexing import order_of
 from rooftrace.costmodels.rewrites.waste import is_plain, is_random, key_of
@@ -266,7 +265,7 @@ def copied_late(graph: OpGraph) -> OpGraph:
     known = _SpreadValues(graph)
     if not any(op.kind == "kernel" and known.spread.keys() & {*op.outputs} for op in graph.ops):
         return graph
-    return released(without_left_behind(_SmallWork(graph, known).done(), graph), graph).verify()
+    return _SmallWork(graph, known).mended()
 
 
 class _SmallWork(Editor):
@@ -550,7 +549,7 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
         else:
             edit.ops.append(op)
             twice |= equal
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def _key_of_results(values: Sequence[Tensor], op: Op, written: Set[int]) -> Any:

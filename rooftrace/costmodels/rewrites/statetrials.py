@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._amounts import np
 from rooftrace.costmodels.rewrites.dataflow import BothWays, ValueFlow, place_of, with_backward
-from rooftrace.costmodels.rewrites.editing import Editor, released, without_left_behind
+from rooftrace.costmodels.rewrites.editing import Editor
 from rooftrace.costmodels.rewrites.patterns import can_be_one, ops_between
 from rooftrace.costmodels.rewrites.smallruns import (
     KNOWN,
@@ -143,7 +143,12 @@ def wired_as(graph: OpGraph, rule: StateRule) -> tuple[Any, ...]:
 def scale_of(trial: StateTrial) -> float | None:
     """The factor of the ops' result over the formula's; None where they compute something else."""
     graph, rule = trial.graph, trial.rule
-    sizes = _small_sizes(rule)
+    # Two requests, two heads (or all that share a key), and few channels
+    batch, tokens, heads, width, columns = rule.sizes
+    fewest = min(s.heads for s in rule.streams.values())
+    shared = heads // fewest
+    few = min(columns, 3 if columns == width else 4)
+    sizes = min(batch, 2), tokens, min(fewest, 2) * shared, min(width, 3), few
     names = tuple(
         (role, s.heads, _table(graph, s) if role in TABLES else "".join(sorted(s.order)))
         for role, s in sorted(rule.streams.items())
@@ -172,15 +177,6 @@ def scale_of(trial: StateTrial) -> float | None:
 def _table(graph: OpGraph, stream: StateStream) -> tuple[int, ...]:
     """The lengths of a table after that of heads."""
     return tuple(n for n in graph.values[stream.value].shape if n != 1)[1:]
-
-
-def _small_sizes(rule: StateRule) -> Sizes:
-    """Two requests, two heads (or all that share a key), and few channels."""
-    batch, tokens, heads, width, columns = rule.sizes
-    fewest = min(s.heads for s in rule.streams.values())
-    shared = heads // fewest
-    few = min(columns, 3 if columns == width else 4)
-    return min(batch, 2), tokens, min(fewest, 2) * shared, min(width, 3), few
 
 
 def _by_length(rule: StateRule, sizes: Sequence[int]) -> dict[int, int]:
@@ -471,7 +467,7 @@ def with_named_forms(graph: OpGraph, forms: Mapping[str, list[BothWays]] | None 
             _emit_named_backward(edit, *row, more[row[1].out])
         elif op.id not in gone:
             edit.ops.append(op)
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def _emit_named(edit: Editor, name: str, match: BothWays) -> dict[str, Argument]:

@@ -42,15 +42,17 @@ from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     ATTENTION_BACKWARD,
     Editor,
+    edited,
     operand,
     reading_others,
     released,
+    taking,
     without_left_behind,
 )
 from rooftrace.costmodels.rewrites.fused_products import append_in_place
 from rooftrace.costmodels.rewrites.spread import Laid
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, refs
+from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
 
 
@@ -142,8 +144,7 @@ def _both(graph: OpGraph, changed: OpGraph) -> OpGraph:
             assert forward is not None
             kept = {name: item for name, item in op.arguments.items() if name not in _TOLD}
             told = {name: forward.arguments[name] for name in _TOLD if name in forward.arguments}
-            arguments: dict[str, Argument] = {**kept, **told}
-            op = replace(op, arguments=arguments, inputs=tuple(refs(arguments)))
+            op = taking(op, {**kept, **told})
         edit.ops.append(op)
     done = without_left_behind(edit.done(), graph)
     return released(done, graph).verify()
@@ -182,13 +183,8 @@ class _Trained:
 
 def written_attention(graph: OpGraph) -> OpGraph:
     """Attention that is written out, and its backward, become a kernel each."""
-    flow, matches = ValueFlow(graph), list[_Trained]()
-    for written in written_attentions(graph):
-        match = _trained(flow, written)
-        if match is not None:
-            matches.append(match)
-    if not matches:
-        return graph
+    flow = ValueFlow(graph)
+    matches = [match for w in written_attentions(graph) if (match := _trained(flow, w)) is not None]
     ends = {match.written.last.id: match for match in matches}
     lasts = {match.apart.backward[-1].id: match for match in matches}
     gone = {op for match in matches for op in match.written.inner}
@@ -202,7 +198,7 @@ def written_attention(graph: OpGraph) -> OpGraph:
             _emit_trained(edit, match.apart, kernels[match.apart.out])
         elif op.id not in gone:
             edit.ops.append(op)
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
@@ -289,12 +285,9 @@ def joined_once(graph: OpGraph) -> OpGraph:
         if op.name == "aten.cat" and not reads_across(op) and not op.steps:
             rows = [pieces[r.id] if _is_piece(edit.flow, r.id, op) else (r,) for r in op.reads]
             pieces[op.outputs[0]] = items = tuple(ref for row in rows for ref in row)
-            how = {**op.arguments, "tensors": items}
-            op = replace(op, arguments=how, inputs=tuple(refs(how)))
+            op = taking(op, {**op.arguments, "tensors": items})
         edit.ops.append(op)
-    if edit.ops == list(graph.ops):
-        return graph
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def chosen_by_masks(graph: OpGraph) -> OpGraph:
@@ -321,9 +314,7 @@ def chosen_by_masks(graph: OpGraph) -> OpGraph:
             rows[made] = edit.viewed(op, whole, (source.elements // math.prod(tail), *tail))
         else:
             edit.ops.append(reading_others(op, {old: ref.id for old, ref in rows.items()}))
-    if edit.ops == list(graph.ops):
-        return graph
-    return released(without_left_behind(edit.done(), graph), graph).verify()
+    return edit.mended()
 
 
 def _only_mask(graph: OpGraph, op: Op) -> Ref | None:
@@ -362,7 +353,7 @@ def framed(graph: OpGraph) -> OpGraph:
         edit.emit(op, "aten.as_strided.default", how, op.outputs, kind="view")
     if not strides:
         return graph
-    mended = released(without_left_behind(edit.done(), graph), graph)
+    mended = edit.mended()
     return Laid(mended, strides).done()
 
 
@@ -438,22 +429,18 @@ def over_lists(graph: OpGraph) -> OpGraph:
         return graph
     names = [op for op in graph.ops if op.name in _LISTS_OF and not op.module]
     flat = graph.expand() if any(op.repeats for op in names) else graph
-    edit, groups, place = Editor(flat), dict[Any, list[Op]](), dict[int, int]()
+    flow, groups, place = ValueFlow(flat), dict[Any, list[Op]](), dict[int, int]()
     for op in flat.ops:
         if op.name in _LISTS_OF and not op.module and op.part != "backward":
             plain = [(k, key_of(a)) for k, a in op.arguments.items() if type(a) is not Ref]
             groups.setdefault((op.target, op.source, op.part, *sorted(plain)), []).append(op)
     lists = dict[int, list[Op]]()
     for lanes in groups.values():
-        if len(lanes) >= FEW and _at_once(edit.flow, lanes, place):
+        if len(lanes) >= FEW and _at_once(flow, lanes, place):
             lists[lanes[0].id] = lanes
             place |= {lane.id: lanes[0].id for lane in lanes}
-    for op in flat.ops:
-        if op.id in lists:
-            _emit_list(edit, lists[op.id])
-        elif op.id not in place:
-            edit.ops.append(op)
-    return released(edit.done(), flat).verify() if lists else graph
+    changed = edited(flat, lists, _emit_list, place)
+    return released(changed, flat).verify() if lists else graph
 
 
 def _at_once(flow: ValueFlow, lanes: Sequence[Op], place: Mapping[int, int]) -> bool:

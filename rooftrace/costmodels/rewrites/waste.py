@@ -137,14 +137,12 @@ def made_before(graph: OpGraph) -> OpGraph:
 
 def looked_up(graph: OpGraph) -> OpGraph:
     """Products with rows that are one at an index and else zero look rows up; so do gradients."""
-    edit, flow = Editor(graph), ValueFlow(graph)
-    count = 0
+    edit = Editor(graph)
     for op in graph.ops:
-        rows_read = _one_hot(flow, op) if op.name == "aten.mm" else None
+        rows_read = _one_hot(edit.flow, op) if op.name == "aten.mm" else None
         if rows_read is None:
             edit.ops.append(op)
             continue
-        count += 1
         indices, is_first = rows_read
         (out,), other = op.outputs, operand(op, "mat2" if is_first else "self")
         of = graph.values[other.id]
@@ -168,9 +166,7 @@ def looked_up(graph: OpGraph) -> OpGraph:
             op, "aten.embedding_dense_backward.default", how, table, of.dtype, "gradients"
         )
         edit.becomes(op, out, made)
-    if not count:
-        return graph
-    return released(without_left_behind(edit.done(), graph), graph)
+    return edit.mended()
 
 
 def _one_hot(flow: ValueFlow, op: Op) -> tuple[Ref, bool] | None:

@@ -145,7 +145,9 @@ class Formula(Struct, frozen=True):
         product: dict[Powers, Fraction] = {}
         for mine, factor in self.coefficients().items():
             for theirs, amount in other.coefficients().items():
-                powers = _sum_of(mine, theirs)
+                length = max(len(mine), len(theirs))
+                padded = ((*p, *(0,) * (length - len(p))) for p in (mine, theirs))
+                powers = tuple(a + b for a, b in zip(*padded, strict=True))
                 product[powers] = product.get(powers, Fraction(0)) + factor * amount
         return Formula.of(product)
 
@@ -176,12 +178,6 @@ def _trimmed(powers: Powers) -> Powers:
     while powers and not powers[-1]:
         powers = powers[:-1]
     return powers
-
-
-def _sum_of(mine: Powers, theirs: Powers) -> Powers:
-    length = max(len(mine), len(theirs))
-    padded = ((*p, *(0,) * (length - len(p))) for p in (mine, theirs))
-    return tuple(a + b for a, b in zip(*padded, strict=True))
 
 
 def _product(numbers: Sequence[Any], powers: Powers) -> Any:

@@ -13,7 +13,6 @@ from rooftrace.hardware.chipfile.reading import (
 from rooftrace.hardware.chipfile.tables import (
     FactFileError as FactFileError,
     FactTable as FactTable,
-    Problems as Problems,
     bundled_files as bundled_files,
     bundled_name as bundled_name,
     fact_rows as fact_rows,

@@ -32,9 +32,10 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, get_args
 
 from rooftrace._escapes import toml_key
 from rooftrace._extensions import failures, load
@@ -46,13 +47,13 @@ from rooftrace.hardware.chip import (
     HOST_FACTS,
     Chip,
     ChipKind,
-    Engine,
     Fact,
     Link,
     LinkName,
     Peak,
 )
 from rooftrace.hardware.chipfile.tables import (
+    ORIGIN,
     FactFileError,
     FactTable,
     Problems,
@@ -225,16 +226,10 @@ def bundled_aliases() -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
     return names, tuple(unreadable)
 
 
-PEAK_KEYS = ("engine", "precision", "rate", "quoted", "source", "kind", "note")
-LINK_KEYS = ("name", "bandwidth", "latency", "source", "kind", "note")
 SPARSE = "with 2:4 sparsity"
 REQUIRED = frozenset(
     item.name for item in fields(Chip) if item.default is MISSING and item.name not in HOST_FACTS
 )
-CHIP_KEYS = (
-    "name", "title", "vendor", "kind", "architecture", "aliases", "sources", "peak", "link",
-    "measured",
-)  # fmt: skip
 
 
 def _root(path: Path | Traversable, file: str) -> FactTable:
@@ -242,38 +237,31 @@ def _root(path: Path | Traversable, file: str) -> FactTable:
 
 
 def _read(root: FactTable) -> Chip:
-    problems = Problems()
-    name, title, vendor = (problems.of(root.text, key) for key in ("name", "title", "vendor"))
-    kind = cast(ChipKind, problems.of(root.choice, "kind", get_args(ChipKind)))
-    architecture = problems.of(_architecture, root)
-    aliases = problems.of(root.texts, "aliases")
-    facts = {key: problems.of(_single_fact, root, key) for key in FACT_UNITS}
-    peaks, links = problems.each(_peak, root, "peak"), problems.each(_link, root, "link")
-    measured = problems.of(_measured, root)
-    problems.of(root.finish, (*CHIP_KEYS, *FACT_UNITS))
-    problems.raise_any()
+    values = root.values(
+        {
+            **dict.fromkeys(("name", "title", "vendor"), root.text),
+            "kind": partial(root.choice, allowed=get_args(ChipKind)),
+            "architecture": partial(_architecture, root),
+            "aliases": root.texts,
+            **dict.fromkeys(FACT_UNITS, partial(_single_fact, root)),
+            "peak": partial(root.each, _peak),
+            "link": partial(root.each, _link),
+            "measured": partial(_measured, root),
+        },
+        "sources",
+    )
+    peaks, links = (values.pop(key) for key in ("peak", "link"))
     _no_duplicates(root.file, "peak", [f"({peak.engine}, {peak.precision})" for peak in peaks])
     _no_duplicates(root.file, "link", [link.name for link in links])
-    build = cast(Callable[..., Chip], Chip)
-    stated = {name: fact for name, fact in facts.items() if fact is not None}
-    return build(
-        name=name,
-        title=title,
-        vendor=vendor,
-        kind=kind,
-        architecture=architecture,
-        aliases=aliases,
-        peaks=peaks,
-        links=links,
-        measured=measured,
-        **{**stated, **host_facts({name: stated[name] for name in HOST_FACTS if name in stated})},
-    )
+    stated = {name: value for name, value in values.items() if value is not None}
+    hosts = host_facts({name: stated[name] for name in HOST_FACTS if name in stated})
+    return Chip(**{**stated, **hosts, "peaks": peaks, "links": links})
 
 
-def _architecture(root: FactTable) -> str:
-    text = root.text("architecture", "")
+def _architecture(root: FactTable, key: str) -> str:
+    text = root.text(key, "")
     if text and not re.fullmatch(r"sm_\d{2,3}|gfx\d{2,3}[0-9a-f]", text):
-        raise root.error("architecture", text, "expected sm_90 and its like, gfx942, or none")
+        raise root.error(key, text, "expected sm_90 and its like, gfx942, or none")
     return text
 
 
@@ -299,64 +287,56 @@ def _single_fact(root: FactTable, key: str) -> Fact | None:
 
 
 def _peak(table: FactTable) -> Peak:
-    problems = Problems()
-    engine = cast(Engine, problems.of(table.choice, "engine", ENGINES))
-    precision = problems.of(_precision, table)
-    quoted = problems.of(_quoted, table)
-    rate = problems.of(table.fact, "rate", "FLOP/s")
-    problems.of(table.finish, PEAK_KEYS)
-    problems.raise_any()
+    values = table.values(
+        {
+            "engine": partial(table.choice, allowed=ENGINES),
+            "precision": partial(_precision, table),
+            "rate": partial(table.fact, unit="FLOP/s"),
+            "quoted": partial(_quoted, table),
+        },
+        *ORIGIN,
+    )
+    rate, quoted = values["rate"], values["quoted"]
     if rate.value <= 0:
         raise table.error("rate", rate.text, "expected a rate above 0; leave out what is not there")
     if isinstance(quoted, tuple):
-        quoted = Fact(*quoted, rate.source, "datasheet", SPARSE)
-    return Peak(engine, precision, rate, quoted)
+        number, text = quoted
+        values["quoted"] = Fact(number, text, rate.source, "datasheet", SPARSE)
+    return Peak(**values)
 
 
-def _precision(table: FactTable) -> str:
-    precision = table.text("precision")
+def _precision(table: FactTable, key: str) -> str:
+    precision = table.text(key)
     try:
         family = compute_family(precision)
     except PrecisionError as problem:
         raise ChipFileError(f"{table.file}: {table.place}: {problem}") from problem
     if family != precision:
-        raise table.error("precision", precision, f'expected the compute precision, "{family}"')
+        raise table.error(key, precision, f'expected the compute precision, "{family}"')
     return precision
 
 
-def _quoted(table: FactTable) -> Fact | tuple[float, str] | None:
+def _quoted(table: FactTable, key: str) -> Fact | tuple[float, str] | None:
     """The sparse headline: a text takes the source of the rate; a table stands for itself."""
-    if "quoted" not in table.rest:
-        return None
-    if not isinstance(table.rest["quoted"], dict):
-        return table.quantity("quoted", "FLOP/s")
-    inner = table.table("quoted")
-    return None if inner is None else inner.whole_fact("FLOP/s")
+    if isinstance(table.rest.get(key, {}), dict):
+        return table.inner_fact(key, "FLOP/s")
+    return table.quantity(key, "FLOP/s")
 
 
 def _link(table: FactTable) -> Link:
-    problems = Problems()
-    name = cast(LinkName, problems.of(table.choice, "name", get_args(LinkName)))
-    inner = problems.of(table.table, "latency")
-    latency = problems.of(inner.whole_fact, "second") if inner else None
-    bandwidth = problems.of(table.fact, "bandwidth", "byte/s")
-    problems.of(table.finish, LINK_KEYS)
-    problems.raise_any()
-    return Link(name, bandwidth, latency)
+    readers: Mapping[str, Callable[[str], object]] = {
+        "name": partial(table.choice, allowed=get_args(LinkName)),
+        "bandwidth": partial(table.fact, unit="byte/s"),
+        "latency": partial(table.inner_fact, unit="second"),
+    }
+    return Link(**table.values(readers, *ORIGIN))
 
 
-def _measured(root: FactTable) -> dict[str, Fact]:
-    block = root.table("measured")
+def _measured(root: FactTable, key: str) -> dict[str, Fact]:
+    block = root.table(key)
     if block is None:
         return {}
-    problems = Problems()
-    facts = {}
-    for key in list(block.rest):
-        inner = problems.of(block.table, key)
-        if inner is not None:
-            facts[key] = problems.of(inner.whole_fact, None)
-    problems.raise_any()
-    return facts
+    return block.values(dict.fromkeys(block.rest, partial(block.inner_fact, unit=None)))
 
 
 def _no_duplicates(file: str, table: str, keys: list[str]) -> None:
@@ -383,7 +363,7 @@ def chip_files() -> Mapping[str, Traversable]:
 
 def dump_chip(chip: Chip) -> str:
     """TOML text from which `load_chip` builds an equal chip."""
-    rows_of = functools.partial(fact_rows, failure=ChipFileError)
+    rows_of = partial(fact_rows, failure=ChipFileError)
     head = {"name": chip.name, "title": chip.title, "vendor": chip.vendor, "kind": chip.kind}
     if chip.architecture:
         head["architecture"] = chip.architecture

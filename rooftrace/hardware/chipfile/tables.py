@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rooftrace._escapes import to_toml, toml_key
 from rooftrace._reading import FileKind, text_of, toml_of
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-FACT_KEYS = ("value", "source", "kind", "note")
+ORIGIN = ("source", "kind", "note")
+"""Keys that stand beside a quantity."""
 LEAST, MOST = 1e-15, 1e24
 """Bounds of a quantity in SI units, unless it is 0: far from where floats end."""
 MOST_SHOWN = 20
@@ -88,12 +89,6 @@ class Problems:
             self._gathered += error.problems
             self._error = type(error)
             return cast(Value, None)
-
-    def each(
-        self, read: Callable[[FactTable], Value], of: FactTable, key: str
-    ) -> tuple[Value, ...]:
-        """The values of `read` for the [[key]] tables of a table."""
-        return tuple(self.of(read, item) for item in self.of(of.tables, key) or ())
 
     def raise_any(self) -> None:
         """Raise the error of the file if there was a mistake."""
@@ -207,6 +202,13 @@ class FactTable:
             for number, item in enumerate(value, start=1)
         ]
 
+    def each(self, read: Callable[[FactTable], Value], key: str) -> tuple[Value, ...]:
+        """The values of `read` for the [[key]] tables."""
+        problems = Problems()
+        made = tuple(problems.of(read, table) for table in self.tables(key))
+        problems.raise_any()
+        return made
+
     def table(self, key: str) -> FactTable | None:
         """The table at `key`, None where there is none."""
         if key not in self.rest:
@@ -263,11 +265,24 @@ class FactTable:
 
     def whole_fact(self, unit: str | None) -> Fact:
         """The fact of a table that holds nothing else."""
-        problems = Problems()
-        fact = problems.of(self.fact, "value", unit)
-        problems.of(self.finish, FACT_KEYS)
-        problems.raise_any()
+        fact: Fact = self.values({"value": lambda key: self.fact(key, unit)}, *ORIGIN)["value"]
         return fact
+
+    def inner_fact(self, key: str, unit: str | None) -> Fact | None:
+        """The fact of the table at `key`; None where there is none."""
+        inner = self.table(key)
+        return None if inner is None else inner.whole_fact(unit)
+
+    def values(self, readers: Mapping[str, Callable[[str], Any]], *others: str) -> dict[str, Any]:
+        """The values of keys by their readers; a key that has none is refused.
+
+        others: keys that these readers take, too.  One error names all mistakes.
+        """
+        problems = Problems()
+        made = {key: problems.of(read, key) for key, read in readers.items()}
+        problems.of(self.finish, (*readers, *others))
+        problems.raise_any()
+        return made
 
     def finish(self, allowed: Iterable[str]) -> None:
         """Raise the error of the file for the keys that nothing has read."""

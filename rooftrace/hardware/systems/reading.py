@@ -36,8 +36,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias
 
 from rooftrace._outputs import TOML_MARK
 from rooftrace._writing import write_bytes
@@ -48,7 +49,6 @@ from rooftrace.hardware.chipfile import (
     FactFileError,
     FactTable,
     Finding,
-    Problems,
     available_chips,
     bundled_files,
     bundled_name,
@@ -69,6 +69,9 @@ from rooftrace.hardware.systems.records import (
     Level,
     System,
 )
+
+Readers: TypeAlias = "Mapping[str, Callable[[str], Any]]"
+"""By key of a table: the function that reads it."""
 
 
 class SystemFileError(FactFileError):
@@ -108,36 +111,22 @@ def _bundled(name: str) -> System:
     return _read(FactTable.of_file(file, name, "system file", SystemFileError), None)
 
 
-SYSTEM_KEYS = (
-    "name", "title", "chip", "aliases", "sources", "power", "level", "collective", "exchange",
-)  # fmt: skip
-LEVEL_KEYS = ("name", "kind", "size", "bandwidth", "latency", "nics", "rails", "oversubscription")
-FIT_KEYS = ("alpha", "step", "efficiency", "p", "ranks", "kind", "source", "version", "note")
-COLLECTIVE_KEYS = ("library", "op", "level", *FIT_KEYS, "fall", "direct", "turn", "nbytes")
-EXCHANGE_KEYS = ("mode", "way", *FIT_KEYS, "outer", "each", "size", "turn", "tokens")
-
-
 def _read(root: FactTable, folder: Path | None) -> System:
-    problems = Problems()
-    name, title = (problems.of(root.text, key) for key in ("name", "title"))
-    chip = problems.of(_chip, root, folder)
-    aliases = problems.of(root.texts, "aliases")
-    power = problems.of(_inner_fact, root, "power", "watt", False)
-    levels = problems.each(_level, root, "level")
-    fits = problems.each(_collective, root, "collective")
-    exchanges = problems.each(_exchange, root, "exchange")
-    problems.of(root.finish, SYSTEM_KEYS)
-    problems.raise_any()
-    system = System(
-        name=name,
-        title=title,
-        chip=chip,
-        levels=levels,
-        collectives=fits,
-        exchanges=exchanges,
-        aliases=aliases,
-        power=power,
+    values = root.values(
+        {
+            "name": root.text,
+            "title": root.text,
+            "chip": lambda key: _chip(root, folder),
+            "aliases": root.texts,
+            "power": partial(_inner_fact, root, unit="watt", needed=False),
+            "level": partial(root.each, _level),
+            "collective": partial(root.each, _collective),
+            "exchange": partial(root.each, _exchange),
+        },
+        "sources",
     )
+    many = {f"{key}s": values.pop(key) for key in ("level", "collective", "exchange")}
+    system = System(**values, **many)
     mistakes = list(_mistakes(system, root.file))
     if mistakes:
         raise SystemFileError(*mistakes)
@@ -154,47 +143,41 @@ def _chip(root: FactTable, folder: Path | None) -> Chip:
 
 
 def _level(table: FactTable) -> Level:
-    problems = Problems()
-    name = problems.of(table.text, "name")
-    kind = problems.of(table.choice, "kind", LEVEL_KINDS)
-    size = problems.of(_whole, table, "size", 0)
-    bandwidth = problems.of(_inner_fact, table, "bandwidth", "byte/s")
-    latency = problems.of(_inner_fact, table, "latency", "second")
-    nics = problems.of(_inner_fact, table, "nics", "count", False)
-    shared = problems.of(_inner_fact, table, "oversubscription", "count", False)
-    rails = table.rest.pop("rails", False)
-    if not isinstance(rails, bool):
-        problems.of(table.refuse, "rails", rails, "expected true or false")
-    problems.of(table.finish, LEVEL_KEYS)
-    problems.raise_any()
-    if bandwidth is None or bandwidth.value <= 0:
-        raise table.error("bandwidth", bandwidth and bandwidth.text, "expected more than 0")
-    for key, fact in (("nics", nics), ("oversubscription", shared)):
-        if fact is not None and fact.value <= 0:
-            raise table.error(key, fact.text, "expected more than 0")
-    return Level(
-        name=name,
-        kind=cast(Any, kind),
-        size=size,
-        bandwidth=bandwidth,
-        latency=cast(Fact, latency),
-        nics=nics,
-        rails=rails,
-        oversubscription=shared,
+    few = partial(_inner_fact, table, unit="count", needed=False)
+    values = table.values(
+        {
+            "name": table.text,
+            "kind": partial(table.choice, allowed=LEVEL_KINDS),
+            "size": partial(_whole, table, default=0),
+            "bandwidth": partial(_inner_fact, table, unit="byte/s"),
+            "latency": partial(_inner_fact, table, unit="second"),
+            "nics": few,
+            "rails": partial(_flag, table),
+            "oversubscription": few,
+        }
     )
+    for key in ("bandwidth", "nics", "oversubscription"):
+        if values[key] is not None and values[key].value <= 0:
+            raise table.error(key, values[key].text, "expected more than 0")
+    return Level(**values)
+
+
+def _flag(table: FactTable, key: str) -> bool:
+    value = table.rest.pop(key, False)
+    if not isinstance(value, bool):
+        raise table.error(key, value, "expected true or false")
+    return value
 
 
 def _inner_fact(table: FactTable, key: str, unit: str, needed: bool = True) -> Fact | None:
     """The fact in the inner table at `key`."""
-    inner = table.table(key)
-    if inner is not None:
-        return inner.whole_fact(unit)
-    if needed:
+    fact = table.inner_fact(key, unit)
+    if fact is None and needed:
         raise SystemFileError(
             f"{table.file}: {table.place}: {key} is missing: expected "
             f'{{ value = "...", kind = "...", source = "..." }} in {unit}'
         )
-    return None
+    return fact
 
 
 _LARGEST = 1 << 40
@@ -210,7 +193,9 @@ def _whole(table: FactTable, key: str, default: int | None = None) -> int:
     return value
 
 
-def _number(table: FactTable, key: str, low: float, high: float, default: float | None) -> float:
+def _number(
+    table: FactTable, key: str, low: float, high: float, default: float | None = None
+) -> float:
     if key not in table.rest and default is not None:
         return default
     value = table.rest.pop(key, None)
@@ -226,52 +211,46 @@ def _seconds(table: FactTable, key: str) -> float:
     return table.quantity(key, "second")[0] if key in table.rest else 0.0
 
 
-def _fit_facts(table: FactTable, problems: Problems) -> dict[str, Any]:
-    """Constants that fits of both kinds have."""
-    alpha = problems.of(table.quantity, "alpha", "second")
-    step = problems.of(table.quantity, "step", "second")
+def _of_fits(table: FactTable) -> Readers:
+    """The readers of constants that fits of both kinds have."""
+    optional = partial(table.text, default="")
     return {
-        "alpha": alpha and alpha[0],
-        "step": step and step[0],
-        "efficiency": problems.of(_number, table, "efficiency", 1e-6, 2.0, None),
-        "p": problems.of(_number, table, "p", 0.2, 20.0, None),
-        "ranks": problems.of(_whole, table, "ranks"),
-        "kind": problems.of(table.choice, "kind", KINDS),
-        "source": problems.of(table.source),
-        "version": problems.of(table.text, "version", ""),
-        "note": problems.of(table.text, "note", ""),
+        "alpha": lambda key: table.quantity(key, "second")[0],
+        "step": lambda key: table.quantity(key, "second")[0],
+        "efficiency": partial(_number, table, low=1e-6, high=2.0),
+        "p": partial(_number, table, low=0.2, high=20.0),
+        "ranks": partial(_whole, table),
+        "kind": partial(table.choice, allowed=KINDS),
+        "source": lambda key: table.source(),
+        "version": optional,
+        "note": optional,
     }
 
 
 def _collective(table: FactTable) -> CollectiveFit:
-    problems = Problems()
-    facts = _fit_facts(table, problems)
-    facts["library"] = problems.of(table.choice, "library", LIBRARIES)
-    facts["op"] = problems.of(table.choice, "op", tuple(COLLECTIVES))
-    facts["level"] = problems.of(table.text, "level")
-    facts["fall"] = problems.of(_number, table, "fall", -2.0, 4.0, 0.0)
-    facts["direct"] = problems.of(_number, table, "direct", 0.0, 2.0, 0.0)
-    facts["turn"] = problems.of(_seconds, table, "turn")
-    nbytes = problems.of(table.quantity, "nbytes", "byte")
-    problems.of(table.finish, COLLECTIVE_KEYS)
-    problems.raise_any()
-    build = cast(Callable[..., CollectiveFit], CollectiveFit)
-    return build(nbytes=nbytes[0], **facts)
+    readers: Readers = {
+        "library": partial(table.choice, allowed=LIBRARIES),
+        "op": partial(table.choice, allowed=tuple(COLLECTIVES)),
+        "level": table.text,
+        **_of_fits(table),
+        "fall": partial(_number, table, low=-2.0, high=4.0, default=0.0),
+        "direct": partial(_number, table, low=0.0, high=2.0, default=0.0),
+        "turn": partial(_seconds, table),
+        "nbytes": lambda key: table.quantity(key, "byte")[0],
+    }
+    return CollectiveFit(**table.values(readers))
 
 
 def _exchange(table: FactTable) -> ExchangeFit:
-    problems = Problems()
-    facts = _fit_facts(table, problems)
-    facts["mode"] = problems.of(table.choice, "mode", EXCHANGE_MODES)
-    facts["way"] = problems.of(table.choice, "way", EXCHANGE_WAYS)
-    facts["outer"] = problems.of(_number, table, "outer", 0.0, 2.0, 0.0)
-    for key in ("each", "size", "turn"):
-        facts[key] = problems.of(_seconds, table, key)
-    facts["tokens"] = problems.of(_whole, table, "tokens")
-    problems.of(table.finish, EXCHANGE_KEYS)
-    problems.raise_any()
-    build = cast(Callable[..., ExchangeFit], ExchangeFit)
-    return build(**facts)
+    readers: Readers = {
+        "mode": partial(table.choice, allowed=EXCHANGE_MODES),
+        "way": partial(table.choice, allowed=EXCHANGE_WAYS),
+        **_of_fits(table),
+        "outer": partial(_number, table, low=0.0, high=2.0, default=0.0),
+        **dict.fromkeys(("each", "size", "turn"), partial(_seconds, table)),
+        "tokens": partial(_whole, table),
+    }
+    return ExchangeFit(**table.values(readers))
 
 
 def _mistakes(system: System, file: str) -> Iterator[str]:

@@ -306,32 +306,28 @@ def checked_device(device: str) -> torch.device:
 def device_facts(device: torch.device) -> dict[str, Any]:
     """Name, type, memory and other facts, none of which identifies this machine."""
     if device.type == "cuda":
-        return _cuda_facts(device)
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "type": "cuda",
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+            "l2_bytes": getattr(properties, "L2_cache_size", None),
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "driver": smi(device, ("driver_version",)),
+            "limits": smi(device, ("clocks.max.sm", "clocks.max.mem", "power.limit")),
+            "float32_matmul": _setting(torch.get_float32_matmul_precision),
+            "tf32_convolution": _setting(lambda: torch.backends.cudnn.allow_tf32),
+        }
     return {
         "type": "cpu",
         "name": cpu_model(),
         "memory_bytes": None,
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def _cuda_facts(device: torch.device) -> dict[str, Any]:
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "type": "cuda",
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
-        "l2_bytes": getattr(properties, "L2_cache_size", None),
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "driver": smi(device, ("driver_version",)),
-        "limits": smi(device, ("clocks.max.sm", "clocks.max.mem", "power.limit")),
-        "float32_matmul": _setting(torch.get_float32_matmul_precision),
-        "tf32_convolution": _setting(lambda: torch.backends.cudnn.allow_tf32),
     }
 
 

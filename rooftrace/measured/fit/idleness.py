@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rooftrace._plain import Plain
 from rooftrace.hardware.units import format_share, format_time, listed
 from rooftrace.measured.profiles import Trace, TraceStep
+from rooftrace.measured.profiles.records import joined
 
 LATE, WAITED, LOADED, QUEUED = (
     "the host launches too late",
@@ -166,13 +167,7 @@ def _loads(trace: Trace) -> list[Interval]:
     spans = [(a.start, a.end) for a in trace.annotations if _LOADER in a.name]
     spans += [(s, s + d) for n, s, d in zip(ops.name, ops.start, ops.duration, strict=True)
               if n in names]  # fmt: skip
-    merged: list[Interval] = []
-    for a, b in sorted(spans):
-        if merged and a <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(b, merged[-1][1])
-        else:
-            merged.append((a, b))
-    return merged
+    return joined(spans)
 
 
 def _filled(trace: Trace, step: TraceStep, pauses: Sequence[Interval]) -> dict[str, float]:

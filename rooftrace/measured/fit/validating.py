@@ -174,19 +174,15 @@ def validated(
     steps = _of_phases(steps_of(measured, model, target, trust_targets), phases)
     result = _compared(steps, chip, model, tell)
     if isinstance(measured, Run):
-        notes = _notes_of_run(measured, chip)
+        device = measured.device
+        kind = "gpu" if device.get("type") == "cuda" else str(device.get("type") or chip.kind)
+        notes = list(filter(None, [other_device(str(device.get("name") or ""), kind, chip)]))
         return replace(result, kind="run", source=source, notes=(*notes, *result.notes))
     notes = _notes_of_table(measured, chip, model)
     return replace(result, source=source, notes=(*notes, *result.notes))
 
 
 # -- steps of a run, or of a table -----------------------------------------------------------------
-
-
-def _notes_of_run(run: Run, chip: Chip) -> list[str]:
-    device = run.device
-    kind = "gpu" if device.get("type") == "cuda" else str(device.get("type") or chip.kind)
-    return list(filter(None, [other_device(str(device.get("name") or ""), kind, chip)]))
 
 
 def _notes_of_table(table: Sequence[StepTime], chip: Chip, model: ExecutionModel) -> list[str]:

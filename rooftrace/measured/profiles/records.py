@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -374,13 +374,19 @@ class Trace:
         return tuple(sorted(totals, key=lambda entry: (-entry.seconds, entry.name)))
 
 
-def busy_and_gaps(intervals: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, ...]]:
-    """Seconds that (start, end) intervals cover together, and of each pause between them."""
+def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(start, end) intervals in order, those that touch each other as one."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
             merged.append((start, end))
+    return merged
+
+
+def busy_and_gaps(intervals: Sequence[tuple[float, float]]) -> tuple[float, tuple[float, ...]]:
+    """Seconds that (start, end) intervals cover together, and of each pause between them."""
+    merged = joined(intervals)
     gaps = tuple(after[0] - before[1] for before, after in pairwise(merged))
     return sum(end - start for start, end in merged), gaps

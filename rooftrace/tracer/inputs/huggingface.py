@@ -66,7 +66,10 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
     passed |= patches
     if request.batch not in (None, batch):
         raise RequestError(f"--batch {request.batch}: the inputs that were given have {batch}")
-    main = _main_input(module)
+    # The name of the model's main input, else of its first parameter
+    parameters = list(parameters_of(module))
+    named: str = getattr(module, "main_input_name", "input_ids")
+    main = named if named in parameters or not parameters else parameters[0]
     tokens, others = _chosen(module, config, main, passed, batch, request)
     if tokens:
         return _Text(module, config, request, batch).inputs({**others, **passed}, tokens)
@@ -80,13 +83,6 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
     shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
     find = partial(labels_of, inputs=inputs, batch=batch)
     return Inputs(kwargs=inputs, find_labels=find, workload={"batch": batch, "inputs": shapes})
-
-
-def _main_input(module: nn.Module) -> str:
-    """The name of the model's main input, else of its first parameter."""
-    parameters = list(parameters_of(module))
-    named: str = getattr(module, "main_input_name", "input_ids")
-    return named if named in parameters or not parameters else parameters[0]
 
 
 def _chosen(

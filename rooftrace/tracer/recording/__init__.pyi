@@ -10,6 +10,7 @@ from rooftrace.tracer.recording.autocast import followed as followed
 from rooftrace.tracer.recording.by_value import copied_to_host as copied_to_host
 from rooftrace.tracer.recording.ops import (
     Call as Call,
+    entering as entering,
     info_of as info_of,
     written_nodes as written_nodes,
 )

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from rooftrace.tracer import source, torch_private
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.library import FROM_HOST, TO_HOST
-from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.ops import Call, entering
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import META, Values, masks, trees
 
@@ -169,12 +169,7 @@ ANSWERS: dict[str, Answer] = {}
 
 def answers(*names: str) -> Callable[[Answer], Answer]:
     """Let a function run the ops of these names."""
-
-    def added(function: Answer) -> Answer:
-        ANSWERS.update(dict.fromkeys(names, function))
-        return function
-
-    return added
+    return entering(ANSWERS, *names)
 
 
 def by_value(tape: Tape, call: Call) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.by_value import is_mask
-from rooftrace.tracer.recording.ops import Call
+from rooftrace.tracer.recording.ops import Call, entering
 from rooftrace.tracer.recording.overrides import Scope
 from rooftrace.tracer.values import Values, choices, trees
 
@@ -30,12 +30,7 @@ FACTS: dict[str, Fact] = {}
 
 def facts_of(*names: str) -> Callable[[Fact], Fact]:
     """Register a function that computes the counts of the ops with these names."""
-
-    def added(function: Fact) -> Fact:
-        FACTS.update(dict.fromkeys(names, function))
-        return function
-
-    return added
+    return entering(FACTS, *names)
 
 
 def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -275,3 +275,16 @@ class Call:
     def written(self) -> list[Tensor]:
         """The tensors among the arguments that this call writes in place."""
         return self.info.written(self.args, self.kwargs) if self.info.mutated else []
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def entering(table: dict[str, Function], *names: str) -> Callable[[Function], Function]:
+    """A decorator that enters a function into a table under these names."""
+
+    def entered(function: Function) -> Function:
+        table.update(dict.fromkeys(names, function))
+        return function
+
+    return entered

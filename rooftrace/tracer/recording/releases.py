@@ -45,6 +45,16 @@ _LAST = 99
 """Stands for the last patch of a series, which a text without one means."""
 
 
+class _From:
+    """A fact of all releases from a minor one on."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+
+    def __get__(self, release: Release, owner: type[Release]) -> bool:
+        return release.minor >= self._first
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Release:
     """A release of PyTorch: 2.8, 2.5.1 or 1.13.  Without a patch it is the last of its series.
@@ -69,50 +79,28 @@ class Release:
         """
         return _LAST if self.minor >= 1 else 3 if self.minor >= 12 - _ONE else 2
 
-    @property
-    def fuses_attention(self) -> bool:
-        """Whether it has `scaled_dot_product_attention`, and fused kernels for it."""
-        return self.minor >= 0
-
-    @property
-    def fuses_rms_norm(self) -> bool:
-        """Whether `nn.RMSNorm` is one kernel (`_fused_rms_norm`); before, it is spelled out."""
-        return self.minor >= 9
-
-    @property
-    def softmax_registers(self) -> bool:
-        """Whether a softmax keeps rows of up to 9,216 in registers (`cunn_SoftMaxForwardReg`)."""
-        return self.minor >= 7
+    fuses_attention = _From(0)
+    """Whether it has `scaled_dot_product_attention`, and fused kernels for it."""
+    fuses_rms_norm = _From(9)
+    """Whether `nn.RMSNorm` is one kernel (`_fused_rms_norm`); before, it is spelled out."""
+    softmax_registers = _From(7)
+    """Whether a softmax keeps rows of up to 9,216 in registers (`cunn_SoftMaxForwardReg`)."""
 
     @property
     def widest_flash(self) -> int:
         """The widest head of its flash attention: that of FlashAttention 1 up to 2.1."""
         return 256 if self.minor >= 2 else 128
 
-    @property
-    def flash_is_square(self) -> bool:
-        """Whether its flash attention takes a causal flag for square scores only, as 2 does."""
-        return self.minor >= 2
-
-    @property
-    def efficient_takes_masks(self) -> bool:
-        """Whether its memory-efficient attention takes a mask."""
-        return self.minor >= 1
-
-    @property
-    def grouped_heads(self) -> bool:
-        """Whether attention takes fewer heads of keys (`enable_gqa`)."""
-        return self.minor >= 5
-
-    @property
-    def matches_attention(self) -> bool:
-        """Whether Inductor makes hand-written attention one kernel (`fuse_attention.py`)."""
-        return self.minor >= 1
-
-    @property
-    def lays_out_images(self) -> bool:
-        """Whether Inductor may choose channels last for a step (`layout_optimization`)."""
-        return self.minor >= 1
+    flash_is_square = _From(2)
+    """Whether its flash attention takes a causal flag for square scores only, as 2 does."""
+    efficient_takes_masks = _From(1)
+    """Whether its memory-efficient attention takes a mask."""
+    grouped_heads = _From(5)
+    """Whether attention takes fewer heads of keys (`enable_gqa`)."""
+    matches_attention = _From(1)
+    """Whether Inductor makes hand-written attention one kernel (`fuse_attention.py`)."""
+    lays_out_images = _From(1)
+    """Whether Inductor may choose channels last for a step (`layout_optimization`)."""
 
     @property
     def prefers_cudnn(self) -> bool:
@@ -123,28 +111,20 @@ class Release:
         """
         return self == Release(5, 0) or self.minor == 9 or self.minor >= 11
 
-    @property
-    def reorders_loops(self) -> bool:
-        """Whether Inductor reorders loops of an op so that another one fits into its kernel.
+    reorders_loops = _From(10)
+    """Whether Inductor reorders loops of an op so that another one fits into its kernel.
 
-        It could from 2.5 on (https://github.com/pytorch/pytorch/pull/126254), and does by default
-        in 2.13 (`loop_ordering_after_fusion`); 2.10 is the first after the pull requests that
-        prepared that (https://github.com/pytorch/pytorch/pull/162355).
-        """
-        return self.minor >= 10
+    It could from 2.5 on (https://github.com/pytorch/pytorch/pull/126254), and does by default
+    in 2.13 (`loop_ordering_after_fusion`); 2.10 is the first after the pull requests that
+    prepared that (https://github.com/pytorch/pytorch/pull/162355).
+    """
+    views_masks = _From(7)
+    """Whether its compiler passes a broadcast mask to attention as it is, and writes no copy.
 
-    @property
-    def views_masks(self) -> bool:
-        """Whether its compiler passes a broadcast mask to attention as it is, and writes no copy.
-
-        https://github.com/pytorch/pytorch/pull/146054
-        """
-        return self.minor >= 7
-
-    @property
-    def math_in_fp32(self) -> bool:
-        """Whether attention without a fused kernel computes halves in fp32."""
-        return self.minor >= 5
+    https://github.com/pytorch/pytorch/pull/146054
+    """
+    math_in_fp32 = _From(5)
+    """Whether attention without a fused kernel computes halves in fp32."""
 
 
 def read_release(text: str) -> Release:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rooftrace.graph import Tensor as Value
 from rooftrace.graph.formulas import polynomials
 from rooftrace.tracer import torch_private
-from rooftrace.tracer.recording.ops import COMPOSITE, Call
+from rooftrace.tracer.recording.ops import COMPOSITE, Call, entering
 from rooftrace.tracer.recording.serving import own_ops
 from rooftrace.tracer.recording.tape import Tape
 from rooftrace.tracer.values import trees
@@ -41,12 +41,7 @@ KERNELS: dict[str, Kernel] = {}
 
 def kernel(*names: str) -> Callable[[Kernel], Kernel]:
     """Register a function that runs in place of the ops of these names."""
-
-    def added(function: Kernel) -> Kernel:
-        KERNELS.update({f"aten.{name}": function for name in names})
-        return function
-
-    return added
+    return entering(KERNELS, *(f"aten.{name}" for name in names))
 
 
 def run_sparse(tape: Tape, call: Call, on: On) -> Any:

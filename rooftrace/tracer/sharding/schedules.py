@@ -79,7 +79,19 @@ def table_of(
             )
         order = _gpipe if schedule == "gpipe" else _one_by_one
         return {rank: tuple(order(rank, ranks, microbatches)) for rank in range(ranks)}
-    return _by_torch(schedule, planned, count, ranks, microbatches)
+    from torch.distributed.pipelining import schedules
+
+    stages = [0, count - 1] if schedule in V_SHAPED else range(0, count, ranks)
+    stubs: Any = [_Stub(index, count, 0, ranks) for index in stages]
+    find: Any = schedules.get_schedule_class
+    try:
+        made = find(planned)(stubs, microbatches, loss_fn=lambda *_: 0)
+    except (ValueError, AssertionError) as error:
+        reason = " ".join(str(error).split())
+        raise RequestError(
+            f"--schedule {schedule} --microbatches {microbatches} over {ranks} processes: {reason}"
+        ) from None
+    return {rank: tuple(_actions(order)) for rank, order in sorted(made.pipeline_order.items())}
 
 
 def _known(schedule: str) -> tuple[str, int]:
@@ -117,24 +129,6 @@ class _Stub:
         self.submod, self.device = torch.nn.Identity(), torch.device("meta")
         self.has_backward = True
         self.stage_index_to_group_rank: dict[int, int] = {}
-
-
-def _by_torch(
-    schedule: str, planned: str, count: int, ranks: int, microbatches: int
-) -> dict[int, tuple[Action, ...]]:
-    from torch.distributed.pipelining import schedules
-
-    stages = [0, count - 1] if schedule in V_SHAPED else range(0, count, ranks)
-    stubs: Any = [_Stub(index, count, 0, ranks) for index in stages]
-    find: Any = schedules.get_schedule_class
-    try:
-        made = find(planned)(stubs, microbatches, loss_fn=lambda *_: 0)
-    except (ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        raise RequestError(
-            f"--schedule {schedule} --microbatches {microbatches} over {ranks} processes: {reason}"
-        ) from None
-    return {rank: tuple(_actions(order)) for rank, order in sorted(made.pipeline_order.items())}
 
 
 def _actions(order: Any) -> Iterator[Action]:

@@ -361,7 +361,10 @@ def built_from(described: Described) -> Built:
 def module_of(config: Any, dtype: torch.dtype, target: str) -> Any:
     """The model of a config object, on meta; its integers have values.  Raises TargetError."""
     kind = _model_class(config, target)
-    config = _part_for(kind, config)
+    # The config that the class takes: the outer one, or the config of one part.
+    wanted = getattr(kind, "config_class", None) or type(config)
+    parts = [part for part in vars(config).values() if type(part) is wanted]
+    config = parts[0] if parts and type(config) is not wanted else config
     recorder = Recorder(Values(draws=True), record=False)
     try:
         with torch.device(META), recorder:
@@ -378,13 +381,6 @@ def module_of(config: Any, dtype: torch.dtype, target: str) -> Any:
         if tensor.is_floating_point():  # it seldom decides anything, and its results are larger
             tensor.__dict__.pop(REAL_VALUE, None)
     return module
-
-
-def _part_for(kind: Any, config: Any) -> Any:
-    """The config that a model class takes: the outer one, or the config of one part."""
-    wanted = getattr(kind, "config_class", None) or type(config)
-    parts = [part for part in vars(config).values() if type(part) is wanted]
-    return parts[0] if parts and type(config) is not wanted else config
 
 
 # -- configchanges ---------------------------------------------------------------------------------

@@ -83,18 +83,14 @@ def _entries(program: Any) -> tuple[list[ProgramInput], list[tuple[Any] | None],
                 sizes.append(symbolic)
                 continue
             sizes.append(name := str(symbolic.node.expr))
-            usual[name] = _hint_of(symbolic)
+            hinted = symbolic.node.hint
+            usual[name] = int(hinted) if hinted is not None else None
         entries.append(ProgramInput(spec.arg.name, tuple(sizes), value.dtype))
     ranges = {}
     for symbol, span in program.range_constraints.items():
         top = int(span.upper) if span.upper.is_Integer else 1 << 62
         ranges[str(symbol)] = (int(span.lower) if span.lower.is_Integer else 0, top)
     return entries, others, Dimensions(usual, ranges)
-
-
-def _hint_of(size: Any) -> int | None:
-    hinted = size.node.hint
-    return int(hinted) if hinted is not None else None
 
 
 def tensors_of(
@@ -235,10 +231,11 @@ def read_onnx(path: Path) -> tuple[nn.Module, list[ProgramInput], Dimensions]:
 def _check(model: Any, where: str) -> None:
     """Raise TargetError for ops that are not read."""
     functions = {function.name for function in model.functions}
+    known = {*onnxops.OPS, *onnxops.NUMBER_OPS, "Constant"}
     unknown = Counter(
         f"{node.domain}::{node.op_type}" if node.domain not in ("", "ai.onnx") else node.op_type
         for node in model.graph.node
-        if node.op_type not in known_ops()
+        if node.op_type not in known
         or node.domain not in ("", "ai.onnx")
         or node.op_type in functions
     )
@@ -354,11 +351,6 @@ class OnnxStep:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any]
-
-
-def known_ops() -> frozenset[str]:
-    """The ops that are read."""
-    return frozenset({*onnxops.OPS, *onnxops.NUMBER_OPS, "Constant"})
 
 
 class OnnxModule(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftrace.tracer.recording import Call
+from rooftrace.tracer.recording import Call, entering
 
 LEAF = "leaf"
 UNKNOWN = "unknown"
@@ -229,12 +229,7 @@ def implied(call: Call, held: Held, output: Tensor, position: int = 0) -> Implic
 
 def _by(*names: str) -> Callable[[Implied], Implied]:
     """Register a function for ops of aten."""
-
-    def added(function: Implied) -> Implied:
-        IMPLIED.update({f"aten.{name}": function for name in names})
-        return function
-
-    return added
+    return entering(IMPLIED, *(f"aten.{name}" for name in names))
 
 
 # -- elementwise ---------------------------------------------------------------------------------
