@@ -20,11 +20,12 @@ class Written(nn.Module):
     """Attention over [B, S, H E] with two query heads for each key head.
 
     sinks: how each head's sink takes its share of the softmax.  cap: how scores are bent.  mask:
-    how it is put on; the mask is an argument of the call.
+    how it is put on; the mask is an argument of the call.  scale: a number is the beta of
+    `baddbmm`, which scales its product.
     """
 
     def __init__(
-        self, sinks: str = "", cap: str = "", mask: str = "added", scale: str = ""
+        self, sinks: str = "", cap: str = "", mask: str = "added", scale: str | int = ""
     ) -> None:
         super().__init__()
         self.how, self.cap, self.mask, self.scale = sinks, cap, mask, scale
@@ -38,6 +39,10 @@ class Written(nn.Module):
             for part in (self.ask, self.key, self.value)
         )
         k, v = (t[:, :, None].expand(-1, -1, H // KV, -1, -1).flatten(1, 2) for t in (k, v))
+        if self.scale in (0, 1):
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            scores = torch.baddbmm(q @ k.mT, q, k.mT, beta=self.scale, alpha=SCALE)
+            return (self._masked(scores, mask[0]).softmax(-1) @ v).flatten(1)
         scores = self._masked(self._scaled(q @ k.transpose(-2, -1)), mask)
         if self.cap == "after the mask":
             scores = CAP * torch.tanh(scores / CAP)

@@ -102,6 +102,19 @@ def test_a_scale_that_is_a_tensor_is_on_the_query(scale: str) -> None:
     check(result, model, inputs)
 
 
+@pytest.mark.parametrize("mask", ["none", "added"])
+@pytest.mark.parametrize(("beta", "count"), [(0, 1), (1, 0)])
+def test_a_product_that_scales_is_the_same_attention_where_it_adds_nothing(
+    mask: str, beta: int, count: int
+) -> None:
+    model = Written(mask=mask, scale=beta)
+    graph, inputs = step(model)
+    result, made = attention_kernels(graph)
+    assert made == count
+    assert not count or kernel(result).arguments["scale"] == pytest.approx(SCALE)
+    check(result, model, inputs)
+
+
 def test_keys_and_values_of_shared_heads_are_read_as_stored() -> None:
     model = Written(sinks="column", cap="divided")
     graph, inputs = step(model)

@@ -301,6 +301,36 @@ class WrittenMended(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
+class Scaled(nn.Module):
+    """Attention whose scores are scaled by the product itself, which adds nothing."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (t.flatten(0, 1) for t in (query, key, value))
+        nothing = query.new_empty(1, 1, 1).expand(len(query), query.shape[1], key.shape[1])
+        scores = torch.baddbmm(nothing, query, key.mT, beta=0, alpha=128**-0.5)
+        return torch.bmm(scores.softmax(-1), value).unflatten(0, (16, -1))  # planted: scaled
+
+
+class Laid(nn.Module):
+    """Attention of heads that are copied to lie one after the other, which no kernel needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Linear(1024, 3072)
+
+    def laid(self, x: Tensor) -> Tensor:
+        return x.contiguous()  # planted: laid
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.rows(x).unflatten(-1, (3, 8, 128)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(*map(self.laid, rows), is_causal=True)
+
+
+class LaidMended(Laid):
+    def laid(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Turning(nn.Module):
     """Attention after an embedding of positions in fp32, which leaves its operands in fp32."""
 
@@ -427,6 +457,20 @@ KERNELS = (
         "one kernel",
         Way(make=Written, inputs=heads(32)),
         make=WrittenMended,
+    ),
+    same(
+        "scaled",
+        "rewrite",
+        "one kernel",
+        Way(make=Scaled, inputs=heads(32)),
+        make=WrittenMended,
+    ),
+    same(
+        "laid",
+        "copy",
+        "Leave out copies",
+        Way(make=half(Laid), inputs=normal(8, 2048, 1024), phase="training"),
+        make=half(LaidMended),
     ),
     same(
         "lists",
