@@ -256,13 +256,13 @@ def tile_terms(
     return TileTerms(**every, least=least[:, None], partial=partial[:, None])
 
 
-def _suits_vectors(a: Array, b: Array, rows: Array, columns: Array) -> Array:
+def _suits_vectors(a: Array, b: Array, rows: Array, columns: Array) -> Any:
     """Whether cuBLAS has a tile for products of a vector engine, or C is narrower than tiles."""
-    narrow: Array = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
+    narrow = ((a < 64) & (rows <= a)) | ((b < 64) & (columns <= b))
     return narrow | (a * b >= VECTOR_TILE)
 
 
-def _flat(term: Array, shape: tuple[int, ...]) -> Array:
+def _flat(term: Any, shape: tuple[int, ...]) -> Any:
     """Amounts [tiles, splits, products] as [products, tiles x splits], or [products, 1] where no
     tile changes them and there is one split."""
     least = shape if shape[1] > 1 else (1, 1, shape[2])
