@@ -267,7 +267,7 @@ def _flat(term: Any, shape: tuple[int, ...]) -> Any:
     tile changes them and there is one split."""
     least = shape if shape[1] > 1 else (1, 1, shape[2])
     term = np.broadcast_to(term, np.broadcast_shapes(term.shape, least))
-    return term.reshape(-1, shape[2]).T
+    return term.reshape(term.shape[0] * term.shape[1], shape[2]).T
 
 
 def _ruled(kernel: ProductKnobs, rows: Array, columns: Array) -> Array:

@@ -69,7 +69,7 @@ class Formula(Struct, frozen=True):
     @property
     def is_constant(self) -> bool:
         """Whether no symbol changes it."""
-        return all(not term.powers for term in self.terms)
+        return not self.terms or (len(self.terms) == 1 and not self.terms[0].powers)
 
     @property
     def symbols(self) -> frozenset[int]:

@@ -115,7 +115,10 @@ class Tracked(int):
 
 
 def _expression(number: Any) -> Expression:
-    return number.expression if isinstance(number, Tracked) else Formula.constant(int(number))
+    return number.expression if type(number) is Tracked else _constant(int(number))
+
+
+_constant = lru_cache(maxsize=1 << 12)(Formula.constant)
 
 
 @lru_cache(maxsize=1 << 16)
