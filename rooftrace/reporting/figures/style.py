@@ -376,6 +376,12 @@ class Box(NamedTuple):
         """Whether the point lies inside."""
         return self.x0 < x < self.x1 and self.y0 < y < self.y1
 
+    def within(self, frame: Box) -> Box:
+        """The box moved into a frame, by as little as that takes."""
+        x0 = max(min(self.x0, frame.x1 - (self.x1 - self.x0)), frame.x0)
+        y0 = max(min(self.y0, frame.y1 - (self.y1 - self.y0)), frame.y0)
+        return Box(x0, y0, x0 + self.x1 - self.x0, y0 + self.y1 - self.y0)
+
     def nearest(self, x: float, y: float) -> tuple[float, float]:
         """The point of the box that is nearest to (x, y)."""
         return min(max(x, self.x0), self.x1), min(max(y, self.y0), self.y1)
@@ -468,6 +474,7 @@ def _choices(label: Label, frame: Box, points: Sequence[Box], line: _Line) -> _C
 
     places, costs = [], []
     for reach, box in candidates(label):
+        box = box if label.slide else box.within(frame)
         x, y = box.nearest(label.x, label.y)
         away = reach if label.slide else math.hypot(x - label.x, y - label.y) + reach * 0.2
         inside = frame.x0 <= box.x0 and frame.y0 <= box.y0
