@@ -49,9 +49,10 @@ def face(
 
     def __getattr__(name: str) -> Any:
         if name not in where:
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{hint(name, list(where))}"
-            )
+            rooms = [module for module, attribute in where.values() if attribute is None]
+            there = [room for room in rooms if name in importlib.import_module(room).__all__]
+            why = f"; it is {there[0]}.{name}" if there else hint(name, list(where))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{why}")
         module, attribute = where[name]
         value: Any = importlib.import_module(module)
         if attribute is not None:

@@ -161,14 +161,14 @@ class Limit:
             close = hint(name, tuple(metrics)) if name not in metrics else ""
             also = f' or "{example}"' if example else ""
             raise RequestError(
-                f"--fail-on {text!r}: {f'of {of} ' if of else ''}expected METRIC>LIMIT with METRIC "
+                f"{text!r}: {f'of {of} ' if of else ''}expected METRIC>LIMIT with METRIC "
                 f'one of {", ".join(metrics)}, for example "{next(iter(metrics))}>5%"{also}'
                 f"{close}"
             )
         try:
             most, relative = amount_of(match[2], metrics[match[1]])
         except ValueError as error:
-            raise RequestError(f"--fail-on {text!r}: {error}") from None
+            raise RequestError(f"{text!r}: {error}") from None
         return cls(text, most, relative, metric=match[1])
 
     def growth(self, change: Change) -> float:
