@@ -176,3 +176,12 @@ def test_wide_labels_of_points_at_the_edge_stay_inside_and_apart() -> None:
     assert all(b.x0 >= 0 and b.x1 <= 400 and b.y0 >= 0 and b.y1 <= 400 for b in boxes)
     rows = sorted(boxes, key=lambda box: box.y0)  # so wide that two side by side overlap
     assert all(low.y1 <= high.y0 for low, high in itertools.pairwise(rows))
+
+
+def test_a_leader_goes_a_long_way_rather_than_over_a_line() -> None:
+    """Beside a corridor that leads down to a free place, and above a line with room behind it."""
+    line = [(float(x), 200.0) for x in range(0, 401, 8)]
+    taken = [Box(0, 60, 190, 195), Box(245, 60, 400, 195)]
+    frame, label = Box(0, -200, 400, 400), Label(200.0, 190.0, 60.0, 18.0)
+    (box,) = place([label], frame, taken=taken, line=line)
+    assert box.y1 < 60
