@@ -477,7 +477,7 @@ def _choices(label: Label, frame: Box, points: Sequence[Box], line: Any) -> _Cho
     under = (x0 - 3 < at_x) & (at_x < x1 + 3) & (y0 - 3 < at_y) & (at_y < y1 + 3)
     fixed = np.array(costs, float) + OVER_POINT * _overlaps(boxes, points, 2)
     if not label.slide:
-        fixed += CROSSING * _across(line, (label.x, label.y), np.array(ends, float))
+        fixed += 2 * OVER_LINE * _across(line, (label.x, label.y), np.array(ends, float))
     foreign = [point for point in points if not point.contains(label.x, label.y)]
     return _Choices(places, boxes, fixed + OVER_LINE * under.sum(1).clip(0, 10), foreign)
 
