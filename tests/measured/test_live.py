@@ -614,7 +614,7 @@ def test_a_result_prints_becomes_a_page_and_json() -> None:
 
 def test_a_session_without_a_timed_step_prints() -> None:
     text = str(rt.live(made(), **QUICK))
-    assert "0 steps timed" in text
+    assert "0 steps timed" in text and "under the profiler: run more steps" in " ".join(text.split())
     assert "ran on a CPU, predicted for NVIDIA L4" in text
 
 
