@@ -484,9 +484,9 @@ def _choices(label: Label, frame: Box, points: Sequence[Box], line: Any) -> _Cho
 
 def _across(line: Any, start: tuple[float, float], ends: Any) -> Any:
     """Whether the way from a start to each of the ends crosses a sampled line."""
-    one, other = line.T[:-1], line.T[1:]
-    near = abs(other - one).max(1, initial=0) < SAMPLED  # spots of one line, not the next
-    first, second = one[near] - start, other[near] - start
+    spots = line.T - start
+    near = abs(spots[1:] - spots[:-1]).max(1, initial=0) < SAMPLED  # of one line, not the next
+    first, second = spots[:-1][near], spots[1:][near]
     way, step = (ends - start)[:, None], second - first
 
     def turn(a: Any, b: Any) -> Any:
