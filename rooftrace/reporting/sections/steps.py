@@ -417,7 +417,7 @@ def _whatif_rows(guidance: Guidance, most: int) -> Iterator[dict[str, Any]]:
     if guidance.together is not None:
         told = [str(number) for number in guidance.ranks if number <= len(alone)]
         more = len(guidance.ranks) - len(told)
-        told += [f"{more} more"] if more else []
+        told += ["another" if more == 1 else f"{more} others"] if more else []
         yield _row(guidance.together, f"{listed(told)} together")
 
 
