@@ -49,9 +49,12 @@ def face(
 
     def __getattr__(name: str) -> Any:
         if name not in where:
-            raise AttributeError(
-                f"module {package!r} has no attribute {name!r}{hint(name, list(where))}"
-            )
+            rooms = [module for module, attribute in where.values() if attribute is None]
+            stubs = {room: Path(init).with_name(f"{room.rpartition('.')[2]}.pyi") for room in rooms}
+            read = {room: stub.read_text("utf-8") for room, stub in stubs.items() if stub.is_file()}
+            there = [f"; it is {room}.{name}" for room in read if name in names(room, read[room])]
+            why = there[0] if there else hint(name, list(where))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{why}")
         module, attribute = where[name]
         value: Any = importlib.import_module(module)
         if attribute is not None:

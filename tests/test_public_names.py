@@ -32,6 +32,8 @@ def test_no_name_stands_in_two_public_modules() -> None:
 def test_a_name_that_never_was_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'rooftrace' has no attribute 'estimates_of'"):
         rt.estimates_of  # noqa: B018
+    with pytest.raises(AttributeError, match=r"; it is rooftrace\.tools\.dump_model_info"):
+        rt.dump_model_info  # noqa: B018
     with pytest.raises(AttributeError, match=r"module 'rooftrace\.types' has no attribute 'nope'"):
         rt.types.nope  # noqa: B018
 

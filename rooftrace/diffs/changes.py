@@ -149,11 +149,14 @@ class Limit:
     metric: str = ""
 
     @classmethod
-    def parse(cls, text: str, metrics: Metrics, of: str = "", example: str = "") -> Limit:
+    def parse(
+        cls, text: str, metrics: Metrics, of: str = "", example: str = "", option: str = "--fail-on"
+    ) -> Limit:
         """The limit of "time>5%"; an absolute one takes a unit ("memory>1 GiB").
 
-        metrics: those that may be named.  of, example: the compared thing and another limit, for
-        the message of the RequestError that is raised for a text that cannot be read.
+        metrics: those that may be named.  of, example, option: the compared thing, another limit
+        and what took the text, for the message of the RequestError that is raised for a text that
+        cannot be read.
         """
         match = _CONDITION.fullmatch(text)
         if match is None or match[1] not in metrics:
@@ -161,14 +164,14 @@ class Limit:
             close = hint(name, tuple(metrics)) if name not in metrics else ""
             also = f' or "{example}"' if example else ""
             raise RequestError(
-                f"--fail-on {text!r}: {f'of {of} ' if of else ''}expected METRIC>LIMIT with METRIC "
+                f"{option} {text!r}: {f'of {of} ' if of else ''}expected METRIC>LIMIT with METRIC "
                 f'one of {", ".join(metrics)}, for example "{next(iter(metrics))}>5%"{also}'
                 f"{close}"
             )
         try:
             most, relative = amount_of(match[2], metrics[match[1]])
         except ValueError as error:
-            raise RequestError(f"--fail-on {text!r}: {error}") from None
+            raise RequestError(f"{option} {text!r}: {error}") from None
         return cls(text, most, relative, metric=match[1])
 
     def growth(self, change: Change) -> float:
@@ -232,9 +235,10 @@ class Limited:
         raise NotImplementedError
 
     @classmethod
-    def limits(cls, conditions: Iterable[str]) -> list[Limit]:
+    def limits(cls, conditions: Iterable[str], option: str = "--fail-on") -> list[Limit]:
         """The limits that conditions say.  Raises RequestError."""
-        return [Limit.parse(text, cls.METRICS, cls.COMPARED, cls.EXAMPLE) for text in conditions]
+        kinds = cls.METRICS, cls.COMPARED, cls.EXAMPLE
+        return [Limit.parse(text, *kinds, option) for text in conditions]
 
     def violations(self, conditions: Iterable[str]) -> list[str]:
         """A sentence for each condition ("time>5%", "memory>1 GiB") and each place that breaks it.

@@ -11,6 +11,7 @@ from rooftrace.costmodels.fusion.traffic import keeps_channels_last
 from rooftrace.costmodels.kernels.engines import op_class
 from rooftrace.costmodels.kernels.knobs import CLASSES, FEW, LAST, NATIVE, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
+from rooftrace.costmodels.rewrites.fused_products import under_autocast
 from rooftrace.costmodels.rewrites.mends import with_channels_last
 from rooftrace.hardware.chipfile import load_chip
 
@@ -358,3 +359,31 @@ def test_images_with_channels_last_lie_as_in_a_trace_of_them(phase: str) -> None
     by_hand, ours = kernels(graph(torch.channels_last)), kernels(with_channels_last(first))
     assert sorted(map(str, ours)) == sorted(map(str, by_hand))
     assert len(by_hand) < len(kernels(first))
+
+
+class Tokens(nn.Module):
+    """A convolution, and two residual products on its pixels as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(32, 64, 3, padding=1), nn.Conv2d(64, 4, 1)
+        self.a = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+        self.b = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = self.first(x)
+        tokens = image.flatten(2).transpose(1, 2)
+        tokens = tokens + self.a(tokens)
+        tokens = tokens + self.b(tokens)
+        return self.last(tokens.transpose(1, 2).reshape(image.shape))
+
+
+def test_channels_last_after_autocast_is_autocast_after_channels_last() -> None:
+    """Autocast leaves views of copies unread, and channels last needs those copies no more."""
+    graph = traced(Tokens(), 32, torch.float32, phase="training")
+    after = with_channels_last(under_autocast(graph, "bf16"))
+    before = under_autocast(with_channels_last(graph), "bf16")
+    kernels = [
+        sorted((op.part, op.name) for op in of.ops if op.kind == "kernel") for of in (after, before)
+    ]
+    assert kernels[0] == kernels[1]

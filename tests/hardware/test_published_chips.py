@@ -204,3 +204,8 @@ def test_an_unknown_chip_is_told_its_relatives_first(text, relatives):
     assert first.startswith(f'chip "{text}": did you mean \'' if relatives else f'chip "{text}": e')
     assert all(f"'{name}'" in first for name in relatives), told
     assert "l40s" in rest and "l40s" not in first
+
+
+def test_of_equal_relatives_the_one_that_is_spelled_most_alike_is_first() -> None:
+    with pytest.raises(UnknownChipError, match="did you mean 'h100-sxm'"):
+        load_chip("h100sxm")

@@ -9,6 +9,7 @@ import pytest
 
 from rooftrace.measured.fit.idleness import LATE, LOADED, QUEUED, WAITED, Idleness, idleness_of
 from rooftrace.measured.profiles import read_trace
+from rooftrace.reporting.views.rundiffs import _LABELS
 from tests.measured.profiles_support import GpuTrace
 
 pytestmark = pytest.mark.quick
@@ -115,3 +116,9 @@ def test_a_trace_without_kernels_has_none(tmp_path: Path) -> None:
     trace = GpuTrace()
     trace.step(lambda: trace.op("aten::mm", SHAPES))
     assert idleness_of(read_trace(trace.write(tmp_path / "trace.json"))) is None
+
+
+def test_reasons_have_the_words_of_the_parts_of_a_diff() -> None:
+    words = {name: _LABELS[name].strip() for name in ("waiting", "queued")}
+    assert all(reason.startswith(words["waiting"]) for reason in (LATE, WAITED, LOADED))
+    assert words["queued"] == QUEUED

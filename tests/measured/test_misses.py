@@ -100,3 +100,14 @@ def test_measured_seconds_are_shared_out_once(execution: str) -> None:
     seconds: Mapping[int, float] = {op.id: 1e-5 * one.graph.times(op) for op in one.graph.kernels()}
     found = nodes(one, seconds)
     assert sum(node.measured or 0.0 for node in found) == pytest.approx(sum(seconds.values()))
+
+
+def test_a_cpu_gives_no_reason_for_a_gpu(tmp_path: Path) -> None:
+    graph = rt.trace(Stack(), torch.empty(4, 32))
+    with torch.profiler.profile(record_shapes=True) as run:
+        Stack()(torch.zeros(4, 32))
+    run.export_chrome_trace(str(tmp_path / "cpu.json"))
+    trace = read_trace(tmp_path / "cpu.json")
+    found = nodes(rt.estimate(graph, "h200-sxm", "eager"), align(trace, graph))
+    assert any(node.measured for node in found)
+    assert {node.reason for node in found} <= {"", "not in the run"}

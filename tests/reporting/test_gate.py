@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -19,7 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import rooftrace as rt
 from rooftrace.hardware import units
 from rooftrace.reporting.gates import lock as records, lockfile
+from rooftrace.reporting.gates.checking import Shift
+from rooftrace.reporting.gates.lock import StepKey
 from rooftrace.reporting.gates.lockfile import load_settings
+from rooftrace.reporting.gates.making import _behind
 from tests.reporting.conftest import Ran, Run
 from tests.reporting.gate_support import CASTS, MODELS, SETTINGS, repository
 
@@ -500,3 +504,25 @@ def test_settings_of_a_project_without_the_gate_are_defaults(tmp_path: Path) -> 
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     settings = load_settings(tmp_path)
     assert (settings.targets, settings.lock, settings.folder) == ({}, "costs.lock", tmp_path)
+
+
+def test_a_cause_is_told_of_the_costs_that_it_moved() -> None:
+    """A wider head has parameters and memory; a cast has none."""
+    wide = MODELS.replace("nn.Linear(width, 10)", "nn.Linear(width, 10_000)")
+    graphs = []
+    for text in (MODELS, wide.replace("self.up(self.norm(x))", CASTS)):
+        exec(text, names := dict[str, Any](__name__="models"))
+        net, inputs = names["net"]()
+        graphs.append(rt.trace(net, *inputs))
+    made = rt.diff(*graphs, chip="l4", execution="eager")
+    (phase,) = made.phases
+    step = StepKey("net", phase.phase, "l4", "eager")
+
+    def causes(metric: str) -> list[str]:
+        total = phase.totals[metric]
+        shift = Shift(place=step, metric=metric, before=total.before, after=total.after)
+        return [row.cause for row in _behind(phase, shift)]
+
+    assert any("double" in cause for cause in causes("kernels"))
+    for metric in ("params", "memory"):
+        assert causes(metric) and not any("double" in cause for cause in causes(metric))

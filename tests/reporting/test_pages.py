@@ -159,6 +159,7 @@ def test_a_screen_numbers_no_change_that_it_leaves_out() -> None:
     report = rt.report(block(), x(), execution="eager", phase="forward")
     told = report.guidance["forward"]
     assert told.together is not None and told.together.action == "1 and 2 together"
-    many = replace(told, options=told.options * 3, ranks=(1, 2, 5, 6))
-    vars(report)["guidance"] = {"forward": many}
-    assert "1, 2 and 2 more together" in str(report)
+    for ranks, words in (((1, 2, 5, 6), "1, 2 and 2 others together"), ((1, 5), "1 and another")):
+        many = replace(told, options=told.options * 3, ranks=ranks)
+        vars(report)["guidance"] = {"forward": many}
+        assert words in str(report)

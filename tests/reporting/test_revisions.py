@@ -19,7 +19,7 @@ import pytest
 import rooftrace as rt
 from rooftrace.diffs.git import RevisionError, repositories
 from rooftrace.diffs.git.repositories import repository_at
-from rooftrace.errors import TargetError
+from rooftrace.errors import RequestError, TargetError
 from rooftrace.reporting.commands import revisions
 from rooftrace.tracer import Job
 from rooftrace.tracer.phases.apart import Outcome, ProcessPlace, run_apart
@@ -306,6 +306,8 @@ def a_bisection_finds_the_commit_behind_a_merge_and_traces_few(here: Repo) -> No
     assert git(here.root, "worktree", "list").count("\n") == 0
     with pytest.raises(RevisionError, match=r"'time>500%' does not hold from .* nothing to find"):
         rt.diff("pkg.model:build", git=(start, start), bisect="time>500%", phases=["forward"])
+    with pytest.raises(RequestError, match=r"^--bisect 'tme>5%': .* did you mean 'time'"):
+        rt.diff("pkg.model:build", git=(start, start), bisect="tme>5%")
 
 
 def what_cannot_be_compared_is_said_plainly(

@@ -11,6 +11,7 @@ import rooftrace as rt
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.reporting.figures.printing import MEDIA
 from rooftrace.reporting.figures.roofline import _points, roofline_figure
+from rooftrace.reporting.figures.style import Box, Label, place
 from rooftrace.reporting.renderers import view
 from rooftrace.reporting.views.explanations import rooflines_view
 from tests.reporting.conftest import Run
@@ -155,3 +156,32 @@ def test_the_command_prints_the_table_and_says_what_is_wrong(run: Run, tmp_path:
         ran = run("roofline", "gpt2", *wrong)
         assert ran.code == 2 and ran.err.count("\n") == 1
         assert " ".join(wrong) in ran.err
+
+
+def test_steps_of_other_sizes_and_precisions_have_a_column_for_each() -> None:
+    single = rt.trace(nn.Linear(64, 64), torch.empty(8, 64, device="meta"))
+    half = nn.Linear(64, 64, device="meta", dtype=torch.bfloat16)
+    graphs = [single, rt.trace(half, torch.empty(2, 64, device="meta", dtype=torch.bfloat16))]
+    result = rt.roofline(graphs, chip="l4", names=["A", "B"])
+    head, columns, first, second, *_ = str(result).splitlines()
+    assert head == "bf16, fp32; forward; efficient; l4"
+    assert columns.split()[:3] == ["model", "batch", "dtype"]
+    assert (first.split()[:3], second.split()[:3]) == (["A", "8", "fp32"], ["B", "2", "bf16"])
+
+
+def test_wide_labels_of_points_at_the_edge_stay_inside_and_apart() -> None:
+    frame = Box(0.0, 0.0, 400.0, 400.0)
+    labels = [Label(30.0, 150.0 + i, 360.0, 18.0) for i in range(12)]
+    boxes = place(labels, frame, points=[Box.around(30.0, 150.0 + i, 12, 12) for i in range(12)])
+    assert all(b.x0 >= 0 and b.x1 <= 400 and b.y0 >= 0 and b.y1 <= 400 for b in boxes)
+    rows = sorted(boxes, key=lambda box: box.y0)  # so wide that two side by side overlap
+    assert all(low.y1 <= high.y0 for low, high in itertools.pairwise(rows))
+
+
+def test_a_leader_goes_a_long_way_rather_than_over_a_line() -> None:
+    """Beside a corridor that leads down to a free place, and above a line with room behind it."""
+    line = [(float(x), 200.0) for x in range(0, 401, 8)]
+    taken = [Box(0, 60, 190, 195), Box(245, 60, 400, 195)]
+    frame, label = Box(0, -200, 400, 400), Label(200.0, 190.0, 60.0, 18.0)
+    (box,) = place([label], frame, taken=taken, line=line)
+    assert box.y1 < 60

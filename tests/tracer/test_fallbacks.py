@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import rooftrace as rt
 from rooftrace.graph.assumptions import FALLBACK
 from rooftrace.graph.graph import OpGraph
+from rooftrace.reporting.views import as_markdown
 
 logger = logging.getLogger(__name__)
 SAYS = "`squares` is falling back to plain PyTorch because `fastsquares` is not installed"
@@ -91,3 +92,12 @@ def test_warnings_reach_the_log_as_before(caplog: pytest.LogCaptureFixture) -> N
     assert SAYS in caplog.text
     squares(torch.ones(2, 2))
     assert caplog.text.count(SAYS) >= 2
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+def test_what_would_help_training_names_the_missing_package(phase: str) -> None:
+    """Named rewrites price it for inference; they have no backward."""
+    net, x = nn.Sequential(nn.Linear(64, 64), Squares()), torch.empty(2**16, 64)
+    page = as_markdown(rt.report(net, x, phases=[phase], chip="h100-sxm"))
+    helping = page.partition("## What would help")[2].partition("## ")[0]
+    assert (f"of the step runs in place of a kernel: {SAYS}" in helping) == (phase == "training")

@@ -504,6 +504,7 @@ class Laid(Editor):
         ):
             return False
         self._set(made, now.stride, now.storage)
+        self.moved[made] = now.storage  # of views that an edit before this one left unread, too
         self.instead[made] = self.instead.get(source, source)
         return True
 

@@ -150,7 +150,13 @@ def relatives(name: str) -> tuple[str, ...]:
         name, lambda model, word: model.startswith(word) or word.startswith(model)
     )
     if like:
-        return tuple(sorted(like, key=like.__getitem__, reverse=True)[:MOST_RELATIVES])
+        near = difflib.SequenceMatcher(None, b=spelling(name))
+
+        def rank(chip: str) -> tuple[float, float]:
+            near.set_seq1(spelling(chip))
+            return like[chip], near.ratio()
+
+        return tuple(sorted(like, key=rank, reverse=True)[:MOST_RELATIVES])
     spellings = {chip: chip for chip in available_chips()}
     spellings |= {alias: chips[0] for alias, chips in bundled_aliases()[0].items()}
     close = difflib.get_close_matches(spelling(name), spellings, n=3)

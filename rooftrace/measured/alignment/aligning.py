@@ -334,11 +334,11 @@ def _first_difference(
     other = min(equal, len(wanted))
     call = key_words(calls[equal].key) if equal < len(calls) else "its end"
     if other >= len(wanted):
-        return f"after {equal} equal ops the trace has {call}, the graph its end"
+        return f"after {equal} equal ops: the trace has {call}, the graph its end"
     op = graph.ops[kernels[other][0]]
     where = f" in {op.module}" if op.module else ""
     return (
-        f"after {equal} equal ops the trace has {call}, "
+        f"after {equal} equal ops: the trace has {call}, "
         f"the graph {key_words(wanted[other])} (op {op.id}{where})"
     )
 

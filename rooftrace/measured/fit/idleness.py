@@ -13,12 +13,12 @@ from rooftrace.measured.profiles import Trace, TraceStep
 from rooftrace.measured.profiles.records import joined
 
 LATE, WAITED, LOADED, QUEUED = (
-    "the host launches too late",
-    "the host starts again after a call that waits for the device",
-    "the host loads data",
-    "kernels wait in their queues",
+    "waits for the host",
+    "waits for the host after a call that waits for the device",
+    "waits for the host, which loads data",
+    "between queued kernels",
 )
-"""Reasons for a pause of the device.
+"""Reasons for a pause of the device, in the words of the parts of a diff of runs.
 
 LATE: the next kernel was not yet launched.  WAITED: neither, as the host waited for the device
 (`.item()`, a copy to the host, `synchronize`) when it became idle.  LOADED: a data loader ran.

@@ -244,7 +244,8 @@ def nodes(estimate: Estimate, measured: Alignment | Mapping[int, float]) -> tupl
     if isinstance(measured, Alignment) and measured.trace.on_device:
         launched = {op: measurement.kernels for op, measurement in measured.measured.items()}
     launches = launches_by_op(estimate)
-    return tuple(_node(estimate, row, seconds, launched, launches) for row in estimate.rows)
+    is_same = not isinstance(measured, Alignment) or measured.trace.kind == estimate.chip.kind
+    return tuple(_node(estimate, r, seconds, launched, launches, is_same) for r in estimate.rows)
 
 
 def launches_by_op(estimate: Estimate) -> Counter[int]:
@@ -266,7 +267,9 @@ def _node(
     seconds: Mapping[int, float],
     launched: Mapping[int, float],
     launches: Mapping[int, int],
+    is_same: bool,
 ) -> Node:
+    """is_same: whether a device of the chip's kind was measured; of another one no reason holds."""
     predicted = row.timing.t_device
     timed = [op for op in row.ops if op in seconds]
     measured = kernels = None
@@ -275,7 +278,7 @@ def _node(
         measured = sum(seconds[op] * row.count / launches[op] for op in timed)
         if all(op in launched for op in timed):
             kernels = sum(launched[op] for op in timed)
-        reason = _reason(estimate, row, measured, kernels)
+        reason = _reason(estimate, row, measured, kernels) if is_same else ""
         if len(timed) < len(row.ops):
             part = f"{len(timed)} of its {len(row.ops)} ops are in the run"
             reason = f"{part}; {reason}" if reason else part

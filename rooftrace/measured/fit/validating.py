@@ -413,8 +413,7 @@ def _trace_notes(alignment: Alignment, phases: Sequence[str], chip: Chip) -> lis
     trace, graph = alignment.trace, alignment.graph
     count = len(trace.steps)
     names = sorted(set(trace.devices.values()))
-    kind = "gpu" if trace.on_device else "cpu"
-    notes = [other_device(names[0] if names and trace.on_device else "", kind, chip)]
+    notes = [other_device(names[0] if names and trace.on_device else "", trace.kind, chip)]
     if len(phases) > 1:
         notes.append(f"the trace matches {graph.phase} best of {units.listed(phases)}")
     if not trace.on_device:

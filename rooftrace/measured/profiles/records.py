@@ -318,6 +318,11 @@ class Trace:
         return len(self.kernels) > 0
 
     @property
+    def kind(self) -> str:
+        """The kind of the measured chip."""
+        return "gpu" if self.on_device else "cpu"
+
+    @property
     def has_shapes(self) -> bool:
         """Whether input shapes were recorded."""
         return bool(self.ops.call_inputs.items)

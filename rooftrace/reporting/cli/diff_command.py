@@ -155,7 +155,7 @@ def diff(
 ) -> None:
     """Show the change in cost, measured time or weights.
 
-    BEFORE and AFTER are targets, saved graphs or revisions of a target; one target is enough with
+    BEFORE and AFTER are targets or saved graphs, revisions go to --git; one target is enough with
     --git, or with an option that differs from side to side.  For measured time they are traces of
     torch.profiler or run files of `rooftrace measure`, and one alone shows where its time goes; for
     weights, checkpoints of safetensors or torch.save.

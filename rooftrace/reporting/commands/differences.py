@@ -356,7 +356,7 @@ def diff(
     sides = sides_of(diff, (first, second), args, kwargs, options, git)
     with telling(progress):
         if bisect is not None:
-            Diff.limits([bisect])
+            Diff.limits([bisect], "--bisect")
             return _difference(*bisect_range(*sides, bisect), names=names)
         with placed(sides) as places:
             made, other = run_sides(places)

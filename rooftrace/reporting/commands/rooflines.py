@@ -17,7 +17,7 @@ from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
 from rooftrace.reporting.commands.requests import priced
-from rooftrace.reporting.commands.rooflinesteps import RooflineRow, Rooflines
+from rooftrace.reporting.commands.rooflinesteps import RooflineRow, Rooflines, sizes_run
 from rooftrace.tracer import Job
 from rooftrace.tracer.names import check_named
 
@@ -97,8 +97,8 @@ def _rows(
     for name, (_, sizes, graphs) in zip(names, traced, strict=True):
         for graph in graphs.values():
             planned = plan(graph, model)
-            for chip in chips:
-                yield RooflineRow(name, sizes, estimate(planned, chip))
+            for step in (estimate(planned, chip) for chip in chips):
+                yield RooflineRow(name, {**sizes_run(step), **sizes}, step)
 
 
 def _names(

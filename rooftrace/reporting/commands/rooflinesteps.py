@@ -27,7 +27,7 @@ SIZES = ("batch", "seq", "kv")
 
 @dataclass(frozen=True, slots=True)
 class RooflineRow(Plain):
-    """One step on one chip.  sizes: batch, seq and kv, as far as they were given."""
+    """One step on one chip.  sizes: batch, seq and kv, as far as the step has them."""
 
     model: str
     sizes: Mapping[str, int]
@@ -42,6 +42,12 @@ class RooflineRow(Plain):
     def chip(self) -> str:
         """The name of the chip."""
         return self.estimate.chip.name
+
+    @property
+    def dtype(self) -> str:
+        """The precision of the model."""
+        graph = self.estimate.graph
+        return str(graph.workload.get("dtype") or graph.model.get("dtype") or "")
 
     @property
     def label(self) -> str:
@@ -141,6 +147,11 @@ class Rooflines(Shown):
         """Names of the chips."""
         return list(dict.fromkeys(row.chip for row in self.rows))
 
+    @cached_property
+    def dtypes(self) -> list[str]:
+        """Names of the precisions of the models."""
+        return sorted({row.dtype for row in self.rows} - {""})
+
     @property
     def lines(self) -> Iterator[list[RooflineRow]]:
         """Rows of one model, phase and chip, by rising size."""
@@ -152,19 +163,14 @@ class Rooflines(Shown):
     @property
     def conditions(self) -> str:
         """The conditions that all steps share: "bf16; decode 8 x 1 token; efficient; h200-sxm"."""
-        first = self.rows[0]
+        told = [f"{p} {text}".strip() for p in self.phases for text in self._workloads(p)]
+        shared = {n: size for row in self.rows for n, size in row.sizes.items()}
         parts = [
-            ", ".join(sorted({_dtype(row.estimate) for row in self.rows} - {""})),
-            *(
-                f"{phase} {text}".strip()
-                for phase in self.phases
-                for text in self._workloads(phase) or [""]
-                if not self.over
-            ),
-            "" if not self.over else ", ".join(self.phases),
-            "" if not self.over else f"over {self.over}",
-            *(f"{n} {s:,}" for n, s in first.sizes.items() if self.over and n != self.over),
-            first.estimate.execution.name,
+            ", ".join(self.dtypes),
+            *(told if self._told else [", ".join(self.phases)]),
+            f"over {self.over}" if self.over else "",
+            *(f"{n} {shared[n]:,}" for n in shared if self.over and n not in self.varying),
+            self.rows[0].estimate.execution.name,
             ", ".join(self.chips),
         ]
         return "; ".join(filter(None, parts))
@@ -172,9 +178,13 @@ class Rooflines(Shown):
     @property
     def varying(self) -> list[str]:
         """The names of sizes that the conditions do not tell, in order."""
-        told = self.over or all(map(self._workloads, self.phases))
-        least = 1 if told else 0
+        least = 1 if self.over or self._told else 0
         return [n for n in SIZES if len({row.sizes.get(n) for row in self.rows} - {None}) > least]
+
+    @property
+    def _told(self) -> bool:
+        """Whether the conditions tell the sizes of every phase."""
+        return not self.over and all(map(self._workloads, self.phases))
 
     def _workloads(self, phase: str) -> list[str]:
         """The workload of the steps of a phase, where it is the same."""
@@ -200,9 +210,10 @@ class Rooflines(Shown):
         return pandas.DataFrame.from_records(self.to_rows())
 
 
-def _dtype(estimate: Estimate) -> str:
-    graph = estimate.graph
-    return str(graph.workload.get("dtype") or graph.model.get("dtype") or "")
+def sizes_run(step: Estimate) -> dict[str, int]:
+    """The sizes of a step: the prompt's of all but decode, the cache's of decode."""
+    other, workload = "seq" if step.phase == "decode" else "kv", step.graph.workload
+    return {n: int(workload[n]) for n in SIZES if n != other and workload.get(n)}
 
 
 # -- several reports ---
@@ -238,11 +249,7 @@ class Reports(Shown):
         for target, made in self.reports.items():
             for phase in made.phases:
                 for step in made.estimates[phase][made.main].values():
-                    workload = step.graph.workload
-                    other = "seq" if phase == "decode" else "kv"
-                    present = [n for n in SIZES if n != other and workload.get(n)]
-                    sizes = {name: int(workload[name]) for name in present}
-                    yield RooflineRow(names[target], sizes, step)
+                    yield RooflineRow(names[target], sizes_run(step), step)
 
     def to_rows(self) -> list[dict[str, Any]]:
         """A row for each step, as a CSV file takes them."""

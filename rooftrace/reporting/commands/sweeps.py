@@ -32,6 +32,7 @@ from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.options import taken
 from rooftrace.reporting.commands.pricing import check_groups
 from rooftrace.reporting.commands.requests import StepRequest
+from rooftrace.reporting.renderers import words
 from rooftrace.studies.forms import Conditions, Points
 from rooftrace.studies.sweeps import Form, Sweep, SweepCase, evaluated, looks_like_form, points_of
 from rooftrace.tracer import Job
@@ -443,7 +444,7 @@ def _tell_first(request: SweepRequest, sizes: str, graph: OpGraph) -> None:
         step = estimate(conditions.plan(graph), chip)
         tell(
             f"first step, {sizes}: {format_time(step.t_est)} on {chip.name}, "
-            f"limited by {step.times.regime}"
+            f"limited by {words.LIMITS[step.times.regime]}"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -354,6 +354,7 @@ def join(figure: Figure, start: tuple[float, float], end: tuple[float, float], c
 
 REACHES = (7, 14, 24, 38, 56, 80, 110, 150, 200, 260, 330)  # pixels between anchor and label
 DIRECTIONS = 16
+SAMPLED = 16  # pixels: no more are between two spots of a sampled line
 PASSES = 4
 # The cost of faults of a place, in pixels of distance.
 OVER_LABEL, OUTSIDE, OVER_POINT, CROSSING, OVER_LINE = 1e7, 1e7, 1e6, 2000.0, 250.0
@@ -375,6 +376,12 @@ class Box(NamedTuple):
     def contains(self, x: float, y: float) -> bool:
         """Whether the point lies inside."""
         return self.x0 < x < self.x1 and self.y0 < y < self.y1
+
+    def within(self, frame: Box) -> Box:
+        """The box moved into a frame, by as little as that takes."""
+        x0 = max(min(self.x0, frame.x1 - (self.x1 - self.x0)), frame.x0)
+        y0 = max(min(self.y0, frame.y1 - (self.y1 - self.y0)), frame.y0)
+        return Box(x0, y0, x0 + self.x1 - self.x0, y0 + self.y1 - self.y0)
 
     def nearest(self, x: float, y: float) -> tuple[float, float]:
         """The point of the box that is nearest to (x, y)."""
@@ -411,30 +418,18 @@ def place(
     """
     import numpy as np
 
-    count, cells = len(labels), frozenset(map(_cell, line))
-    sampled = _Line(np.array(line, float).reshape(-1, 2).T, cells)
+    count, sampled = len(labels), np.array(line, float).reshape(-1, 2).T
     orders = [
         *itertools.islice(_orders(count), min(max(count, 1), ORDERS, 1 + TRIED // max(count, 1)))
     ]
     choices, tried = [_choices(label, frame, points, sampled) for label in labels], []
     for order in orders:
         ranked = sorted(order, key=lambda i: (not labels[i].first, not labels[i].slide))
-        tried.append(_settled(labels, ranked, choices, taken, sampled))
+        tried.append(_settled(labels, ranked, choices, taken))
         if tried[-1][0] < CROSSING:
             break
     placed = min(tried, key=lambda pair: pair[0])[1]
     return [placed[i] for i in range(count)]
-
-
-class _Line(NamedTuple):
-    """A sampled line (x and y of its points), and the cells of 8 pixels that it goes through."""
-
-    spots: Any
-    cells: Set[tuple[int, int]]
-
-
-def _cell(spot: tuple[float, float]) -> tuple[int, int]:
-    return int(spot[0] // 8), int(spot[1] // 8)
 
 
 ORDERS, TRIED = 8, 48
@@ -463,24 +458,43 @@ class _Choices(NamedTuple):
     foreign: Sequence[Box]
 
 
-def _choices(label: Label, frame: Box, points: Sequence[Box], line: _Line) -> _Choices:
+def _choices(label: Label, frame: Box, points: Sequence[Box], line: Any) -> _Choices:
     import numpy as np
 
-    places, costs = [], []
+    places, costs, ends = [], [], []
     for reach, box in candidates(label):
+        box = box if label.slide else box.within(frame)
         x, y = box.nearest(label.x, label.y)
         away = reach if label.slide else math.hypot(x - label.x, y - label.y) + reach * 0.2
         inside = frame.x0 <= box.x0 and frame.y0 <= box.y0
         inside = inside and box.x1 <= frame.x1 and box.y1 <= frame.y1
         costs.append(away if inside else away + OUTSIDE)
         places.append(box)
+        ends.append((x, y))
     boxes = np.array(places, float).reshape(-1, 4).T
     x0, y0, x1, y1 = boxes[:, :, None]
-    at_x, at_y = line.spots
+    at_x, at_y = line
     under = (x0 - 3 < at_x) & (at_x < x1 + 3) & (y0 - 3 < at_y) & (at_y < y1 + 3)
     fixed = np.array(costs, float) + OVER_POINT * _overlaps(boxes, points, 2)
+    if not label.slide:
+        fixed += 2 * OVER_LINE * _across(line, (label.x, label.y), np.array(ends, float))
     foreign = [point for point in points if not point.contains(label.x, label.y)]
     return _Choices(places, boxes, fixed + OVER_LINE * under.sum(1).clip(0, 10), foreign)
+
+
+def _across(line: Any, start: tuple[float, float], ends: Any) -> Any:
+    """Whether the way from a start to each of the ends crosses a sampled line."""
+    spots = line.T - start
+    near = abs(spots[1:] - spots[:-1]).max(1, initial=0) < SAMPLED  # of one line, not the next
+    first, second = spots[:-1][near], spots[1:][near]
+    way, step = (ends - start)[:, None], second - first
+
+    def turn(a: Any, b: Any) -> Any:
+        return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
+
+    apart = turn(way, first) * turn(way, second) <= 0  # the spots are on both sides of the way
+    between = turn(step, -first) * turn(step, way - first) < 0  # so are its ends of the line
+    return (apart & between).any(1)
 
 
 def _overlaps(boxes: Any, others: Sequence[Box], gap: float) -> Any:
@@ -498,7 +512,6 @@ def _settled(
     order: Sequence[int],
     choices: Sequence[_Choices],
     taken: Sequence[Box],
-    line: _Line,
 ) -> tuple[float, dict[int, Box]]:
     """The cost and the boxes of labels that take the best free place one by one, some times."""
     placed: dict[int, Box] = {}
@@ -516,7 +529,7 @@ def _settled(
             crossed = [*others, *own.foreign]
             for box, cost in zip(own.places, costs.tolist(), strict=True):
                 if cost < price:
-                    cost += _crossings(labels[i], box, crossed, line, lines)
+                    cost += _crossings(labels[i], box, crossed, lines)
                     if cost < price:
                         best, price = box, cost
             if best is not None:
@@ -561,14 +574,13 @@ def _crossings(
     label: Label,
     box: Box,
     crossed: Sequence[Box],
-    line: _Line,
     leaders: Sequence[Sequence[tuple[float, float]]],
 ) -> float:
-    """The cost of leaders of others over the box, and of its own over others and the line."""
+    """The cost of leaders of others over the box, and of its own over others."""
     spots = list(leader(label, box))
     count = sum(_is_on(other, box) for other in leaders)
     count += sum(_is_on(spots, other) for other in crossed)
-    return OVER_LINE * (not line.cells.isdisjoint(map(_cell, spots))) + CROSSING * count
+    return CROSSING * count
 
 
 def _is_on(spots: Sequence[tuple[float, float]], box: Box) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path, PurePath
@@ -70,8 +72,8 @@ class _History:
         made = self._diff(shift.place)
         if isinstance(made, str):
             return [CodeCause(made)]
-        rows = [row for p in made.phases if p.phase == shift.place.phase for row in p.rows]
-        first = _behind(rows, shift)[:_MOST]
+        behind = [_behind(p, shift) for p in made.phases if p.phase == shift.place.phase]
+        first = [row for rows in behind for row in rows][:_MOST]
         return [CodeCause(self._sentence(made, row), row.place) for row in first]
 
     def _sentence(self, made: Diff, row: changes.DiffRow) -> str:
@@ -151,22 +153,30 @@ def former(settings: lockfile.Settings, *, update: bool = False) -> records.Lock
         raise
 
 
-def _behind(rows: Sequence[changes.DiffRow], shift: Shift) -> list[changes.DiffRow]:
-    """The rows of a diff behind a shift: those that moved its metric, the largest first.
+def _behind(phase: changes.PhaseDiff, shift: Shift) -> list[changes.DiffRow]:
+    """The rows of a phase behind a shift: those that moved its metric, the largest first.
 
-    All rows where none did, and of a metric that is not known by row.
+    Of memory and parameters: those in the modules of what is held at the peak.  All rows where
+    none did.
     """
     inside = [
         row
-        for row in rows
+        for row in phase.rows
         if not shift.module or any(f"{m}.".startswith(f"{shift.module}.") for m in row.modules)
     ]
     total = shift.after - (shift.before or 0)
-    if shift.metric not in records.BY_MODULE or not total:
-        return inside or list(rows)
-    shares = [(getattr(row, shift.metric).delta / total, row) for row in inside]
+    if shift.metric in records.BY_MODULE:
+        shares = [(getattr(row, shift.metric).delta / total if total else 0, row) for row in inside]
+    else:
+        by_module = Counter[str]()
+        for each in phase.held:
+            if each.held.role == "weights" or shift.metric == "memory":
+                by_module[each.held.module] += int(each.bytes.delta)
+        shares = [(sum(by_module[m] for m in row.modules), row) for row in inside]
+        most = sum(by_module.values()) or math.inf
+        shares = [(share / most, row) for share, row in shares]
     moved = [(share, row) for share, row in shares if share >= _PART]
-    return [row for _, row in sorted(moved, key=lambda each: -each[0])] or inside or list(rows)
+    return [row for _, row in sorted(moved, key=lambda each: -each[0])] or inside or [*phase.rows]
 
 
 def size_words(lock: records.Lock) -> str:

@@ -1,4 +1,4 @@
-/*! rooftrace page (MIT), of sources a78978350218c985c6b80f9bc56804b190693e0b7f2a50ac70fcfadd619ee1b7
+/*! rooftrace page (MIT), of sources e5da8414c606b18f5392576b19f723510584ed8b23194d6a598015c61ef02d85
 With parts of @observablehq/plot (ISC): Copyright 2020-2025 Observable, Inc.
 binary-search-bounds (MIT): Copyright (c) 2013-2015 Mikola Lysenko
 d3 (ISC): Copyright 2010-2026 Mike Bostock

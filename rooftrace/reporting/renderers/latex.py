@@ -54,22 +54,28 @@ def as_latex(view: View, figures: Collection[str] = (), style: str = "screen") -
 
 
 def table_files(view: View, style: str = "screen") -> dict[str, str]:
-    """Each table as a file that a paper takes in with \\input, by the name of the file."""
+    """Each table as a file that a paper takes in with \\input, by the name of the file.
+
+    A table that is cut has all its floats in one file.
+    """
     writer = _LatexWriter(view.title, (), style)
     for section in view.sections:
         for _ in writer.section(section, 0, ""):
             pass
     need = "% needs \\usepackage{array,booktabs}\n"
-    return {f"table-{made.name}.tex": f"{need}{made.text}" for made in writer.floats}
+    return {
+        f"table-{cut[0].name}.tex": need + "\n".join(made.text for made in cut)
+        for cut in writer.tables
+    }
 
 
 class _LatexWriter:
-    """Writes sections, and keeps the floats that it made."""
+    """Writes sections, and keeps the floats that it made of each table."""
 
     def __init__(self, title: str, figures: Collection[str], style: str) -> None:
         self._make = Floats(sheet_of(style), title)
         self._figures = figures
-        self.floats: list[Float] = []
+        self.tables: list[list[Float]] = []
 
     def section(self, section: Section, level: int, above: str) -> Iterator[str]:
         """A section under its title; nothing of one without parts.  above: titles above it."""
@@ -103,8 +109,9 @@ class _LatexWriter:
         elif part.on == "screen":
             return
         elif isinstance(part, Table):
-            for made in self._make.of_table(part, caption):
-                self.floats.append(made)
+            cut = [*self._make.of_table(part, caption)]
+            self.tables += [cut] if cut else []
+            for made in cut:
                 here = made.text.replace("[htbp]", "[H]", 1)  # below its heading, wherever that is
                 yield from ("", here)
         elif isinstance(part, Image):

@@ -118,7 +118,7 @@ def model_words(model: Mapping[str, Any], workload: Mapping[str, Any], processes
 
 
 def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
-    """The inputs of one step: "8 x 255 tokens, adamw", "8 x 1 token, KV 4096", "batch 8".
+    """The inputs of one step: "8 x 255 tokens, adamw", "8 x 1 token, KV 4,096", "batch 8".
 
     Of a pipeline: "16 microbatches of 1 x 255 tokens, adamw".
     """
@@ -138,7 +138,7 @@ def workload_words(phase: str, workload: Mapping[str, Any]) -> str:
         noun = "microbatch" if microbatches == 1 else "microbatches"
         parts[0] = f"{microbatches:,} {noun} of {parts[0]}"
     if kv and phase != "prefill":
-        parts.append(f"KV {kv}")
+        parts.append(f"KV {kv:,}")
     if phase == "training" and workload.get("optimizer"):
         optimizer = workload["optimizer"]
         parts.append("no optimizer" if optimizer == "none" else str(optimizer))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace.costmodels.fusion import SUMMARIES, waits_at
 from rooftrace.costmodels.rewrites import UNCHANGED
 from rooftrace.graph import pattern_of
+from rooftrace.graph.assumptions import FALLBACK
 from rooftrace.hardware.units import format_capacity, format_share, format_time, listed
 from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.memory import fit_cell
@@ -341,6 +342,10 @@ def _phase(phase: str, guidance: Guidance) -> list[view.Part]:
         notes.append(view.Note(_line(what_if), number=number))
     if guidance.together is not None:
         notes.append(view.Note(_line(guidance.together)))
+    if phase == "training":  # named rewrites, which price them, have no backward
+        missing = [a.text for a in step.graph.assumptions if a.kind == FALLBACK]
+        rests = [n for n in step.resting_notes if n.endswith(tuple(missing))]
+        notes += [view.Note(f"Not priced: {note}", "warn") for note in rests]
     if guidance.fitting:
         notes.append(view.Note(f"To make it fit one {step.chip.name}, least loss first:"))
     for number, what_if in enumerate(guidance.fitting, 1):
@@ -412,7 +417,7 @@ def _whatif_rows(guidance: Guidance, most: int) -> Iterator[dict[str, Any]]:
     if guidance.together is not None:
         told = [str(number) for number in guidance.ranks if number <= len(alone)]
         more = len(guidance.ranks) - len(told)
-        told += [f"{more} more"] if more else []
+        told += ["another" if more == 1 else f"{more} others"] if more else []
         yield _row(guidance.together, f"{listed(told)} together")
 
 

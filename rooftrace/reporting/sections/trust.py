@@ -345,7 +345,8 @@ def trust(results: Results) -> view.Section:
     notes += [
         view.Note(line, "warn") for line in words.of_weights(a for _, a in results.assumptions)
     ]
-    resting = (f"{e.phase}, {e.execution.name}: {n}" for e in estimates for n in e.resting_notes)
+    main = results.broken_down()
+    resting = (f"{e.phase}, {e.execution.name}: {n}" for e in main for n in e.resting_notes)
     notes += [view.Note(line, "warn") for line in resting]
     if experts := routing_words(results):
         notes.append(view.Note(f"routing: {experts}"))

@@ -300,6 +300,7 @@ def rooflines_view(result: rooflinesteps.Rooflines, output: view.Output) -> view
         view.Column("model", units.TEXT, "model", clipped=8),
         *([view.Column("phase", units.TEXT, "phase")] if len(result.phases) > 1 else []),
         *sizes,
+        *([view.Column("dtype", units.TEXT, "dtype")] if len(result.dtypes) > 1 else []),
         *([view.Column("chip", units.TEXT, "chip")] if len(result.chips) > 1 else []),
     )
     columns = (

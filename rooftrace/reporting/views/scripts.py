@@ -281,6 +281,8 @@ def headline(result: LiveResult) -> str:
         f"{result.chip.title}, {result.execution}: {words.plural(timed, 'step')} timed, "
         f"{result.warmups:,} before to warm up, {result.profiled:,} under the profiler"
     )
+    if not timed:
+        text += ": run more steps"
     if figures.uncounted:
         text += f"; the work of {figures.uncounted:,} is not known"
     return text
