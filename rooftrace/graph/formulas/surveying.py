@@ -125,20 +125,26 @@ class Survey:
             yield from map(self._single, map(self._at, wanted))
             return
         samples = _scattered(box, 2 ** sum(low < high for low, high in box) + SPARE)
+        far, near = tuple(high for _, high in box), [samples]
+        # The far corner has to be traced for the proof; where it has no form with others, they do.
+        samples = near.pop() if far in samples else (*samples[:-1], far)
         tell(f"fitting {self._named(box)}: {len(samples)} {self.word}")
         form = None
         while form is None:
             try:
                 form = self._fitted(samples)
-            except UnfitError:
+            except StructureError as error:
                 more = [p for p in _scattered(box, len(samples) + 1) if p not in samples]
-                if not more or len(samples) >= _MOST:
+                if near:
+                    samples = near.pop()
+                elif not isinstance(error, UnfitError):
+                    left += self._cut_by_structure(box, samples)
+                    return
+                elif not more or len(samples) >= _MOST:
                     left += _halves(box)
                     return
-                samples = (*samples, *more)
-            except StructureError:
-                left += self._cut_by_structure(box, samples)
-                return
+                else:
+                    samples = (*samples, *more)
         yield from self._proven(box, form, samples, left)
 
     def _fitted(self, samples: Sequence[_Place]) -> RecordForm:
