@@ -167,7 +167,10 @@ class PlanForm:
                 isinstance(item, Traffic) and item.access.factor != 1
             )
             if plain:
-                exact.append((1, times.formula * amount.formula))
+                if times.formula.is_constant:  # as it is unless a size repeats layers
+                    exact.append((times.formula.at(()), amount.formula))
+                else:
+                    exact.append((1, times.formula * amount.formula))
             else:
                 others.setdefault(item, []).append(times)
         total = self._values(Amount(leaves.PLAIN, Formula.total(exact)), points)
