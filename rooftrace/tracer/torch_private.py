@@ -397,22 +397,26 @@ class _Later:
             sys.meta_path.remove(self)
             for name in _STAND_IN:
                 sys.modules.pop(name, None)
-            self._import(DYNAMO, SHARDED)
+            self._import(DYNAMO)
         return import_module(DYNAMO)
 
-    def _import(self, *names: str) -> None:
+    def _import(self, name: str) -> None:
         with ExitStack() as stack:
             for context in self.around:
                 stack.enter_context(context())
-            modules = {name: import_module(name) for name in names}
-        for name, module in modules.items():
-            while self.then[name]:
-                self.then[name].pop(0)(module)
+            import_module(name)
+        for due in filter(self._is_due, self.then):
+            while self.then[due]:
+                self.then[due].pop(0)(sys.modules.get(due))
+
+    def _is_due(self, name: str) -> bool:
+        """Whether nothing is waited for: Dynamo brings sharded tensors, which may come before."""
+        return not self.waits or (name == SHARDED and SHARDED in sys.modules)
 
     def once(self, name: str, until: ExitStack, call: Callable[..., object]) -> None:
         """Call it when a module is there: now, or afterwards unless `until` has ended by then."""
         waiting = self.then[name]
-        if not self.waits or (name == SHARDED and SHARDED in sys.modules):
+        if self._is_due(name):
             call()
             return
         waiting.append(call)
@@ -460,7 +464,7 @@ _MARKS, _ASKED = ("allow_in_graph", "assume_constant_result"), "is_compile_suppo
 _ALONE = frozenset({f"{DYNAMO}._trace_wrapped_higher_order_op", f"{DYNAMO}.config"})
 """Modules of Dynamo that import no other one."""
 SHARDED = "torch.distributed.tensor"
-"""What is replaced in it is replaced when it is there; Dynamo imports it."""
+"""What is replaced in it is replaced when it is there."""
 DYNAMO_LATER = _Later()
 if _processes.ONE_TASK and __name__ != "__main__":
     DYNAMO_LATER.wait()
