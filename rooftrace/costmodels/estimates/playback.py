@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from rooftrace.costmodels.estimates.estimates import Estimate, estimate
 from rooftrace.costmodels.estimates.rows import Row
-from rooftrace.costmodels.fusion import plan, runs
+from rooftrace.costmodels.fusion import Launch, plan, runs
 from rooftrace.costmodels.timing import streams
 from rooftrace.costmodels.timing.queue import Communication, Queue, host_seconds
 from rooftrace.graph import REVERSED, Collective, Op, OpGraph, marks, pattern_of
@@ -169,7 +169,12 @@ def play(step: Estimate, limit: int = 50_000) -> Playback:
     """The launches of a step, at most `limit` of them as far as repeats allow."""
     launches = step.plan.launches
     counts = {repeat.id: repeat.count for repeat in step.graph.repeats}
-    # the repeats that must stand once to keep to the limit: those with the highest counts
+    fold = _to_fold(launches, counts, limit)
+    return _Player(step, fold).playback()
+
+
+def _to_fold(launches: Sequence[Launch], counts: dict[int, int], limit: int) -> frozenset[int]:
+    """The repeats that must stand once to keep to the limit: those with the highest counts."""
     left = dict(counts)
     folded: set[int] = set()
     counted = Counter(launch.repeats for launch in launches)
@@ -180,7 +185,7 @@ def play(step: Estimate, limit: int = 50_000) -> Playback:
         largest = max(left, key=lambda r: (left[r], -r))
         folded.add(largest)
         del left[largest]
-    return _Player(step, frozenset(folded)).playback()
+    return frozenset(folded)
 
 
 class _Player:

@@ -237,10 +237,7 @@ class _Stored:
         self, graph: OpGraph, visits: Visits, lives: Lives, unmade: Collection[int]
     ) -> None:
         self.sizes = storage_sizes(graph, unmade)
-        # Storages that an optimizer makes in its step, and that no state of it keeps.
-        optimizer = {i for op in graph.ops if op.part == PARTS[3] for i in op.outputs}
-        # Others it writes in place only: gradients, by those that are fused.
-        self._optimizers = frozenset(i for i in optimizer if graph.values[i].storage == i)
+        self._optimizers = _made_by_optimizer(graph)
         self._values, self._visits, self._saved = graph.values, visits, lives.saved
 
     def storage(self, number: int) -> int:
@@ -262,6 +259,13 @@ class _Stored:
             return SAVED
         storage = self._visits.storage(number)
         return OPTIMIZERS if storage in self._optimizers else self._values[storage].role
+
+
+def _made_by_optimizer(graph: OpGraph) -> frozenset[int]:
+    """Storages that an optimizer makes in its step, and that no state of it keeps."""
+    optimizer = {i for op in graph.ops if op.part == PARTS[3] for i in op.outputs}
+    # Others it writes in place only: gradients, by those that are fused.
+    return frozenset(i for i in optimizer if graph.values[i].storage == i)
 
 
 def _from_outside(graph: OpGraph, lives: Lives, stored: _Stored) -> Counter[str]:

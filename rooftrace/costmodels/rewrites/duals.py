@@ -242,36 +242,7 @@ def _chunked(walker: Walker, op: Op) -> Scan | None:
     chunks, state, last = _states(walker, within, across) or (None, None, None)
     if chunks is None:
         return None
-    # The recurrence with the tokens of all chunks as one axis, and the others in their roles
-    length, anchor = within.length, walker.graph.ops[walker.graph.producers[add.value]]
-    factors = {"B": within.keys, "C": within.queries, "x": within.x, "dt": within.logarithm}
-    factors |= {"y": add} | ({"last": last} if last else {}) | ({"state": state} if state else {})
-    size: dict[Axis, int] = {}
-    for factor in factors.values():
-        for axis, n in axes_of(factor).items():
-            size[axis] = max(size.get(axis, 1), n)
-    digits = (
-        (within.row, 1, length),
-        (within.column, 1, length),
-        (chunks, length, size.get(chunks, 1)),
-    )
-    names = {axis: [(Atom(axis, 1, n), Atom("t", step, n))] for axis, step, n in digits}
-    made = all_renamed(factors, names)
-    decay = None if made is None else decay_of(walker, made["dt"], [made["x"]])
-    if made is None or decay is None:
-        return None
-    factors = made | decay
-    y, after = factors.pop("y"), factors.pop("last", None)
-    axes = {a: size[a] for a in (*axes_of(within.x), within.over) if a not in names}
-    tokens = axes_of(clamped(walker, factors["x"])).get("t", 1)
-    scan = in_roles(walker, factors, y, after, axes, within.over, tokens, anchor)
-    if scan is None:
-        return None
-    dropped = frozenset() if after is None else frozenset({walker.graph.producers[after.value]})
-    passed = frozenset(walker.passed)
-    return finished(
-        walker, replace(scan, chunk=length, dropped=dropped, first=min(passed), inside=passed)
-    )
+    return _dual_scan(walker, within, add, chunks, state, last)
 
 
 # -- decays ----------------------------------------------------------------------------------------
@@ -514,3 +485,43 @@ def _last(
 
 
 # -- the recurrence --------------------------------------------------------------------------------
+
+
+def _dual_scan(
+    walker: Walker,
+    within: _Chunk,
+    total: ReadValue,
+    chunk: Axis,
+    state: ReadValue | None,
+    last: ReadValue | None,
+) -> Scan | None:
+    """The recurrence with the tokens of all chunks as one axis, and the others in their roles."""
+    length, anchor = within.length, walker.graph.ops[walker.graph.producers[total.value]]
+    factors = {"B": within.keys, "C": within.queries, "x": within.x, "dt": within.logarithm}
+    factors |= {"y": total} | ({"last": last} if last else {}) | ({"state": state} if state else {})
+    size: dict[Axis, int] = {}
+    for factor in factors.values():
+        for axis, n in axes_of(factor).items():
+            size[axis] = max(size.get(axis, 1), n)
+    digits = (
+        (within.row, 1, length),
+        (within.column, 1, length),
+        (chunk, length, size.get(chunk, 1)),
+    )
+    names = {axis: [(Atom(axis, 1, n), Atom("t", step, n))] for axis, step, n in digits}
+    made = all_renamed(factors, names)
+    decay = None if made is None else decay_of(walker, made["dt"], [made["x"]])
+    if made is None or decay is None:
+        return None
+    factors = made | decay
+    y, after = factors.pop("y"), factors.pop("last", None)
+    axes = {a: size[a] for a in (*axes_of(within.x), within.over) if a not in names}
+    tokens = axes_of(clamped(walker, factors["x"])).get("t", 1)
+    scan = in_roles(walker, factors, y, after, axes, within.over, tokens, anchor)
+    if scan is None:
+        return None
+    dropped = frozenset() if after is None else frozenset({walker.graph.producers[after.value]})
+    passed = frozenset(walker.passed)
+    return finished(
+        walker, replace(scan, chunk=length, dropped=dropped, first=min(passed), inside=passed)
+    )

@@ -188,7 +188,11 @@ def _kernels(
     begin = time.perf_counter()
     while len(profiles) < _PROFILES and time.perf_counter() - begin < bench.budget_s:
         profiles.append(once())
-    # the kernels of the quickest profile, with their median over profiles of equal kernels
+    return _medians(profiles)
+
+
+def _medians(profiles: Sequence[tuple[KernelTime, ...]]) -> tuple[KernelTime, ...]:
+    """The kernels of the quickest profile, with their median over profiles of equal kernels."""
     quickest = min(profiles, key=lambda kernels: sum(kernel.seconds for kernel in kernels))
     names = [kernel.name for kernel in quickest]
     equal = [kernels for kernels in profiles if [kernel.name for kernel in kernels] == names]
