@@ -146,11 +146,8 @@ class _AttentionReader:
                 or reads_across(op)
             ):
                 return None
-            if op.name == SCALED_PRODUCT and op.arguments.get("beta", 1) == 0:
-                self.factor *= op.arguments.get("alpha", 1)
-                self.written.plain = False
-                return self._finished(op, self.written.lead or longest)
-            if op.name == PRODUCT:
+            adds_nothing = op.name == SCALED_PRODUCT and op.arguments.get("beta", 1) == 0
+            if op.name == PRODUCT or adds_nothing:
                 return self._finished(op, self.written.lead or longest)
             logits = self._step(logits)
         return None
@@ -162,6 +159,9 @@ class _AttentionReader:
         if scores != (self.heads, self.queries, self.length) or math.prod(lead) != self.heads:
             return None
         written.first, written.lead = first, lead
+        if first.name == SCALED_PRODUCT:
+            self.factor *= first.arguments.get("alpha", 1)
+            written.plain = False
         written.scale = self.factor * (written.softcap or 1.0)
         if written.mask is not None and not self.divided:
             query = self.flow.kernel_of(written.operands[0].id)

@@ -21,10 +21,7 @@ from rooftrace.costmodels.fusion import BATCH_NORMS, is_batch_norm_native, relea
 from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import BESIDE
 from rooftrace.costmodels.rewrites.dataflow import same_strides
-from rooftrace.costmodels.rewrites.editing import (
-    Editor,
-    taking,
-)
+from rooftrace.costmodels.rewrites.editing import Editor, taking
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, in_order, marks
 from rooftrace.hardware.precisions import storage_bytes
 

@@ -101,7 +101,9 @@ class Survey:
             boxes.remove(box)
             yield from self._regimes_of(box, boxes)
             # Many graphs take much room: those stay that lie in a box which is still to be proven.
-            self._records = {n: r for n, r in self._records.items() if self._is_in(n, boxes)}
+            rest = [Regime(None, *map(self._at, zip(*box, strict=True))) for box in boxes]
+            kept = (n for n in self._records if any(part.holds(n) for part in rest))
+            self._records = {numbers: self._records[numbers] for numbers in kept}
 
     def graph(self, numbers: Numbers) -> Any:
         """The record at these sizes, made once."""
@@ -276,14 +278,6 @@ class Survey:
                     fails = middle
             return size, last, step > 0
         raise StructureError(f"{self.names}: a trace differs from an equal trace")
-
-    def _is_in(self, numbers: Numbers, boxes: Sequence[_Box]) -> bool:
-        """Whether these sizes lie in one of the boxes."""
-        for box in boxes:
-            low, high = map(self._at, zip(*box, strict=True))
-            if all(a <= n <= b for a, n, b in zip(low, numbers, high, strict=True)):
-                return True
-        return False
 
     def _at(self, place: _Place) -> Numbers:
         return tuple(values[i] for values, i in zip(self.levels, place, strict=True))

@@ -277,7 +277,7 @@ class Tape:
 
     def name_modules(self, root: nn.Module) -> None:
         """Use the dotted paths of `root` for its modules and the tensors that they hold."""
-        named = list(root.named_modules(remove_duplicate=False))
+        named = trees.paths_in(root)
         self.paths.name(named)
         for path, module in named:
             self.entries.name_tensors(module, f"{path}." if path else "", self.recording)
