@@ -101,7 +101,7 @@ class Survey:
             boxes.remove(box)
             yield from self._regimes_of(box, boxes)
             # Many graphs take much room: those stay that lie in a box which is still to be proven.
-            rest = [Regime(None, *map(self._at, zip(*box, strict=True))) for box in boxes]
+            rest = [Regime(None, *self._ends(box)) for box in boxes]
             kept = (n for n in self._records if any(part.holds(n) for part in rest))
             self._records = {numbers: self._records[numbers] for numbers in kept}
 
@@ -184,9 +184,7 @@ class Survey:
             wrong = next((p for p in checks if not self._equal(form, p)), None)
             if wrong is None:
                 numbers = tuple(self._at(p) for p in checks)
-                low = self._at(tuple(first for first, _ in box))
-                high = self._at(tuple(last for _, last in box))
-                yield Regime(form, low, high, numbers, self._gaps(box, form))
+                yield Regime(form, *self._ends(box), numbers, self._gaps(box, form))
                 return
             if len(samples) < _MOST:
                 with suppress(StructureError):
@@ -278,6 +276,11 @@ class Survey:
                     fails = middle
             return size, last, step > 0
         raise StructureError(f"{self.names}: a trace differs from an equal trace")
+
+    def _ends(self, box: _Box) -> tuple[Numbers, Numbers]:
+        """The sizes at the low and at the high end of a box."""
+        low, high = map(self._at, zip(*box, strict=True))
+        return low, high
 
     def _at(self, place: _Place) -> Numbers:
         return tuple(values[i] for values, i in zip(self.levels, place, strict=True))
