@@ -32,7 +32,6 @@ from rooftrace.reporting.commands.sweeps import (
     sweep_request,
     variants_of,
 )
-from rooftrace.studies.sweeps import lines_of
 from rooftrace.tracer.names import config_file, names_code
 
 EARLIER = "_earlier"
@@ -76,10 +75,12 @@ class SweepFleet(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: all lines, and the failures."""
+        frame = self.frame()
+        kept = frame.astype(object).mask(frame.isna(), None)
         return {
             "out": str(self.out),
             "tasks": list(self.fleet.tasks.values()),
-            "lines": lines_of(self.frame()),
+            "lines": kept.to_dict("records"),
             "failures": [{"title": each.title, "error": each.error} for each in self.failures],
         }
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from rooftrace.costmodels.timing.timings import REGIMES
 from rooftrace.hardware.units import MISSING, format_time, plural
 from rooftrace.reporting.commands import SweepFleet
 from rooftrace.reporting.renderers import units, view, words
@@ -12,9 +15,10 @@ from rooftrace.studies.sweeps import Form, Sweep
 
 # -- sweeps ----------------------------------------------------------------------------------------
 
+Array = np.ndarray[Any, np.dtype[Any]]
 MOST_LINES = 24
 """Lines of a table that a screen shows in full."""
-_CROSSINGS, _CLIFFS, _EACH = 12, 8, 1
+_CROSSINGS, _CLIFFS = 12, 8
 BEST = "Most items per second, of what fits"
 
 
@@ -54,11 +58,13 @@ def sweep_view(result: Sweep, output: view.Output) -> view.View:
     )
     notes = [view.Note(head, "strong"), *(view.Note(line, "warn") for line in assumed)]
     sections = [view.Section(parts=notes, place=1)]
-    frame, labels = result.frame(), [name for name in result.cases[0].labels if name != "phase"]
+    labels = [name for name in result.cases[0].labels if name != "phase"]
     if len(result) <= MOST_LINES or output == "page":
-        shown, name = frame.head(500), "Lines"
+        shown, name = result.records(slice(500)), "Lines"
     else:
-        shown, name = best_lines(frame, labels), BEST
+        c, chips = result.columns, len(result.chips)
+        best = best_lines({**c, **result.derived()}, c["case"] * chips + c["chip"])
+        shown, name = result.records(best), BEST
     table = lines_table(shown, labels, result.names)
     sections.append(view.Section(title=name, parts=[table], place=2))
     if len(result) > 1:
@@ -75,20 +81,24 @@ def _traces(result: Sweep) -> int:
     )
 
 
-def best_lines(frame: Any, labels: Sequence[str]) -> Any:
-    """By chip and labels, the line with the most items per second of those that fit.
+def best_lines(columns: Mapping[str, Any], kinds: Array) -> Array:
+    """The places of the lines with the most items per second of those that fit, for each kind.
 
     Where none fits: the one that needs least memory.
     """
-    score = frame["items_per_s"].where(frame["fits"], -frame["peak_memory"].astype(float))
-    ordered = frame.loc[score.sort_values(ascending=False, kind="stable").index]
-    return ordered.groupby([*labels, "chip"], observed=True, sort=False).head(_EACH)
+    needed = columns["peak_memory"].astype(float)
+    score = np.where(columns["fits"], columns["items_per_s"], -needed)
+    order = np.argsort(-score, kind="stable")
+    _, first = np.unique(kinds[order], return_index=True)
+    best: Array = order[np.sort(first)]
+    return best
 
 
-def lines_table(frame: Any, labels: Sequence[str], names: Sequence[str]) -> view.Table:
-    """Lines of the frame of a sweep.  names: its sizes; a label that is everywhere equal is left
-    out."""
-    labels = [name for name in labels if frame[name].nunique() > 1]
+def lines_table(
+    lines: Sequence[Mapping[str, Any]], labels: Sequence[str], names: Sequence[str]
+) -> view.Table:
+    """Lines of a sweep.  names: its sizes; a label that is everywhere equal is left out."""
+    labels = [name for name in labels if len({line[name] for line in lines}) > 1]
     columns = [
         *(view.Column(name, units.TEXT, name) for name in labels),
         view.Column("chip", units.TEXT, "chip"),
@@ -105,7 +115,7 @@ def lines_table(frame: Any, labels: Sequence[str], names: Sequence[str]) -> view
         view.Column("peak_memory", units.CAPACITY, "memory", drop=2),
         view.Column("fits", units.TEXT, "fits"),
     ]
-    rows = [_row(line) for line in frame.to_dict("records")]
+    rows = [_row(line) for line in lines]
     axes = len(labels) + 1 + len(names)
     return view.Table(columns=columns, rows=rows, padded=False, axes=axes)
 
@@ -124,7 +134,8 @@ def _row(line: Mapping[str, Any]) -> dict[str, Any]:
 def _crossings(result: Sweep) -> Iterator[view.Note]:
     changes = result.crossings()
     if not changes:
-        regimes = " or ".join(sorted({words.limit(str(name)) for name in result.frame()["regime"]}))
+        places = np.unique(result.columns["regime"])
+        regimes = " or ".join(sorted(words.limit(REGIMES[place]) for place in places))
         yield view.Note(f"no change along {result.names[0]}: limited by {regimes}", bullet=1)
     for crossing in changes[:_CROSSINGS]:
         yield view.Note(
@@ -198,7 +209,9 @@ def fleet_view(result: SweepFleet, output: view.Output) -> view.View:
         count += len(frame)
         if count <= MOST_LINES:
             every.append(frame)
-        best.append(best_lines(frame, [name for name in result.labels if name in frame]))
+        labels = [name for name in result.labels if name in frame]
+        kinds = frame.groupby([*labels, "chip"], observed=True, sort=False, dropna=False).ngroup()
+        best.append(frame.iloc[best_lines(frame, kinds.to_numpy())])
     done = len(best)
     title = f"{plural(len(result.fleet.tasks), 'task')} over {', '.join(result.names)}"
     head = f"{title}, {done} done: {plural(count, 'line')} in {result.out}"
@@ -225,6 +238,6 @@ def _table(result: SweepFleet, frames: list[Any], most: int) -> Iterator[view.Pa
 
     lines = pandas.concat(frames, ignore_index=True)
     labels = [name for name in result.labels if name in lines]
-    yield lines_table(lines.head(most), labels, result.names)
+    yield lines_table(lines.head(most).to_dict("records"), labels, result.names)
     if len(lines) > most:
         yield view.Note(f"and {len(lines) - most:,} more lines, in frame()", "faint")

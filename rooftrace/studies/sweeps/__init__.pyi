@@ -8,5 +8,4 @@ from rooftrace.studies.sweeps.evaluating import (
 from rooftrace.studies.sweeps.sweeps import (
     Sweep as Sweep,
     SweepCase as SweepCase,
-    lines_of as lines_of,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,15 +166,27 @@ class Sweep(Shown):
         """A pandas frame: labels, sizes, FLOP, bytes, seconds; regime in words."""
         import pandas
 
-        columns: dict[str, Any] = {}
+        return pandas.DataFrame(self._columns(_categories))
+
+    def records(self, places: Any = slice(None)) -> list[dict[str, Any]]:
+        """Lines of `frame()` as plain records, numbers unrounded; NaN for missing values.
+
+        places: which lines, in their order; default all.
+        """
+        columns = self._columns(_words)
+        values = (column[places].tolist() for column in columns.values())
+        return [dict(zip(columns, line, strict=True)) for line in zip(*values, strict=True)]
+
+    def _columns(self, words: Callable[[list[str], Array], Any]) -> dict[str, Any]:
+        """The columns of `frame()`.  words: makes one of texts and the place of each line's."""
+        codes, columns = self.columns["case"], {}
         for name in dict.fromkeys(name for case in self.cases for name in case.labels):
-            values = [case.labels.get(name, "") for case in self.cases]
-            columns[name] = _words(values, self.columns["case"])
-        columns["chip"] = _words([chip.name for chip in self.chips], self.columns["chip"])
+            columns[name] = words([str(case.labels.get(name, "")) for case in self.cases], codes)
+        columns["chip"] = words([chip.name for chip in self.chips], self.columns["chip"])
         columns |= {name: self.columns[name] for name in (*self.names, *TOTALS, *SECONDS)}
-        columns["regime"] = _words(list(REGIMES), self.columns["regime"])
+        columns["regime"] = words(list(REGIMES), self.columns["regime"])
         columns["regime_share"] = self.columns["regime_share"]
-        return pandas.DataFrame({**columns, **self.derived()})
+        return columns | self.derived()
 
     def best(
         self, by: str = "items_per_s", count: int = 5, *, fits: bool = True, **limits: float
@@ -208,7 +220,10 @@ class Sweep(Shown):
     def to_dict(self) -> dict[str, Any]:
         """Plain data: all lines, crossings, cliffs, and for which sizes each form is proven."""
         return {
-            "lines": lines_of(self.frame()),
+            "lines": [
+                {name: None if value != value else value for name, value in line.items()}
+                for line in self.records()
+            ],
             "crossings": [crossing.to_row() for crossing in self.crossings()],
             "cliffs": [cliff.to_row() for cliff in self.cliffs()],
             "proven": [
@@ -365,16 +380,13 @@ def _some(columns: Columns, where: Any) -> Columns:
     return {name: column[where] for name, column in columns.items()}
 
 
-def _words(values: Sequence[Any], codes: Array) -> Any:
+def _words(values: Sequence[str], codes: Array) -> Array:
+    return np.array(values, dtype=object)[codes]
+
+
+def _categories(values: Sequence[str], codes: Array) -> Any:
     import pandas
 
-    if len(set(map(str, values))) == len(values):
-        names: Any = pandas.Index([str(v) for v in values])
-        return pandas.Categorical.from_codes(codes, categories=names)
-    return np.array([str(value) for value in values], dtype=object)[codes]
-
-
-def lines_of(frame: pandas.DataFrame) -> list[dict[str, Any]]:
-    """The lines of a frame as plain data, numbers unrounded; None for missing values."""
-    kept = frame.astype(object).mask(frame.isna(), None)
-    return [{str(name): value for name, value in line.items()} for line in kept.to_dict("records")]
+    if len(set(values)) < len(values):
+        return _words(values, codes)
+    return pandas.Categorical.from_codes(codes, categories=pandas.Index(values))

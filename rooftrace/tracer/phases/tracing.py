@@ -11,12 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._processes import collector_off
+from rooftrace._processes import ONE_TASK, collector_off
 from rooftrace._progress import tell
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.graph import Assumption, GraphFileError, OpGraph, load_graphs
@@ -108,7 +108,8 @@ def collector_paused(keep: bool = False) -> Iterator[None]:
     """No garbage collection inside: tracing and pricing make many objects that all stay.
 
     keep: exclude all objects from later collections too (gc.freeze).  That is for a program that
-    ends soon: garbage made inside is never freed.
+    ends soon: garbage made inside is never freed.  A command does so the first time, with the
+    modules that it has imported: each full collection would go through them.
     """
     enabled = gc.isenabled()
     with collector_off.used():
@@ -117,6 +118,11 @@ def collector_paused(keep: bool = False) -> Iterator[None]:
         finally:
             if enabled and keep:
                 gc.freeze()
+            elif enabled and ONE_TASK:
+                _freeze_once()
+
+
+_freeze_once = cache(gc.freeze)
 
 
 @contextmanager
