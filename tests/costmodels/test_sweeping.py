@@ -16,6 +16,7 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.costmodels.ops import own_rules
 from rooftrace.errors import RequestError
+from rooftrace.graph.formulas import RecordForm, StructureError
 from rooftrace.hardware import units
 from rooftrace.studies.forms import Conditions, PlanForms, Points, pricing
 from rooftrace.studies.sweeps import SweepCase, evaluated
@@ -143,6 +144,7 @@ def test_few_points_that_are_asked_for_once_are_priced_alone(
     how, points = Conditions.of("efficient"), Points({"0.0": [8, 640]})
     once = [plan for plan, _ in form.plans(points, how, once=True)]
     assert [plan.form.samples for plan in once] == [((8,),), ((640,),)]
+    assert not any(plan.form.slots for plan in once)
     chips = [form.estimate("h200-sxm", "efficient", **{"0.0": 8}).chip]
     table = evaluated(form, points, chips, how, once=True)
     for row, numbers in enumerate(points.columns[0].tolist()):
@@ -150,7 +152,28 @@ def test_few_points_that_are_asked_for_once_are_priced_alone(
         assert table["flops"][row] == right.flops
         assert table["t_est"][row] == pytest.approx(right.t_est, rel=1e-9)
     ((fitted, _),) = form.plans(Points({"0.0": [8]}), how)
-    assert len(fitted.form.samples) > 1
+    assert fitted.form.slots
+
+
+@pytest.mark.parametrize("kept", [None, 1], ids=["refused", "lost"])
+def test_numbers_that_are_not_tracked_are_fitted(
+    kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rule that says `0.5 * size` gets a plain number from Python: plans elsewhere show that."""
+    monkeypatch.setenv("ROOFTRACE_CACHE", "off")
+    real = RecordForm.of_tracked
+
+    def losing(sizes: Any, record: Any, numbers: Any) -> RecordForm:
+        if kept is None:
+            raise StructureError("no slot has it")
+        form = real(sizes, record, numbers)
+        return replace(form, slots=form.slots[:kept])
+
+    monkeypatch.setattr(RecordForm, "of_tracked", staticmethod(losing))
+    form = rt.tools.form(*wide_step(), over={"0.0": range(1, 1025)})
+    assert_equals_estimates(form, [(1,), (97,), (1000,)], "efficient")
+    plans = list(form.plans(Points({"0.0": range(1, 1025)}), Conditions.of("efficient")))
+    assert len(plans) < 20 and any(len(plan.form.samples) > 1 for plan, _ in plans)
 
 
 # -- what a sweep shows ----------------------------------------------------------------------------
@@ -290,14 +313,14 @@ def test_expected_numbers_and_notes_part_no_sizes(
 ) -> None:
     """Few plans are made: a guard with a number of one place in it would hold around it only."""
     plans: list[int] = []
-    numbers = Conditions.numbers
+    plan = Conditions.plan
 
-    def counted(self: Conditions, graph: rt.types.OpGraph, with_memory: bool = True) -> Any:
+    def counted(self: Conditions, graph: rt.types.OpGraph, savings: bool = True) -> Any:
         plans.append(len(graph.ops))
-        return numbers(self, graph, with_memory)
+        return plan(self, graph, savings)
 
     monkeypatch.setenv("ROOFTRACE_CACHE", "off")
-    monkeypatch.setattr(Conditions, "numbers", counted)
+    monkeypatch.setattr(Conditions, "plan", counted)
     over = {"batch": range(1, 65), "kv": range(1, 301)}
     assert len(rt.sweep(form, over=over, execution="serving").frame()) == 64 * 300
     assert len(plans) <= 30
@@ -305,17 +328,17 @@ def test_expected_numbers_and_notes_part_no_sizes(
 
 @pytest.mark.parametrize("form", [("mixtral", "decode")], indirect=True)
 def test_experts_that_all_samples_reach_are_no_constant_elsewhere(form: rt.types.Form) -> None:
-    """A form of batches that reach all experts is fitted anew with one that does not."""
+    """Forms that batches have shown which reach all experts hold for those that do not."""
     (regime,) = form.regimes
-    plans = PlanForms(regime, Conditions.of("serving"))
-    many = [(52, 90), (55, 91), (57, 93), (58, 97), (60, 99), (61, 104), (63, 111), (64, 120)]
-    narrow, few = plans._form_of(many, [(62, 101)]), (9, 100)
-    same = plans._fits(narrow, [(62, 101), (56, 95)])
-    assert same is not None and same.form is narrow.form and not plans._is(narrow, few)
-    wider = plans._fits(narrow, [few])
-    assert wider is not None and few in wider.form.samples
-    for numbers in ((8, 123), (13, 77), (59, 88)):
-        assert wider.form.at(numbers) == Conditions.of("serving").numbers(regime.form.at(numbers))
+    how = Conditions.of("serving")
+    plans = PlanForms(regime, how)
+    many, few = Points({"batch": range(52, 65), "kv": range(90, 103)}), [(9, 100), (8, 123)]
+    for points in (many, Points(dict(zip(many.names, zip(*few, strict=True), strict=True)))):
+        for plan, places in plans.at(points):
+            for place in places.tolist():
+                numbers = tuple(int(column[place]) for column in points.columns)
+                assert plan.form.at(numbers) == how.numbers(regime.form.at(numbers))
+    assert len(plans._cells) < 5
 
 
 @pytest.mark.parametrize("form", [("mixtral", "decode")], indirect=True)
@@ -337,7 +360,7 @@ def test_plans_of_a_form_are_kept_for_the_next_command(
     first = swept(str(tmp_path))
     (file,) = tmp_path.iterdir()
     with monkeypatch.context() as patched:
-        patched.setattr(PlanForms, "_plan", refused)
+        patched.setattr(PlanForms, "_tracked", refused)
         second = swept(str(tmp_path))
         file.write_bytes(file.read_bytes()[:-40])
         with pytest.raises(AssertionError, match="a plan is made"):

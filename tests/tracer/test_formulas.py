@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rooftrace.graph.formulas import Fitter, Formula, FormulaError, Guard, Track, polynomials
+from rooftrace.graph.formulas import (
+    Fitter,
+    Formula,
+    FormulaError,
+    Guard,
+    RecordForm,
+    StructureError,
+    Track,
+    expected,
+    polynomials,
+)
 from rooftrace.hardware.units import format_capacity, format_flops
 
 SIZES = st.integers(1, 1 << 40)
@@ -238,6 +248,39 @@ def test_a_guard_holds_where_the_comparison_comes_out_the_same(
     for other in others:
         same = all(bool(g.holds([np.array([other])])[0]) for g in track.guards)
         assert same == (outcome(other) == outcome(here))
+
+
+@given(st.data(), st.integers(2, 24), st.integers(1, 24), st.sampled_from([None, 3]))
+def test_a_form_of_tracked_numbers_gives_the_record_elsewhere(
+    data: st.DataObject, classes: int, chosen: int, alone: int | None
+) -> None:
+    """Rows of experts, bytes of a table that tokens reach, pairs below a diagonal: as rules do."""
+    chosen = min(chosen, classes)
+
+    def record(batch: Any, kv: Any) -> tuple[Any, ...]:
+        function, some = ("distinct", chosen) if alone is None else ("rows", alone)
+        reached = min(expected(function, batch * 3, some, classes), classes)
+        touched = round(classes * 96 * reached / classes)
+        each = batch * 3 / max(reached, 1)
+        pairs = batch * (kv * (kv + 1) // 2)
+        tiles = -(-(2 * batch * (kv + 1) ** 2) // (kv + 1))
+        return touched, 960 + touched, {"each": each, "share": batch / 8}, pairs, tiles, (kv + 1, 7)
+
+    places = st.tuples(st.integers(1, 40), st.integers(1, 40))
+    here, track = data.draw(places), Track()
+    made = record(*(track.number(n, Formula.symbol(i)) for i, n in enumerate(here)))
+    form = RecordForm.of_tracked(("batch", "kv"), made, here)
+    assert form.template == record(*here) == form.at(here)
+    for there in data.draw(st.lists(places, min_size=1, max_size=6)):
+        columns = [np.array([number]) for number in there]
+        if all(guard.holds(columns)[0] for guard in track.guards):
+            assert form.at(there) == record(*there)
+
+
+def test_an_expression_that_no_slot_has_is_no_form() -> None:
+    number = Track().number(40, Formula.symbol(0))
+    with pytest.raises(StructureError, match="tiles: no formula is"):
+        RecordForm.of_tracked(("batch",), {"tiles": number // 16}, (40,))
 
 
 def test_a_truth_value_is_a_comparison_with_zero() -> None:

@@ -354,7 +354,9 @@ class _Tally:
 
 def _later(moment: Moment, time: int, grown: Sequence[int], times: int) -> Moment:
     """The moment of this op in a later iteration."""
-    sizes = tuple([a + times * b for a, b in zip(moment.sizes, grown, strict=True)])
+    sizes = moment.sizes
+    if any(grown):
+        sizes = tuple([a + times * b for a, b in zip(sizes, grown, strict=True)])
     return Moment(moment.time + time, moment.op, moment.part, sizes)
 
 

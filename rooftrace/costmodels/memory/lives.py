@@ -218,7 +218,7 @@ class Visits:
 def bytes_of_weights(graph: OpGraph) -> int:
     """Bytes of all parameters and buffers of the device, also of those that a step does not read
     (experts without tokens)."""
-    everywhere = sum(int(graph.model.get(f"bytes_{kind}", 0)) for kind in ("parameters", "buffers"))
+    everywhere: int = sum(graph.model.get(f"bytes_{kind}", 0) for kind in ("parameters", "buffers"))
     weights = (graph.values[number] for number in graph.external)
     return everywhere - sum(t.nbytes for t in weights if t.host and t.role == "weights")
 

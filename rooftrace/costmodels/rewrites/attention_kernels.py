@@ -230,7 +230,7 @@ def with_pairs(graph: OpGraph) -> OpGraph:
         pairs = None if written.mask is None else written.mask.op.facts.get("visible_pairs")
         if pairs is not None:
             _, queries, length = graph.values[written.first.outputs[0]].shape
-            facts = {"useful_pairs": int(pairs), "all_pairs": queries * length}
+            facts = {"useful_pairs": pairs, "all_pairs": queries * length}
             pairs_of |= dict.fromkeys((written.first.id, written.last.id), facts)
     ops = list(graph.ops)
     for number, facts in pairs_of.items():

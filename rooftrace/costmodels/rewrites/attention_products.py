@@ -450,7 +450,7 @@ class _Decomposition:
             if self.op.arguments.get("is_causal", False):
                 rows = min(self.queries, self.length)
                 visible = rows * (rows + 1) // 2 + (self.queries - rows) * self.length
-        facts = {"useful_pairs": int(visible), "all_pairs": self.queries * self.length}
+        facts = {"useful_pairs": visible, "all_pairs": self.queries * self.length}
         self._kernel("aten.bmm.default", {"self": a, "mat2": b}, out, facts=facts)
 
     def _made(self, target: str, arguments: Mapping[str, Argument]) -> int:

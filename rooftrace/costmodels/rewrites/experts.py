@@ -27,6 +27,7 @@ from rooftrace.costmodels.rewrites.patterns import (
     row_product,
 )
 from rooftrace.graph import Argument, Op, OpGraph, Ref
+from rooftrace.graph.formulas import expected
 
 _ZERO_STAYS = frozenset({
     "aten.silu", "aten.gelu", "aten.relu", "aten.tanh", "aten.mul", "aten._to_copy", "aten.clone",
@@ -372,7 +373,7 @@ def _facts(edit: Editor, match: _ExpertLayer) -> tuple[dict[str, Any], tuple[int
     """
     tokens, k = edit.values[match.chosen.id].shape
     experts = match.count
-    touched = experts * (1 - (1 - k / experts) ** tokens)
+    touched = expected("distinct", tokens, k, experts)
     rests_on: tuple[int, ...] = ()
     for assumption in edit.graph.assumptions:
         facts = getattr(assumption, "facts", {})

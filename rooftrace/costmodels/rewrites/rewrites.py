@@ -504,12 +504,13 @@ def _of_optimizer(graph: OpGraph) -> frozenset[int]:
 def _parameter_bytes(graph: OpGraph, values: list[Tensor], declared: bool) -> int:
     """Bytes of all parameters; unread ones change like those that are read."""
     if declared:
-        return int(graph.model["bytes_stored"])
+        stored: int = graph.model["bytes_stored"]
+        return stored
     old = new = 0
     for index in graph.external:
         tensor = graph.values[index]
         if tensor.role == "weights" and tensor.storage == index:
             old += graph.times(tensor) * tensor.nbytes
             new += graph.times(tensor) * values[index].nbytes
-    total = int(graph.model.get("bytes_parameters", old))
+    total: int = graph.model.get("bytes_parameters", old)
     return round(total * new / old) if old else total

@@ -159,7 +159,7 @@ def _sizes(op: OpView) -> AttentionShape:
     q_heads = query.shape[-3] if query.dim > 2 else 1
     k_heads = key.shape[-3] if key.dim > 2 else 1
     batch = math.prod(map(max, query.shape[:-3], key.shape[:-3]))
-    return _shape(op, queries=query.shape[-2], length=key.shape[-2], batch=int(batch),
+    return _shape(op, queries=query.shape[-2], length=key.shape[-2], batch=batch,
                   heads=(q_heads, k_heads), widths=(query.shape[-1], value.shape[-1]), stored=key)
 
 
@@ -180,9 +180,9 @@ def _shape(
     visible = op.fact("visible_pairs")
     skips = op.fact("mask") != UNSTRUCTURED and _mask(op) is None
     if visible is not None:
-        pairs = min(int(visible), queries * length)
-        most = int(op.fact("window") or length) + queries - 1  # keys that some query sees
-        keys = min(length, pairs, int(op.fact("visible_keys") or most)) if skips else length
+        pairs = min(visible, queries * length)
+        most = (op.fact("window") or length) + queries - 1  # keys that some query sees
+        keys = min(length, pairs, op.fact("visible_keys") or most) if skips else length
     rows = queries * max(q_heads // max(k_heads, 1), 1)
     kernel = None if op.fact(WRITTEN_OUT) else _kernel(
         op, (Packed(batch, queries, length, pairs if skips else queries * length),),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fractions import Fraction
 
 from rooftrace.costmodels.ops import Access, Cost, OpView, TensorView, builtin
 from rooftrace.costmodels.rules.common import over_link, total, vector
@@ -29,10 +28,13 @@ def group_size(op: OpView) -> int | None:
     return int(size) if size is not None else None
 
 
-def sent_share(op: OpView) -> Fraction:
-    """(n - 1) / n: the share of a buffer that belongs to the other devices."""
+def sent_of(op: OpView, size: int) -> int:
+    """(n - 1) / n of a size, rounded: what belongs to the other devices; all where unknown."""
     n = group_size(op)
-    return Fraction(1) if n is None else Fraction(n - 1, n) if n else Fraction(0)
+    if not n:
+        return size if n is None else 0
+    whole, rest = divmod(size * (n - 1), n)
+    return whole + (2 * rest >= n)
 
 
 def _sources(op: OpView) -> tuple[TensorView, ...]:
@@ -54,15 +56,14 @@ def _moved(op: OpView) -> Cost:
 
 def _sent(op: OpView, tensors: Iterable[TensorView], times: int = 1) -> Cost:
     """Link traffic: `times` (n - 1) / n of the bytes of these tensors."""
-    share = sent_share(op)
-    return sum((over_link(t, round(times * share * t.nbytes)) for t in tensors), Cost())
+    return sum((over_link(t, sent_of(op, times * t.nbytes)) for t in tensors), Cost())
 
 
 @builtin(*torch_ops("all_reduce"), family="communication")
 def all_reduce(op: OpView) -> Cost:
     """Reduce-scatter, then all-gather: 2 (n - 1) / n of the buffer, and (n - 1) / n adds."""
     sources = _sources(op)
-    return vector(op, round(sent_share(op) * total(sources))) + _sent(op, sources, 2) + _moved(op)
+    return vector(op, sent_of(op, total(sources))) + _sent(op, sources, 2) + _moved(op)
 
 
 @builtin("symm_mem.one_shot_all_reduce", "symm_mem.one_shot_all_reduce_out",
@@ -81,7 +82,7 @@ def reduce_scatter(op: OpView) -> Cost:
     """(n - 1) / n of the input is sent, and as much added.  A reduction to one root sends as much
     in a ring, per device."""
     sources = _sources(op)
-    return vector(op, round(sent_share(op) * total(sources))) + _sent(op, sources) + _moved(op)
+    return vector(op, sent_of(op, total(sources))) + _sent(op, sources) + _moved(op)
 
 
 @builtin(*torch_ops("all_gather"), family="communication")
@@ -157,7 +158,7 @@ def _made(op: OpView, a: TensorView, b: TensorView, rows: int) -> Cost:
          family="communication")
 def all_gather_matmul(op: OpView) -> Cost:
     """A of all devices, times each B: (n - 1) / n of the gathered A over the links."""
-    a, share = op.needed("A"), sent_share(op)
+    a = op.needed("A")
     weights = [tensor for name, tensor in op.operands(only=("Bs",))]
     width = a.shape[-1]
     results = [out for out in op.outputs if out.elements]
@@ -169,7 +170,7 @@ def all_gather_matmul(op: OpView) -> Cost:
         rows = result.elements // columns if columns else 0
         cost += _made(op, a, b, rows)
     gathered = rows * width * a.nbytes // a.elements if a.elements else 0
-    return cost + over_link(a, round(share * gathered))
+    return cost + over_link(a, sent_of(op, gathered))
 
 
 @builtin("symm_mem.fused_matmul_reduce_scatter", "symm_mem.fused_scaled_matmul_reduce_scatter",
@@ -177,11 +178,10 @@ def all_gather_matmul(op: OpView) -> Cost:
 def matmul_reduce_scatter(op: OpView) -> Cost:
     """A B of each device, added up; a device has its part of the sum: (n - 1) / n is sent."""
     a, b, out = op.needed("A"), op.needed("B"), op.outputs[0]
-    share = sent_share(op)
     width = a.shape[-1]
     rows = a.elements // width if width else 0
     columns = b.elements // width if width else 0
-    sent = round(share * rows * columns)
+    sent = sent_of(op, rows * columns)
     each = out.nbytes // out.elements if out.elements else 0
     return (_made(op, a, b, rows) + op.streamed() + vector(op, sent)
             + over_link(out, sent * each))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rooftrace.costmodels.ops import Access, Cost, OpView, TensorView
-from rooftrace.graph.formulas import polynomials
+from rooftrace.graph.formulas import expected
 from rooftrace.hardware.precisions import PRECISIONS, precision, widest
 
 
@@ -138,8 +138,9 @@ def rows_reached(op: OpView, indices: int) -> float:
     """How many different rows so many indices reach, by facts or expected; else all."""
     classes = op.fact("uniform_over")
     if classes is not None and op.fact("rows_touched") is None:
-        rows = op.fact("own_rows", classes)
-        return as_integer(polynomials.expected_rows(indices, int(rows), int(classes)))
+        alone = op.fact("own_rows")
+        function, chosen = ("distinct", 1) if alone is None else ("rows", int(alone))
+        return as_integer(expected(function, indices, chosen, int(classes)))
     return number_of(op, "rows_touched", indices)
 
 

@@ -7,4 +7,8 @@ from rooftrace.graph.formulas.polynomials import (
     FormulaError as FormulaError,
 )
 from rooftrace.graph.formulas.surveying import Regime as Regime, Survey as Survey
-from rooftrace.graph.formulas.tracked import Guard as Guard, Track as Track
+from rooftrace.graph.formulas.tracked import (
+    Guard as Guard,
+    Track as Track,
+    expected as expected,
+)

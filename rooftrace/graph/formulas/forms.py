@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from msgspec.structs import replace
 
@@ -39,8 +39,9 @@ from rooftrace.graph.formulas.leaves import (
     words_and_numbers,
 )
 from rooftrace.graph.formulas.polynomials import SKEWED, Fitter, Formula
-from rooftrace.graph.formulas.tracked import Track
+from rooftrace.graph.formulas.tracked import Operation, Track, plain, tracked_in, written
 
+AForm = TypeVar("AForm", bound="RecordForm")
 _FACTS: Mapping[Any, tuple[str, ...]] = {
     "distinct": ("distinct", "balanced"),
     "groups_touched": ("distinct", "balanced"),
@@ -84,6 +85,25 @@ class RecordForm:
                 raise StructureError(f"the form is not the record at {sample}")
         return form
 
+    @classmethod
+    def of_tracked(cls: type[AForm], sizes: Sequence[str], record: Any, numbers: Numbers) -> AForm:
+        """The form of a record of tracked numbers, made at these sizes: their expressions.
+
+        Raises StructureError for an expression that is none of the kinds of `Varying`.
+        """
+        formulas: dict[Formula, int] = {}
+        draws: dict[Draw, int] = {}
+        slots, values = [], []
+        for path, number in tracked_in(record):
+            kind, formula, draw = written(number.expression) or _refuse(path, number.expression)
+            place = () if formula is None else (formulas.setdefault(formula, len(formulas)),)
+            which = -1 if draw is None else draws.setdefault(draw, len(draws))
+            slots.append(Varying(path, kind, place, which))
+            values.append(plain(number))
+        places = tree_of(slot.path for slot in slots)
+        template = changed(record, places, values) if slots else record
+        return cls(tuple(sizes), template, tuple(formulas), tuple(draws), tuple(slots), (numbers,))
+
     def at(self, numbers: Sequence[int], track: Track | None = None) -> Any:
         """The record at these sizes.  Raises FormulaError where a number is no integer.
 
@@ -91,10 +111,10 @@ class RecordForm:
         """
         where = tuple(numbers)
         values = [formula.at(where) for formula in self.formulas]
-        if track is not None:
-            pairs = zip(values, self.formulas, strict=True)
-            values = [track.number(value, formula) for value, formula in pairs]
         reached = [draw.at(where) for draw in self.draws]
+        if track is not None:
+            values = list(map(track.number, values, self.formulas))
+            reached = list(map(track.number, reached, map(Operation.of_draw, self.draws)))
         changes = [slot.value(values, reached) for slot in self.slots]
         return changed(self.template, self._tree, changes) if changes else self.template
 
@@ -147,6 +167,10 @@ class GraphForm(RecordForm):
         made = super().at(numbers, track)
         graph = made.written_out() if isinstance(made, SeriesGraph) else made
         return _saying(graph, assumptions.said_of_routing)
+
+
+def _refuse(path: Path, expression: Any) -> NoReturn:
+    raise StructureError(f"{'.'.join(map(str, path))}: no formula is {expression}")
 
 
 def _placed(graph: OpGraph) -> Iterator[tuple[Path, Assumption]]:

@@ -70,6 +70,8 @@ class Draw(Struct, frozen=True, omit_defaults=True):
 
     def written(self, names: Sequence[str]) -> str:
         """The function with its arguments: "distinct(8 batch, 8, 256)"."""
+        if self.is_constant:
+            return f"{self.at(()):,g}"
         *arguments, beside = (part.written(names) for part in self.parts)
         drawn = f"{self.function}({', '.join(arguments)})"
         return f"({beside} + {drawn})" if self.beside.terms else drawn
@@ -108,7 +110,8 @@ class Varying(Struct, frozen=True):
             values[self.formulas[0]] if self.formulas else 0,
             reached[self.draw] if self.draw >= 0 else 0.0,
         )
-        return int(number) if self.whole and float(number).is_integer() else number
+        whole = self.whole and isinstance(number, float) and number.is_integer()
+        return int(number) if whole else number
 
     def number(self, value: Any, reached: Any) -> Any:
         """The number from that of its formula and that of its draw; also of arrays of them."""
@@ -181,7 +184,7 @@ def differences(samples: Sequence[Any], path: Path = ()) -> Iterator[Differing]:
             raise StructureError(f"{_shown(path)}: different keys")
     else:
         kind: Any = type(first)
-        names = _field_names(kind)
+        names = field_names(kind)
         if names is None:
             raise StructureError(f"{_shown(path)}: {first!r:.40} and {samples[-1]!r:.40}")
         for name in names:
@@ -252,7 +255,7 @@ def changed(item: Any, tree: Tree | Leaf, values: Sequence[Any]) -> Any:
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
+def field_names(kind: type) -> tuple[str, ...] | None:
     if issubclass(kind, msgspec.Struct):
         return tuple(kind.__struct_fields__)
     return tuple(item.name for item in fields(kind)) if is_dataclass(kind) else None

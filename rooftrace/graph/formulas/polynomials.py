@@ -279,9 +279,15 @@ SKEWED: Mapping[str, Callable[[int, int, int, float], float]] = {
 """Those that may have a policy behind their names, as "distinct skewed:1"."""
 
 
+RATIO = "ratio"
+"""The function of a number that no size changes: rows over classes."""
+
+
 def function_of(name: str) -> Function:
     """The function of a name in a formula."""
     name, _, exponent = name.partition(" skewed:")
+    if name == RATIO:
+        return lambda rows, chosen, classes: rows / classes
     if not exponent:
         return FUNCTIONS[name]
     return lambda rows, chosen, classes: SKEWED[name](rows, chosen, classes, float(exponent))

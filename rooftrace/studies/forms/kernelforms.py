@@ -141,12 +141,23 @@ class PlanNumbers(Struct, frozen=True):
 
 def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
     """The numbers of a plan; with_memory: also the bytes that are alive."""
+    numbers = _numbers_of(planned)
+    return remembering(numbers, planned) if with_memory else numbers
+
+
+def remembering(numbers: PlanNumbers, planned: Plan) -> PlanNumbers:
+    """The numbers of a plan with the bytes that are alive."""
+    memory = planned.memory
+    return structs.replace(numbers, alive=_alive(memory), weights=memory.weights, kv=memory.kv)
+
+
+def _numbers_of(planned: Plan) -> PlanNumbers:
     graph, costs = planned.graph, planned.costs
     scales = traffic.access_scales(graph, planned.groups, planned.op_costs, planned.execution)
     if any(scales):
         plain = _without_factors(planned.execution)
         costs = traffic.group_costs(graph, planned.groups, planned.op_costs, plain)
-    memory, exchanges = planned.memory if with_memory else None, exchanges_of(planned)
+    exchanges = exchanges_of(planned)
     return PlanNumbers(
         groups=tuple(
             _group(planned, index, cost, scales[index], exchanges.get(index))
@@ -154,10 +165,10 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
         ),
         launches=planned.launches,
         counts=tuple(repeat.count for repeat in graph.repeats),
-        alive=_alive(memory) if memory else (),
-        weights=memory.weights if memory else 0,
-        kv=memory.kv if memory else 0,
-        items=int(graph.workload.get("items") or 1),
+        alive=(),
+        weights=0,
+        kv=0,
+        items=graph.workload.get("items") or 1,
         copies_layouts=planned.copies_layouts,
         stream_order=streams.StreamOrder.of(planned) if streams.has_streams(planned) else None,
         phase=graph.phase,
@@ -166,8 +177,9 @@ def numbers_of(planned: Plan, with_memory: bool = True) -> PlanNumbers:
 
 def _alive(memory: Memory) -> tuple[int, ...]:
     """Bytes in memory as each op runs, in the iteration in which there are most."""
+    different = {(moment.op, id(moment.sizes)): moment for moment in memory.timeline.moments}
     most: dict[int, int] = {}
-    for moment in memory.timeline.moments:
+    for moment in different.values():
         most[moment.op] = max(most.get(moment.op, 0), moment.total)
     return tuple(most[op] for op in sorted(most))
 

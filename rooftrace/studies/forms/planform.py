@@ -16,7 +16,7 @@ from rooftrace.costmodels.kernels.works import WarmPart, warm_columns, warm_part
 from rooftrace.costmodels.ops import MATRIX, Access, Work
 from rooftrace.costmodels.timing.steps import StepAmounts
 from rooftrace.errors import RequestError
-from rooftrace.graph.formulas import Formula, FormulaError, Regime, leaves
+from rooftrace.graph.formulas import Formula, FormulaError, RecordForm, leaves
 from rooftrace.hardware import Chip
 from rooftrace.studies.forms.kernelforms import (
     AccessNumbers,
@@ -35,17 +35,16 @@ _Path = tuple[Any, ...]
 
 
 class PlanForm:
-    """A plan for the sizes of one regime.
+    """A plan for the sizes where its form holds.
 
-    Totals are exact integers: FLOP, bytes.  planner: gives a plan at some sizes of the regime.
+    Totals are exact integers: FLOP, bytes.  planner: gives a plan at some of the sizes.
     """
 
     def __init__(
-        self, regime: Regime, execution: ExecutionModel, planner: Callable[[], Plan]
+        self, form: RecordForm, execution: ExecutionModel, planner: Callable[[], Plan]
     ) -> None:
-        self.regime, self.execution, self._planner = regime, execution, planner
-        self.form = regime.form
-        self.template: PlanNumbers = regime.form.template
+        self.form, self.execution, self._planner = form, execution, planner
+        self.template: PlanNumbers = form.template
         self._slots = {slot.path: slot for slot in self.form.slots}
 
     def under(self, execution: ExecutionModel) -> PlanForm:
@@ -196,12 +195,13 @@ class PlanForm:
 
     def peak(self, points: Points) -> Array:
         """Bytes in memory at the fullest moment, at points."""
-        formulas = {
-            self.amount(("alive", i), alive).formula for i, alive in enumerate(self.template.alive)
-        }
+        alive = enumerate(self.template.alive)
+        amounts = {self.amount(("alive", place), number) for place, number in alive}
+        plain = _undominated({amount.formula for amount in amounts if amount.draw is None})
+        amounts = {amount for amount in amounts if amount.draw is not None}
         most = np.zeros(len(points), dtype=np.int64)
-        for formula in _undominated(formulas):
-            most = np.maximum(most, self._values(Amount(leaves.PLAIN, formula), points))
+        for amount in (*amounts, *(Amount(leaves.PLAIN, formula) for formula in plain)):
+            most = np.maximum(most, self._values(amount, points))
         return most
 
     # -- times ------------------------------------------------------------------------------------

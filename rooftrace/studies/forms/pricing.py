@@ -2,8 +2,8 @@
 
 Which kernels a plan has depends on sizes: a small tensor is computed again, equal numbers of
 elements share a kernel.  A plan made with tracked numbers says which comparisons led to its
-kernels; where all of them come out the same, the same kernels come out, and their numbers are
-fitted there.
+kernels, and how each of its numbers follows from the sizes; where all comparisons come out the
+same, the same kernels come out, with these numbers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import gzip
 import hashlib
 import random
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,21 +40,25 @@ from rooftrace.graph.formulas import (
     Track,
     leaves,
 )
-from rooftrace.studies.forms.kernelforms import Array, Places, PlanNumbers, Points, numbers_of
+from rooftrace.studies.forms.kernelforms import (
+    Array,
+    Places,
+    PlanNumbers,
+    Points,
+    numbers_of,
+    remembering,
+)
 from rooftrace.studies.forms.planform import PlanForm
 from rooftrace.tracer.phases import TraceCache
 
-Fitted = TypeVar("Fitted")
+_CHECKS = 2
+"""Plans at other sizes that a form has to equal."""
 _SAMPLES = (2, 2)
-"""Plans that a form is fitted to, and further ones for each open size; more where a number is left
-unfit."""
-_MORE = 4
-_CHECKS = 3
-"""Further plans that it has to equal."""
+"""Plans that a form is fitted to, and further ones for each open size, where one is not tracked."""
+_FEWEST = 4
+"""Points that are priced one by one, if no others follow: a form takes as many plans."""
 _TRIED = 4000
-"""Sizes that are drawn to find samples."""
-_REWRITTEN = 3
-"""Graphs that are rewritten one by one before the form of the rewritten graph is looked for."""
+"""Sizes that are drawn to find those of checks."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +112,6 @@ class _Cell:
     wide: bool = True  # whether the form may hold elsewhere, too
 
 
-@dataclass(frozen=True)
-class _Rewritten:
-    """Where comparisons of rewrites come out the same, and the form of the rewritten graph there.
-
-    form: None where none is proven.
-    """
-
-    guards: tuple[Guard, ...]
-    form: GraphForm | None
-
-
 class _KeptCell(msgspec.Struct, frozen=True):
     """A cell in a file; see `RecordForm` and `Regime`."""
 
@@ -129,15 +122,13 @@ class _KeptCell(msgspec.Struct, frozen=True):
     draws: tuple[leaves.Draw, ...]
     slots: tuple[leaves.Varying, ...]
     samples: tuple[leaves.Numbers, ...]
-    proven: tuple[leaves.Numbers, ...]
 
     @staticmethod
     def of(cell: _Cell) -> _KeptCell:
         """The record of a cell."""
         form = cell.form.form
         names = ("template", "formulas", "draws", "slots", "samples")
-        fields = {name: getattr(form, name) for name in names}
-        return _KeptCell(cell.regions, cell.wide, **fields, proven=cell.form.regime.proven)
+        return _KeptCell(cell.regions, cell.wide, *(getattr(form, name) for name in names))
 
     def form(self, sizes: tuple[str, ...]) -> RecordForm:
         """The form of its plan.  Raises ValueError where it does not give the first sample."""
@@ -193,13 +184,12 @@ class PlanForms:
         self._draws = tuple(draws_of(regime.form))
         self._cells: list[_Cell] = []
         self._known: dict[leaves.Numbers, PlanNumbers] = {}
+        self._rewritten: list[tuple[tuple[Guard, ...], GraphForm]] = []
         self._random = random.Random(repr((regime.low, regime.high)))
         self._file = _file_of(regime, conditions)
         if self._file is not None and self._file.is_file():
             with suppress(ValueError, LookupError, TypeError, ArithmeticError):  # damaged
                 self._cells = [self._known_cell(kept) for kept in _read(self._file)]
-        self._rewritten: list[_Rewritten] = []
-        self._rewrites = 0  # of single graphs
 
     def at(self, points: Points, once: bool = False) -> Iterator[tuple[PlanForm, Places]]:
         """The forms that hold at points of the regime, each with the indices of its points.
@@ -219,7 +209,7 @@ class PlanForms:
         for place, cell in enumerate(self._cells):
             for guards in cell.regions:
                 take(place, guards)
-        fewest = _SAMPLES[0] + _SAMPLES[1] * len(points.names) + _CHECKS if once else 0
+        fewest = _FEWEST if once else 0
         is_new = len(left) > fewest
         while len(left) > fewest:
             start = int(left[self._random.randrange(len(left))])
@@ -233,53 +223,73 @@ class PlanForms:
             yield self._single(numbers).form, np.array([alone])
 
     def _known_cell(self, kept: _KeptCell) -> _Cell:
-        form = self._plan_form(kept.form(self.regime.form.sizes), kept.proven)
+        form = self._plan_form(kept.form(self.regime.form.sizes))
         return _Cell(kept.regions, form, kept.wide)
 
-    def _plan_form(self, form: RecordForm, proven: Sequence[leaves.Numbers]) -> PlanForm:
-        first, alone = form.samples[0], len(form.samples) == 1
-        low, high = (first, first) if alone else (self.regime.low, self.regime.high)
-        regime = Regime(form, low, high, tuple(proven))
-        return PlanForm(regime, self.conditions.execution, partial(self._plan, first))
+    def _plan_form(self, form: RecordForm) -> PlanForm:
+        return PlanForm(form, self.conditions.execution, partial(self._plan, form.samples[0]))
 
     def _region(self, numbers: leaves.Numbers, points: Points, left: Places) -> int:
         """Find the region around these sizes; return the place of its cell, whose last one it is.
 
-        A known form holds there, too, if it gives its plans where it is tried.
+        A known form with the same expressions holds there, too.
         """
         tell(f"pricing around {_named(points.names, numbers)}")
-        closed = self.regime.low == self.regime.high
-        guards = None if closed else self._guards_at(numbers)
-        if guards is not None:
-            some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
-            inside = _numbers(points, some[_holding(guards, points, some)])
-            tried = self._tried(numbers, [*inside, *self._around(numbers, guards)])
-            for place, cell in enumerate(self._cells):
-                form = self._fits(cell.form, tried) if cell.wide else None
-                region = (*guards, *self._unvaried(form.form)) if form else ()
-                if form is not None and _all_hold(region, numbers):
-                    self._cells[place] = _Cell((*cell.regions, region), form)
-                    return place
-            form = self._fitted(numbers, guards, inside, self._form_of, self._is)
-            if form is not None:
-                self._cells.append(_Cell(((*guards, *self._unvaried(form.form)),), form))
-                return len(self._cells) - 1
-        self._cells.append(self._single(numbers))
+        guards: tuple[Guard, ...] = ()
+        form = None
+        if self.regime.low != self.regime.high:
+            guards, form = self._tracked(numbers)
+            same = self._known_place(lambda known: form is not None and _equal(known, form))
+            if same is None:
+                others = self._others(numbers, guards, points, left)
+                if form is None or not self._is_at(form, others):
+                    tried = [numbers, *others]
+                    same = self._known_place(partial(self._holds_at, tried))
+                    form = self._fitted(tried) if same is None else self._cells[same].form.form
+                    guards = (*guards, *self._unvaried(form)) if form is not None else ()
+            if same is not None:
+                cell = self._cells[same]
+                self._cells[same] = _Cell((*cell.regions, guards), cell.form)
+                return same
+        cell = self._single(numbers) if form is None else _Cell((guards,), self._plan_form(form))
+        self._cells.append(cell)
         return len(self._cells) - 1
 
-    def _tried(
-        self, numbers: leaves.Numbers, pool: Sequence[leaves.Numbers]
-    ) -> list[leaves.Numbers]:
-        """Sizes of a region at which a form is tried: one more than the terms of a number that is
-        a line over each open size, among them those with most and fewest rows."""
-        count = 1 + 2 ** sum(len(set(column)) > 1 for column in zip(*pool, strict=True))
-        others = self._random.sample(pool, min(count, len(pool)))
-        return list(dict.fromkeys([numbers, *_edges(self._draws, pool), *others]))[:count]
+    def _known_place(self, holds: Callable[[RecordForm], bool]) -> int | None:
+        """The place of the first cell whose form may hold elsewhere, and does by this test."""
+        cells = enumerate(self._cells)
+        return next((at for at, cell in cells if cell.wide and holds(cell.form.form)), None)
 
-    def _around(self, numbers: leaves.Numbers, guards: Sequence[Guard]) -> list[leaves.Numbers]:
-        """Some sizes of the regime where these guards hold, around `numbers` and far from them."""
-        near = _near(self.regime, numbers)
-        return _numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near)))))
+    def _tracked(self, numbers: leaves.Numbers) -> tuple[tuple[Guard, ...], RecordForm | None]:
+        """The comparisons that lead to the plan at these sizes, and the form of its numbers.
+
+        None where a number follows in a way that no slot has.
+        """
+        track = Track()
+        with collector_off.used():
+            graph = self._graph(numbers, track)
+            plan = Plan.of_rewritten(graph, self.conditions.execution)
+            told = numbers_of(plan, with_memory=False)
+            track.on = False  # which moment has most bytes is checked at other sizes
+            told = remembering(told, plan)
+            form = None
+            with suppress(StructureError):
+                form = RecordForm.of_tracked(self.regime.form.sizes, told, numbers)
+        return tuple(track.guards), form
+
+    def _fitted(self, several: Sequence[leaves.Numbers]) -> RecordForm | None:
+        """The form of plans at these sizes, where not all numbers are tracked: `0.5 * size` of a
+        rule is none.  None where it could not be proven."""
+        first, each = _SAMPLES
+        count = first + each * sum(len(set(column)) > 1 for column in zip(*several, strict=True))
+        if len(several) <= count:
+            return None
+        records = {where: self._numbers_at(where) for where in several[:count]}
+        try:
+            form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
+        except StructureError:
+            return None
+        return form if self._is_at(form, several[count:]) else None
 
     def _unvaried(self, form: RecordForm) -> Iterator[Guard]:
         """Guards on sizes that are open and equal in all samples: how numbers follow from them is
@@ -290,139 +300,62 @@ class PlanForms:
             if low < high and len(set(values)) == 1:
                 yield _is_number(place, values[0])
 
+    def _others(
+        self, numbers: leaves.Numbers, guards: Sequence[Guard], points: Points, left: Places
+    ) -> list[leaves.Numbers]:
+        """Sizes where these guards hold: those with the fewest and the most rows of draws, then
+        others, at first with only new numbers."""
+        some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
+        near = _near(self.regime, numbers)
+        pool = [
+            *_numbers(points, some[_holding(guards, points, some)]),
+            *_numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near))))),
+        ]
+        self._random.shuffle(pool)
+        wanted = dict.fromkeys([*_edges(self._draws, pool), *_spread([numbers, *pool])])
+        return [where for where in wanted if where != numbers]
+
     def _single(self, numbers: leaves.Numbers) -> _Cell:
         """The cell of these sizes alone."""
         alone = {numbers: self._numbers_at(numbers)}
-        form = self._plan_form(RecordForm.fitted(self.regime.form.sizes, alone), ())
+        form = self._plan_form(RecordForm.fitted(self.regime.form.sizes, alone))
         return _Cell((tuple(map(_is_number, range(len(numbers)), numbers)),), form, wide=False)
 
-    def _fits(self, form: PlanForm, tried: Collection[leaves.Numbers]) -> PlanForm | None:
-        """A form that gives the plan at these sizes, too; None if they have other kernels.
+    def _holds_at(self, sizes: Sequence[leaves.Numbers], form: RecordForm) -> bool:
+        """Whether a fitted form holds for the first of these sizes, and is at others their plan."""
+        return _all_hold(tuple(self._unvaried(form)), sizes[0]) and self._is_at(form, sizes)
 
-        Where the known one does not, it is fitted anew with them: its samples may reach all
-        classes, whose number then looks like a constant.
+    def _is_at(self, form: RecordForm, sizes: Sequence[leaves.Numbers]) -> bool:
+        """Whether a form gives the plan at the first of these sizes."""
+        try:
+            return all(form.at(where) == self._numbers_at(where) for where in sizes[:_CHECKS])
+        except FormulaError:
+            return False
+
+    def _plan(self, numbers: leaves.Numbers) -> Plan:
+        """The plan at these sizes."""
+        return self.conditions.plan(self.regime.form.at(numbers), savings=False)
+
+    def _graph(self, numbers: leaves.Numbers, track: Track) -> OpGraph:
+        """The graph that is priced and grouped, of tracked numbers.
+
+        It is rewritten once for all sizes where the comparisons of rewrites come out the same.
         """
-        known = form
-        for where in tried:
-            if not self._is(form, where):
-                try:
-                    form = self._form_of((*form.regime.form.samples, where), form.regime.proven)
-                except StructureError:
-                    return None
-        proven = dict.fromkeys((*form.regime.proven, *tried))
-        if form is not known and not all(self._is(form, where) for where in proven):
-            return None
-        return self._plan_form(form.form, tuple(proven))
-
-    def _form_of(
-        self, samples: Sequence[leaves.Numbers], proven: Sequence[leaves.Numbers]
-    ) -> PlanForm:
-        """The form of the plans at these sizes.  Raises StructureError where there is none."""
-        records = {where: self._numbers_at(where) for where in samples}
-        form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
-        return self._plan_form(form, proven)
-
-    def _is(self, form: PlanForm, where: leaves.Numbers) -> bool:
-        """Whether a form gives the plan at these sizes."""
-        try:
-            return bool(form.form.at(where) == self._numbers_at(where))
-        except FormulaError:
-            return False
-
-    def _plan(self, numbers: leaves.Numbers, track: Track | None = None) -> Plan:
-        """The plan at these sizes.  track: of its numbers; it has guards of rewrites, too."""
-        return Plan.of_rewritten(self._graph(numbers, track), self.conditions.execution)
-
-    def _graph(self, numbers: leaves.Numbers, track: Track | None) -> OpGraph:
-        """The graph at these sizes as it is priced and grouped."""
-        here = next((r for r in self._rewritten if _all_hold(r.guards, numbers)), None)
-        if here is None and self._rewrites >= _REWRITTEN:
-            here = self._rewritten_around(numbers)
-            self._rewritten.append(here)
-        if here is not None and here.form is not None:
-            with suppress(FormulaError):
-                if track is not None:
-                    track.guards.update(dict.fromkeys(here.guards))
-                return here.form.at(numbers, track)
-        self._rewrites += 1
-        return self.conditions.rewritten(self.regime.form.at(numbers, track))
-
-    def _rewritten_around(self, numbers: leaves.Numbers) -> _Rewritten:
-        """The form of the rewritten graph around these sizes."""
-        track = Track()
-        self.conditions.rewritten(self.regime.form.at(numbers, track))
-        track.on = False
-        guards = tuple(track.guards)
-        tried = self._tried(numbers, self._around(numbers, guards))
-        forms = (known.form for known in self._rewritten if known.form is not None)
-        form = next((form for form in forms if all(self._is_graph(form, n) for n in tried)), None)
-        form = form or self._fitted(numbers, guards, (), self._graph_form, self._is_graph)
-        return _Rewritten(guards if form is None else (*guards, *self._unvaried(form)), form)
-
-    def _graph_form(
-        self, samples: Sequence[leaves.Numbers], _: Sequence[leaves.Numbers]
-    ) -> GraphForm:
-        """The form of the rewritten graphs at these sizes.  Raises StructureError without one."""
-        graphs = {n: self.conditions.rewritten(self.regime.form.at(n)) for n in samples}
-        return GraphForm.fitted(self.regime.form.sizes, graphs)
-
-    def _is_graph(self, form: GraphForm, where: leaves.Numbers) -> bool:
-        """Whether a form gives the rewritten graph at these sizes."""
-        try:
-            return form.at(where) == self.conditions.rewritten(self.regime.form.at(where))
-        except FormulaError:
-            return False
+        for guards, form in self._rewritten:
+            if _all_hold(guards, numbers):
+                track.guards.update(dict.fromkeys(guards))
+                return form.at(numbers, track)
+        made = self.conditions.rewritten(self.regime.form.at(numbers, track))
+        with suppress(StructureError):
+            form = GraphForm.of_tracked(self.regime.form.sizes, made, numbers)
+            self._rewritten.append((tuple(track.guards), form))
+        return made
 
     def _numbers_at(self, numbers: leaves.Numbers) -> PlanNumbers:
         """The numbers of the plan at these sizes; each is priced once."""
         if numbers not in self._known:
-            with collector_off.used():  # a plan is many objects, of which none is garbage meanwhile
-                self._known[numbers] = numbers_of(self._plan(numbers))
+            self._known[numbers] = self.conditions.numbers(self.regime.form.at(numbers))
         return self._known[numbers]
-
-    def _guards_at(self, numbers: leaves.Numbers) -> tuple[Guard, ...] | None:
-        """The comparisons that lead to the plan at these sizes; None if tracked numbers do not."""
-        track = Track()
-        with collector_off.used():
-            tracked = numbers_of(self._plan(numbers, track), with_memory=False)
-        track.on = False
-        here = self._numbers_at(numbers)
-        alike = tracked.groups == here.groups and tracked.launches == here.launches
-        return tuple(track.guards) if alike else None
-
-    def _fitted(
-        self,
-        numbers: leaves.Numbers,
-        guards: Sequence[Guard],
-        inside: Sequence[leaves.Numbers],
-        form_of: Callable[[Sequence[leaves.Numbers], Sequence[leaves.Numbers]], Fitted],
-        holds: Callable[[Fitted, leaves.Numbers], bool],
-    ) -> Fitted | None:
-        """The form where these guards hold; None where it could not be proven.
-
-        inside: sizes that are asked for, where they hold.  form_of: gives a form of samples, proven
-        at others.  holds: whether a form gives the record at some sizes.
-        """
-        others = self._around(numbers, guards)
-        planned = [n for n, held in _held(guards, self._known) if held and n != numbers]
-        edges = _edges(self._draws, [*inside, *others, *planned])
-        candidates = list(dict.fromkeys([numbers, *edges, *_spread([*planned, *others]), *inside]))
-        first, each = _SAMPLES
-        least = first + each * sum(len(set(column)) > 1 for column in zip(*candidates, strict=True))
-        wanted = min(least, len(candidates))
-        if wanted < least:
-            return None
-        for count in (wanted, wanted + _MORE):
-            chosen = candidates[:count]
-            rest = [where for where in (*inside, *others) if where not in chosen]
-            checks = self._random.sample(rest, min(_CHECKS, len(rest)))
-            try:
-                made = form_of(chosen, checks)
-            except StructureError:
-                continue
-            if all(holds(made, where) for where in checks):
-                return made
-        return None
 
 
 def _edges(
@@ -499,26 +432,33 @@ def _holding(guards: Sequence[Guard], points: Points, chosen: Places) -> Array:
     return held
 
 
-def _held(
-    guards: Sequence[Guard], sizes: Collection[leaves.Numbers]
-) -> Iterator[tuple[leaves.Numbers, bool]]:
-    """Sizes, each with whether all guards hold there."""
-    if sizes:
-        columns = zip(*sizes, strict=True)
-        points = Points({str(number): column for number, column in enumerate(columns)})
-        held = _holding(guards, points, np.arange(len(points)))
-        yield from zip(sizes, held.tolist(), strict=True)
+def _equal(form: RecordForm, other: RecordForm) -> bool:
+    """Whether two forms have the same expressions."""
+    try:
+        return (
+            _expressions(form) == _expressions(other)
+            and form.at(other.samples[0]) == other.template
+        )
+    except FormulaError:
+        return False
 
 
-def _holding_at(guards: Sequence[Guard], numbers: leaves.Numbers) -> tuple[Guard, ...]:
-    """The guards that hold at these sizes."""
-    columns = [np.array([number]) for number in numbers]
-    return tuple(guard for guard in guards if guard.holds(columns)[0])
+def _expressions(form: RecordForm) -> dict[leaves.Path, tuple[Any, ...]]:
+    """Kind, formula and draw of each number that sizes change, by its path."""
+    return {
+        slot.path: (
+            slot.kind,
+            *(form.formulas[place] for place in slot.formulas),
+            form.draws[slot.draw] if slot.draw >= 0 else None,
+        )
+        for slot in form.slots
+    }
 
 
 def _all_hold(guards: Sequence[Guard], numbers: leaves.Numbers) -> bool:
     """Whether all guards hold at these sizes."""
-    return len(_holding_at(guards, numbers)) == len(guards)
+    columns = [np.array([number]) for number in numbers]
+    return all(guard.holds(columns)[0] for guard in guards)
 
 
 def _is_number(place: int, number: int) -> Guard:

@@ -220,8 +220,10 @@ def peak_slope(plan: PlanForm, numbers: Numbers, place: int) -> Slope:
 
 
 def has_slope(plan: PlanForm, place: int) -> bool:
-    """Whether the formulas of a plan were fitted at several values of this size."""
-    return len({numbers[place] for numbers in plan.form.samples}) > 1
+    """Whether it is known how the numbers of a plan follow from this size: by one plan of tracked
+    numbers, or by plans at several values of it."""
+    samples = plan.form.samples
+    return bool(plan.form.slots) if len(samples) == 1 else len({n[place] for n in samples}) > 1
 
 
 def _summed(
@@ -273,6 +275,8 @@ def _at(formula: Formula, numbers: Numbers) -> Fraction:
 
 
 def _of_draw(draw: leaves.Draw, numbers: Numbers, place: int) -> Dual:
+    if draw.is_constant:
+        return Dual(Fraction(draw.at(())), Fraction(0))
     parts = [_of_formula(part, numbers, place) for part in draw.parts]
     rows, chosen, classes, _ = (float(part.value) for part in parts)
     value = float(draw.at(tuple(numbers)))

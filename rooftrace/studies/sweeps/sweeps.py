@@ -166,27 +166,16 @@ class Sweep(Shown):
         """A pandas frame: labels, sizes, FLOP, bytes, seconds; regime in words."""
         import pandas
 
-        return pandas.DataFrame(self._columns(_categories))
+        return pandas.DataFrame(_named_columns(self, _categories))
 
     def records(self, places: Any = slice(None)) -> list[dict[str, Any]]:
         """Lines of `frame()` as plain records, numbers unrounded; NaN for missing values.
 
         places: which lines, in their order; default all.
         """
-        columns = self._columns(_words)
+        columns = _named_columns(self, _words)
         values = (column[places].tolist() for column in columns.values())
         return [dict(zip(columns, line, strict=True)) for line in zip(*values, strict=True)]
-
-    def _columns(self, words: Callable[[list[str], Array], Any]) -> dict[str, Any]:
-        """The columns of `frame()`.  words: makes one of texts and the place of each line's."""
-        codes, columns = self.columns["case"], {}
-        for name in dict.fromkeys(name for case in self.cases for name in case.labels):
-            columns[name] = words([str(case.labels.get(name, "")) for case in self.cases], codes)
-        columns["chip"] = words([chip.name for chip in self.chips], self.columns["chip"])
-        columns |= {name: self.columns[name] for name in (*self.names, *TOTALS, *SECONDS)}
-        columns["regime"] = words(list(REGIMES), self.columns["regime"])
-        columns["regime_share"] = self.columns["regime_share"]
-        return columns | self.derived()
 
     def best(
         self, by: str = "items_per_s", count: int = 5, *, fits: bool = True, **limits: float
@@ -378,6 +367,19 @@ def _beyond_trend(seconds: Array) -> Array:
 
 def _some(columns: Columns, where: Any) -> Columns:
     return {name: column[where] for name, column in columns.items()}
+
+
+def _named_columns(table: Sweep, words: Callable[[list[str], Array], Any]) -> dict[str, Any]:
+    """The columns of `Sweep.frame`.  words: makes one of texts and the place of each line's."""
+    numbers, columns = table.columns, {}
+    for name in dict.fromkeys(name for case in table.cases for name in case.labels):
+        texts = [str(case.labels.get(name, "")) for case in table.cases]
+        columns[name] = words(texts, numbers["case"])
+    columns["chip"] = words([chip.name for chip in table.chips], numbers["chip"])
+    columns |= {name: numbers[name] for name in (*table.names, *TOTALS, *SECONDS)}
+    columns["regime"] = words(list(REGIMES), numbers["regime"])
+    columns["regime_share"] = numbers["regime_share"]
+    return columns | table.derived()
 
 
 def _words(values: Sequence[str], codes: Array) -> Array:
