@@ -283,6 +283,18 @@ def test_an_expression_that_no_slot_has_is_no_form() -> None:
         RecordForm.of_tracked(("batch",), {"tiles": number // 16}, (40,))
 
 
+@pytest.mark.parametrize("limit", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_infinite_or_none_decides_nothing(limit: float) -> None:
+    track = Track()
+    for number in (track.number(3, Formula.symbol(0)), track.number(3, Formula.symbol(0)) / 2):
+        plain = float(number)
+        for compare in COMPARISONS:
+            assert compare(number, limit) == compare(plain, limit)
+        for operate in (operator.add, operator.mul, operator.truediv):
+            assert repr(operate(number, limit)) == repr(operate(plain, limit))
+    assert not track.guards
+
+
 def test_a_truth_value_is_a_comparison_with_zero() -> None:
     track = Track()
     number = track.number(3, Formula.symbol(0)) - 3

@@ -39,7 +39,7 @@ from rooftrace.graph.formulas.leaves import (
     words_and_numbers,
 )
 from rooftrace.graph.formulas.polynomials import SKEWED, Fitter, Formula
-from rooftrace.graph.formulas.tracked import Operation, Track, plain, tracked_in, written
+from rooftrace.graph.formulas.tracked import Operation, Track, plain, slot_of, tracked_in
 
 AForm = TypeVar("AForm", bound="RecordForm")
 _FACTS: Mapping[Any, tuple[str, ...]] = {
@@ -95,7 +95,7 @@ class RecordForm:
         draws: dict[Draw, int] = {}
         slots, values = [], []
         for path, number in tracked_in(record):
-            kind, formula, draw = written(number.expression) or _refuse(path, number.expression)
+            kind, formula, draw = slot_of(number.expression) or _refuse(path, number.expression)
             place = () if formula is None else (formulas.setdefault(formula, len(formulas)),)
             which = -1 if draw is None else draws.setdefault(draw, len(draws))
             slots.append(Varying(path, kind, place, which))

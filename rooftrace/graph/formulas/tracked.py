@@ -57,7 +57,7 @@ class Operation(NamedTuple):
 
     @property
     def draw(self) -> Draw | None:
-        """The draw of which it is what that reaches."""
+        """The draw that reaches this number; None of other expressions."""
         if self.kind in _OPERATORS or self.kind in (_ROUND, _PAIR):
             return None
         some, others = (pair for pair in self[1:] if isinstance(pair, Operation))
@@ -199,6 +199,11 @@ def plain(number: Any) -> Any:
     return float(number) if isinstance(number, float) else int(number)
 
 
+def _is_unbounded(number: Any) -> bool:
+    """Whether a number is infinite, or none: no expression has it."""
+    return isinstance(number, float) and not math.isfinite(number)
+
+
 def tracked_in(record: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """The tracked numbers of a nest of records, tuples and mappings, each with its path."""
     if isinstance(record, _Remembers):
@@ -322,7 +327,7 @@ _MOST_RESTS = 1 << 12
 """Rests for which a polynomial with a divisor is tried."""
 
 
-class Written(NamedTuple):
+class SlotKind(NamedTuple):
     """An expression as a slot has it: its kind, as in `Varying`, its formula and its draw."""
 
     kind: str
@@ -330,15 +335,15 @@ class Written(NamedTuple):
     draw: Draw | None = None
 
 
-def written(expression: Expression) -> Written | None:
+def slot_of(expression: Expression) -> SlotKind | None:
     """An expression as one of the kinds of slots; None where it is none."""
     formula = _polynomial(expression)
     if formula is not None and _is_whole(formula):
-        return Written(PLAIN, formula)
+        return SlotKind(PLAIN, formula)
     if isinstance(expression, Formula):
         return None
     if expression.draw is not None:
-        return Written(REACHED, None, expression.draw)
+        return SlotKind(REACHED, None, expression.draw)
     if expression.kind == _ROUND:
         touched = _touched(expression.first)
         formula = touched.formula if touched is not None else None
@@ -350,7 +355,8 @@ def written(expression: Expression) -> Written | None:
         rows, below = _polynomial(expression.first), expression.second
         if rows is not None and _is_whole(rows):
             draw = _drawn(below)
-            return Written(EACH, rows, draw) if draw is not None else None
+            if draw is not None and not (draw.is_constant and draw.at(()) < 1):
+                return SlotKind(EACH, rows, draw)
     return None
 
 
@@ -363,9 +369,9 @@ def _drawn(expression: Expression) -> Draw | None:
     return expression.draw if isinstance(expression, Operation) else None
 
 
-def _beside(expression: Expression, fixed: Expression) -> Written | None:
+def _beside(expression: Expression, fixed: Expression) -> SlotKind | None:
     """A number that a draw touches, and a whole number of rows beside it."""
-    inner = written(expression)
+    inner = slot_of(expression)
     if inner is None or inner.draw is None or inner.kind == EACH or not isinstance(fixed, Formula):
         return None
     rows = fixed if inner.formula is None else _quotient(fixed, inner.formula)
@@ -375,16 +381,16 @@ def _beside(expression: Expression, fixed: Expression) -> Written | None:
     return inner._replace(draw=structs.replace(inner.draw, beside=beside))
 
 
-def _touched(product: Expression) -> Written | None:
+def _touched(product: Expression) -> SlotKind | None:
     """A draw times the factors of a product."""
     reached = _drawn(product)
     if reached is not None or isinstance(product, Formula) or product.kind not in ("*", "/"):
-        return Written(TOUCHED, _constant(1), reached) if reached is not None else None
+        return SlotKind(TOUCHED, _constant(1), reached) if reached is not None else None
     for left, right in ((product.first, product.second), (product.second, product.first)):
         factor, inner = _polynomial(right), _touched(left)
         if factor is not None and inner is not None and inner.formula is not None:
             formula = _polynomial(Operation(product.kind, inner.formula, factor))
-            return Written(TOUCHED, formula, inner.draw) if formula is not None else None
+            return SlotKind(TOUCHED, formula, inner.draw) if formula is not None else None
         if product.kind == "/":
             break
     return None
@@ -438,9 +444,11 @@ def _arithmetic(name: str, kind: str) -> None:
             return NotImplemented
         first, second = (other, self) if turned else (self, other)
         value = apply(plain(first), plain(second))
+        if _is_unbounded(other):
+            return value
         combined = rule
         if type(value) is float:
-            if kind in ("//", "%") or not math.isfinite(value):
+            if kind in ("//", "%") or _is_unbounded(value):
                 return value
             combined = _combined
         return self.track.number(value, combined(kind, _expression(first), _expression(second)))
@@ -458,12 +466,10 @@ def _comparison(name: str, apply: Callable[[Any, Any], bool], swapped: bool, neg
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        if type(other) is float and isinstance(self, int):
-            if not math.isfinite(other):
-                return apply(plain(self), other)
-            other = math.floor(other) if swapped else math.ceil(other)
-        if not self.track.on:
+        if not self.track.on or _is_unbounded(other):
             return apply(plain(self), plain(other))
+        if type(other) is float and isinstance(self, int):
+            other = math.floor(other) if swapped else math.ceil(other)
         first, second = (other, self) if swapped else (self, other)
         number = _combined("-", _expression(first), _expression(second))
         below = self.track.decide("<", number, plain(first) < plain(second))
@@ -474,10 +480,12 @@ def _comparison(name: str, apply: Callable[[Any, Any], bool], swapped: bool, neg
 
 def _equality(name: str, negated: bool) -> None:
     def compare(self: Any, other: Any) -> Any:
-        if type(other) is float and isinstance(self, int) and not other.is_integer():
-            return negated
         if not isinstance(other, (int, float)):
             return NotImplemented
+        if _is_unbounded(other):
+            return negated
+        if type(other) is float and isinstance(self, int) and not other.is_integer():
+            return negated
         number = _combined("-", _expression(self), _expression(other))
         return self.track.decide("==", number, plain(self) == plain(other)) != negated
 
