@@ -54,7 +54,7 @@ from rooftrace.tracer.phases import TraceCache
 _CHECKS = 2
 """Plans at other sizes that a form has to equal."""
 _SAMPLES = (2, 2)
-"""Plans that a form is fitted to, and further ones for each open size, where one is not tracked."""
+"""Plans that a form is fitted to where not all is tracked, and further ones for each open size."""
 _FEWEST = 4
 """Points that are priced one by one, if no others follow: a form takes as many plans."""
 _TRIED = 4000
@@ -242,7 +242,7 @@ class PlanForms:
             same = self._known_place(lambda known: form is not None and _equal(known, form))
             if same is None:
                 others = self._others(numbers, guards, points, left)
-                if form is None or not self._is_at(form, others):
+                if form is None or not self._is_at(form, others or [numbers]):
                     tried = [numbers, *others]
                     same = self._known_place(partial(self._holds_at, tried))
                     form = self._fitted(tried) if same is None else self._cells[same].form.form
@@ -322,7 +322,7 @@ class PlanForms:
         return _Cell((tuple(map(_is_number, range(len(numbers)), numbers)),), form, wide=False)
 
     def _holds_at(self, sizes: Sequence[leaves.Numbers], form: RecordForm) -> bool:
-        """Whether a fitted form holds for the first of these sizes, and is at others their plan."""
+        """Whether a known form may hold at the first of these sizes, and gives the plans there."""
         return _all_hold(tuple(self._unvaried(form)), sizes[0]) and self._is_at(form, sizes)
 
     def _is_at(self, form: RecordForm, sizes: Sequence[leaves.Numbers]) -> bool:
