@@ -176,6 +176,21 @@ def test_numbers_that_are_not_tracked_are_fitted(
     assert len(plans) < 20 and any(len(plan.form.samples) > 1 for plan, _ in plans)
 
 
+@pytest.mark.slow
+def test_a_number_that_steps_with_a_size_is_no_constant_of_few_samples() -> None:
+    """Copies of a convolution are in full tiles of 32 positions: no formula has them.  Samples of
+    one tile looked like one, and a third of the lines had another's copies."""
+    module, x = nn.Conv1d(192, 192, 7, padding=3, groups=48), torch.empty(4, 192, 64)
+    form = rt.tools.form(module, x, over={"0.0": range(1, 129), "0.2": range(16, 513)})
+    grid = [(rows, length) for rows in range(1, 129, 5) for length in range(16, 513, 17)]
+    points = Points({name: [at[i] for at in grid] for i, name in enumerate(form.names)})
+    table = evaluated(form, points, [rt.load_chip("l4")], Conditions.of("efficient"))
+    for place in range(0, len(grid), 41):
+        sizes = dict(zip(form.names, grid[place], strict=True))
+        single = form.estimate("l4", "efficient", **sizes)
+        assert table["t_est"][place] == pytest.approx(single.t_est, rel=1e-9), sizes
+
+
 # -- what a sweep shows ----------------------------------------------------------------------------
 
 

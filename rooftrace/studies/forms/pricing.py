@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -242,9 +243,9 @@ class PlanForms:
             same = self._known_place(lambda known: form is not None and _equal(known, form))
             if same is None:
                 others = self._others(numbers, guards, points, left)
-                if form is None or not self._is_at(form, others or [numbers]):
+                if form is None or not self._is_at(form, others[:_CHECKS] or [numbers]):
                     tried = [numbers, *others]
-                    same = self._known_place(partial(self._holds_at, tried))
+                    same = self._known_place(partial(self._holds_at, tried[: _samples(tried)]))
                     form = self._fitted(tried) if same is None else self._cells[same].form.form
                     guards = (*guards, *self._unvaried(form)) if form is not None else ()
             if same is not None:
@@ -280,8 +281,7 @@ class PlanForms:
     def _fitted(self, several: Sequence[leaves.Numbers]) -> RecordForm | None:
         """The form of plans at these sizes, where not all numbers are tracked: `0.5 * size` of a
         rule is none.  None where it could not be proven."""
-        first, each = _SAMPLES
-        count = first + each * sum(len(set(column)) > 1 for column in zip(*several, strict=True))
+        count = _samples(several)
         if len(several) <= count:
             return None
         records = {where: self._numbers_at(where) for where in several[:count]}
@@ -289,7 +289,7 @@ class PlanForms:
             form = RecordForm.fitted(self.regime.form.sizes, records, self._draws)
         except StructureError:
             return None
-        return form if self._is_at(form, several[count:]) else None
+        return form if self._is_at(form, several[count : 2 * count]) else None
 
     def _unvaried(self, form: RecordForm) -> Iterator[Guard]:
         """Guards on sizes that are open and equal in all samples: how numbers follow from them is
@@ -303,8 +303,8 @@ class PlanForms:
     def _others(
         self, numbers: leaves.Numbers, guards: Sequence[Guard], points: Points, left: Places
     ) -> list[leaves.Numbers]:
-        """Sizes where these guards hold: those with the fewest and the most rows of draws, then
-        others, at first with only new numbers."""
+        """Sizes where these guards hold: the least and the most of each, then others, at first with
+        only new numbers."""
         some = left if len(left) <= _TRIED else left[:: len(left) // _TRIED]
         near = _near(self.regime, numbers)
         pool = [
@@ -312,7 +312,7 @@ class PlanForms:
             *_numbers(near, np.flatnonzero(_holding(guards, near, np.arange(len(near))))),
         ]
         self._random.shuffle(pool)
-        wanted = dict.fromkeys([*_edges(self._draws, pool), *_spread([numbers, *pool])])
+        wanted = dict.fromkeys([*_ends(pool), *_spread([numbers, *pool])])
         return [where for where in wanted if where != numbers]
 
     def _single(self, numbers: leaves.Numbers) -> _Cell:
@@ -326,9 +326,9 @@ class PlanForms:
         return _all_hold(tuple(self._unvaried(form)), sizes[0]) and self._is_at(form, sizes)
 
     def _is_at(self, form: RecordForm, sizes: Sequence[leaves.Numbers]) -> bool:
-        """Whether a form gives the plan at the first of these sizes."""
+        """Whether a form gives the plan at all of these sizes."""
         try:
-            return all(form.at(where) == self._numbers_at(where) for where in sizes[:_CHECKS])
+            return all(form.at(where) == self._numbers_at(where) for where in sizes)
         except FormulaError:
             return False
 
@@ -358,22 +358,17 @@ class PlanForms:
         return self._known[numbers]
 
 
-def _edges(
-    draws: Sequence[leaves.Draw], candidates: Sequence[leaves.Numbers]
-) -> list[leaves.Numbers]:
-    """For each draw the candidates with the fewest and with the most rows.
+def _ends(pool: Sequence[leaves.Numbers]) -> list[leaves.Numbers]:
+    """Of each size those with the least and the most of it: a number that steps with a size, or is
+    reached by many rows, looks like a constant elsewhere."""
+    places = range(len(pool[0])) if pool else ()
+    return [end(pool, key=itemgetter(at)) for at in places for end in (min, max)]
 
-    Many rows reach all classes: a number that only such samples show looks like a constant.
-    """
-    if not candidates:
-        return []
-    columns = [np.array(column) for column in zip(*candidates, strict=True)]
-    edges: dict[leaves.Numbers, None] = {}
-    for rows in dict.fromkeys(draw.rows for draw in draws if not draw.is_constant):
-        reached = rows.over(columns, rounded=True)
-        for place in (int(reached.argmin()), int(reached.argmax())):
-            edges.setdefault(candidates[place])
-    return list(edges)
+
+def _samples(several: Sequence[leaves.Numbers]) -> int:
+    """Plans that a form of these sizes is fitted to."""
+    first, each = _SAMPLES
+    return first + each * sum(len(set(column)) > 1 for column in zip(*several, strict=True))
 
 
 def _near(regime: Regime, numbers: leaves.Numbers) -> Points:
