@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ class Projected(Layer):
         return super().forward(x + mixed.transpose(1, 2).flatten(2)[0])
 
 
+class Transposed(Layer):
+    """A product whose weight has its inputs as rows, as in GPT-2: backward turns the input over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(*s)) for s in ([WIDTH] * 2, [WIDTH]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, super().forward(x).tanh(), self.weight)
+
+
 class Stack(nn.Module):
     def __init__(self, again: int, layer: type[Layer] = Layer) -> None:
         super().__init__()
@@ -76,10 +88,11 @@ def on_a_chip(graph: OpGraph, gigabytes: float = 80.0) -> Estimate:
     return rt.estimate(graph, chip=replace(chip, memory_capacity=fact), execution="eager")
 
 
+@pytest.mark.parametrize("layer", [Layer, Transposed])
 @pytest.mark.parametrize("repeats", [True, False])
-def test_checkpoints_cost_what_those_of_torch_cost(repeats: bool) -> None:
-    ours = on_a_chip(with_checkpoints(stack(repeats=repeats)))
-    torchs = on_a_chip(stack(again=5, repeats=repeats))
+def test_checkpoints_cost_what_those_of_torch_cost(repeats: bool, layer: type[Layer]) -> None:
+    ours = on_a_chip(with_checkpoints(stack(repeats=repeats, layer=layer)))
+    torchs = on_a_chip(stack(again=5, repeats=repeats, layer=layer))
     assert ours.kernels == torchs.kernels
     assert ours.t_est == pytest.approx(torchs.t_est, rel=1e-3)
     assert ours.memory.peak == pytest.approx(torchs.memory.peak, rel=1e-3)
@@ -273,3 +286,23 @@ def test_shards_over_chips_cost_what_a_report_on_them_says(tmp_path: Path) -> No
     (way,) = [way for way in report(tighter).fitting["training"] if "chips" in way.action]
     number = int(way.option.removeprefix("--mesh dp="))
     assert number > 4 and way.peak < tighter.room()
+    half = report(mesh={"dp": number // 2}).estimate("training")
+    assert half.memory.peak > tighter.room()
+
+
+@pytest.mark.slow
+def test_the_fewest_chips_are_those_of_a_loop_over_traces(tmp_path: Path) -> None:
+    wide = {"n_embd": 384, "n_layer": 4, "n_head": 6, "vocab_size": 5000}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **wide}))
+
+    @cache
+    def over(chips: int, again: bool = False) -> OpGraph:
+        mesh = {"mesh": {"dp": chips}} if chips > 1 else {}
+        how = {"batch": 2, "seq": 512, "dtype": "bf16", "checkpoint": "full" if again else "none"}
+        return rt.trace(tmp_path / "config.json", phase="training", **how, **mesh)
+
+    peaks = {2**n: on_a_chip(over(2**n)).memory.peak for n in range(1, 6)}
+    for room in (peak + less for peak in [*peaks.values()][:4] for less in (0, -1)):
+        step = on_a_chip(over(1), (room + CONTEXT) * 1e-9)
+        least = next(number for number, peak in peaks.items() if peak <= room)
+        assert f"--mesh dp={least}" in [way.option for way in fitting(step, over_chips=over)]

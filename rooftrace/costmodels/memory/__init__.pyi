@@ -3,6 +3,7 @@ from rooftrace.costmodels.memory.allocator import (
     program as program,
 )
 from rooftrace.costmodels.memory.footprint import (
+    OPTIMIZERS as OPTIMIZERS,
     Held as Held,
     Memory as Memory,
     Moment as Moment,

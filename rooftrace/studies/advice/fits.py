@@ -10,9 +10,10 @@ from functools import partial
 from msgspec.structs import replace
 
 from rooftrace.costmodels.estimates import Estimate
+from rooftrace.costmodels.memory import OPTIMIZERS
 from rooftrace.costmodels.rewrites import Editor, reading_others, with_fused_optimizer
 from rooftrace.errors import RequestError
-from rooftrace.graph import Op, OpGraph, refs
+from rooftrace.graph import PARTS, Op, OpGraph, refs
 from rooftrace.hardware.units import format_bandwidth, format_capacity, listed
 from rooftrace.studies.advice.variants import Study, Variant
 from rooftrace.studies.advice.whatifs import StepChange, WhatIf, all_of, priced_change
@@ -38,6 +39,7 @@ def fitting(
     single = _smaller(step) if step.phase == "training" else ()
     both = (all_of(single, ", ".join(change.action for change in single)),) * (len(single) > 1)
     again = [change for change in single if with_checkpoints in change.edits]
+    shards = _Shards(step, over_chips)
     edited = {change.action: priced_change(step, change) for change in (*single, *both)}
 
     def tried(
@@ -49,7 +51,7 @@ def fitting(
         for change in others if step.phase == "training" else ():
             alone = edited.get(change.action)
             ways.append(_in_host_memory(step, change, alone))
-            ways.append(_over_chips(step, over_chips, change, alone))
+            ways.append(shards.way(change, alone))
         return [way for way in ways if way is not None and way.fits]
 
     fit = tried(single, [_AS_IT_IS], [_AS_IT_IS])
@@ -125,41 +127,89 @@ def _in_host_memory(step: Estimate, change: StepChange, edited: WhatIf | None) -
     )
 
 
-def _over_chips(
-    step: Estimate, over_chips: OverChips | None, change: StepChange, edited: WhatIf | None
-) -> WhatIf | None:
-    """The step with its weights, gradients and states shared by chips; None where none fits.
+class _Shards:
+    """Finds the fewest chips, a power of two, which share a step so that it fits each of them.
 
-    edited: the step with the change alone.  Their number is the least power of two for which the
-    peak should fit; if it does not, twice that or more, by what that trace says is not shared, as
-    weights that each chip gathers.
+    gathered: bytes that a trace has shown each to hold until the optimizer runs, beside its shares,
+    the layer that runs and what no chip shares; 0 before.
     """
-    memory, room = (edited.after if edited else step).memory, step.chip.room()
-    held = memory.weights + memory.gradients + memory.optimizer
-    rest, number = memory.peak - held, 1
-    if over_chips is None or not held:
+
+    def __init__(self, step: Estimate, traced: OverChips | None) -> None:
+        self.step, self.traced, self.gathered = step, traced, 0.0
+
+    def way(self, change: StepChange, edited: WhatIf | None) -> WhatIf | None:
+        """The step over chips, and with another change; None where no number of them is enough.
+
+        edited: the step with that change alone.
+        """
+        alone, number = edited.after if edited else self.step, 1
+        for _ in range(_TRACES):
+            number = self._enough(alone, 2 * number)
+            if self.traced is None or not number:
+                return None
+            try:
+                graph = self.traced(number, edited is not None)
+                after = Study(self.step).estimate(Variant(graph=graph))
+            except (RequestError, ValueError):
+                return None
+            way = WhatIf(
+                lever="memory",
+                action=f"Shard over {number} chips (FSDP2){_also(change)}",
+                option=f"--mesh dp={number}" + " --checkpoint full" * bool(edited),
+                needs=f"{number} chips, which share weights, gradients and states; each takes this "
+                f"batch: {number} times the samples",
+                before=self.step,
+                after=after,
+            )
+            if way.fits:
+                return way
+            self.gathered = _fullest(after, 1)[0] - _fullest(alone, number)[0]
         return None
-    for _ in range(2):
-        share = room - rest if rest < room else room  # temporaries of the optimizer are shared, too
-        number = max(2 * number, 2 ** math.ceil(math.log2(held / share)))
-        try:
-            graph = over_chips(number, edited is not None)
-            after = Study(step).estimate(Variant(graph=graph))
-        except (RequestError, ValueError):
-            return None
-        way = WhatIf(
-            lever="memory",
-            action=f"Shard over {number} chips (FSDP2){_also(change)}",
-            option=f"--mesh dp={number}" + " --checkpoint full" * bool(edited),
-            needs=f"{number} chips, which share weights, gradients and states; each takes this "
-            f"batch: {number} times the samples",
-            before=step,
-            after=after,
-        )
-        if way.fits:
-            return way
-        rest = after.memory.peak - held / number
-    return None
+
+    def _enough(self, alone: Estimate, number: int) -> int:
+        """The first of `number`, twice that ... chips on which it should fit; 0 where none is."""
+        held = [tensor for tensor in alone.memory.tensors if tensor.role in _SHARED]
+        rows = max((tensor.shape[0] for tensor in held if tensor.shape), default=0)
+        while number < 2 * rows:  # no more chips have a part of a weight
+            running, updating = _fullest(alone, number)
+            if max(running + self.gathered, updating) <= _ABOUT * self.step.chip.room():
+                return number
+            number *= 2
+        return 0
+
+
+_TRACES = 3
+"""How many numbers of chips are traced for one answer."""
+_ABOUT = 1.02
+"""A peak that should be up to so many times the room is traced: it may fit."""
+_SHARED = ("weights", "gradients", "optimizer", OPTIMIZERS)
+"""The kinds of bytes of which each chip has its part."""
+
+
+def _fullest(step: Estimate, chips: int) -> tuple[float, float]:
+    """The most bytes of a chip before the optimizer and in it, where `chips` share the weights.
+
+    A chip has whole rows of each weight, as in FSDP2, and all of the layer that runs.
+    """
+    held = [tensor for tensor in step.memory.tensors if tensor.role in _SHARED and tensor.shape]
+    rows = sum(h.bytes / h.shape[0] * math.ceil(h.shape[0] / chips) for h in held)
+    part, most = rows / max(sum(h.bytes for h in held), 1), [0.0, 0.0]
+    layers = _weights_of_layers(step.graph) if chips > 1 else {}
+    for moment in step.memory.timeline.moments:
+        kinds, updates = moment.by_kind, moment.part == PARTS[3]
+        shared = sum(kinds[kind] for kind in _SHARED)
+        whole = layers.get(_layer(step.graph.ops[moment.op].module), 0) * (not updates)
+        most[updates] = max(most[updates], moment.total - (1 - part) * (shared - whole))
+    return most[0], most[1]
+
+
+def _weights_of_layers(graph: OpGraph) -> dict[str, int]:
+    """Bytes of the weights that each layer reads, by its path."""
+    read: dict[str, set[int]] = {}
+    for op in graph.ops:
+        storages = {graph.values[i].storage for i in op.inputs if graph.values[i].role == "weights"}
+        read.setdefault(_layer(op.module), set()).update(storages)
+    return {p: sum(graph.values[i].nbytes for i in read[p]) for p in read if p}
 
 
 def _also(change: StepChange) -> str:
@@ -230,6 +280,7 @@ def with_checkpoints(graph: OpGraph, first: int | None = None) -> OpGraph:
     layers = _layers_of(graph)[:first]
     edit, ops = Editor(graph), list(graph.ops)
     again: dict[int, list[Op]] = {}  # before the op of this number
+    instead: dict[int, int] = {}
     reads = [ref.then for op in graph.ops for ref in op.reads]
     handed_on = {then.value for then in reads if then is not None}  # to the next iteration
     for forward in layers:
@@ -258,6 +309,11 @@ def with_checkpoints(graph: OpGraph, first: int | None = None) -> OpGraph:
                 ops[op.id] = replace(op, holds=holds)
         for op in readers:
             ops[op.id] = reading_others(ops[op.id], now)
+        instead |= now
+    for value in {value for op in ops if op.part == "backward" for value in op.outputs}:
+        if edit.values[value].storage in instead:  # a view
+            storage = instead[edit.values[value].storage]
+            edit.values[value] = replace(edit.values[value], storage=storage)
     for op in ops:
         edit.ops += again.get(op.id, ())
         edit.ops.append(op)
