@@ -3,6 +3,7 @@ from rooftrace.costmodels.memory.allocator import (
     program as program,
 )
 from rooftrace.costmodels.memory.footprint import (
+    KINDS as KINDS,
     OPTIMIZERS as OPTIMIZERS,
     Held as Held,
     Memory as Memory,

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
 from functools import partial
 
+import numpy
 from msgspec.structs import replace
 
 from rooftrace.costmodels.estimates import Estimate
-from rooftrace.costmodels.memory import OPTIMIZERS
+from rooftrace.costmodels.memory import KINDS, OPTIMIZERS
 from rooftrace.costmodels.rewrites import Editor, reading_others, with_fused_optimizer
 from rooftrace.errors import RequestError
 from rooftrace.graph import PARTS, Op, OpGraph, refs
@@ -193,23 +194,26 @@ def _fullest(step: Estimate, chips: int) -> tuple[float, float]:
     """
     held = [tensor for tensor in step.memory.tensors if tensor.role in _SHARED and tensor.shape]
     rows = sum(h.bytes / h.shape[0] * math.ceil(h.shape[0] / chips) for h in held)
-    part, most = rows / max(sum(h.bytes for h in held), 1), [0.0, 0.0]
-    layers = _weights_of_layers(step.graph) if chips > 1 else {}
-    for moment in step.memory.timeline.moments:
-        kinds, updates = moment.by_kind, moment.part == PARTS[3]
-        shared = sum(kinds[kind] for kind in _SHARED)
-        whole = layers.get(_layer(step.graph.ops[moment.op].module), 0) * (not updates)
-        most[updates] = max(most[updates], moment.total - (1 - part) * (shared - whole))
-    return most[0], most[1]
+    away = 1 - rows / max(sum(h.bytes for h in held), 1)
+    moments, layers = step.memory.timeline.moments, _weights_of_layers(step.graph)
+    sizes = numpy.array([moment.sizes for moment in moments], float)
+    shared = sizes[:, [KINDS.index(kind) for kind in _SHARED]].sum(axis=1)
+    updates = numpy.array([moment.part == PARTS[3] for moment in moments])
+    whole = numpy.array([layers[moment.op] for moment in moments]) * ~updates
+    bytes_of = sizes.sum(axis=1) - away * (shared - whole)
+    running, updating = (bytes_of[part].max(initial=0.0) for part in (~updates, updates))
+    return float(running), float(updating)
 
 
-def _weights_of_layers(graph: OpGraph) -> dict[str, int]:
-    """Bytes of the weights that each layer reads, by its path."""
-    read: dict[str, set[int]] = {}
-    for op in graph.ops:
+def _weights_of_layers(graph: OpGraph) -> list[int]:
+    """Bytes of the weights that the layer of each op reads; 0 outside of layers."""
+    read: dict[str, set[int]] = {"": set()}
+    layers = [_layer(op.module) for op in graph.ops]
+    for layer, op in zip(layers, graph.ops, strict=True):
         storages = {graph.values[i].storage for i in op.inputs if graph.values[i].role == "weights"}
-        read.setdefault(_layer(op.module), set()).update(storages)
-    return {p: sum(graph.values[i].nbytes for i in read[p]) for p in read if p}
+        read.setdefault(layer, set()).update(storages if layer else ())
+    weights = {layer: sum(graph.values[i].nbytes for i in read[layer]) for layer in read}
+    return [weights[layer] for layer in layers]
 
 
 def _also(change: StepChange) -> str:
