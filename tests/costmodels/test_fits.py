@@ -142,6 +142,20 @@ def test_what_makes_it_fit_stands_by_seconds_and_is_what_a_trace_by_hand_gives()
     assert 1 < int(number) < 5 and fewer.memory.peak > step.chip.room()
 
 
+@pytest.mark.slow
+def test_the_fewest_layers_are_those_of_a_loop() -> None:
+    whole = stack(rows=6144)
+    step, peaks = on_a_chip(whole), [on_a_chip(whole).memory.peak]
+    peaks += [on_a_chip(with_checkpoints(whole, first=n)).memory.peak for n in range(1, 6)]
+    for share in (0.99, 0.95, 0.85, 0.7):
+        room = peaks[0] * share + peaks[-1] * (1 - share)
+        least = next(number for number, peak in enumerate(peaks) if peak <= room)
+        some = "each layer" if least == 5 else f"the first {least} of 5 layers"
+        ways = fitting(on_a_chip(step.plan.source, (room + CONTEXT) * 1e-9))
+        (told,) = [way.action for way in ways if way.action.endswith("(torch.utils.checkpoint)")]
+        assert told.startswith(f"Run {some}"), share
+
+
 def test_several_changes_are_tried_where_none_alone_is_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

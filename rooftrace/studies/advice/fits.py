@@ -83,28 +83,38 @@ def _smaller(step: Estimate) -> tuple[StepChange, ...]:
 def _fewer_layers(step: Estimate, change: StepChange, all_again: WhatIf | None) -> WhatIf | None:
     """The step in which as few layers run again as make it fit, the first ones; or as given.
 
-    all_again: the step with the change.  The number of layers is that by which the peak should fit,
-    or a few more.
+    all_again: the step with the change.  The first number tried is that by which the peak before
+    the optimizer should fit; then come those beside it, as long as one of them may be the least.
     """
-    if with_checkpoints not in change.edits or all_again is None or not all_again.fits:
+    rest = [edit for edit in change.edits if edit is not with_checkpoints]
+    if rest or not change.edits or all_again is None or not all_again.fits:
         return all_again
     whole = step.plan.source.expand()
     layers, room = len(_layers_of(whole)), step.chip.room()
-    spare, lists = (step.memory.peak - all_again.peak) / max(layers, 1), layer_lists(whole)
-    rest = [edit for edit in change.edits if edit is not with_checkpoints]
-    need = math.ceil((step.memory.peak - room) / spare) if spare > 0 and not rest else layers
-    for number in range(need, min(need + _MORE, layers)):
+    running, least = (_fullest(given, 1)[0] for given in (step, all_again.after))
+    spare, lists = (running - least) / max(layers, 1), layer_lists(whole)
+    most = layers - (least + spare <= _ABOUT * room)
+    number = min(math.ceil((running - room) / spare) if spare > 0 else layers, most)
+    best, fewest, too_few = all_again, layers, 0
+    for _ in range(_MORE):
+        if not too_few < number < fewest:
+            break
         some = f"run the first {number} of {layers} layers of {listed(lists)} again in backward"
         edit = partial(with_checkpoints, first=number)
         fewer = replace_fields(change, action=f"{some} (torch.utils.checkpoint)", edits=(edit,))
         way = priced_change(step, fewer)
-        if way is not None and way.fits:
-            return way
-    return all_again
+        if way is None or not way.fits:
+            too_few, number = number, number + 1
+            continue
+        best, fewest = way, number
+        if _fullest(way.after, 1)[0] + spare > _ABOUT * room:
+            break
+        number -= 1
+    return best
 
 
-_MORE = 3
-"""How many numbers of layers are tried, from that by which the peak should fit on."""
+_MORE = 5
+"""How many numbers of layers are tried at most."""
 
 
 def _in_host_memory(step: Estimate, change: StepChange, edited: WhatIf | None) -> WhatIf | None:
