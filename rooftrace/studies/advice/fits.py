@@ -238,18 +238,15 @@ def _smaller_batch(
 ) -> WhatIf | None:
     """The step in several smaller batches, with another change; None where no batch fits.
 
-    edited: the step with that change alone.  The number of batches is the least power of two for
-    which the peak should fit, or twice that.
+    edited: the step with that change alone.  The number of batches is the least divisor of the
+    batch for which the peak should fit, or the next.
     """
     batch, memory = int(step.graph.workload.get("batch") or 1), step.memory
     peak = memory.peak if edited is None else edited.peak
     held = memory.weights + memory.gradients + (edited.after if edited else step).memory.optimizer
-    runs = 2
-    while runs < batch and held + (peak - held) / runs > step.chip.room():
-        runs *= 2
-    for number in (runs, 2 * runs):
-        if at_batch is None or batch % number or held > step.chip.room():
-            continue
+    parts = [number for number in range(2, batch + 1) if not batch % number]
+    enough = [number for number in parts if held + (peak - held) / number <= step.chip.room()]
+    for number in enough[:2] if at_batch is not None else ():
         try:
             graph = at_batch(batch // number)
         except RequestError:
