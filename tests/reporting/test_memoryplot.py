@@ -64,7 +64,7 @@ def test_names_do_not_overlap(report: Report) -> None:
 def test_a_thin_spike_is_marked_and_a_broad_one_is_not() -> None:
     def moments(totals: list[int]) -> list[Moment]:
         return [
-            Moment(time, time, "forward", (size, *[0] * (len(KINDS) - 1)))
+            Moment(time, time, "forward", (size, *[0] * (len(KINDS) - 1)), size)
             for time, size in enumerate(totals)
         ]
 

@@ -61,16 +61,12 @@ class Moment:
     op: int  # index in the graph
     part: str
     sizes: tuple[int, ...]  # bytes by kind, in the order of KINDS
+    total: int  # of every kind
 
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes by name in KINDS."""
         return dict(zip(KINDS, self.sizes, strict=True))
-
-    @property
-    def total(self) -> int:
-        """Bytes of every kind."""
-        return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +284,7 @@ class _Tally:
         self.peak, self.where, self.step, self.at_peak = self.total, -1, -1, Counter(alive)
         self.time = 0
         self.moments: list[Moment] = []
-        self._before: list[tuple[Counter[str], int, int]] = []
+        self._before: list[tuple[Counter[str], int, int, int]] = []
 
     def change(self, kind: str, size: int) -> None:
         """Add `size` bytes of this kind, or take them away if it is negative."""
@@ -302,9 +298,8 @@ class _Tally:
     def look(self, step: int, op: Op) -> None:
         """Remember this moment, and whether it is the fullest so far."""
         alive = self.alive
-        self.moments.append(
-            Moment(self.time, op.id, op.part, tuple([alive[kind] for kind in KINDS]))
-        )
+        sizes = tuple([alive[kind] for kind in KINDS])
+        self.moments.append(Moment(self.time, op.id, op.part, sizes, self.total))
         self.time += 1
         self.most_others = max(self.most_others, self.others)
         if self.total > self.peak:
@@ -313,18 +308,20 @@ class _Tally:
 
     def begin(self, iterations: int) -> None:
         """Remember the state where iterations begin that stand for left-out ones."""
-        self._before += [(Counter(self.alive), self.time, len(self.moments))] * iterations
+        now = Counter(self.alive), self.total, self.time, len(self.moments)
+        self._before += [now] * iterations
 
     def end(self, left_out: Iterable[int]) -> None:
         """Add the changes of left-out iterations; left_out: their number by ending iteration."""
         for times in left_out:
-            before, time, first = self._before.pop()
+            before, total, time, first = self._before.pop()
             grown = [self.alive[kind] - before[kind] for kind in KINDS]
+            more = self.total - total
             length, pattern = self.time - time, self.moments[first:]
             shown = max(1, min(times, _WRITTEN_OUT // len(pattern)))
             for place in range(shown):
                 turn = 1 + place * times // shown
-                self.moments += [_later(m, turn * length, grown, turn) for m in pattern]
+                self.moments += [_later(m, turn * length, grown, more, turn) for m in pattern]
             self.time += times * length
             for kind, size in zip(KINDS, grown, strict=True):
                 self.change(kind, times * size)
@@ -352,12 +349,13 @@ class _Tally:
         )
 
 
-def _later(moment: Moment, time: int, grown: Sequence[int], times: int) -> Moment:
-    """The moment of this op in a later iteration."""
-    sizes = moment.sizes
+def _later(moment: Moment, time: int, grown: Sequence[int], more: int, times: int) -> Moment:
+    """The moment of this op in a later iteration; grown: of one, by kind, and `more` in all."""
+    sizes, total = moment.sizes, moment.total
     if any(grown):
         sizes = tuple([a + times * b for a, b in zip(sizes, grown, strict=True)])
-    return Moment(moment.time + time, moment.op, moment.part, sizes)
+        total += times * more
+    return Moment(moment.time + time, moment.op, moment.part, sizes, total)
 
 
 # -- tensors at the peak ---------------------------------------------------------------------------

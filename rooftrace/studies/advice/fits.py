@@ -246,7 +246,9 @@ def _smaller_batch(
     held = memory.weights + memory.gradients + (edited.after if edited else step).memory.optimizer
     parts = [number for number in range(2, batch + 1) if not batch % number]
     enough = [number for number in parts if held + (peak - held) / number <= step.chip.room()]
-    for number in enough[:2] if at_batch is not None else ():
+    for number in enough[:2]:
+        if at_batch is None:
+            return None
         try:
             graph = at_batch(batch // number)
         except RequestError:
