@@ -15,6 +15,7 @@ from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     click_option,
     complain,
+    names_option,
     other_options,
     typed,
 )
@@ -117,13 +118,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     help='With --git: find the first commit at which a metric is beyond it, as in "time>5%", and '
     "show the diff of that commit.",
 )
-@click.option(
-    "--names",
-    nargs=2,
-    default=None,
-    metavar="BEFORE AFTER",
-    help="Titles of the two in the output.",
-)
+@names_option()
 @click.option(
     "--target",
     "targets",
@@ -147,7 +142,7 @@ def diff(
     after: tuple[str, ...],
     pythons: tuple[str, ...],
     bisect: str | None,
-    names: tuple[str, str] | None,
+    names: tuple[str, ...] | None,
     targets: tuple[str, ...] | None,
     output: CommandOutput,
     fail_on: tuple[str, ...],
