@@ -164,7 +164,7 @@ def diff(
     else:
         limits = [*fail_on, *filter(None, [bisect])]
         _check(any(map(is_measured, sources)), targets, limits, output)
-    graphs: dict[str, Any] = {"graphs": targets} if targets else {}
+    named: dict[str, Any] = {"names": names, **({"graphs": targets} if targets else {})}
     with once():
         result = rt.diff(
             *sources,
@@ -172,8 +172,7 @@ def diff(
             bisect=bisect,
             before=_side("before", before, pythons),
             after=_side("after", after, pythons),
-            names=names,
-            **graphs,
+            **named,
             **arguments,
         )
     output.write(result)
