@@ -214,7 +214,10 @@ def _targets(
         raise click.UsageError("Missing argument 'BEFORE'.")
     if revision is None:
         if len(words) > 2:
-            raise click.UsageError(f"expected one target or two, got {len(words)}")
+            raise click.UsageError(
+                f"expected one target or two, got {', '.join(words)}; revisions of one go to "
+                "--git: rooftrace diff TARGET --git REV REV2"
+            )
         return (words[0], words[1] if len(words) == 2 else None), None
     from rooftrace.tracer import names
 
