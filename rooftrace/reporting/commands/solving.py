@@ -135,11 +135,8 @@ def _serving(question: Question) -> serving.ServingAnswer:
     if not search.lines:
         raise RequestError(f"no candidate can be priced: {'; '.join(table.left_out)}")
     best = search.best()
-    priced = {
-        f"{line.chips} x {line.configuration.chip.name}": line.configuration.split.form
-        for line in search.lines
-        if len(line.sizes) > 1
-    }
+    lines = [(line.chips, line.configuration) for line in search.lines if len(line.sizes) > 1]
+    priced = {f"{count} x {at.chip.name}": at.split.form for count, at in lines}
     item = str(form.example.workload.get("item") or "sample")
     return serving.ServingAnswer(
         title=_title(question, form),
