@@ -516,11 +516,11 @@ class _Board:
         self._made: dict[tuple[int, int], Any] = {}
 
     def costs(self, i: int) -> Any:
-        """What each place of a label costs."""
+        """The cost of each place of a label."""
         return self.choices[i].costs + self.faults[self.parts[i]]
 
     def price(self, *labels: int) -> float:
-        """What the chosen places of labels cost."""
+        """The cost of the chosen places of labels."""
         return float(sum(self.costs(i)[self.chosen[i]] for i in labels))
 
     def put(self, i: int, place: int | None) -> None:
@@ -532,10 +532,10 @@ class _Board:
             self.chosen[i] = place
 
     def _faults(self, i: int, place: int) -> Any:
-        """What a place of a label adds to the costs of those of others."""
+        """The costs that a place of a label adds to those of others."""
         if (i, place) not in self._made:
-            own, one = self.choices[i], slice(place, place + 1)
-            box, start, end = own.boxes[:, one], own.starts[:, one], own.ends[:, one]
+            own, only = self.choices[i], slice(place, place + 1)
+            box, start, end = own.boxes[:, only], own.starts[:, only], own.ends[:, only]
             faults = 1 * _pierced(self.starts, self.ends, box)[:, 0]
             faults += _pierced(start, end, self.boxes)[0]
             faults += _crossed(self.starts, self.ends, start, end)[:, 0]
