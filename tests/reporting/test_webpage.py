@@ -223,6 +223,7 @@ def test_parameters_of_modules_are_those_of_the_module(report: rt.types.Report) 
     modules = contents(report)["modules"]["forward"]
     whole = sum(parameter.numel() for parameter in Stack().parameters())
     assert sum(module["parameters"] for module in modules.values()) == whole
+    assert modules[""]["class"] == ""  # the title of the page is its class
     assert modules["blocks.*.inner"] | {"parameters": 3 * (32 * 32 + 32)} == {
         "class": "Linear",
         "count": 3,

@@ -272,11 +272,13 @@ class Command(click.Command):
         except click.NoSuchOption as error:
             every = [name for option in self.params for name in option.opts if name[:1] == "-"]
             close = near(error.option_name, every, SLIP)
-            error.possibilities = [close] if close else None
+            text = None
             places = [p.human_readable_name for p in self.params if isinstance(p, click.Argument)]
             if places and not close:
-                error.message += f" Arguments without an option: {', '.join(places)}."
-            raise
+                text = f"{error.message} Arguments without an option: {', '.join(places)}."
+            raise click.NoSuchOption(
+                error.option_name, text, [close] if close else None, ctx
+            ) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         values = dict(ctx.params)
