@@ -288,6 +288,8 @@ def test_a_page_lets_its_own_script_run_and_loads_nothing(report: rt.types.Repor
         ("<script>", "&lt;script&gt;"),
         ('"\x07', "&quot;\\x07"),
         (r"\*\*a", "**a"),
+        ("3.65 K items/s, 4 %, 2 ops", "3.65\u00a0K items/s, 4\u00a0%, 2 ops"),
+        ("`--step 4 ms`, 4 ms", "<code>--step 4 ms</code>, 4\u00a0ms"),
     ],
 )
 def test_text_of_builders_is_marked_up_and_nothing_else_is(text: str, expected: str) -> None:

@@ -245,12 +245,15 @@ def escaped(text: str) -> str:
 
 def inline(text: str) -> str:
     """One line of text, with the code spans and the emphasis of builders."""
-    return "".join(
-        f"{_TAGS[mark][0]}{html.escape(part, quote=True)}{_TAGS[mark][1]}"
-        for mark, part in runs(text)
-    )
+    made = []
+    for mark, part in runs(text):
+        kept = part if mark == "code" else _BEFORE_UNIT.sub("\u00a0", part)
+        made.append(f"{_TAGS[mark][0]}{html.escape(kept, quote=True)}{_TAGS[mark][1]}")
+    return "".join(made)
 
 
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:[KMGTPE]?i?B|[KMGTPE]|[kKMGTPE]?FLOP|[num]?s)\b)")
+"""The space between a number and its unit, where no line ends."""
 _TAGS = {"code": ("<code>", "</code>"), "strong": ("<strong>", "</strong>"), "": ("", "")}
 
 
