@@ -435,7 +435,7 @@ def test_help_has_every_option_once(name: str, run: Run) -> None:
         (("calibrate", "--from", "x"), "option '--from'. Arguments without an option: MEASURED."),
         (("report", "--target", "gpt2"), "option '--target'. Arguments without an option: TARGET"),
         (("report", "gpt2", "--formt", "md"), "No such option '--formt'. Did you mean '--format'?"),
-        (("calibrate", "no.json", "-o", "-"), "no.json: no such file; `rooftrace measure` writes"),
+        (("calibrate", "no.json", "--chip", "l4", "-o", "-"), "no.json: no such file; `rooftrace"),
         (
             ("diff", "HEAD~3", "HEAD", "gpt2"),
             "got HEAD~3, HEAD, gpt2; revisions of one go to --git",
