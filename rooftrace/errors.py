@@ -62,6 +62,10 @@ class ProfileError(ValueError, Worded):
     """
 
 
+SLIP = 0.8
+"""How similar (0 to 1) a name must be to another one to count as a misspelling of it."""
+
+
 def near(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     """The nearest of these names to another one; "" where none is near."""
     others = [other for other in names if other != name]

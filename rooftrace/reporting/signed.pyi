@@ -960,6 +960,7 @@ def reports(
     out: str | Path | None = ...,
     formats: Sequence[str] | None = ...,
     style: str = ...,
+    names: Sequence[str] | None = ...,
     phases: Sequence[str] | None = ...,
     batch: int | None = ...,
     seq: int | None = ...,
@@ -999,10 +1000,11 @@ def reports(
 
     asked: arguments of `report` for all targets.  `out` also gets comparison.html, .md, .json and
     .csv (by `formats`) and a figure with all steps on one roofline.  A folder is written as soon as
-    its report is there; a target that fails stops no other.
+    its report is there; a target that fails stops no other.  names: one for each target, in the
+    table and figure of all.
 
     Returns the Reports, with the failures by target.  Raises RequestError for no target, one that
-    is there twice, and too many.
+    is there twice, too many, and names that are not one for each.
     """
 
 def roofline(

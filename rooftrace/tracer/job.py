@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
-from rooftrace.errors import RequestError, UnusedError, hint, near
+from rooftrace.errors import SLIP, RequestError, UnusedError, hint, near
 from rooftrace.graph import OpGraph, looks_saved
 from rooftrace.tracer.names import is_script, names_code, phases as known_phases
 from rooftrace.tracer.request import Options, Request
@@ -50,9 +50,6 @@ PHASE = ("phase", "phases")
 WHOLE = ("request", "options")
 """Records in place of their fields."""
 ARGUMENTS = (*PHASE, *SIZES, "trust_remote_code", *HOW, *PRICES, *WHOLE)
-_SLIP = 0.8
-"""How similar (0 to 1) an unknown argument of a forward with **kwargs must be to one of our names
-to count as a misspelling of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -317,7 +314,7 @@ def _sorted(
             theirs[name] = value
         elif name in ARGUMENTS and not (open_ended and _is_data(value)):
             ours[name] = value
-        elif open_ended and (_is_data(value) or not near(name, _names_of(function), _SLIP)):
+        elif open_ended and (_is_data(value) or not near(name, _names_of(function), SLIP)):
             theirs[name] = value
         else:
             raise RequestError(_unknown(function, job.source, name, value, parameters))

@@ -122,6 +122,25 @@ def test_memory_is_a_limit_as_any_other(target: str, form: rt.types.Form) -> Non
     assert halved.best is not None and halved.best.sizes["batch"] < 24
 
 
+def test_the_head_names_the_model_as_a_report_does(target: str, form: rt.types.Form) -> None:
+    step = rt.report(target, phases=["decode"], kv=600, dtype="fp8", execution="efficient")
+    asked = {"find": "batch", "step": "1 ms", "kv": 600, "chips": 1}
+    head = next(line for line in str(step).splitlines() if "parameters" in line)
+    assert head.endswith("parameters, fp8")
+    assert str(rt.solve(form, **asked, dtype="fp8")).startswith(f"{head}, decode\n")
+    assert str(rt.solve(form, **asked)).startswith(f"{head.removesuffix('fp8')}bf16, decode\n")
+    two = str(rt.solve(form, **asked, dtype=["bf16", "fp8"]))
+    assert two.startswith("tiny, decode\n") and "formulas proven for batch 1 to 64, kv 16" in two
+
+
+@pytest.mark.slow
+def test_proven_sizes_are_those_of_each_number_of_chips(target: str) -> None:
+    answer = rt.solve(target, step="1ms", chip="h200-sxm", chips=[1, 2], kv=600, over=range(1, 9))
+    proven = [text for text in answer.rests if "proven" in text]
+    assert any(text.endswith(" on 1 x h200-sxm") for text in proven)
+    assert any(text.endswith(" on 2 x h200-sxm") for text in proven)
+
+
 def test_the_interval_of_steps_gives_one_of_sizes(form: rt.types.Form) -> None:
     batches = range(20, 65, 2)
     intervals = {

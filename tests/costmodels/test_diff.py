@@ -1,5 +1,7 @@
 """Differences of two revisions: where, why, how many times, and what --fail-on makes of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -113,6 +115,23 @@ def test_the_same_twice_is_unchanged():
     same = compared()
     assert same.unchanged and same.phases[0].modules == ()
     assert not compared(after={"upcast": True}).unchanged
+
+
+def test_seconds_below_the_rounding_of_the_step_are_no_change_of_a_kernel():
+    before = priced()["forward"]
+    most = before.t_est
+
+    def longer(seconds):
+        row, *rest = before.rows
+        timing = replace(row.timing, more=row.timing.more + seconds)
+        made = replace(before, rows=(replace(row, timing=timing), *rest))
+        (phase,) = diff_estimates({"forward": before}, {"forward": made}).phases
+        return phase
+
+    assert not longer(0.5e-9 * most).rows and not longer(0.5e-9 * most).modules
+    told = longer(3e-9 * most)
+    assert told.rows[0].time.delta == pytest.approx(3e-9 * most, rel=1e-5)
+    assert told.modules[0].time.delta == pytest.approx(3e-9 * most, rel=1e-5)
 
 
 def test_phases_of_one_side_are_listed():

@@ -614,7 +614,8 @@ def test_a_result_prints_becomes_a_page_and_json() -> None:
 
 def test_a_session_without_a_timed_step_prints() -> None:
     text = " ".join(str(rt.live(made(), **QUICK)).split())
-    assert "0 steps timed" in text and "under the profiler: run more steps" in text
+    assert "0 steps timed" in text and "the steps after these: run more, or fewer" in text
+    assert "step, mean" not in text and "–" not in text
     assert "ran on a CPU, predicted for NVIDIA L4" in text
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import re
 from collections import Counter
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,26 @@ def test_a_library_in_place_of_another_is_said_with_both_names(tmp_path: Path) -
     row = only(step, "replaced")
     assert row.kernels == ((CUTLASS.format("64x64"),), (XMMA,))
     assert row.time.delta == pytest.approx(-4 * 10 * US)
+
+
+def test_a_later_start_of_the_clock_is_no_difference(tmp_path: Path) -> None:
+    """Floats of stamps this large (25 days in us) are 0.5 ns apart; a trace has nanoseconds."""
+    first = written(tmp_path / "a.json", layered(gelu=8.003))
+
+    def later(by: str) -> Callable[[list[dict[str, object]]], None]:
+        def change(events: list[dict[str, object]]) -> None:
+            for event in events:
+                stamp = Decimal(str(event["ts"])).quantize(Decimal("0.001"))
+                event["ts"] = float(stamp + Decimal(by))
+
+        return change
+
+    sides = [
+        rewritten(first, later(by), tmp_path / f"{by}.json")
+        for by in ("2204338329420.671", "2204338567189.246")
+    ]
+    step = diff_runs(*sides).steps[0]
+    assert step.unchanged and not any(change.delta for change in step.totals.values())
 
 
 def test_other_tiles_are_the_same_kernel(tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_the_command_line_says_what_is_slower(tmp_path: Path, run: RunCommand) -
     failed = run("diff", *paths, "--fail-on", "device>5%", "--fail-on", "kernels>0")
     assert failed.code == 1 and "measured device grew" in failed.err and "kernels" in failed.err
     assert run("diff", paths[1], paths[0], "--fail-on", "device>5%").code == 0
-    page = run("diff", *paths, "--format", "md", "--names", "main", "branch")
+    page = run("diff", *paths, "--format", "md", "--names", "main,branch")
     assert "`main` -> `branch`" in page.out and "| **slower** |" not in page.out
 
 

@@ -430,6 +430,26 @@ def test_help_has_every_option_once(name: str, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("calibrate", "--from", "x"), "option '--from'. Arguments without an option: MEASURED."),
+        (("report", "--target", "gpt2"), "option '--target'. Arguments without an option: TARGET"),
+        (("report", "gpt2", "--formt", "md"), "No such option '--formt'. Did you mean '--format'?"),
+        (("calibrate", "no.json", "--chip", "l4", "-o", "-"), "no.json: no such file; `rooftrace"),
+        (
+            ("diff", "HEAD~3", "HEAD", "gpt2"),
+            "got HEAD~3, HEAD, gpt2; revisions of one go to --git",
+        ),
+    ],
+)
+def test_a_wrong_word_is_answered_with_what_to_do(
+    words: tuple[str, ...], told: str, run: Run
+) -> None:
+    ran = run(*words)
+    assert ran.code == 2 and told in " ".join(ran.err.split()) and "--force" not in ran.err
+
+
+@pytest.mark.parametrize(
     ("words", "near"),
     [
         (("--phase", "train"), "training"),

@@ -192,6 +192,7 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
                 ),
                 "--style": (("--style", "paper"), ("--style", "papr")),
                 "--max-batch": (("--max-batch",),),
+                "--names": (("--names", "Mine"),),
                 "--timeline": PRICED["--timeline"],
             },
         ),
@@ -259,7 +260,10 @@ CASES: dict[str, list[tuple[tuple[str, ...], dict[str, tuple[tuple[str, ...], ..
             {
                 **WORKLOAD,
                 **PRICING,
-                "--names": (("--names", "a", "b"),),
+                "--names": (
+                    ("--names", "a,b"),
+                    ("--names", "a"),
+                ),
                 "--timeline": PRICED["--timeline"],
                 "--git": (("--git", "HEAD"),),
                 "--before": (("--before", "batch=3"), ("--before", "git=-x")),

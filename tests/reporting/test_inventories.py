@@ -93,7 +93,7 @@ def test_a_diff_of_checkpoints(here: Path, run: Run) -> None:
     assert document["schema"] == "rooftrace.checkpoints/1"
     (w,) = [row for row in document["tensors"] if row["name"] == "w"]
     assert w["drift"]["relative"] == pytest.approx(0.5) and w["drift"]["cosine"] == pytest.approx(1)
-    named = run("diff", "a.safetensors", "b.safetensors", "--names", "old", "new")
+    named = run("diff", "a.safetensors", "b.safetensors", "--names", "old,new")
     assert named.out.startswith("old -> new")
 
 

@@ -95,6 +95,23 @@ def test_a_wrong_request_is_said_before_any_work(
     assert ran.code == 2 and words in ran.err and len(ran.err.splitlines()) == 1
 
 
+def test_names_stand_in_the_table_and_the_figure_and_folders_keep_theirs(
+    here: Path, run: Run
+) -> None:
+    asked = ("report", "net.py:build", "net.py:wide", *ASKED)
+    ran = run(*asked, "--names", "Narrow net,Wide net", "--out", "out", "--format", "csv,svg")
+    assert (
+        ran.code == 0 and "Wide net" in ran.out and "net.py_wide" not in ran.out.split("\nin ")[0]
+    )
+    rows = list(csv.DictReader((here / "out" / "comparison.csv").open()))
+    assert [row["model"] for row in rows] == ["Narrow net", "Wide net"]
+    assert (here / "out" / "net.py_wide" / "ops.csv").is_file()
+    assert "Wide net" in (here / "out" / "roofline.svg").read_text()
+    for names in ("One", "Same,Same"):
+        ran = run(*asked, "--names", names)
+        assert ran.code == 2 and f"names {names!r}: expected 2 names, one for each" in ran.err
+
+
 def test_none_and_one_twice_are_refused(here: Path, run: Run) -> None:
     assert "Missing argument" in run("report").err
     ran = run("report", "net.py:build", "net.py:build", *ASKED)

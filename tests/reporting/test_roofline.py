@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from rooftrace.reporting.figures import breakdown, roofline, style
@@ -119,6 +120,13 @@ def test_place_is_deterministic_and_keeps_labels_apart():
     assert not any(overlap(a, b) for a, b in itertools.combinations(boxes, 2))
 
 
+def way(label: Label, box: Box) -> list[tuple[float, float]]:
+    """Spots of the straight line from a point to its label, without its ends."""
+    x, y = box.nearest(label.x, label.y)
+    parts = [i / 100 for i in range(2, 99)]
+    return [(label.x + (x - label.x) * part, label.y + (y - label.y) * part) for part in parts]
+
+
 @pytest.mark.parametrize("seed", [2, 3])  # the order of the points leaves a crossing there
 def test_no_leader_crosses_a_label_where_another_order_of_places_avoids_it(seed):
     chance = random.Random(seed)
@@ -126,8 +134,20 @@ def test_no_leader_crosses_a_label_where_another_order_of_places_avoids_it(seed)
     marks = [Box.around(label.x, label.y, 20, 20) for label in wanted]
     boxes = style.place(wanted, Box(0, 0, 900, 600), points=marks)
     for label, own in zip(wanted, boxes, strict=True):
-        spots = list(style.leader(label, own))
-        assert not any(box.contains(*spot) for spot in spots for box in boxes if box is not own)
+        assert not any(box.contains(*s) for s in way(label, own) for box in boxes if box is not own)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_two_leaders_cross_among_many_labels(seed):
+    chance = random.Random(seed)
+    wanted = [Label(chance.uniform(500, 640), chance.uniform(330, 430), 110, 30) for _ in range(18)]
+    marks = [Box.around(label.x, label.y, 16, 16) for label in wanted]
+    boxes = style.place(wanted, Box(0, 0, 1200, 800), points=marks)
+    for one, other in itertools.combinations(map(way, wanted, boxes), 2):
+        (a, b), (c, d) = (np.array([w[0], w[-1]]) for w in (one, other))
+        if abs(np.linalg.det([b - a, c - d])) > 1e-9:  # they meet at a + t (b - a) = c + s (d - c)
+            meeting = np.linalg.solve(np.array([b - a, c - d]).T, c - a)
+            assert not all(0 < part < 1 for part in meeting)
 
 
 def test_no_leader_crosses_a_line_where_a_place_a_little_farther_avoids_it():

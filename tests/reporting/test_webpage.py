@@ -223,6 +223,7 @@ def test_parameters_of_modules_are_those_of_the_module(report: rt.types.Report) 
     modules = contents(report)["modules"]["forward"]
     whole = sum(parameter.numel() for parameter in Stack().parameters())
     assert sum(module["parameters"] for module in modules.values()) == whole
+    assert modules[""]["class"] == ""  # the title of the page is its class
     assert modules["blocks.*.inner"] | {"parameters": 3 * (32 * 32 + 32)} == {
         "class": "Linear",
         "count": 3,
@@ -287,6 +288,8 @@ def test_a_page_lets_its_own_script_run_and_loads_nothing(report: rt.types.Repor
         ("<script>", "&lt;script&gt;"),
         ('"\x07', "&quot;\\x07"),
         (r"\*\*a", "**a"),
+        ("3.65 K items/s, 4 %, 2 ops", "3.65\u00a0K items/s, 4\u00a0%, 2 ops"),
+        ("`--step 4 ms`, 4 ms", "<code>--step 4 ms</code>, 4\u00a0ms"),
     ],
 )
 def test_text_of_builders_is_marked_up_and_nothing_else_is(text: str, expected: str) -> None:

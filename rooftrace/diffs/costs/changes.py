@@ -14,7 +14,7 @@ from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.memory import Held
 from rooftrace.diffs import Change
 from rooftrace.diffs.changes import TOTALS, Limited, union
-from rooftrace.diffs.costs.clusters import ROUNDING, Edit, pairs_of
+from rooftrace.diffs.costs.clusters import Edit, pairs_of
 from rooftrace.diffs.costs.sides import ExchangeFacts, Sides
 from rooftrace.diffs.git.origins import DiffOrigins
 from rooftrace.graph import pattern_of
@@ -318,11 +318,14 @@ def module_changes(sides: Sides, edits: Sequence[Edit]) -> tuple[ModuleChange, .
     for path, kind, name, times in _op_changes(sides, edits):
         op_changes[path][kind][name] += times
     single = []
-    rounding = ROUNDING * max(sum(each.time for each in side.values()) for side in sums)
     for path, a, b in union(sums[0], sums[1], _ModuleCosts()):
         ops = op_changes.get(path, {})
-        same = a.flops == b.flops and a.bytes == b.bytes and abs(a.time - b.time) <= rounding
-        if same and not ops:
+        costs = {
+            "flops": Change(a.flops, b.flops),
+            "bytes": Change(a.bytes, b.bytes),
+            "time": sides.seconds(a.time, b.time),
+        }
+        if not ops and not any(cost.delta for cost in costs.values()):
             continue
         status = "added" if not a.ops else "removed" if not b.ops else "changed"
         graph = sides[int(status != "removed")].graph
@@ -332,9 +335,7 @@ def module_changes(sides: Sides, edits: Sequence[Edit]) -> tuple[ModuleChange, .
                 count=1,
                 status=status,
                 kind=graph.modules.get(path, ""),
-                flops=Change(a.flops, b.flops),
-                bytes=Change(a.bytes, b.bytes),
-                time=Change(a.time, b.time),
+                **costs,
                 ops_added=dict(sorted(ops.get("added", {}).items())),
                 ops_removed=dict(sorted(ops.get("removed", {}).items())),
                 resized=tuple(ops.get("resized", ())),

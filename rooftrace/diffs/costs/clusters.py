@@ -10,7 +10,6 @@ from rooftrace.diffs.changes import Pair
 from rooftrace.diffs.costs.sides import Read, Side, Sides, in_any_order
 from rooftrace.graph import PARTS, Op, Tensor, pattern_of
 
-ROUNDING = 1e-9
 OPTIMIZER = PARTS[3]
 
 
@@ -159,11 +158,8 @@ class _Joining:
 
     def _differs(self, rows: Sequence[Node]) -> bool:
         """Whether some rows cost something else on the two sides."""
-        time, *counts = self.sides.costs(*_numbers(rows)).values()
-        larger = max(time.before, time.after)
-        return abs(time.after - time.before) > ROUNDING * larger or any(
-            count.before != count.after for count in counts
-        )
+        costs = self.sides.costs(*_numbers(rows)).values()
+        return any(cost.before != cost.after for cost in costs)
 
 
 def _numbers(rows: Sequence[Node]) -> Iterator[tuple[int, ...]]:

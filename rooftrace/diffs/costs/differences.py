@@ -28,7 +28,6 @@ from rooftrace.diffs.costs.causes import (
 from rooftrace.diffs.costs.changes import hidden, mesh_words, module_changes, network_totals
 from rooftrace.diffs.costs.clusters import (
     OPTIMIZER,
-    ROUNDING,
     Cluster,
     Edit,
     clusters_of,
@@ -395,7 +394,7 @@ def _with_eager(sides: Sides, clusters: Sequence[Cluster], eager: Sides) -> list
         code, edits = (eager, other.edits) if other.edits else (sides, cluster.edits)
         row = _row(sides, cluster, code, edits)
         time = eager.costs(other.before, other.after)["time"]
-        is_free = abs(row.time.delta) <= ROUNDING * row.time.before and not row.kernels.delta
+        is_free = not row.time.delta and not row.kernels.delta
         fused = "; fused away" if is_free and time.delta else ""
         rows.append(replace(row, cause=row.cause + fused, eager=time))
     return rows
@@ -444,6 +443,5 @@ def _synchronising(sides: Sides, number: int) -> Iterator[Edit]:
 
 def _without_kernels(sides: Sides, change: Change, cause: str) -> list[changes.DiffRow]:
     """A row of time alone; none where it is the rounding of a sum."""
-    if abs(change.delta) <= ROUNDING * max(sides.before.estimate.t_est, sides.after.estimate.t_est):
-        return []
-    return [changes.DiffRow(cause=cause, time=change)]
+    time = sides.seconds(change.before, change.after)
+    return [changes.DiffRow(cause=cause, time=time)] if time.delta else []

@@ -236,6 +236,10 @@ class LayerCount:
     alone: tuple[str, ...]
 
 
+ROUNDING = 1e-9
+"""Share of a step: parts of it are sums of floats, in another order on either side."""
+
+
 class Sides:
     """The two sides of a diff, and which of their kernels are the same."""
 
@@ -253,11 +257,16 @@ class Sides:
             for number, numbers in enumerate((before, after))
         ]
         return {
-            "time": Change(*(sum(row.timing.t_device for row in side) for side in rows)),
+            "time": self.seconds(*(sum(row.timing.t_device for row in side) for side in rows)),
             "bytes": Change(*(sum(row.bytes for row in side) for side in rows)),
             "flops": Change(*(sum(row.flops for row in side) for side in rows)),
             "kernels": Change(*(sum(row.count for row in side) for side in rows)),
         }
+
+    def seconds(self, before: float, after: float) -> Change:
+        """Seconds of a part of either step; no change where the steps' rounding explains it."""
+        steps = self.before.estimate.t_est, self.after.estimate.t_est
+        return Change(before, before if abs(after - before) <= ROUNDING * max(steps) else after)
 
     def made(self, before: int, after: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The outputs of a pair of kernels, one by one."""

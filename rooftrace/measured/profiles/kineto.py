@@ -287,7 +287,8 @@ class _KinetoReader:
             raise ValueError(f"{said}: expected finite numbers")
         if self.origin is None:
             self.origin = stamp
-        return (stamp - self.origin) * _MICROSECOND, duration * _MICROSECOND
+        # Stamps are whole nanoseconds, which floats of large stamps are not.
+        return round(stamp - self.origin, 3) * _MICROSECOND, duration * _MICROSECOND
 
     def _thread(self, event: Facts) -> int:
         return self.threads.number((str(event.get("pid")), str(event.get("tid"))))

@@ -153,6 +153,11 @@ def calibrate(
         raise click.UsageError("expected either MEASURED, a file of measurements, or --run TARGET")
     if running is None and "chip" not in arguments:
         raise click.UsageError("--chip: say which chip the steps were measured on")
+    if measured is not None and not os.path.exists(measured):
+        raise RequestError(
+            f"{measured}: no such file; `rooftrace measure` writes one, and --run TARGET measures "
+            "a target here"
+        )
     with progress():
         made: Any = measured
         if running is not None:

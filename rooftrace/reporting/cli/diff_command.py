@@ -15,6 +15,7 @@ from rooftrace.reporting.cli.options import (
     TARGET_HELP,
     click_option,
     complain,
+    names_option,
     other_options,
     typed,
 )
@@ -117,13 +118,7 @@ def check_checkpoints(fail_on: tuple[str, ...]) -> None:
     help='With --git: find the first commit at which a metric is beyond it, as in "time>5%", and '
     "show the diff of that commit.",
 )
-@click.option(
-    "--names",
-    nargs=2,
-    default=None,
-    metavar="BEFORE AFTER",
-    help="Titles of the two in the output.",
-)
+@names_option()
 @click.option(
     "--target",
     "targets",
@@ -147,7 +142,7 @@ def diff(
     after: tuple[str, ...],
     pythons: tuple[str, ...],
     bisect: str | None,
-    names: tuple[str, str] | None,
+    names: tuple[str, ...] | None,
     targets: tuple[str, ...] | None,
     output: CommandOutput,
     fail_on: tuple[str, ...],
@@ -169,7 +164,7 @@ def diff(
     else:
         limits = [*fail_on, *filter(None, [bisect])]
         _check(any(map(is_measured, sources)), targets, limits, output)
-    graphs: dict[str, Any] = {"graphs": targets} if targets else {}
+    named: dict[str, Any] = {"names": names, **({"graphs": targets} if targets else {})}
     with once():
         result = rt.diff(
             *sources,
@@ -177,8 +172,7 @@ def diff(
             bisect=bisect,
             before=_side("before", before, pythons),
             after=_side("after", after, pythons),
-            names=names,
-            **graphs,
+            **named,
             **arguments,
         )
     output.write(result)
@@ -220,7 +214,10 @@ def _targets(
         raise click.UsageError("Missing argument 'BEFORE'.")
     if revision is None:
         if len(words) > 2:
-            raise click.UsageError(f"expected one target or two, got {len(words)}")
+            raise click.UsageError(
+                f"expected one target or two, got {', '.join(words)}; revisions of one go to "
+                "--git: rooftrace diff TARGET --git REV REV2"
+            )
         return (words[0], words[1] if len(words) == 2 else None), None
     from rooftrace.tracer import names
 

@@ -20,6 +20,7 @@ from rooftrace.reporting.cli.options import (
     Choice,
     OutputPath,
     complain,
+    names_option,
     say,
     style_option,
     timeline_option,
@@ -52,6 +53,7 @@ from rooftrace.reporting.commands.options import words
     ],
 )
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
+@names_option()
 @click.option(
     "--format",
     "formats",
@@ -83,6 +85,7 @@ from rooftrace.reporting.commands.options import words
 )
 def report(
     targets: tuple[str, ...],
+    names: tuple[str, ...] | None,
     formats: tuple[str, ...] | None,
     max_batch: bool,
     table: str | None,
@@ -97,6 +100,8 @@ def report(
     """
     from rooftrace.reporting.commands.reportfolder import check_folder, check_formats
 
+    if names is not None and len(targets) == 1:
+        raise RequestError(f"--names {','.join(names)}: it is for several TARGETs together")
     if align is not None and table != "census":
         raise RequestError(f"--align {align}: it is for --table census")
     if table is not None:
@@ -121,7 +126,7 @@ def report(
         check_folder(Path(str(out)), used)
     arguments = {"max_batch": max_batch, **arguments}
     if many:
-        report_many(targets, formats, output, arguments)
+        report_many(targets, formats, output, {"names": names, **arguments})
         return
     with once():
         result = rt.report(targets[0], **arguments)

@@ -7,11 +7,11 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -21,7 +21,7 @@ from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._outputs import check_output, outputs_of_command
 from rooftrace.errors import RequestError, hint
 from rooftrace.reporting.commands.calls import CALLS, USUAL
-from rooftrace.reporting.commands.options import Option, options_of
+from rooftrace.reporting.commands.options import Option, options_of, words
 from rooftrace.reporting.commands.pricing import (
     ExecutionOptions,
     LengthOptions,
@@ -29,6 +29,9 @@ from rooftrace.reporting.commands.pricing import (
     Workload,
 )
 from rooftrace.tracer import names
+
+Called = TypeVar("Called", bound=Callable[..., Any])
+"""What a decorator gets and returns."""
 
 TRACEBACK = click.Option(
     ["--traceback"],
@@ -195,6 +198,12 @@ def style_option() -> click.Option:
         help="Size of figures: paper is 7.2 in wide, paper-column 3.5 in, with type of 7 to 9 "
         "points.",
     )
+
+
+def names_option() -> Callable[[Called], Called]:
+    """--names: what tables and figures call each TARGET."""
+    told = "A name for each TARGET, in tables and figures."
+    return click.option("--names", type=words, metavar="A,B", help=told)
 
 
 def out_option(kind: OutputPath) -> click.Option:

@@ -23,6 +23,7 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace._formats import FORMATS, Holds, names
 from rooftrace._progress import WARNING, tell
+from rooftrace.errors import SLIP, near
 from rooftrace.reporting.cli.options import (
     FORCE,
     SECTIONS,
@@ -264,6 +265,20 @@ class Command(click.Command):
         self.outputs = {p.name or "": p.type for p in self.params if isinstance(p.type, OutputPath)}
         if self.outputs:
             self.params.append(FORCE)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            every = [name for option in self.params for name in option.opts if name[:1] == "-"]
+            close = near(error.option_name, every, SLIP)
+            text = None
+            places = [p.human_readable_name for p in self.params if isinstance(p, click.Argument)]
+            if places and not close:
+                text = f"{error.message} Arguments without an option: {', '.join(places)}."
+            raise click.NoSuchOption(
+                error.option_name, text, [close] if close else None, ctx
+            ) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         values = dict(ctx.params)

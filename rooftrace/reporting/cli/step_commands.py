@@ -18,6 +18,7 @@ from rooftrace.reporting.cli.options import (
     OutputPath,
     complain,
     form_option,
+    names_option,
     plot_option,
     say,
     timeline_option,
@@ -69,9 +70,12 @@ _ROOFLINE = f"""{TARGET_HELP}
     ),
 )
 @click.argument("targets", metavar="TARGET...", nargs=-1, required=True)
-@click.option("--names", metavar="A,B", help="A name for each TARGET, in tables and figures.")
+@names_option()
 def roofline(
-    targets: tuple[str, ...], names: str | None, output: CommandOutput, arguments: dict[str, Any]
+    targets: tuple[str, ...],
+    names: tuple[str, ...] | None,
+    output: CommandOutput,
+    arguments: dict[str, Any],
 ) -> None:
     """Place steps of several TARGETs under the roofs of chips."""
     if output.style != "screen" and output.plot is None and output.format != "tex":
@@ -80,8 +84,7 @@ def roofline(
             "--format tex"
         )
     with progress():
-        named = None if names is None else names.split(",")
-        result = rt.roofline(list(targets), names=named, **arguments)
+        result = rt.roofline(list(targets), names=names, **arguments)
         if output.plot is not None:
             result.plot(output.plot, style=output.style)
     output.write(result)

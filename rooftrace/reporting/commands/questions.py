@@ -22,15 +22,15 @@ from rooftrace.studies.sweeps import Form
 
 def grounds_of(
     question: Question,
-    forms: Sequence[Form],
+    forms: Mapping[str, Form],
     *,
     counts: Collection[int] = (),
     first: Sequence[str] = (),
 ) -> Iterator[str]:
     """The grounds of an answer, in sentences.
 
-    counts: numbers of chips that were tried, of an answer that chooses.  first: chips whose prices
-    come first.
+    forms: of the step, by the chips that it is on.  counts: numbers of chips that were tried, of an
+    answer that chooses.  first: chips whose prices come first.
     """
     service, chips = question.service, tuple(question.chips)
     models = ", ".join(dict.fromkeys(c.execution.name for c in question.conditions))
@@ -69,9 +69,14 @@ def grounds_of(
         yield f"prices of the other {len(priced) - 3} chips: rooftrace chips show NAME"
     if question.find == "energy":
         yield from dict.fromkeys(filter(None, map(power_words, chips)))
-    for line in [*dict.fromkeys(line for form in forms for line in form.where())][:3]:
-        yield f"formulas proven for {line}"
-    if any(regime.form.example.unrecorded for form in forms for regime in form.regimes):
+    proven: dict[str, list[str]] = {}
+    for whose, form in forms.items():
+        for line in form.where():
+            proven.setdefault(line, []).append(whose)
+    for line, all_of in list(proven.items())[:3]:
+        of = f" on {', '.join(all_of)}" if len(all_of) < len(forms) else ""
+        yield f"formulas proven for {line}{of}"
+    if any(r.form.example.unrecorded for form in forms.values() for r in form.regimes):
         yield "a part of the step ran out of sight of the trace: times and memory are too low"
 
 

@@ -29,7 +29,7 @@ from rooftrace.reporting.commands.reportfolder import (
     new_folder,
 )
 from rooftrace.reporting.commands.requests import StepRequest
-from rooftrace.reporting.commands.rooflinesteps import FIGURE, PAGE, Reports, names_of
+from rooftrace.reporting.commands.rooflinesteps import FIGURE, PAGE, Reports, check_names, names_of
 from rooftrace.studies.advice import WhatIf, fitting
 from rooftrace.tracer import Job
 from rooftrace.tracer.phases import SizedSource, at_batches
@@ -202,18 +202,21 @@ def reports(
     out: str | Path | None = None,
     formats: Sequence[str] | None = None,
     style: str = "screen",
+    names: Sequence[str] | None = None,
     **asked: Any,
 ) -> Reports:
     """A report on each of several targets; with `out`, a folder for each inside of that one.
 
     asked: arguments of `report` for all targets.  `out` also gets comparison.html, .md, .json and
     .csv (by `formats`) and a figure with all steps on one roofline.  A folder is written as soon as
-    its report is there; a target that fails stops no other.
+    its report is there; a target that fails stops no other.  names: one for each target, in the
+    table and figure of all.
 
     Returns the Reports, with the failures by target.  Raises RequestError for no target, one that
-    is there twice, and too many.
+    is there twice, too many, and names that are not one for each.
     """
     _check(targets)
+    check_names(names, targets)
     conditions_of(report, PricingOptions.parted(asked)[0])
     used = USUAL if formats is None else tuple(formats)
     check_formats(used)
@@ -234,7 +237,7 @@ def reports(
             failures[target] = _line(error)
             continue
         made[target] = result
-    together = Reports(made, failures)
+    together = Reports(made, failures, dict(zip(targets, names or (), strict=names is not None)))
     if out is not None:
         write_comparison(together, Path(out), used, style)
     return together

@@ -12,12 +12,16 @@ from rooftrace.costmodels.fusion import ExecutionModel, plan
 from rooftrace.errors import RequestError
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
-from rooftrace.hardware.units import plural
 from rooftrace.reporting.commands.calls import conditions_of
 from rooftrace.reporting.commands.estimates import Source
 from rooftrace.reporting.commands.pricing import PricingOptions, check_groups
 from rooftrace.reporting.commands.requests import priced
-from rooftrace.reporting.commands.rooflinesteps import RooflineRow, Rooflines, sizes_run
+from rooftrace.reporting.commands.rooflinesteps import (
+    RooflineRow,
+    Rooflines,
+    check_names,
+    sizes_run,
+)
 from rooftrace.tracer import Job
 from rooftrace.tracer.names import check_named
 
@@ -49,11 +53,7 @@ def roofline(
     several = [sources] if _is_one(sources) else list(sources)
     if not several:
         raise RequestError("roofline(sources=...): expected at least one target, got none")
-    if names is not None and (len({*names} - {""}), len(names)) != (len(several),) * 2:
-        raise RequestError(
-            f"names {','.join(names)!r}: expected {plural(len(several), 'name')}, one for each "
-            "target and no two alike"
-        )
+    check_names(names, several)
     steps, over = _steps({"batch": batch, "seq": seq, "kv": kv})
     pricing, others = PricingOptions.parted(kwargs)
     (model,), chips = conditions_of(roofline, pricing, *several)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,8 @@ from rooftrace._plain import Plain
 from rooftrace._shown import Shown, short, some
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.timing.streams import has_streams
-from rooftrace.hardware.units import format_time
+from rooftrace.errors import RequestError
+from rooftrace.hardware.units import format_time, plural
 from rooftrace.reporting.renderers import words
 
 if TYPE_CHECKING:
@@ -228,11 +229,12 @@ class Reports(Shown):
     """Reports by target, in the order of the call; failures: the errors of other targets.
 
     `roofline` has the steps of the main execution of each report; print() shows them as a table,
-    and the failures below it.
+    and the failures below it.  names: of the targets there; default: those of their folders.
     """
 
     reports: Mapping[str, Results]
     failures: Mapping[str, str]
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         failed = f"; {len(self.failures)} failed" if self.failures else ""
@@ -245,7 +247,7 @@ class Reports(Shown):
         return Rooflines(rows) if rows else None
 
     def _rows(self) -> Iterator[RooflineRow]:
-        names = names_of(list(self.reports))
+        names = self.names or names_of(list(self.reports))
         for target, made in self.reports.items():
             for phase in made.phases:
                 for step in made.estimates[phase][made.main].values():
@@ -258,6 +260,15 @@ class Reports(Shown):
     def to_dict(self) -> dict[str, Any]:
         """All steps, and the failures; each report has its own numbers."""
         return {"steps": self.to_rows(), "failures": dict(self.failures)}
+
+
+def check_names(names: Sequence[str] | None, targets: Sequence[Any]) -> None:
+    """Raise RequestError where names are not one for each target."""
+    if names is not None and (len({*names} - {""}), len(names)) != (len(targets),) * 2:
+        raise RequestError(
+            f"names {','.join(names)!r}: expected {plural(len(targets), 'name')}, one for each "
+            "target and no two alike"
+        )
 
 
 def names_of(targets: Sequence[str]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from rooftrace.reporting.commands.sweeps import (
     lengths_in,
     level_values,
 )
+from rooftrace.reporting.renderers import words
 from rooftrace.studies.solving import candidates, serving, workloads
 from rooftrace.studies.sweeps import Form, SweepCase
 from rooftrace.tracer import Job
@@ -134,10 +135,11 @@ def _serving(question: Question) -> serving.ServingAnswer:
     if not search.lines:
         raise RequestError(f"no candidate can be priced: {'; '.join(table.left_out)}")
     best = search.best()
-    priced = [line.configuration.split.form for line in search.lines if len(line.sizes) > 1]
+    lines = [(line.chips, line.configuration) for line in search.lines if len(line.sizes) > 1]
+    priced = {f"{count} x {at.chip.name}": at.split.form for count, at in lines}
     item = str(form.example.workload.get("item") or "sample")
     return serving.ServingAnswer(
-        title=f"{form.title}, {form.phase}",
+        title=_title(question, form),
         item=item,
         question=_question(question, objective, item),
         objective=objective,
@@ -153,7 +155,7 @@ def _serving(question: Question) -> serving.ServingAnswer:
         rests=tuple(
             grounds_of(
                 question,
-                priced or [form],
+                priced or {"": form},
                 counts={line.chips for line in search.lines},
                 first=[x.configuration.chip.name for x, _, _ in best],
             )
@@ -164,13 +166,22 @@ def _serving(question: Question) -> serving.ServingAnswer:
     )
 
 
+def _title(question: Question, form: Form) -> str:
+    """The model in the words of a report, and the phase; a precision that all candidates have."""
+    told = {
+        words.model_words(graph.model, graph.workload, graph.processes)
+        for graph in (c.repriced(form.example) for c in question.conditions)
+    }
+    return f"{form.title if len(told) > 1 else told.pop()}, {form.phase}"
+
+
 def _question(question: Question, objective: str, item: str) -> str:
-    words = serving.OBJECTIVES[objective].words.format(item=item)
+    asked = serving.OBJECTIVES[objective].words.format(item=item)
     if objective == "largest":
-        words = f"{words} {question.open}"
+        asked = f"{asked} {question.open}"
     limits = f", {question.limits}" if str(question.limits) else ""
     mix = f", of requests of {question.service.mix}" if question.service.mix is not None else ""
-    return f"{words}{limits}{mix}"
+    return f"{asked}{limits}{mix}"
 
 
 def _at_one_place(question: Question) -> tuple[Form, dict[str, int]]:
@@ -187,8 +198,8 @@ def _rates(question: Question) -> workloads.RatesAnswer:
     question = questions.settled(question, form)
     case = SweepCase(form, question.conditions[0], {})
     form.numbers({name: sizes[name] for name in form.names if name in sizes})
-    grounds = tuple(grounds_of(question, [form]))
-    title = f"{form.title}, {form.phase}"
+    grounds = tuple(grounds_of(question, {"": form}))
+    title = _title(question, form)
     return workloads.needed_rates(case, sizes, question.chips[0], title, grounds)
 
 
@@ -206,9 +217,9 @@ def _capacity(question: Question) -> workloads.CapacityAnswer:
     ]
     rows.sort(key=lambda row: (row.chips, -row.used))
     return workloads.CapacityAnswer(
-        title=f"{form.title}, {form.phase}", sizes=sizes, rows=tuple(rows),
+        title=_title(question, form), sizes=sizes, rows=tuple(rows),
         rests=("by capacity alone: chips share weights, cache and activations evenly, and nothing "
-               "is kept twice", *grounds_of(question, [form])),
+               "is kept twice", *grounds_of(question, {"": form})),
     )  # fmt: skip
 
 
@@ -233,11 +244,11 @@ def _passing(question: Question) -> workloads.PassingAnswer:
 
     before, after = workloads.passing(shares, low, high)
     return workloads.PassingAnswer(
-        title=f"{form.title}, {form.phase}", chip=question.chips[0].name, name=name, at=fixed,
+        title=_title(question, form), chip=question.chips[0].name, name=name, at=fixed,
         looked=(low, high), before=before, after=after,
         rests=("attention: its kernels and the products around them; MLP: the other products of "
                "layers (families dense and moe), without the head",
-               *grounds_of(question, [form])),
+               *grounds_of(question, {"": form})),
     )  # fmt: skip
 
 

@@ -237,7 +237,7 @@ class Frame:
         groups = len({bar.group for bar in bars})
         gaps = groups * (1 if stacked and any(bar.name for bar in bars) else GROUP) - GROUP
         room = medium.width - (2 * style.MARGIN if stacked else left + style.MARGIN)
-        legend = style.legend_height([*_keys(panel), *([mark] if mark else [])], room)
+        legend = printing.legend_height([*_keys(panel), *([mark] if mark else [])], room)
         span = medium.width - left - right
         return cls(left, span, len(bars) + gaps, legend, room, stacked, bool(name))
 

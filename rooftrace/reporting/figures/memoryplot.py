@@ -80,7 +80,7 @@ def memory_figure(report: Results, phase: str, medium: Medium = SCREEN) -> Figur
     moments = need.timeline.coarse(MOMENTS).moments
     labels = [label for _, label in _kinds(moments)]
     room = medium.width - (2 * style.MARGIN if medium.is_narrow else LEFT + style.MARGIN)
-    above = style.legend_height(labels, room) + TOP
+    above = printing.legend_height(labels, room) + TOP
     inches = BODY - (0.9 if medium.is_narrow else 0.0)
     figure, height = style.headed(
         medium,

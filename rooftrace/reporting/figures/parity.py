@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rooftrace.graph import pattern_of
 from rooftrace.hardware.units import format_share, format_time
 from rooftrace.measured.fit import Node, StepCheck, Validation, misses
-from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures import printing, style
 from rooftrace.reporting.renderers import words
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def parity_figure(
     low, high = _limits(points)
     style.log_axes(axes, (low, high), (low, high))
     for axis in (axes.xaxis, axes.yaxis):
-        style.log_ticks(axis, style.bare_words(format_time))
+        style.log_ticks(axis, printing.bare_words(format_time))
     axes.set_xlabel("predicted", fontsize=11, color=style.INK)
     axes.set_ylabel("measured", fontsize=11, color=style.INK)
     _lines(axes, low, high)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -265,3 +266,47 @@ def _pdf(figure: Figure, medium: Medium) -> bytes:
             figure.set_dpi(dpi)
             page.close()
     return file.getvalue()
+
+
+# -- keys, and words of ticks ----------------------------------------------------------------------
+
+
+LEGEND_LINE = 0.20
+"""Inches of a line of keys."""
+
+
+def legend_columns(labels: Sequence[str], room: float) -> int:
+    """The number of columns of keys in so many inches; a column is as wide as its widest key."""
+    widths = [width_of(label, 9) + 0.38 for label in labels]
+    for lines in range(1, len(labels)):
+        columns = math.ceil(len(labels) / lines)
+        longer = len(labels) % columns  # as matplotlib shares keys out: the first have one more
+        sizes = [len(labels) // columns + (column < longer) for column in range(columns)]
+        starts = [sum(sizes[:column]) for column in range(columns)]
+        if sum(max(widths[a : a + n]) for a, n in zip(starts, sizes, strict=True)) <= room:
+            return columns
+    return 1
+
+
+def legend_height(labels: Sequence[str], room: float) -> float:
+    """The inches of keys of these names, in as many lines as they need."""
+    return LEGEND_LINE * math.ceil(len(labels) / legend_columns(labels, room)) if labels else 0.0
+
+
+def decade_words(value: float) -> str:
+    """ "0.1", "1", "1,000"; very large and small ones as 10 with an exponent."""
+    if 1e-4 < value < 1e6:
+        return f"{value:,.6g}"
+    power = math.floor(math.log10(value) + 1e-9)
+    lead = round(value / 10.0**power)
+    return f"${'' if lead == 1 else f'{lead} '}10^{{{power}}}$".replace(" 10", r"\cdot 10")
+
+
+def bare_words(wording: Callable[[float], str]) -> Callable[[float], str]:
+    """The words of a tick: "100 TFLOP/s", not "100.0 TFLOP/s"."""
+
+    def worded(value: float) -> str:
+        number, _, unit = wording(value).partition(" ")
+        return f"{float(number.replace(',', '')):,g} {unit}"
+
+    return worded

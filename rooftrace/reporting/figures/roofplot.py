@@ -105,7 +105,7 @@ def draw(
         "FLOP per second of the time of the step", fontsize=11, color=style.INK, loc="left", pad=8
     )
     style.log_ticks(axes.xaxis)
-    style.log_ticks(axes.yaxis, style.bare_words(format_flop_rate))
+    style.log_ticks(axes.yaxis, printing.bare_words(format_flop_rate))
     _shade(axes, chips[0], left, right, low)
     for roof in reversed(chips):
         _draw_roof(axes, roof, left, right, main=roof is chips[0])
@@ -302,9 +302,8 @@ def _write(
     texts = _texts(chips, points, right, axes.get_ylim()[0], brief=brief)
     marks = [style.mark_box(axes, point.x, point.y, point.across) for point in points]
     line = [spot for chain in _chains(axes, chips, points) for spot in _trace(axes, chain)]
-    half = CAP / 2 * figure.dpi / 72
-    for x, y in (axes.transData.transform((p.x, rate)) for p in points for _, rate in p.caps):
-        line += [(x - half, y), (x, y), (x + half, y)]
+    caps = [axes.transData.transform((p.x, rate)) for p in points for _, rate in p.caps]
+    marks += [Box.around(x, y, CAP * figure.dpi / 72, 6) for x, y in caps]
     for text, label, box in style.place_texts(figure, axes, texts, marks, line):
         if text.leader:
             _leader(figure, marks, label, box, text.colour)

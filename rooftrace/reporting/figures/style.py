@@ -151,7 +151,7 @@ def log_axes(axes: Axes, x: tuple[float, float], y: tuple[float, float]) -> None
 def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None) -> None:
     """Name each decade in view once, and mark 2 to 9 between; of few decades 1, 2 and 5 too.
 
-    Call it after the limits are set.  wording: a value in words; default `decade_words`.
+    Call it after the limits are set.  wording: a value in words; default `printing.decade_words`.
     """
     from matplotlib import ticker
 
@@ -167,7 +167,7 @@ def log_ticks(axis: XAxis | YAxis, wording: Callable[[float], str] | None = None
         major = [k * 10.0**n for n in range(first - 1, last + 1) for k in (1, 2, 5)]
     axis.set_major_locator(ticker.FixedLocator([v for v in major if low <= v <= high]))
     axis.set_minor_locator(ticker.NullLocator())
-    axis.set_major_formatter(lambda value, _: (wording or decade_words)(value))
+    axis.set_major_formatter(lambda value, _: (wording or printing.decade_words)(value))
     _small_marks(axis, [v for v in minor if low <= v <= high and v not in major])
 
 
@@ -186,47 +186,6 @@ def _small_marks(axis: XAxis | YAxis, places: Sequence[float]) -> None:
     axes.add_artist(marks)
 
 
-def decade_words(value: float) -> str:
-    """ "0.1", "1", "1,000"; very large and small ones as 10 with an exponent."""
-    if 1e-4 < value < 1e6:
-        return f"{value:,.6g}"
-    power = math.floor(math.log10(value) + 1e-9)
-    lead = round(value / 10.0**power)
-    return f"${'' if lead == 1 else f'{lead} '}10^{{{power}}}$".replace(" 10", r"\cdot 10")
-
-
-def bare_words(wording: Callable[[float], str]) -> Callable[[float], str]:
-    """The words of a tick: "100 TFLOP/s", not "100.0 TFLOP/s"."""
-
-    def worded(value: float) -> str:
-        number, _, unit = wording(value).partition(" ")
-        return f"{float(number.replace(',', '')):,g} {unit}"
-
-    return worded
-
-
-LEGEND_LINE = 0.20
-"""Inches of a line of keys."""
-
-
-def legend_columns(labels: Sequence[str], room: float) -> int:
-    """The number of columns of keys in so many inches; a column is as wide as its widest key."""
-    widths = [printing.width_of(label, 9) + 0.38 for label in labels]
-    for lines in range(1, len(labels)):
-        columns = math.ceil(len(labels) / lines)
-        longer = len(labels) % columns  # as matplotlib shares keys out: the first have one more
-        sizes = [len(labels) // columns + (column < longer) for column in range(columns)]
-        starts = [sum(sizes[:column]) for column in range(columns)]
-        if sum(max(widths[a : a + n]) for a, n in zip(starts, sizes, strict=True)) <= room:
-            return columns
-    return 1
-
-
-def legend_height(labels: Sequence[str], room: float) -> float:
-    """The inches of keys of these names, in as many lines as they need."""
-    return LEGEND_LINE * math.ceil(len(labels) / legend_columns(labels, room)) if labels else 0.0
-
-
 def row_legend(
     axes: Axes, handles: Sequence[Any], at: tuple[float, float], pad: float, room: float
 ) -> None:
@@ -235,7 +194,7 @@ def row_legend(
         handles=handles,
         loc="lower left",
         bbox_to_anchor=at,
-        ncols=legend_columns([str(handle.get_label()) for handle in handles], room),
+        ncols=printing.legend_columns([str(handle.get_label()) for handle in handles], room),
         frameon=False,
         fontsize=9,
         handlelength=1.0,
@@ -418,29 +377,27 @@ def place(
     """
     import numpy as np
 
-    count, sampled = len(labels), np.array(line, float).reshape(-1, 2).T
-    orders = [
-        *itertools.islice(_orders(count), min(max(count, 1), ORDERS, 1 + TRIED // max(count, 1)))
-    ]
-    choices, tried = [_choices(label, frame, points, sampled) for label in labels], []
-    for order in orders:
+    if not labels:
+        return []
+    count, spots = len(labels), np.array(line, float).reshape(-1, 2).T
+    board, tried = _Board([_choices(a, frame, taken, points, spots) for a in labels]), []
+    for order in itertools.islice(_orders(count), min(ORDERS, 1 + TRIED // count)):
         ranked = sorted(order, key=lambda i: (not labels[i].first, not labels[i].slide))
-        tried.append(_settled(labels, ranked, choices, taken))
+        tried.append((board.settle(ranked), dict(board.chosen)))
         if tried[-1][0] < CROSSING:
             break
-    placed = min(tried, key=lambda pair: pair[0])[1]
-    return [placed[i] for i in range(count)]
+    _, chosen = min(tried, key=lambda pair: pair[0])
+    return [own.places[chosen[i]] for i, own in enumerate(board.choices)]
 
 
-ORDERS, TRIED = 8, 48
+ORDERS, TRIED = 8, 72
 """Orders that are tried at the most, and about how many labels are placed in all of them."""
 
 
 def _orders(count: int) -> Iterator[list[int]]:
     """Orders in which labels take their places: as given, backwards, and from others on."""
-    numbers = [*range(count)]
-    for start in range(count or 1):
-        turned = numbers[start:] + numbers[:start]
+    for start in range(count):
+        turned = [*range(start, count), *range(start)]
         yield turned
         yield turned[::-1]
 
@@ -448,17 +405,21 @@ def _orders(count: int) -> Iterator[list[int]]:
 class _Choices(NamedTuple):
     """The places that a label may take; boxes: their x0, y0, x1 and y1, each of all places.
 
-    costs: what each costs wherever the other labels are.  foreign: the points that are not the
-    label's.
+    starts, ends: of the leaders there, x and y; nan for a label without.  costs: what each place
+    costs wherever the other labels are.  stays: whether the label is not moved again.
     """
 
     places: Sequence[Box]
     boxes: Any
+    starts: Any
+    ends: Any
     costs: Any
-    foreign: Sequence[Box]
+    stays: bool
 
 
-def _choices(label: Label, frame: Box, points: Sequence[Box], line: Any) -> _Choices:
+def _choices(
+    label: Label, frame: Box, taken: Sequence[Box], points: Sequence[Box], spots: Any
+) -> _Choices:
     import numpy as np
 
     places, costs, ends = [], [], []
@@ -470,74 +431,153 @@ def _choices(label: Label, frame: Box, points: Sequence[Box], line: Any) -> _Cho
         inside = inside and box.x1 <= frame.x1 and box.y1 <= frame.y1
         costs.append(away if inside else away + OUTSIDE)
         places.append(box)
-        ends.append((x, y))
-    boxes = np.array(places, float).reshape(-1, 4).T
+        ends.append((math.nan, math.nan) if label.slide else (x, y))
+    boxes, way = _edges(places), np.array(ends, float).T.copy()
+    starts = way * 0 + np.array([[label.x], [label.y]])
     x0, y0, x1, y1 = boxes[:, :, None]
-    at_x, at_y = line
+    at_x, at_y = spots
     under = (x0 - 3 < at_x) & (at_x < x1 + 3) & (y0 - 3 < at_y) & (at_y < y1 + 3)
-    fixed = np.array(costs, float) + OVER_POINT * _overlaps(boxes, points, 2)
-    if not label.slide:
-        fixed += 2 * OVER_LINE * _across(line, (label.x, label.y), np.array(ends, float))
-    foreign = [point for point in points if not point.contains(label.x, label.y)]
-    return _Choices(places, boxes, fixed + OVER_LINE * under.sum(1).clip(0, 10), foreign)
+    foreign = [*taken, *(point for point in points if not point.contains(label.x, label.y))]
+    fixed = np.array(costs, float) + OVER_LABEL * _overlaps(boxes, taken, 4).sum(1)
+    fixed += OVER_POINT * _overlaps(boxes, points, 2).sum(1)
+    fixed += CROSSING * _pierced(starts, way, _edges(foreign)).sum(1)
+    fixed += 2 * OVER_LINE * _crossed(starts, way, *_pieces(spots)).any(1)
+    fixed += OVER_LINE * under.sum(1).clip(0, 10)
+    return _Choices(places, boxes, starts, way, fixed, label.first)
 
 
-def _across(line: Any, start: tuple[float, float], ends: Any) -> Any:
-    """Whether the way from a start to each of the ends crosses a sampled line."""
-    spots = line.T - start
-    near = abs(spots[1:] - spots[:-1]).max(1, initial=0) < SAMPLED  # of one line, not the next
-    first, second = spots[:-1][near], spots[1:][near]
-    way, step = (ends - start)[:, None], second - first
+def _pieces(spots: Any) -> tuple[Any, Any]:
+    """The ends of the straight pieces of sampled lines: x and y of their first and last spots."""
+    import numpy as np
+
+    step = np.diff(spots)
+    near = abs(step).max(0, initial=0) < SAMPLED  # of one line, not the next
+    (dx, dy), (to_x, to_y) = step[:, :-1], step[:, 1:]
+    same = (abs(dx * to_y - dy * to_x) < 1e-6) & (dx * to_x + dy * to_y > 0)
+    joined = np.concatenate([[False], near[:-1] & near[1:] & same, [False]])[: len(near) + 1]
+    return spots[:, :-1][:, near & ~joined[:-1]], spots[:, 1:][:, near & ~joined[1:]]
+
+
+def _edges(boxes: Sequence[Box]) -> Any:
+    """x0, y0, x1 and y1, each of all boxes."""
+    import numpy as np
+
+    return np.array(boxes, float).reshape(-1, 4).T.copy()
+
+
+def _crossed(start: Any, ends: Any, firsts: Any, seconds: Any) -> Any:
+    """Whether ways from starts to ends cross others: by way, and by other; x and y of each."""
+    start, ends = start[:, :, None], ends[:, :, None]
+    firsts, seconds = firsts[:, None], seconds[:, None]
 
     def turn(a: Any, b: Any) -> Any:
-        return a[..., 0] * b[..., 1] - a[..., 1] * b[..., 0]
+        return a[0] * b[1] - a[1] * b[0]
 
-    apart = turn(way, first) * turn(way, second) <= 0  # the spots are on both sides of the way
-    between = turn(step, -first) * turn(step, way - first) < 0  # so are its ends of the line
-    return (apart & between).any(1)
+    way, other = ends - start, seconds - firsts
+    apart = turn(way, firsts - start) * turn(way, seconds - start) <= 0
+    return apart & (turn(other, start - firsts) * turn(other, ends - firsts) < 0)
+
+
+def _pierced(start: Any, ends: Any, boxes: Any) -> Any:
+    """Whether ways from starts to ends go through boxes: by way, and by box."""
+    import numpy as np
+
+    corners = boxes.reshape(2, 2, 1, -1)  # low and high, x and y
+    start, way = start[:, :, None], (ends - start)[:, :, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = (corners - start) / way  # parts of the way, at the sides of the box
+    enter = np.maximum(*np.minimum(low, high))
+    leave = np.minimum(*np.maximum(low, high))
+    return (enter < leave) & (leave > 0) & (enter < 1)
 
 
 def _overlaps(boxes: Any, others: Sequence[Box], gap: float) -> Any:
-    """How many of the others come closer than `gap` to each box."""
-    import numpy as np
-
+    """Whether boxes come closer than `gap` to others: by box, and by other."""
     x0, y0, x1, y1 = boxes[:, :, None]
-    from_x, from_y, to_x, to_y = np.array(others, float).reshape(-1, 4).T
+    from_x, from_y, to_x, to_y = _edges(others)
     apart = (x0 >= to_x + gap) | (from_x >= x1 + gap) | (y0 >= to_y + gap) | (from_y >= y1 + gap)
-    return (~apart).sum(1)
+    return ~apart
 
 
-def _settled(
-    labels: Sequence[Label],
-    order: Sequence[int],
-    choices: Sequence[_Choices],
-    taken: Sequence[Box],
-) -> tuple[float, dict[int, Box]]:
-    """The cost and the boxes of labels that take the best free place one by one, some times."""
-    placed: dict[int, Box] = {}
-    prices: dict[int, float] = {}
-    leaders: dict[int, list[tuple[float, float]]] = {}
-    for _ in range(PASSES):
-        before = dict(placed)
+class _Board:
+    """The places of all labels in one row, and what each costs beside the chosen ones."""
+
+    def __init__(self, choices: Sequence[_Choices]) -> None:
+        import numpy as np
+
+        self.choices, self.chosen = choices, dict[int, int]()
+        ends = [0, *itertools.accumulate(len(own.places) for own in choices)]
+        self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+        self.starts, self.ends, self.boxes = (
+            np.concatenate([getattr(own, name) for own in choices], 1)
+            for name in ("starts", "ends", "boxes")
+        )
+        self.faults = np.zeros(ends[-1])
+        self._made: dict[tuple[int, int], Any] = {}
+
+    def costs(self, i: int) -> Any:
+        """The cost of each place of a label."""
+        return self.choices[i].costs + self.faults[self.parts[i]]
+
+    def price(self, *labels: int) -> float:
+        """The cost of the chosen places of labels."""
+        return float(sum(self.costs(i)[self.chosen[i]] for i in labels))
+
+    def put(self, i: int, place: int | None) -> None:
+        """Choose a place of a label; None: it has none."""
+        if i in self.chosen:
+            self.faults -= self._faults(i, self.chosen.pop(i))
+        if place is not None:
+            self.faults += self._faults(i, place)
+            self.chosen[i] = place
+
+    def _faults(self, i: int, place: int) -> Any:
+        """The costs that a place of a label adds to those of others."""
+        if (i, place) not in self._made:
+            own, only = self.choices[i], slice(place, place + 1)
+            box, start, end = own.boxes[:, only], own.starts[:, only], own.ends[:, only]
+            faults = 1 * _pierced(self.starts, self.ends, box)[:, 0]
+            faults += _pierced(start, end, self.boxes)[0]
+            faults += _crossed(self.starts, self.ends, start, end)[:, 0]
+            made = CROSSING * faults
+            made += OVER_LABEL * _overlaps(self.boxes, [own.places[place]], 4)[:, 0]
+            made[self.parts[i]] = 0
+            self._made[i, place] = made
+        return self._made[i, place]
+
+    def settle(self, order: Sequence[int]) -> float:
+        """Let labels take the best free place one by one, some times; what that costs.
+
+        Those in conflict with another one then try a place at its box.
+        """
         for i in order:
-            if labels[i].first and i in placed:
-                continue
-            others = [*taken, *(box for j, box in placed.items() if j != i)]
-            lines = [leaders[j] for j in placed if j != i]
-            best, price, own = placed.get(i), math.inf, choices[i]
-            costs = own.costs + OVER_LABEL * _overlaps(own.boxes, others, 4)
-            crossed = [*others, *own.foreign]
-            for box, cost in zip(own.places, costs.tolist(), strict=True):
-                if cost < price:
-                    cost += _crossings(labels[i], box, crossed, lines)
-                    if cost < price:
-                        best, price = box, cost
-            if best is not None:
-                placed[i], prices[i] = best, price
-                leaders[i] = [*leader(labels[i], best)]
-        if placed == before:
-            break
-    return sum(prices.values()), placed
+            self.put(i, None)
+        for _ in range(PASSES):
+            before = dict(self.chosen)
+            for i in order:
+                if not (self.choices[i].stays and i in self.chosen):
+                    self.put(i, int(self.costs(i).argmin()))
+            if self.chosen == before:
+                free = [i for i in order if not self.choices[i].stays]
+                if not sum(self._exchange(i, j) for i, j in itertools.permutations(free, 2)):
+                    break
+        return self.price(*order)
+
+    def _exchange(self, i: int, j: int) -> bool:
+        """If it pays, a label in conflict takes a place at another one's box, which then moves."""
+        if self.price(i) < CROSSING:
+            return False
+        price, places = self.price(i, j), (self.chosen[i], self.chosen[j])
+        apart = ~_overlaps(self.choices[i].boxes, [self.choices[j].places[places[1]]], 0)[:, 0]
+        self.put(j, None)
+        self.put(i, int((self.costs(i) + OUTSIDE * apart).argmin()))
+        for k in (j, i):
+            self.put(k, int(self.costs(k).argmin()))
+        if self.price(i, j) < price:
+            return True
+        self.put(i, places[0])
+        self.put(j, places[1])
+        return False
 
 
 def candidates(label: Label) -> Iterator[tuple[float, Box]]:
@@ -558,36 +598,3 @@ def candidates(label: Label) -> Iterator[tuple[float, Box]]:
             x = label.x + math.cos(angle) * reach + math.cos(angle) * label.width / 2
             y = label.y + math.sin(angle) * reach + math.sin(angle) * label.height / 2
             yield reach, Box.around(x, y, label.width, label.height)
-
-
-def leader(label: Label, box: Box) -> Iterator[tuple[float, float]]:
-    """Points along the line from the anchor to its box."""
-    if label.slide:
-        return
-    x, y = box.nearest(label.x, label.y)
-    steps = max(1, int(math.hypot(x - label.x, y - label.y) / 4))
-    for i in range(1, steps):
-        yield label.x + (x - label.x) * i / steps, label.y + (y - label.y) * i / steps
-
-
-def _crossings(
-    label: Label,
-    box: Box,
-    crossed: Sequence[Box],
-    leaders: Sequence[Sequence[tuple[float, float]]],
-) -> float:
-    """The cost of leaders of others over the box, and of its own over others."""
-    spots = list(leader(label, box))
-    count = sum(_is_on(other, box) for other in leaders)
-    count += sum(_is_on(spots, other) for other in crossed)
-    return CROSSING * count
-
-
-def _is_on(spots: Sequence[tuple[float, float]], box: Box) -> bool:
-    """Whether one of these points, which follow a straight line, is inside the box."""
-    if not spots:
-        return False
-    (ax, ay), (bx, by), (x0, y0, x1, y1) = spots[0], spots[-1], box
-    if max(ax, bx) <= x0 or min(ax, bx) >= x1 or max(ay, by) <= y0 or min(ay, by) >= y1:
-        return False
-    return any(x0 < x < x1 and y0 < y < y1 for x, y in spots)

@@ -16,7 +16,7 @@ from rooftrace.hardware.units import (
     format_intensity,
     format_time,
 )
-from rooftrace.reporting.figures import style
+from rooftrace.reporting.figures import printing, style
 from rooftrace.reporting.renderers import words
 from rooftrace.studies.explaining import decode_forms, steps
 from rooftrace.studies.sensitivity import Elasticities, Elasticity, MainEffect
@@ -306,7 +306,7 @@ def sweep_roofline(sweep: steps.SizeSweep, chips: Sequence[Chip]) -> Figure:
     style.log_axes(axes, (left, right), (low, high))
     axes.set_xlabel("arithmetic intensity  [FLOP / HBM byte]", fontsize=11, color=style.INK)
     style.log_ticks(axes.xaxis)
-    style.log_ticks(axes.yaxis, style.bare_words(format_flop_rate))
+    style.log_ticks(axes.yaxis, printing.bare_words(format_flop_rate))
     for place, chip in enumerate(chips):
         _draw(axes, sweep, chip, place, (left, right))
     _legend(axes, sweep, chips)
@@ -419,7 +419,7 @@ def sweep_plot(result: Sweep, size: str | None = None) -> Figure:
         axes.plot(x, c["t_est"][lines], color=colour, linewidth=1.8, label=label)
         axes.fill_between(x, c["t_low"][lines], c["t_high"][lines], color=colour, alpha=0.10,
                           linewidth=0)  # fmt: skip
-    style.log_ticks(axes.yaxis, style.bare_words(format_time))
+    style.log_ticks(axes.yaxis, printing.bare_words(format_time))
     _mark_point(axes, result, name, {label: i for i, (label, _) in enumerate(drawn)})
     style.side_legend(axes)
     return figure
@@ -497,7 +497,7 @@ def scaling_plot(result: ScalingAnswer) -> Figure:
     left.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     right.set_ylabel("seconds of a step", color=style.INK)
     right.set_yscale("log")
-    style.log_ticks(right.yaxis, style.bare_words(format_time))
+    style.log_ticks(right.yaxis, printing.bare_words(format_time))
     left.legend(loc="lower left", frameon=False)
     return figure
 

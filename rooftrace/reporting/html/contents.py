@@ -368,7 +368,8 @@ def _folded(
 def _modules(results: Results, phase: str) -> dict[str, dict[str, Any]]:
     """Class, count and parameters of each module pattern."""
     modules: dict[str, dict[str, Any]] = {}
-    for path, name in results.estimate(phase).graph.modules.items():
+    for path, kind in results.estimate(phase).graph.modules.items():
+        name = kind if path or kind != results.model.get("name") else ""  # the title says it
         entry = modules.setdefault(pattern_of(path), {"class": name, "count": 0, "parameters": 0})
         entry["count"] += 1
     for module, count in results.parameters(phase).items():

@@ -243,14 +243,17 @@ def escaped(text: str) -> str:
     return html.escape(visible(text), quote=True)
 
 
-def inline(text: str) -> str:
-    """One line of text, with the code spans and the emphasis of builders."""
-    return "".join(
-        f"{_TAGS[mark][0]}{html.escape(part, quote=True)}{_TAGS[mark][1]}"
-        for mark, part in runs(text)
-    )
+def inline(text: str, space: str = " ") -> str:
+    """One line of text, with the code spans and the emphasis of builders.  space: before units."""
+    made = []
+    for mark, part in runs(text):
+        kept = part if mark == "code" else _BEFORE_UNIT.sub(space, part)
+        made.append(f"{_TAGS[mark][0]}{html.escape(kept, quote=True)}{_TAGS[mark][1]}")
+    return "".join(made)
 
 
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:[KMGTPE]?i?B|[KMGTPE]|[kKMGTPE]?FLOP|[num]?s)\b)")
+"""The space between a number and its unit; no line of a sentence ends there."""
 _TAGS = {"code": ("<code>", "</code>"), "strong": ("<strong>", "</strong>"), "": ("", "")}
 
 
@@ -316,7 +319,7 @@ def _page_note(note: Note) -> str:
         code = f"<pre><code>{escaped_lines(note.text)}</code></pre>"
         mermaid = note.code == "mermaid"  # a page draws the tree; the source is folded away
         return f"<details><summary>Mermaid</summary>{code}</details>" if mermaid else code
-    text = "<br>".join(map(inline, note.text_lines))
+    text = "<br>".join(inline(line, "\u00a0") for line in note.text_lines)
     text = f"<strong>{text}</strong>" if note.mark in _STRONG else text
     mark = f' class="{note.mark}"' if note.mark else ""
     tag = "li" if note.bullet or note.number else "p"

@@ -261,10 +261,11 @@ _OUTSIDE = (
 
 def loop_view(result: LiveResult, output: view.Output) -> view.View:
     """The rates, the kernels that are off, the calls without a kernel, and the notes."""
-    rates = view.Table(columns=_RATES, rows=_rate_rows(result), padded=False)
+    rows = [] if result.median is None else _rate_rows(result)
+    rates = view.Table(columns=_RATES, rows=rows, padded=False)
     sections = [
         view.Section(parts=sentence(headline(result), label="live  "), place=0),
-        view.Section(parts=[rates], place=1),
+        view.Section(parts=[rates] if rows else [], place=1),
     ]
     if result.validation is not None or result.outside_graph:
         sections.append(_kernels(result))
@@ -282,7 +283,9 @@ def headline(result: LiveResult) -> str:
         f"{result.warmups:,} before to warm up, {result.profiled:,} under the profiler"
     )
     if not timed:
-        text += ": run more steps"
+        text += (
+            "; times are of the steps after these: run more, or fewer of these by warmup=, profile="
+        )
     if figures.uncounted:
         text += f"; the work of {figures.uncounted:,} is not known"
     return text

@@ -83,11 +83,11 @@ class Conditions:
 
     def plan(self, graph: OpGraph, savings: bool = True) -> Plan:
         """The plan of a graph.  savings: see `Plan.each`."""
-        return Plan.each(self._repriced(graph), [self.execution], savings=savings)[0]
+        return Plan.each(self.repriced(graph), [self.execution], savings=savings)[0]
 
     def rewritten(self, graph: OpGraph) -> OpGraph:
         """The graph that a plan of `graph` prices and groups."""
-        return Plan.rewritten(self._repriced(graph), self.execution)
+        return Plan.rewritten(self.repriced(graph), self.execution)
 
     def on(self, regime: Regime) -> Conditions:
         """These conditions; in place of a mixed execution that which graphs of a regime have."""
@@ -100,7 +100,8 @@ class Conditions:
         with collector_off.used():  # a plan is many objects, of which none is garbage meanwhile
             return numbers_of(self.plan(graph, savings=False), with_memory)
 
-    def _repriced(self, graph: OpGraph) -> OpGraph:
+    def repriced(self, graph: OpGraph) -> OpGraph:
+        """The graph in these precisions."""
         return reprice(graph, self.dtype, self.weights_dtype, self.kv_dtype)
 
 
