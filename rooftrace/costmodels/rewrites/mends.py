@@ -38,6 +38,12 @@ from rooftrace.costmodels.rewrites.editing import (
     without_weight_casts,
 )
 from rooftrace.costmodels.rewrites.fused_products import under_autocast
+from rooftrace.costmodels.rewrites.padding import (
+    odd_sizes,
+    own_sizes,
+    with_padded_products,
+    with_sizes,
+)
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.spread import (
     IMAGES,
@@ -56,11 +62,9 @@ from rooftrace.costmodels.rewrites.trained import (
     heads_shared,
     joined_once,
     masks_told,
-    odd_sizes,
     over_lists,
     with_fused_optimizer,
     with_room,
-    with_sizes,
     without_unread_gradients,
     written_attention,
 )
@@ -112,14 +116,7 @@ def findings(
             "the module and its inputs in this layout",
             with_channels_last,
         )
-    if odd := odd_sizes(graph, load):
-        told = listed([f"{size:,} to {wide:,}" for size, wide in odd.items()])
-        yield Mend(
-            "padding",
-            f"Pad {told}, so that rows begin at multiples of {load} bytes",
-            "rows of zeros in these weights, and what reads their results to leave them out",
-            lambda graph: with_sizes(graph, odd),
-        )
+    yield from _of_sizes(graph, load)
     fused = None if compiled else _changing(graph, with_fused_optimizer)
     if fused:
         yield Mend(
@@ -144,6 +141,30 @@ def findings(
                 narrow=True,
             )
     yield from _of_calls(graph, compiled)
+
+
+def _of_sizes(graph: OpGraph, load: int) -> Iterator[Mend]:
+    """Findings of widths that are padded everywhere, and of those padded for products alone."""
+    odd = odd_sizes(graph, load)
+    own = own_sizes(graph) & odd.keys() if odd else frozenset()
+    if rest := {size: wide for size, wide in odd.items() if size not in own}:
+        told = listed([f"{size:,} to {wide:,}" for size, wide in rest.items()])
+        yield Mend(
+            "padding",
+            f"Pad {told}, so that rows begin at multiples of {load} bytes",
+            "rows of zeros in these weights, and what reads their results to leave them out",
+            lambda graph: with_sizes(graph, rest),
+        )
+    for size in sorted(own):
+        edit = partial(with_padded_products, size=size, wide=odd[size])
+        if changing := _changing(graph, edit):
+            yield Mend(
+                "padding",
+                f"Pad {size:,} to {odd[size]:,} in products with weights (F.pad), so that rows "
+                f"begin at multiples of {load} bytes",
+                "zeros in these weights; copies with zeros of what they multiply are counted",
+                changing,
+            )
 
 
 def _changing(graph: OpGraph, edit: Edit) -> Edit | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import MASK_FACTS
 from rooftrace.costmodels.rewrites.attention_kernels import (
     before_copy,
@@ -26,7 +25,6 @@ from rooftrace.costmodels.rewrites.dataflow import (
     PARTS,
     BothWays,
     ValueFlow,
-    dense_like,
     is_decay,
     moments_of,
     place_of,
@@ -53,7 +51,6 @@ from rooftrace.costmodels.rewrites.fused_products import append_in_place
 from rooftrace.costmodels.rewrites.spread import Laid
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
-from rooftrace.hardware.precisions import precision
 
 
 def apart(flow: ValueFlow, softmax: Op) -> BothWays | None:
@@ -504,46 +501,3 @@ _LISTS = {
     "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
     "sgd": ("self", "grads", "momentum_buffer_list"),
 }
-
-
-# -- odd sizes -------------------------------------------------------------------------------------
-
-
-def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
-    """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
-
-    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
-    """
-    sizes: dict[int, int] = {}
-    for index in graph.external:
-        tensor = graph.values[index]
-        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
-            step = max(1, load * 8 // precision(tensor.dtype).bits)
-            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
-    return dict(sorted(sizes.items()))
-
-
-def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
-    """Every dimension of one of these sizes has another one; of images, only channels."""
-
-    def sized(item: Argument) -> Argument:
-        if isinstance(item, tuple):
-            return tuple(map(sized, item))
-        return sizes.get(item, item) if type(item) is int else item
-
-    values = []
-    for tensor in graph.values:
-        shape = tuple(sizes.get(n, n) for n in tensor.shape)
-        if has_channels_last(tensor):  # heights and widths stay, and the number of images
-            first = 0 if tensor.role == "weights" else 1
-            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
-        if shape != tensor.shape:
-            steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
-            stride = tuple(s and step for s, step in steps)
-            tensor = replace(tensor, shape=shape, stride=stride)
-        values.append(tensor)
-    ops = [
-        replace(op, arguments={name: sized(item) for name, item in op.arguments.items()})
-        for op in graph.ops
-    ]
-    return graph.replace(values=tuple(values), ops=tuple(ops))
