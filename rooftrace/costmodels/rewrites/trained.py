@@ -22,18 +22,13 @@ from rooftrace.costmodels.rewrites.attention_kernels import (
 )
 from rooftrace.costmodels.rewrites.attention_products import WrittenAttention, written_attentions
 from rooftrace.costmodels.rewrites.dataflow import (
-    PARTS,
     BothWays,
+    UpdateRow,
+    Updates,
     ValueFlow,
-    is_decay,
-    moments_of,
     place_of,
-    plain_name,
     reads_across,
-    rows_of_adam,
-    rows_of_sgd,
     run_of,
-    steps_of,
     with_backward,
 )
 from rooftrace.costmodels.rewrites.editing import (
@@ -470,30 +465,38 @@ def _emit_list(edit: Editor, lanes: Sequence[Op]) -> None:
 
 
 def with_fused_optimizer(graph: OpGraph) -> OpGraph:
-    """The kernels of Adam's step, or of SGD with momentum, become one for each precision of the
-    parameters."""
-    named, values = moments_of(graph), graph.values
-    kind, rows = ("adamw", rows_of_adam(named, values)) if named else ("sgd", rows_of_sgd(graph))
-    if not rows:
+    """The kernels of Adam's steps, or of those of SGD with momentum, become one for each precision.
+
+    A step is known by what it does to a few numbers, however it is written.
+    """
+    steps = [op for op in graph.ops if op.part == "optimizer"]
+    if not steps:
         return graph
-    groups: dict[str, dict[str, tuple[Ref, ...]]] = {}
-    for row in rows:
-        group = groups.setdefault(values[row[0].id].dtype, {})
-        for name, ref in zip(_LISTS[kind], row, strict=True):
-            group[name] = (*group.get(name, ()), ref)
-    gone = {op.id for op in steps_of(graph) if plain_name(op) in PARTS[kind]}
-    last, edit = max(gone), Editor(graph)
-    decays = {"adamw": "mul_" in named, "sgd": any(map(is_decay, steps_of(graph)))}[kind]
-    more: Mapping[str, Any] = {"weight_decay": 0.01 if decays else 0.0}
+    whole, graph = graph, graph.expand() if any(op.repeats for op in steps) else graph
+    values, groups = graph.values, dict[tuple[str, str], list[UpdateRow]]()
+    for row in Updates(graph).rows():
+        kind = {3: "sgd", 4: "adamw"}[len(row.refs)]
+        groups.setdefault((kind, values[row.refs[0].id].dtype), []).append(row)
+    gone = {op for rows in groups.values() for row in rows for op in row.ops}
+    if len(gone) <= len(groups):
+        return whole
+    now = {v: values[v].storage for op in gone for v in graph.ops[op].outputs}
+    ends = {max(op for row in rows for op in row.ops): key for key, rows in groups.items()}
+    edit = Editor(graph)
     for op in graph.ops:
         if op.id not in gone:
-            edit.ops.append(op)
-        for group in groups.values() if op.id == last else ():
+            edit.ops.append(reading_others(op, now))
+        elif op.id in ends:
+            (kind, _), rows = ends[op.id], groups[ends[op.id]]
+            columns = zip(*(row.refs for row in rows), strict=True)
+            arguments: dict[str, Any] = dict(zip(_LISTS[kind], map(tuple, columns), strict=True))
+            for row in rows:
+                arguments |= row.options
             outputs = tuple(
                 edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
-                for ref in group["self"]
+                for ref in arguments["self"]
             )
-            edit.emit(op, f"aten._fused_{kind}_.default", {**group, **more}, outputs)
+            edit.emit(op, f"aten._fused_{kind}_.default", arguments, outputs)
     return released(edit.done(), graph).verify()
 
 
