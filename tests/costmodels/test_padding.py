@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rooftrace as rt
-from rooftrace.costmodels.rewrites.padding import odd_sizes, own_sizes, with_padded_products
+from rooftrace.costmodels.rewrites.layouts import odd_sizes, own_sizes, with_padded_products
 from rooftrace.graph import OpGraph
 
 

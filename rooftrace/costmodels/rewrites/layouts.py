@@ -1,4 +1,4 @@
-"""Odd sizes: rows of matrices that begin at no multiple of what a thread loads, and padded ones.
+"""Layouts: operands of attention, images with channels last, copies left out, odd sizes padded.
 
 A width that only weights make is padded everywhere.  One that activations have of their own, such
 as a number of tokens, is padded for each product: weights as they are stored, activations by a copy
@@ -11,13 +11,256 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion.traffic import has_channels_last
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow, dense_like, reads_across
-from rooftrace.costmodels.rewrites.editing import Editor, operand, reading_others
+from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
+from rooftrace.costmodels.ops import find_rule
+from rooftrace.costmodels.ops.cost import UNFUSED
+from rooftrace.costmodels.rewrites.dataflow import (
+    BothWays,
+    ValueFlow,
+    dense,
+    dense_like,
+    reads_across,
+    relaid,
+)
+from rooftrace.costmodels.rewrites.editing import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    Editor,
+    operand,
+    reading_others,
+)
 from rooftrace.costmodels.rewrites.fused_products import PRODUCTS
-from rooftrace.costmodels.rewrites.spread import Laid
+from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, last_strides
+from rooftrace.costmodels.rewrites.trained import apart
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
+
+# -- attention on the math path --------------------------------------------------------------------
+
+_WIDTH, RANK, _ODD = "the width of an operand", "operands have 3 dimensions", "heads of"
+"""How the reasons begin for which CUDA has no kernel (`recording.library.why_math`)."""
+MATH = (
+    (RANK, "Give query, key and value four dimensions (.unsqueeze(1))", ""),
+    (
+        _WIDTH,
+        "Make the width of query, key and value their innermost dimension (.contiguous())",
+        "a copy of each, which is counted; ",
+    ),
+    (
+        _ODD,
+        "Pad heads for attention to a width that is a multiple of 16 bytes (F.pad, scale=)",
+        "zeros, whose copies are counted; ",
+    ),
+)
+"""The beginning of a reason, the action, and what it needs."""
+
+
+def is_unfused(op: Op, why: str) -> bool:
+    return str(op.facts.get(UNFUSED, "")).startswith(why)
+
+
+def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _WIDTH) -> OpGraph:
+    """Attention of operands whose width is not innermost becomes copies of them, and a kernel.
+
+    why: the beginning of the reason that is mended: operands of other dimensions become a kernel as
+    those of four are, odd widths are padded.  copied: whether operands may need a copy; the same
+    graph where there is nothing to mend.
+    """
+    flow = ValueFlow(graph)
+    matches = [match for op in graph.ops if is_unfused(op, why) if (match := apart(flow, op))]
+    if not copied:
+        matches = [
+            m for m in matches if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)
+        ]
+    if not matches:
+        return graph
+    firsts = {match.forward[-1].id: match for match in matches}
+    step = 16 if why == _ODD else 1  # bytes; rows of fp32 need as many (`why_math`)
+    lasts = {match.backward[-1].id: match for match in matches if match.backward}
+    gone = {op.id for match in matches for op in (*match.forward, *match.backward)}
+    edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
+    strides = dict[int, tuple[int, ...]]()
+    for op in graph.ops:
+        if match := firsts.get(op.id):
+            made[match.out] = kept = _emit_forward(edit, match, step)
+            # The strides of attention's result, which its kernels make by position, then by head
+            out = edit.values[kept[3].id]
+            rank = len(out.shape)
+            strides[match.out] = dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
+        elif match := lasts.get(op.id):
+            strides |= _emit_backward(edit, match, made[match.out])
+        elif op.id not in gone:
+            edit.ops.append(op)
+    mended = edit.mended()
+    return Laid(mended, strides).done()
+
+
+def _emit_forward(edit: Editor, match: BothWays, step: int) -> tuple[Ref, ...]:
+    """Copies of the operands and the kernel; returns what backward reads of them.
+
+    step: bytes, multiples of which the heads of operands become wide.
+    """
+    like = match.forward[-1]
+    copies = []
+    for ref in match.operands:
+        tensor = edit.values[ref.id]
+        wide = _multiple(tensor, step)
+        if wide == tensor.shape[-1] and tensor.stride[-1] == 1:
+            copies.append(ref)
+        elif wide == tensor.shape[-1]:
+            how: dict[str, Argument] = {"self": ref}
+            copies.append(edit.made(like, _CLONE, how, tensor.shape, tensor.dtype))
+        else:
+            copies.append(_padded(edit, like, ref, wide, "activations"))
+    edit.move(match.out, match.out)
+    out = replace(edit.values[match.out], dtype=edit.values[copies[0].id].dtype)
+    edit.values[match.out], whole = out, Ref(match.out)
+    wide = edit.values[copies[2].id].shape[-1]
+    if wide != out.shape[-1]:
+        whole = Ref(edit.value((*out.shape[:-1], wide), out.dtype, out.role, like.repeats))
+        edit.move(match.out, whole.id)
+    logsumexp = edit.value(out.shape[:-1], "fp32", "activations", like.repeats)
+    arguments = {**_attention(copies, match.mask), "is_causal": match.is_causal}
+    edit.emit(like, ATTENTION, arguments, (whole.id, logsumexp))
+    if whole.id != match.out:
+        cut = {"self": whole, "dim": len(out.shape) - 1, "start": 0, "end": out.shape[-1]}
+        edit.emit(like, "aten.slice.Tensor", cut, (match.out,), kind="view")
+    return (*copies, whole, Ref(logsumexp))
+
+
+_CLONE = "aten.clone.default"
+
+
+def _multiple(tensor: Tensor, step: int) -> int:
+    """The width of a tensor as the next multiple of so many bytes."""
+    step = max(1, step * 8 // precision(tensor.dtype).bits)
+    return -(-tensor.shape[-1] // step) * step
+
+
+def _padded(edit: Editor, like: Op, ref: Ref, wide: int, role: str) -> Ref:
+    """A value with zeros behind each row, up to a width."""
+    tensor = edit.values[ref.id]
+    how: dict[str, Argument] = {"self": ref, "pad": (0, wide - tensor.shape[-1])}
+    shape = (*tensor.shape[:-1], wide)
+    return edit.made(like, "aten.constant_pad_nd.default", how, shape, tensor.dtype, role)
+
+
+def _attention(operands: Sequence[Ref], mask: Ref | None) -> dict[str, Argument]:
+    named = dict(zip(("query", "key", "value"), operands, strict=True))
+    return {**named, "mask": mask, "dropout_p": 0.0}
+
+
+def _emit_backward(
+    edit: Editor, match: BothWays, kept: tuple[Ref, ...]
+) -> dict[int, tuple[int, ...]]:
+    """The kernel of the gradients; returns their strides, in the order of their operands'."""
+    assert match.grad_out is not None
+    like, (*operands, out, logsumexp) = match.backward[-1], kept
+    made, strides = [], {}
+    for ref, value in zip(operands, match.grads, strict=True):
+        t, there = edit.values[ref.id], edit.values[value]
+        before = there.stride if there.shape == t.shape else None
+        made.append(edit.value(t.shape, t.dtype, "gradients", like.repeats, stride=before))
+        strides[made[-1]] = dense_like(t.shape, t.stride)
+    empty = edit.value((0,), "fp32", "gradients", like.repeats)
+    whole, grad = edit.values[out.id], match.grad_out
+    shape = edit.values[match.out].shape
+    if edit.values[grad.id].shape != shape:
+        grad = edit.viewed(like, grad, shape)
+    if shape != whole.shape:
+        grad = _padded(edit, like, grad, whole.shape[-1], "gradients")
+    told = _attention(operands, match.mask)
+    arguments = {"grad_out": grad, **told, "out": out, "logsumexp": logsumexp}
+    arguments["is_causal"] = match.is_causal
+    edit.emit(like, ATTENTION_BACKWARD, arguments, (*made, empty))
+    for ref, value, new in zip(match.operands, match.grads, made, strict=True):
+        t, grad = edit.values[ref.id], Ref(new)
+        if edit.values[new].shape != t.shape:  # `constant_pad_nd` of less than nothing is a copy
+            cut = edit.sliced(like, grad, len(t.shape) - 1, 0, t.shape[-1])
+            grad = edit.made(like, _CLONE, {"self": cut}, t.shape, t.dtype, "gradients")
+        edit.becomes(like, value, grad)
+    return strides
+
+
+# -- layouts of images -----------------------------------------------------------------------------
+
+
+def is_image_first(graph: OpGraph, op: Op) -> bool:
+    """Whether a convolution over images reads its channels first."""
+    if op.kind != "kernel" or op.name != "aten.convolution" or weight_shape(op, graph) is None:
+        return False
+    image = graph.values[op.inputs[0]]
+    return len(image.shape) in IMAGES and not has_channels_last(image)
+
+
+def with_channels_last(graph: OpGraph) -> OpGraph:
+    """Images and weights have channels last, and what is made of them lies as ATen lays it.
+
+    Attention has a kernel of its own where the width of its operands is innermost then.
+    """
+    values = graph.values
+    ranks = {len(values[op.inputs[0]].shape) for op in graph.ops if is_image_first(graph, op)}
+    own = [v for v in graph.external if values[v].storage == v and len(values[v].shape) in ranks]
+    laid = Laid(
+        graph, {value: last for value in own if (last := last_strides(values[value]))}
+    ).done()
+    return with_contiguous_attention(laid, copied=False)
+
+
+_ASKED = frozenset({"contiguous", "clone"})
+"""Functions by which the code asks for a copy; reshape and others make one only where they must."""
+
+
+def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
+    """Copies that the code asks for, all of whose readers take the original as it lies."""
+    flow = ValueFlow(graph)
+    return tuple(
+        op
+        for op in graph.ops
+        if op.name == "aten.clone" and op.function in _ASKED and _is_needless(flow, op)
+    )
+
+
+def _is_needless(flow: ValueFlow, copy: Op) -> bool:
+    (made,), before = copy.outputs, operand(copy, "self")
+    storage = flow.values[made].storage
+    if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
+        return False
+    last = max(op.id for op in flow.storage_users[storage])
+    written = flow.overwritten(before.id, copy.id, last)
+    return not written and _takes(flow, made, flow.values[before.id].stride)
+
+
+def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...], viewed: bool = False) -> bool:
+    """Whether all readers of a value take it at other strides, without a copy.
+
+    Elementwise ops and sums take any; products, of views too, matrices in either order (BLAS);
+    kernels of attention rows of adjacent elements that begin at multiples of 16 bytes.
+    """
+    tensor = flow.values[value]
+    for op in flow.users[value]:
+        rule = find_rule(op.target)
+        product = op.name in ("aten.mm", "aten.bmm") and 1 in stride[-2:] and 0 not in stride
+        any_order = rule is not None and rule.fusion in ("pointwise", "reduction") and not viewed
+        bits = precision(tensor.dtype).bits
+        rows = stride[-1:] == (1,) and not any(n * bits % 128 for n in stride[:-1])
+        attends = rows and op.target in (ATTENTION, ATTENTION_BACKWARD)
+        fits = any_order or product or attends
+        if op.kind == "view":
+            views = [v for v in op.outputs if flow.values[v].storage == tensor.storage]
+            laid = {v: relaid(flow.values[v], tensor, stride) for v in views}
+            fits = all(now is not None and _takes(flow, v, now, True) for v, now in laid.items())
+        if not fits and (rule is None or stride != tensor.stride):
+            return False
+    return bool(flow.users[value])
+
+
+def without_copies(graph: OpGraph) -> OpGraph:
+    """The graph without needless copies."""
+    return Laid(graph, {}, {op.id for op in needless_copies(graph)}).done()
+
+
+# -- odd sizes -------------------------------------------------------------------------------------
 
 
 def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
