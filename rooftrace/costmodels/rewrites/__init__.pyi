@@ -7,17 +7,19 @@ from rooftrace.costmodels.rewrites.fused_products import (
     under_autocast as under_autocast,
 )
 from rooftrace.costmodels.rewrites.mends import (
+    IN_ONE as IN_ONE,
     Edit as Edit,
     findings as findings,
+    written_rewrites as written_rewrites,
 )
 from rooftrace.costmodels.rewrites.rewrites import (
     UNCHANGED as UNCHANGED,
+    WRITTEN as WRITTEN,
     applicable as applicable,
     check_precisions as check_precisions,
     reprice as reprice,
     rewrite as rewrite,
 )
 from rooftrace.costmodels.rewrites.trained import (
-    by_which as by_which,
     with_fused_optimizer as with_fused_optimizer,
 )

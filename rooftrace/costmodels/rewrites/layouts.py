@@ -17,7 +17,6 @@ from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.dataflow import (
     BothWays,
     ValueFlow,
-    dense,
     dense_like,
     reads_across,
     relaid,
@@ -31,7 +30,7 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.fused_products import PRODUCTS
 from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, last_strides
-from rooftrace.costmodels.rewrites.trained import apart
+from rooftrace.costmodels.rewrites.trained import apart, strides_of_attention
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
 
@@ -83,10 +82,7 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
     for op in graph.ops:
         if match := firsts.get(op.id):
             made[match.out] = kept = _emit_forward(edit, match, step)
-            # The strides of attention's result, which its kernels make by position, then by head
-            out = edit.values[kept[3].id]
-            rank = len(out.shape)
-            strides[match.out] = dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
+            strides[match.out] = strides_of_attention(edit.values[kept[3].id].shape)
         elif match := lasts.get(op.id):
             strides |= _emit_backward(edit, match, made[match.out])
         elif op.id not in gone:

@@ -9,7 +9,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from rooftrace.costmodels.rewrites.attention_kernels import with_narrow_attention
+from rooftrace.costmodels.rewrites.attention_kernels import (
+    attention_kernels,
+    masks_as_numbers,
+    with_narrow_attention,
+)
 from rooftrace.costmodels.rewrites.causal_convs import with_groups
 from rooftrace.costmodels.rewrites.editing import (
     DOUBLES,
@@ -36,6 +40,7 @@ from rooftrace.costmodels.rewrites.layouts import (
     with_sizes,
     without_copies,
 )
+from rooftrace.costmodels.rewrites.rewrites import WRITTEN
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.spread import (
     IMAGES,
@@ -52,6 +57,7 @@ from rooftrace.costmodels.rewrites.trained import (
     joined_once,
     masks_told,
     over_lists,
+    with_causal_buffers,
     with_fused_optimizer,
     with_room,
     without_unread_gradients,
@@ -115,6 +121,7 @@ def findings(
         )
     if graph.phase == "training":
         yield from _of_attention(graph)
+    yield from _of_unknown_masks(graph)
     yield from _of_waste(graph)
     yield from _of_precisions(graph)
     if halves and graph.model.get("priced_dtype", graph.model.get("dtype")) in (None, "fp32"):
@@ -164,15 +171,53 @@ def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
     """Findings of attention in training; `REWRITES` has the same for inference."""
     for action, edit in (
-        (
-            f"Compute attention that is written out in one kernel{by_which(graph)}",
-            written_attention,
-        ),
+        (f"{IN_ONE}{by_which(graph)}{_told_kind(written_attention(graph))}", _in_one),
         ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
         ("Read keys and values that heads share without a copy for each", heads_shared),
     ):
         if changing := _changing(graph, edit):
             yield Mend("rewrite", action, "code that does so; results stay the same", changing)
+
+
+IN_ONE = "Compute attention that is written out in one kernel"
+
+
+def _in_one(graph: OpGraph) -> OpGraph:
+    """Attention that is written out becomes one kernel, which is told the kind of its mask."""
+    training = graph.phase == "training"
+    written = written_attention(graph) if training else attention_kernels(graph)[0]
+    return graph if written is graph else masks_told(written)
+
+
+def _told_kind(graph: OpGraph) -> str:
+    """Words of an action after which no mask is read that a number stands for."""
+    return ", and tell it the kind of its mask (is_causal=)" if masks_as_numbers(graph)[1] else ""
+
+
+def written_rewrites(graph: OpGraph) -> tuple[str, tuple[str, ...]]:
+    """The action that makes attention written out one kernel, and the rewrites for the same."""
+    told = _told_kind(attention_kernels(graph)[0])
+    names = (WRITTEN, "mask-numbers") if told else (WRITTEN,)
+    return f"{IN_ONE}{by_which(graph)}{told}", names
+
+
+def _as_causal(graph: OpGraph) -> OpGraph:
+    """Masks without values as causal ones, of attention that is written out, too."""
+    return masks_told(_in_one(with_causal_buffers(graph)[0]))
+
+
+def _of_unknown_masks(graph: OpGraph) -> Iterator[Mend]:
+    """The finding of masks whose values are not known, priced as if they were causal."""
+    names = with_causal_buffers(graph)[1]
+    if names and (changing := _changing(graph, _as_causal)):
+        yield Mend(
+            "rewrite",
+            "Attend with is_causal=True in place of a mask, if it is causal",
+            f"a mask that hides all later keys: {listed(names)} on meta has no values; those of "
+            "a module on the CPU are read",
+            changing,
+            at_most=True,
+        )
 
 
 def _of_waste(graph: OpGraph) -> Iterator[Mend]:

@@ -7,7 +7,7 @@ A pass takes a verified OpGraph and returns one; the same where there is nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from rooftrace.costmodels.rewrites.dataflow import (
     UpdateRow,
     Updates,
     ValueFlow,
+    dense,
+    dense_like,
     place_of,
     reads_across,
     run_of,
@@ -162,6 +164,64 @@ def by_which(graph: OpGraph) -> str:
     return ""
 
 
+# -- masks without values --------------------------------------------------------------------------
+
+
+def with_causal_buffers(graph: OpGraph) -> tuple[OpGraph, tuple[str, ...]]:
+    """The graph whose masks of buffers without values are causal, and the names of these buffers.
+
+    A module that was built on meta has no values in its buffers.
+    """
+    flow, facts, names = ValueFlow(graph), dict[int, dict[str, Any]](), dict[str, None]()
+    masked = [
+        (w.mask.op, w.mask.tensor, graph.values[w.first.outputs[0]].shape[-2:])
+        for w in written_attentions(graph)
+        if w.mask is not None
+    ]
+    for op in graph.ops:
+        mask = op.arguments.get("mask")
+        if op.target == ATTENTION and op.part == "forward" and isinstance(mask, Ref):
+            sides = (graph.values[operand(op, name).id].shape[-2] for name in ("query", "key"))
+            masked.append((op, mask, tuple(sides)))
+    for op, mask, (rows, columns) in masked:
+        buffers = _buffers_of(flow, mask.id)
+        if buffers and rows == columns and "mask" not in op.facts:
+            pairs = rows * (rows + 1) // 2
+            facts[op.id] = dict(zip(MASK_FACTS, (pairs, "causal", rows, rows), strict=True))
+            names |= dict.fromkeys(name.rpartition(".")[2] for name in buffers)
+    guessed = {n for n, each in enumerate(graph.assumptions) if each.kind == "mask"}
+    ops = (
+        replace(
+            op,
+            facts={**op.facts, **facts[op.id]},
+            assumptions=tuple(n for n in op.assumptions if n not in guessed),
+        )
+        if op.id in facts
+        else op
+        for op in graph.ops
+    )
+    return graph.replace(ops=tuple(ops)) if facts else graph, tuple(names)
+
+
+def _buffers_of(flow: ValueFlow, value: int) -> set[str]:
+    """The names of the buffers that a value is made of; none where it is made of others, too.
+
+    Persistent ones are weights, and could be learnt where they are no condition.
+    """
+    names, stack = set[str](), [value]
+    roles = ("constants", *(["weights"] if flow.values[value].dtype == "bool" else []))
+    while stack:
+        made = stack.pop()
+        by, tensor = flow.producer(made), flow.values[made]
+        if by is not None:
+            stack += by.inputs
+        elif tensor.role not in roles or made in flow.graph.inputs:
+            return set()
+        else:
+            names.add(tensor.name)
+    return names
+
+
 # -- attention that is written out -----------------------------------------------------------------
 
 
@@ -182,15 +242,41 @@ def written_attention(graph: OpGraph) -> OpGraph:
     gone = {op for match in matches for op in match.written.inner}
     gone |= {op.id for match in matches for op in match.apart.backward}
     edit, kernels = Editor(graph), dict[int, Op]()
+    strides = dict[int, tuple[int, ...]]()
     for op in graph.ops:
         if match := ends.get(op.id):
             emit_flash(edit, (match.written, None))
-            kernels[match.apart.out] = next(o for o in edit.ops[::-1] if o.target == ATTENTION)
+            kernel = next(o for o in edit.ops[::-1] if o.target == ATTENTION)
+            kernels[match.apart.out], out = kernel, kernel.outputs[0]
+            strides[out] = strides_of_attention(edit.values[out].shape)
         elif match := lasts.get(op.id):
-            _emit_trained(edit, match.apart, kernels[match.apart.out])
+            strides |= _emit_trained(edit, match.apart, kernels[match.apart.out])
         elif op.id not in gone:
             edit.ops.append(op)
-    return edit.mended()
+    mended = edit.mended()
+    return graph if mended is graph else Laid(_direct(mended, strides), strides).done()
+
+
+def _direct(graph: OpGraph, sources: Collection[int]) -> OpGraph:
+    """Views that have the shape of a source again, through other views, are that source."""
+    flow, now = ValueFlow(graph), dict[int, int]()
+    for value, tensor in enumerate(graph.values):
+        source, shape = tensor.storage, graph.values[tensor.storage].shape
+        if (
+            source in sources
+            and source != value
+            and tensor.shape == shape
+            and (flow.root_of_shape(value, shape) == source)
+        ):
+            now[value] = source
+    ops = tuple(reading_others(op, now) for op in graph.ops)
+    return without_left_behind(graph.replace(ops=ops), graph)
+
+
+def strides_of_attention(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of attention's result, which its kernels make by position, then by head."""
+    rank = len(shape)
+    return dense(shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
 def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
@@ -210,8 +296,8 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     return _Trained(written, known) if readers <= away else None
 
 
-def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> None:
-    """The kernel of the gradients of query, key and value."""
+def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> dict[int, tuple[int, ...]]:
+    """The kernel of the gradients of query, key and value; returns their operands' strides."""
     like = match.backward[-1]
     grads = tuple(
         edit.value(edit.values[operand(kernel, name).id].shape, edit.values[value].dtype,
@@ -227,8 +313,16 @@ def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> None:
     arguments: dict[str, Argument] = {"grad_out": grad, **kernel.arguments, **saved}
     facts = {name: kernel.facts[name] for name in MASK_FACTS if name in kernel.facts}
     edit.emit(like, ATTENTION_BACKWARD, arguments, grads, facts=facts)
-    for value, made in zip(match.grads, grads, strict=True):
-        edit.becomes(like, value, Ref(made))
+    strides = {}
+    for name, value, made in zip(("query", "key", "value"), match.grads, grads, strict=True):
+        tensor, whole = edit.values[operand(kernel, name).id], Ref(made)
+        strides[made] = dense_like(tensor.shape, tensor.stride)
+        if name == "key":  # the product reads it transposed
+            *lead, rows, width = range(len(tensor.shape))
+            whole = edit.permuted(like, whole, (*lead, width, rows))
+        edit.move(value, made)
+        edit.reshape(like, whole, value)
+    return strides
 
 
 # -- results that are not all read, and inputs that only grow --------------------------------------
