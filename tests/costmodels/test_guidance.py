@@ -201,7 +201,7 @@ def test_what_is_done_is_not_listed_again(decode: OpGraph) -> None:
 
 def test_rewrites_are_of_inference(convolutions: OpGraph, decode: OpGraph) -> None:
     assert "rewrite" not in levers(convolutions, "eager")
-    assert set(ACTIONS) == set(REWRITES)
+    assert {*ACTIONS, "written-attention"} == set(REWRITES)
     alone = rt.tools.execution_model("efficient", kv_append="as-run")
     options = [what_if.option for what_if in rt.tools.guidance(decode, CHIP, alone).options]
     assert "--rewrite static-cache" in options

@@ -7,14 +7,12 @@ from rooftrace.costmodels.rewrites.fused_products import (
     under_autocast as under_autocast,
 )
 from rooftrace.costmodels.rewrites.mends import (
-    IN_ONE as IN_ONE,
     Edit as Edit,
     findings as findings,
     written_rewrites as written_rewrites,
 )
 from rooftrace.costmodels.rewrites.rewrites import (
     UNCHANGED as UNCHANGED,
-    WRITTEN as WRITTEN,
     applicable as applicable,
     check_precisions as check_precisions,
     reprice as reprice,

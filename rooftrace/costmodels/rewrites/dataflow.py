@@ -409,7 +409,8 @@ class Updates:
             refs = tuple(state.ref for state in (firsts[0], grad, *firsts[1:]) if state.ref)
             others = {s for s in self._made_of[grad] - {*storages} if self.last[s] is not grad}
             alone = all(state.known for state in made) and not others
-            if alone and len(refs) == 1 + len(storages):
+            dtypes = {self.graph.values[ref.id].dtype for ref in refs}  # fused kernels take one
+            if alone and len(refs) == 1 + len(storages) and len(dtypes) == 1:
                 ops = frozenset(s.op for s in made if s.op is not None)
                 return UpdateRow(refs, ops, options)
         return None

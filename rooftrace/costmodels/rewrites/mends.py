@@ -171,7 +171,7 @@ def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
     """Findings of attention in training; `REWRITES` has the same for inference."""
     for action, edit in (
-        (f"{IN_ONE}{by_which(graph)}{_told_kind(written_attention(graph))}", _in_one),
+        (f"{_IN_ONE}{by_which(graph)}{_told_kind(written_attention(graph))}", _in_one),
         ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
         ("Read keys and values that heads share without a copy for each", heads_shared),
     ):
@@ -179,7 +179,7 @@ def _of_attention(graph: OpGraph) -> Iterator[Mend]:
             yield Mend("rewrite", action, "code that does so; results stay the same", changing)
 
 
-IN_ONE = "Compute attention that is written out in one kernel"
+_IN_ONE = "Compute attention that is written out in one kernel"
 
 
 def _in_one(graph: OpGraph) -> OpGraph:
@@ -198,7 +198,7 @@ def written_rewrites(graph: OpGraph) -> tuple[str, tuple[str, ...]]:
     """The action that makes attention written out one kernel, and the rewrites for the same."""
     told = _told_kind(attention_kernels(graph)[0])
     names = (WRITTEN, "mask-numbers") if told else (WRITTEN,)
-    return f"{IN_ONE}{by_which(graph)}{told}", names
+    return f"{_IN_ONE}{by_which(graph)}{told}", names
 
 
 def _as_causal(graph: OpGraph) -> OpGraph:

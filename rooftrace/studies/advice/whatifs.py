@@ -15,15 +15,7 @@ from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_at
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
-from rooftrace.costmodels.rewrites import (
-    HALVES,
-    IN_ONE,
-    WRITTEN,
-    Edit,
-    applicable,
-    findings,
-    written_rewrites,
-)
+from rooftrace.costmodels.rewrites import HALVES, Edit, applicable, findings, written_rewrites
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
@@ -443,7 +435,6 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
 
 
 ACTIONS: Mapping[str, str] = {
-    WRITTEN: IN_ONE,
     "shared-heads": "Read keys and values that heads share without a copy for each",
     "mask-numbers": "Tell the attention kernel the kind of its mask, not the mask",
     "gated-delta-rule": "Run delta rules with the kernels of flash-linear-attention",
@@ -463,7 +454,7 @@ ACTIONS: Mapping[str, str] = {
     "last-logits": "Compute the logits of the one position that is read, as the last of a prompt",
     "static-cache": "Write new rows into a cache that has room",
 }
-"""The action of each named rewrite."""
+"""The action of each named rewrite, but for `written_rewrites`."""
 
 
 def _rewrites(step: Estimate) -> Iterator[StepChange]:
@@ -474,8 +465,7 @@ def _rewrites(step: Estimate) -> Iterator[StepChange]:
     for name in applicable(classified, step.execution):
         if name == "static-cache" and step.execution.kv_append == "in-place":
             continue  # it is done
-        named = (ACTIONS[name], (name,)) if name != WRITTEN else written_rewrites(source)
-        action, names = named
+        action, names = (ACTIONS[name], (name,)) if name in ACTIONS else written_rewrites(source)
         yield StepChange(
             lever="rewrite",
             action=action,
