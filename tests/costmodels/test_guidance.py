@@ -293,3 +293,25 @@ def test_a_padded_product_takes_no_fewer_tiles() -> None:
             for size in (columns, wide)
         ]
         assert times[0] <= times[1] * (1 + 1e-9)
+
+
+def test_what_only_a_condition_of_the_host_reads_goes_with_it():
+    class Checked(nn.Module):
+        def __init__(self, checks: bool) -> None:
+            super().__init__()
+            self.checks, self.layer = checks, nn.Linear(512, 512)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if self.checks and not torch.isfinite(y).all():
+                raise FloatingPointError
+            return y.relu()
+
+    def step(checks: bool):
+        with torch.device("meta"):
+            graph = rt.trace(Checked(checks), torch.empty(4096, 512))
+        return rt.estimate(graph, "h100-sxm", "eager")
+
+    planted, mended = step(True), step(False)
+    (told,) = (w for w in rt.tools.guidance(planted).options if "conditions" in w.action)
+    assert told.after.kernels == mended.kernels and told.t_after == mended.t_est

@@ -67,6 +67,7 @@ from rooftrace.costmodels.rewrites.waste import (
     batched,
     looked_up,
     made_before,
+    without_checks,
     without_repeated_work,
     without_waits,
 )
@@ -230,6 +231,13 @@ def _of_waste(graph: OpGraph) -> Iterator[Mend]:
             f"Keep values on the device: {count} for them in the step (.item())",
             "code that goes on with the tensor in place of the number",
             without_waits,
+        )
+    if changing := _changing(graph, without_checks):
+        yield Mend(
+            "wait",
+            "Leave out conditions that the host waits for, or look at them every so many steps",
+            "errors that are seen later, or not; what only they read is not computed",
+            changing,
         )
     if changing := _changing(graph, chosen_by_masks):
         yield Mend(
