@@ -67,6 +67,25 @@ class Passed(Added):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias)
 
 
+class Learnt(Attention):
+    """A bias for each head, query and key, which is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(1, 8, LENGTH, LENGTH))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+        scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.125 + self.bias
+        return torch.einsum("bhqk,bhkd->bhqd", scores.softmax(-1), v)
+
+
+class LearntPassed(Learnt):
+    """The same bias as a mask of torch's attention."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.bias)
+
+
 def step_of(kind: type[Attention], phase: str, device: str, *more: Tensor) -> rt.types.Estimate:
     with torch.device(device):
         model = nn.ModuleList([kind()]).half()[0]
@@ -107,3 +126,11 @@ def test_a_buffer_without_values_is_priced_as_causal_if_it_is(
 def test_a_mask_that_is_also_of_an_input_is_none() -> None:
     keep = torch.empty(16, 1, 1, LENGTH, device="meta").half()
     assert IF_CAUSAL not in actions(step_of(Added, "forward", "meta", keep))
+
+
+def test_a_learnt_bias_has_its_gradient_of_the_kernel() -> None:
+    step, mended = (step_of(kind, "training", "meta") for kind in (Learnt, LearntPassed))
+    told = actions(step)
+    assert IF_CAUSAL not in told
+    gain = told["Compute attention that is written out in one kernel"].gain
+    assert gain == pytest.approx(step.t_est - mended.t_est, rel=0.15)

@@ -286,9 +286,13 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     made = {value for op in inner for value in op.outputs}
     starts = written.operands
     where = {place_of(op) for op in (*inner, last)}
-    match = BothWays((*inner, last), starts, last.outputs[0], False)
     read = made | {ref.id for ref in starts}
-    known = with_backward(flow, match, where, read)
+    learnt = [written.mask.tensor] if written.mask is not None else []  # a bias, for example
+    for operands in (starts, *([(*starts, *learnt)] if learnt else [])):
+        match = BothWays((*inner, last), operands, last.outputs[0], False)
+        known = with_backward(flow, match, where, read)
+        if known is not None:
+            break
     if known is None or known.added or -1 in known.grads or not known.backward:
         return None
     away = {op.id for op in (*known.backward, *inner, last)}
@@ -299,11 +303,16 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
 def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> dict[int, tuple[int, ...]]:
     """The kernel of the gradients of query, key and value; returns their operands' strides."""
     like = match.backward[-1]
-    grads = tuple(
-        edit.value(edit.values[operand(kernel, name).id].shape, edit.values[value].dtype,
-                   "gradients", like.repeats)
-        for name, value in zip(("query", "key", "value"), match.grads, strict=True)
-    )  # fmt: skip
+    named, made = [*zip(_OF_KERNEL, match.grads, strict=False)], list[tuple[int, bool]]()
+    for name, value in named:  # which of equal sizes is whose makes no difference
+        shape, tensor = edit.values[operand(kernel, name).id].shape, edit.values[value]
+        *lead, rows, width = range(len(shape))
+        is_turned = tensor.shape[-2:] == (shape[width], shape[rows]) != shape[-2:]
+        turned = (*lead, width, rows) if is_turned or tensor.stride[-2] == 1 else range(len(shape))
+        stride = dense(shape, turned)
+        new = edit.value(shape, tensor.dtype, "gradients", like.repeats, stride=stride)
+        made.append((new, is_turned))
+    grads = tuple(new for new, _ in made)
     assert match.grad_out is not None
     out, logsumexp = kernel.outputs
     shape = edit.values[out].shape
@@ -314,15 +323,19 @@ def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> dict[int, tuple[
     facts = {name: kernel.facts[name] for name in MASK_FACTS if name in kernel.facts}
     edit.emit(like, ATTENTION_BACKWARD, arguments, grads, facts=facts)
     strides = {}
-    for name, value, made in zip(("query", "key", "value"), match.grads, grads, strict=True):
-        tensor, whole = edit.values[operand(kernel, name).id], Ref(made)
-        strides[made] = dense_like(tensor.shape, tensor.stride)
-        if name == "key":  # the product reads it transposed
+    for (name, value), (new, is_turned) in zip(named, made, strict=True):
+        tensor, whole = edit.values[operand(kernel, name).id], Ref(new)
+        strides[new] = dense_like(tensor.shape, tensor.stride)
+        if is_turned:
             *lead, rows, width = range(len(tensor.shape))
             whole = edit.permuted(like, whole, (*lead, width, rows))
-        edit.move(value, made)
+        edit.move(value, new)
         edit.reshape(like, whole, value)
     return strides
+
+
+_OF_KERNEL = ("query", "key", "value", "mask")
+"""Operands of attention that may have gradients."""
 
 
 # -- results that are not all read, and inputs that only grow --------------------------------------
