@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
+from rooftrace.costmodels.ops.cost import MASK_FACTS
 from rooftrace.costmodels.rewrites.attention_kernels import (
     attention_kernels,
     masks_as_numbers,
     with_narrow_attention,
 )
+from rooftrace.costmodels.rewrites.attention_products import written_attentions
 from rooftrace.costmodels.rewrites.causal_convs import with_groups
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow
 from rooftrace.costmodels.rewrites.editing import (
+    ATTENTION,
     DOUBLES,
     LOSSES,
     NORMS,
     cast_weights,
+    operand,
     promoted,
     without_doubles,
     without_promotions,
@@ -57,7 +64,6 @@ from rooftrace.costmodels.rewrites.trained import (
     joined_once,
     masks_told,
     over_lists,
-    with_causal_buffers,
     with_fused_optimizer,
     with_room,
     without_unread_gradients,
@@ -71,7 +77,7 @@ from rooftrace.costmodels.rewrites.waste import (
     without_repeated_work,
     without_waits,
 )
-from rooftrace.graph import OpGraph, pattern_of
+from rooftrace.graph import OpGraph, Ref, pattern_of
 from rooftrace.hardware.units import listed, plural
 
 Edit = Callable[[OpGraph], OpGraph]
@@ -407,3 +413,61 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
     ),
 )
 """Actions, what they need, and their edits."""
+
+
+# -- masks without values --------------------------------------------------------------------------
+
+
+def with_causal_buffers(graph: OpGraph) -> tuple[OpGraph, tuple[str, ...]]:
+    """The graph whose masks of buffers without values are causal, and the names of these buffers.
+
+    A module that was built on meta has no values in its buffers.
+    """
+    flow, facts, names = ValueFlow(graph), dict[int, dict[str, Any]](), dict[str, None]()
+    masked = [
+        (w.mask.op, w.mask.tensor, graph.values[w.first.outputs[0]].shape[-2:])
+        for w in written_attentions(graph)
+        if w.mask is not None
+    ]
+    for op in graph.ops:
+        mask = op.arguments.get("mask")
+        if op.target == ATTENTION and op.part == "forward" and isinstance(mask, Ref):
+            sides = (graph.values[operand(op, name).id].shape[-2] for name in ("query", "key"))
+            masked.append((op, mask, tuple(sides)))
+    for op, mask, (rows, columns) in masked:
+        buffers = _buffers_of(flow, mask.id)
+        if buffers and rows == columns and "mask" not in op.facts:
+            pairs = rows * (rows + 1) // 2
+            facts[op.id] = dict(zip(MASK_FACTS, (pairs, "causal", rows, rows), strict=True))
+            names |= dict.fromkeys(name.rpartition(".")[2] for name in buffers)
+    guessed = {n for n, each in enumerate(graph.assumptions) if each.kind == "mask"}
+    ops = (
+        replace(
+            op,
+            facts={**op.facts, **facts[op.id]},
+            assumptions=tuple(n for n in op.assumptions if n not in guessed),
+        )
+        if op.id in facts
+        else op
+        for op in graph.ops
+    )
+    return graph.replace(ops=tuple(ops)) if facts else graph, tuple(names)
+
+
+def _buffers_of(flow: ValueFlow, value: int) -> set[str]:
+    """The names of the buffers that a value is made of; none where it is made of others, too.
+
+    Persistent ones are weights, and could be learnt where they are no condition.
+    """
+    names, stack = set[str](), [value]
+    roles = ("constants", *(["weights"] if flow.values[value].dtype == "bool" else []))
+    while stack:
+        made = stack.pop()
+        by, tensor = flow.producer(made), flow.values[made]
+        if by is not None:
+            stack += by.inputs
+        elif tensor.role not in roles or made in flow.graph.inputs:
+            return set()
+        else:
+            names.add(tensor.name)
+    return names

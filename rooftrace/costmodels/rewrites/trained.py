@@ -164,64 +164,6 @@ def by_which(graph: OpGraph) -> str:
     return ""
 
 
-# -- masks without values --------------------------------------------------------------------------
-
-
-def with_causal_buffers(graph: OpGraph) -> tuple[OpGraph, tuple[str, ...]]:
-    """The graph whose masks of buffers without values are causal, and the names of these buffers.
-
-    A module that was built on meta has no values in its buffers.
-    """
-    flow, facts, names = ValueFlow(graph), dict[int, dict[str, Any]](), dict[str, None]()
-    masked = [
-        (w.mask.op, w.mask.tensor, graph.values[w.first.outputs[0]].shape[-2:])
-        for w in written_attentions(graph)
-        if w.mask is not None
-    ]
-    for op in graph.ops:
-        mask = op.arguments.get("mask")
-        if op.target == ATTENTION and op.part == "forward" and isinstance(mask, Ref):
-            sides = (graph.values[operand(op, name).id].shape[-2] for name in ("query", "key"))
-            masked.append((op, mask, tuple(sides)))
-    for op, mask, (rows, columns) in masked:
-        buffers = _buffers_of(flow, mask.id)
-        if buffers and rows == columns and "mask" not in op.facts:
-            pairs = rows * (rows + 1) // 2
-            facts[op.id] = dict(zip(MASK_FACTS, (pairs, "causal", rows, rows), strict=True))
-            names |= dict.fromkeys(name.rpartition(".")[2] for name in buffers)
-    guessed = {n for n, each in enumerate(graph.assumptions) if each.kind == "mask"}
-    ops = (
-        replace(
-            op,
-            facts={**op.facts, **facts[op.id]},
-            assumptions=tuple(n for n in op.assumptions if n not in guessed),
-        )
-        if op.id in facts
-        else op
-        for op in graph.ops
-    )
-    return graph.replace(ops=tuple(ops)) if facts else graph, tuple(names)
-
-
-def _buffers_of(flow: ValueFlow, value: int) -> set[str]:
-    """The names of the buffers that a value is made of; none where it is made of others, too.
-
-    Persistent ones are weights, and could be learnt where they are no condition.
-    """
-    names, stack = set[str](), [value]
-    roles = ("constants", *(["weights"] if flow.values[value].dtype == "bool" else []))
-    while stack:
-        made = stack.pop()
-        by, tensor = flow.producer(made), flow.values[made]
-        if by is not None:
-            stack += by.inputs
-        elif tensor.role not in roles or made in flow.graph.inputs:
-            return set()
-        else:
-            names.add(tensor.name)
-    return names
-
-
 # -- attention that is written out -----------------------------------------------------------------
 
 
