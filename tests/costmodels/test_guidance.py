@@ -201,7 +201,7 @@ def test_what_is_done_is_not_listed_again(decode: OpGraph) -> None:
 
 def test_rewrites_are_of_inference(convolutions: OpGraph, decode: OpGraph) -> None:
     assert "rewrite" not in levers(convolutions, "eager")
-    assert set(ACTIONS) == set(REWRITES)
+    assert {*ACTIONS, "written-attention"} == set(REWRITES)
     alone = rt.tools.execution_model("efficient", kv_append="as-run")
     options = [what_if.option for what_if in rt.tools.guidance(decode, CHIP, alone).options]
     assert "--rewrite static-cache" in options
@@ -293,3 +293,25 @@ def test_a_padded_product_takes_no_fewer_tiles() -> None:
             for size in (columns, wide)
         ]
         assert times[0] <= times[1] * (1 + 1e-9)
+
+
+def test_what_only_a_condition_of_the_host_reads_goes_with_it():
+    class Checked(nn.Module):
+        def __init__(self, checks: bool) -> None:
+            super().__init__()
+            self.checks, self.layer = checks, nn.Linear(512, 512)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if self.checks and not torch.isfinite(y).all():
+                raise FloatingPointError
+            return y.relu()
+
+    def step(checks: bool):
+        with torch.device("meta"):
+            graph = rt.trace(Checked(checks), torch.empty(4096, 512))
+        return rt.estimate(graph, "h100-sxm", "eager")
+
+    planted, mended = step(True), step(False)
+    (told,) = (w for w in rt.tools.guidance(planted).options if "conditions" in w.action)
+    assert told.after.kernels == mended.kernels and told.t_after == mended.t_est

@@ -12,7 +12,7 @@ from rooftrace.costmodels.kernels.engines import op_class
 from rooftrace.costmodels.kernels.knobs import CLASSES, FEW, LAST, NATIVE, load_knobs
 from rooftrace.costmodels.kernels.seconds import kernel_table
 from rooftrace.costmodels.rewrites.fused_products import under_autocast
-from rooftrace.costmodels.rewrites.mends import with_channels_last
+from rooftrace.costmodels.rewrites.layouts import with_channels_last
 from rooftrace.hardware.chipfile import load_chip
 
 pytestmark = pytest.mark.quick

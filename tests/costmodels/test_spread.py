@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import rooftrace as rt
 from rooftrace.costmodels.ops import price_ops
 from rooftrace.costmodels.rewrites.editing import NORMS, without_promotions
-from rooftrace.costmodels.rewrites.mends import without_copies
+from rooftrace.costmodels.rewrites.layouts import without_copies
 from rooftrace.costmodels.rewrites.spread import copied_late
 from rooftrace.costmodels.rewrites.trained import joined_once
 from rooftrace.graph.graph import OpGraph

@@ -9,6 +9,7 @@ from rooftrace.costmodels.rewrites.fused_products import (
 from rooftrace.costmodels.rewrites.mends import (
     Edit as Edit,
     findings as findings,
+    written_rewrites as written_rewrites,
 )
 from rooftrace.costmodels.rewrites.rewrites import (
     UNCHANGED as UNCHANGED,
@@ -18,6 +19,5 @@ from rooftrace.costmodels.rewrites.rewrites import (
     rewrite as rewrite,
 )
 from rooftrace.costmodels.rewrites.trained import (
-    by_which as by_which,
     with_fused_optimizer as with_fused_optimizer,
 )

@@ -9,10 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, permutations
+from typing import Any, NamedTuple
 
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
+from rooftrace._amounts import np
+from rooftrace.graph import Op, OpGraph, Ref, Tensor
 
 VIEWS = frozenset({
     "aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t",
@@ -279,90 +280,228 @@ def relaid(view: Tensor, old: Tensor, stride: Sequence[int]) -> tuple[int, ...] 
 
 # -- steps of optimizers ---------------------------------------------------------------------------
 
-PARTS = {
-    "adamw": {"mul_", "lerp_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_", "div"},
-    "sgd": {"add", "mul_", "add_"},
+
+@dataclass(eq=False)
+class TensorState:
+    """Numbers of a tensor at one moment of the optimizer: some random elements of it.
+
+    ref: as it was first read.  op: by which it was made, None before.  known: whether the numbers
+    are worked out from those of `parents`, element by element.
+    """
+
+    numbers: Any
+    ref: Ref | None = None
+    op: int | None = None
+    known: bool = True
+    parents: tuple[TensorState, ...] = ()
+
+    def ancestors(self, until: Collection[TensorState] = ()) -> dict[TensorState, None]:
+        """The states that this one is made of, and itself, but for some and what these are of."""
+        reached, stack = dict[TensorState, None](), [self]
+        while stack:
+            state = stack.pop()
+            if state not in reached and state not in until:
+                reached[state] = None
+                stack += state.parents
+        return reached
+
+
+_OTHER = ("other", "scalars", "scalar", "exponent", "tensors1", "end", "src")
+_SCALE = ("value", "scalars")
+_FORMULAS: Mapping[str, Callable[[Callable[..., Any]], Any]] = {
+    "add": lambda of: of("self") + of(*_OTHER) * of("alpha"),
+    "sub": lambda of: of("self") - of(*_OTHER) * of("alpha"),
+    "mul": lambda of: of("self") * of(*_OTHER),
+    "div": lambda of: of("self") / of(*_OTHER),
+    "lerp": lambda of: of("self") + of("weight") * (of(*_OTHER) - of("self")),
+    "addcmul": lambda of: of("self") + of(*_SCALE) * of("tensor1") * of("tensor2"),
+    "addcdiv": lambda of: of("self") + of(*_SCALE) * of("tensor1") / of("tensor2"),
+    "pow": lambda of: of("self") ** of(*_OTHER),
+    "sqrt": lambda of: of("self") ** 0.5,
+    "rsqrt": lambda of: of("self") ** -0.5,
+    "reciprocal": lambda of: 1 / of("self"),
+    "neg": lambda of: -of("self"),
+    **dict.fromkeys(("clone", "_to_copy"), lambda of: of("self")),
+    "copy": lambda of: of(*_OTHER),
 }
-"""Kernels of a step that the fused one stands for."""
+"""Ops on a tensor, or on lists of tensors, on numbers; `of` gives the first argument there is."""
+_SAMPLES = 16
+"""Numbers that stand for a tensor: more than a step of an optimizer has unknown factors."""
+_STATES = 5
+"""Tensors that a step writes beside its weights from which on it is not looked at: moments, the
+largest of them, a gradient that is clipped."""
 
 
-def moments_of(graph: OpGraph) -> dict[str, list[Op]]:
-    """Ops of Adam's step that are no single kernel, by name; empty for other optimizers."""
-    named: dict[str, list[Op]] = {}
-    for op in steps_of(graph):
-        named.setdefault(plain_name(op), []).append(op)
-    if {"lerp_", "addcmul_", "addcdiv_"} <= named.keys():
-        return named
-    return {}
+class Updates:
+    """First and last states of the tensors that an optimizer writes into, and its steps on them."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph, self.random = graph, np.random.default_rng(0)
+        self.first, self.last = dict[int, TensorState](), dict[int, TensorState]()
+        for op in graph.ops:
+            if op.part == "optimizer" and op.kind == "kernel":
+                self._run(op)
+
+    def _run(self, op: Op) -> None:
+        name = op.name.removeprefix("aten.").removeprefix("_foreach_").rstrip("_")
+        made = [self._made(op, name, place) for place in range(len(op.outputs))]
+        self.last |= zip((self.graph.values[v].storage for v in op.outputs), made, strict=True)
+
+    def _made(self, op: Op, name: str, place: int) -> TensorState:
+        """The state of a result; new numbers where it is not worked out element by element."""
+        values, parents = self.graph.values, list[TensorState]()
+        elements = values[op.outputs[place]].elements
+
+        def of(*names: str) -> Any:
+            items = (op.arguments.get(name) for name in names)
+            item = next((item for item in items if item is not None), 1)
+            item = item[place] if isinstance(item, tuple) else item
+            if not isinstance(item, Ref):
+                return item
+            if values[item.id].elements not in (1, elements):
+                raise TypeError
+            parents.append(self._read(item))
+            return parents[-1].numbers
+
+        try:
+            with np.errstate(all="ignore"):
+                numbers = _FORMULAS[name](of) + 0.0
+            return TensorState(numbers, op=op.id, parents=tuple(parents))
+        except (KeyError, TypeError, IndexError):
+            return TensorState(self._new(elements), op=op.id, known=False)
+
+    def _read(self, ref: Ref) -> TensorState:
+        tensor = self.graph.values[ref.id]
+        whole = tensor.elements == self.graph.values[tensor.storage].elements
+        if tensor.storage not in self.last or not whole:
+            state = TensorState(self._new(tensor.elements), ref, known=whole)
+            self.first[tensor.storage] = self.last[tensor.storage] = state
+        state = self.last[tensor.storage]
+        state.ref = state.ref or ref
+        return state
+
+    def _new(self, elements: int) -> Any:
+        return self.random.uniform(0.5, 1.5, _SAMPLES if elements > 1 else 1)
+
+    def rows(self) -> Iterator[UpdateRow]:
+        """Steps of Adam, or of SGD with momentum, on one tensor each."""
+        ends = {self.last[s]: s for s, first in self.first.items() if self.last[s] is not first}
+        for end, storage in ends.items():
+            shape = self.graph.values[storage].shape
+            states = [ends[s] for s in end.ancestors() if s in ends and s is not end]
+            states = [s for s in states if self.graph.values[s].shape == shape]
+            orders = (order for count in (2, 1) for order in permutations(states, count))
+            rows = (self._row([storage, *order]) for order in orders if len(states) < _STATES)
+            if row := next(filter(None, rows), None):
+                yield row
+
+    def _row(self, storages: Sequence[int]) -> UpdateRow | None:
+        """The step that writes a tensor and its moments, in this order; None for others."""
+        firsts, ends = ([side[s] for s in storages] for side in (self.first, self.last))
+        kind = {2: _as_sgd, 3: _as_adam}[len(storages)]
+        for grad in reversed([*ends[1].ancestors()]):
+            options = kind(firsts, ends, grad) if grad not in {*firsts, *ends} else None
+            if options is None:
+                continue
+            if (before := _before_decay(grad, firsts[0])) is not None:
+                grad, options = before, {**options, "weight_decay": 1}
+            made = {state: None for end in ends for state in end.ancestors({grad})}
+            refs = tuple(state.ref for state in (firsts[0], grad, *firsts[1:]) if state.ref)
+            others = {s for s in self._made_of[grad] - {*storages} if self.last[s] is not grad}
+            alone = all(state.known for state in made) and not others
+            dtypes = {self.graph.values[ref.id].dtype for ref in refs}  # fused kernels take one
+            if alone and len(refs) == 1 + len(storages) and len(dtypes) == 1:
+                ops = frozenset(s.op for s in made if s.op is not None)
+                return UpdateRow(refs, ops, options)
+        return None
+
+    @cached_property
+    def _made_of(self) -> dict[TensorState, set[int]]:
+        """By state, the tensors whose last state is made of it."""
+        made = defaultdict[TensorState, set[int]](set)
+        for storage, end in self.last.items():
+            for state in end.ancestors() if storage in self.first else ():
+                made[state].add(storage)
+        return made
 
 
-def steps_of(graph: OpGraph) -> list[Op]:
-    """The kernels of the optimizer."""
-    return [op for op in graph.ops if op.part == "optimizer" and op.kind == "kernel"]
+class UpdateRow(NamedTuple):
+    """Weight, gradient and moments of one tensor, the ops of its step, and arguments for its rule.
+
+    Of a decay these say only whether there is one.
+    """
+
+    refs: tuple[Ref, ...]
+    ops: frozenset[int]
+    options: Mapping[str, float]
 
 
-def plain_name(op: Op) -> str:
-    """The name of an op of one tensor or of lists of tensors."""
-    return op.name.removeprefix("aten.").removeprefix("_foreach_")
+def _before_decay(grad: TensorState, weight: TensorState) -> TensorState | None:
+    """The gradient that a share of the weights was added to; None where none was."""
+    made = grad.ancestors()
+    for state in made if weight in made else ():
+        if weight not in state.ancestors():
+            factors = _factors(grad.numbers, state.numbers, weight.numbers)
+            if factors is not None and abs(factors[0] - 1) < _ALIKE:
+                return state
+    return None
 
 
-def rows_of_adam(
-    named: Mapping[str, Sequence[Op]], values: Sequence[Tensor]
-) -> list[tuple[Ref, ...]]:
-    """Weight, gradient and moments of each parameter; nothing where some are not known."""
-    gradient, square, moments = {}, {}, {}
-    for op in named["lerp_"]:  # the first moment, and the gradient that it moves to
-        ends = op.arguments.get("tensors1", op.arguments.get("end"))
-        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ends), strict=True):
-            gradient[values[moment.id].storage] = moment, grad
-    for op in named["addcmul_"]:
-        ones = op.arguments["tensor1"]
-        for moment, grad in zip(_tensors(op.arguments["self"]), _tensors(ones), strict=True):
-            square[values[grad.id].storage] = moment
-    for op in named["addcdiv_"]:
-        firsts = op.arguments["tensor1"]
-        for weight, moment in zip(_tensors(op.arguments["self"]), _tensors(firsts), strict=True):
-            if weight in moments:
-                return []  # NAdam adds two terms, and has no fused kernel
-            moments[weight] = values[moment.id].storage
-    rows = list[tuple[Ref, ...]]()
-    for weight, first in moments.items():
-        if first not in gradient or values[gradient[first][1].id].storage not in square:
-            return []
-        moment, grad = gradient[first]
-        rows.append((weight, grad, moment, square[values[grad.id].storage]))
-    return rows
+_Options = Mapping[str, float] | None
 
 
-def rows_of_sgd(graph: OpGraph) -> list[tuple[Ref, ...]]:
-    """Weight, gradient and momentum of each parameter; nothing where some are not known."""
-    values, gradient, rows = graph.values, dict[int, tuple[Ref, Ref]](), list[tuple[Ref, ...]]()
-    decayed = dict[int, Ref]()
-    for op in steps_of(graph):
-        refs, others = (_tensors(op.arguments.get(name)) for name in ("self", "other"))
-        if plain_name(op) == "mul_":
-            continue
-        if plain_name(op) not in PARTS["sgd"] or len(refs) != len(others):
-            return []
-        if is_decay(op):
-            decayed |= dict(zip(op.outputs, refs, strict=True))
-            continue
-        for ref, other in zip(refs, others, strict=True):
-            momentum = values[other.id].storage
-            if momentum in gradient and values[ref.id].role == "weights":
-                rows.append((ref, *gradient[momentum]))
-            else:
-                gradient[values[ref.id].storage] = decayed.get(other.id, other), ref
-    return rows if len(rows) == len(gradient) else []
+def _as_adam(
+    first: Sequence[TensorState], last: Sequence[TensorState], grad: TensorState
+) -> _Options:
+    """The options of a step of Adam; None where it is no such step.
+
+    m1 = b1 m0 + (1 - b1) g,  v1 = b2 v0 + (1 - b2) g^2,  w1 = d w0 - m1 / (p sqrt(v1) + q), where
+    the last is linear in products of w0, w0 - w1 and sqrt(v1).
+    """
+    w0, m0, v0 = (state.numbers for state in first)
+    w1, m1, v1 = (state.numbers for state in last)
+    moments = _factors(m1, m0, grad.numbers), _factors(v1, v0, grad.numbers**2)
+    if not all(each is not None and abs(sum(each) - 1) < _ALIKE for each in moments):
+        return None
+    root, moved = v1**0.5, w0 - w1
+    factors = _factors(m1, moved * root, moved, w0 * root, w0)
+    if factors is None or abs(factors[0]) < abs(factors[1]):
+        return None
+    return {"weight_decay": int(abs(factors[2]) > _ALIKE * abs(factors[0]))}
 
 
-def is_decay(op: Op) -> bool:
-    """Whether an op adds a share of the weights to their gradients."""
-    return op.name in ("aten.add", "aten._foreach_add")
+def _as_sgd(
+    first: Sequence[TensorState], last: Sequence[TensorState], grad: TensorState
+) -> _Options:
+    """The options of a step of SGD with momentum, Nesterov's too; None where it is no such step.
+
+    b1 = m b0 + c g,  w1 = w0 - r b1,  or  w1 = w0 - r (g + m b1).
+    """
+    (w0, b0), (w1, b1) = ([state.numbers for state in side] for side in (first, last))
+    momentum = _factors(b1, b0, grad.numbers)
+    step = _factors(w0 - w1, b1, grad.numbers)
+    if momentum is None or step is None or abs(momentum[1]) < _ALIKE:
+        return None
+    ahead = abs(step[0] - momentum[0] * step[1]) < _ALIKE * abs(step[0])
+    if not ahead and abs(step[1]) > _ALIKE * abs(step[0]):
+        return None
+    return {"momentum": float(momentum[0]), "nesterov": int(ahead), "weight_decay": 0}
 
 
-def _tensors(item: Argument) -> tuple[Ref, ...]:
-    return tuple(ref for ref in (item if isinstance(item, tuple) else (item,)) if type(ref) is Ref)
+_ALIKE = 1e-6
+"""The part by which numbers that are equal by a formula may differ."""
+
+
+def _factors(result: Any, *columns: Any) -> Sequence[float] | None:
+    """The factors by which a result is a sum of columns; None where it is none."""
+    matrix = np.stack([np.broadcast_to(column, _SAMPLES) for column in columns], axis=1)
+    lengths = np.linalg.norm(matrix, axis=0)
+    if not np.isfinite(matrix).all() or not lengths.all():
+        return None
+    factors = np.linalg.lstsq(matrix / lengths, np.broadcast_to(result, _SAMPLES), rcond=None)[0]
+    left = np.abs(matrix / lengths @ factors - result).max()
+    alike: bool = left <= _ALIKE * np.abs(result).max()
+    return [*(factors / lengths)] if alike else None
 
 
 # -- forward and backward --------------------------------------------------------------------------

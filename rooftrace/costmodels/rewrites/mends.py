@@ -7,29 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
-from rooftrace.costmodels.ops import find_rule
-from rooftrace.costmodels.ops.cost import UNFUSED
-from rooftrace.costmodels.rewrites.attention_kernels import with_narrow_attention
-from rooftrace.costmodels.rewrites.causal_convs import with_groups
-from rooftrace.costmodels.rewrites.dataflow import (
-    BothWays,
-    ValueFlow,
-    dense,
-    dense_like,
-    relaid,
+from rooftrace.costmodels.ops.cost import MASK_FACTS
+from rooftrace.costmodels.rewrites.attention_kernels import (
+    attention_kernels,
+    masks_as_numbers,
+    with_narrow_attention,
 )
+from rooftrace.costmodels.rewrites.attention_products import written_attentions
+from rooftrace.costmodels.rewrites.causal_convs import with_groups
+from rooftrace.costmodels.rewrites.dataflow import ValueFlow
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
-    ATTENTION_BACKWARD,
     DOUBLES,
     LOSSES,
     NORMS,
-    Editor,
     cast_weights,
     operand,
     promoted,
@@ -38,17 +33,29 @@ from rooftrace.costmodels.rewrites.editing import (
     without_weight_casts,
 )
 from rooftrace.costmodels.rewrites.fused_products import under_autocast
+from rooftrace.costmodels.rewrites.layouts import (
+    MATH,
+    RANK,
+    is_image_first,
+    is_unfused,
+    needless_copies,
+    odd_sizes,
+    own_sizes,
+    with_channels_last,
+    with_contiguous_attention,
+    with_padded_products,
+    with_sizes,
+    without_copies,
+)
+from rooftrace.costmodels.rewrites.rewrites import WRITTEN
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
 from rooftrace.costmodels.rewrites.spread import (
     IMAGES,
-    Laid,
     copied_late,
-    last_strides,
     without_checkpoints,
 )
 from rooftrace.costmodels.rewrites.statetrials import with_named_forms, written_forms
 from rooftrace.costmodels.rewrites.trained import (
-    apart,
     by_which,
     chosen_by_masks,
     first_of_sorted,
@@ -56,11 +63,9 @@ from rooftrace.costmodels.rewrites.trained import (
     heads_shared,
     joined_once,
     masks_told,
-    odd_sizes,
     over_lists,
     with_fused_optimizer,
     with_room,
-    with_sizes,
     without_unread_gradients,
     written_attention,
 )
@@ -68,11 +73,11 @@ from rooftrace.costmodels.rewrites.waste import (
     batched,
     looked_up,
     made_before,
+    without_checks,
     without_repeated_work,
     without_waits,
 )
-from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor, pattern_of
-from rooftrace.hardware.precisions import precision
+from rooftrace.graph import OpGraph, Ref, pattern_of
 from rooftrace.hardware.units import listed, plural
 
 Edit = Callable[[OpGraph], OpGraph]
@@ -99,11 +104,11 @@ def findings(
     whether a compiler makes one kernel of the optimizer already.  halves: precisions of 16 bits
     that the chip multiplies in, the best first.
     """
-    for why, action, needs in _MATH:
-        if any(_is_unfused(op, why) for op in graph.ops):
+    for why, action, needs in MATH:
+        if any(is_unfused(op, why) for op in graph.ops):
             edit = partial(with_contiguous_attention, why=why)
             yield Mend("layout", action, f"{needs}attention then has a kernel of its own", edit)
-    images = [op.inputs[0] for op in graph.ops if _is_image_first(graph, op)]
+    images = [op.inputs[0] for op in graph.ops if is_image_first(graph, op)]
     if images:
         formats = sorted({IMAGES[len(graph.values[image].shape)] for image in images})
         yield Mend(
@@ -112,14 +117,7 @@ def findings(
             "the module and its inputs in this layout",
             with_channels_last,
         )
-    if odd := odd_sizes(graph, load):
-        told = listed([f"{size:,} to {wide:,}" for size, wide in odd.items()])
-        yield Mend(
-            "padding",
-            f"Pad {told}, so that rows begin at multiples of {load} bytes",
-            "rows of zeros in these weights, and what reads their results to leave them out",
-            lambda graph: with_sizes(graph, odd),
-        )
+    yield from _of_sizes(graph, load)
     fused = None if compiled else _changing(graph, with_fused_optimizer)
     if fused:
         yield Mend(
@@ -130,6 +128,7 @@ def findings(
         )
     if graph.phase == "training":
         yield from _of_attention(graph)
+    yield from _of_unknown_masks(graph)
     yield from _of_waste(graph)
     yield from _of_precisions(graph)
     if halves and graph.model.get("priced_dtype", graph.model.get("dtype")) in (None, "fp32"):
@@ -146,6 +145,30 @@ def findings(
     yield from _of_calls(graph, compiled)
 
 
+def _of_sizes(graph: OpGraph, load: int) -> Iterator[Mend]:
+    """Findings of widths that are padded everywhere, and of those padded for products alone."""
+    odd = odd_sizes(graph, load)
+    own = own_sizes(graph) & odd.keys() if odd else frozenset()
+    if rest := {size: wide for size, wide in odd.items() if size not in own}:
+        told = listed([f"{size:,} to {wide:,}" for size, wide in rest.items()])
+        yield Mend(
+            "padding",
+            f"Pad {told}, so that rows begin at multiples of {load} bytes",
+            "rows of zeros in these weights, and what reads their results to leave them out",
+            lambda graph: with_sizes(graph, rest),
+        )
+    for size in sorted(own):
+        edit = partial(with_padded_products, size=size, wide=odd[size])
+        if changing := _changing(graph, edit):
+            yield Mend(
+                "padding",
+                f"Pad {size:,} to {odd[size]:,} in products with weights (F.pad), so that rows "
+                f"begin at multiples of {load} bytes",
+                "zeros in these weights; copies with zeros of what they multiply are counted",
+                changing,
+            )
+
+
 def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
     """The edit, which has its result for this graph already; None where that is the same graph."""
     made = edit(graph)
@@ -155,15 +178,53 @@ def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
     """Findings of attention in training; `REWRITES` has the same for inference."""
     for action, edit in (
-        (
-            f"Compute attention that is written out in one kernel{by_which(graph)}",
-            written_attention,
-        ),
+        (f"{_IN_ONE}{by_which(graph)}{_told_kind(written_attention(graph))}", _in_one),
         ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
         ("Read keys and values that heads share without a copy for each", heads_shared),
     ):
         if changing := _changing(graph, edit):
             yield Mend("rewrite", action, "code that does so; results stay the same", changing)
+
+
+_IN_ONE = "Compute attention that is written out in one kernel"
+
+
+def _in_one(graph: OpGraph) -> OpGraph:
+    """Attention that is written out becomes one kernel, which is told the kind of its mask."""
+    training = graph.phase == "training"
+    written = written_attention(graph) if training else attention_kernels(graph)[0]
+    return graph if written is graph else masks_told(written)
+
+
+def _told_kind(graph: OpGraph) -> str:
+    """Words of an action after which no mask is read that a number stands for."""
+    return ", and tell it the kind of its mask (is_causal=)" if masks_as_numbers(graph)[1] else ""
+
+
+def written_rewrites(graph: OpGraph) -> tuple[str, tuple[str, ...]]:
+    """The action that makes attention written out one kernel, and the rewrites for the same."""
+    told = _told_kind(attention_kernels(graph)[0])
+    names = (WRITTEN, "mask-numbers") if told else (WRITTEN,)
+    return f"{_IN_ONE}{by_which(graph)}{told}", names
+
+
+def _as_causal(graph: OpGraph) -> OpGraph:
+    """Masks without values as causal ones, of attention that is written out, too."""
+    return masks_told(_in_one(with_causal_buffers(graph)[0]))
+
+
+def _of_unknown_masks(graph: OpGraph) -> Iterator[Mend]:
+    """The finding of masks whose values are not known, priced as if they were causal."""
+    names = with_causal_buffers(graph)[1]
+    if names and (changing := _changing(graph, _as_causal)):
+        yield Mend(
+            "rewrite",
+            "Attend with is_causal=True in place of a mask, if it is causal",
+            f"a mask that hides all later keys: {listed(names)} on meta has no values; those of "
+            "a module on the CPU are read",
+            changing,
+            at_most=True,
+        )
 
 
 def _of_waste(graph: OpGraph) -> Iterator[Mend]:
@@ -176,6 +237,13 @@ def _of_waste(graph: OpGraph) -> Iterator[Mend]:
             f"Keep values on the device: {count} for them in the step (.item())",
             "code that goes on with the tensor in place of the number",
             without_waits,
+        )
+    if changing := _changing(graph, without_checks):
+        yield Mend(
+            "wait",
+            "Leave out conditions that the host waits for, or look at them every so many steps",
+            "errors that are seen later, or not; what only they read is not computed",
+            changing,
         )
     if changing := _changing(graph, chosen_by_masks):
         yield Mend(
@@ -277,7 +345,7 @@ def _of_calls(graph: OpGraph, compiled: bool) -> Iterator[Mend]:
 
 def _batched(graph: OpGraph) -> OpGraph:
     """The graph with equal calls as one; attention has one more dimension then."""
-    wide = with_contiguous_attention(graph, why=_RANK)
+    wide = with_contiguous_attention(graph, why=RANK)
     together = batched(wide)
     return graph if together is wide else together
 
@@ -347,226 +415,59 @@ _CALLS: tuple[tuple[str, str, Edit], ...] = (
 """Actions, what they need, and their edits."""
 
 
-# -- attention on the math path --------------------------------------------------------------------
-
-_WIDTH, _RANK, _ODD = "the width of an operand", "operands have 3 dimensions", "heads of"
-"""How the reasons begin for which CUDA has no kernel (`recording.library.why_math`)."""
-_MATH = (
-    (_RANK, "Give query, key and value four dimensions (.unsqueeze(1))", ""),
-    (
-        _WIDTH,
-        "Make the width of query, key and value their innermost dimension (.contiguous())",
-        "a copy of each, which is counted; ",
-    ),
-    (
-        _ODD,
-        "Pad heads for attention to a width that is a multiple of 16 bytes (F.pad, scale=)",
-        "zeros, whose copies are counted; ",
-    ),
-)
-"""The beginning of a reason, the action, and what it needs."""
+# -- masks without values --------------------------------------------------------------------------
 
 
-def _is_unfused(op: Op, why: str) -> bool:
-    return str(op.facts.get(UNFUSED, "")).startswith(why)
+def with_causal_buffers(graph: OpGraph) -> tuple[OpGraph, tuple[str, ...]]:
+    """The graph whose masks of buffers without values are causal, and the names of these buffers.
 
-
-def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _WIDTH) -> OpGraph:
-    """Attention of operands whose width is not innermost becomes copies of them, and a kernel.
-
-    why: the beginning of the reason that is mended: operands of other dimensions become a kernel as
-    those of four are, odd widths are padded.  copied: whether operands may need a copy; the same
-    graph where there is nothing to mend.
+    A module that was built on meta has no values in its buffers.
     """
-    flow = ValueFlow(graph)
-    matches = [match for op in graph.ops if _is_unfused(op, why) if (match := apart(flow, op))]
-    if not copied:
-        matches = [
-            m for m in matches if all(graph.values[r.id].stride[-1] == 1 for r in m.operands)
-        ]
-    if not matches:
-        return graph
-    firsts = {match.forward[-1].id: match for match in matches}
-    step = 16 if why == _ODD else 1  # bytes; rows of fp32 need as many (`why_math`)
-    lasts = {match.backward[-1].id: match for match in matches if match.backward}
-    gone = {op.id for match in matches for op in (*match.forward, *match.backward)}
-    edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
-    strides = dict[int, tuple[int, ...]]()
+    flow, facts, names = ValueFlow(graph), dict[int, dict[str, Any]](), dict[str, None]()
+    masked = [
+        (w.mask.op, w.mask.tensor, graph.values[w.first.outputs[0]].shape[-2:])
+        for w in written_attentions(graph)
+        if w.mask is not None
+    ]
     for op in graph.ops:
-        if match := firsts.get(op.id):
-            made[match.out] = kept = _emit_forward(edit, match, step)
-            # The strides of attention's result, which its kernels make by position, then by head
-            out = edit.values[kept[3].id]
-            rank = len(out.shape)
-            strides[match.out] = dense(out.shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
-        elif match := lasts.get(op.id):
-            strides |= _emit_backward(edit, match, made[match.out])
-        elif op.id not in gone:
-            edit.ops.append(op)
-    mended = edit.mended()
-    return Laid(mended, strides).done()
-
-
-def _emit_forward(edit: Editor, match: BothWays, step: int) -> tuple[Ref, ...]:
-    """Copies of the operands and the kernel; returns what backward reads of them.
-
-    step: bytes, multiples of which the heads of operands become wide.
-    """
-    like = match.forward[-1]
-    copies = []
-    for ref in match.operands:
-        tensor = edit.values[ref.id]
-        wide = _multiple(tensor, step)
-        if wide == tensor.shape[-1] and tensor.stride[-1] == 1:
-            copies.append(ref)
-        elif wide == tensor.shape[-1]:
-            how: dict[str, Argument] = {"self": ref}
-            copies.append(edit.made(like, _CLONE, how, tensor.shape, tensor.dtype))
-        else:
-            copies.append(_padded(edit, like, ref, wide, "activations"))
-    edit.move(match.out, match.out)
-    out = replace(edit.values[match.out], dtype=edit.values[copies[0].id].dtype)
-    edit.values[match.out], whole = out, Ref(match.out)
-    wide = edit.values[copies[2].id].shape[-1]
-    if wide != out.shape[-1]:
-        whole = Ref(edit.value((*out.shape[:-1], wide), out.dtype, out.role, like.repeats))
-        edit.move(match.out, whole.id)
-    logsumexp = edit.value(out.shape[:-1], "fp32", "activations", like.repeats)
-    arguments = {**_attention(copies, match.mask), "is_causal": match.is_causal}
-    edit.emit(like, ATTENTION, arguments, (whole.id, logsumexp))
-    if whole.id != match.out:
-        cut = {"self": whole, "dim": len(out.shape) - 1, "start": 0, "end": out.shape[-1]}
-        edit.emit(like, "aten.slice.Tensor", cut, (match.out,), kind="view")
-    return (*copies, whole, Ref(logsumexp))
-
-
-_CLONE = "aten.clone.default"
-
-
-def _multiple(tensor: Tensor, step: int) -> int:
-    """The width of a tensor as the next multiple of so many bytes."""
-    step = max(1, step * 8 // precision(tensor.dtype).bits)
-    return -(-tensor.shape[-1] // step) * step
-
-
-def _padded(edit: Editor, like: Op, ref: Ref, wide: int, role: str) -> Ref:
-    """A value with zeros behind each row, up to a width."""
-    tensor = edit.values[ref.id]
-    how: dict[str, Argument] = {"self": ref, "pad": (0, wide - tensor.shape[-1])}
-    shape = (*tensor.shape[:-1], wide)
-    return edit.made(like, "aten.constant_pad_nd.default", how, shape, tensor.dtype, role)
-
-
-def _attention(operands: Sequence[Ref], mask: Ref | None) -> dict[str, Argument]:
-    named = dict(zip(("query", "key", "value"), operands, strict=True))
-    return {**named, "mask": mask, "dropout_p": 0.0}
-
-
-def _emit_backward(
-    edit: Editor, match: BothWays, kept: tuple[Ref, ...]
-) -> dict[int, tuple[int, ...]]:
-    """The kernel of the gradients; returns their strides, in the order of their operands'."""
-    assert match.grad_out is not None
-    like, (*operands, out, logsumexp) = match.backward[-1], kept
-    made, strides = [], {}
-    for ref, value in zip(operands, match.grads, strict=True):
-        t, there = edit.values[ref.id], edit.values[value]
-        before = there.stride if there.shape == t.shape else None
-        made.append(edit.value(t.shape, t.dtype, "gradients", like.repeats, stride=before))
-        strides[made[-1]] = dense_like(t.shape, t.stride)
-    empty = edit.value((0,), "fp32", "gradients", like.repeats)
-    whole, grad = edit.values[out.id], match.grad_out
-    shape = edit.values[match.out].shape
-    if edit.values[grad.id].shape != shape:
-        grad = edit.viewed(like, grad, shape)
-    if shape != whole.shape:
-        grad = _padded(edit, like, grad, whole.shape[-1], "gradients")
-    told = _attention(operands, match.mask)
-    arguments = {"grad_out": grad, **told, "out": out, "logsumexp": logsumexp}
-    arguments["is_causal"] = match.is_causal
-    edit.emit(like, ATTENTION_BACKWARD, arguments, (*made, empty))
-    for ref, value, new in zip(match.operands, match.grads, made, strict=True):
-        t, grad = edit.values[ref.id], Ref(new)
-        if edit.values[new].shape != t.shape:  # `constant_pad_nd` of less than nothing is a copy
-            cut = edit.sliced(like, grad, len(t.shape) - 1, 0, t.shape[-1])
-            grad = edit.made(like, _CLONE, {"self": cut}, t.shape, t.dtype, "gradients")
-        edit.becomes(like, value, grad)
-    return strides
-
-
-# -- layouts of images -----------------------------------------------------------------------------
-
-
-def _is_image_first(graph: OpGraph, op: Op) -> bool:
-    """Whether a convolution over images reads its channels first."""
-    if op.kind != "kernel" or op.name != "aten.convolution" or weight_shape(op, graph) is None:
-        return False
-    image = graph.values[op.inputs[0]]
-    return len(image.shape) in IMAGES and not has_channels_last(image)
-
-
-def with_channels_last(graph: OpGraph) -> OpGraph:
-    """Images and weights have channels last, and what is made of them lies as ATen lays it.
-
-    Attention has a kernel of its own where the width of its operands is innermost then.
-    """
-    values = graph.values
-    ranks = {len(values[op.inputs[0]].shape) for op in graph.ops if _is_image_first(graph, op)}
-    own = [v for v in graph.external if values[v].storage == v and len(values[v].shape) in ranks]
-    laid = Laid(
-        graph, {value: last for value in own if (last := last_strides(values[value]))}
-    ).done()
-    return with_contiguous_attention(laid, copied=False)
-
-
-_ASKED = frozenset({"contiguous", "clone"})
-"""Functions by which the code asks for a copy; reshape and others make one only where they must."""
-
-
-def needless_copies(graph: OpGraph) -> tuple[Op, ...]:
-    """Copies that the code asks for, all of whose readers take the original as it lies."""
-    flow = ValueFlow(graph)
-    return tuple(
-        op
+        mask = op.arguments.get("mask")
+        if op.target == ATTENTION and op.part == "forward" and isinstance(mask, Ref):
+            sides = (graph.values[operand(op, name).id].shape[-2] for name in ("query", "key"))
+            masked.append((op, mask, tuple(sides)))
+    for op, mask, (rows, columns) in masked:
+        buffers = _buffers_of(flow, mask.id)
+        if buffers and rows == columns and "mask" not in op.facts:
+            pairs = rows * (rows + 1) // 2
+            facts[op.id] = dict(zip(MASK_FACTS, (pairs, "causal", rows, rows), strict=True))
+            names |= dict.fromkeys(name.rpartition(".")[2] for name in buffers)
+    guessed = {n for n, each in enumerate(graph.assumptions) if each.kind == "mask"}
+    ops = (
+        replace(
+            op,
+            facts={**op.facts, **facts[op.id]},
+            assumptions=tuple(n for n in op.assumptions if n not in guessed),
+        )
+        if op.id in facts
+        else op
         for op in graph.ops
-        if op.name == "aten.clone" and op.function in _ASKED and _is_needless(flow, op)
     )
+    return graph.replace(ops=tuple(ops)) if facts else graph, tuple(names)
 
 
-def _is_needless(flow: ValueFlow, copy: Op) -> bool:
-    (made,), before = copy.outputs, operand(copy, "self")
-    storage = flow.values[made].storage
-    if before.then or before.every or made in flow.escaping or flow.writers.get(storage):
-        return False
-    last = max(op.id for op in flow.storage_users[storage])
-    written = flow.overwritten(before.id, copy.id, last)
-    return not written and _takes(flow, made, flow.values[before.id].stride)
+def _buffers_of(flow: ValueFlow, value: int) -> set[str]:
+    """The names of the buffers that a value is made of; none where it is made of others, too.
 
-
-def _takes(flow: ValueFlow, value: int, stride: tuple[int, ...], viewed: bool = False) -> bool:
-    """Whether all readers of a value take it at other strides, without a copy.
-
-    Elementwise ops and sums take any; products, of views too, matrices in either order (BLAS);
-    kernels of attention rows of adjacent elements that begin at multiples of 16 bytes.
+    Persistent ones are weights, and could be learnt where they are no condition.
     """
-    tensor = flow.values[value]
-    for op in flow.users[value]:
-        rule = find_rule(op.target)
-        product = op.name in ("aten.mm", "aten.bmm") and 1 in stride[-2:] and 0 not in stride
-        any_order = rule is not None and rule.fusion in ("pointwise", "reduction") and not viewed
-        bits = precision(tensor.dtype).bits
-        rows = stride[-1:] == (1,) and not any(n * bits % 128 for n in stride[:-1])
-        attends = rows and op.target in (ATTENTION, ATTENTION_BACKWARD)
-        fits = any_order or product or attends
-        if op.kind == "view":
-            views = [v for v in op.outputs if flow.values[v].storage == tensor.storage]
-            laid = {v: relaid(flow.values[v], tensor, stride) for v in views}
-            fits = all(now is not None and _takes(flow, v, now, True) for v, now in laid.items())
-        if not fits and (rule is None or stride != tensor.stride):
-            return False
-    return bool(flow.users[value])
-
-
-def without_copies(graph: OpGraph) -> OpGraph:
-    """The graph without needless copies."""
-    return Laid(graph, {}, {op.id for op in needless_copies(graph)}).done()
+    names, stack = set[str](), [value]
+    roles = ("constants", *(["weights"] if flow.values[value].dtype == "bool" else []))
+    while stack:
+        made = stack.pop()
+        by, tensor = flow.producer(made), flow.values[made]
+        if by is not None:
+            stack += by.inputs
+        elif tensor.role not in roles or made in flow.graph.inputs:
+            return set()
+        else:
+            names.add(tensor.name)
+    return names

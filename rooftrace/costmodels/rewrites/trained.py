@@ -7,13 +7,12 @@ A pass takes a verified OpGraph and returns one; the same where there is nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
-from rooftrace.costmodels.fusion.traffic import has_channels_last
 from rooftrace.costmodels.ops.cost import MASK_FACTS
 from rooftrace.costmodels.rewrites.attention_kernels import (
     before_copy,
@@ -23,19 +22,15 @@ from rooftrace.costmodels.rewrites.attention_kernels import (
 )
 from rooftrace.costmodels.rewrites.attention_products import WrittenAttention, written_attentions
 from rooftrace.costmodels.rewrites.dataflow import (
-    PARTS,
     BothWays,
+    UpdateRow,
+    Updates,
     ValueFlow,
+    dense,
     dense_like,
-    is_decay,
-    moments_of,
     place_of,
-    plain_name,
     reads_across,
-    rows_of_adam,
-    rows_of_sgd,
     run_of,
-    steps_of,
     with_backward,
 )
 from rooftrace.costmodels.rewrites.editing import (
@@ -53,7 +48,6 @@ from rooftrace.costmodels.rewrites.fused_products import append_in_place
 from rooftrace.costmodels.rewrites.spread import Laid
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
-from rooftrace.hardware.precisions import precision
 
 
 def apart(flow: ValueFlow, softmax: Op) -> BothWays | None:
@@ -190,15 +184,41 @@ def written_attention(graph: OpGraph) -> OpGraph:
     gone = {op for match in matches for op in match.written.inner}
     gone |= {op.id for match in matches for op in match.apart.backward}
     edit, kernels = Editor(graph), dict[int, Op]()
+    strides = dict[int, tuple[int, ...]]()
     for op in graph.ops:
         if match := ends.get(op.id):
             emit_flash(edit, (match.written, None))
-            kernels[match.apart.out] = next(o for o in edit.ops[::-1] if o.target == ATTENTION)
+            kernel = next(o for o in edit.ops[::-1] if o.target == ATTENTION)
+            kernels[match.apart.out], out = kernel, kernel.outputs[0]
+            strides[out] = strides_of_attention(edit.values[out].shape)
         elif match := lasts.get(op.id):
-            _emit_trained(edit, match.apart, kernels[match.apart.out])
+            strides |= _emit_trained(edit, match.apart, kernels[match.apart.out])
         elif op.id not in gone:
             edit.ops.append(op)
-    return edit.mended()
+    mended = edit.mended()
+    return graph if mended is graph else Laid(_direct(mended, strides), strides).done()
+
+
+def _direct(graph: OpGraph, sources: Collection[int]) -> OpGraph:
+    """Views that have the shape of a source again, through other views, are that source."""
+    flow, now = ValueFlow(graph), dict[int, int]()
+    for value, tensor in enumerate(graph.values):
+        source, shape = tensor.storage, graph.values[tensor.storage].shape
+        if (
+            source in sources
+            and source != value
+            and tensor.shape == shape
+            and (flow.root_of_shape(value, shape) == source)
+        ):
+            now[value] = source
+    ops = tuple(reading_others(op, now) for op in graph.ops)
+    return without_left_behind(graph.replace(ops=ops), graph)
+
+
+def strides_of_attention(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of attention's result, which its kernels make by position, then by head."""
+    rank = len(shape)
+    return dense(shape, (*range(rank - 3), rank - 2, rank - 3, rank - 1))
 
 
 def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
@@ -208,9 +228,13 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     made = {value for op in inner for value in op.outputs}
     starts = written.operands
     where = {place_of(op) for op in (*inner, last)}
-    match = BothWays((*inner, last), starts, last.outputs[0], False)
     read = made | {ref.id for ref in starts}
-    known = with_backward(flow, match, where, read)
+    learnt = [written.mask.tensor] if written.mask is not None else []  # a bias, for example
+    for operands in (starts, *([(*starts, *learnt)] if learnt else [])):
+        match = BothWays((*inner, last), operands, last.outputs[0], False)
+        known = with_backward(flow, match, where, read)
+        if known is not None:
+            break
     if known is None or known.added or -1 in known.grads or not known.backward:
         return None
     away = {op.id for op in (*known.backward, *inner, last)}
@@ -218,14 +242,19 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     return _Trained(written, known) if readers <= away else None
 
 
-def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> None:
-    """The kernel of the gradients of query, key and value."""
+def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> dict[int, tuple[int, ...]]:
+    """The kernel of the gradients of query, key and value; returns their operands' strides."""
     like = match.backward[-1]
-    grads = tuple(
-        edit.value(edit.values[operand(kernel, name).id].shape, edit.values[value].dtype,
-                   "gradients", like.repeats)
-        for name, value in zip(("query", "key", "value"), match.grads, strict=True)
-    )  # fmt: skip
+    named, made = [*zip(_OF_KERNEL, match.grads, strict=False)], list[tuple[int, bool]]()
+    for name, value in named:  # which of equal sizes is whose makes no difference
+        shape, tensor = edit.values[operand(kernel, name).id].shape, edit.values[value]
+        *lead, rows, width = range(len(shape))
+        is_turned = tensor.shape[-2:] == (shape[width], shape[rows]) != shape[-2:]
+        turned = (*lead, width, rows) if is_turned or tensor.stride[-2] == 1 else range(len(shape))
+        stride = dense(shape, turned)
+        new = edit.value(shape, tensor.dtype, "gradients", like.repeats, stride=stride)
+        made.append((new, is_turned))
+    grads = tuple(new for new, _ in made)
     assert match.grad_out is not None
     out, logsumexp = kernel.outputs
     shape = edit.values[out].shape
@@ -235,8 +264,20 @@ def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> None:
     arguments: dict[str, Argument] = {"grad_out": grad, **kernel.arguments, **saved}
     facts = {name: kernel.facts[name] for name in MASK_FACTS if name in kernel.facts}
     edit.emit(like, ATTENTION_BACKWARD, arguments, grads, facts=facts)
-    for value, made in zip(match.grads, grads, strict=True):
-        edit.becomes(like, value, Ref(made))
+    strides = {}
+    for (name, value), (new, is_turned) in zip(named, made, strict=True):
+        tensor, whole = edit.values[operand(kernel, name).id], Ref(new)
+        strides[new] = dense_like(tensor.shape, tensor.stride)
+        if is_turned:
+            *lead, rows, width = range(len(tensor.shape))
+            whole = edit.permuted(like, whole, (*lead, width, rows))
+        edit.move(value, new)
+        edit.reshape(like, whole, value)
+    return strides
+
+
+_OF_KERNEL = ("query", "key", "value", "mask")
+"""Operands of attention that may have gradients."""
 
 
 # -- results that are not all read, and inputs that only grow --------------------------------------
@@ -473,30 +514,38 @@ def _emit_list(edit: Editor, lanes: Sequence[Op]) -> None:
 
 
 def with_fused_optimizer(graph: OpGraph) -> OpGraph:
-    """The kernels of Adam's step, or of SGD with momentum, become one for each precision of the
-    parameters."""
-    named, values = moments_of(graph), graph.values
-    kind, rows = ("adamw", rows_of_adam(named, values)) if named else ("sgd", rows_of_sgd(graph))
-    if not rows:
+    """The kernels of Adam's steps, or of those of SGD with momentum, become one for each precision.
+
+    A step is known by what it does to a few numbers, however it is written.
+    """
+    steps = [op for op in graph.ops if op.part == "optimizer"]
+    if not steps:
         return graph
-    groups: dict[str, dict[str, tuple[Ref, ...]]] = {}
-    for row in rows:
-        group = groups.setdefault(values[row[0].id].dtype, {})
-        for name, ref in zip(_LISTS[kind], row, strict=True):
-            group[name] = (*group.get(name, ()), ref)
-    gone = {op.id for op in steps_of(graph) if plain_name(op) in PARTS[kind]}
-    last, edit = max(gone), Editor(graph)
-    decays = {"adamw": "mul_" in named, "sgd": any(map(is_decay, steps_of(graph)))}[kind]
-    more: Mapping[str, Any] = {"weight_decay": 0.01 if decays else 0.0}
+    whole, graph = graph, graph.expand() if any(op.repeats for op in steps) else graph
+    values, groups = graph.values, dict[tuple[str, str], list[UpdateRow]]()
+    for row in Updates(graph).rows():
+        kind = {3: "sgd", 4: "adamw"}[len(row.refs)]
+        groups.setdefault((kind, values[row.refs[0].id].dtype), []).append(row)
+    gone = {op for rows in groups.values() for row in rows for op in row.ops}
+    if len(gone) <= len(groups):
+        return whole
+    now = {v: values[v].storage for op in gone for v in graph.ops[op].outputs}
+    ends = {max(op for row in rows for op in row.ops): key for key, rows in groups.items()}
+    edit = Editor(graph)
     for op in graph.ops:
         if op.id not in gone:
-            edit.ops.append(op)
-        for group in groups.values() if op.id == last else ():
+            edit.ops.append(reading_others(op, now))
+        elif op.id in ends:
+            (kind, _), rows = ends[op.id], groups[ends[op.id]]
+            columns = zip(*(row.refs for row in rows), strict=True)
+            arguments: dict[str, Any] = dict(zip(_LISTS[kind], map(tuple, columns), strict=True))
+            for row in rows:
+                arguments |= row.options
             outputs = tuple(
                 edit.view(ref, values[ref.id].shape, values[ref.id].stride, op.repeats)
-                for ref in group["self"]
+                for ref in arguments["self"]
             )
-            edit.emit(op, f"aten._fused_{kind}_.default", {**group, **more}, outputs)
+            edit.emit(op, f"aten._fused_{kind}_.default", arguments, outputs)
     return released(edit.done(), graph).verify()
 
 
@@ -504,46 +553,3 @@ _LISTS = {
     "adamw": ("self", "grads", "exp_avgs", "exp_avg_sqs"),
     "sgd": ("self", "grads", "momentum_buffer_list"),
 }
-
-
-# -- odd sizes -------------------------------------------------------------------------------------
-
-
-def odd_sizes(graph: OpGraph, load: int) -> Mapping[int, int]:
-    """Sizes of matrices of weights whose rows begin at no multiple of `load` bytes, and padded.
-
-    Windows with channels last have channels as rows.  Rows shorter than that are left alone.
-    """
-    sizes: dict[int, int] = {}
-    for index in graph.external:
-        tensor = graph.values[index]
-        if tensor.role == "weights" and (len(tensor.shape) == 2 or has_channels_last(tensor)):
-            step = max(1, load * 8 // precision(tensor.dtype).bits)
-            sizes |= {n: -(-n // step) * step for n in tensor.shape[:2] if n > step and n % step}
-    return dict(sorted(sizes.items()))
-
-
-def with_sizes(graph: OpGraph, sizes: Mapping[int, int]) -> OpGraph:
-    """Every dimension of one of these sizes has another one; of images, only channels."""
-
-    def sized(item: Argument) -> Argument:
-        if isinstance(item, tuple):
-            return tuple(map(sized, item))
-        return sizes.get(item, item) if type(item) is int else item
-
-    values = []
-    for tensor in graph.values:
-        shape = tuple(sizes.get(n, n) for n in tensor.shape)
-        if has_channels_last(tensor):  # heights and widths stay, and the number of images
-            first = 0 if tensor.role == "weights" else 1
-            shape = (*tensor.shape[:first], *shape[first:2], *tensor.shape[2:])
-        if shape != tensor.shape:
-            steps = zip(tensor.stride, dense_like(shape, tensor.stride), strict=True)
-            stride = tuple(s and step for s, step in steps)
-            tensor = replace(tensor, shape=shape, stride=stride)
-        values.append(tensor)
-    ops = [
-        replace(op, arguments={name: sized(item) for name, item in op.arguments.items()})
-        for op in graph.ops
-    ]
-    return graph.replace(values=tuple(values), ops=tuple(ops))

@@ -28,6 +28,19 @@ def without_waits(graph: OpGraph) -> OpGraph:
     return graph.with_ops(op for op in graph.ops if op.kind != "sync")
 
 
+def without_checks(graph: OpGraph) -> OpGraph:
+    """The graph without conditions that the host waits for, and what only they read."""
+    rest = [op for op in graph.ops if op.kind != "sync" or not is_condition(graph, op)]
+    if len(rest) == len(graph.ops):
+        return graph
+    return released(without_left_behind(graph.with_ops(rest), graph), graph)
+
+
+def is_condition(graph: OpGraph, op: Op) -> bool:
+    """Whether the host waits for one boolean."""
+    return [(graph.values[v].dtype, graph.values[v].elements) for v in op.inputs] == [("bool", 1)]
+
+
 def without_repeated_work(graph: OpGraph) -> OpGraph:
     """Ops of forward that make the same as an earlier one go, and those of all iterations too.
 

@@ -15,7 +15,7 @@ from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.fusion import SUMMARIES, ExecutionModel, Plan, execution_model, waits_at
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import price_ops, with_families
-from rooftrace.costmodels.rewrites import HALVES, Edit, applicable, by_which, findings
+from rooftrace.costmodels.rewrites import HALVES, Edit, applicable, findings, written_rewrites
 from rooftrace.costmodels.timing.timings import REGIMES, ranked
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import Chip
@@ -435,7 +435,6 @@ def _how_run(model: ExecutionModel, graph: OpGraph, chip: Chip) -> Iterator[Step
 
 
 ACTIONS: Mapping[str, str] = {
-    "written-attention": "Compute attention that is written out in one kernel",
     "shared-heads": "Read keys and values that heads share without a copy for each",
     "mask-numbers": "Tell the attention kernel the kind of its mask, not the mask",
     "gated-delta-rule": "Run delta rules with the kernels of flash-linear-attention",
@@ -455,7 +454,7 @@ ACTIONS: Mapping[str, str] = {
     "last-logits": "Compute the logits of the one position that is read, as the last of a prompt",
     "static-cache": "Write new rows into a cache that has room",
 }
-"""The action of each named rewrite."""
+"""The action of each named rewrite, but for `written_rewrites`."""
 
 
 def _rewrites(step: Estimate) -> Iterator[StepChange]:
@@ -466,12 +465,12 @@ def _rewrites(step: Estimate) -> Iterator[StepChange]:
     for name in applicable(classified, step.execution):
         if name == "static-cache" and step.execution.kv_append == "in-place":
             continue  # it is done
-        which = by_which(source) if name == "written-attention" else ""
+        action, names = (ACTIONS[name], (name,)) if name in ACTIONS else written_rewrites(source)
         yield StepChange(
             lever="rewrite",
-            action=f"{ACTIONS[name]}{which}",
+            action=action,
             needs="code, or a server, that does so; results stay the same",
-            execution={"rewrites": (name,)},
+            execution={"rewrites": names},
         )
 
 
@@ -582,7 +581,7 @@ def all_of(chosen: Sequence[StepChange], action: str) -> StepChange:
     for change in chosen:
         for name, value in change.execution.items():
             if name == "rewrites":
-                execution[name] = (*execution.get(name, ()), *value)
+                execution[name] = tuple(dict.fromkeys((*execution.get(name, ()), *value)))
             elif name == "dispatch":
                 execution[name] = max(value, execution.get(name, value), key=_STRONGER.index)
             else:
