@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rooftrace.reporting.commands.estimates import (
         estimate as estimate,
         priced_graphs as priced_graphs,
+        roofline as roofline,
         run as run,
     )
     from rooftrace.reporting.commands.explaining import (
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
         report as report,
         reports as reports,
     )
-    from rooftrace.reporting.commands.rooflines import roofline as roofline
     from rooftrace.reporting.commands.sensitivity import sensitivity as sensitivity
     from rooftrace.reporting.commands.solving import solve as solve
     from rooftrace.reporting.commands.sweeps import form as form, sweep as sweep

@@ -23,8 +23,6 @@ from rooftrace.costmodels.rewrites.attention_kernels import (
 from rooftrace.costmodels.rewrites.attention_products import WrittenAttention, written_attentions
 from rooftrace.costmodels.rewrites.dataflow import (
     BothWays,
-    UpdateRow,
-    Updates,
     ValueFlow,
     dense,
     dense_like,
@@ -46,6 +44,7 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.fused_products import append_in_place
 from rooftrace.costmodels.rewrites.spread import Laid
+from rooftrace.costmodels.rewrites.updates import UpdateRow, Updates
 from rooftrace.costmodels.rewrites.waste import FEW, key_of
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 

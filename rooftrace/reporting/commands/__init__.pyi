@@ -10,7 +10,6 @@ from rooftrace.reporting.commands import (
     pricing as pricing,
     reportfolder as reportfolder,
     reports as reports,
-    rooflines as rooflines,
     rooflinesteps as rooflinesteps,
     sensitivity as sensitivity,
     solving as solving,
