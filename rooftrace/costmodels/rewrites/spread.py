@@ -525,10 +525,17 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
     """Backward reads what forward made, in place of the same made again.
 
     Weights that are gathered again for backward equal those of forward; it reads these again.
+    Layers that repeat are written out where they do not all repeat alike.
     """
     if not any(op.part == "recompute" for op in graph.ops):
         return graph
-    graph = graph.expand()
+    made = _reading_forward(graph)
+    rest = any(op.part == "recompute" and op.kind == "kernel" for op in made.ops)
+    return _reading_forward(graph.expand()) if rest and graph.repeats else made
+
+
+def _reading_forward(graph: OpGraph) -> OpGraph:
+    """The graph without ops that make again what is there in each iteration in which they run."""
     edit, first, values = Editor(graph), dict[Any, Op](), graph.values
     again, twice = dict[int, int](), dict[int, int]()  # values -> equal ones of forward
     writers = edit.flow.writers.items()
@@ -542,7 +549,8 @@ def without_checkpoints(graph: OpGraph) -> OpGraph:
         # forward itself may make a view for each reader
         key = _key_of_results(values, reading_others(op, twice), written)
         same = first.setdefault(key, op) if key and op.part == "forward" else first.get(key)
-        others = op.outputs if same is None or same is op else same.outputs
+        there = same is not None and op.repeats[: len(same.repeats)] == same.repeats
+        others = same.outputs if same is not None and there else op.outputs
         equal = {v: other for v, other in zip(op.outputs, others, strict=True) if v != other}
         on_weights = op.kind == "view" and values[min(op.outputs, default=0)].role == "weights"
         if equal and op.part == "recompute" and not on_weights:
