@@ -364,6 +364,56 @@ def priced_graphs(
 ) -> dict[str, OpGraph]:
     """The graphs by phase of a source, in the precisions of the call; takes what `report` takes."""
 
+def roofline(
+    sources: Source | Sequence[Source],
+    *,
+    batch: int | Sequence[int] | None = ...,
+    seq: int | Sequence[int] | None = ...,
+    kv: int | Sequence[int] | None = ...,
+    names: Sequence[str] | None = ...,
+    progress: Callable[[str], None] | None = ...,
+    phases: Sequence[str] | None = ...,
+    inputs: Mapping[str, str] | None = ...,
+    settings: Mapping[str, Any] | None = ...,
+    mesh: Mapping[str, int] | None = ...,
+    checkpoint: str = ...,
+    plan: str = ...,
+    zero: int = ...,
+    schedule: str | None = ...,
+    interleave: int | None = ...,
+    microbatches: int | None = ...,
+    optimizer: str = ...,
+    assume: Mapping[str, Any] | None = ...,
+    repeats: bool = ...,
+    torch: str | None = ...,
+    trust_remote_code: bool = ...,
+    dtype: str | Sequence[str | None] | None = ...,
+    weights_dtype: str | None = ...,
+    kv_dtype: str | Sequence[str | None] | None = ...,
+    chip: str | Chip | Sequence[str | Chip] | None = ...,
+    system: str | System | Sequence[str | System] | None = ...,
+    host: str | os.PathLike[str] | Host | None = ...,
+    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
+    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
+    rewrites: Sequence[str] = ...,
+    tf32: bool | None = ...,
+    library: str | None = ...,
+    exchange: str | None = ...,
+    what_if: Mapping[str, float] | None = ...,
+    **kwargs: Any,
+) -> Rooflines:
+    """Steps of several models under the roofs of several chips.
+
+    sources: targets, graphs, or graphs by phase.  batch, seq, kv: a size, or several values of one
+    of them; each value is traced, and `plot` joins its points.  phases: by default those
+    that fit each source.  names: one for each source, in tables and figures; default: those of
+    the models.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for all.
+
+    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError for no
+    source, names that are not one for each, several values of two sizes, and the errors of
+    `report`.
+    """
+
 def run(
     command: str | Sequence[str],
     *,
@@ -1005,56 +1055,6 @@ def reports(
 
     Returns the Reports, with the failures by target.  Raises RequestError for no target, one that
     is there twice, too many, and names that are not one for each.
-    """
-
-def roofline(
-    sources: Source | Sequence[Source],
-    *,
-    batch: int | Sequence[int] | None = ...,
-    seq: int | Sequence[int] | None = ...,
-    kv: int | Sequence[int] | None = ...,
-    names: Sequence[str] | None = ...,
-    progress: Callable[[str], None] | None = ...,
-    phases: Sequence[str] | None = ...,
-    inputs: Mapping[str, str] | None = ...,
-    settings: Mapping[str, Any] | None = ...,
-    mesh: Mapping[str, int] | None = ...,
-    checkpoint: str = ...,
-    plan: str = ...,
-    zero: int = ...,
-    schedule: str | None = ...,
-    interleave: int | None = ...,
-    microbatches: int | None = ...,
-    optimizer: str = ...,
-    assume: Mapping[str, Any] | None = ...,
-    repeats: bool = ...,
-    torch: str | None = ...,
-    trust_remote_code: bool = ...,
-    dtype: str | Sequence[str | None] | None = ...,
-    weights_dtype: str | None = ...,
-    kv_dtype: str | Sequence[str | None] | None = ...,
-    chip: str | Chip | Sequence[str | Chip] | None = ...,
-    system: str | System | Sequence[str | System] | None = ...,
-    host: str | os.PathLike[str] | Host | None = ...,
-    execution: str | ExecutionModel | Sequence[str | ExecutionModel] | None = ...,
-    knobs: str | os.PathLike[str] | Knobs | Calibration | None = ...,
-    rewrites: Sequence[str] = ...,
-    tf32: bool | None = ...,
-    library: str | None = ...,
-    exchange: str | None = ...,
-    what_if: Mapping[str, float] | None = ...,
-    **kwargs: Any,
-) -> Rooflines:
-    """Steps of several models under the roofs of several chips.
-
-    sources: targets, graphs, or graphs by phase.  batch, seq, kv: a size, or several values of one
-    of them; each value is traced, and `plot` joins its points.  phases: by default those
-    that fit each source.  names: one for each source, in tables and figures; default: those of
-    the models.  dtype, weights_dtype, kv_dtype and other arguments of `report` hold for all.
-
-    Returns the Rooflines: print it, `.to_frame()`, `.plot(path)`.  Raises RequestError for no
-    source, names that are not one for each, several values of two sizes, and the errors of
-    `report`.
     """
 
 @overload

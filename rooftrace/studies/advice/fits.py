@@ -91,7 +91,7 @@ def _fewer_layers(step: Estimate, change: StepChange, all_again: WhatIf | None) 
         return all_again
     whole = step.plan.source.expand()
     layers, room = len(_layers_of(whole)), step.chip.room()
-    running, least = (_fullest(given, 1)[0] for given in (step, all_again.after))
+    running, least = (_fullest(of, 1)[0] for of in (step, all_again.after))
     spare, lists = (running - least) / max(layers, 1), layer_lists(whole)
     most = layers - (least + spare <= _ABOUT * room)
     number = min(math.ceil((running - room) / spare) if spare > 0 else layers, most)
