@@ -517,12 +517,14 @@ def with_fused_optimizer(graph: OpGraph) -> OpGraph:
 
     A step is known by what it does to a few numbers, however it is written.
     """
-    steps = [op for op in graph.ops if op.part == "optimizer"]
-    if not steps:
+    if not any(op.part == "optimizer" for op in graph.ops):
         return graph
-    whole, graph = graph, graph.expand() if any(op.repeats for op in steps) else graph
+    whole, steps = graph, [*Updates(graph).rows()]
+    if any(graph.ops[op].repeats for row in steps for op in row.ops):
+        graph = graph.expand()
+        steps = [*Updates(graph).rows()]
     values, groups = graph.values, dict[tuple[str, str], list[UpdateRow]]()
-    for row in Updates(graph).rows():
+    for row in steps:
         kind = {3: "sgd", 4: "adamw"}[len(row.refs)]
         groups.setdefault((kind, values[row.refs[0].id].dtype), []).append(row)
     gone = {op for rows in groups.values() for row in rows for op in row.ops}
