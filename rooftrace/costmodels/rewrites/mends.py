@@ -172,18 +172,27 @@ def _of_sizes(graph: OpGraph, load: int) -> Iterator[Mend]:
 def _changing(graph: OpGraph, edit: Edit) -> Edit | None:
     """The edit, which has its result for this graph already; None where that is the same graph."""
     made = edit(graph)
-    return None if made is graph else lambda other: made if other is graph else edit(other)
+    return None if made is graph else _kept(graph, made, edit)
+
+
+def _kept(graph: OpGraph, made: OpGraph, edit: Edit) -> Edit:
+    """An edit that has its result for this graph already."""
+    return lambda other: made if other is graph else edit(other)
 
 
 def _of_attention(graph: OpGraph) -> Iterator[Mend]:
     """Findings of attention in training; `REWRITES` has the same for inference."""
+    needs = "code that does so; results stay the same"
+    written = written_attention(graph)
+    if written is not graph:
+        action = f"{_IN_ONE}{by_which(graph)}{_told_kind(written)}"
+        yield Mend("rewrite", action, needs, _kept(graph, masks_told(written), _in_one))
     for action, edit in (
-        (f"{_IN_ONE}{by_which(graph)}{_told_kind(written_attention(graph))}", _in_one),
         ("Tell the attention kernel the kind of its mask, not the mask", masks_told),
         ("Read keys and values that heads share without a copy for each", heads_shared),
     ):
         if changing := _changing(graph, edit):
-            yield Mend("rewrite", action, "code that does so; results stay the same", changing)
+            yield Mend("rewrite", action, needs, changing)
 
 
 _IN_ONE = "Compute attention that is written out in one kernel"
@@ -208,21 +217,22 @@ def written_rewrites(graph: OpGraph) -> tuple[str, tuple[str, ...]]:
     return f"{_IN_ONE}{by_which(graph)}{told}", names
 
 
-def _as_causal(graph: OpGraph) -> OpGraph:
-    """Masks without values as causal ones, of attention that is written out, too."""
-    return masks_told(_in_one(with_causal_buffers(graph)[0]))
+def _told_in_one(graph: OpGraph) -> OpGraph:
+    """Kernels are told the kinds of their masks, of attention that is written out, too."""
+    return masks_told(_in_one(graph))
 
 
 def _of_unknown_masks(graph: OpGraph) -> Iterator[Mend]:
     """The finding of masks whose values are not known, priced as if they were causal."""
-    names = with_causal_buffers(graph)[1]
-    if names and (changing := _changing(graph, _as_causal)):
+    causal, names = with_causal_buffers(graph)
+    told = _told_in_one(causal) if names else graph
+    if told is not graph:
         yield Mend(
             "rewrite",
             "Attend with is_causal=True in place of a mask, if it is causal",
             f"a mask that hides all later keys: {listed(names)} on meta has no values; those of "
             "a module on the CPU are read",
-            changing,
+            _kept(graph, told, lambda other: _told_in_one(with_causal_buffers(other)[0])),
             at_most=True,
         )
 

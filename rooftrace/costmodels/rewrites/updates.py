@@ -151,7 +151,7 @@ class Updates:
     def _written(self, states: Sequence[TensorState]) -> Hashable:
         """How the first state is made of the others: what steps share that are written alike."""
         places = {state: place for place, state in enumerate(states)}
-        tensors = {state.storage: place for place, state in enumerate(reversed(states))}
+        tensors = {state.storage: place for state, place in places.items()}
         return tuple(
             (
                 state.how,
