@@ -41,18 +41,23 @@ def fitting(
     both = (all_of(single, ", ".join(change.action for change in single)),) * (len(single) > 1)
     again = [change for change in single if with_checkpoints in change.edits]
     shards = _Shards(step, over_chips)
-    edited = {change.action: priced_change(step, change) for change in (*single, *both)}
+    priced: dict[str, WhatIf | None] = {}
+
+    def edited(change: StepChange) -> WhatIf | None:
+        if change.edits and change.action not in priced:
+            priced[change.action] = priced_change(step, change)
+        return priced.get(change.action)
 
     def tried(
         whole: Sequence[StepChange], batches: Sequence[StepChange], others: Sequence[StepChange]
     ) -> list[WhatIf]:
-        ways = [_fewer_layers(step, change, edited[change.action]) for change in whole]
-        for change in batches:
-            ways.append(_smaller_batch(step, at_batch, change, edited.get(change.action)))
-        for change in others if step.phase == "training" else ():
-            alone = edited.get(change.action)
-            ways.append(_in_host_memory(step, change, alone))
-            ways.append(shards.way(change, alone))
+        ways: list[WhatIf | None] = []
+        others = others if step.phase == "training" else ()
+        if step.memory.weights <= room:  # each chip has all of them but where they are shared
+            ways += [_fewer_layers(step, change, edited(change)) for change in whole]
+            ways += [_smaller_batch(step, at_batch, change, edited(change)) for change in batches]
+            ways += [_in_host_memory(step, change, edited(change)) for change in others]
+        ways += [shards.way(change, edited(change)) for change in others]
         return [way for way in ways if way is not None and way.fits]
 
     fit = tried(single, [_AS_IT_IS], [_AS_IT_IS])

@@ -261,15 +261,15 @@ def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
 def _reach(step: Estimate, graph: OpGraph) -> float:
     """The share of the step in kernels that another graph of it has no more, or changes.
 
-    No change of these can save more: what the host takes for each kernel is counted, too.
+    No change of these can save more: what the host takes for each kernel is counted, too, and all
+    that it takes where it no longer waits.
     """
-    source = step.plan.source
+    source, waits = step.plan.source, False
     kept = {(op.target, op.inputs, op.outputs) for op in graph.ops}
     changed = {place for place, old in enumerate(source.values) if graph.values[place] != old}
     for op in source.ops:
         if (op.target, op.inputs, op.outputs) not in kept:
-            if op.kind == "sync":
-                return 1.0
+            waits |= op.kind == "sync"
             changed.update(op.outputs)
     ops = step.plan.graph.ops
     reached = [
@@ -277,8 +277,9 @@ def _reach(step: Estimate, graph: OpGraph) -> float:
         for row in step.rows
         if any(not changed.isdisjoint((*ops[i].inputs, *ops[i].outputs)) for i in row.ops)
     ]
-    launched = sum(row.count for row in reached) / max(step.kernels, 1) * step.times.t_launch
-    return (launched + sum(row.timing.t_device for row in reached)) / step.t_est
+    late = 1.0 if waits else sum(row.count for row in reached) / max(step.kernels, 1)
+    seconds = late * step.times.t_launch + sum(row.timing.t_device for row in reached)
+    return seconds / step.t_est
 
 
 def by_rules(step: Estimate) -> Estimate:
