@@ -558,10 +558,11 @@ def _work_columns(
         numbers["odd"] = misaligned(key, lengths) + misaligned(key, lengths, WORD)
         numbers["kernel"], rounds = engines.library_kernel(key, chip, execution.library)
         numbers["rounded"] = rounds * m * k * numbers["products"]
+        most_work = larger.all()
         for name, number in numbers.items():
-            columns[name][at] = np.where(larger, number, columns[name][at])
+            columns[name][at] = number if most_work else np.where(larger, number, columns[name][at])
     grouped = np.isin(kernels.kind, [CLASSES.index(name) for name in GROUPED])
-    for name, padded in _group_sizes(columns, chip).items():
+    for name, padded in _group_sizes(columns, chip).items() if grouped.any() else ():
         columns[name] = np.where(grouped, padded, columns[name])
     columns["odd"] = np.where(columns["flop"] > 0, columns["odd"], rows_odd)
     alone = kernels.kind != CLASSES.index("grouped mm")  # those of experts are other kernels

@@ -24,6 +24,7 @@ from rooftrace.graph.formulas.polynomials import RATIO, Formula, FormulaError, f
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, np.dtype[Any]]
+    Drawn = dict[Any, Array]  # numbers of draws at many points, by their operations
 
 
 _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -63,15 +64,18 @@ class Operation(NamedTuple):
         some, others = (pair for pair in self[1:] if isinstance(pair, Operation))
         return Draw(self.kind, *some[1:], *others[1:])  # type: ignore[arg-type]
 
-    def over(self, columns: Sequence[Array]) -> Array:
-        """The numbers at many points."""
+    def over(self, columns: Sequence[Array], drawn: Drawn | None = None) -> Array:
+        """The numbers at many points.  drawn: those of draws there, which this call adds to."""
+        drawn = {} if drawn is None else drawn
         draw = self.draw
         if draw is not None:
-            return draw.over(columns)
-        first = self.first.over(columns)
+            if self not in drawn:
+                drawn[self] = draw.over(columns)
+            return drawn[self]
+        first = _over(self.first, columns, drawn)
         if self.kind == _ROUND:
             return np.rint(first).astype(np.int64)
-        result: Array = _OPERATORS[self.kind](first, self.second.over(columns))
+        result: Array = _OPERATORS[self.kind](first, _over(self.second, columns, drawn))
         return result
 
     @property
@@ -88,6 +92,10 @@ class Operation(NamedTuple):
 Expression = Formula | Operation
 
 
+def _over(number: Expression, columns: Sequence[Array], drawn: Drawn) -> Array:
+    return number.over(columns, drawn) if isinstance(number, Operation) else number.over(columns)
+
+
 class Guard(NamedTuple):
     """A comparison that code has made: whether a number was below 0, or 0."""
 
@@ -95,9 +103,9 @@ class Guard(NamedTuple):
     number: Expression
     outcome: bool
 
-    def holds(self, columns: Sequence[Array]) -> Array:
-        """At which points it comes out the same."""
-        number = self.number.over(columns)
+    def holds(self, columns: Sequence[Array], drawn: Drawn | None = None) -> Array:
+        """At which points it comes out the same.  drawn: as `Operation.over` takes it."""
+        number = _over(self.number, columns, {} if drawn is None else drawn)
         result: Array = ((number < 0) if self.relation == "<" else (number == 0)) == self.outcome
         return result
 

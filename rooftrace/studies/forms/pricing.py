@@ -422,8 +422,9 @@ def _holding(guards: Sequence[Guard], points: Points, chosen: Places) -> Array:
         columns, at = part.part(sizes)
         with np.errstate(divide="ignore", invalid="ignore"):
             here = np.ones(max(map(len, columns)), dtype=bool)
+            drawn: dict[Any, Array] = {}
             for guard in several:
-                here &= guard.holds(columns)
+                here &= guard.holds(columns, drawn)
         held &= here if at is None else here[at]
     return held
 
