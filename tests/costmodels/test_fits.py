@@ -60,6 +60,13 @@ class Transposed(Layer):
         return torch.addmm(self.bias, super().forward(x).tanh(), self.weight)
 
 
+class Shifted(Layer):
+    """Backward reads the input moved by 1, not the input, which a checkpoint holds all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 1)
+
+
 class Stack(nn.Module):
     def __init__(self, again: int, layer: type[Layer] = Layer) -> None:
         super().__init__()
@@ -88,7 +95,7 @@ def on_a_chip(graph: OpGraph, gigabytes: float = 80.0) -> Estimate:
     return rt.estimate(graph, chip=replace(chip, memory_capacity=fact), execution="eager")
 
 
-@pytest.mark.parametrize("layer", [Layer, Transposed])
+@pytest.mark.parametrize("layer", [Layer, Transposed, Shifted])
 @pytest.mark.parametrize("repeats", [True, False])
 def test_checkpoints_cost_what_those_of_torch_cost(repeats: bool, layer: type[Layer]) -> None:
     ours = on_a_chip(with_checkpoints(stack(repeats=repeats, layer=layer)))

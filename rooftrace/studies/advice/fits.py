@@ -14,7 +14,7 @@ from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.memory import KINDS, OPTIMIZERS
 from rooftrace.costmodels.rewrites import Editor, reading_others, with_fused_optimizer
 from rooftrace.errors import RequestError
-from rooftrace.graph import PARTS, Op, OpGraph, refs
+from rooftrace.graph import PARTS, Op, OpGraph, in_order, refs
 from rooftrace.hardware.units import format_bandwidth, format_capacity, listed
 from rooftrace.studies.advice.variants import Study, Variant
 from rooftrace.studies.advice.whatifs import StepChange, WhatIf, all_of, priced_change
@@ -296,7 +296,7 @@ def with_checkpoints(graph: OpGraph, first: int | None = None) -> OpGraph:
     """
     graph = graph if first is None else graph.expand()
     layers = _layers_of(graph)[:first]
-    edit, ops = Editor(graph), list(graph.ops)
+    edit, ops, weights = Editor(graph), list(graph.ops), {*graph.external}
     again: dict[int, list[Op]] = {}  # before the op of this number
     instead: dict[int, int] = {}
     reads = [ref.then for op in graph.ops for ref in op.reads]
@@ -327,6 +327,10 @@ def with_checkpoints(graph: OpGraph, first: int | None = None) -> OpGraph:
                 ops[op.id] = replace(op, holds=holds)
         for op in readers:
             ops[op.id] = reading_others(ops[op.id], now)
+        # As torch does, hold the inputs of the layer until its backward has ended.
+        inputs = [r for op in forward for r in op.reads if r.id not in made and r.id not in weights]
+        end = ops[readers[-1].id]
+        ops[end.id] = replace(end, holds=in_order((*end.holds, *inputs)))
         instead |= now
     for value in {value for op in ops if op.part == "backward" for value in op.outputs}:
         if edit.values[value].storage in instead:  # a view
