@@ -3,7 +3,8 @@
     python benchmarks/peers/floors.py [--rounds 5] [TEXT ...]
 
 Commands are whole processes with their imports and an empty cache; a bare one imports, builds the
-module on meta and calls it once.  A second command comes after the first, which it is held against.
+module on meta and runs each phase of the report once.  A second command comes after the first,
+which it is held against.
 The package is compiled before, as an installed one is, even where PYTHONDONTWRITEBYTECODE is set.
 Points and crossings are parts of one process, held against the trace and the estimate of a point,
 and against the sweep.  TEXT: only lines whose names have it.  Prints medians as Markdown.
@@ -26,12 +27,27 @@ BARE = """
 import json, sys, torch, tasks, peers
 with torch.device("meta"):
     if sys.argv[1] == "gpt2":
-        made = tasks.gpt2()
+        module, kwargs = tasks.gpt2()
     else:
         config = json.load(open(f"../../examples/configs/{sys.argv[1]}.json"))
         config.pop("use_cache", None)
-        made = tasks.causal(config.pop("model_type"), **config)
-    peers.step(*made, training=False)
+        module, kwargs = tasks.causal(config.pop("model_type"), **config)
+    optimizer = torch.optim.AdamW(module.parameters())
+    peers.step(module.train(), kwargs, training=True)
+    optimizer.step()
+    if sys.argv[1] == "gpt2":
+        peers.step(module.eval(), kwargs, training=False)
+        sys.exit()
+    with torch.no_grad():
+        cache = module.eval()(**kwargs, use_cache=True).past_key_values
+        length = cache.get_seq_length()
+        module(
+            kwargs["input_ids"][:, :1],
+            position_ids=torch.full((1, 1), length),
+            attention_mask=torch.ones(1, 1, 1, length + 1, dtype=torch.bool),
+            past_key_values=cache,
+            use_cache=True,
+        )
 """
 POINTS = """
 import sys, time, numpy, rooftrace as rt
