@@ -295,6 +295,31 @@ def test_sliders_over_a_sweep_show_the_estimate_of_their_place(opened: Open) -> 
             assert page.locator("tr.picked").count() == 1
 
 
+def test_sliders_move_to_the_nearest_line_where_none_has_all_that_is_chosen(opened: Open) -> None:
+    rows = [
+        {"chip": chip, "batch": batch, "kv": kv, "time": f"{chip} {batch} {kv}"}
+        for chip, batch, kv in (("a", 1, 9), ("a", 8, 9), ("a", 8, 99), ("a", 64, 9), ("b", 64, 99))
+    ]
+    units_of = {"chip": units.TEXT, "batch": units.EXACT, "kv": units.EXACT, "time": units.TEXT}
+    columns = [view.Column(name, unit, name) for name, unit in units_of.items()]
+    table = view.Table(columns=columns, rows=rows, axes=3)
+    page = opened(result_page(view.View((view.Section(title="T", parts=[table]),), "x")))
+    batch, kv = (page.locator('.live input[type="range"]').nth(place) for place in (0, 1))
+    told = page.locator(".live p")
+    assert page.inner_text(".live dd") == "a 1 9"
+    kv.fill("1")  # 99, which batch 1 does not have
+    assert page.inner_text(".live dd") == "a 8 99" and batch.input_value() == "1"
+    assert told.inner_text() == "No line has chip a, batch 1, kv 99: the nearest has batch 8."
+    batch.fill("2")  # 64: a size moves before the chip does
+    assert page.inner_text(".live dd") == "a 64 9" and kv.input_value() == "0"
+    page.select_option(".live select", label="b")
+    assert page.inner_text(".live dd") == "b 64 99" and "kv 99." in told.inner_text()
+    batch.fill("0")
+    assert page.inner_text(".live dd") == page.locator("tr.picked td").last.inner_text() == "a 1 9"
+    kv.fill("0")  # where it is
+    assert told.inner_text() == ""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast(report: rt.types.Report, opened: Open, scheme: str) -> None:
     page = opened(report_page(report), color_scheme=scheme)
