@@ -5,6 +5,7 @@ Tests are skipped where no Chromium is installed; ROOFTRACE_CHROMIUM names one.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -251,6 +252,32 @@ def test_a_mark_of_the_roofline_opens_its_row(report: rt.types.Report, opened: O
     page.mouse.up()
     assert page.locator("tr.picked").count() == 1
     assert "2 M K N flop" in page.inner_text("tr.opened")
+
+
+@pytest.mark.parametrize("width", [1200, 375])
+def test_names_of_ceilings_lie_over_no_mark_and_no_other_name(opened: Open, width: int) -> None:
+    model = nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.BatchNorm2d(256), nn.ReLU())
+    made = rt.report(
+        model, torch.empty(16, 256, 32, 32, device="meta"), chip=["l4", "h100-sxm", "h200-sxm"]
+    )
+    for chip in ("l4", "h100-sxm"):
+        page = opened(
+            report_page(made), f"#chip={chip}", viewport={"width": width, "height": 900}
+        )
+        names, marks = page.evaluate(
+            """() => {
+              const chart = document.querySelector('[aria-label^="roofline"]');
+              const boxes = (all) => [...all].map((one) => one.getBoundingClientRect())
+                .map(({left, right, top, bottom}) => [left, top, right, bottom]);
+              const texts = [...chart.querySelectorAll('text')];
+              return [boxes(texts.filter((one) => /^[^↑]*(matrix|vector) /.test(one.textContent))),
+                boxes(chart.querySelectorAll('[aria-label="dot"] path'))];
+            }"""
+        )
+        assert len(names) >= 2 and len(marks) >= 2
+        for one, other in [*itertools.product(names, marks), *itertools.combinations(names, 2)]:
+            apart = (one[0] - other[2], other[0] - one[2], one[1] - other[3], other[1] - one[3])
+            assert max(apart) > -2, (chip, one, other)  # pixels
 
 
 def test_memory_says_what_is_alive_at_the_cursor(report: rt.types.Report, opened: Open) -> None:
