@@ -297,6 +297,7 @@ def test_a_page_lets_its_own_script_run_and_loads_nothing(report: rt.types.Repor
         ('"\x07', "&quot;\\x07"),
         (r"\*\*a", "**a"),
         ("3.65 K items/s, 4 %, 2 ops", "3.65\u00a0K items/s, 4\u00a0%, 2 ops"),
+        ("439.5 samples/s in 2 steps", "439.5\u00a0samples/s in 2 steps"),
         ("`--step 4 ms`, 4 ms", "<code>--step 4 ms</code>, 4\u00a0ms"),
     ],
 )

@@ -1,4 +1,4 @@
-/*! rooftrace page (MIT), of sources da400d82cf027a7d9c2b7b586eae2c330c8102fc06aad942c453fbda287f0f89
+/*! rooftrace page (MIT), of sources 816c51c8c9da3ce0fce8f6920e204ce78b602091b76961b6b24834c7dffcfc9e
 With parts of @observablehq/plot (ISC): Copyright 2020-2025 Observable, Inc.
 binary-search-bounds (MIT): Copyright (c) 2013-2015 Mikola Lysenko
 d3 (ISC): Copyright 2010-2026 Mike Bostock
