@@ -252,7 +252,7 @@ def inline(text: str, space: str = " ") -> str:
     return "".join(made)
 
 
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:[KMGTPE]?i?B|[KMGTPE]|[kKMGTPE]?FLOP|[num]?s|[a-z]+/s)\b)")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:[kKMGTPE]?(?:i?B|FLOP)|[KMGTPE]|[num]?s|[a-z]+/s)\b)")
 """The space between a number and its unit; no line of a sentence ends there."""
 _TAGS = {"code": ("<code>", "</code>"), "strong": ("<strong>", "</strong>"), "": ("", "")}
 

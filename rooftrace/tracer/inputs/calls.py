@@ -7,7 +7,7 @@ import copy
 import math
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -495,10 +495,23 @@ def call_inputs(
         kwargs=kwargs,
         decode=decode,
         cached=_cache_switch(module),
-        items=tokens.numel(),
-        item="token",
         workload=workload,
+        **counted(tokens, tensors, writes=decode is not None or key == _PROMPTS[0]),
     )
+
+
+def counted(tokens: Tensor, inputs: Iterable[Tensor], writes: bool) -> dict[str, Any]:
+    """What a step is counted in, as fields of `Inputs`: tokens, or samples of a call that writes
+    none and reads what is no part of its tokens (a second tower's text, or images).
+
+    Of such parts a size for each sample is the tokens' length; masks are bool.
+    """
+    batch, length = tokens.shape[0], tokens.shape[-1]
+    samples = (t for t in inputs if t.dim() > 1 and t.shape[0] == batch and t.dtype != torch.bool)
+    others = (t for t in samples if length not in t.shape[1:] and t.numel() > batch)
+    if not writes and list(others):
+        return {}
+    return {"items": tokens.numel(), "item": "token"}
 
 
 def _bags(module: nn.Module, tensors: Sequence[Tensor]) -> int | None:

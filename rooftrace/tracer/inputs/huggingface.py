@@ -17,6 +17,7 @@ from rooftrace.tracer.inputs.calls import (
     cache_arguments,
     call_inputs,
     check_names,
+    counted,
     is_tokens,
     last_token,
     parsed_inputs,
@@ -202,8 +203,7 @@ class _Text:
             decode={self.prompt: step} if self.keeps else None,
             cached={"use_cache": True},
             cached_kwargs=cached,
-            items=kwargs[self.prompt].numel(),
-            item="token",
+            **counted(kwargs[self.prompt], kwargs.values(), self.writes),
             workload={"batch": self.batch, "seq": seq, **({"kv": kv} if self.keeps else {})},
             assumptions=(*_DRAWN, *(_CHOSEN if self.choices and self.prompt in tokens else ())),
         )
