@@ -261,9 +261,7 @@ def test_names_of_ceilings_lie_over_no_mark_and_no_other_name(opened: Open, widt
         model, torch.empty(16, 256, 32, 32, device="meta"), chip=["l4", "h100-sxm", "h200-sxm"]
     )
     for chip in ("l4", "h100-sxm"):
-        page = opened(
-            report_page(made), f"#chip={chip}", viewport={"width": width, "height": 900}
-        )
+        page = opened(report_page(made), f"#chip={chip}", viewport={"width": width, "height": 900})
         names, marks = page.evaluate(
             """() => {
               const chart = document.querySelector('[aria-label^="roofline"]');

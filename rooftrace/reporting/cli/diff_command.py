@@ -253,13 +253,13 @@ def _revisions(words: Sequence[str]) -> list[str]:
     from rooftrace.diffs.git import RevisionError
     from rooftrace.reporting.commands.revisions import repository_of
 
-    found = []
+    revisions = []
     for word in words:
         with suppress(RevisionError):
             if not _is_target(word) and not os.path.exists(word):
                 at = repository_of(next(filter(_is_target, words), word))
-                found += [word] if at.commit_hash(word.partition("..")[0]) else []
-    return found
+                revisions += [word] if at.commit_hash(word.partition("..")[0]) else []
+    return revisions
 
 
 # -- options of one side ---------------------------------------------------------------------------

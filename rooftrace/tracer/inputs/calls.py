@@ -501,10 +501,10 @@ def call_inputs(
 
 
 def counted(tokens: Tensor, inputs: Iterable[Tensor], writes: bool) -> dict[str, Any]:
-    """What a step is counted in, as fields of `Inputs`: tokens, or samples of a call that writes
-    none and reads what is no part of its tokens (a second tower's text, or images).
+    """The fields of `Inputs` that say what a step is counted in: tokens; or samples, where a call
+    writes no tokens and reads a second text or images.
 
-    Of such parts a size for each sample is the tokens' length; masks are bool.
+    Inputs for each sample that have the tokens' length, or are bool, belong to the tokens.
     """
     batch, length = tokens.shape[0], tokens.shape[-1]
     samples = (t for t in inputs if t.dim() > 1 and t.shape[0] == batch and t.dtype != torch.bool)
