@@ -187,7 +187,7 @@ def formula_of(op: Op) -> str:
     rule = find_rule(op.target)
     text = (rule.price.__doc__ or "") if rule is not None else ""
     first = " ".join(text.strip().partition("\n\n")[0].split())
-    return first if len(first) <= LONGEST_FORMULA else f"{first[: LONGEST_FORMULA - 1]}…"
+    return words.short_text(first, LONGEST_FORMULA)
 
 
 # -- contents --------------------------------------------------------------------------------------

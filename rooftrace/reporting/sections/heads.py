@@ -283,17 +283,14 @@ def _phase_sentence(estimate: Estimate) -> str:
     if estimate.bytes_hbm:
         role, size = Counter(estimate.bytes.to_dict()).most_common(1)[0]
         largest = f", {format_share(size / estimate.bytes_hbm)} of it {role}"
+    many = "one" if estimate.processes == 1 else f"each of {estimate.processes:,}"
     return (
         f"**{estimate.step.capitalize()}** ({estimate.execution.name}): "
-        f"{_time_words(estimate)} on {_many(estimate)} {estimate.chip.title}{speed}; "
+        f"{_time_words(estimate)} on {many} {estimate.chip.title}{speed}; "
         f"limited by {words.regime_words(estimate.times)}; "
         f"{format_flops(estimate.flops)} and {format_traffic(estimate.bytes_hbm)} of HBM traffic"
         f"{largest}.{most}{_longest(estimate)}"
     )
-
-
-def _many(estimate: Estimate) -> str:
-    return "one" if estimate.processes == 1 else f"each of {estimate.processes:,}"
 
 
 def _time_words(estimate: Estimate) -> str:
