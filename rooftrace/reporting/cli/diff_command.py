@@ -250,15 +250,17 @@ def _is_target(word: str) -> bool:
 
 def _revisions(words: Sequence[str]) -> list[str]:
     """The words that name revisions of the repository of the target among them, and no file."""
-    from rooftrace.diffs.git import RevisionError
-    from rooftrace.reporting.commands.revisions import repository_of
+    from rooftrace.diffs.git import RevisionError, repositories
 
+    target = next(filter(_is_target, words), "")
+    folder = os.path.abspath(os.path.dirname(target.rpartition(":")[0] or target))
     revisions = []
-    for word in words:
-        with suppress(RevisionError):
-            if not _is_target(word) and not os.path.exists(word):
-                at = repository_of(next(filter(_is_target, words), word))
-                revisions += [word] if at.commit_hash(word.partition("..")[0]) else []
+    with suppress(RevisionError):
+        repository = repositories.repository_at(folder)
+        for word in words:
+            with suppress(RevisionError):
+                if not _is_target(word) and not os.path.exists(word):
+                    revisions += [word] if repository.commit_hash(word.partition("..")[0]) else []
     return revisions
 
 

@@ -598,16 +598,3 @@ def _with_batch(tree: Any, batch: int) -> Any:
         return made
 
     return with_tensors(tree, resized)
-
-
-def check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:
-    """Raise RequestError for an input that the module's forward does not take."""
-    parameters = parameters_of(module)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for name in texts:
-        if name not in parameters:
-            raise RequestError(
-                f"--input {name}: {type(module).__name__}.forward takes "
-                f"{', '.join(parameters) or 'no arguments'}"
-            )
