@@ -132,6 +132,19 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     assert complaints == []
 
 
+def lines_of(page: Any, selector: str) -> list[int]:
+    """How many lines the text of each of these elements takes."""
+    lines: list[int] = page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)].map((element) => {
+          const range = document.createRange();
+          range.selectNodeContents(element);
+          return new Set([...range.getClientRects()].map((box) => box.top)).size;
+        })""",
+        selector,
+    )
+    return lines
+
+
 def verdict(page: Any) -> str:
     return str(page.inner_text('[data-testid="verdict"]'))
 
@@ -318,6 +331,7 @@ def test_sliders_over_a_sweep_show_the_estimate_of_their_place(opened: Open) -> 
             told = page.inner_text(".live dl")
             assert format_time(alone.t_est) in told and format_time(alone.t_bound) in told
             assert page.locator("tr.picked").count() == 1
+    assert set(lines_of(page, ".live dd")) == {1}  # no number is cut from its unit
 
 
 def test_sliders_move_to_the_nearest_line_where_none_has_all_that_is_chosen(opened: Open) -> None:
@@ -356,6 +370,7 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(
 ) -> None:
     page = opened(report_page(report), viewport={"width": 375, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    assert set(lines_of(page, ".inspected > span")) == {1}
 
 
 def test_paper_has_no_controls(report: rt.types.Report, opened: Open) -> None:
