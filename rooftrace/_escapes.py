@@ -7,6 +7,7 @@ one of these functions; the makers of texts do not.
 from __future__ import annotations
 
 import csv
+import html
 import io
 import json
 import re
@@ -35,6 +36,11 @@ def visible(text: str, *, lines: bool = False) -> str:
     if text.isascii() and text.isprintable():
         return text
     return (_NOT_LINES if lines else _ANY).sub(_escape, text)
+
+
+def to_html(text: str, *, lines: bool = False) -> str:
+    """Text as HTML shows it, its markup and unseen characters escaped.  lines: as of `visible`."""
+    return html.escape(visible(text, lines=lines), quote=True)
 
 
 def _escape(character: re.Match[str]) -> str:

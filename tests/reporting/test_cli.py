@@ -13,6 +13,7 @@ import pytest
 from rooftrace._formats import FORMATS
 from rooftrace.reporting.cli import cli
 from tests.reporting.conftest import KEPT, Run
+from tests.repositories import git
 
 GPT2 = "examples/configs/gpt2.json"
 CONTROL_FLOW = "examples/models/control_flow.py:build"
@@ -447,6 +448,19 @@ def test_a_wrong_word_is_answered_with_what_to_do(
 ) -> None:
     ran = run(*words)
     assert ran.code == 2 and told in " ".join(ran.err.split()) and "--force" not in ran.err
+
+
+@pytest.mark.parametrize("words", [("v1", "gpt2"), ("gpt2", "v1"), ("v1..HEAD", "gpt2")])
+def test_a_revision_in_the_place_of_a_target_is_sent_to_its_option(
+    words: tuple[str, str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "Nothing")
+    assert "expected package.module:attr" in run("diff", *words).err  # it names nothing
+    git(tmp_path, "tag", "v1")
+    (revision,) = set(words) - {"gpt2"}
+    assert f"rooftrace diff gpt2 --git {revision}" in " ".join(run("diff", *words).err.split())
 
 
 @pytest.mark.parametrize(

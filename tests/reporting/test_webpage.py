@@ -130,6 +130,14 @@ def test_sums_of_what_is_explored_are_those_of_the_estimates(report: rt.types.Re
             assert sum(groups["calls"]) == estimate.kernels
 
 
+def test_fp32_work_without_tf32_is_under_the_roof_of_the_engine_that_runs_it(
+    report: rt.types.Report,
+) -> None:
+    for chip, shown in zip(report.chips, contents(report)["chips"], strict=True):
+        expected = {"name": "vector fp32", "rate": chip.peak("vector", "fp32")}
+        assert shown["ceilings"] == [expected]
+
+
 def test_what_is_too_much_for_a_page_is_summed_up_and_nothing_is_lost(
     report: rt.types.Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +297,7 @@ def test_a_page_lets_its_own_script_run_and_loads_nothing(report: rt.types.Repor
         ('"\x07', "&quot;\\x07"),
         (r"\*\*a", "**a"),
         ("3.65 K items/s, 4 %, 2 ops", "3.65\u00a0K items/s, 4\u00a0%, 2 ops"),
+        ("439.5 samples/s in 2 steps", "439.5\u00a0samples/s in 2 steps"),
         ("`--step 4 ms`, 4 ms", "<code>--step 4 ms</code>, 4\u00a0ms"),
     ],
 )

@@ -5,6 +5,7 @@ Tests are skipped where no Chromium is installed; ROOFTRACE_CHROMIUM names one.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -131,6 +132,19 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Open]:
     assert complaints == []
 
 
+def lines_of(page: Any, selector: str) -> list[int]:
+    """How many lines the text of each of these elements takes."""
+    lines: list[int] = page.evaluate(
+        """(selector) => [...document.querySelectorAll(selector)].map((element) => {
+          const range = document.createRange();
+          range.selectNodeContents(element);
+          return new Set([...range.getClientRects()].map((box) => box.top)).size;
+        })""",
+        selector,
+    )
+    return lines
+
+
 def verdict(page: Any) -> str:
     return str(page.inner_text('[data-testid="verdict"]'))
 
@@ -253,6 +267,30 @@ def test_a_mark_of_the_roofline_opens_its_row(report: rt.types.Report, opened: O
     assert "2 M K N flop" in page.inner_text("tr.opened")
 
 
+@pytest.mark.parametrize("width", [1200, 375])
+def test_names_of_ceilings_lie_over_no_mark_and_no_other_name(opened: Open, width: int) -> None:
+    model = nn.Sequential(nn.Conv2d(256, 256, 3, padding=1), nn.BatchNorm2d(256), nn.ReLU())
+    made = rt.report(
+        model, torch.empty(16, 256, 32, 32, device="meta"), chip=["l4", "h100-sxm", "h200-sxm"]
+    )
+    for chip in ("l4", "h100-sxm"):
+        page = opened(report_page(made), f"#chip={chip}", viewport={"width": width, "height": 900})
+        names, marks = page.evaluate(
+            """() => {
+              const chart = document.querySelector('[aria-label^="roofline"]');
+              const boxes = (all) => [...all].map((one) => one.getBoundingClientRect())
+                .map(({left, right, top, bottom}) => [left, top, right, bottom]);
+              const texts = [...chart.querySelectorAll('text')];
+              return [boxes(texts.filter((one) => /^[^↑]*(matrix|vector) /.test(one.textContent))),
+                boxes(chart.querySelectorAll('[aria-label="dot"] path'))];
+            }"""
+        )
+        assert len(names) >= 2 and len(marks) >= 2
+        for one, other in [*itertools.product(names, marks), *itertools.combinations(names, 2)]:
+            apart = (one[0] - other[2], other[0] - one[2], one[1] - other[3], other[1] - one[3])
+            assert max(apart) > -2, (chip, one, other)  # pixels
+
+
 def test_memory_says_what_is_alive_at_the_cursor(report: rt.types.Report, opened: Open) -> None:
     page = opened(report_page(report), "#phase=training")
     need = report.memory["training"]
@@ -293,6 +331,32 @@ def test_sliders_over_a_sweep_show_the_estimate_of_their_place(opened: Open) -> 
             told = page.inner_text(".live dl")
             assert format_time(alone.t_est) in told and format_time(alone.t_bound) in told
             assert page.locator("tr.picked").count() == 1
+    assert set(lines_of(page, ".live dd")) == {1}  # no number is cut from its unit
+
+
+def test_sliders_move_to_the_nearest_line_where_none_has_all_that_is_chosen(opened: Open) -> None:
+    rows = [
+        {"chip": chip, "batch": batch, "kv": kv, "time": f"{chip} {batch} {kv}"}
+        for chip, batch, kv in (("a", 1, 9), ("a", 8, 9), ("a", 8, 99), ("a", 64, 9), ("b", 64, 99))
+    ]
+    units_of = {"chip": units.TEXT, "batch": units.EXACT, "kv": units.EXACT, "time": units.TEXT}
+    columns = [view.Column(name, unit, name) for name, unit in units_of.items()]
+    table = view.Table(columns=columns, rows=rows, axes=3)
+    page = opened(result_page(view.View((view.Section(title="T", parts=[table]),), "x")))
+    batch, kv = (page.locator('.live input[type="range"]').nth(place) for place in (0, 1))
+    told = page.locator(".live p")
+    assert page.inner_text(".live dd") == "a 1 9"
+    kv.fill("1")  # 99, which batch 1 does not have
+    assert page.inner_text(".live dd") == "a 8 99" and batch.input_value() == "1"
+    assert told.inner_text() == "No line has chip a, batch 1, kv 99: the nearest has batch 8."
+    batch.fill("2")  # 64: a size moves before the chip does
+    assert page.inner_text(".live dd") == "a 64 9" and kv.input_value() == "0"
+    page.select_option(".live select", label="b")
+    assert page.inner_text(".live dd") == "b 64 99" and "kv 99." in told.inner_text()
+    batch.fill("0")
+    assert page.inner_text(".live dd") == page.locator("tr.picked td").last.inner_text() == "a 1 9"
+    kv.fill("0")  # where it is
+    assert told.inner_text() == ""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -306,6 +370,7 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(
 ) -> None:
     page = opened(report_page(report), viewport={"width": 375, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
+    assert set(lines_of(page, ".inspected > span")) == {1}
 
 
 def test_paper_has_no_controls(report: rt.types.Report, opened: Open) -> None:

@@ -67,6 +67,38 @@ def test_what_is_named_like_an_argument_goes_into_the_next_call(output: Any) -> 
     assert "kv" not in graphs["training"].workload
 
 
+class Towers(nn.Module):
+    """A table that reads ids and, of a pair, something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+
+    def forward(self, ids: Tensor, other: Tensor) -> Tensor:
+        other = other if other.dtype.is_floating_point else self.table(other)
+        return self.table(ids).sum(1) * other.flatten(1).mean()
+
+
+@pytest.mark.parametrize(
+    ("other", "item"),
+    [
+        (torch.zeros(2, 9, dtype=torch.long), "sample"),  # the text of a second tower
+        (torch.zeros(2, 3, 8, 8), "sample"),  # images
+        (torch.zeros(2, 5, dtype=torch.long), "token"),  # targets, types
+        (torch.zeros(2, 1, 5, 5), "token"),  # a mask that is added
+        (torch.zeros(2, 1), "token"),  # a time for each sample
+        (torch.zeros(9, 8), "token"),  # a table
+    ],
+)
+def test_tokens_are_counted_where_they_are_all_that_a_call_reads(other: Tensor, item: str) -> None:
+    workload = usual(Towers(), IDS, other)["forward"].workload
+    assert (workload["item"], workload["items"]) == (item, 2 if item == "sample" else 2 * 5)
+    turned = Towers().to("meta")
+    turned.forward = lambda other, ids: Towers.forward(turned, ids, other)  # type: ignore[method-assign]
+    if item == "sample":  # whichever comes first
+        assert usual(turned, other, IDS)["forward"].workload["item"] == "sample"
+
+
 def test_what_a_plain_tuple_holds_is_no_cache_unless_it_grows_with_the_prompt() -> None:
     graphs = usual(Recurrent(lambda logits, memory: (logits, memory)), IDS)
     assert list(graphs) == ["forward", "training"]

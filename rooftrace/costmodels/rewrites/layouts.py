@@ -30,7 +30,14 @@ from rooftrace.costmodels.rewrites.editing import (
 )
 from rooftrace.costmodels.rewrites.fused_products import PRODUCTS
 from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, last_strides
-from rooftrace.costmodels.rewrites.trained import apart, strides_of_attention
+from rooftrace.costmodels.rewrites.trained import (
+    COPY,
+    OF_ATTENTION,
+    apart,
+    emit_backward,
+    padded,
+    strides_of_attention,
+)
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 from rooftrace.hardware.precisions import precision
 
@@ -77,22 +84,22 @@ def with_contiguous_attention(graph: OpGraph, copied: bool = True, why: str = _W
     step = 16 if why == _ODD else 1  # bytes; rows of fp32 need as many (`why_math`)
     lasts = {match.backward[-1].id: match for match in matches if match.backward}
     gone = {op.id for match in matches for op in (*match.forward, *match.backward)}
-    edit, made = Editor(graph), dict[int, tuple[Ref, ...]]()
+    edit, kernels = Editor(graph), dict[int, Op]()
     strides = dict[int, tuple[int, ...]]()
     for op in graph.ops:
         if match := firsts.get(op.id):
-            made[match.out] = kept = _emit_forward(edit, match, step)
-            strides[match.out] = strides_of_attention(edit.values[kept[3].id].shape)
+            kernels[match.out] = kernel = _emit_forward(edit, match, step)
+            strides[match.out] = strides_of_attention(edit.values[kernel.outputs[0]].shape)
         elif match := lasts.get(op.id):
-            strides |= _emit_backward(edit, match, made[match.out])
+            strides |= emit_backward(edit, match, kernels[match.out])
         elif op.id not in gone:
             edit.ops.append(op)
     mended = edit.mended()
     return Laid(mended, strides).done()
 
 
-def _emit_forward(edit: Editor, match: BothWays, step: int) -> tuple[Ref, ...]:
-    """Copies of the operands and the kernel; returns what backward reads of them.
+def _emit_forward(edit: Editor, match: BothWays, step: int) -> Op:
+    """Copies of the operands, and the kernel, which is returned.
 
     step: bytes, multiples of which the heads of operands become wide.
     """
@@ -105,9 +112,9 @@ def _emit_forward(edit: Editor, match: BothWays, step: int) -> tuple[Ref, ...]:
             copies.append(ref)
         elif wide == tensor.shape[-1]:
             how: dict[str, Argument] = {"self": ref}
-            copies.append(edit.made(like, _CLONE, how, tensor.shape, tensor.dtype))
+            copies.append(edit.made(like, COPY, how, tensor.shape, tensor.dtype))
         else:
-            copies.append(_padded(edit, like, ref, wide, "activations"))
+            copies.append(padded(edit, like, ref, wide, "activations"))
     edit.move(match.out, match.out)
     out = replace(edit.values[match.out], dtype=edit.values[copies[0].id].dtype)
     edit.values[match.out], whole = out, Ref(match.out)
@@ -116,66 +123,20 @@ def _emit_forward(edit: Editor, match: BothWays, step: int) -> tuple[Ref, ...]:
         whole = Ref(edit.value((*out.shape[:-1], wide), out.dtype, out.role, like.repeats))
         edit.move(match.out, whole.id)
     logsumexp = edit.value(out.shape[:-1], "fp32", "activations", like.repeats)
-    arguments = {**_attention(copies, match.mask), "is_causal": match.is_causal}
+    told = {"mask": match.mask, "dropout_p": 0.0, "is_causal": match.is_causal}
+    arguments = {**dict(zip(OF_ATTENTION, copies, strict=False)), **told}
     edit.emit(like, ATTENTION, arguments, (whole.id, logsumexp))
+    kernel = edit.ops[-1]
     if whole.id != match.out:
         cut = {"self": whole, "dim": len(out.shape) - 1, "start": 0, "end": out.shape[-1]}
         edit.emit(like, "aten.slice.Tensor", cut, (match.out,), kind="view")
-    return (*copies, whole, Ref(logsumexp))
-
-
-_CLONE = "aten.clone.default"
+    return kernel
 
 
 def _multiple(tensor: Tensor, step: int) -> int:
     """The width of a tensor as the next multiple of so many bytes."""
     step = max(1, step * 8 // precision(tensor.dtype).bits)
     return -(-tensor.shape[-1] // step) * step
-
-
-def _padded(edit: Editor, like: Op, ref: Ref, wide: int, role: str) -> Ref:
-    """A value with zeros behind each row, up to a width."""
-    tensor = edit.values[ref.id]
-    how: dict[str, Argument] = {"self": ref, "pad": (0, wide - tensor.shape[-1])}
-    shape = (*tensor.shape[:-1], wide)
-    return edit.made(like, "aten.constant_pad_nd.default", how, shape, tensor.dtype, role)
-
-
-def _attention(operands: Sequence[Ref], mask: Ref | None) -> dict[str, Argument]:
-    named = dict(zip(("query", "key", "value"), operands, strict=True))
-    return {**named, "mask": mask, "dropout_p": 0.0}
-
-
-def _emit_backward(
-    edit: Editor, match: BothWays, kept: tuple[Ref, ...]
-) -> dict[int, tuple[int, ...]]:
-    """The kernel of the gradients; returns their strides, in the order of their operands'."""
-    assert match.grad_out is not None
-    like, (*operands, out, logsumexp) = match.backward[-1], kept
-    made, strides = [], {}
-    for ref, value in zip(operands, match.grads, strict=True):
-        t, there = edit.values[ref.id], edit.values[value]
-        before = there.stride if there.shape == t.shape else None
-        made.append(edit.value(t.shape, t.dtype, "gradients", like.repeats, stride=before))
-        strides[made[-1]] = dense_like(t.shape, t.stride)
-    empty = edit.value((0,), "fp32", "gradients", like.repeats)
-    whole, grad = edit.values[out.id], match.grad_out
-    shape = edit.values[match.out].shape
-    if edit.values[grad.id].shape != shape:
-        grad = edit.viewed(like, grad, shape)
-    if shape != whole.shape:
-        grad = _padded(edit, like, grad, whole.shape[-1], "gradients")
-    told = _attention(operands, match.mask)
-    arguments = {"grad_out": grad, **told, "out": out, "logsumexp": logsumexp}
-    arguments["is_causal"] = match.is_causal
-    edit.emit(like, ATTENTION_BACKWARD, arguments, (*made, empty))
-    for ref, value, new in zip(match.operands, match.grads, made, strict=True):
-        t, grad = edit.values[ref.id], Ref(new)
-        if edit.values[new].shape != t.shape:  # `constant_pad_nd` of less than nothing is a copy
-            cut = edit.sliced(like, grad, len(t.shape) - 1, 0, t.shape[-1])
-            grad = edit.made(like, _CLONE, {"self": cut}, t.shape, t.dtype, "gradients")
-        edit.becomes(like, value, grad)
-    return strides
 
 
 # -- layouts of images -----------------------------------------------------------------------------
@@ -473,7 +434,7 @@ class _PaddedProducts(Editor):
         if value in self.stored or self.values[value].shape[dim] == self.to:
             return value
         if key not in self.wide:
-            self.wide[key] = self._view(like, value, dim) or self._padded(like, value, dim)
+            self.wide[key] = self._view(like, value, dim) or self.padded(like, value, dim)
         return self.wide[key].id
 
     def _view(self, like: Op, value: int, dim: int) -> Ref | None:
@@ -491,7 +452,7 @@ class _PaddedProducts(Editor):
             return None
         return self.viewed(like, Ref(self._wide(like, source, len(before) - 1)), shape)
 
-    def _padded(self, like: Op, value: int, dim: int) -> Ref:
+    def padded(self, like: Op, value: int, dim: int) -> Ref:
         """A copy with zeros behind; of a copy, in place of that."""
         by, tensor = self.flow.producer(value), self.graph.values[value]
         source = by.inputs[0] if by is not None and by.name == "aten.clone" else value

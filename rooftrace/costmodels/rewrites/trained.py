@@ -191,7 +191,7 @@ def written_attention(graph: OpGraph) -> OpGraph:
             kernels[match.apart.out], out = kernel, kernel.outputs[0]
             strides[out] = strides_of_attention(edit.values[out].shape)
         elif match := lasts.get(op.id):
-            strides |= _emit_trained(edit, match.apart, kernels[match.apart.out])
+            strides |= emit_backward(edit, match.apart, kernels[match.apart.out])
         elif op.id not in gone:
             edit.ops.append(op)
     mended = edit.mended()
@@ -241,42 +241,68 @@ def _trained(flow: ValueFlow, written: WrittenAttention) -> _Trained | None:
     return _Trained(written, known) if readers <= away else None
 
 
-def _emit_trained(edit: Editor, match: BothWays, kernel: Op) -> dict[int, tuple[int, ...]]:
-    """The kernel of the gradients of query, key and value; returns their operands' strides."""
-    like = match.backward[-1]
-    named, made = [*zip(_OF_KERNEL, match.grads, strict=False)], list[tuple[int, bool]]()
-    for name, value in named:  # which of equal sizes is whose makes no difference
-        shape, tensor = edit.values[operand(kernel, name).id].shape, edit.values[value]
-        *lead, rows, width = range(len(shape))
-        is_turned = tensor.shape[-2:] == (shape[width], shape[rows]) != shape[-2:]
-        turned = (*lead, width, rows) if is_turned or tensor.stride[-2] == 1 else range(len(shape))
-        stride = dense(shape, turned)
-        new = edit.value(shape, tensor.dtype, "gradients", like.repeats, stride=stride)
-        made.append((new, is_turned))
-    grads = tuple(new for new, _ in made)
+def emit_backward(edit: Editor, match: BothWays, kernel: Op) -> dict[int, tuple[int, ...]]:
+    """The kernel of the gradients of attention's operands; returns their operands' strides.
+
+    Rows of operands that end in zeros have gradients that are cut.
+    """
     assert match.grad_out is not None
+    like, values = match.backward[-1], edit.values
+    made = list[tuple[int, int, Tensor, bool]]()
+    for name, value in zip(OF_ATTENTION, match.grads, strict=False):
+        # which of equal sizes is whose makes no difference
+        tensor, grad = values[operand(kernel, name).id], values[value]
+        *lead, rows, width = range(len(tensor.shape))
+        turned = tensor.shape[width], tensor.shape[rows]
+        is_turned = grad.shape[-2:] == turned != tensor.shape[-2:]
+        order = (*lead, width, rows) if is_turned or grad.stride[-2] == 1 else (*lead, rows, width)
+        stride = dense(tensor.shape, order)
+        new = edit.value(tensor.shape, grad.dtype, "gradients", like.repeats, stride=stride)
+        made.append((value, new, tensor, is_turned))
     out, logsumexp = kernel.outputs
-    shape = edit.values[out].shape
-    grad = before_copy(edit, like, match.grad_out, shape, like.id)
-    grad = grad or edit.viewed(like, match.grad_out, shape)
+    whole, shape = values[out], values[match.out].shape
+    shape = shape if whole.shape[:-1] == shape[:-1] else whole.shape
+    grad_out = before_copy(edit, like, match.grad_out, shape, like.id)
+    if grad_out is None or values[grad_out.id].stride[-1] != 1:  # no kernel reads rows across
+        grad_out = match.grad_out
+    if values[grad_out.id].shape != shape:
+        grad_out = edit.viewed(like, grad_out, shape)
+    if shape != whole.shape:
+        grad_out = padded(edit, like, grad_out, whole.shape[-1], "gradients")
     saved: dict[str, Argument] = {"out": Ref(out), "logsumexp": Ref(logsumexp)}
-    arguments: dict[str, Argument] = {"grad_out": grad, **kernel.arguments, **saved}
+    arguments: dict[str, Argument] = {"grad_out": grad_out, **kernel.arguments, **saved}
     facts = {name: kernel.facts[name] for name in MASK_FACTS if name in kernel.facts}
-    edit.emit(like, ATTENTION_BACKWARD, arguments, grads, facts=facts)
-    strides = {}
-    for (name, value), (new, is_turned) in zip(named, made, strict=True):
-        tensor, whole = edit.values[operand(kernel, name).id], Ref(new)
-        strides[new] = dense_like(tensor.shape, tensor.stride)
+    news = [new for _, new, _, _ in made]
+    if len(news) < len(OF_ATTENTION):  # as ATen: a mask without a gradient has an empty one
+        news.append(edit.value((0,), "fp32", "gradients", like.repeats))
+    edit.emit(like, ATTENTION_BACKWARD, arguments, (*news,), facts=facts)
+    for value, new, tensor, is_turned in made:
+        whole_grad, wide = Ref(new), values[value].elements
+        if wide != tensor.elements:  # `constant_pad_nd` of less than nothing is a copy
+            *lead, _ = tensor.shape
+            wide //= math.prod(lead)
+            cut = edit.sliced(like, whole_grad, len(lead), 0, wide)
+            how: dict[str, Argument] = {"self": cut}
+            whole_grad = edit.made(like, COPY, how, (*lead, wide), tensor.dtype, "gradients")
+        edit.move(value, whole_grad.id)
         if is_turned:
-            *lead, rows, width = range(len(tensor.shape))
-            whole = edit.permuted(like, whole, (*lead, width, rows))
-        edit.move(value, new)
-        edit.reshape(like, whole, value)
-    return strides
+            *_, rows, last = dims = range(len(tensor.shape))
+            whole_grad = edit.permuted(like, whole_grad, (*dims[:-2], last, rows))
+        edit.reshape(like, whole_grad, value)
+    return {new: dense_like(tensor.shape, tensor.stride) for _, new, tensor, _ in made}
 
 
-_OF_KERNEL = ("query", "key", "value", "mask")
+OF_ATTENTION = ("query", "key", "value", "mask")
 """Operands of attention that may have gradients."""
+COPY = "aten.clone.default"
+
+
+def padded(edit: Editor, like: Op, ref: Ref, wide: int, role: str) -> Ref:
+    """A value with zeros behind each row, up to a width."""
+    tensor = edit.values[ref.id]
+    how: dict[str, Argument] = {"self": ref, "pad": (0, wide - tensor.shape[-1])}
+    shape = (*tensor.shape[:-1], wide)
+    return edit.made(like, "aten.constant_pad_nd.default", how, shape, tensor.dtype, role)
 
 
 # -- results that are not all read, and inputs that only grow --------------------------------------

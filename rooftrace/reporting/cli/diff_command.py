@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -213,10 +215,12 @@ def _targets(
     if not everything:
         raise click.UsageError("Missing argument 'BEFORE'.")
     if revision is None:
-        if len(words) > 2:
+        told = _revisions(words) if len(words) > 1 else []
+        if len(words) > 2 or told:
+            target = next((word for word in words if word not in told), "TARGET")
             raise click.UsageError(
                 f"expected one target or two, got {', '.join(words)}; revisions of one go to "
-                "--git: rooftrace diff TARGET --git REV REV2"
+                f"--git: rooftrace diff {shlex.join([target, '--git', *(told or ['REV', 'REV2'])])}"
             )
         return (words[0], words[1] if len(words) == 2 else None), None
     from rooftrace.tracer import names
@@ -242,6 +246,22 @@ def _is_target(word: str) -> bool:
     from rooftrace.tracer import names
 
     return names.names_code(word) or names.is_config(word) or looks_saved(word) or ":" in word
+
+
+def _revisions(words: Sequence[str]) -> list[str]:
+    """The words that name revisions of the repository of the target among them, and no file."""
+    from rooftrace.diffs.git import RevisionError, repositories
+
+    target = next(filter(_is_target, words), "")
+    folder = os.path.abspath(os.path.dirname(target.rpartition(":")[0] or target))
+    revisions = []
+    with suppress(RevisionError):
+        repository = repositories.repository_at(folder)
+        for word in words:
+            with suppress(RevisionError):
+                if not _is_target(word) and not os.path.exists(word):
+                    revisions += [word] if repository.commit_hash(word.partition("..")[0]) else []
+    return revisions
 
 
 # -- options of one side ---------------------------------------------------------------------------

@@ -286,9 +286,10 @@ def _line_change(
     for kind, source, look in (
         ("wrote", after, origins.wrote),
         ("removed", before, origins.removed),
-        ("lacks", before, _written_apart),
+        ("lacks", before, origins.wrote),
     ):
-        commit = look(repository, *ends, source) if source else None
+        first, last = (ends[1] or "HEAD", ends[0]) if kind == "lacks" else ends
+        commit = look(repository, first, last, source) if source else None
         if commit is not None and source is not None:
             made = commit if isinstance(commit, Commit) else None
             return LineChange(phase=phase, source=source, kind=kind, commit=made)
@@ -306,13 +307,6 @@ def _made_otherwise(
     source = origins.making(repository, *ends, files, row.modules[0])
     line = source and _line_change(repository, ends, phase, None, source)
     return replace(line, of=row.line or "") if line else None
-
-
-def _written_apart(
-    repository: Repository, before: str, after: str | None, source: str
-) -> Commit | str | None:
-    """The commit that wrote a line of `before` and that `after` does not have."""
-    return origins.wrote(repository, after or "HEAD", before, source)
 
 
 # -- runs of sides ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from rooftrace.reporting.figures.folder import (
     draw_sweep as draw_sweep,
     figure_of as figure_of,
 )
+from rooftrace.reporting.figures.roofline import roofs as roofs
 from rooftrace.reporting.figures.sweepplot import (
     elasticity_plot as elasticity_plot,
     exploration_plot as exploration_plot,

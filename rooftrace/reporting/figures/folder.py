@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, singledispatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._escapes import file_part, visible
+from rooftrace._escapes import file_part, to_html
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.estimates.rows import Breakdown
 from rooftrace.diffs.costs import Diff
@@ -199,7 +198,7 @@ def image(svg: str, about: str) -> str:
     """An <img> with an SVG inside.  about: its text for readers who do not see it."""
     data = base64.b64encode(svg.encode()).decode()
     return (
-        f'<img alt="{_escaped(about)}" style="max-width:100%;margin-top:6px" '
+        f'<img alt="{to_html(about)}" style="max-width:100%;margin-top:6px" '
         f'src="data:image/svg+xml;base64,{data}"/>'
     )
 
@@ -215,7 +214,7 @@ def bar_svg(title: str, bars: Sequence[Bar]) -> str:
     top, span = 30, WIDTH - _LEFT - _RIGHT
     for bar in shown:
         name = " ".join(filter(None, (bar.group, bar.name)))
-        body.append(_text(8, top + 14, _cut(name, _LEFT - 16)))
+        body.append(_text(8, top + 14, words.short_text(name, int((_LEFT - 16) / _LETTER))))
         left, scale = float(_LEFT), span / (longest[bar.group] or 1)
         for part, amount in bar.parts.items():
             width = amount * scale
@@ -237,7 +236,7 @@ def _legend(tones: dict[str, str], top: int) -> Iterator[tuple[int, str]]:
     """(height, a key) for each part, in as many lines as they need."""
     left = 8.0
     for name, colour in tones.items():
-        label = _cut(name, 200)
+        label = words.short_text(name, int(200 / _LETTER))
         width = 22 + len(label) * _LETTER
         if left + width > WIDTH and left > 8:
             left, top = 8.0, top + 20
@@ -292,14 +291,5 @@ def _svg(height: float, body: Sequence[str]) -> str:
 def _text(left: float, top: float, text: str, colour: str = INK, weight: str = "normal") -> str:
     return (
         f'<text x="{left:.1f}" y="{top:.1f}" fill="{colour}" font-weight="{weight}">'
-        f"{_escaped(text)}</text>"
+        f"{to_html(text)}</text>"
     )
-
-
-def _cut(text: str, width: float) -> str:
-    most = int(width / _LETTER)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _escaped(text: str) -> str:
-    return html.escape(visible(text), quote=True)

@@ -108,7 +108,7 @@ def _bar(
     axes.text(
         -0.022,
         y,
-        short_text(bar.name, 28),
+        words.short_text(bar.name, 28),
         fontsize=11,
         fontweight="bold",
         color=style.INK,
@@ -122,14 +122,9 @@ def _bar(
         return
     for (level, value), colour, across, away in ends:
         axes.barh(y, value - middle, left=middle, height=0.66, color=colour)
-        text = f"{short_text(str(level))}: {wording(value)}"
+        text = f"{words.short_text(str(level), 16)}: {wording(value)}"
         ink = style.ink_of(colour)
         style.note(axes, text, (value, y), (away, 0), across, 9.5, ink, va="center")
-
-
-def short_text(text: str, most: int = 16) -> str:
-    """A level in so many letters."""
-    return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
 # -- elasticities ----------------------------------------------------------------------------------

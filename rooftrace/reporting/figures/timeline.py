@@ -61,11 +61,9 @@ def run_timeline(result: ScriptCost, limit: int = LIMIT_OF_A_RUN) -> dict[str, A
     }
 
 
-def write_run(
-    path: str | os.PathLike[str], result: ScriptCost, limit: int = LIMIT_OF_A_RUN
-) -> Path:
+def write_run(path: str | os.PathLike[str], result: ScriptCost) -> Path:
     """Write `run_timeline(...)` to a path (gzip if it ends in .gz), atomically; return the path."""
-    return _written(path, run_timeline(result, limit))
+    return _written(path, run_timeline(result))
 
 
 def _written(path: str | os.PathLike[str], contents: Mapping[str, Any]) -> Path:
@@ -208,15 +206,13 @@ def write_timelines(report: Results, folder: Path) -> list[str]:
     return names
 
 
-def write_steps(
-    path: str | os.PathLike[str], steps: Mapping[str, Estimate], limit: int = LIMIT
-) -> Path:
+def write_steps(path: str | os.PathLike[str], steps: Mapping[str, Estimate]) -> Path:
     """Write the timelines of several steps, by their titles, into one file; its path.
 
-    Steps do not share tracks, and all begin at 0.  limit: slices of a track, for all steps
-    together.  gzip if the name ends in .gz; written atomically.
+    Steps do not share tracks, and all begin at 0.  gzip if the name ends in .gz; written
+    atomically.
     """
-    each = max(1_000, limit // max(1, len(steps)))
+    each = max(1_000, LIMIT // max(1, len(steps)))
     made = {title: timeline(estimate, limit=each) for title, estimate in steps.items()}
     events: list[Event] = []
     for number, (title, contents) in enumerate(made.items()):

@@ -158,9 +158,9 @@ def cause_notes(
         yield view.Note(f"and {plural(more, 'more cause')}")
 
 
-def cause_lines(shift: Shift, output: view.Output = "screen") -> list[str]:
+def cause_lines(shift: Shift) -> list[str]:
     """The causes of a shift: sentences on the code that changed, then the modules."""
-    return [*(cause.text for cause in shift.causes), *module_lines(shift, output)]
+    return [*(cause.text for cause in shift.causes), *module_lines(shift, "screen")]
 
 
 def module_lines(shift: Shift, output: view.Output) -> list[str]:

@@ -11,10 +11,12 @@ from rooftrace.costmodels.estimates import Estimate, Row
 from rooftrace.costmodels.estimates.rows import lead_op
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.graph import Op, OpGraph, pattern_of
+from rooftrace.reporting.figures import roofs
 from rooftrace.reporting.renderers import words
 
 if TYPE_CHECKING:
     from rooftrace.costmodels.memory import Memory
+    from rooftrace.hardware import Chip
     from rooftrace.reporting.sections import Results
 
 
@@ -185,7 +187,7 @@ def formula_of(op: Op) -> str:
     rule = find_rule(op.target)
     text = (rule.price.__doc__ or "") if rule is not None else ""
     first = " ".join(text.strip().partition("\n\n")[0].split())
-    return first if len(first) <= LONGEST_FORMULA else f"{first[: LONGEST_FORMULA - 1]}…"
+    return words.short_text(first, LONGEST_FORMULA)
 
 
 # -- contents --------------------------------------------------------------------------------------
@@ -225,7 +227,7 @@ def contents(results: Results) -> dict[str, Any]:
         "main": results.main,
         "phases": list(results.phases),
         "executions": list(results.executions),
-        "chips": [_chip(results, chip.name) for chip in results.chips],
+        "chips": [_chip(roof.chip, roof.ceilings) for roof in roofs(results)],
         "steps": steps,
         "memory": memory,
         "modules": modules,
@@ -233,27 +235,14 @@ def contents(results: Results) -> dict[str, Any]:
     }
 
 
-def _chip(results: Results, name: str) -> dict[str, Any]:
-    estimates = [
-        results.estimate(phase, execution, name)
-        for phase in results.phases
-        for execution in results.executions
-    ]
-    chip = estimates[0].chip
-    rates = {f"matrix {estimate.peak_precision}": estimate.peak for estimate in estimates}
-    vector = chip.peak("vector", "fp32") if chip.has_peak("vector", "fp32") else None
-    if vector is not None and vector not in rates.values():
-        rates["vector fp32"] = vector
+def _chip(chip: Chip, ceilings: Iterable[tuple[str, float]]) -> dict[str, Any]:
     return {
         "name": chip.name,
         "title": chip.title,
         "bandwidth": chip.memory_bandwidth.value,
         "capacity": chip.memory_capacity.value,
         "room": chip.room(),
-        "ceilings": [
-            {"name": name, "rate": rate}
-            for name, rate in sorted(rates.items(), key=lambda entry: -entry[1])
-        ],
+        "ceilings": [{"name": name, "rate": rate} for name, rate in ceilings],
     }
 
 

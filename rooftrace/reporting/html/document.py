@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from rooftrace._escapes import to_json, visible
+from rooftrace._escapes import to_html, to_json, visible
 from rooftrace._outputs import MARK
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.renderers import runs
@@ -67,11 +67,6 @@ def as_cell(view: View, figure: str = "") -> str:
     return f'<div style="{_TEXT}">{"".join(blocks)}{figure}</div>'
 
 
-def escaped_lines(text: str) -> str:
-    """Lines of text with HTML and unseen characters escaped."""
-    return html.escape(visible(text, lines=True), quote=True)
-
-
 def _parts(section: Section) -> Iterator[str]:
     for part in section.parts:
         if isinstance(part, Section):
@@ -85,10 +80,9 @@ def _parts(section: Section) -> Iterator[str]:
 def _note(note: Note) -> str:
     text = visible(note.text, lines=note.lines or bool(note.code))
     text = text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
-    label = f"<b>{escaped(note.label)}</b>" if note.label else ""
-    return (
-        f'<div style="white-space:pre-wrap;{_style(note.mark)}">{label}{escaped_lines(text)}</div>'
-    )
+    label = f"<b>{to_html(note.label)}</b>" if note.label else ""
+    style = f"white-space:pre-wrap;{_style(note.mark)}"
+    return f'<div style="{style}">{label}{to_html(text, lines=True)}</div>'
 
 
 def _style(mark: str) -> str:
@@ -100,7 +94,7 @@ def _table(table: Table) -> str:
     columns = [column for column in table.columns if column.shown_on("screen")]
     head = "".join(
         f'<th style="{_CELL};{_side(column)};opacity:.65;font-weight:normal">'
-        f"{escaped(column.name('screen'))}</th>"
+        f"{to_html(column.name('screen'))}</th>"
         for column in columns
     )
     lines, group = [f"<thead><tr>{head}</tr></thead><tbody>"], None
@@ -109,7 +103,7 @@ def _table(table: Table) -> str:
             group = name
             lines.append(
                 f'<tr><td colspan="{len(columns)}" style="{_CELL};text-align:left">'
-                f"<b>{escaped(name)}</b></td></tr>"
+                f"<b>{to_html(name)}</b></td></tr>"
             )
         lines.append(f"<tr>{''.join(_cell(column, row) for column in columns)}</tr>")
     left = len(table.rows) - MOST_ROWS
@@ -130,8 +124,8 @@ def _cell(column: Column, row: object) -> str:
     elif len(text) > LONGEST:
         cut = f"{text[: LONGEST - 1]}…"
         shown = short_module(text, LONGEST) if column.flexible else cut
-        hover = f' title="{escaped_lines(text[:MOST_TEXT])}"'
-    return f'<td style="{style}"{hover}>{escaped_lines(shown)}</td>'
+        hover = f' title="{to_html(text[:MOST_TEXT], lines=True)}"'
+    return f'<td style="{style}"{hover}>{to_html(shown, lines=True)}</td>'
 
 
 # -- document --------------------------------------------------------------------------------------
@@ -169,7 +163,7 @@ def result_page(view: View, pictures: Mapping[str, bytes] | None = None) -> str:
 
 def _picture(name: str, png: bytes) -> str:
     data = base64.b64encode(png).decode()
-    return f'<img alt="{escaped(name)}" style="max-width:100%" src="data:image/png;base64,{data}"/>'
+    return f'<img alt="{to_html(name)}" style="max-width:100%" src="data:image/png;base64,{data}"/>'
 
 
 def _page(name: str, written: Hypertext) -> str:
@@ -179,8 +173,8 @@ def _page(name: str, written: Hypertext) -> str:
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    title = escaped(name)
-    links = [f'<li><a href="#{place}">{escaped(text)}</a></li>' for place, text in written.headings]
+    title = to_html(name)
+    links = [f'<li><a href="#{place}">{to_html(text)}</a></li>' for place, text in written.headings]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="generator" content="{MARK}">\n'
@@ -238,11 +232,6 @@ def as_hypertext(view: View, figures: Mapping[str, str] | None = None) -> Hypert
     return Hypertext(body, tuple(writer.headings))
 
 
-def escaped(text: str) -> str:
-    """Text with HTML and unseen characters escaped."""
-    return html.escape(visible(text), quote=True)
-
-
 def inline(text: str, space: str = " ") -> str:
     """One line of text, with the code spans and the emphasis of builders.  space: before units."""
     made = []
@@ -252,7 +241,7 @@ def inline(text: str, space: str = " ") -> str:
     return "".join(made)
 
 
-_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:[KMGTPE]?i?B|[KMGTPE]|[kKMGTPE]?FLOP|[num]?s)\b)")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:[kKMGTPE]?(?:i?B|FLOP)|[KMGTPE]|[num]?s|[a-z]+/s)\b)")
 """The space between a number and its unit; no line of a sentence ends there."""
 _TAGS = {"code": ("<code>", "</code>"), "strong": ("<strong>", "</strong>"), "": ("", "")}
 
@@ -316,7 +305,7 @@ def _listed(parts: list[str]) -> Iterator[str]:
 
 def _page_note(note: Note) -> str:
     if note.code:
-        code = f"<pre><code>{escaped_lines(note.text)}</code></pre>"
+        code = f"<pre><code>{to_html(note.text, lines=True)}</code></pre>"
         mermaid = note.code == "mermaid"  # a page draws the tree; the source is folded away
         return f"<details><summary>Mermaid</summary>{code}</details>" if mermaid else code
     text = "<br>".join(inline(line, "\u00a0") for line in note.text_lines)

@@ -82,24 +82,20 @@ def _parts(section: Section) -> Iterator[RenderableType]:
 
 
 def _grid(table: Table) -> Grid:
+    from rich.text import Text
+
     columns = [column for column in table.columns if column.shown_on("screen")]
     rows: list[Sequence[Text]] = []
     group = None
     for row in table.rows:
         if table.group is not None and (name := table.group(row)) != group:
             group = name
-            rows.append(_heading(name, len(columns)))
+            rows.append([Text(visible(name), style="bold"), *(Text() for _ in columns[1:])])
         cells = [_cell(column, row) for column in columns]
         if group is not None:
             cells[0].pad_left(2)
         rows.append(cells)
     return Grid(tuple(columns), tuple(map(tuple, rows)))
-
-
-def _heading(name: str, width: int) -> list[Text]:
-    from rich.text import Text
-
-    return [Text(visible(name), style="bold"), *(Text() for _ in range(width - 1))]
 
 
 def _cell(column: Column, row: object) -> Text:

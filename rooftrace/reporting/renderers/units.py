@@ -152,8 +152,7 @@ def _count(number: float) -> str:
 
 
 def _kernel(name: str) -> str:
-    name = words.kernel_name(name)
-    return name if len(name) <= KERNEL_WIDTH else f"{name[: KERNEL_WIDTH - 1]}…"
+    return words.short_text(words.kernel_name(name), KERNEL_WIDTH)
 
 
 def full(unit: Unit) -> Unit:

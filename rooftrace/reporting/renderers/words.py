@@ -370,6 +370,11 @@ def differing(labels: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for name in first if len({str(each.get(name)) for each in labels}) > 1]
 
 
+def short_text(text: str, most: int) -> str:
+    """A text in so many letters; a cut one ends in "…"."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def short_module(path: str, width: int) -> str:
     """A module path cut from the left, at a dot, where paths differ least: "…mlp.experts".
 

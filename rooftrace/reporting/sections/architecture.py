@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rooftrace._escapes import visible
 from rooftrace.hardware.units import format_count, format_share, plural
-from rooftrace.reporting.renderers import units, view
+from rooftrace.reporting.renderers import units, view, words
 from rooftrace.reporting.sections.results import ratio
 from rooftrace.reporting.sections.trust import routed
 
@@ -226,6 +226,5 @@ def _shape(place: int, node: WiredNode, wiring: Wiring) -> str:
 
 def _label(text: str) -> str:
     """Text escaped for a label, and cut."""
-    text = visible(text)
-    text = text if len(text) <= LONGEST_NAME else f"{text[: LONGEST_NAME - 1]}…"
+    text = words.short_text(visible(text), LONGEST_NAME)
     return _SPECIAL.sub(lambda mark: f"#{ord(mark[0])};", text)

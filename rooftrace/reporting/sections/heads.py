@@ -174,9 +174,7 @@ def head(results: Results) -> view.Section:
     page += [f"{phase.capitalize()}: {text}.  " for phase, text in workloads.items()]
     screen = [*_headlines(results, first=True)]
     screen.append("; ".join(f"{phase} {text}".rstrip() for phase, text in workloads.items()))
-    fits, sentence = words.fit_words(
-        memory_by_phase(results), results.chips[0], _processes(results)
-    )
+    fits, sentence = _fit(results)
     parts = [
         view.Note(title(results), "strong", on="screen"),
         view.Note("\n".join(screen), on="screen", lines=True),
@@ -194,9 +192,10 @@ def title(results: Results) -> str:
     return words.model_words(results.model, first.graph.workload, processes)
 
 
-def _processes(results: Results) -> int:
-    """How many chips run each phase together, at most."""
-    return max(results.estimate(phase).processes for phase in results.phases)
+def _fit(results: Results) -> tuple[bool, str]:
+    """Whether every phase fits on the chips that run it together, and a sentence on that."""
+    processes = max(results.estimate(phase).processes for phase in results.phases)
+    return words.fit_words(memory_by_phase(results), results.chips[0], processes)
 
 
 def _headlines(results: Results, first: bool = False) -> list[str]:
@@ -210,9 +209,7 @@ def _headlines(results: Results, first: bool = False) -> list[str]:
 
 def verdict(results: Results) -> view.Section:
     """A sentence on fit, one on a pipeline; then a line each on phases, executions and trust."""
-    fits, sentence = words.fit_words(
-        memory_by_phase(results), results.chips[0], _processes(results)
-    )
+    fits, sentence = _fit(results)
     notes = [view.Note(sentence, "" if fits else "bad")] if sentence else []
     notes += [view.Note(_piped(pipe)) for pipe in piped(results)[:1]]
     lines = [_phase_sentence(results.estimate(phase)) for phase in results.phases]
@@ -283,17 +280,14 @@ def _phase_sentence(estimate: Estimate) -> str:
     if estimate.bytes_hbm:
         role, size = Counter(estimate.bytes.to_dict()).most_common(1)[0]
         largest = f", {format_share(size / estimate.bytes_hbm)} of it {role}"
+    many = "one" if estimate.processes == 1 else f"each of {estimate.processes:,}"
     return (
         f"**{estimate.step.capitalize()}** ({estimate.execution.name}): "
-        f"{_time_words(estimate)} on {_many(estimate)} {estimate.chip.title}{speed}; "
+        f"{_time_words(estimate)} on {many} {estimate.chip.title}{speed}; "
         f"limited by {words.regime_words(estimate.times)}; "
         f"{format_flops(estimate.flops)} and {format_traffic(estimate.bytes_hbm)} of HBM traffic"
         f"{largest}.{most}{_longest(estimate)}"
     )
-
-
-def _many(estimate: Estimate) -> str:
-    return "one" if estimate.processes == 1 else f"each of {estimate.processes:,}"
 
 
 def _time_words(estimate: Estimate) -> str:

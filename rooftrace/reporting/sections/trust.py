@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rooftrace._plain import Plain, Positive
 from rooftrace.costmodels.estimates import Island, islands
 from rooftrace.costmodels.kernels import Knobs
-from rooftrace.graph import LOWER_BOUND, pattern_of
+from rooftrace.graph import pattern_of
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     few,
@@ -334,8 +334,8 @@ def _without_a_rule(missing: Sequence[tuple[str, Unsupported]]) -> list[view.Par
 def trust(results: Results) -> view.Section:
     """Notes below the numbers of a screen: coverage, assumptions, guesses, floors and knobs."""
     estimates = [estimate for _, _, estimate in results.of_first_chip()]
-    gaps = [item for _, item in results.assumptions if item.kind in LOWER_BOUND]
-    complete, sentence = words.coverage_words((e.coverage for e in results.broken_down()), gaps)
+    covered = (estimate.coverage for estimate in results.broken_down())
+    complete, sentence = words.coverage_words(covered, results.unrecorded)
     assumed = words.assumption_words(assumption for _, assumption in results.assumptions)
     guesses = words.guess_words(results.chips[0])
     notes = [view.Note(f"coverage: {sentence}", "" if complete else "bad")]

@@ -224,13 +224,8 @@ def _spread(rows: Sequence[Any], most: int) -> list[Any]:
 def rates_view(result: workloads.RatesAnswer, output: view.Output) -> view.View:
     """The limit of a step now, and each rate at which computing would limit it."""
     title = _head(result.title, result.sizes, result.chip)
-    head: list[view.Part] = [
-        view.Note(title, "strong"),
-        view.Note(
-            f"limited by {words.limit(result.limiter)} for {result.share:.0%} of "
-            f"{format_time(result.step)}"
-        ),
-    ]
+    share = f"{result.share:.0%} of {format_time(result.step)}"
+    head = [view.Note(f"limited by {words.limit(result.limiter)} for {share}")]
     if result.intensity is not None:
         head.append(view.Note(
             f"{format_intensity(result.intensity)} through HBM; the ridge of the chip is at "
@@ -282,8 +277,8 @@ def passing_view(result: workloads.PassingAnswer, output: view.Output) -> view.V
         ],
         rows=rows,
     )
-    head = [view.Note(title, "strong"), view.Note(answer, "strong")]
-    return _three(title, head, view.Section(parts=[table], place=2), result.rests)
+    made = view.Section(parts=[table], place=2)
+    return _three(title, [view.Note(answer, "strong")], made, result.rests)
 
 
 def capacity_view(result: workloads.CapacityAnswer, output: view.Output) -> view.View:
@@ -304,15 +299,16 @@ def capacity_view(result: workloads.CapacityAnswer, output: view.Output) -> view
     )
     best = result.rows[0]
     answer = f"fewest: {best.chips} x {best.chip}, {best.used:.0%} full"
-    head = [view.Note(title, "strong"), view.Note(answer, "strong")]
-    return _three(title, head, view.Section(parts=[table], place=2), result.rests)
+    made = view.Section(parts=[table], place=2)
+    return _three(title, [view.Note(answer, "strong")], made, result.rests)
 
 
 def _three(
     title: str, head: Sequence[view.Part], made: view.Section, rests: Iterable[str]
 ) -> view.View:
     """The answer in words, the numbers that it is made of, and its grounds."""
-    return view.View((view.Section(parts=[*head], place=1), made, grounds(rests, (), 3)), title)
+    first = view.Section(parts=[view.Note(title, "strong"), *head], place=1)
+    return view.View((first, made, grounds(rests, (), 3)), title)
 
 
 def _head(title: str, sizes: Mapping[str, int], chip: str = "") -> str:

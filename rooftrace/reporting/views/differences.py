@@ -121,8 +121,10 @@ def diff_view(result: Diff, output: view.Output) -> view.View:
         view.Note(f"O{where[1:]}.", on="page"),
     ]
     head += origin_notes(result.origins)
-    for line in _one_sided(result):
-        head.append(view.Note(line, "warn", bullet=1))
+    for name, only in zip(result.names, (result.only_before, result.only_after), strict=True):
+        if only:
+            text = f"only {name} has {', '.join(only)}: not compared"
+            head.append(view.Note(text, "warn", bullet=1))
     if result.unchanged:
         head += statement(unchanged_words(result), "good")
     phases = [] if result.unchanged else [_phase(result, i) for i in range(len(result.phases))]
@@ -197,11 +199,6 @@ def _details(row: changes.DiffRow) -> str:
 def _assumed(text: str) -> str:
     """An assumption that one side alone makes."""
     return f"{'assumed now' if text[0] == '+' else 'no longer assumed'}: {text[2:]}"
-
-
-def _one_sided(result: Diff) -> list[str]:
-    sides = zip(result.names, (result.only_before, result.only_after), strict=True)
-    return [f"only {name} has {', '.join(only)}: not compared" for name, only in sides if only]
 
 
 # -- origins ---------------------------------------------------------------------------------------

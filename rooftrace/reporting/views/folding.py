@@ -298,22 +298,19 @@ def _causes(kind: str, factor: ByteFactor) -> Iterator[str]:
         yield f"x{factor.unexplained:.2f} unexplained"
 
 
-def _as_rate(factor: ByteFactor) -> Iterator[str]:
-    """A note on a factor that is left to the rates."""
-    if factor.applied != factor.factor:
-        yield "slower than the sustained rate, or more bytes: left to the rates"
-
-
 def _differs(value: float, least: float = 0.0) -> bool:
     return abs(value - 1) > max(least, 0.005)
 
 
 def _row(kind: str, factor: ByteFactor) -> dict[str, Any]:
+    causes = [*_causes(kind, factor)]
+    if factor.applied != factor.factor:
+        causes.append("slower than the sustained rate, or more bytes: left to the rates")
     row: dict[str, Any] = {
         "kind": kind,
         "grouping": factor.grouping,
         "unfused": factor.unfused,
-        "causes": "; ".join((*_causes(kind, factor), *_as_rate(factor))),
+        "causes": "; ".join(causes),
     }
     if not factor.identified:
         return row | {

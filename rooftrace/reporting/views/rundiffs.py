@@ -285,7 +285,7 @@ def _call(row: rundiff.KernelChange) -> str:
 
 def _kernel_words(first: str, names: Sequence[str]) -> str:
     """The first kernel of several, and how many more there are."""
-    text = first if len(first) <= KERNEL else f"{first[: KERNEL - 1]}…"
+    text = words.short_text(first, KERNEL)
     return text if len(names) <= 1 else f"{text} and {len(names) - 1} more"
 
 

@@ -7,7 +7,7 @@ import copy
 import math
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -495,10 +495,23 @@ def call_inputs(
         kwargs=kwargs,
         decode=decode,
         cached=_cache_switch(module),
-        items=tokens.numel(),
-        item="token",
         workload=workload,
+        **counted(tokens, tensors, writes=decode is not None or key == _PROMPTS[0]),
     )
+
+
+def counted(tokens: Tensor, inputs: Iterable[Tensor], writes: bool) -> dict[str, Any]:
+    """The fields of `Inputs` that say what a step is counted in: tokens; or samples, where a call
+    writes no tokens and reads a second text or images.
+
+    Inputs for each sample that have the tokens' length, or are bool, belong to the tokens.
+    """
+    batch, length = tokens.shape[0], tokens.shape[-1]
+    samples = (t for t in inputs if t.dim() > 1 and t.shape[0] == batch and t.dtype != torch.bool)
+    others = (t for t in samples if length not in t.shape[1:] and t.numel() > batch)
+    if not writes and list(others):
+        return {}
+    return {"items": tokens.numel(), "item": "token"}
 
 
 def _bags(module: nn.Module, tensors: Sequence[Tensor]) -> int | None:
@@ -585,16 +598,3 @@ def _with_batch(tree: Any, batch: int) -> Any:
         return made
 
     return with_tensors(tree, resized)
-
-
-def check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:
-    """Raise RequestError for an input that the module's forward does not take."""
-    parameters = parameters_of(module)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-    for name in texts:
-        if name not in parameters:
-            raise RequestError(
-                f"--input {name}: {type(module).__name__}.forward takes "
-                f"{', '.join(parameters) or 'no arguments'}"
-            )

@@ -16,7 +16,7 @@ from rooftrace.tracer.inputs.calls import (
     Inputs,
     cache_arguments,
     call_inputs,
-    check_names,
+    counted,
     is_tokens,
     last_token,
     parsed_inputs,
@@ -59,7 +59,7 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
     """
     config: Any = module.config
     passed = parsed_inputs(request.inputs)
-    check_names(module, passed)
+    _check_names(module, passed)
     patches = grids(module, passed)
     rows = [] if patches else [int(t.shape[0]) for t in passed.values() if t.dim()]
     batch = next(iter(rows), request.batch or 1)
@@ -83,6 +83,19 @@ def model_inputs(module: nn.Module, request: Request) -> Inputs:
     shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
     find = partial(labels_of, inputs=inputs, batch=batch)
     return Inputs(kwargs=inputs, find_labels=find, workload={"batch": batch, "inputs": shapes})
+
+
+def _check_names(module: nn.Module, texts: Mapping[str, Any]) -> None:
+    """Raise RequestError for an input that the module's forward does not take."""
+    parameters = parameters_of(module)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in texts:
+        if name not in parameters:
+            raise RequestError(
+                f"--input {name}: {type(module).__name__}.forward takes "
+                f"{', '.join(parameters) or 'no arguments'}"
+            )
 
 
 def _chosen(
@@ -202,8 +215,7 @@ class _Text:
             decode={self.prompt: step} if self.keeps else None,
             cached={"use_cache": True},
             cached_kwargs=cached,
-            items=kwargs[self.prompt].numel(),
-            item="token",
+            **counted(kwargs[self.prompt], kwargs.values(), self.writes),
             workload={"batch": self.batch, "seq": seq, **({"kv": kv} if self.keeps else {})},
             assumptions=(*_DRAWN, *(_CHOSEN if self.choices and self.prompt in tokens else ())),
         )
@@ -365,7 +377,7 @@ def module_inputs(
     target = target or type(module).__name__
     args, kwargs = _arguments(inputs)
     described = parsed_inputs(request.inputs)
-    check_names(module, described)
+    _check_names(module, described)
     if not args and not kwargs and hasattr(module, "main_input_name"):
         return model_inputs(module, request)  # a Hugging Face model names its inputs
     if not args and not kwargs and not described:

@@ -142,10 +142,12 @@ function Inspected({ box, root, module, title }: InspectedProps) {
     <p class="inspected" aria-live="polite">
       <code>{box.data.path || title}</code> {kind ? `${kind}: ` : ""}
       {facts.map(([name, key], i) => (
-        <span>
+        <>
           {i ? ", " : ""}
-          {name} {WRITTEN[key](total[key])} ({share(whole[key] ? total[key] / whole[key] : null)})
-        </span>
+          <span>
+            {name} {WRITTEN[key](total[key])} ({share(whole[key] ? total[key] / whole[key] : null)})
+          </span>
+        </>
       ))}
     </p>
   );
