@@ -418,20 +418,20 @@ class _ByParts(Editor):
         cut = [n for column in dims for n, _ in _common(column)]
         for part in join.inputs:
             start, end = end, end + self.values[part].shape[-1]
-            rows, shape = self.viewed(op, Ref(part), (math.prod(cut), end - start)), [*old.shape]
+            rows, size = self.viewed(op, Ref(part), (math.prod(cut), end - start)), [*old.shape]
             if inner:
                 both = rows, self.sliced(op, operand(op, "mat2"), 0, start, end)
             elif turned:
                 both = self.permuted(op, rows, (1, 0)), operand(op, "mat2")
             else:
                 both = operand(op, "self"), rows
-            shape[not turned] = shape[1] if inner else end - start
+            size[not turned] = size[1] if inner else end - start
             how: dict[str, Argument] = {"self": both[0], "mat2": both[1]}
             if inner and "mat1" in op.arguments and not made:
                 how = {**op.arguments, "mat1": both[0], "mat2": both[1]}
             target = f"aten.{'addmm' if 'mat1' in how else 'mm'}.default"
-            each = self.made(op, target, how, tuple(shape), old.dtype, old.role)
-            made.append(self.viewed(op, each, (*cut, shape[1])) if inner else each)
+            each = self.made(op, target, how, tuple(size), old.dtype, old.role)
+            made.append(self.viewed(op, each, (*cut, size[1])) if inner else each)
         total, shape = made[0], self.values[made[0].id].shape
         for each in made[1:] if inner else ():
             terms = {"self": total, "other": each}
