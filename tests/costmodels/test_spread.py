@@ -184,6 +184,44 @@ def test_pairs_cost_what_their_rows_do() -> None:
     assert amounts(copied_late(written)) == amounts(copied_late(mended))
 
 
+class Beside(nn.Module):
+    """A layer of rows beside a vector of their sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        wide = t[:, None].expand(x.shape)
+        y: Tensor = x + self.down(F.silu(self.up(torch.cat((x, wide), -1))))
+        return y
+
+
+class Stacked(nn.Module):
+    """Layers that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Beside() for _ in range(8))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, t)
+        return x
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+def test_rows_of_the_layer_before_beside_copies_are_multiplied_apart(phase: str) -> None:
+    graph, module = traced(Stacked, phase)
+    assert graph.repeats
+    short, long = copied_late(graph).expand(), copied_late(graph.expand())
+    assert amounts(short) == amounts(long) < amounts(graph.expand())
+    for mended, written in zip(
+        outputs(short, module), outputs(graph.expand(), module), strict=True
+    ):
+        torch.testing.assert_close(mended, written)
+
+
 class SharedKeys(nn.Module):
     """Heads share keys, which are repeated for a kernel that reads them all; a dropout is drawn."""
 

@@ -386,8 +386,9 @@ def _is_parted(known: _SpreadValues, op: Op) -> bool:
         if not fits or user.name not in ("aten.mm", "aten.addmm")[: 1 + inner]:
             return False
     own = [values[v] for v in op.inputs if _varies(*known.dims(v)[:-1])]
+    written = {values[v].storage for v in (*op.inputs, *op.outputs)} & known.writers.keys()
     fit = all(tensor.stride == Tensor.contiguous(tensor.shape) for tensor in own)
-    return fit and len(own) < len(op.inputs) and known.is_known(op)
+    return fit and len(own) < len(op.inputs) and not written
 
 
 class _ByParts(Editor):
@@ -416,9 +417,9 @@ class _ByParts(Editor):
         old, made, inner, end = self.values[op.outputs[0]], list[Ref](), op.part == "forward", 0
         dims = zip(*(self.known.dims(part)[:-1] for part in join.inputs), strict=True)
         cut = [n for column in dims for n, _ in _common(column)]
-        for part in join.inputs:
-            start, end = end, end + self.values[part].shape[-1]
-            rows, size = self.viewed(op, Ref(part), (math.prod(cut), end - start)), [*old.shape]
+        for part in join.reads:
+            start, end = end, end + self.values[part.id].shape[-1]
+            rows, size = self.viewed(op, part, (math.prod(cut), end - start)), [*old.shape]
             if inner:
                 both = rows, self.sliced(op, operand(op, "mat2"), 0, start, end)
             elif turned:
