@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rooftrace as rt
-from rooftrace.costmodels.rewrites.spread import without_checkpoints
+from rooftrace.costmodels.rewrites.mends import without_checkpoints
 from rooftrace.graph import OpGraph
 from rooftrace.hardware import chip
 from rooftrace.studies.advice.fits import fitting, with_checkpoints, with_small_states

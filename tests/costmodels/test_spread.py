@@ -121,7 +121,45 @@ def amounts(graph: OpGraph) -> tuple[float, float]:
     return sum(cost.flops() for cost in costs), sum(cost.bytes() for cost in costs)
 
 
+class Pairs(nn.Module):
+    """Scores of rows beside a vector of their sample, and of all pairs of rows side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 8), nn.Linear(8, 8)
+        self.pair = nn.Parameter(torch.ones(16, 1))
+
+    def scores(self, rows: Tensor) -> Tensor:
+        n = rows.shape[0]
+        sides = rows.repeat_interleave(n, 0), rows.repeat(n, 1)
+        return (torch.cat(sides, 1).view(n, n, 16) @ self.pair).squeeze(2)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        wide = t[:, None].expand(x.shape)
+        rows = self.second(F.silu(self.first(torch.cat((wide, x), -1))))
+        return rows + self.scores(rows[0]).sigmoid() @ rows[0] / 32
+
+
+class PairsRead(Pairs):
+    """Pairs that more than products read, and that a wider product reads."""
+
+    def scores(self, rows: Tensor) -> Tensor:
+        n = rows.shape[0]
+        pairs = torch.cat((rows.repeat_interleave(n, 0), rows.repeat(n, 1)), 1)
+        wide = (pairs + 0) @ torch.cat([self.pair] * 24, 1)
+        return (pairs @ self.pair + pairs.tanh().mean(1, True) + wide.mean(1, True)).view(n, n)
+
+
+class PairsApart(Pairs):
+    """The scores of pairs as sums of those of rows."""
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return rows @ self.pair[:8] + (rows @ self.pair[8:]).T
+
+
 MODELS: dict[str, Any] = {
+    "pairs": Pairs,
+    "pairs read": PairsRead,
     "conditioned": Conditioned,
     "positions": Positions,
     "slowed": Slowed,
@@ -139,6 +177,49 @@ def test_copies_made_late_give_the_same_and_gradients_too(name: str, phase: str)
     for mended, written in zip(outputs(late, module), outputs(graph, module), strict=True):
         torch.testing.assert_close(mended, written)
     assert amounts(late) < amounts(graph)
+
+
+def test_pairs_cost_what_their_rows_do() -> None:
+    (mended, _), (written, _) = (traced(model, "forward") for model in (PairsApart, Pairs))
+    assert amounts(copied_late(written)) == amounts(copied_late(mended))
+
+
+class Beside(nn.Module):
+    """A layer of rows beside a vector of their sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        wide = t[:, None].expand(x.shape)
+        y: Tensor = x + self.down(F.silu(self.up(torch.cat((x, wide), -1))))
+        return y
+
+
+class Stacked(nn.Module):
+    """Layers that repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Beside() for _ in range(8))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, t)
+        return x
+
+
+@pytest.mark.parametrize("phase", ["forward", "training"])
+def test_rows_of_the_layer_before_beside_copies_are_multiplied_apart(phase: str) -> None:
+    graph, module = traced(Stacked, phase)
+    assert graph.repeats
+    short, long = copied_late(graph).expand(), copied_late(graph.expand())
+    assert amounts(short) == amounts(long) < amounts(graph.expand())
+    for mended, written in zip(
+        outputs(short, module), outputs(graph.expand(), module), strict=True
+    ):
+        torch.testing.assert_close(mended, written)
 
 
 class SharedKeys(nn.Module):

@@ -358,6 +358,27 @@ class Conditioned(nn.Module):
         return self.mix(x) * (self.timed(t) if self.late else self.timed(t.expand(x.shape)))
 
 
+class Additive(nn.Module):
+    """Attention by a layer that reads the query beside each key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.score = nn.Linear(1024, 512), nn.Linear(512, 1)
+
+    def mixed(self, query: Tensor, keys: Tensor) -> Tensor:
+        wide = query[:, None].expand(keys.shape)
+        return self.mix(torch.cat((wide, keys), -1))  # planted: beside
+
+    def forward(self, query: Tensor, keys: Tensor) -> Tensor:
+        return (self.score(self.mixed(query, keys).tanh()).softmax(1) * keys).sum(1)
+
+
+class AdditiveMended(Additive):
+    def mixed(self, query: Tensor, keys: Tensor) -> Tensor:
+        first, second = self.mix.weight.split(512, 1)
+        return F.linear(query, first)[:, None] + F.linear(keys, second, self.mix.bias)
+
+
 class Taught(nn.Module):
     """A student and its teacher."""
 
@@ -545,6 +566,17 @@ CALLS = (
             phase="training",
         ),
         make=half(lambda: Conditioned(True)),
+    ),
+    same(
+        "beside",
+        "rewrite",
+        "before they are repeated",
+        Way(
+            make=half(Additive),
+            inputs=lambda: (torch.randn(256, 512).to(HALF), torch.randn(256, 1024, 512).to(HALF)),
+            phase="training",
+        ),
+        make=half(AdditiveMended),
     ),
     same(
         "unread",

@@ -20,6 +20,10 @@ VIEWS = frozenset({
     "aten.unflatten", "aten.flatten", "aten.view_as", "aten.expand_as",
 })  # fmt: skip
 """Views of all elements."""
+ORDERS = frozenset({"aten.t", "aten.transpose", "aten.permute"})
+RESHAPES = VIEWS - ORDERS - {"aten.expand"}
+IMAGES = {4: "torch.channels_last", 5: "torch.channels_last_3d"}
+"""Memory formats by the number of dimensions of images, and of volumes."""
 COPIES = frozenset({"aten.clone", "aten._to_copy", "aten.contiguous"})
 
 
@@ -119,6 +123,25 @@ class ValueFlow:
                 yield from (k for out in user.outputs for k in self.kernels_on(out))
             else:
                 yield user
+
+    def row_readers(self, value: int, turned: bool = False) -> Iterator[tuple[Op, bool, int]]:
+        """Ops that read the rows of a value through views, whether as columns, and what they read.
+
+        Views have whole rows.
+        """
+        width = self.values[value].shape[0 if turned else -1]
+        for user in self.users[value]:
+            turns, made = user.name == "aten.t", self.values[(user.outputs or (value,))[0]]
+            if turns or (user.name in RESHAPES and made.shape[-1:] == (width,) and not turned):
+                yield from self.row_readers(user.outputs[0], turned != turns)
+            else:
+                yield user, turned, value
+
+    def takes_columns(self, op: Op) -> bool:
+        """Whether an op takes some neighbouring columns of all rows as a view."""
+        shapes = [self.values[v].shape[:-1] for v in (*op.inputs, *op.outputs)]
+        alone = op.name == "aten.slice" and shapes[0] == shapes[1]
+        return alone and self.location(op.outputs[0]) is not None
 
     def location(self, value: int) -> Location | None:
         """The location of a value; None behind a view of unknown offset or of another iteration."""
@@ -241,6 +264,13 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     """Strides without gaps; order: the dimensions, the outermost first."""
     steps = dict(zip(order, Tensor.contiguous([shape[d] for d in order]), strict=True))
     return tuple(steps[d] for d in range(len(shape)))
+
+
+def last_strides(image: Tensor) -> tuple[int, ...] | None:
+    """The strides of a contiguous image or weight with channels last; None for other tensors."""
+    rank = len(image.shape)
+    is_image = rank in IMAGES and image.stride == Tensor.contiguous(image.shape)
+    return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
 
 
 def dense_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -519,11 +519,7 @@ def promoted(graph: OpGraph, casts: Collection[str] = ()) -> Mapping[int, str]:
     fixed = {v for v in graph.external if values[v].role in ("weights", "constants")}
     fixed |= {v for v, t in enumerate(values) if t.role == "constants"}
     for op in graph.ops:
-        if (
-            any(values[v].dtype != "fp32" for v in op.outputs)
-            or not op.outputs
-            or op.part == "optimizer"
-        ):
+        if op.part == "optimizer" or {values[v].dtype for v in op.outputs} != {"fp32"}:
             continue
         read = {v for v in op.inputs if values[v].shape}
         singles = {v for v in read if values[v].dtype == "fp32"}
@@ -532,13 +528,8 @@ def promoted(graph: OpGraph, casts: Collection[str] = ()) -> Mapping[int, str]:
             users = [u for u in flow.kernels_on(op.outputs[0]) if u.part == "forward"]
             starts = from_half and bool(users) and {user.name for user in users} <= {*casts}
             starts = starts and (casts is LOSSES or all(ends_in(flow, u, half) for u in users))
-            starts |= (
-                op.part == "backward"
-                and from_half
-                and any(
-                    not wide.keys().isdisjoint(user.inputs) for user in flow.users[op.outputs[0]]
-                )
-            )
+            late = flow.users[op.outputs[0]] if from_half and op.part == "backward" else ()
+            starts |= any(not wide.keys().isdisjoint(user.inputs) for user in late)
         else:
             rule = find_rule(op.target)
             joins = rule is not None and rule.fusion == "pointwise" and op.part == "forward"

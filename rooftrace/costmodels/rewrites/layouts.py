@@ -15,9 +15,11 @@ from rooftrace.costmodels.fusion.traffic import has_channels_last, weight_shape
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.ops.cost import UNFUSED
 from rooftrace.costmodels.rewrites.dataflow import (
+    IMAGES,
     BothWays,
     ValueFlow,
     dense_like,
+    last_strides,
     reads_across,
     relaid,
 )
@@ -29,7 +31,7 @@ from rooftrace.costmodels.rewrites.editing import (
     reading_others,
 )
 from rooftrace.costmodels.rewrites.fused_products import PRODUCTS
-from rooftrace.costmodels.rewrites.spread import IMAGES, Laid, last_strides
+from rooftrace.costmodels.rewrites.spread import Laid
 from rooftrace.costmodels.rewrites.trained import (
     COPY,
     OF_ATTENTION,

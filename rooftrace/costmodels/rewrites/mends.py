@@ -5,7 +5,7 @@ Each is read off the captured graph; its edit makes the graph of the mended code
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,15 +19,17 @@ from rooftrace.costmodels.rewrites.attention_kernels import (
 )
 from rooftrace.costmodels.rewrites.attention_products import written_attentions
 from rooftrace.costmodels.rewrites.causal_convs import with_groups
-from rooftrace.costmodels.rewrites.dataflow import ValueFlow
+from rooftrace.costmodels.rewrites.dataflow import IMAGES, ValueFlow
 from rooftrace.costmodels.rewrites.editing import (
     ATTENTION,
     DOUBLES,
     LOSSES,
     NORMS,
+    Editor,
     cast_weights,
     operand,
     promoted,
+    reading_others,
     without_doubles,
     without_promotions,
     without_weight_casts,
@@ -49,11 +51,7 @@ from rooftrace.costmodels.rewrites.layouts import (
 )
 from rooftrace.costmodels.rewrites.rewrites import WRITTEN
 from rooftrace.costmodels.rewrites.scans import with_recurrent_layers
-from rooftrace.costmodels.rewrites.spread import (
-    IMAGES,
-    copied_late,
-    without_checkpoints,
-)
+from rooftrace.costmodels.rewrites.spread import copied_late
 from rooftrace.costmodels.rewrites.statetrials import with_named_forms, written_forms
 from rooftrace.costmodels.rewrites.trained import (
     by_which,
@@ -71,13 +69,14 @@ from rooftrace.costmodels.rewrites.trained import (
 )
 from rooftrace.costmodels.rewrites.waste import (
     batched,
+    key_of,
     looked_up,
     made_before,
     without_checks,
     without_repeated_work,
     without_waits,
 )
-from rooftrace.graph import OpGraph, Ref, pattern_of
+from rooftrace.graph import Op, OpGraph, Ref, Tensor, pattern_of
 from rooftrace.hardware.units import listed, plural
 
 Edit = Callable[[OpGraph], OpGraph]
@@ -481,3 +480,64 @@ def _buffers_of(flow: ValueFlow, value: int) -> set[str]:
         else:
             names.add(tensor.name)
     return names
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+_REFILL = "fsdp.split_with_sizes_copy"
+"""Writes gathered weights, for forward and again for backward."""
+
+
+def without_checkpoints(graph: OpGraph) -> OpGraph:
+    """Backward reads what forward made, in place of the same made again.
+
+    Weights that are gathered again for backward equal those of forward; it reads these again.
+    Layers that repeat are written out where they do not all repeat alike.
+    """
+    if not any(op.part == "recompute" for op in graph.ops):
+        return graph
+    made = _reading_forward(graph)
+    rest = any(op.part == "recompute" and op.kind == "kernel" for op in made.ops)
+    return _reading_forward(graph.expand()) if rest and graph.repeats else made
+
+
+def _reading_forward(graph: OpGraph) -> OpGraph:
+    """The graph without ops that make again what is there in each iteration in which they run."""
+    edit, first, values = Editor(graph), dict[Any, Op](), graph.values
+    again, twice = dict[int, int](), dict[int, int]()  # values -> equal ones of forward
+    writers = edit.flow.writers.items()
+    written = {
+        where
+        for where, ops in writers
+        if any(op.part != "optimizer" and op.name != _REFILL for op in ops)
+    }
+    for op in graph.ops:
+        op = reading_others(op, again)
+        # forward itself may make a view for each reader
+        key = _key_of_results(values, reading_others(op, twice), written)
+        same = first.setdefault(key, op) if key and op.part == "forward" else first.get(key)
+        there = same is not None and op.repeats[: len(same.repeats)] == same.repeats
+        others = same.outputs if same is not None and there else op.outputs
+        equal = {v: other for v, other in zip(op.outputs, others, strict=True) if v != other}
+        on_weights = op.kind == "view" and values[min(op.outputs, default=0)].role == "weights"
+        if equal and op.part == "recompute" and not on_weights:
+            again |= equal
+        else:
+            edit.ops.append(op)
+            twice |= equal
+    return edit.mended()
+
+
+def _key_of_results(values: Sequence[Tensor], op: Op, written: Set[int]) -> Any:
+    """A key that ops of equal results share; None where nothing is known to be equal."""
+    if not op.outputs or op.part == "optimizer":
+        return None
+    (tensor, *_), inputs = [values[v] for v in op.outputs], [values[v] for v in op.inputs]
+    is_weight = tensor.role == "weights" and tensor.name
+    if is_weight and all(value.name != tensor.name for value in inputs):  # of gathered shards
+        return tensor.name, tensor.shape, tensor.stride
+    touched = {values[v].storage for v in (*op.inputs, *op.outputs)}
+    if op.part == "backward" or not written.isdisjoint(touched):
+        return None
+    return op.target, key_of(op.arguments)

@@ -9,39 +9,34 @@ another order in memory, what is made of them lies as ATen lays it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from msgspec.structs import replace
 
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.costmodels.rewrites.dataflow import (
     COPIES,
-    VIEWS,
+    IMAGES,
+    ORDERS,
+    RESHAPES,
     ValueFlow,
-    dense,
     dense_like,
+    last_strides,
+    place_of,
     reads_across,
     relaid,
     same_strides,
 )
-from rooftrace.costmodels.rewrites.editing import (
-    Editor,
-    operand,
-    reading_others,
-    released,
-)
+from rooftrace.costmodels.rewrites.editing import Editor, operand, reading_others, released
 from rooftrace.costmodels.rewrites.indexing import order_of
-from rooftrace.costmodels.rewrites.waste import is_plain, is_random, key_of
+from rooftrace.costmodels.rewrites.waste import is_plain, is_random
 from rooftrace.graph import Argument, Op, OpGraph, Ref, Tensor
 
 Dim = tuple[tuple[int, bool], ...]
 """The factors of a dimension, the outermost first: its length, and whether elements differ."""
 Dims = tuple[Dim, ...]
-_ORDERS = frozenset({"aten.t", "aten.transpose", "aten.permute"})
 _PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "aten.slice"})
-_RESHAPES = VIEWS - _ORDERS - {"aten.expand"}
 
 
 def _tidy(factors: Iterable[tuple[int, bool]]) -> Dim:
@@ -73,17 +68,17 @@ def _together(*rows: Dims) -> Dims:
     """The dims of a pointwise result: elements differ where those of any operand do."""
     rank = max(map(len, rows))
     wide = (((),) * (rank - len(row)) + row for row in rows)
-    made = list[Dim]()
-    for column in zip(*wide, strict=True):
-        dims = [dim for dim in column if dim]
-        size = math.prod(n for n, _ in dims[0]) if dims else 1
-        ends = sorted({end for dim in dims for end in _ends(dim)})  # of factors, in elements
-        if any(b % a for a, b in pairwise(ends)):
-            made.append(_tidy([(size, True)]))
-            continue
-        steps = zip([1, *ends], ends, strict=False)
-        made.append(_tidy([(b // a, any(_owns(dim, a) for dim in dims)) for a, b in steps][::-1]))
-    return tuple(made)
+    columns = ([dim for dim in column if dim] for column in zip(*wide, strict=True))
+    return tuple(_tidy(_common(column)) for column in columns)
+
+
+def _common(dims: Sequence[Dim]) -> Dim:
+    """The factors of several dims of a size, cut where any of them is; one, where these differ."""
+    ends = sorted({end for dim in dims for end in _ends(dim)})  # of factors, in elements
+    if any(b % a for a, b in pairwise(ends)):
+        return ((ends[-1], True),)
+    steps = zip([1, *ends], ends, strict=False)
+    return tuple((b // a, any(_owns(dim, a) for dim in dims)) for a, b in steps)[::-1]
 
 
 def _ends(dim: Dim) -> list[int]:
@@ -130,7 +125,7 @@ class _SpreadValues(ValueFlow):
         """By op of backward and gradient, the copies in it that it may take as their sum."""
         self.computed = set[int]()
         """Spread values that are more than copies."""
-        plain = [op for op in graph.ops if op.inputs and op.outputs and self._is_plain(op)]
+        plain = [op for op in graph.ops if op.inputs and op.outputs and self.is_known(op)]
         for op in plain:
             made = self._made(op)
             if made and not all(_varies(*dims) for dims in made):
@@ -141,7 +136,8 @@ class _SpreadValues(ValueFlow):
             if op.part == "backward" and self.spread.keys().isdisjoint(op.outputs):
                 self.needed[op.id] = self._needed(op)
 
-    def _is_plain(self, op: Op) -> bool:
+    def is_known(self, op: Op) -> bool:
+        """Whether what an op makes follows from what it reads, row by row or not."""
         values = (*op.inputs, *op.outputs)
         writers = [w.part for v in values for w in self.writers.get(self.values[v].storage, ())]
         plain = op.part in ("forward", "backward") and is_plain(self, op) and not op.assumptions
@@ -175,7 +171,7 @@ class _SpreadValues(ValueFlow):
             made = self._copied(op, first, shape)
         elif self.spread.keys().isdisjoint(op.inputs):
             return None
-        elif op.name in _ORDERS:
+        elif op.name in ORDERS:
             made = tuple(first[d] for d in order_of(op, len(first)))
         elif op.name in _PARTS and op.kind == "view":
             dim = op.arguments.get("dim", 0) % len(first)
@@ -183,7 +179,7 @@ class _SpreadValues(ValueFlow):
             each = [first[:dim] + part + first[dim + 1 :] for part in parts]
             return each if _varies(first[dim]) else None
         elif op.kind == "view":
-            made = _regrouped(first, shape) if op.name in _RESHAPES else None
+            made = _regrouped(first, shape) if op.name in RESHAPES else None
         elif op.name in ("aten.mm", "aten.addmm"):
             a, b = (self.dims(v) for v in op.inputs[-2:])
             bias = [first] if op.name == "aten.addmm" else []
@@ -246,9 +242,9 @@ class _SpreadValues(ValueFlow):
         if made is None:
             return {}
         if op.kind == "view":
-            order = order_of(op, len(shape)) if op.name in _ORDERS else []
+            order = order_of(op, len(shape)) if op.name in ORDERS else []
             back = tuple(made[order.index(d)] for d in range(len(order)))
-            back = back or (op.name in _RESHAPES and _regrouped(made, shape)) or ()
+            back = back or (op.name in RESHAPES and _regrouped(made, shape)) or ()
             return {first: back} if back else {}
         grads = list[int]()
         for value in op.inputs:
@@ -263,6 +259,8 @@ class _SpreadValues(ValueFlow):
 def copied_late(graph: OpGraph) -> OpGraph:
     """Kernels of rows take them before they are repeated; the same graph where there are none."""
     known = _SpreadValues(graph)
+    if known.spread and (parts := _ByParts(known)).ops:
+        known = _SpreadValues(graph := parts.mended())
     if not any(op.kind == "kernel" and known.spread.keys() & {*op.outputs} for op in graph.ops):
         return graph
     return _SmallWork(graph, known).mended()
@@ -318,13 +316,13 @@ class _SmallWork(Editor):
     def _shrink(self, op: Op, now: Op, made: Mapping[int, Dims], is_beside: bool) -> None:
         """The small values of an op; now: the op with its small operands."""
         of, outs = self.values[now.inputs[0]] if now.inputs else None, list[int]()
-        alias = op.name in _RESHAPES or op.name == "aten.expand"
+        alias = op.name in RESHAPES or op.name == "aten.expand"
         assert of is not None
         alias = alias or (is_copy(op) and of.dtype == self.values[op.outputs[0]].dtype)
         for value in op.outputs:
             old, shape = self.values[value], _small(made[value])
             stride = dense_like(shape, old.stride)
-            if op.name in _ORDERS:
+            if op.name in ORDERS:
                 stride = tuple(of.stride[d] for d in order_of(op, len(shape)))
             elif (op.name in _PARTS and op.kind == "view") or (alias and shape == of.shape):
                 stride = of.stride
@@ -369,11 +367,102 @@ class _SmallWork(Editor):
         return self.totals[key]
 
 
+# -- products of joined rows -----------------------------------------------------------------------
+
+
+def _is_parted(known: _SpreadValues, op: Op) -> bool:
+    """Whether an op joins rows, some spread, for products alone.
+
+    Their results are no wider: parts of those take as long to add up as to join.
+    """
+    values, shape = known.values, known.values[op.outputs[0]].shape
+    if op.arguments.get("dim", 0) % len(shape) != len(shape) - 1 or op.part != "forward":
+        return False
+    for user, turned, value in known.row_readers(op.outputs[0]):
+        out, inner = values[(user.outputs or (value,))[0]], user.part == "forward"
+        fits = user.inputs[-1 - (inner or turned) :][:1] == (value,) and known.is_known(user)
+        if inner and (turned or out.shape[-1] > shape[-1] or "alpha" in user.arguments):
+            return False
+        if not fits or user.name not in ("aten.mm", "aten.addmm")[: 1 + inner]:
+            return False
+    own = [values[v] for v in op.inputs if _varies(*known.dims(v)[:-1])]
+    written = {values[v].storage for v in (*op.inputs, *op.outputs)} & known.writers.keys()
+    fit = all(tensor.stride == Tensor.contiguous(tensor.shape) for tensor in own)
+    return fit and len(own) < len(op.inputs) and not written
+
+
+class _ByParts(Editor):
+    """Products with joined rows [T, K] become sums of products with each part [T, k]."""
+
+    def __init__(self, known: _SpreadValues) -> None:
+        super().__init__(known.graph)
+        self.known, reads, columns = known, dict[int, tuple[Op, bool]](), dict[int, Op]()
+        for op in self.graph.ops:
+            if op.name == "aten.cat" and _is_parted(known, op):
+                reads |= {u.id: (op, turned) for u, turned, _ in known.row_readers(op.outputs[0])}
+        places = {place_of(self.graph.ops[number]) for number in reads}
+        for op in self.graph.ops if reads else ():
+            if op.id in reads:
+                self._multiply(op, *reads[op.id])
+            elif op.id in columns:
+                self._cut(op, columns[op.id])
+            else:
+                self.ops.append(op)
+                if op.name == "aten.mm" and op.part == "backward" and place_of(op) in places:
+                    cut = [user for user, *_ in known.row_readers(op.outputs[0])]
+                    columns |= {u.id: op for u in cut if all(map(known.takes_columns, cut))}
+
+    def _multiply(self, op: Op, join: Op, turned: bool) -> None:
+        """The sum of products with each part; in backward they are parts of the result."""
+        old, made, inner, end = self.values[op.outputs[0]], list[Ref](), op.part == "forward", 0
+        dims = zip(*(self.known.dims(part)[:-1] for part in join.inputs), strict=True)
+        cut = [n for column in dims for n, _ in _common(column)]
+        for part in join.reads:
+            start, end = end, end + self.values[part.id].shape[-1]
+            rows, size = self.viewed(op, part, (math.prod(cut), end - start)), [*old.shape]
+            if inner:
+                both = rows, self.sliced(op, operand(op, "mat2"), 0, start, end)
+            elif turned:
+                both = self.permuted(op, rows, (1, 0)), operand(op, "mat2")
+            else:
+                both = operand(op, "self"), rows
+            size[not turned] = size[1] if inner else end - start
+            how: dict[str, Argument] = {"self": both[0], "mat2": both[1]}
+            if inner and "mat1" in op.arguments and not made:
+                how = {**op.arguments, "mat1": both[0], "mat2": both[1]}
+            target = f"aten.{'addmm' if 'mat1' in how else 'mm'}.default"
+            each = self.made(op, target, how, tuple(size), old.dtype, old.role)
+            made.append(self.viewed(op, each, (*cut, size[1])) if inner else each)
+        total, shape = made[0], self.values[made[0].id].shape
+        for each in made[1:] if inner else ():
+            terms = {"self": total, "other": each}
+            total = self.made(op, "aten.add.Tensor", terms, shape, old.dtype, old.role)
+        if inner:
+            self.becomes(op, op.outputs[0], total)
+        else:
+            how = {"tensors": tuple(made), "dim": int(not turned)}
+            self.emit(op, "aten.cat.default", how, op.outputs)
+
+    def _cut(self, op: Op, product: Op) -> None:
+        """The columns of a product, which an op takes, made alone."""
+        (value,), place = op.outputs, self.known.location(op.outputs[0])
+        old, start = self.values[value], place.offset if place else 0
+        shape = old.elements // old.shape[-1], old.shape[-1]
+        other = self.sliced(product, operand(product, "mat2"), 1, start, start + shape[1])
+        how: dict[str, Argument] = {"self": operand(product, "self"), "mat2": other}
+        made, views = self.made(product, product.target, how, shape, old.dtype, old.role), [value]
+        for view in views:  # grows
+            of = self.values[view]
+            stride = relaid(of, old, Tensor.contiguous(old.shape)) or of.stride
+            self.values[view] = replace(of, stride=stride, storage=made.id)
+            users = self.known.users[view]
+            views += [v for user in users if user.kind == "view" for v in user.outputs]
+        self.reshape(op, made, value)
+
+
 # -- layouts in memory ---------------------------------------------------------------------------
 
 
-IMAGES = {4: "torch.channels_last", 5: "torch.channels_last_3d"}
-"""Memory formats by the number of dimensions of images, and of volumes."""
 _KEEPING = ("convolution", "batch_norm", "pool2d", "pool3d", "upsample", "cat")
 """Parts of names of kernels whose results lie as their images do, beside elementwise ones.
 
@@ -385,13 +474,6 @@ _CONTIGUOUS = ("group_norm", "layer_norm")
 (`input.contiguous()` of group_norm.cpp, `expect_contiguous` of layer_norm.cpp, and the gradients
 of derivatives.yaml)."""
 _FORMAT = "memory_format:torch.contiguous_format"
-
-
-def last_strides(image: Tensor) -> tuple[int, ...] | None:
-    """The strides of a contiguous image or weight with channels last; None for other tensors."""
-    rank = len(image.shape)
-    is_image = rank in IMAGES and image.stride == Tensor.contiguous(image.shape)
-    return dense(image.shape, (0, *range(2, rank), 1)) if is_image else None
 
 
 class Laid(Editor):
@@ -512,64 +594,3 @@ class Laid(Editor):
 def _is_elementwise(op: Op) -> bool:
     rule = find_rule(op.target)
     return rule is not None and rule.fusion == "pointwise" and "memory_format" not in op.arguments
-
-
-# -- checkpoints ----------------------------------------------------------------------------------
-
-
-_REFILL = "fsdp.split_with_sizes_copy"
-"""Writes gathered weights, for forward and again for backward."""
-
-
-def without_checkpoints(graph: OpGraph) -> OpGraph:
-    """Backward reads what forward made, in place of the same made again.
-
-    Weights that are gathered again for backward equal those of forward; it reads these again.
-    Layers that repeat are written out where they do not all repeat alike.
-    """
-    if not any(op.part == "recompute" for op in graph.ops):
-        return graph
-    made = _reading_forward(graph)
-    rest = any(op.part == "recompute" and op.kind == "kernel" for op in made.ops)
-    return _reading_forward(graph.expand()) if rest and graph.repeats else made
-
-
-def _reading_forward(graph: OpGraph) -> OpGraph:
-    """The graph without ops that make again what is there in each iteration in which they run."""
-    edit, first, values = Editor(graph), dict[Any, Op](), graph.values
-    again, twice = dict[int, int](), dict[int, int]()  # values -> equal ones of forward
-    writers = edit.flow.writers.items()
-    written = {
-        where
-        for where, ops in writers
-        if any(op.part != "optimizer" and op.name != _REFILL for op in ops)
-    }
-    for op in graph.ops:
-        op = reading_others(op, again)
-        # forward itself may make a view for each reader
-        key = _key_of_results(values, reading_others(op, twice), written)
-        same = first.setdefault(key, op) if key and op.part == "forward" else first.get(key)
-        there = same is not None and op.repeats[: len(same.repeats)] == same.repeats
-        others = same.outputs if same is not None and there else op.outputs
-        equal = {v: other for v, other in zip(op.outputs, others, strict=True) if v != other}
-        on_weights = op.kind == "view" and values[min(op.outputs, default=0)].role == "weights"
-        if equal and op.part == "recompute" and not on_weights:
-            again |= equal
-        else:
-            edit.ops.append(op)
-            twice |= equal
-    return edit.mended()
-
-
-def _key_of_results(values: Sequence[Tensor], op: Op, written: Set[int]) -> Any:
-    """A key that ops of equal results share; None where nothing is known to be equal."""
-    if not op.outputs or op.part == "optimizer":
-        return None
-    (tensor, *_), inputs = [values[v] for v in op.outputs], [values[v] for v in op.inputs]
-    is_weight = tensor.role == "weights" and tensor.name
-    if is_weight and all(value.name != tensor.name for value in inputs):  # of gathered shards
-        return tensor.name, tensor.shape, tensor.stride
-    touched = {values[v].storage for v in (*op.inputs, *op.outputs)}
-    if op.part == "backward" or not written.isdisjoint(touched):
-        return None
-    return op.target, key_of(op.arguments)

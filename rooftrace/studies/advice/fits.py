@@ -299,23 +299,15 @@ def with_checkpoints(graph: OpGraph, first: int | None = None) -> OpGraph:
     edit, ops, weights = Editor(graph), list(graph.ops), {*graph.external}
     again: dict[int, list[Op]] = {}  # before the op of this number
     instead: dict[int, int] = {}
+    backward = [op for op in graph.ops if op.part == "backward"]
     reads = [ref.then for op in graph.ops for ref in op.reads]
     handed_on = {then.value for then in reads if then is not None}  # to the next iteration
     for forward in layers:
         inside = {op.id for op in forward}
-        made = (
-            {value for op in forward for value in op.outputs}
-            - handed_on
-            - {
-                value
-                for op in graph.ops
-                if op.part == "forward" and op.id not in inside
-                for value in op.inputs
-            }
-        )
-        readers = [
-            op for op in graph.ops if op.part == "backward" and not made.isdisjoint(op.inputs)
-        ]
+        made = {value for op in forward for value in op.outputs} - handed_on
+        outside = (op for op in graph.ops if op.part == "forward" and op.id not in inside)
+        made -= {value for op in outside for value in op.inputs}
+        readers = [op for op in backward if not made.isdisjoint(op.inputs)]
         if not readers:
             continue
         saved = {value for op in readers for value in op.inputs} & made

@@ -394,14 +394,8 @@ def changes_of(step: Estimate) -> Iterator[StepChange]:
     compiled = step.execution.fusion == "detected" and step.execution.dispatch != "mixed"
     halves = [half for half in HALVES if step.chip.has_peak("matrix", half)]
     for mend in findings(step.plan.source, engines.ACCESS, compiled, halves):
-        yield StepChange(
-            lever=mend.lever,
-            action=mend.action,
-            needs=mend.needs,
-            edits=(mend.edit,),
-            at_most=mend.at_most,
-            narrow=mend.narrow,
-        )
+        fields = mend._asdict()
+        yield StepChange(edits=(fields.pop("edit"),), **fields)
     yield from _precisions(step)
 
 
@@ -519,35 +513,20 @@ def _precisions(step: Estimate) -> Iterator[StepChange]:
     stored = STORED.get(family)
     if stored is None or training or convolves:
         return
-    held = _bytes_in(graph, wide)
-    if held.get("weights"):
-        yield StepChange(
-            lever="weights",
-            action=f"Store the weights in {stored}",
-            needs=f"{stored} weights, widened for free where they are used, their scales not "
-            "counted; accuracy is not checked",
-            precisions={"weights_dtype": stored},
-            at_most=True,
-        )
-    if held.get("kv") and precision(stored).bits >= 8:
-        yield StepChange(
-            lever="cache",
-            action=f"Store the KV cache in {stored}",
-            needs=f"a cache in {stored}, widened for free where it is used, its scales not "
-            "counted; accuracy is not checked",
-            precisions={"kv_dtype": stored},
-            at_most=True,
-        )
-
-
-def _bytes_in(graph: OpGraph, dtype: str) -> dict[str, int]:
-    """Bytes by role of the inputs and parameters that are in a precision."""
-    sizes: dict[str, int] = {}
-    for index in graph.external:
-        tensor = graph.values[index]
-        if tensor.storage == index and tensor.dtype == dtype:
-            sizes[tensor.role] = sizes.get(tensor.role, 0) + graph.times(tensor) * tensor.nbytes
-    return sizes
+    external = [graph.values[i] for i in graph.external if graph.values[i].storage == i]
+    held = {tensor.role for tensor in external if tensor.dtype == wide}
+    for role, thing, needs in (
+        ("weights", "weights", "{} weights, widened for free where they are used, their"),
+        ("kv", "KV cache", "a cache in {}, widened for free where it is used, its"),
+    ):
+        if role in held and (role == "weights" or precision(stored).bits >= 8):
+            yield StepChange(
+                lever=thing.split()[-1],
+                action=f"Store the {thing} in {stored}",
+                needs=f"{needs.format(stored)} scales not counted; accuracy is not checked",
+                precisions={f"{role}_dtype": stored},
+                at_most=True,
+            )
 
 
 # -- several at once -------------------------------------------------------------------------------
