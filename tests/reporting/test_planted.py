@@ -12,6 +12,7 @@ import rooftrace as rt
 from rooftrace.graph import OpGraph
 from rooftrace.studies.advice import Study, Variant
 from tests.reporting.planted import PAIRS
+from tests.reporting.planted_calls import Rms, RmsNamed
 from tests.reporting.planted_kernels import Written, WrittenMended
 from tests.reporting.planted_ways import CHIP, HALF, Pair, Way, normal, optimizer_of
 
@@ -81,6 +82,33 @@ def test_functions_with_a_name_are_told_by_what_they_compute(
     told = rt.tools.guidance(rt.estimate(graph, chip=CHIP, execution="eager")).options
     named = [w.action for w in told if w.action.startswith("Call by its name")]
     assert named == ([f"Call by its name what is written out: {name}"] if name else [])
+
+
+class Block(nn.Module):
+    """A residual layer behind a norm."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.layer = norm(), nn.Linear(2048, 2048)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(self.norm(x))
+
+
+def test_norms_that_are_written_out_in_layers_that_repeat_are_named_whole() -> None:
+    """Each reads what the layer before made, and its gradient is added to that of the sum."""
+    steps = []
+    for norm in (Rms, RmsNamed):
+        with torch.device("meta"):
+            model = nn.Sequential(*(Block(norm) for _ in range(9))).to(HALF)
+            x = torch.empty(8, 1024, 2048, dtype=HALF)
+        graph = rt.trace(model, x, phase="training", optimizer="none")
+        assert graph.repeats
+        steps.append(rt.estimate(graph, chip=CHIP, execution="eager"))
+    told = rt.tools.guidance(steps[0]).options
+    (named,) = [w for w in told if "F.rms_norm" in w.action]
+    assert named.after.kernels == steps[1].kernels
+    assert named.t_after == pytest.approx(steps[1].t_est, rel=0.01)
 
 
 class Projected(nn.Module):

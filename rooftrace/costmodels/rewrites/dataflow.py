@@ -237,9 +237,9 @@ def clipped(index: object, size: int) -> int | None:
     return min(max(index + size if index < 0 else index, 0), size)
 
 
-def reads_across(op: Op) -> bool:
-    """Whether an op reads a value of another iteration of a repeat."""
-    return any(r.then is not None or r.every for r in op.reads)
+def reads_across(op: Op, but: Collection[Ref] = ()) -> bool:
+    """Whether an op reads a value of another iteration of a repeat; but: reads that do not count."""
+    return any(r.every or (r.then is not None and r not in but) for r in op.reads)
 
 
 def same_strides(shape: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...]) -> bool:
@@ -362,6 +362,9 @@ def with_backward(
     return _backward(flow, match, later, {*inner}) or _backward(flow, match, near, {*inner})
 
 
+_SUMS = ("aten.add", "aten.add_")
+
+
 def _is_alike(tensor: Tensor, other: Tensor) -> bool:
     return (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
@@ -379,6 +382,8 @@ def _backward(
             backward.append(op)
             made.update(op.outputs)
             whole |= grads_in
+    while backward and backward[-1].name in _SUMS and not made.issuperset(backward[-1].inputs):
+        made.difference_update(backward.pop().outputs)  # gradients from elsewhere come last
     outside = [v for op in backward for v in op.inputs if v not in made and v not in inner]
     late = [v for v in outside if (by := flow.producer(v)) is None or by.part == "backward"]
     grad_out, *added = dict.fromkeys(late) or [-1]
@@ -386,7 +391,7 @@ def _backward(
     used |= made & set(flow.graph.outputs)
     grads = sorted(used)
     sizes = [values[ref.id].elements for ref in match.operands]
-    sums = {v for op in backward if op.name in ("aten.add", "aten.add_") for v in op.inputs}
+    sums = {v for op in backward if op.name in _SUMS for v in op.inputs}
     if not sums.issuperset(added) or any(values[v].elements != sizes[0] for v in added):
         return None
     in_order = []

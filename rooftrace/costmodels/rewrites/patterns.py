@@ -255,16 +255,24 @@ def _unread(flow: ValueFlow, inside: Collection[int], ends: Iterable[int]) -> se
 
 
 def can_be_one(
-    flow: ValueFlow, inside: Collection[int], ends: Collection[int], start: Collection[int]
+    flow: ValueFlow,
+    inside: Collection[int],
+    ends: Collection[int],
+    start: Collection[int],
+    across: Collection[Ref] = (),
 ) -> bool:
     """Whether one kernel can replace these ops.
 
     Of their results only `ends` are read elsewhere, they run in the same iterations, and nothing
-    overwrites the values `start` while they run.
+    overwrites the values `start` while they run.  across: reads of other iterations that it keeps.
     """
     graph = flow.graph
     ops = [graph.ops[number] for number in inside]
-    if not ops or len({op.repeats for op in ops}) > 1 or any(reads_across(op) for op in ops):
+    if (
+        not ops
+        or len({op.repeats for op in ops}) > 1
+        or any(reads_across(op, across) for op in ops)
+    ):
         return False
     if any(op.kind == "sync" or op.collective is not None for op in ops):
         return False

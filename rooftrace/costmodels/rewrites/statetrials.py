@@ -421,14 +421,16 @@ def _named_form(flow: ValueFlow, start: int, out: int) -> tuple[str, BothWays] |
     name = _function_of(flow.graph, inner, (start, *weights), out)
     if name is None:
         return None
-    starts = tuple(Ref(value) for value in (start, *weights))
+    first = next(ref for op in inner for ref in op.reads if ref.id == start)
     read = made | {start, *weights}
-    both = BothWays(tuple(inner), starts, out)
+    both = BothWays(tuple(inner), (first, *map(Ref, weights)), out)
     known = with_backward(flow, both, {place_of(op) for op in inner}, read)
     if known is None:
         return None
     gone = {op.id for op in (*known.backward, *inner)}
-    return (name, known) if can_be_one(flow, gone, [out, *known.grads], [start]) else None
+    same = {ref for n in gone for ref in ops[n].reads if ref.id == start} == {first}
+    alone = same and can_be_one(flow, gone, [out, *known.grads], [start], [first])
+    return (name, known) if alone else None
 
 
 def _function_of(graph: OpGraph, ops: Sequence[Op], starts: Sequence[int], out: int) -> str | None:
