@@ -238,7 +238,7 @@ def clipped(index: object, size: int) -> int | None:
 
 
 def reads_across(op: Op, but: Collection[Ref] = ()) -> bool:
-    """Whether an op reads a value of another iteration of a repeat; but: reads that do not count."""
+    """Whether an op reads a value of another iteration of a repeat; but: reads to leave out."""
     return any(r.every or (r.then is not None and r not in but) for r in op.reads)
 
 
