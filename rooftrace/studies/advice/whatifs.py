@@ -261,8 +261,8 @@ def priced_change(step: Estimate, change: StepChange) -> WhatIf | None:
 def _reach(step: Estimate, graph: OpGraph) -> float:
     """The share of the step in kernels that another graph of it has no more, or changes.
 
-    No change of these can save more: what the host takes for each kernel is counted, too, and all
-    that it takes where it no longer waits.
+    No change of these can save more: what the host takes for each kernel is counted, too, and where
+    it no longer waits all that the device is idle.
     """
     source, waits = step.plan.source, False
     kept = {(op.target, op.inputs, op.outputs) for op in graph.ops}
@@ -277,9 +277,9 @@ def _reach(step: Estimate, graph: OpGraph) -> float:
         for row in step.rows
         if any(not changed.isdisjoint((*ops[i].inputs, *ops[i].outputs)) for i in row.ops)
     ]
-    late = 1.0 if waits else sum(row.count for row in reached) / max(step.kernels, 1)
-    seconds = late * step.times.t_launch + sum(row.timing.t_device for row in reached)
-    return seconds / step.t_est
+    share, times = sum(row.count for row in reached) / max(step.kernels, 1), step.times
+    idle = times.t_launch + times.t_exposed if waits else share * times.t_launch
+    return (idle + sum(row.timing.t_device for row in reached)) / step.t_est
 
 
 def by_rules(step: Estimate) -> Estimate:
