@@ -151,8 +151,9 @@ class WhatIf(Plain, Compared):
 class Guidance(Plain):
     """Changes that would help a step, most seconds first.  Each gain is of the change alone.
 
-    together: compatible changes priced as one; None for fewer than two.  Gains do not add up to it.
-    ranks: the numbers of those changes, from 1, among the options.
+    together: compatible changes priced as one; None for fewer than two, and where they save no more
+    than the best of them.  Gains do not add up to it.  ranks: the numbers of those changes, from 1,
+    among the options.
     """
 
     step: Estimate
@@ -224,6 +225,9 @@ def guidance(
         return Guidance(step, tuple(options))
     ranks = tuple(options.index(what_if) + 1 for change, what_if in helping if change in chosen)
     together = priced_change(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
+    best = max(w.share for change, w in helping if change in chosen)
+    if together is None or together.share < best + LEAST:
+        return Guidance(step, tuple(options))
     return Guidance(step, tuple(options), together, ranks)
 
 
