@@ -558,9 +558,9 @@ def _work_columns(
         numbers["odd"] = misaligned(key, lengths) + misaligned(key, lengths, WORD)
         numbers["kernel"], rounds = engines.library_kernel(key, chip, execution.library)
         numbers["rounded"] = rounds * m * k * numbers["products"]
-        most_work = larger.all()
+        every = larger.all()
         for name, number in numbers.items():
-            columns[name][at] = number if most_work else np.where(larger, number, columns[name][at])
+            columns[name][at] = number if every else np.where(larger, number, columns[name][at])
     grouped = np.isin(kernels.kind, [CLASSES.index(name) for name in GROUPED])
     for name, padded in _group_sizes(columns, chip).items() if grouped.any() else ():
         columns[name] = np.where(grouped, padded, columns[name])

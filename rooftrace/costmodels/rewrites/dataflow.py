@@ -382,7 +382,7 @@ def _backward(
             backward.append(op)
             made.update(op.outputs)
             whole |= grads_in
-    while backward and backward[-1].name in _SUMS and not made.issuperset(backward[-1].inputs):
+    while backward and backward[-1].name in _SUMS and {*backward[-1].inputs} - made - inner:
         made.difference_update(backward.pop().outputs)  # gradients from elsewhere come last
     outside = [v for op in backward for v in op.inputs if v not in made and v not in inner]
     late = [v for v in outside if (by := flow.producer(v)) is None or by.part == "backward"]

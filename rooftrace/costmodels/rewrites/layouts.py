@@ -436,7 +436,7 @@ class _PaddedProducts(Editor):
         if value in self.stored or self.values[value].shape[dim] == self.to:
             return value
         if key not in self.wide:
-            self.wide[key] = self._view(like, value, dim) or self.padded(like, value, dim)
+            self.wide[key] = self._view(like, value, dim) or self._padded(like, value, dim)
         return self.wide[key].id
 
     def _view(self, like: Op, value: int, dim: int) -> Ref | None:
@@ -454,7 +454,7 @@ class _PaddedProducts(Editor):
             return None
         return self.viewed(like, Ref(self._wide(like, source, len(before) - 1)), shape)
 
-    def padded(self, like: Op, value: int, dim: int) -> Ref:
+    def _padded(self, like: Op, value: int, dim: int) -> Ref:
         """A copy with zeros behind; of a copy, in place of that."""
         by, tensor = self.flow.producer(value), self.graph.values[value]
         source = by.inputs[0] if by is not None and by.name == "aten.clone" else value

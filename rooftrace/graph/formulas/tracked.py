@@ -92,7 +92,7 @@ class Operation(NamedTuple):
 Expression = Formula | Operation
 
 
-def _over(number: Expression, columns: Sequence[Array], drawn: Drawn) -> Array:
+def _over(number: Expression, columns: Sequence[Array], drawn: Drawn | None) -> Array:
     return number.over(columns, drawn) if isinstance(number, Operation) else number.over(columns)
 
 
@@ -105,7 +105,7 @@ class Guard(NamedTuple):
 
     def holds(self, columns: Sequence[Array], drawn: Drawn | None = None) -> Array:
         """At which points it comes out the same.  drawn: as `Operation.over` takes it."""
-        number = _over(self.number, columns, {} if drawn is None else drawn)
+        number = _over(self.number, columns, drawn)
         result: Array = ((number < 0) if self.relation == "<" else (number == 0)) == self.outcome
         return result
 

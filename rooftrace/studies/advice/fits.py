@@ -96,7 +96,7 @@ def _fewer_layers(step: Estimate, change: StepChange, all_again: WhatIf | None) 
         return all_again
     whole = step.plan.source.expand()
     layers, room = len(_layers_of(whole)), step.chip.room()
-    running, least = (_fullest(of, 1)[0] for of in (step, all_again.after))
+    running, least = (_fullest(of)(1)[0] for of in (step, all_again.after))
     spare, lists = (running - least) / max(layers, 1), layer_lists(whole)
     most = layers - (least + spare <= _ABOUT * room)
     number = min(math.ceil((running - room) / spare) if spare > 0 else layers, most)
@@ -112,7 +112,7 @@ def _fewer_layers(step: Estimate, change: StepChange, all_again: WhatIf | None) 
             too_few, number = number, number + 1
             continue
         best, fewest = way, number
-        if _fullest(way.after, 1)[0] + spare > _ABOUT * room:
+        if _fullest(way.after)(1)[0] + spare > _ABOUT * room:
             break
         number -= 1
     return best
@@ -179,15 +179,16 @@ class _Shards:
             )
             if way.fits:
                 return way
-            self.gathered = _fullest(after, 1)[0] - _fullest(alone, number)[0]
+            self.gathered = _fullest(after)(1)[0] - _fullest(alone)(number)[0]
         return None
 
     def _enough(self, alone: Estimate, number: int) -> int:
         """The first of `number`, twice that ... chips on which it should fit; 0 where none is."""
         held = [tensor for tensor in alone.memory.tensors if tensor.role in _SHARED]
         rows = max((tensor.shape[0] for tensor in held if tensor.shape), default=0)
+        fullest = _fullest(alone)
         while number < 2 * rows:  # no more chips have a part of a weight
-            running, updating = _fullest(alone, number)
+            running, updating = fullest(number)
             if max(running + self.gathered, updating) <= _ABOUT * self.step.chip.room():
                 return number
             number *= 2
@@ -202,22 +203,26 @@ _SHARED = ("weights", "gradients", "optimizer", OPTIMIZERS)
 """The kinds of bytes of which each chip has its part."""
 
 
-def _fullest(step: Estimate, chips: int) -> tuple[float, float]:
-    """The most bytes of a chip before the optimizer and in it, where `chips` share the weights.
+def _fullest(step: Estimate) -> Callable[[int], tuple[float, float]]:
+    """The most bytes of a chip before the optimizer and in it, by how many chips share the weights.
 
     A chip has whole rows of each weight, as in FSDP2, and all of the layer that runs.
     """
     held = [tensor for tensor in step.memory.tensors if tensor.role in _SHARED and tensor.shape]
-    rows = sum(h.bytes / h.shape[0] * math.ceil(h.shape[0] / chips) for h in held)
-    away = 1 - rows / max(sum(h.bytes for h in held), 1)
     moments, layers = step.memory.timeline.moments, _weights_of_layers(step.graph)
     sizes = numpy.array([moment.sizes for moment in moments], float)
     shared = sizes[:, [KINDS.index(kind) for kind in _SHARED]].sum(axis=1)
     updates = numpy.array([moment.part == PARTS[3] for moment in moments])
     whole = numpy.array([layers[moment.op] for moment in moments]) * ~updates
-    bytes_of = sizes.sum(axis=1) - away * (shared - whole)
-    running, updating = (bytes_of[part].max(initial=0.0) for part in (~updates, updates))
-    return float(running), float(updating)
+
+    def over(chips: int) -> tuple[float, float]:
+        rows = sum(h.bytes / h.shape[0] * math.ceil(h.shape[0] / chips) for h in held)
+        away = 1 - rows / max(sum(h.bytes for h in held), 1)
+        bytes_of = sizes.sum(axis=1) - away * (shared - whole)
+        running, updating = (bytes_of[part].max(initial=0.0) for part in (~updates, updates))
+        return float(running), float(updating)
+
+    return over
 
 
 def _weights_of_layers(graph: OpGraph) -> list[int]:

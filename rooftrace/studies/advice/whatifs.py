@@ -225,7 +225,7 @@ def guidance(
         return Guidance(step, tuple(options))
     ranks = tuple(options.index(what_if) + 1 for change, what_if in helping if change in chosen)
     together = priced_change(step, all_of(chosen, f"{listed([*map(str, ranks)])} together"))
-    best = max(w.share for change, w in helping if change in chosen)
+    best = max(options[rank - 1].share for rank in ranks)
     if together is None or together.share < best + LEAST:
         return Guidance(step, tuple(options))
     return Guidance(step, tuple(options), together, ranks)
