@@ -1,4 +1,4 @@
-"""This process and others: changes that its threads share, and Pythons that it starts.
+"""This process and others: its stack, changes that its threads share, Pythons that it starts.
 
 Those import nothing from the working folder, as the installed command.
 """
@@ -12,12 +12,28 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 _SAFE = "PYTHONSAFEPATH"
 
 ONE_TASK: list[str] = []
 """Not empty in a process of the command line: it records in one thread, for one user's request."""
+
+
+def with_stack(function: FunctionType) -> FunctionType:
+    """The function, called on a stack of Python's that has room for all that it calls.
+
+    Since 3.11 CPython maps memory for frames by 16 KiB, and unmaps each part as soon as the calls
+    in it have ended: a loop whose calls begin a part maps one at each call.  For a frame of this
+    size it maps 1 MiB at once, of which half is left.
+    """
+    function.__code__ = function.__code__.replace(co_stacksize=_SLOTS)
+    return function
+
+
+_SLOTS = 2**16
+"""Slots of 8 bytes: with CPython's margin more than half a MiB, and it maps a power of 2."""
 
 
 @contextlib.contextmanager

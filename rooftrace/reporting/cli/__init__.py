@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from rooftrace._processes import ONE_TASK
+from rooftrace._processes import ONE_TASK, with_stack
 from rooftrace.errors import UnusedError, is_ours
 from rooftrace.reporting.cli.device_commands import calibrate, chips, measure, systems, validate
 from rooftrace.reporting.cli.diff_command import diff, inventory
@@ -78,6 +78,7 @@ for _command in (each for commands in _COMMANDS.values() for each in commands):
     cli.add_command(_command)
 
 
+@with_stack
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; every wrong request ends in one clear message and exit code 2.
 
