@@ -376,7 +376,8 @@ def _alive(visits: Sequence[Visit], lives: Lives, last: int, stored: _Stored) ->
 
     change(lives.births.get(-1, ()), 1)
     for number, visit in enumerate(visits[: last + 1]):
-        before += [Counter(alive)] * visit.begins
+        if visit.begins:
+            before += [Counter(alive)] * visit.begins
         change(lives.replaced.get(number, ()), -1)
         change(lives.births.get(number, ()), 1)
         if number == last:
