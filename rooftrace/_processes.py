@@ -12,8 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 _SAFE = "PYTHONSAFEPATH"
 
@@ -21,14 +20,18 @@ ONE_TASK: list[str] = []
 """Not empty in a process of the command line: it records in one thread, for one user's request."""
 
 
-def with_stack(function: FunctionType) -> FunctionType:
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_stack(function: _Function) -> _Function:
     """The function, called on a stack of Python's that has room for all that it calls.
 
     Since 3.11 CPython maps memory for frames by 16 KiB, and unmaps each part as soon as the calls
     in it have ended: a loop whose calls begin a part maps one at each call.  For a frame of this
     size it maps 1 MiB at once, of which half is left.
     """
-    function.__code__ = function.__code__.replace(co_stacksize=_SLOTS)
+    changed: Any = function
+    changed.__code__ = changed.__code__.replace(co_stacksize=_SLOTS)
     return function
 
 

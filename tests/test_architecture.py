@@ -153,7 +153,7 @@ AGAINST_THE_DIRECTION = {
             ("studies.sweeps.sweeps", "draw_sweep"),
             ("studies.solving.serving", "draw_answer"),
             ("studies.solving.meshes", "draw_answer"),
-            ("reporting.commands.rooflinesteps", "folder"),
+            ("reporting.commands.rooflinesteps", "roofline"),
         )
     },
 }

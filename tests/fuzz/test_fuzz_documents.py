@@ -21,7 +21,7 @@ import pytest
 from rooftrace.costmodels.estimates.structure import WiredNode, Wiring
 from rooftrace.reporting.figures import style
 from rooftrace.reporting.figures.breakdown import Bar
-from rooftrace.reporting.figures.folder import bar_svg, point_svg
+from rooftrace.reporting.figures.inline import bar_svg, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
 from rooftrace.reporting.gates import lock as records, lockfile, reports
 from rooftrace.reporting.gates.checking import CodeCause, GateOutcome, Shift

@@ -16,7 +16,7 @@ import rooftrace as rt
 from rooftrace._escapes import visible
 from rooftrace.measured.profiles import StepTime
 from rooftrace.reporting.figures.breakdown import Bar
-from rooftrace.reporting.figures.folder import bar_svg, image, point_svg
+from rooftrace.reporting.figures.inline import bar_svg, image, point_svg
 from rooftrace.reporting.figures.parity import ParityPoint
 from rooftrace.reporting.html import as_cell
 from rooftrace.reporting.renderers import units

@@ -15,9 +15,8 @@ from matplotlib.text import Text
 from rooftrace._formats import FIGURES
 from rooftrace.errors import RequestError
 from rooftrace.hardware import load_chip
-from rooftrace.reporting.commands.reportfolder import Report
+from rooftrace.reporting.commands.reportfolder import Report, figures
 from rooftrace.reporting.figures import printing, roofplot, style
-from rooftrace.reporting.figures.folder import figures
 from tests.reporting.report_support import made_report
 
 INCHES = {"screen": 12.0, "paper": 7.2, "paper-column": 3.5}

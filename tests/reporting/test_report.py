@@ -314,7 +314,7 @@ def test_a_failure_half_way_leaves_nothing(report, tmp_path, monkeypatch):
 
 
 def test_numbers_are_there_where_a_figure_fails(report, tmp_path, monkeypatch):
-    monkeypatch.setattr("rooftrace.reporting.figures.folder.save", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("rooftrace.reporting.figures.printing.save", lambda *_, **__: 1 / 0)
     with pytest.raises(FigureError, match=r"ZeroDivisionError.*report.md in .* are written"):
         report.write(tmp_path / "out")
     written = sorted(path.name for path in (tmp_path / "out").iterdir())

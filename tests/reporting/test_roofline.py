@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from rooftrace.reporting.commands.reportfolder import figures
 from rooftrace.reporting.figures import breakdown, roofline, style
-from rooftrace.reporting.figures.folder import figures
+from rooftrace.reporting.figures.printing import SCREEN
 from rooftrace.reporting.figures.style import Box, Label
 from tests.conftest import mostly_heavy
 from tests.reporting.report_support import made_report
@@ -55,7 +56,7 @@ def drawn(report, monkeypatch):
         return boxes
 
     monkeypatch.setattr(style, "place", spy)
-    for name, draw in figures(report):
+    for name, draw in figures(report, SCREEN):
         if name.startswith("roofline"):
             draw()
     return seen
@@ -192,7 +193,7 @@ def test_memory_bars_are_as_long_as_the_peak():
 
 @pytest.mark.parametrize("report", mostly_heavy(REPORTS, ["experts", "one point"]), indirect=True)
 def test_every_figure_is_drawn_1800_wide(report, tmp_path):
-    for name, draw in figures(report):
+    for name, draw in figures(report, SCREEN):
         style.save(draw, tmp_path / f"{name}.png")
         header = (tmp_path / f"{name}.png").read_bytes()[:24]
         assert header[:8] == b"\x89PNG\r\n\x1a\n"

@@ -7,11 +7,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._escapes import to_csv
+from rooftrace._escapes import file_part, to_csv
 from rooftrace._formats import FIGURES, FORMATS, OF_REPORTS, TEXTS, USUAL, names as formats_of
 from rooftrace._reading import check_name
 from rooftrace._writing import aside, check_files, put_files
@@ -24,8 +25,10 @@ from rooftrace.reporting.sections import Results
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
     from rooftrace.measured.fit import Validation
+    from rooftrace.reporting.figures.printing import Medium
 
 
 # -- folders ---------------------------------------------------------------------------------------
@@ -90,9 +93,7 @@ def write_report(
         endings = [name for name in FIGURES if name in formats]
         if endings:
             try:
-                from rooftrace.reporting.figures import folder as figures_of
-
-                names += figures_of.write_figures(results, folder, endings, style)
+                names += write_figures(results, folder, endings, style)
             except Exception as error:  # numbers are not lost with their pictures
                 failure = error
                 for drawn in folder.iterdir():
@@ -111,6 +112,40 @@ def write_report(
         there = f"; {', '.join(names)} in {str(out)!r} are written" if names else ""
         raise FigureError(f"figures cannot be drawn ({_short(failure)}){there}") from failure
     return [out / name for name in sorted(dict.fromkeys(names), key=_place)]
+
+
+def figures(report: Results, medium: Medium) -> Iterator[tuple[str, Callable[[], Figure]]]:
+    """(name of the file without its ending, function that draws it) in the order of the report."""
+    from rooftrace.reporting.figures import breakdown, memoryplot, roofline
+
+    yield "roofline", lambda: roofline.roofline(report, medium)
+    for phase in report.phases:
+        draw = partial(roofline.family_roofline, report, phase, medium)
+        yield f"roofline-{file_part(phase)}", draw
+    yield "time", lambda: breakdown.time_figure(report, medium)
+    yield "bytes", lambda: breakdown.byte_figure(report, medium)
+    if report.memory:
+        yield "memory", lambda: breakdown.peak_figure(report, medium)
+    for phase, need in report.memory.items():
+        if need.timeline.moments:
+            draw = partial(memoryplot.memory_figure, report, phase, medium)
+            yield f"memory-{file_part(phase)}", draw
+
+
+def write_figures(report: Results, folder: Path, endings: Sequence[str], style: str) -> list[str]:
+    """Draw every figure into `folder`, in each of these formats; the names of the files.
+
+    style: one of `printing.MEDIA`.
+    """
+    from rooftrace.reporting.figures import printing
+
+    medium = printing.medium_of(style)
+    names: list[str] = []
+    for name, draw in figures(report, medium):
+        files = [f"{name}.{ending}" for ending in endings]
+        printing.save(draw, *(folder / file for file in files), medium=medium)
+        names += files
+    return names
 
 
 def _place(name: str) -> int:

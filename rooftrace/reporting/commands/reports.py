@@ -183,11 +183,11 @@ def write_comparison(
         names: list[str] = []
         drawn = [name for name in FIGURES if name in formats]
         if result.roofline is not None and drawn:
-            from rooftrace.reporting.figures import folder
+            from rooftrace.reporting.figures import roofline
 
             for ending in drawn:
                 names.append(f"{FIGURE}.{ending}")
-                folder.draw_roofline(result.roofline, made / names[-1], style)
+                roofline.draw_roofline(result.roofline, made / names[-1], style)
         pictures = {name: (made / name).read_bytes() for name in names if name.endswith(".png")}
         how = {"files": tuple(names), "pictures": pictures, "style": style}
         for name in (name for name in TEXTS if name in formats):

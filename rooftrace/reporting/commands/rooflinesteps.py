@@ -129,9 +129,9 @@ class Rooflines(Shown):
         style: "screen", "paper" (7.2 in wide) or "paper-column" (3.5 in).  Raises RequestError for
         another ending or style.
         """
-        from rooftrace.reporting.figures import folder
+        from rooftrace.reporting.figures import roofline
 
-        folder.draw_roofline(self, Path(path), style)
+        roofline.draw_roofline(self, Path(path), style)
 
     @cached_property
     def models(self) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rooftrace.costmodels.estimates import Estimate
 from rooftrace.costmodels.kernels import engines
 from rooftrace.costmodels.ops import MATRIX
 from rooftrace.hardware.units import format_share, format_time
-from rooftrace.reporting.figures import memoryplot, style
+from rooftrace.reporting.figures import memoryplot, printing, style
 from rooftrace.reporting.figures.printing import SCREEN, Medium
 from rooftrace.reporting.figures.roofplot import Point, Roof, Words, draw
 from rooftrace.reporting.renderers import words
@@ -183,6 +184,15 @@ def _legend_words(report: Results, others: int) -> str:
 # -- many models -----------------------------------------------------------------------------------
 
 LEAST_CAP = 0.999  # of the roof: a limit of a step is shown below this
+
+
+def draw_roofline(result: rooflinesteps.Rooflines, path: Path, style: str = "screen") -> None:
+    """Draw steps of several models on one roofline, in the format that the file ends in.
+
+    Raises RequestError for another ending or style.
+    """
+    medium = printing.medium_of(style)
+    printing.save(lambda: roofline_figure(result, medium), path, medium=medium)
 
 
 def roofline_figure(result: rooflinesteps.Rooflines, medium: Medium = SCREEN) -> Figure:

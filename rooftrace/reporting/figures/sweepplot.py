@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rooftrace.errors import RequestError
 from rooftrace.hardware import Chip
 from rooftrace.hardware.units import (
     format_bandwidth,
@@ -28,6 +31,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from rooftrace.studies.solving import MeshRow, ScalingAnswer
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def draw_sweep(result: Sweep, path: Path, size: str | None = None) -> None:
+    """Draw the seconds of a sweep over a size; default: its first."""
+    printing.save(lambda: sweep_plot(result, size), path)
+
+
+def draw_answer(answer: object, path: Path) -> None:
+    """Draw an answer about deployments or about scaling.  Raises RequestError for other answers."""
+    from rooftrace.studies.solving import ScalingAnswer
+
+    if isinstance(answer, ScalingAnswer):
+        printing.save(partial(scaling_plot, answer), path)
+    elif isinstance(answer, serving.ServingAnswer) and answer.curves:
+        printing.save(partial(front_plot, answer), path)
+    else:
+        raise RequestError(
+            f"{path}: only batches of decode steps have a figure, as find='cheapest' asks for them"
+        )
+
 
 # -- tornado ---------------------------------------------------------------------------------------
 
