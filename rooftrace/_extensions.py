@@ -73,22 +73,31 @@ def track(registry: Registry) -> Registry:
     return registry
 
 
+RUN: dict[str, str] = track({})
+"""Files that were run for what they register (`--rules`), by path: their text."""
+
+
 @contextlib.contextmanager
 def only_here() -> Iterator[None]:
     """Undo at the end of the `with` block its registrations and replacements."""
     for group in MODULES:
         load(group)  # registrations of packages stay
-    before = [(registry, registry.copy()) for registry in _REGISTRIES]
+    before = [registry.copy() for registry in _REGISTRIES]
     try:
         yield
     finally:
         for registry in _REGISTRIES:
             registry.clear()
-        for registry, content in before:
+        for registry, content in zip(_REGISTRIES, before, strict=False):
             if isinstance(registry, dict):
                 registry.update(content)
             else:
                 registry.extend(content)
+
+
+def registered() -> list[Any]:
+    """Copies of the registries that have something now."""
+    return [registry.copy() for registry in _REGISTRIES if registry]
 
 
 @cache

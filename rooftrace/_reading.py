@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import gzip
+import hashlib
 import io
 import json
 import os
 import re
+import stat
 import sys
 import zlib
 from collections import Counter
@@ -346,3 +348,26 @@ def _spots(data: Any, steps: Sequence[str], kind: type | None) -> Iterator[tuple
         inside = [(f".{step}", data[step])] if step in data else []
     for name, item in inside:
         yield from ((f"{name}{more}", value) for more, value in _spots(item, rest, kind))
+
+
+# -- is a file as it was? --------------------------------------------------------------------------
+
+
+def digest_of(path: str | os.PathLike[str], whole: bool = False) -> str:
+    """A digest of a file's content; "" where there is none.
+
+    whole: also of a large file, which is otherwise told by its size and time.
+    """
+    try:
+        state = os.stat(path)
+        if not stat.S_ISREG(state.st_mode):
+            return ""  # a pipe or a device may never end
+        if state.st_size > _LARGE and not whole:
+            return f"{state.st_size} {state.st_mtime_ns}"
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+_LARGE = 1 << 26
+"""Bytes of a file of weights, which is told by its size and time."""

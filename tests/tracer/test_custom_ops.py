@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import rooftrace as rt
+from rooftrace.costmodels.rewrites import waste
+from rooftrace.graph import Op
 from rooftrace.tracer.lowering.inline import made_role
 from rooftrace.tracer.recording.ops import index_output, is_random
 
@@ -49,6 +51,20 @@ def test_randomness_is_a_tag_and_no_word(library: Any) -> None:
     assert not is_random(aten.native_dropout_backward.default)
     assert made_role("nobody.noise.default", "forward", ["constants"]) == "activations"
     assert made_role("nobody.randomly_named.default", "forward", ["constants"]) == "constants"
+
+
+def test_the_table_of_random_ops_says_what_torch_says(library: Any) -> None:
+    """A graph of a file is looked through without torch."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name[0] != "_"]
+    wrong = {}
+    for space, _, name in (name.partition("::") for name in names):
+        if space in ("aten", "prims", "nobody"):
+            name, _, overload = name.partition(".")
+            func = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
+            op = Op(0, f"{space}.{name}.{overload}", {}, (), ())
+            if waste.is_random(op) != is_random(func):
+                wrong[str(func)] = is_random(func)
+    assert len(names) > 2000 and not wrong
 
 
 def test_what_is_drawn_is_not_known(library: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import rooftrace as rt
+from rooftrace.costmodels.ops import own_rules
 from rooftrace.errors import RequestError
 from rooftrace.graph import graphs_bytes, load_graphs
 from rooftrace.reporting.commands.sweeps import level_values, levels_of
@@ -46,7 +47,8 @@ def code(tmp_path: Path) -> Path:
 
 
 def sized(path: Path, *names: str) -> SizedSource:
-    job = Job.of(rt.tools.form, f"{path}:build", (), {"inputs": {"input": "3,16"}}).of_one_phase()
+    inputs = {"input": "rows,16" if "rows" in names else "3,16"}
+    job = Job.of(rt.tools.form, f"{path}:build", (), {"inputs": inputs}).of_one_phase()
     return SizedSource(job, names)
 
 
@@ -164,6 +166,81 @@ def test_a_trace_is_kept_and_made_again_when_its_file_changes(code: Path, cache:
     code.write_text(CODE.format(activation="Tanh"))
     changed = sized(code, "width")
     assert op_names(changed, 16) != relu and changed.traces == 1
+
+
+READS = """
+import json, os
+from pathlib import Path
+from torch import nn
+
+HERE = Path(__file__).parent
+KINDS = json.loads((HERE / "kinds.json").read_text())  # when it is imported: once for all sizes
+
+
+def build(width: int = 16):
+    kind = KINDS[os.environ.get("KIND", "usual")]
+    layers = [nn.Linear(width, 4 * width), getattr(nn, kind)()]
+    try:
+        layers += [getattr(nn, name)() for name in open(HERE / "more.txt").read().split()]
+    except OSError:
+        pass
+    return nn.Sequential(*layers)
+"""
+
+
+def test_a_trace_is_made_again_when_what_its_code_reads_changes(
+    code: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file, one that was not there before, and a variable; at the second size, too."""
+    code.write_text(READS)
+    kinds = tmp_path / "kinds.json"
+    kinds.write_text('{"usual": "ReLU", "other": "GELU"}')
+
+    def last(rows: int) -> tuple[str, int]:
+        source = sized(code, "rows")
+        if rows != 16:
+            op_names(source, 16)
+        before = source.traces
+        return op_names(source, rows)[-1], source.traces - before
+
+    assert [last(rows) for rows in (16, 8)] == [("aten.relu", 1)] * 2
+    assert [last(rows) for rows in (16, 8)] == [("aten.relu", 0)] * 2
+    kinds.write_text('{"usual": "Tanh", "other": "GELU"}')
+    assert [last(rows) for rows in (16, 8)] == [("aten.tanh", 1)] * 2
+    (tmp_path / "more.txt").write_text("Sigmoid")
+    assert [last(rows) for rows in (16, 8)] == [("aten.sigmoid", 1)] * 2
+    assert [last(rows) for rows in (16, 8)] == [("aten.sigmoid", 0)] * 2
+    (tmp_path / "more.txt").unlink()
+    monkeypatch.setenv("KIND", "other")
+    assert [last(rows) for rows in (16, 8)] == [("aten.gelu", 1)] * 2
+    monkeypatch.setenv("COLUMNS", "71")  # of the terminal: no code asks for it
+    assert last(16) == ("aten.gelu", 0)
+
+
+BRINGS = """
+from rooftrace.extend import Cost, rule
+
+
+@rule("sized::op")
+def own(op):
+    return Cost.of(vector=1)
+"""
+
+
+def test_a_trace_of_code_that_brings_rules_is_not_kept(code: Path, cache: Path) -> None:
+    """The rules would be missing where it is priced."""
+    code.write_text(CODE.format(activation="ReLU") + BRINGS)
+    with own_rules():
+        for _ in range(2):
+            source = sized(code, "rows")
+            op_names(source, 16)
+            op_names(source, 8)  # its module is not imported again
+            assert source.traces == 2
+    code.write_text(CODE.format(activation="ReLU") + "import rooftrace.extend")
+    for traces in (1, 0):
+        source = sized(code, "rows")
+        op_names(source, 16)
+        assert source.traces == traces
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"[1]", b'"x"', b"\xff\xfe", b"\x1f\x8b\x00"])

@@ -106,9 +106,31 @@ def is_random(op: Op) -> bool:
     """Whether an op draws random numbers."""
     if op.kind == "view":
         return False
+    namespace, name = (*op.target.split("."), "")[:2]
+    if namespace in ("aten", "prims", "rooftrace"):
+        return name.removesuffix("_") in _RANDOM
     from rooftrace.tracer.recording.ops import draws  # loads torch
 
     return draws(op.target)
+
+
+_NAMES = """
+_cudnn_attention_backward _cudnn_attention_forward _cudnn_init_dropout_state _cudnn_rnn
+_efficient_attention_forward _fill_mem_eff_dropout_mask _flash_attention_forward
+_flash_attention_forward_no_dropout_inplace _fused_dropout _fused_sdp_choice _lstm_mps
+_nested_tensor_softmax_with_shape _sample_dirichlet _scaled_dot_product_attention_math
+_scaled_dot_product_attention_math_for_mps _scaled_dot_product_cudnn_attention
+_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention
+_scaled_dot_product_efficient_attention_backward _scaled_dot_product_flash_attention
+_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
+_standard_gamma _triton_scaled_dot_attention alpha_dropout bernoulli binomial cauchy dropout
+exponential feature_alpha_dropout feature_dropout geometric gru log_normal lstm miopen_rnn
+multinomial native_dropout normal normal_functional poisson rand rand_like randint
+randint_like randn randn_like random randperm rnn_relu rnn_tanh rrelu rrelu_with_noise
+rrelu_with_noise_functional scaled_dot_product_attention uniform
+"""
+_RANDOM = frozenset(_NAMES.split())
+"""PyTorch's ops that draw random numbers, or may, by their tags and generators; ours draw none."""
 
 
 def key_of(item: Argument) -> Argument:

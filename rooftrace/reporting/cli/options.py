@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from rooftrace import _extensions
 from rooftrace._escapes import visible
 from rooftrace._formats import FIGURES, TEXTS
 from rooftrace._outputs import check_output, outputs_of_command
@@ -152,6 +153,7 @@ def load_rules(paths: Iterable[str]) -> None:
         if not Path(path).is_file():
             raise click.UsageError(f"--rules {path!r}: there is no such file")
         try:
+            _extensions.RUN[path] = Path(path).read_text("utf-8", "replace")
             runpy.run_path(path)
         except (Exception, SystemExit) as error:
             lines = [frame for frame in extract_tb(error.__traceback__) if frame.filename == path]

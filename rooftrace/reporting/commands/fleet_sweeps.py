@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rooftrace import _extensions
 from rooftrace._shown import Shown, short
 from rooftrace.costmodels.ops import own_rules
 from rooftrace.errors import RequestError, TargetError
@@ -246,6 +247,7 @@ def _with_rules(rules: Mapping[str, str]) -> Iterator[None]:
         return
     with _RULES, own_rules():
         for path, text in rules.items():
+            _extensions.RUN[path] = text
             exec(compile(text, path, "exec"), {"__name__": "<run_path>", "__file__": path})
         yield
 

@@ -155,11 +155,16 @@ class Reads:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Graphs by phase, and the source files that they were traced from."""
+    """Graphs by phase, and the source files that they were traced from.
+
+    files: digests by path; empty for no code.  opened: files of the user's that the code opened, or
+    looked for; None where nobody watched.  rules: whether the code brought cost rules, which stay
+    in the process that ran it.
+    """
 
     graphs: Mapping[str, OpGraph]
-    files: Mapping[str, str] = field(default_factory=dict)  # digests by path; empty for no code
-    # Whether the target's code brought cost rules, which stay in the process that ran it.
+    files: Mapping[str, str] = field(default_factory=dict)
+    opened: Sequence[str] | None = None
     rules: bool = False
 
 
@@ -241,7 +246,8 @@ def _outcome(job: Job, place: ProcessPlace) -> Outcome:
         if code or "files" not in answers:
             ended = f"target {job.name!r}: the process that traced it ended with {code}"
             return Outcome(None, TargetError(ended), reads)
-        return Outcome(Traced(load_graphs(out), answers["files"], answers["rules"]), reads=reads)
+        made = Traced(load_graphs(out), answers["files"], answers["opened"], answers["rules"])
+        return Outcome(made, reads=reads)
 
 
 def _forked(message: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

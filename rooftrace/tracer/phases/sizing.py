@@ -15,11 +15,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rooftrace._extensions import RUN
+from rooftrace._processes import ONE_TASK
 from rooftrace._progress import tell
+from rooftrace._reading import digest_of
 from rooftrace._writing import put_bytes
 from rooftrace.errors import RequestError, hint
 from rooftrace.graph import OpGraph, graphs_bytes, load_graphs
 from rooftrace.tracer import Job, names
+from rooftrace.tracer.phases.apart import Traced
 from rooftrace.tracer.phases.tracing import ModuleSource, traced
 
 # -- cache -----------------------------------------------------------------------------------------
@@ -37,10 +41,14 @@ _MOST = 2 << 30
 
 
 class TraceCache:
-    """The traces of one folder; None keeps none."""
+    """The traces of one folder; None keeps none.
+
+    traces: how many were made, because there was none that holds.
+    """
 
     def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+        self.folder, self.traces = folder, 0
+        self._variables = _variables()  # before the code of a target can change them
 
     @staticmethod
     def usual() -> TraceCache:
@@ -67,6 +75,18 @@ class TraceCache:
                 return self.folder
         return None
 
+    def traced(self, job: Job) -> Traced:
+        """`tracing.traced`, unless its graphs were kept and still hold."""
+        kept = self.look_up(job)
+        if kept is not None:
+            with contextlib.suppress(*_DAMAGED):  # it is traced again
+                return Traced(load_graphs(kept[0]), kept[1])
+        self.traces += 1
+        made = traced(job)
+        if not made.rules and not (job.is_code and made.opened is None):
+            self.keep(graphs_bytes(made.graphs), _digests_of(made), job)
+        return made
+
     def look_up(self, job: Job, *made: Any) -> tuple[Path, dict[str, str]] | None:
         """The file of what was made of a job, by default its graphs, and the digests of its
         sources; None unless it was kept and still holds."""
@@ -76,7 +96,7 @@ class TraceCache:
         try:
             files = json.loads(file.with_suffix(".files").read_bytes())
             listed = str(file) in files  # else they are of another trace
-            if not listed or any(_digest(path) != digest for path, digest in files.items()):
+            if not listed or any(digest_of(path) != digest for path, digest in files.items()):
                 return None
             os.utime(file)
         except _DAMAGED:
@@ -94,7 +114,7 @@ class TraceCache:
                 if path.is_symlink():
                     path.unlink()  # it leads to a file that is no trace
             put_bytes(file, content)
-            files = {**files, str(file): _digest(str(file))}  # of this trace, not another's
+            files = {**files, str(file): digest_of(file)}  # of this trace, not another's
             put_bytes(file.with_suffix(".files"), json.dumps(files).encode())
             self._shrink()
 
@@ -110,7 +130,7 @@ class TraceCache:
     def _place(self, job: Job, *made: Any) -> Path | None:
         """The file of what is made of a job; None for one that is not kept."""
         folder = self.private()
-        if folder is None or not job.is_named or job.options.loss is not None:
+        if folder is None or not job.is_named or job.is_graph or job.options.loss is not None:
             return None
         if any(map(names.is_own, job.phases or ())) or job.name.startswith("hf:"):
             return None
@@ -122,11 +142,15 @@ class TraceCache:
             "request": asdict(job.request),
             "options": {**asdict(job.options), "loss": None},
             "environment": _environment(),
+            "rules": RUN,
+            "of commands": bool(ONE_TASK),  # other processes may have changed a library
             "made": made,
         }
+        if job.is_code:
+            key["variables"] = self._variables
         config = names.config_file(job.name)
         if config is not None:
-            key["config"] = {str(file): _digest(str(file)) for file in (config, *_beside(config))}
+            key["config"] = {str(file): digest_of(file) for file in (config, *_beside(config))}
         text = json.dumps(key, sort_keys=True, default=str)
         return folder / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.json"
 
@@ -147,6 +171,11 @@ class TraceCache:
             with contextlib.suppress(OSError):
                 state = path.stat()
                 yield state.st_mtime, state.st_size, path
+
+
+def _digests_of(made: Traced) -> dict[str, str]:
+    """Digests of all files that graphs follow from."""
+    return {path: digest_of(path) for path in (*made.files, *(made.opened or ()))}
 
 
 def _is_kept(path: Path) -> bool:
@@ -172,22 +201,6 @@ def _beside(config: Path) -> list[Path]:
     )
 
 
-_LARGE = 1 << 26
-"""Bytes of a file of weights, which is identified by its size and time."""
-
-
-def _digest(path: str) -> str:
-    try:
-        state = Path(path).stat()
-        if not stat.S_ISREG(state.st_mode):
-            return ""  # a pipe or a device may never end
-        if state.st_size > _LARGE:
-            return f"{state.st_size} {state.st_mtime_ns}"
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError:
-        return ""
-
-
 @functools.cache
 def _environment() -> list[Any]:
     """Dependencies of a trace besides its source: Python, packages, files of rooftrace.
@@ -206,6 +219,15 @@ def _environment() -> list[Any]:
 
 
 _METADATA = (".dist-info", ".egg-info")
+
+
+def _variables() -> str:
+    """A digest of the variables that code may ask for: all but those of a terminal's state."""
+    asked = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+_OF_TERMINALS = ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", VARIABLE)
 
 
 # -- sizedsource -----------------------------------------------------------------------------------
@@ -232,7 +254,6 @@ class SizedSource:
         self.job, self.names = job, tuple(names)
         self._kept, self._cache = isolation.Kept(), TraceCache.usual()
         self._call = ModuleSource(job) if job.is_called and not job.is_named else None
-        self.traces = 0  # that were not in the cache
         self._files: dict[str, str] = {}  # of all traces
         self._has_rules = False
         doubled = next((name for name in names if list(names).count(name) > 1), None)
@@ -280,21 +301,16 @@ class SizedSource:
         if self._call is not None:
             sizes = dict(zip(self.names, numbers, strict=True))
             return self._call.each_at(sizes)
-        job = self.job_at(numbers)
-        kept = self._cache.look_up(job)
-        if kept is not None:
-            with contextlib.suppress(*_DAMAGED):  # it is traced again
-                graphs = load_graphs(kept[0])
-                self._files.update(kept[1])
-                return graphs
-        self.traces += 1
         with isolation.keeping(self._kept):
-            made = traced(job)
-        self._files.update(made.files)
-        self._has_rules = self._has_rules or bool(made.rules)
-        if not made.rules:
-            self._cache.keep(graphs_bytes(made.graphs), made.files, job)
+            made = self._cache.traced(self.job_at(numbers))
+        self._files |= _digests_of(made)
+        self._has_rules = self._has_rules or made.rules
         return made.graphs
+
+    @property
+    def traces(self) -> int:
+        """How many were made, because there was none in the cache."""
+        return self._cache.traces
 
     def kept_file(self, *made: Any) -> Path | None:
         """The file of what a command made of the traces of this source, if it still holds."""

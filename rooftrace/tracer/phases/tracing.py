@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rooftrace._processes import ONE_TASK, collector_off
 from rooftrace._progress import tell
+from rooftrace._reading import digest_of
 from rooftrace.errors import RequestError, TargetError
 from rooftrace.graph import Assumption, GraphFileError, OpGraph, load_graphs
 from rooftrace.hardware import load_chip
@@ -315,8 +316,8 @@ class TargetSource:
                 graphs = self._graphs(made)
                 files = isolation.source_files()
                 if not job.is_code and os.path.isfile(job.name):
-                    files[os.path.realpath(job.name)] = isolation.digest(job.name)
-                return Traced(graphs, files)
+                    files[os.path.realpath(job.name)] = digest_of(job.name, whole=True)
+                return Traced(graphs, files, isolation.opened(), isolation.has_registered())
         return trace_apart(job)
 
     def _graphs(self, made: Loaded) -> dict[str, OpGraph]:

@@ -16,8 +16,6 @@ from rooftrace.tracer import source
 from rooftrace.tracer.phases.apart import job_from_json
 from rooftrace.tracer.phases.tracing import traced
 
-_COST_MODELS = "rooftrace.costmodels.ops.opview"
-
 
 def work(message: Mapping[str, Any], read: Iterable[str]) -> None:
     """Do the job of a message, answer on stdout in lines of JSON, and end this process.
@@ -52,7 +50,7 @@ def _done(message: Mapping[str, Any]) -> dict[str, Any]:
     try:
         made = traced(job_from_json(message))
         save_graphs(made.graphs, message["out"])
-        return {"files": dict(made.files), "rules": _COST_MODELS in sys.modules}
+        return {"files": dict(made.files), "opened": made.opened, "rules": made.rules}
     except (ValueError, LookupError, RuntimeError, OSError) as error:
         if not (is_ours(error) or isinstance(error, OSError)):
             raise

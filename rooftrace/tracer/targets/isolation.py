@@ -9,7 +9,6 @@ restored.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import linecache
@@ -27,6 +26,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rooftrace import _extensions
+from rooftrace._reading import digest_of
 from rooftrace.tracer import spec_after
 
 _LOCK = threading.RLock()
@@ -41,12 +42,15 @@ class Kept:
     """Modules and models of targets, for a call that builds a target several times.
 
     modules: the imports of targets, by target: the target's module first, then its other modules;
-    and `sys.path` after the import.  models: of configs, by all that they are built from.  stack:
+    and `sys.path` after the import.  models: of configs, by all that they are built from.  opened:
+    paths of files that were opened.  registers: whether one registered rules or the like.  stack:
     holds a mesh as long as it stands.  spread: the model over it, and what was said of that.
     """
 
     modules: dict[str, tuple[Modules, list[str]]] = field(default_factory=dict)
     models: dict[str, Any] = field(default_factory=dict)
+    opened: dict[str, None] = field(default_factory=dict)
+    registers: bool = False
     stack: contextlib.ExitStack | None = None
     spread: tuple[Any, str] | None = None
 
@@ -75,11 +79,14 @@ class _Imports:
     """The state that an `own_imports` has to put back.
 
     folders: where the targets lie.  aside: modules that were taken out of `sys.modules`.  seen:
-    the earlier records of their files.  key: the key of the last target.
+    the earlier records of their files.  key: the key of the last target.  registered: what rules
+    and the like there were.  opened: paths of the files that were opened.
     """
 
     path: list[str]
     before: Modules
+    registered: list[Any]
+    opened: dict[str, None]
     folders: set[str] = field(default_factory=set)
     aside: Modules = field(default_factory=dict)
     seen: dict[str, _SeenFile] = field(default_factory=dict)
@@ -102,7 +109,7 @@ class _SeenFile:
     stamp: tuple[int, ...]
 
     def edited(self) -> bool:
-        return _stamp(self.file) != self.stamp and digest(self.file) != self.digest
+        return _stamp(self.file) != self.stamp and digest_of(self.file) != self.digest
 
 
 _SEEN: dict[str, _SeenFile] = {}
@@ -122,7 +129,10 @@ def own_imports(leave: bool = False) -> Iterator[None]:
             return
         while _LEFT:
             _put_back(*_LEFT.pop())
-        imports = _Imports(list(sys.path), dict(sys.modules))
+        kept = _KEPT.get()
+        opened = {} if kept is None else kept.opened
+        imports = _Imports(list(sys.path), dict(sys.modules), _extensions.registered(), opened)
+        _watch()
         finder = _SourceFinder()
         _ACTIVE.append(imports)
         sys.meta_path.insert(0, finder)
@@ -222,15 +232,40 @@ def source_files() -> dict[str, str]:
     """Digests of the user's Python files that came in with the target, by real path."""
     (imports,) = _ACTIVE
     files = {_real(file) for module in _new(imports).values() if (file := _file(module))}
-    return {file: digest(file) for file in sorted(files)}
+    return {file: digest_of(file, whole=True) for file in sorted(files)}
 
 
-def digest(file: str | os.PathLike[str]) -> str:
-    """A digest of a file's content; "" where it cannot be read."""
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return ""
+def opened() -> tuple[str, ...]:
+    """The user's files that were opened to be read, also those that were not there."""
+    (imports,) = _ACTIVE
+    paths = (path for path in sorted(imports.opened) if not path.startswith(_OF_SYSTEM))
+    return tuple(path for path in paths if _users(path))
+
+
+def has_registered() -> bool:
+    """Whether the code of the target, or of an earlier one inside `keeping`, brought rules or the
+    like."""
+    (imports,), kept = _ACTIVE, _KEPT.get()
+    has = imports.registered != _extensions.registered() or (kept is not None and kept.registers)
+    if kept is not None:
+        kept.registers = has
+    return has
+
+
+@cache
+def _watch() -> None:
+    """Have Python say which files it opens; there is no way to have it stop."""
+    sys.addaudithook(_note)
+
+
+def _note(event: str, arguments: Any) -> None:
+    if event == "open" and _ACTIVE and isinstance(arguments[0], str):
+        path, _, flags = arguments
+        if not flags & os.O_WRONLY:
+            _ACTIVE[-1].opened[os.path.abspath(path)] = None
+
+
+_OF_SYSTEM = ("/proc/", "/sys/", "/dev/")
 
 
 # -- which modules are whose -----------------------------------------------------------------------
@@ -320,7 +355,7 @@ def _provides(folder: str, top: str) -> bool:
 def _see(name: str, module: Any) -> None:
     """Remember the content of a user's module file, unless there is an older state."""
     if name not in _SEEN and _users_module(name, module) and (file := _file(module)):
-        _SEEN[name] = _SeenFile(file, digest(file), _stamp(file))
+        _SEEN[name] = _SeenFile(file, digest_of(file), _stamp(file))
 
 
 def _stamp(file: str) -> tuple[int, ...]:
