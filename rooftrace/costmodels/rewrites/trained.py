@@ -493,11 +493,13 @@ def over_lists(graph: OpGraph) -> OpGraph:
     """Equal ops, one tensor after the other by one line of a loop, are one op on lists of them."""
     if graph.phase != "training" or graph.processes > 1:
         return graph
-    names = [op for op in graph.ops if op.name in _LISTS_OF and not op.module]
-    flat = graph.expand() if any(op.repeats for op in names) else graph
+    found = [op for op in graph.ops if _may_be_of_a_list(op)]
+    if not found:
+        return graph
+    flat = graph.expand() if any(op.repeats for op in found) else graph
     flow, groups, place = ValueFlow(flat), dict[Any, list[Op]](), dict[int, int]()
     for op in flat.ops:
-        if op.name in _LISTS_OF and not op.module and op.part != "backward":
+        if _may_be_of_a_list(op):
             plain = [(k, key_of(a)) for k, a in op.arguments.items() if type(a) is not Ref]
             groups.setdefault((op.target, op.source, op.part, *sorted(plain)), []).append(op)
     lists = dict[int, list[Op]]()
@@ -507,6 +509,11 @@ def over_lists(graph: OpGraph) -> OpGraph:
             place |= {lane.id: lanes[0].id for lane in lanes}
     changed = edited(flat, lists, _emit_list, place)
     return released(changed, flat).verify() if lists else graph
+
+
+def _may_be_of_a_list(op: Op) -> bool:
+    """Whether an op of the step's own code has a form for a list of tensors."""
+    return op.name in _LISTS_OF and not op.module and op.part != "backward"
 
 
 def _at_once(flow: ValueFlow, lanes: Sequence[Op], place: Mapping[int, int]) -> bool:

@@ -177,7 +177,7 @@ class Survey:
         Where a form gives another graph than a trace, it is fitted anew with it: numbers of few
         samples may look like a line.
         """
-        inside, first = next(iter(samples)), len(samples)
+        first = len(samples)
         while True:
             checks = [p for p in _checks(box, len(samples) - first) if p not in samples]
             tell(f"proving {self._named(box)}: {len(checks)} {self.word}")
@@ -190,7 +190,8 @@ class Survey:
                 with suppress(StructureError):
                     form, samples = self._fitted((*samples, wrong)), (*samples, wrong)
                     continue
-            size, edge, rising = self._edge(inside, wrong, partial(self._equal, form))
+            near = min(samples, key=lambda sample: _differing(sample, wrong))
+            size, edge, rising = self._edge(near, wrong, partial(self._equal, form))
             kept, rest = _cut(box, size, edge, rising)
             left.append(rest)
             if not all(_inside(kept, sample) for sample in samples):
@@ -331,11 +332,22 @@ def _scattered(box: _Box, count: int) -> tuple[_Place, ...]:
 
 
 def _checks(box: _Box, more: int = 0) -> list[_Place]:
-    """The corners of a box, and some points inside: so many more than usual."""
-    corners = list(itertools.product(*({low, high} for low, high in box)))
+    """The corners of a box, and some points inside: so many more than usual.
+
+    First come corners that differ from the far one, which was fitted, in one size: where one of
+    them fails, it is that size.
+    """
+    far = tuple(high for _, high in box)
+    corners = sorted(itertools.product(*({low, high} for low, high in box)))
+    corners.sort(key=lambda corner: _differing(corner, far))
     draw = random.Random(repr(box) + "checks")
     inside = [tuple(draw.randint(low, high) for low, high in box) for _ in range(_INSIDE + more)]
-    return list(dict.fromkeys([*sorted(corners), *inside]))
+    return list(dict.fromkeys([*corners, *inside]))
+
+
+def _differing(place: _Place, other: _Place) -> int:
+    """In how many sizes two places differ."""
+    return sum(here != there for here, there in zip(place, other, strict=True))
 
 
 def _cut(box: _Box, size: int, edge: int, rising: bool) -> tuple[_Box, _Box]:

@@ -222,12 +222,13 @@ _METADATA = (".dist-info", ".egg-info")
 
 
 def _variables() -> str:
-    """A digest of the variables that code may ask for: all but those of a terminal's state."""
-    asked = {name: value for name, value in os.environ.items() if name not in _OF_TERMINALS}
+    """A digest of the variables that code may ask for."""
+    asked = {name: value for name, value in os.environ.items() if name not in _UNASKED}
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
 
-_OF_TERMINALS = ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", VARIABLE)
+_UNASKED = ("_", "SHLVL", "PWD", "OLDPWD", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST", VARIABLE)
+"""Variables that tell the state of a terminal or of a test."""
 
 
 # -- sizedsource -----------------------------------------------------------------------------------
