@@ -73,8 +73,8 @@ def track(registry: Registry) -> Registry:
     return registry
 
 
-RUN: dict[str, str] = track({})
-"""Files that were run for what they register (`--rules`), by path: their text."""
+RUN: list[str] = track([])
+"""Files that were run for what they register (`--rules`)."""
 
 
 @contextlib.contextmanager

@@ -231,7 +231,7 @@ class Op(Struct, frozen=True, dict=True):
     call: how many times that module had been called before.  function: the torch-level name
     (linear, or the autograd node in backward).  source: "file.py:12" of the caller.  flops_torch:
     the count of torch's FLOP registry, None where it has no formula.  facts: small facts from
-    tracing (rows_touched, groups_touched, mask, flops_given ...).  assumptions: ids of
+    tracing (rows_touched, groups_touched, mask, random ...).  assumptions: ids of
     the assumptions it rests on.  repeats: ids of the repeats that it is in, outermost first: it
     runs once in every iteration.  steps: integer arguments that grow by so much from one
     iteration of the innermost repeat to the next.  holds: values that no later op reads and that

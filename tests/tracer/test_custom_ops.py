@@ -53,18 +53,26 @@ def test_randomness_is_a_tag_and_no_word(library: Any) -> None:
     assert made_role("nobody.randomly_named.default", "forward", ["constants"]) == "constants"
 
 
-def test_the_table_of_random_ops_says_what_torch_says(library: Any) -> None:
-    """A graph of a file is looked through without torch."""
+def test_pricing_knows_what_draws_without_torch(library: Any) -> None:
+    """By a table, which says what torch says, and by a fact of the graph for all other ops."""
     names = [name for name in torch._C._dispatch_get_all_op_names() if name[0] != "_"]
     wrong = {}
     for space, _, name in (name.partition("::") for name in names):
-        if space in ("aten", "prims", "nobody"):
+        if space in ("aten", "prims"):
             name, _, overload = name.partition(".")
             func = getattr(getattr(getattr(torch.ops, space), name), overload or "default")
             op = Op(0, f"{space}.{name}.{overload}", {}, (), ())
             if waste.is_random(op) != is_random(func):
                 wrong[str(func)] = is_random(func)
     assert len(names) > 2000 and not wrong
+
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.nobody.noise(x) + torch.ops.nobody.randomly_named(x)
+
+    ops = {op.name: op for op in rt.trace(Noisy(), torch.ones(4)).ops}
+    assert waste.is_random(ops["nobody.noise"])
+    assert not waste.is_random(ops["nobody.randomly_named"])
 
 
 def test_what_is_drawn_is_not_known(library: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rooftrace.costmodels.ops import find_rule
 from rooftrace.graph import GraphError, Op, OpGraph, Ref, marks
@@ -129,15 +129,18 @@ def expanded_masks(graph: OpGraph) -> dict[int, int]:
     return {storage: times for storage, times in larger.items() if readers[storage] == 1}
 
 
-def widths(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
+def widths(
+    graph: OpGraph, groups: Sequence[Sequence[int]], wide: Mapping[int, int]
+) -> dict[int, int]:
     """Storages that leave their group larger than their values, and how many times as large:
-    `stored_wide`, `expanded_masks`."""
-    return {**expanded_masks(graph), **_wide(graph, groups)}
+    `expanded_masks`, and `wide` of `stored_wide`."""
+    return {**expanded_masks(graph), **_wide(graph, groups, wide)}
 
 
-def _wide(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
+def _wide(
+    graph: OpGraph, groups: Sequence[Sequence[int]], wide: Mapping[int, int]
+) -> dict[int, int]:
     """Storages that leave their group as such an input, and how many times as wide they are."""
-    wide = stored_wide(graph)
     group_of = {op: index for index, group in enumerate(groups) for op in group}
     made = {graph.values[i].storage: op for op in wide for i in graph.ops[op].outputs}
     wider: dict[int, int] = {}
@@ -152,14 +155,14 @@ def _wide(graph: OpGraph, groups: Sequence[Sequence[int]]) -> dict[int, int]:
 # -- computed again --------------------------------------------------------------------------------
 
 
-def computed_again(graph: OpGraph) -> dict[int, int]:
-    """Ops whose result Inductor never stores, by its storage.
+def computed_again(graph: OpGraph, wide: Mapping[int, int]) -> dict[int, int]:
+    """Ops whose result Inductor never stores, by its storage.  wide: `stored_wide` of the graph.
 
     Each kernel that reads such a result computes it from its one large operand, which takes as many
     bytes: the result of a library, or an input.  No library and no caller reads it, and it has few
     operands (`realize_reads_threshold`).
     """
-    values, wide, eager = graph.values, stored_wide(graph), marks.eager_ops(graph.ops)
+    values, eager = graph.values, marks.eager_ops(graph.ops)
     there = {values[i].storage for i in graph.external}  # stored anyway
     again: dict[int, int] = {}
     for op in graph.ops:

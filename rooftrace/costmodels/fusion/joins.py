@@ -113,7 +113,7 @@ def _placed(first: KernelView, second: KernelView) -> bool:
     if first.reduced is not None or first.stored or first.size >= second.size:
         return False
     facts, members, other = first.facts, set(first.members), set(second.members)
-    return facts.wide.isdisjoint(members) and all(
+    return facts.wide.keys().isdisjoint(members) and all(
         user in members or (user in other and facts.has_trait(user, "places"))
         for number in members
         for user in facts.needed_by[number]

@@ -163,14 +163,14 @@ class Facts:
         return long
 
     @cached_property
-    def wide(self) -> set[int]:
-        """Activations whose input is stored in place of their result."""
-        return set(stored_wide(self.graph))
+    def wide(self) -> dict[int, int]:
+        """Activations whose input is stored in their stead, and how many times as wide it is."""
+        return stored_wide(self.graph)
 
     @cached_property
     def again(self) -> set[int]:
         """Ops that are computed in each kernel that needs them, and never stored."""
-        return set(computed_again(self.graph).values())
+        return set(computed_again(self.graph, self.wide).values())
 
     @cached_property
     def listed(self) -> dict[int, dict[int, int]]:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rooftrace.costmodels.fusion import runs
 from rooftrace.costmodels.fusion.executions import ExecutionModel
-from rooftrace.costmodels.fusion.index_space import computed_again, release_of, widths
+from rooftrace.costmodels.fusion.index_space import computed_again, release_of, stored_wide, widths
 from rooftrace.costmodels.ops import Access, Cost, Work, find_rule, kinds_of
 from rooftrace.graph import ROLES, Op, OpGraph, Ref, Tensor, marks, references
 
@@ -151,12 +151,13 @@ def group_costs(
     merger = _Merger(graph, groups, op_costs)
     scale = _Factors(graph, execution)
     results = []
-    generated = execution.fusion == "detected"
+    generated, wide = execution.fusion == "detected", dict[int, int]()
     if generated:
         with_others = {op for group in groups if len(group.ops) > 1 for op in group.ops}
-        again = computed_again(graph).items()
+        wide = stored_wide(graph)
+        again = computed_again(graph, wide).items()
         merger.kept_out.update(storage for storage, op in again if op in with_others)
-    wide = widths(graph, [group.ops for group in groups]) if generated else {}
+        wide = widths(graph, [group.ops for group in groups], wide)
     eager = marks.eager_ops(graph.ops)
     for index, group in enumerate(groups):
         first = group.ops[0]

@@ -153,7 +153,7 @@ def load_rules(paths: Iterable[str]) -> None:
         if not Path(path).is_file():
             raise click.UsageError(f"--rules {path!r}: there is no such file")
         try:
-            _extensions.RUN[path] = Path(path).read_text("utf-8", "replace")
+            _extensions.RUN.append(path)
             runpy.run_path(path)
         except (Exception, SystemExit) as error:
             lines = [frame for frame in extract_tb(error.__traceback__) if frame.filename == path]

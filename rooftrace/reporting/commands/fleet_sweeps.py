@@ -246,8 +246,8 @@ def _with_rules(rules: Mapping[str, str]) -> Iterator[None]:
         yield
         return
     with _RULES, own_rules():
+        _extensions.RUN += rules
         for path, text in rules.items():
-            _extensions.RUN[path] = text
             exec(compile(text, path, "exec"), {"__name__": "<run_path>", "__file__": path})
         yield
 

@@ -134,7 +134,7 @@ class TraceCache:
             return None
         if any(map(names.is_own, job.phases or ())) or job.name.startswith("hf:"):
             return None
-        if job.is_script:  # which files it read nobody knows
+        if job.is_script or RUN:  # nobody knows which files it read, or what rules are for
             return None
         key: dict[str, Any] = {
             "source": _place_of(job),
@@ -142,11 +142,10 @@ class TraceCache:
             "request": asdict(job.request),
             "options": {**asdict(job.options), "loss": None},
             "environment": _environment(),
-            "rules": RUN,
             "of commands": bool(ONE_TASK),  # other processes may have changed a library
             "made": made,
         }
-        if job.is_code:
+        if job.is_code or job.request.trust_remote_code:
             key["variables"] = self._variables
         config = names.config_file(job.name)
         if config is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rooftrace.tracer.recording import taperecords
 from rooftrace.tracer.recording.by_value import is_mask
-from rooftrace.tracer.recording.ops import Call, entering
+from rooftrace.tracer.recording.ops import Call, entering, is_random
 from rooftrace.tracer.recording.overrides import Scope
 from rooftrace.tracer.values import Values, choices, trees
 
@@ -42,6 +42,8 @@ def learn_facts(values: Values, call: Call, facts: dict[str, Any]) -> frozenset[
     scope = Scope.current()
     if call.name in _SOFTMAX and scope is not None and scope.apart:
         facts["unfused_attention"] = scope.apart
+    if not call.name.startswith("aten.") and is_random(call.func):
+        facts["random"] = True
     fact = FACTS.get(call.name)
     taint = None if fact is None else fact(values, call, facts)
     if taint is not None:
