@@ -86,7 +86,6 @@ MESH = "--phase training --seq 8192 --mesh dp=32,tp=8 --checkpoint full --system
 FLOORS = {
     "own module, all files": (1.25, f"{OWN} --out OUT", "gpt2"),
     "own module, JSON": (1.0, f"{OWN} --format json", "gpt2"),
-    "own module, JSON, second": ("2 s", f"{OWN} --format json", "first"),
     "DeepSeek-V3, all files": (1.25, f"{DEMO} --out OUT", "deepseek-v3"),
     "DeepSeek-V3, JSON": (1.0, f"{DEMO} --format json", "deepseek-v3"),
     "DeepSeek-V3, JSON, second": (0.5, f"{DEMO} --format json", "first"),

@@ -19,6 +19,8 @@ from rooftrace.measured.alignment import KernelTime, steps_of
 from rooftrace.measured.bench import MicroRow, ModelRow, Run
 from rooftrace.measured.fit.cases import ByteSources, Counts, stepped
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 COPY = MicroRow(key="copy", kind="copy", sizes={}, seconds=(1e-3,), bytes=1e-3 * 3e12)
 
 

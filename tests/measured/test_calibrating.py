@@ -22,6 +22,8 @@ from tests.reporting.conftest import Run
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("resnet", "vit", "lstm_tagger")
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 
 def target(name: str) -> str:
     return str(ROOT / "examples" / "models" / f"{name}.py:build")

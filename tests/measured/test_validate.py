@@ -28,6 +28,8 @@ from rooftrace.measured.profiles.tables import StepTime
 from tests.measured.profiles_support import GpuTrace, Stack, run_on_cpu
 from tests.reporting.conftest import Run as Command
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 ROOT = Path(__file__).resolve().parents[2]
 CHIP = "h200-sxm"
 LENGTHS = {"mm": 40.0, "gelu": 7.0}

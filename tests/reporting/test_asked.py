@@ -15,6 +15,8 @@ from torch import nn
 import rooftrace as rt
 from rooftrace.errors import UnusedError
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 
 class Open(nn.Module):
     """Takes whatever it is called with."""

@@ -16,6 +16,8 @@ from rooftrace.reporting.commands.inventories import MOST, distributions
 from rooftrace.reporting.views.results import as_markdown
 from tests.reporting.conftest import Run
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 safetensors = pytest.importorskip("safetensors.torch")
 
 CODE = """

@@ -12,6 +12,8 @@ import rooftrace as rt
 from rooftrace.reporting.commands.rooflinesteps import names_of
 from tests.reporting.conftest import Run
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 NET = """
 import torch
 def build(width=64):

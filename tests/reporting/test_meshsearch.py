@@ -34,6 +34,9 @@ def build(mesh):
 """
 
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("meshes") / "config.json"

@@ -16,6 +16,8 @@ from rooftrace.reporting.renderers import view
 from rooftrace.reporting.views.explanations import rooflines_view
 from tests.reporting.conftest import Run
 
+pytestmark = pytest.mark.usefixtures("kept_targets")
+
 
 @pytest.fixture(scope="module")
 def steps() -> rt.types.Rooflines:

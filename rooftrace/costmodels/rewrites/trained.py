@@ -493,10 +493,10 @@ def over_lists(graph: OpGraph) -> OpGraph:
     """Equal ops, one tensor after the other by one line of a loop, are one op on lists of them."""
     if graph.phase != "training" or graph.processes > 1:
         return graph
-    found = [op for op in graph.ops if _may_be_of_a_list(op)]
-    if not found:
+    looped = [op for op in graph.ops if _may_be_of_a_list(op)]
+    if not looped:
         return graph
-    flat = graph.expand() if any(op.repeats for op in found) else graph
+    flat = graph.expand() if any(op.repeats for op in looped) else graph
     flow, groups, place = ValueFlow(flat), dict[Any, list[Op]](), dict[int, int]()
     for op in flat.ops:
         if _may_be_of_a_list(op):

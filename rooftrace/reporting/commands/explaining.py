@@ -29,7 +29,7 @@ from rooftrace.studies.explaining import Explanation, critical_of, decode_forms,
 from rooftrace.studies.forms import Conditions
 from rooftrace.studies.sweeps import Form
 from rooftrace.tracer import Job
-from rooftrace.tracer.phases import traced
+from rooftrace.tracer.phases import kept_or_traced
 
 if TYPE_CHECKING:
     from rooftrace.studies.advice import GraphBreaks
@@ -256,7 +256,7 @@ def first_graph(job: Job) -> tuple[Job, OpGraph]:
 
 
 def _only(job: Job) -> OpGraph:
-    graphs = traced(job).graphs
+    graphs = kept_or_traced(job).graphs
     job.check_used(graphs)
     if len(graphs) != 1:
         raise RequestError(f"--phase {','.join(graphs)}: expected one phase to explain")

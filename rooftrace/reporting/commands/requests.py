@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from rooftrace._processes import ONE_TASK
 from rooftrace.costmodels.fusion import ExecutionModel, usual_execution
 from rooftrace.costmodels.rewrites import check_precisions, reprice
 from rooftrace.errors import RequestError, hint
@@ -22,7 +21,7 @@ from rooftrace.reporting.commands.pricing import (
     check_groups,
 )
 from rooftrace.tracer import Job, names
-from rooftrace.tracer.phases import TraceCache, traced
+from rooftrace.tracer.phases import kept_or_traced, traced
 from rooftrace.tracer.phases.apart import Traced
 
 if TYPE_CHECKING:
@@ -114,9 +113,7 @@ class StepRequest:
     def graphs(self) -> dict[str, OpGraph]:
         """The graphs of the job by phase, in its precisions; raises the errors of tracing."""
         check_precisions(*self.job.precisions)
-        # A process of the user's may have changed the libraries that a model is made of.
-        made = TraceCache.usual().traced(self.job) if ONE_TASK else traced(self.job)
-        graphs = dict(in_precisions(self.job, made).graphs)
+        graphs = dict(in_precisions(self.job, kept_or_traced(self.job)).graphs)
         check_groups(graphs.values, self.models)
         return graphs
 

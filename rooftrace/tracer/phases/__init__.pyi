@@ -12,6 +12,7 @@ from rooftrace.tracer.phases.sizing import (
     SizedSource as SizedSource,
     TraceCache as TraceCache,
     at_batches as at_batches,
+    kept_or_traced as kept_or_traced,
 )
 from rooftrace.tracer.phases.tracing import (
     collector_paused as collector_paused,

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -81,10 +82,11 @@ class TraceCache:
         if kept is not None:
             with contextlib.suppress(*_DAMAGED):  # it is traced again
                 return Traced(load_graphs(kept[0]), kept[1])
-        self.traces += 1
+        self.traces, began = self.traces + 1, time.time()
         made = traced(job)
-        if not made.rules and not (job.is_code and made.opened is None):
-            self.keep(graphs_bytes(made.graphs), _digests_of(made), job)
+        files, watched = _digests_of(made), made.opened is not None or not job.is_code
+        if watched and not made.rules and not any(_written_since(path, began) for path in files):
+            self.keep(graphs_bytes(made.graphs), files, job)
         return made
 
     def look_up(self, job: Job, *made: Any) -> tuple[Path, dict[str, str]] | None:
@@ -172,9 +174,26 @@ class TraceCache:
                 yield state.st_mtime, state.st_size, path
 
 
+def kept_or_traced(job: Job) -> Traced:
+    """`tracing.traced`; of a config or a program, from what was kept where it still holds.
+
+    Only in a process of the command line: one of the user's may have changed the libraries that a
+    model is made of.  Code is run each time: what it asks for besides files nobody knows.
+    """
+    runs_code = job.is_code or job.request.trust_remote_code
+    return traced(job) if runs_code or not ONE_TASK else TraceCache.usual().traced(job)
+
+
 def _digests_of(made: Traced) -> dict[str, str]:
     """Digests of all files that graphs follow from."""
     return {path: digest_of(path) for path in (*made.files, *(made.opened or ()))}
+
+
+def _written_since(path: str, moment: float) -> bool:
+    """Whether a file was written after a moment: nobody knows which state of it was read."""
+    with contextlib.suppress(OSError):
+        return os.stat(path).st_mtime > moment
+    return False
 
 
 def _is_kept(path: Path) -> bool:
@@ -387,7 +406,7 @@ def at_batches(job: Job) -> tuple[tuple[str, ...], BatchTrace]:
         request = replace(job.request, batch=batch)
         # Explicit arguments were checked for all phases, and may be for another phase than this.
         with isolation.keeping(kept):
-            return traced(replace(job, phases=phases, request=request, explicit=())).graphs
+            return kept_or_traced(replace(job, phases=phases, request=request, explicit=())).graphs
 
     first = run(job.phases, 1)
     job.check_used(first)
