@@ -313,7 +313,9 @@ KINDS: dict[str, Kind] = {
     "_fleet.json": Kind(a_fleet, lambda p: load_fleet(p.parent)),
     "model.safetensors.index.json": Kind(an_index, open_checkpoint),
     "model.safetensors": Kind(a_checkpoint, open_checkpoint),
-    "kept.files": Kind(lambda _: b'{"/a": "digest", "/b": "digest"}', use_kept),
+    "kept.files": Kind(
+        lambda _: b'{"digests": {"/a": "digest", "/b": "digest"}, "sources": ["/a"]}', use_kept
+    ),
     "model.pt": Kind(a_torch_file, open_checkpoint),
     "program.pt2": Kind(a_program, read_program),
     "model.onnx": Kind(lambda folder: cnn(folder)[1].read_bytes(), read_onnx),

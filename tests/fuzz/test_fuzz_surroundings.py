@@ -95,7 +95,8 @@ def nothing(file: Path, secret: Path, rng: random.Random) -> None:
 
 
 def other_json(file: Path, secret: Path, rng: random.Random) -> None:
-    file.write_text(rng.choice(["{}", "[]", "null", '{"x": 1}', '{"/dev/zero": "a"}', "3"]))
+    endless = '{"digests": {"/dev/zero": "a"}, "sources": ["/dev/zero"]}'
+    file.write_text(rng.choice(["{}", "[]", "null", '{"x": 1}', '{"digests": 3}', endless, "3"]))
 
 
 def a_pickle(file: Path, secret: Path, rng: random.Random) -> None:
@@ -192,8 +193,9 @@ def poison(kept: Path) -> None:
     content = max((path.read_bytes() for path in kept.glob("*.json")), key=len)
     for path in kept.glob("*.json"):
         path.write_bytes(content)
-        files = {str(path): hashlib.sha256(content).hexdigest()}
-        path.with_suffix(".files").write_text(json.dumps(files))
+        digests = {str(path): hashlib.sha256(content).hexdigest()}
+        record = {"digests": digests, "sources": []}
+        path.with_suffix(".files").write_text(json.dumps(record))
 
 
 @pytest.mark.slow

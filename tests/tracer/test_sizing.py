@@ -281,7 +281,7 @@ def test_writers_at_the_same_time_leave_whole_files(code: Path, cache: Path) -> 
     for thread in threads:
         thread.join()
     known = kept.look_up(job)
-    assert known is None or load_graphs(known[0]) == made.graphs
+    assert known is None or load_graphs(known.file) == made.graphs
     for path in cache.glob("*.files"):
         assert json.loads(path.read_bytes())
 

@@ -21,7 +21,7 @@ from rooftrace.reporting.commands.pricing import (
     check_groups,
 )
 from rooftrace.tracer import Job, names
-from rooftrace.tracer.phases import kept_or_traced, traced
+from rooftrace.tracer.phases import kept_or_traced
 from rooftrace.tracer.phases.apart import Traced
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def priced(job: Job) -> Traced:
     """The graphs of a job, in the precisions of its request."""
     check_precisions(*job.precisions)
-    return in_precisions(job, traced(job))
+    return in_precisions(job, kept_or_traced(job))
 
 
 def in_precisions(job: Job, made: Traced) -> Traced:
@@ -112,8 +112,7 @@ class StepRequest:
 
     def graphs(self) -> dict[str, OpGraph]:
         """The graphs of the job by phase, in its precisions; raises the errors of tracing."""
-        check_precisions(*self.job.precisions)
-        graphs = dict(in_precisions(self.job, kept_or_traced(self.job)).graphs)
+        graphs = dict(priced(self.job).graphs)
         check_groups(graphs.values, self.models)
         return graphs
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rooftrace._extensions import RUN
 from rooftrace._processes import ONE_TASK
@@ -36,9 +36,17 @@ from rooftrace.tracer.phases.tracing import ModuleSource, traced
 # all files that it came from are as they were.
 
 VARIABLE = "ROOFTRACE_CACHE"
-_DAMAGED = (OSError, ValueError, AttributeError, TypeError, RecursionError)
+_DAMAGED = (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError)
 _MOST = 2 << 30
 """Bytes; older traces go when there are more."""
+
+
+class _Kept(NamedTuple):
+    """A file of what was made, the digests of all files that it follows from, those of code."""
+
+    file: Path
+    digests: dict[str, str]
+    sources: list[str]
 
 
 class TraceCache:
@@ -81,43 +89,55 @@ class TraceCache:
         kept = self.look_up(job)
         if kept is not None:
             with contextlib.suppress(*_DAMAGED):  # it is traced again
-                return Traced(load_graphs(kept[0]), kept[1])
+                files = {path: digest_of(path, whole=True) for path in kept.sources}
+                return Traced(load_graphs(kept.file), files, [*kept.digests])
         self.traces, began = self.traces + 1, time.time()
         made = traced(job)
         files, watched = _digests_of(made), made.opened is not None or not job.is_code
         if watched and not made.rules and not any(_written_since(path, began) for path in files):
-            self.keep(graphs_bytes(made.graphs), files, job)
+            self.keep(graphs_bytes(made.graphs), files, job, sources=[*made.files])
         return made
 
-    def look_up(self, job: Job, *made: Any) -> tuple[Path, dict[str, str]] | None:
-        """The file of what was made of a job, by default its graphs, and the digests of its
-        sources; None unless it was kept and still holds."""
+    def look_up(self, job: Job, *made: Any) -> _Kept | None:
+        """What was made of a job, by default its graphs; None unless it was kept and holds."""
         file = self._place(job, *made)
         if file is None:
             return None
         try:
-            files = json.loads(file.with_suffix(".files").read_bytes())
-            listed = str(file) in files  # else they are of another trace
-            if not listed or any(digest_of(path) != digest for path, digest in files.items()):
+            record = json.loads(file.with_suffix(".files").read_bytes())
+            digests, sources = record["digests"], record["sources"]
+            listed = str(file) in digests  # else they are of another trace
+            if not listed or any(digest_of(path) != digest for path, digest in digests.items()):
                 return None
             os.utime(file)
         except _DAMAGED:
             return None  # it is made again
-        del files[str(file)]
-        return file, files
+        del digests[str(file)]
+        return _Kept(file, digests, sources)
 
-    def keep(self, content: bytes, files: Mapping[str, str], job: Job, *made: Any) -> None:
-        """Keep what was made of a job, unless a folder speaks against it.  files: its sources."""
+    def keep(
+        self,
+        content: bytes,
+        digests: Mapping[str, str],
+        job: Job,
+        *made: Any,
+        sources: Sequence[str] = (),
+    ) -> None:
+        """Keep what was made of a job, unless a folder speaks against it.
+
+        digests: of all files that it follows from.  sources: those of code.
+        """
         file = self._place(job, *made)
-        if file is None or (job.is_code and not files):
+        if file is None or (job.is_code and not digests):
             return
         with contextlib.suppress(OSError):  # a full disk or a read-only home keeps nothing
             for path in (file, file.with_suffix(".files")):
                 if path.is_symlink():
                     path.unlink()  # it leads to a file that is no trace
             put_bytes(file, content)
-            files = {**files, str(file): digest_of(file)}  # of this trace, not another's
-            put_bytes(file.with_suffix(".files"), json.dumps(files).encode())
+            # With the digest of this trace, not of another.
+            record = {"digests": {**digests, str(file): digest_of(file)}, "sources": sources}
+            put_bytes(file.with_suffix(".files"), json.dumps(record).encode())
             self._shrink()
 
     def derived(self, *key: bytes) -> Path | None:
@@ -334,7 +354,7 @@ class SizedSource:
     def kept_file(self, *made: Any) -> Path | None:
         """The file of what a command made of the traces of this source, if it still holds."""
         kept = self._cache.look_up(self.job, *made)
-        return kept and kept[0]
+        return kept and kept.file
 
     def keep(self, content: bytes, *made: Any) -> None:
         """Keep what was made of the traces, unless there are own rules."""
