@@ -40,13 +40,14 @@ def fitting(
     single = _smaller(step) if step.phase == "training" else ()
     both = (all_of(single, ", ".join(change.action for change in single)),) * (len(single) > 1)
     again = [change for change in single if with_checkpoints in change.edits]
-    shards = _Shards(step, over_chips)
     priced: dict[str, WhatIf | None] = {}
 
     def edited(change: StepChange) -> WhatIf | None:
         if change.edits and change.action not in priced:
             priced[change.action] = priced_change(step, change)
         return priced.get(change.action)
+
+    shards = _Shards(step, over_chips, edited, again[:1])
 
     def tried(
         whole: Sequence[StepChange], batches: Sequence[StepChange], others: Sequence[StepChange]
@@ -57,7 +58,7 @@ def fitting(
             ways += [_fewer_layers(step, change, edited(change)) for change in whole]
             ways += [_smaller_batch(step, at_batch, change, edited(change)) for change in batches]
             ways += [_in_host_memory(step, change, edited(change)) for change in others]
-        ways += [shards.way(change, edited(change)) for change in others]
+        ways += map(shards.way, others)
         return [way for way in ways if way is not None and way.fits]
 
     fit = tried(single, [_AS_IT_IS], [_AS_IT_IS])
@@ -146,50 +147,96 @@ def _in_host_memory(step: Estimate, change: StepChange, edited: WhatIf | None) -
 class _Shards:
     """Finds the fewest chips, a power of two, which share a step so that it fits each of them.
 
-    gathered: bytes that a trace has shown each to hold until the optimizer runs, beside its shares,
-    the layer that runs and what no chip shares; 0 before.
+    traced: makes its traces.  edited: gives the step with a change alone.  again: the change that
+    runs layers again, if there is one.  gathered: bytes that a trace has shown each chip to hold
+    until the optimizer runs, beside its shares, the layer that runs and what no chip shares.
     """
 
-    def __init__(self, step: Estimate, traced: OverChips | None) -> None:
-        self.step, self.traced, self.gathered = step, traced, 0.0
+    def __init__(
+        self,
+        step: Estimate,
+        traced: OverChips | None,
+        edited: Callable[[StepChange], WhatIf | None],
+        again: Sequence[StepChange],
+    ) -> None:
+        self.step, self.traced, self.edited, self.again = step, traced, edited, again
+        self.gathered: float | None = None
+        self._ways: dict[tuple[str, int], WhatIf | None] = {}
+        self._fullest: dict[str, Callable[[int], tuple[float, float]]] = {}
 
-    def way(self, change: StepChange, edited: WhatIf | None) -> WhatIf | None:
-        """The step over chips, and with another change; None where no number of them is enough.
-
-        edited: the step with that change alone.
-        """
-        alone, number = edited.after if edited else self.step, 1
-        for _ in range(_TRACES):
-            number = self._enough(alone, 2 * number)
-            if self.traced is None or not number:
-                return None
-            try:
-                graph = self.traced(number, edited is not None)
-                after = Study(self.step).estimate(Variant(graph=graph))
-            except (RequestError, ValueError):
-                return None
-            way = WhatIf(
-                lever="memory",
-                action=f"Shard over {number} chips (FSDP2){_also(change)}",
-                option=f"--mesh dp={number}" + " --checkpoint full" * bool(edited),
-                needs=f"{number} chips, which share weights, gradients and states; each takes this "
-                f"batch: {number} times the samples",
-                before=self.step,
-                after=after,
-            )
-            if way.fits:
+    def way(self, change: StepChange) -> WhatIf | None:
+        """The step over chips, and with another change; None where no number of them is enough."""
+        if self.traced is None or not self._enough(change, 0.0):
+            return None
+        if self.gathered is None:
+            self._learn(change)
+        short: list[int] = []
+        while self.gathered is not None and len(short) < _TRACES:
+            number = self._enough(change, self.gathered, short)
+            way = self._over(number, change) if number else None
+            if way is None or way.fits:
                 return way
-            self.gathered = _fullest(after)(1)[0] - _fullest(alone)(number)[0]
+            short.append(number)
         return None
 
-    def _enough(self, alone: Estimate, number: int) -> int:
-        """The first of `number`, twice that ... chips on which it should fit; 0 where none is."""
+    def _learn(self, change: StepChange) -> None:
+        """Learn what is gathered from a trace that may be the answer, for some change.
+
+        What is taken to be there at a time: the weights of the next layer, and the gradients of one
+        as they were made and, in fp32, as they are added up over the chips.
+        """
+        graph = self.step.graph
+        weights = [graph.values[i] for i in graph.external if graph.values[i].role == "weights"]
+        wide = 4 * sum(held.elements for held in weights) / max(sum(h.nbytes for h in weights), 1)
+        guess = (2 + wide) * max(_weights_of_layers(graph), default=0)
+        for each in (change, *self.again):
+            if number := self._enough(each, guess):
+                self._over(number, each)
+                return
+        self._over(self._enough(change, 0.0), change)
+
+    def _over(self, number: int, change: StepChange) -> WhatIf | None:
+        """The step over so many chips, traced once; None where that cannot be traced."""
+        key = change.action, number
+        if key not in self._ways:
+            self._ways[key] = self._traced(number, change)
+        return self._ways[key]
+
+    def _traced(self, number: int, change: StepChange) -> WhatIf | None:
+        assert self.traced is not None
+        again = self.edited(change) is not None
+        try:
+            after = Study(self.step).estimate(Variant(graph=self.traced(number, again)))
+        except (RequestError, ValueError):
+            return None
+        self.gathered = _fullest(after)(1)[0] - self._fullest[change.action](number)[0]
+        return WhatIf(
+            lever="memory",
+            action=f"Shard over {number} chips (FSDP2){_also(change)}",
+            option=f"--mesh dp={number}" + " --checkpoint full" * again,
+            needs=f"{number} chips, which share weights, gradients and states; each takes this "
+            f"batch: {number} times the samples",
+            before=self.step,
+            after=after,
+        )
+
+    def _alone(self, change: StepChange) -> Estimate:
+        """The step with a change, on one chip."""
+        edited = self.edited(change)
+        return edited.after if edited else self.step
+
+    def _enough(self, change: StepChange, gathered: float, short: Sequence[int] = ()) -> int:
+        """The first of 2, 4 ... chips on which it should fit, not those in `short`; else 0."""
+        alone, number = self._alone(change), 2
+        if change.action not in self._fullest:
+            self._fullest[change.action] = _fullest(alone)
+        fullest = self._fullest[change.action]
         held = [tensor for tensor in alone.memory.tensors if tensor.role in _SHARED]
         rows = max((tensor.shape[0] for tensor in held if tensor.shape), default=0)
-        fullest = _fullest(alone)
         while number < 2 * rows:  # no more chips have a part of a weight
             running, updating = fullest(number)
-            if max(running + self.gathered, updating) <= _ABOUT * self.step.chip.room():
+            most = max(running + gathered, updating)
+            if number not in short and most <= _ABOUT * self.step.chip.room():
                 return number
             number *= 2
         return 0
