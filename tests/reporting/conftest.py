@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from rooftrace._extensions import RUN
 from rooftrace._reading import digest_of
 from rooftrace.reporting.cli import main
 from rooftrace.tracer.phases.apart import Traced
@@ -29,7 +30,9 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
     """Runs the command line in this process, from the root of the repository."""
     monkeypatch.chdir(root)
 
@@ -43,7 +46,8 @@ def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixtur
         out, err = capfd.readouterr()
         return Ran(code, out, err)
 
-    return call
+    yield call
+    RUN.clear()  # commands of later tests keep traces
 
 
 KEPT: dict[Path, Traced] = {}

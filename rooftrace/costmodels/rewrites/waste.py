@@ -104,9 +104,9 @@ def is_plain(flow: ValueFlow, op: Op) -> bool:
 
 def is_random(op: Op) -> bool:
     """Whether an op draws random numbers."""
-    namespace, name = (*op.target.split("."), "")[:2]
-    known = namespace in ("aten", "prims") and name.removesuffix("_") in _RANDOM
-    return op.kind != "view" and (known or "random" in op.facts)
+    space, _, name = op.name.partition(".")
+    drawn = name.removesuffix("_") in _RANDOM if space == "aten" else "random" in op.facts
+    return drawn and op.kind != "view"
 
 
 _NAMES = """
@@ -125,7 +125,7 @@ randint_like randn randn_like random randperm rnn_relu rnn_tanh rrelu rrelu_with
 rrelu_with_noise_functional scaled_dot_product_attention uniform
 """
 _RANDOM = frozenset(_NAMES.split())
-"""PyTorch's ops that draw random numbers, or may, by their tags and generators."""
+"""ATen's ops that draw random numbers, or may, by their tags and generators."""
 
 
 def key_of(item: Argument) -> Argument:

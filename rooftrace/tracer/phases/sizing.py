@@ -99,7 +99,7 @@ class TraceCache:
         return made
 
     def look_up(self, job: Job, *made: Any) -> _Kept | None:
-        """What was made of a job, by default its graphs; None unless it was kept and holds."""
+        """The file of what was made of a job, by default its graphs; None unless it holds."""
         file = self._place(job, *made)
         if file is None:
             return None
