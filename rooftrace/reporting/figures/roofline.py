@@ -186,7 +186,7 @@ def _legend_words(report: Results, others: int) -> str:
 LEAST_CAP = 0.999  # of the roof: a limit of a step is shown below this
 
 
-def draw_roofline(result: rooflinesteps.Rooflines, path: Path, style: str = "screen") -> None:
+def draw_roofline(result: rooflinesteps.Rooflines, path: Path, style: str) -> None:
     """Draw steps of several models on one roofline, in the format that the file ends in.
 
     Raises RequestError for another ending or style.

@@ -164,6 +164,7 @@ class TraceCache:
             "request": asdict(job.request),
             "options": {**asdict(job.options), "loss": None},
             "environment": _environment(),
+            "path": os.environ.get("PYTHONPATH", ""),
             "of commands": bool(ONE_TASK),  # other processes may have changed a library
             "made": made,
         }
@@ -227,7 +228,7 @@ def _place_of(job: Job) -> list[str]:
         return [os.path.realpath(job.name) if os.path.exists(job.name) else job.name]
     path, _, attribute = job.name.rpartition(":")
     where = os.path.realpath(path) if os.path.exists(path) else path
-    return [where, attribute, os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    return [where, attribute, os.getcwd()]
 
 
 def _beside(config: Path) -> list[Path]:
