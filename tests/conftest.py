@@ -103,8 +103,11 @@ def one_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def no_target_stays() -> Iterator[None]:
-    """The imports of a target that a test loaded end with it, not with the next target."""
+    """Imports of a target that a test loaded end with it, not with the next target; and so does
+    that a command ran files of --rules, after which a process keeps no trace."""
     yield
+    if extensions := sys.modules.get("rooftrace._extensions"):
+        extensions.RUN.clear()
     isolation = sys.modules.get("rooftrace.tracer.targets.isolation")
     if isolation is not None and isolation._LEFT:
         with isolation.own_imports():

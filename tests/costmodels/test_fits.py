@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -311,19 +313,44 @@ def test_shards_over_chips_cost_what_a_report_on_them_says(tmp_path: Path) -> No
     assert half.memory.peak > tighter.room()
 
 
-@pytest.mark.slow
-def test_the_fewest_chips_are_those_of_a_loop_over_traces(tmp_path: Path) -> None:
-    wide = {"n_embd": 384, "n_layer": 4, "n_head": 6, "vocab_size": 5000}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **wide}))
+def traces(folder: Path, config: dict[str, Any], **sizes: int) -> Callable[..., OpGraph]:
+    """Makes training steps of a config over chips, each once."""
+    (folder / "config.json").write_text(json.dumps(config))
 
     @cache
     def over(chips: int, again: bool = False) -> OpGraph:
         mesh = {"mesh": {"dp": chips}} if chips > 1 else {}
-        how = {"batch": 2, "seq": 512, "dtype": "bf16", "checkpoint": "full" if again else "none"}
-        return rt.trace(tmp_path / "config.json", phase="training", **how, **mesh)
+        how = {"dtype": "bf16", "checkpoint": "full" if again else "none", **sizes}
+        return rt.trace(folder / "config.json", phase="training", **how, **mesh)
 
+    return over
+
+
+@pytest.mark.slow
+def test_the_fewest_chips_are_those_of_a_loop_over_traces(tmp_path: Path) -> None:
+    wide = {"n_embd": 384, "n_layer": 4, "n_head": 6, "vocab_size": 5000}
+    over = traces(tmp_path, {"model_type": "gpt2", **wide}, batch=2, seq=512)
     peaks = {2**n: on_a_chip(over(2**n)).memory.peak for n in range(1, 6)}
     for room in (peak + less for peak in [*peaks.values()][:4] for less in (0, -1)):
         step = on_a_chip(over(1), (room + CONTEXT) * 1e-9)
         least = next(number for number, peak in peaks.items() if peak <= room)
         assert f"--mesh dp={least}" in [way.option for way in fitting(step, over_chips=over)]
+
+
+@pytest.mark.slow
+def test_one_number_of_chips_is_traced_where_the_room_is_between_two_peaks(tmp_path: Path) -> None:
+    """Over 32 chips, too, where what layers gather takes most of the room."""
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    config = {"model_type": "llama", "vocab_size": 512, "num_attention_heads": 8, **wide}
+    over = traces(tmp_path, config, batch=1, seq=64)
+    peaks = {2**n: on_a_chip(over(2**n)).memory.peak for n in range(1, 6)}
+    for (_, more), (number, peak) in pairwise(peaks.items()):
+        asked = []
+
+        def noted(*way: Any, asked: list[Any] = asked) -> OpGraph:
+            asked.append(way)
+            return over(*way)
+
+        step = on_a_chip(over(1), ((more + peak) // 2 + CONTEXT) * 1e-9)
+        assert f"--mesh dp={number}" in [way.option for way in fitting(step, over_chips=noted)]
+        assert asked == [(number, False)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from rooftrace._extensions import RUN
 from rooftrace._reading import digest_of
 from rooftrace.reporting.cli import main
 from rooftrace.tracer.phases.apart import Traced
@@ -30,9 +29,7 @@ Run = Callable[..., Ran]
 
 
 @pytest.fixture
-def run(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Run]:
+def run(root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
     """Runs the command line in this process, from the root of the repository."""
     monkeypatch.chdir(root)
 
@@ -46,8 +43,7 @@ def run(
         out, err = capfd.readouterr()
         return Ran(code, out, err)
 
-    yield call
-    RUN.clear()  # commands of later tests keep traces
+    return call
 
 
 KEPT: dict[Path, Traced] = {}

@@ -15,7 +15,7 @@ from rooftrace.errors import RequestError
 from rooftrace.graph import graphs_bytes, load_graphs
 from rooftrace.reporting.commands.sweeps import level_values, levels_of
 from rooftrace.tracer import Job
-from rooftrace.tracer.phases import SizedSource, sizing
+from rooftrace.tracer.phases import SizedSource
 
 pytestmark = pytest.mark.quick
 
@@ -35,7 +35,6 @@ def example_inputs(width: int = 16):
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(sizing, "RUN", [])  # rules of a file may have run in this process
     monkeypatch.setenv("ROOFTRACE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
