@@ -340,3 +340,25 @@ def test_a_form_is_kept_for_the_next_command(
     code.write_text(CODE.format(activation="Tanh"))
     changed, again = made()
     assert again == traces and [op.name for op in changed.graph(rows=24).ops][-1] == "aten.tanh"
+
+
+def test_a_form_whose_code_changes_while_it_is_traced_is_made_again(
+    code: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be of the old code and of the new: it holds for neither."""
+    asked: list[tuple[int, ...]] = []
+    graphs = SizedSource.graphs
+
+    def told(source: SizedSource, numbers: tuple[int, ...]) -> Any:
+        made = graphs(source, numbers)
+        if not asked:
+            code.write_text(CODE.format(activation="Tanh"))
+        asked.append(numbers)
+        return made
+
+    monkeypatch.setattr(SizedSource, "graphs", told)
+    for _ in range(2):
+        asked.clear()
+        inputs, over = {"input": "rows,16"}, {"rows": range(8, 64)}
+        rt.tools.form(f"{code}:build", over=over, inputs=inputs)
+        assert asked

@@ -157,14 +157,13 @@ class Reads:
 class Traced:
     """Graphs by phase, and the source files that they were traced from.
 
-    files: digests by path; empty for no code.  opened: files of the user's that the code opened, or
-    looked for; None where nobody watched.  rules: whether the code brought cost rules, which stay
-    in the process that ran it.
+    files: digests by path; empty for no code.  opened: files of the user's that a target opened, or
+    looked for.  rules: whether its code brought cost rules, which stay in the process that ran it.
     """
 
     graphs: Mapping[str, OpGraph]
     files: Mapping[str, str] = field(default_factory=dict)
-    opened: Sequence[str] | None = None
+    opened: Sequence[str] = ()
     rules: bool = False
 
 

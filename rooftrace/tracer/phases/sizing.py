@@ -52,11 +52,12 @@ class _Kept(NamedTuple):
 class TraceCache:
     """The traces of one folder; None keeps none.
 
-    traces: how many were made, because there was none that holds.
+    traces: how many were made, because there was none that holds.  digests: of the files that all
+    that it gave follow from.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self.folder, self.traces = folder, 0
+        self.folder, self.traces, self.digests = folder, 0, dict[str, str]()
         self._variables = _variables()  # before the code of a target can change them
 
     @staticmethod
@@ -90,12 +91,17 @@ class TraceCache:
         if kept is not None:
             with contextlib.suppress(*_DAMAGED):  # it is traced again
                 files = {path: digest_of(path, whole=True) for path in kept.sources}
-                return Traced(load_graphs(kept.file), files, [*kept.digests])
+                made = Traced(load_graphs(kept.file), files, [*kept.digests])
+                self.digests = {**kept.digests, **self.digests}
+                return made
         self.traces, began = self.traces + 1, time.time()
         made = traced(job)
-        files, watched = _digests_of(made), made.opened is not None or not job.is_code
-        if watched and not made.rules and not any(_written_since(path, began) for path in files):
-            self.keep(graphs_bytes(made.graphs), files, job, sources=[*made.files])
+        if self.private() is not None:
+            paths = (*made.files, *made.opened)
+            digests = {path: _digest_before(path, began) for path in paths}
+            self.digests = {**digests, **self.digests}  # as the first trace found them
+            if not made.rules and _UNKNOWN not in digests.values():
+                self.keep(graphs_bytes(made.graphs), digests, job, sources=[*made.files])
         return made
 
     def look_up(self, job: Job, *made: Any) -> _Kept | None:
@@ -168,7 +174,7 @@ class TraceCache:
             "of commands": bool(ONE_TASK),  # other processes may have changed a library
             "made": made,
         }
-        if job.is_code or job.request.trust_remote_code:
+        if _runs_code(job):
             key["variables"] = self._variables
         config = names.config_file(job.name)
         if config is not None:
@@ -201,20 +207,24 @@ def kept_or_traced(job: Job) -> Traced:
     Only in a process of the command line: one of the user's may have changed the libraries that a
     model is made of.  Code is run each time: what it asks for besides files nobody knows.
     """
-    runs_code = job.is_code or job.request.trust_remote_code
-    return traced(job) if runs_code or not ONE_TASK else TraceCache.usual().traced(job)
+    return traced(job) if _runs_code(job) or not ONE_TASK else TraceCache.usual().traced(job)
 
 
-def _digests_of(made: Traced) -> dict[str, str]:
-    """Digests of all files that graphs follow from."""
-    return {path: digest_of(path) for path in (*made.files, *(made.opened or ()))}
+def _runs_code(job: Job) -> bool:
+    """Whether code of the user's makes the model."""
+    return job.is_code or job.request.trust_remote_code
 
 
-def _written_since(path: str, moment: float) -> bool:
-    """Whether a file was written after a moment: nobody knows which state of it was read."""
+_UNKNOWN = "written meanwhile"
+"""The digest of a file of which nobody knows in which state it was read: no file has it."""
+
+
+def _digest_before(path: str, moment: float) -> str:
+    """The digest of a file that was not written after a moment."""
     with contextlib.suppress(OSError):
-        return os.stat(path).st_mtime > moment
-    return False
+        if os.stat(path).st_mtime > moment:
+            return _UNKNOWN
+    return digest_of(path)
 
 
 def _is_kept(path: Path) -> bool:
@@ -294,7 +304,6 @@ class SizedSource:
         self.job, self.names = job, tuple(names)
         self._kept, self._cache = isolation.Kept(), TraceCache.usual()
         self._call = ModuleSource(job) if job.is_called and not job.is_named else None
-        self._files: dict[str, str] = {}  # of all traces
         self._has_rules = False
         doubled = next((name for name in names if list(names).count(name) > 1), None)
         if doubled:
@@ -343,7 +352,6 @@ class SizedSource:
             return self._call.each_at(sizes)
         with isolation.keeping(self._kept):
             made = self._cache.traced(self.job_at(numbers))
-        self._files |= _digests_of(made)
         self._has_rules = self._has_rules or made.rules
         return made.graphs
 
@@ -360,7 +368,7 @@ class SizedSource:
     def keep(self, content: bytes, *made: Any) -> None:
         """Keep what was made of the traces, unless there are own rules."""
         if not self._has_rules:
-            self._cache.keep(content, self._files, self.job, *made)
+            self._cache.keep(content, self._cache.digests, self.job, *made)
 
     def standing(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the mesh of a config stays from one trace to the next, with the model over it.
